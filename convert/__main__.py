@@ -1,4 +1,4 @@
-"""`python -m convert SRC DST`, installed `python -m jaxllm.convert SRC DST`: `jaxllm convert`."""
+"""`python -m convert` (installed: `python -m jaxllm.convert`) as an alias of `jaxllm convert`."""
 
 from jaxllm import process
 

@@ -1,9 +1,9 @@
-"""Integers as GPTQ and AWQ files pack them into int32 words, and as one number each.
+"""Packing and unpacking of integers in the int32 words of GPTQ and AWQ files.
 
-GPTQ (AutoGPTQ's `QuantLinear.pack`) packs along an axis of the words, the first number in the
-lowest bits and every next one above it; of 3 bits a number may begin in one word and end in the
-next, 32 of them in three words. AWQ (AutoAWQ's `WQLinear_GEMM`) packs eight numbers of 4 bits along
-the last axis, columns 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up.
+GPTQ (AutoGPTQ's `QuantLinear.pack`) packs along an axis, the first number in the lowest bits. Three
+words hold 32 numbers of 3 bits, so such a number may straddle two words. AWQ (AutoAWQ's
+`WQLinear_GEMM`) packs eight numbers of 4 bits along the last axis, columns 0, 2, 4, 6, 1, 3, 5, 7
+from the lowest bits up.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """GPTQ's int32 `[R, W]` as uint8 `[R, 32 W / bits]`, packed along the last axis."""
+    """Unpack GPTQ's int32 `[R, W]` along the last axis to uint8 `[R, 32 W / bits]`."""
     byte = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
         return byte
@@ -25,7 +25,7 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 `[R, N]` as GPTQ's int32 `[R, N bits / 32]`, packed along the last axis."""
+    """Pack uint8 `[R, N]` along the last axis into GPTQ's int32 `[R, N bits / 32]`."""
     if bits == 8:
         byte = np.ascontiguousarray(numbers)
     elif bits == 3:
@@ -40,16 +40,16 @@ def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpacked_awq(words: np.ndarray) -> np.ndarray:
-    """AWQ's int32 `[R, W]` as uint8 `[R, 8 W]`."""
+    """Unpack AWQ's int32 `[R, W]` to uint8 `[R, 8 W]`."""
     return _apart(np.ascontiguousarray(words, "<i4").view(np.uint32), 4, _AWQ_COLUMNS)
 
 
 def _apart(packed: np.ndarray, bits: int, columns: Sequence[int]) -> np.ndarray:
-    """Unsigned `[R, W]` of several numbers each as uint8 `[R, W len(columns)]`.
+    """Unpack unsigned words `[R, W]` to uint8 `[R, W len(columns)]`.
 
-    columns: the place of each number among those of its word, from the lowest bits up.
+    columns: The column of each number within its word, from the lowest bits up.
     """
     numbers = np.empty((*packed.shape, len(columns)), np.uint8)
-    for place, column in enumerate(columns):  # one place at a time: numpy is slow at short axes
+    for place, column in enumerate(columns):  # a loop, since numpy is slow on short axes
         numbers[..., column] = (packed >> (bits * place)) & (2**bits - 1)
     return numbers.reshape(len(packed), -1)

@@ -1,9 +1,9 @@
-"""Matrices that compressed-tensors has quantized: their integers, scales and zero points as leaves.
+"""Matrices quantized by compressed-tensors, as leaves with the same integers, scales, zero points.
 
-Of a linear `[O, I]` the form "pack-quantized" has numbers from 0 to 2^bits - 1, `weight_packed`
-int32 `[O, I bits / 32]` and `weight_zero_point` `[O bits / 32, G]`. "int-quantized" has them less
-128, `weight` int8 and `weight_zero_point` int8 `[O, G]`. Both have `weight_scale` `[O, G]`; a scale
-of a whole tensor is one number. Where inputs are rounded for each token (W8A8), ours are not.
+For a linear `[O, I]`, "pack-quantized" stores numbers from 0 to 2^bits - 1, as `weight_packed`
+int32 `[O, I bits / 32]` and `weight_zero_point` `[O bits / 32, G]`. "int-quantized" stores them
+minus 128, as `weight` int8 and `weight_zero_point` int8 `[O, G]`. Both have `weight_scale`
+`[O, G]`, or one number per tensor. Activations of W8A8 checkpoints are not quantized here.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ _STRATEGIES = ("group", "channel", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Compressed:
-    """How a checkpoint's matrices are stored. widths: the bits that its groups of modules have."""
+    """Storage of a checkpoint's matrices. widths: the bit widths of its config groups."""
 
     packed: bool
     widths: frozenset[int]
 
 
 def read_compressed(data: Mapping[str, Any], where: str) -> Compressed:
-    """Return what a `quantization_config` of compressed-tensors says.
+    """Return how the weights are stored, from compressed-tensors' `quantization_config`.
 
     Raises:
         ConfigError: With every option that is not supported.
@@ -63,7 +63,7 @@ def read_compressed(data: Mapping[str, Any], where: str) -> Compressed:
 
 
 def _width_of(group: Any) -> tuple[int, list[str]]:
-    """Return the bits of a group's weights, and what is not supported of it."""
+    """Return the bit width of a config group's weights, and complaints."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return 0, [f"weights must be an object, got {weights!r:.60}"]
@@ -83,7 +83,7 @@ def _width_of(group: Any) -> tuple[int, list[str]]:
     ]
     inputs = group.get("input_activations")
     if inputs is not None and not (isinstance(inputs, Mapping) and inputs.get("dynamic") is True):
-        wrong.append("input_activations are rounded on a fixed grid, which is not supported")
+        wrong.append("static input_activations are not supported")
     if group.get("output_activations") is not None:
         wrong.append("output_activations are not supported")
     bits = weights.get("num_bits")
@@ -96,13 +96,13 @@ def take_compressed(
     linears: Mapping[str, tuple[int, int]],
     complaints: list[str],
 ) -> dict[str, str]:
-    """Put the pieces of leaves in place of theirs; return the formats of the leaves, by path.
+    """Replace the quantized pieces by those of our leaves; return the leaves' formats, by path.
 
     Args:
         scheme: How the matrices are stored.
-        tensors: By our paths, theirs ending in one of `PIECES`.
+        tensors: By our paths; quantized ones end in one of `PIECES`.
         linears: The shapes `[O, I]` of all weights that can be quantized.
-        complaints: What is wrong with theirs is added.
+        complaints: Complaints are appended.
     """
     formats = {}
     for path, shape in linears.items():
@@ -116,21 +116,21 @@ def take_compressed(
         complaints += wrong
         if kind is None or path in tensors:
             if kind is not None:
-                complaints.append(f"{path} is there beside {stem}.weight_packed")
+                complaints.append(f"{path} and {stem}.weight_packed are both stored")
             tensors[path] = LazyTensor(np.dtype(np.float32), shape, lambda: np.empty(0))
             continue
         formats[path] = kind.name
         for name, tensor in _pieces(scheme, kind, shape, found).items():
             tensors[f"{path}{name}"] = tensor
     if not formats and not complaints:
-        complaints.append("no tensor is quantized, though config.json has a quantization_config")
+        complaints.append("no tensor is quantized, but config.json has a quantization_config")
     return formats
 
 
 def _kind_of(
     scheme: Compressed, stem: str, shape: tuple[int, int], found: Mapping[str, LazyTensor]
 ) -> tuple[list[str], Integer | None]:
-    """Return what is wrong with a matrix's tensors, and its format if nothing is."""
+    """Return complaints about a matrix's tensors, and its format if there are none."""
     rows, columns = shape
     missing = [f"{stem}.{p} is missing" for p in PIECES[:2] if p not in found]
     if missing:
@@ -144,7 +144,7 @@ def _kind_of(
     wanted = "int32" if scheme.packed else "int8"
     if not bits or codes.dtype.name != wanted:
         return [
-            f"{stem}.{PIECES[0]} is {codes.dtype.name} {codes.shape}, not {wanted} of {shape}"
+            f"{stem}.{PIECES[0]} is {codes.dtype.name} {codes.shape}, expected {wanted} for {shape}"
         ], None
     groups = scale.shape[1] if scale.ndim == 2 else 1
     size = columns // groups if groups else 0
@@ -152,10 +152,10 @@ def _kind_of(
     if scale.shape not in ((rows, groups), (1,), (), (1, 1)) or size * groups != columns:
         wrong.append(f"{stem}.weight_scale has shape {scale.shape}, which does not divide {shape}")
     if scale.dtype.name not in _SCALES:
-        wrong.append(f"{stem}.weight_scale is {scale.dtype.name}, not {' or '.join(_SCALES)}")
+        wrong.append(f"{stem}.weight_scale is {scale.dtype.name}, expected {' or '.join(_SCALES)}")
     ours = [group for group in reversed(GROUPS) if size % group == 0]
     if groups > 1 and not ours:
-        wrong.append(f"{stem}: groups of {size} columns are no whole ones of {GROUPS}")
+        wrong.append(f"{stem}: the group size is {size}, expected a multiple of {GROUPS}")
     whole = (up(rows * bits, 32) // 32, groups) if scheme.packed else scale.shape
     if zero is not None and zero.shape != whole:
         wrong.append(f"{stem}.weight_zero_point has shape {zero.shape}, expected {whole}")
@@ -169,7 +169,7 @@ def _kind_of(
 def _pieces(
     scheme: Compressed, kind: Integer, shape: tuple[int, int], found: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the pieces of the leaf, made when they are read."""
+    """Return the pieces of the leaf, computed when they are read."""
     rows, columns = shape
     expected = kind.expected(shape)
     middle = np.uint8(2 ** (kind.bits - 1))
@@ -191,7 +191,7 @@ def _pieces(
         elif kind.code_dtype == np.uint8 and not scheme.packed:
             codes = codes.view(np.uint8) ^ middle
         whole = np.full((rows, up(columns, digits.CHUNK)), kind.middle, codes.dtype)
-        if kind.zero_point:  # the code of zero, which what is added has
+        if kind.zero_point:  # pad with the code of zero
             whole = np.repeat(zeros(), kind.size(columns), axis=1)
         whole[:, :columns] = codes
         packed: np.ndarray = digits.packed(whole, kind.bits)
@@ -202,7 +202,7 @@ def _pieces(
         return spread(stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1), ".scale")
 
     def spread(numbers: np.ndarray, name: str) -> np.ndarray:
-        """What each of their groups has, for each of ours."""
+        """Repeat the values of the checkpoint's groups for ours."""
         size, dtype = expected[name]
         whole = np.zeros([n or 0 for n in size], dtype)
         count = -(-columns // kind.size(columns))

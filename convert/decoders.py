@@ -1,4 +1,4 @@
-"""What the tables of `jaxllm.models.decoder`'s families share: fields, and rotary settings."""
+"""Fields and rotary settings shared by the tables of `jaxllm.models.decoder`'s families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
 ORIGINAL = "original_max_position_embeddings"
 ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 ROPE_SETTINGS = frozenset({"type", *(field.name for field in dataclasses.fields(Rope))})
-# As `COMMON_ALLOWED`, of rotary settings.
+# Like `COMMON_ALLOWED`, for rotary settings.
 ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
     "alpha": (1,),
     "interleaved": (False,),
@@ -63,8 +63,13 @@ def table(
     prefix: str = "model.",
     **more: Any,
 ) -> Architecture:
-    """A family's table. architecture: the prefix of its classes. fields: beside the common ones,
-    or in their place. but: those that it has not. more: see `Architecture`.
+    """Return a family's table.
+
+    Args:
+        architecture: The prefix of its class names.
+        fields: Fields that extend or replace the common ones.
+        but: Common fields that the family lacks.
+        more: Other arguments of `Architecture`.
     """
     own = {f.theirs for f in fields} | {f.ours for f in fields} | set(but)
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
@@ -72,7 +77,7 @@ def table(
         architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
         allowed={**COMMON_ALLOWED, **(allowed or {})},
-        # use_sliding_window: the window's size says it where no row reads it.
+        # use_sliding_window: if no row reads it, sliding_window alone decides.
         ignored=COMMON_IGNORED
         | ROPE
         | {"layer_types"}
@@ -93,10 +98,14 @@ def read_decoder(
     theta: float = 10000.0,
     finish: Callable[[dict[str, Any], list[str]], None] = lambda fields, complaints: None,
 ) -> Config:
-    """config.json to a configuration. theta: what a missing `rope_theta` means. finish: makes ours
-    of the fields that the table read, where that is more than their names.
+    """Return the configuration in a config.json.
 
-    Raises ConfigError with everything that is wrong.
+    Args:
+        theta: The default of `rope_theta`.
+        finish: Converts fields that differ from ours in more than their names.
+
+    Raises:
+        ConfigError: With everything that is wrong.
     """
     fields, complaints = read_fields(table, data)
     rope = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
@@ -120,15 +129,15 @@ def read_decoder(
         if stated != meant:
             refuse(
                 "config.json",
-                [f"layer_types must be null or {meant[0]!r} of every layer, got {stated!r:.60}"],
+                [f"layer_types must be null or {meant[0]!r} in every layer, got {stated!r:.60}"],
             )
     return made
 
 
 def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -> dict[str, Any]:
-    """config.json's fields, in the spelling that every transformers reads.
+    """Return config.json's fields in a spelling that every version of transformers reads.
 
-    Raises ConfigError for numbers of heads that transformers' class refuses.
+    Raises ConfigError for head counts that transformers' class refuses.
     """
     check_heads(config, table)
     return {
@@ -140,8 +149,10 @@ def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -
 
 
 def check_heads(config: DecoderConfig, table: Architecture) -> None:
-    """Raise ConfigError for a number of heads that transformers' class refuses, by what it checks:
-    hidden_size a multiple of the heads, or just as wide where the table has no head_dim.
+    """Raise ConfigError for a head count that transformers' class refuses.
+
+    It requires hidden_size to be a multiple of the head count or, if the table has no head_dim,
+    exactly head count x head size.
     """
     hidden, heads, size = config.hidden_size, config.num_attention_heads, config.head_dim
     fixed = all(field.ours != "head_dim" for field in table.fields)
@@ -154,16 +165,16 @@ def check_heads(config: DecoderConfig, table: Architecture) -> None:
     else:
         return
     raise ConfigError(
-        f"num_attention_heads has no Hugging Face form: got {heads}, expected {wanted}, as"
-        f" transformers' {table.architectures[0]} does. Drop heads to such a number, or save the"
-        " model in the native form"
+        f"num_attention_heads is invalid in the Hugging Face format: got {heads}, expected {wanted}"
+        f", as transformers' {table.architectures[0]} requires. Prune heads to such a number, or"
+        " save the model in the native format"
     )
 
 
 def resolve_layer_types(
     slides: Callable[[dict[str, Any], int], bool],
 ) -> Callable[[dict[str, Any], list[str]], None]:
-    """What `read_decoder` finishes with: which layers see a window where no list says it."""
+    """Return a `finish` for `read_decoder` that derives missing layer_types from `slides`."""
 
     def finish(fields: dict[str, Any], complaints: list[str]) -> None:
         count = fields["num_hidden_layers"]
@@ -176,15 +187,15 @@ def resolve_layer_types(
 
 
 def written_rope(rope: Rope, context: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, as the published files have them. context: its length."""
+    """Return `rope_theta` and `rope_scaling` as in published files. context: maximum length."""
     if rope.extended:
         raise ConfigError(
-            "Self-Extend (group_size, neighbor_window) has no Hugging Face form: transformers would"
-            " compute something else. Write the model without it, or in the native form"
+            "Self-Extend (group_size, neighbor_window) cannot be saved in the Hugging Face format:"
+            " transformers does not support it. Save the model without it, or in the native format"
         )
     settings = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     theta, share = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
-    if rope.rope_type == "divisors":  # what transformers calls so, with nothing but these
+    if rope.rope_type == "divisors":  # transformers has it only as this special case of longrope
         divisors = list(settings.pop("divisors"))
         settings = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
         settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL: context}
@@ -193,11 +204,11 @@ def written_rope(rope: Rope, context: int) -> dict[str, Any]:
 
 
 def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:
-    """The rotary settings in a config.json that no type has, as "rope_scaling.NAME"."""
+    """Return the rotary settings in a config.json that no type has, as "rope_scaling.NAME"."""
     found = []
     for name in sorted(ROPE & data.keys()):
         given = data[name] if isinstance(data[name], Mapping) else {}
-        inner = {k: v for k, v in given.items() if isinstance(v, Mapping)}  # by kinds of layers
+        inner = {k: v for k, v in given.items() if isinstance(v, Mapping)}  # per layer type
         for where, settings in {
             name: given,
             **{f"{name}.{k}": v for k, v in inner.items()},
@@ -214,7 +225,7 @@ def read_rope(
     *,
     theta: float = 10000.0,
 ) -> Rope | None:
-    """`rope_theta` + `rope_scaling` (published files), or `rope_parameters` (transformers 5)."""
+    """Read `rope_theta`, `rope_scaling` (published files), `rope_parameters` (transformers 5)."""
     settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = data.get(name)
@@ -230,7 +241,7 @@ def read_rope(
         for key, value in given.items():
             neutral = ROPE_ALLOWED.get(key, (value,))
             if isinstance(value, Mapping):
-                complaints.append(f"{name}.{key} is an object, which this family does not have")
+                complaints.append(f"{name}.{key} is an object, which this family does not support")
             elif value not in neutral:
                 values = " or ".join(map(repr, neutral))
                 complaints.append(f"{name}.{key} must be {values}, got {value!r:.60}")
@@ -242,22 +253,22 @@ def read_rope(
             complaints.append(f"{name} differs between rope_parameters and the top level")
     settings.setdefault("rope_theta", theta)
     kind = settings.setdefault("rope_type", "default")
-    if kind == "su":  # what LongRoPE was called in the first files
+    if kind == "su":  # LongRoPE's name in early files
         kind = settings["rope_type"] = "longrope"
     if settings.get("partial_rotary_factor") == 1:
         del settings["partial_rotary_factor"]
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # ours alone
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS or kind == "divisors":  # jaxllm only
         known = ", ".join(name for name in ROPE_FIELDS if name != "divisors")
         complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
         return None
     required, optional = ROPE_FIELDS[kind]
     if ORIGINAL in required and (said := data.get(ORIGINAL, context)) is not None:
         settings.setdefault(ORIGINAL, said)
-    # Files carry leftovers of other types, and transformers reads only its type's own.
+    # Files contain leftovers of other types; transformers reads only the settings of its type.
     used = {"rope_type", "rope_theta", *required, *optional, *SHARED_FIELDS}
     missing = [name for name in required if name not in settings]
     if missing:
-        complaints.append(f"rope_type {kind!r} needs {', '.join(missing)}")
+        complaints.append(f"rope_type {kind!r} requires {', '.join(missing)}")
     if complaints:
         return None
     for name in DIVISORS & set(settings):

@@ -1,7 +1,7 @@
-"""The engine: opens a Hugging Face directory through its architecture's table, and writes one.
+"""The engine: reads and writes Hugging Face directories by the table of their architecture.
 
-Strict in both directions: every tensor of the model is found, every tensor found is known, and all
-complaints come in one error. Nothing outside the directory is opened and nothing in it is run.
+Strict in both directions: every parameter needs a tensor, every tensor must be known, and one error
+lists all complaints. It opens no file outside the directory and runs no code from it.
 """
 
 import dataclasses
@@ -49,23 +49,23 @@ from .tables import HEAD, Architecture, unknown_fields
 
 
 class _Index(msgspec.Struct):
-    """model.safetensors.index.json, or Flax's. weight_map: the shard of every tensor."""
+    """model.safetensors.index.json or its Flax counterpart. weight_map: each tensor's shard."""
 
     weight_map: dict[str, str]
 
 
-_Opened = Callable[[Path], dict[str, LazyTensor]]  # what a file holds
+_Opened = Callable[[Path], dict[str, LazyTensor]]  # reads a file's tensors
 
 
 class _Kind(msgspec.Struct):
-    """What a config.json says it is; the rest is for the table of its model_type."""
+    """The fields of config.json that select a table; the table reads the others."""
 
     model_type: str
     architectures: list[str] | None = None
 
 
-# A module for each family, of the same name: `READS` (by their model_type, the tables that it
-# reads), `read_config` and `write_config`.
+# Each family has a module of the same name with `READS` (tables by model_type), `read_config` and
+# `write_config`.
 TABLES: dict[str, Any] = {name: import_module(f"{__package__}.{name}") for name in FAMILIES}
 READERS: dict[str, tuple[Any, Architecture]] = {
     theirs: (module.read_config, table)
@@ -74,24 +74,28 @@ READERS: dict[str, tuple[Any, Architecture]] = {
 }
 
 FORM = "Hugging Face"
-SINGLE = "model"  # a file of weights, without its ending
-OLDER = "quantize_config.json"  # where AutoGPTQ wrote what is now in config.json
+SINGLE = "model"  # file name of unsharded weights, without its suffix
+OLDER = "quantize_config.json"  # AutoGPTQ's settings, before they moved to config.json
 
-# What generation_config.json says, where older checkpoints have it in config.json instead.
+# Older checkpoints have these in config.json instead of generation_config.json.
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def open_hf(
     directory: Path, data: Mapping[str, Any] | None = None, *, strict: bool = False
 ) -> Checkpoint:
-    """Open a Hugging Face checkpoint of a known family: one safetensors file or shards; or, where
-    there is none, what a Flax class of transformers 4 wrote (`flaxfiles`).
+    """Open a Hugging Face checkpoint of a supported family, with lazy tensors.
 
-    What GPTQ, AWQ or compressed-tensors have quantized (`quantization_config`) becomes leaves of
-    the same integers.
+    Weights are in safetensors, one file or shards, or in a file written by a Flax class of
+    transformers 4 (`flaxfiles`). Matrices quantized by GPTQ, AWQ or compressed-tensors
+    (`quantization_config`) become leaves with the same integers.
 
-    data: its config.json, where that has been read. strict: as for `read_config`. Raises
-    ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
+    Args:
+        data: The contents of config.json, if already read.
+        strict: As for `read_config`.
+
+    Raises:
+        ConfigError, CheckpointError: With everything that is wrong.
     """
     data = read_model_json(directory) if data is None else data
     config, table = read_config(data, strict=strict)
@@ -123,8 +127,9 @@ def open_hf(
 
 
 def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields of a config.json that `read_config` ignores because nothing here has a word for
-    them; those that are known to change no result are not among them.
+    """Return the fields of a config.json that `read_config` ignores because it does not know them.
+
+    Fields that are known to have no effect are not listed.
     """
     _, table = READERS[data["model_type"]]
     names = unknown_fields(table, {name: value for name, value in data.items() if name != KEY})
@@ -134,14 +139,17 @@ def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
 def read_config(
     data: Mapping[str, Any], *, strict: bool = False
 ) -> tuple[ModelConfig, Architecture]:
-    """A config.json's contents to our configuration and the table that reads its weights.
+    """Return the configuration in a config.json, and the table that reads its weights.
 
-    The reference is transformers' own class for the model_type. A field that this class reads, or
-    that is known to change a result elsewhere (`COMMON_ALLOWED`), is read or refused. Any other is
-    ignored and is among `unread_fields`. So is `auto_map`: the code that it names is never run.
+    The reference is transformers' class for the model_type. A field that this class reads, or that
+    is known to change results elsewhere (`COMMON_ALLOWED`), is read or refused. Any other field is
+    ignored and listed by `unread_fields`. So is `auto_map`: the code that it names is never run.
 
-    strict: refuse what would be ignored. Raises ConfigError with every field that is missing, or
-    asks for what is not there.
+    Args:
+        strict: Whether to refuse fields that would be ignored.
+
+    Raises:
+        ConfigError: With every field that is missing or has an unsupported value.
     """
     kind: _Kind = as_schema(data, _Kind, "config.json", ConfigError)
     if kind.model_type not in READERS:
@@ -149,19 +157,19 @@ def read_config(
             f"config.json: model_type {kind.model_type!r:.40} is not supported"
             f" (known: {', '.join(READERS)})"
         )
-    if data.get(KEY) is not None:  # before the rest: what it says may be why
+    if data.get(KEY) is not None:  # first, since it may explain other complaints
         _read_settings(data[KEY])
     if strict and (names := unread_fields(data)):
         raise ConfigError(
-            f"config.json: unknown fields {', '.join(names)}. Leave strict out to ignore them"
+            f"config.json: unknown fields {', '.join(names)}. Drop strict to ignore them"
         )
     read, table = READERS[kind.model_type]
     for name in kind.architectures or ():
         if name not in table.architectures:
             raise ConfigError(
-                f"config.json: architectures names {name!r:.60}, which is no plain causal model"
-                f" (known for {kind.model_type}: {', '.join(table.architectures)}); if its tensors"
-                " are those of one, name that one there"
+                f"config.json: architectures is not supported: got {name!r:.60}, expected a plain"
+                f" causal model ({', '.join(table.architectures)} for {kind.model_type}). If the"
+                " tensors belong to one, write its name there"
             )
     return read(table, {name: value for name, value in data.items() if name != KEY}), table
 
@@ -174,24 +182,24 @@ def write_hf(
     keep: tuple[str, Checkpoint] | None = None,
     show_progress: bool | None = None,
 ) -> None:
-    """Write a Hugging Face directory that transformers loads: all of it, or nothing.
+    """Write a Hugging Face directory that transformers loads, atomically.
 
     Args:
         directory: The directory to write.
-        checkpoint: The checkpoint, no weight quantized.
-        files: Further files of the checkpoint's directory to copy (the tokenizer's).
-        keep: A name of `quantized_export.METHODS` and the same checkpoint quantized: its integer
-            matrices are written in that form.
+        checkpoint: The checkpoint, not quantized.
+        files: Other files of the checkpoint's directory to copy (the tokenizer's).
+        keep: A name of `quantized_export.METHODS` and the same checkpoint with quantized weights,
+            whose integer matrices are written in that format.
 
     Raises:
         CheckpointError: If `directory` already holds a checkpoint, or cannot be written.
-        ConfigError: For a configuration of a class that no table writes, and for weights that the
-            form to keep cannot hold.
+        ConfigError: If no table writes the configuration's class, or the format of `keep` cannot
+            hold a matrix.
     """
     claim(directory)
     config = checkpoint.config
     if config.model_type not in TABLES or type(config) is not family(config.model_type).config:
-        raise ConfigError(f"{type(config).__name__} has no Hugging Face form")
+        raise ConfigError(f"{type(config).__name__} cannot be written in the Hugging Face format")
     data, table = TABLES[config.model_type].write_config(config)
     export = None
     if keep is not None:
@@ -222,7 +230,7 @@ def write_hf(
 def _ours(
     tensors: dict[str, LazyTensor], config: ModelConfig, table: Architecture, where: str
 ) -> dict[str, LazyTensor]:
-    """Their tensors under our paths; what the model has not keeps its name, to be complained of."""
+    """Return the tensors by our paths. Unknown ones keep their names, for `check_names` to list."""
     linears = _linears(config)
     known = {HEAD, *dict(flatten(param_shapes(build(config)))), *their_names(linears)}
     found: dict[str, LazyTensor] = {}
@@ -230,12 +238,12 @@ def _ours(
         path = HEAD if name == table.head else name.removeprefix(table.prefix)
         if any(re.fullmatch(regex, path) for regex in table.skipped):
             continue
-        if path.endswith(".weight_shape"):  # compressed-tensors': the configuration has it too
+        if path.endswith(".weight_shape"):  # of compressed-tensors; config.json implies it
             continue
         theirs = any(layout.knows(path) for layout in table.layouts)
         path = path if path in known or theirs else name
         if path in found:
-            raise CheckpointError(f"{where}: {path} is there twice, with and without a prefix")
+            raise CheckpointError(f"{where}: {path} is stored twice, with and without a prefix")
         found[path] = table.oriented(path, tensor)
     for layout in table.layouts:
         found = layout.read(found, config)
@@ -245,7 +253,7 @@ def _ours(
 def _scheme(
     directory: Path, data: Mapping[str, Any], tensors: Iterable[str]
 ) -> Scheme | Compressed | None:
-    """How the weights are quantized; older files of AutoGPTQ say it in a file of its own."""
+    """Return how the weights are quantized, by config.json or by AutoGPTQ's older settings file."""
     if data.get(KEY) is not None:
         return _read_settings(data[KEY])
     older = _older_settings(directory)
@@ -256,7 +264,7 @@ def _scheme(
 
 
 def _read_settings(settings: Any) -> Scheme | Compressed:
-    """Return how config.json's `quantization_config` stores the weights.
+    """Return how the weights are stored, from config.json's `quantization_config`.
 
     Raises:
         ConfigError: With every option that is not supported.
@@ -267,14 +275,14 @@ def _read_settings(settings: Any) -> Scheme | Compressed:
 
 
 def _older_settings(directory: Path) -> dict[str, Any] | None:
-    """Return the contents of AutoGPTQ's own file of settings; None without one."""
+    """Return the contents of AutoGPTQ's settings file; None if there is none."""
     return read_json(inside(directory, OLDER)) if is_there(directory / OLDER) else None
 
 
 def _base_names(directory: Path) -> list[str]:
-    """Return what files of weights may be called before `.safetensors`, the preferred name first.
+    """Return possible names of weight files, without `.safetensors`, the preferred one first.
 
-    AutoGPTQ names them by bits and group size, or as its settings say.
+    AutoGPTQ names them by bits and group size, or by a field of its settings.
     """
     older = _older_settings(directory)
     if older is None:
@@ -286,7 +294,7 @@ def _base_names(directory: Path) -> list[str]:
 
 
 def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The shapes `[O, I]` of the weights that are multiplied with: no norms, and no tables."""
+    """Return the shapes `[O, I]` of linear weights, by path; norms and tables are left out."""
     shapes, tables = flatten(param_shapes(build(config))), family(config.model_type).tables
     return {
         path: leaf.shape
@@ -296,7 +304,7 @@ def _linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> None:
-    """A tied checkpoint may repeat the embedding as its head, but nothing else."""
+    """Remove the head of a tied checkpoint, which must equal the embedding if it is stored."""
     table = tensors.get(tokens)
     head = tensors.pop(HEAD)
     if table is not None and not (
@@ -305,17 +313,17 @@ def _drop_tied_head(tensors: dict[str, LazyTensor], tokens: str, where: str) -> 
     ):
         raise CheckpointError(
             f"{where}: config.json ties the head to the embedding (tie_word_embeddings), but"
-            f" {HEAD} differs from it. If the head is meant, set tie_word_embeddings false"
+            f" {HEAD} differs from it. To use the stored head, set tie_word_embeddings to false"
         )
 
 
 def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
-    """All tensors, under the names of a PyTorch checkpoint."""
+    """Open all tensors, by their names in a PyTorch checkpoint."""
     names = [f"{base}.safetensors" for base in _base_names(directory)]
     for name in names:
         if (found := _open(directory, name, f"{name}.index.json", open_tensors)) is None:
             continue
-        # What was saved by a Flax class has names of Flax here too, with a point between them.
+        # Safetensors written by a Flax class have Flax names too, joined by dots.
         if not any(name.endswith(".kernel") for name in found):
             return found
         return _of_flax(directory, {n.replace(".", "/"): t for n, t in found.items()}, model_type)
@@ -325,8 +333,8 @@ def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
     pickles = sorted(p.name for end in ("bin", "pt", "pth") for p in directory.glob(f"*.{end}"))
     if pickles and not others:
         raise CheckpointError(
-            f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, and is"
-            " never opened here. Convert it with transformers:"
+            f"{directory}: {pickles[0]} is a pickle, which can run code when it is read, so jaxllm"
+            " does not open it. Convert it with transformers:"
             " AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
         )
     known = [other for name in names for other in (name, f"{name}.index.json")]
@@ -337,16 +345,16 @@ def _open_files(directory: Path, model_type: str) -> dict[str, LazyTensor]:
 
 
 def _missing_weights(directory: Path, others: list[str]) -> str:
-    """Return the remedy for files of weights that have another name."""
+    """Return the remedy for weight files with an unexpected name."""
     if any(name.startswith("gptq_model-") for name in others) and not is_there(directory / OLDER):
-        return f" AutoGPTQ's files need {OLDER}, which has their bits and group_size."
+        return f" AutoGPTQ's files need {OLDER}, which sets their bits and group_size."
     return f" Rename {others[0]} to {SINGLE}.safetensors." if len(others) == 1 else ""
 
 
 def _open(
     directory: Path, single: str, index: str, opened: _Opened
 ) -> dict[str, LazyTensor] | None:
-    """What one file holds, or the shards that an index names; None where there is neither."""
+    """Open one file, or the shards of an index; return None if neither exists."""
     if is_there(directory / single):
         return opened(inside(directory, single))
     if not is_there(directory / index):
@@ -360,8 +368,8 @@ def _of_flax(
 ) -> dict[str, LazyTensor]:
     if model_type not in flaxfiles.READS:
         raise CheckpointError(
-            f"{directory}: the weights are of a Flax class, and {model_type} had none in"
-            f" transformers (known: {', '.join(flaxfiles.READS)})"
+            f"{directory}: the weights have Flax names, but transformers had no Flax class for"
+            f" {model_type} (known: {', '.join(flaxfiles.READS)})"
         )
     return as_torch(tensors)
 
@@ -377,7 +385,7 @@ def _open_shards(
             if name in tensors:
                 complaints.append(f"{name} is in more than one shard")
             elif weight_map.get(name) != file:
-                complaints.append(f"{name} is in {file}, the index says {weight_map.get(name)}")
+                complaints.append(f"{name} is in {file}, the index names {weight_map.get(name)}")
             tensors[name] = tensor
     complaints += [
         f"{name} is not in {file}" for name, file in weight_map.items() if name not in files[file]

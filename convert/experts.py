@@ -1,4 +1,4 @@
-"""Stacks of experts: one tensor an expert, or all of them in one, as checkpoints have them."""
+"""Layouts of experts in checkpoints: one tensor per expert, or all of them stacked."""
 
 import dataclasses
 import re
@@ -15,17 +15,21 @@ _STACK = re.compile(_LAYER + r"mlp\.experts\.(gate_proj|up_proj|down_proj)\.weig
 _WHOLE = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 
-# What only training reads.
+# Fields that only training reads.
 ROUTER = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts of each layer, in either of two spellings; the published one is written.
+    """The experts of each layer, read in two layouts and written in the published one.
 
-    Published files have a matrix for each expert, `{module}.experts.3.{name}.weight`; transformers
-    5 holds `mlp.experts.gate_up_proj` `[E, 2I, D]`, gates above, and `mlp.experts.down_proj`
-    `[E, D, I]`. module: what the mixture is called there. names: of gate, up and down there.
+    Published files have one matrix per expert, `{module}.experts.3.{name}.weight`. transformers 5
+    has `mlp.experts.gate_up_proj` `[E, 2I, D]`, gate rows first, and `mlp.experts.down_proj`
+    `[E, D, I]`.
+
+    Attributes:
+        module: The checkpoint's name of the mixture.
+        names: The checkpoint's names of the gate, up and down projections.
     """
 
     module: str
@@ -49,7 +53,7 @@ class Experts:
                 made[path] = tensor
         for path, experts in each.items():
             if path in made:
-                raise CheckpointError(f"{path} is there twice, whole and by expert")
+                raise CheckpointError(f"{path} is stored twice, stacked and per expert")
             made[path] = _stacked(path, experts, config.num_experts)
         return made
 
@@ -79,7 +83,7 @@ class Experts:
 def _stacked(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTensor:
     if sorted(experts) != list(range(count)):
         raise CheckpointError(
-            f"{path}: the checkpoint has experts {sorted(experts)}, config.json says {count}"
+            f"{path}: the checkpoint has experts {sorted(experts)}, but config.json sets {count}"
         )
     first = experts[0]
     for number, tensor in experts.items():
@@ -92,12 +96,12 @@ def _stacked(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTenso
 
 
 def _parts(path: str, layer: str, tensor: LazyTensor, config: MixtureConfig) -> Tensors:
-    """Ours of what transformers 5 has of all experts in one."""
+    """Split transformers 5's stacked tensor into ours."""
     E, D, F = config.num_experts, config.hidden_size, config.expert_size
     fused = path.endswith("gate_up_proj")
     wanted = (E, 2 * F, D) if fused else (E, D, F)
     if tensor.shape != wanted:
-        raise CheckpointError(f"{path} has shape {tensor.shape}, config.json makes it {wanted}")
+        raise CheckpointError(f"{path} has shape {tensor.shape}, expected {wanted} by config.json")
     if not fused:
         return {f"{layer}mlp.experts.down_proj.weight": tensor}
     return {
@@ -109,7 +113,7 @@ def _parts(path: str, layer: str, tensor: LazyTensor, config: MixtureConfig) -> 
 
 
 def _expert(stack: LazyTensor, number: int, begin: int = 0, end: int | None = None) -> LazyTensor:
-    """One matrix of a stack, or some rows of it."""
+    """Return one matrix of a stack, or some of its rows."""
     one = stack.rows(number, number + 1)
     rows = range(stack.shape[1])[begin:end]
     return LazyTensor(

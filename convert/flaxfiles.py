@@ -1,8 +1,8 @@
-"""Flax checkpoints of transformers 4 (`flax_model.msgpack`), tensor by tensor.
+"""Lazy reader of transformers 4's Flax checkpoints (`flax_model.msgpack`).
 
-The file is MessagePack as `flax.serialization.to_bytes` writes it: nested maps, arrays at their
-ends. Flax reads all of it at once; here its structure is walked once without the numbers, checked
-against the file's size, and each tensor is read when it is wanted. Nothing in it can run code.
+The file is MessagePack as written by `flax.serialization.to_bytes`: nested maps with arrays as
+leaves. Flax reads all of it at once; this reader walks its structure once, checks it against the
+file size, and reads each tensor when needed. Nothing in the file can run code.
 """
 
 import io
@@ -21,45 +21,45 @@ from jaxllm.weights.lazy import LazyTensor
 
 NAME = "flax_model.msgpack"
 INDEX = "flax_model.msgpack.index.json"
-READS = ("gpt2", "llama", "mistral")  # the model_types of our families that had Flax classes
-MAX_DEPTH = 16  # of maps: a GPT-2 has 6
-MAX_ITEMS = 1 << 20  # entries of all maps of a file
+READS = ("gpt2", "llama", "mistral")  # supported model_types that had Flax classes
+MAX_DEPTH = 16  # nested maps; GPT-2 has 6
+MAX_ITEMS = 1 << 20  # entries of all maps in a file
 MAX_NAME = 200
 MAX_AXES = 8
-ARRAY, SCALAR = 1, 3  # extension types of flax: both hold (shape, name of dtype, bytes)
+ARRAY, SCALAR = 1, 3  # Flax's extension types, both (shape, dtype name, bytes)
 CHUNKED = "__msgpack_chunked_array__"  # arrays beyond 1 GiB, in pieces
 TORCH = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
-Tree = dict[str, Any]  # of trees, lazy tensors and, in what is chunked, numbers
+Tree = dict[str, Any]  # of trees, lazy tensors and, in chunked arrays, numbers
 
 
 def open_flax(path: Path) -> dict[str, LazyTensor]:
-    """What a file holds, by path (`transformer/h/0/ln_1/scale`); no tensor has been read.
+    """Return a file's lazy tensors, by path (`transformer/h/0/ln_1/scale`).
 
-    Raises CheckpointError for a file that is not well-formed.
+    Raises CheckpointError for a malformed file.
     """
     with open_regular(path) as file:
         reader = _Reader(path, file, os.fstat(file.fileno()).st_size)
         tree = reader.value(0)
         if not isinstance(tree, dict):
-            raise reader.wrong("holds no map of parameters")
+            raise reader.wrong("has no map of parameters")
         if reader.at != reader.size:
             raise reader.wrong(f"has {reader.size - reader.at:,} bytes after its end")
     return _flat(tree, f"{path}: ", "")
 
 
 def as_torch(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The same under the names, and in the shapes, of the PyTorch checkpoint of that model.
+    """Return the tensors by PyTorch's names, in PyTorch's shapes.
 
-    Kernels are transposed: those of Dense are `[in, out]` there and `[out, in]` in PyTorch's, those
-    of GPT-2's FlaxConv1D the other way round.
+    Kernels are transposed: Dense has `[in, out]` and PyTorch's Linear `[out, in]`; GPT-2's
+    FlaxConv1D and Conv1D are the other way round.
     """
     found: dict[str, LazyTensor] = {}
     for path, tensor in tensors.items():
         *modules, last = path.removeprefix("params/").split("/")
         name = ".".join((*modules, TORCH.get(last, last)))
         if name in found:
-            raise CheckpointError(f"{path} is a second {name}")
+            raise CheckpointError(f"{path} is a duplicate of {name}")
         found[name] = tensor.transposed() if last == "kernel" and tensor.ndim == 2 else tensor
     return found
 
@@ -74,23 +74,23 @@ def _flat(tree: Tree, where: str, path: str) -> dict[str, LazyTensor]:
         elif isinstance(value, LazyTensor):
             found[inner] = value
         else:
-            raise CheckpointError(f"{where}{inner} is {value!r:.40}, which is no array")
+            raise CheckpointError(f"{where}{inner} is {value!r:.40}, expected an array")
     return found
 
 
 def _whole(tree: Tree, where: str) -> LazyTensor:
-    """The array that its pieces make; lists are maps from "0" on in it.
+    """Join the chunks of a long array; its lists are maps with the keys "0", "1", ...
 
-    Raises CheckpointError where they make none.
+    Raises CheckpointError for chunks that do not fit.
     """
     shape, chunks = (_listed(tree.get(name), where) for name in ("shape", "chunks"))
     if len(tree) != 3 or any(type(n) is not int for n in shape) or len(shape) > MAX_AXES:
         raise _odd(where, f"has {', '.join(tree)} and the shape {shape!r:.40}")
     if not chunks or not all(isinstance(x, LazyTensor) and x.ndim == 1 for x in chunks):
-        raise _odd(where, "has chunks that are no rows of numbers")
+        raise _odd(where, "has chunks that are not vectors")
     size, dtype = sum(x.shape[0] for x in chunks), chunks[0].dtype
     if size != math.prod(shape) or any(x.dtype != dtype for x in chunks):
-        raise _odd(where, f"has {size:,} numbers in its chunks, its shape is {shape!r:.40}")
+        raise _odd(where, f"has {size:,} numbers in its chunks, but the shape {shape!r:.40}")
 
     def read() -> np.ndarray:
         made, done = aligned((size,), dtype), 0
@@ -104,27 +104,27 @@ def _whole(tree: Tree, where: str) -> LazyTensor:
 
 def _listed(items: Any, where: str) -> list[Any]:
     if not isinstance(items, dict) or list(items) != [str(i) for i in range(len(items))]:
-        raise _odd(where, "has no list of its sizes, or of its chunks")
+        raise _odd(where, "lacks the list of its sizes or of its chunks")
     return list(items.values())
 
 
 def _odd(where: str, what: str) -> CheckpointError:
-    return CheckpointError(f"{where} {what}: not a long array as flax writes it")
+    return CheckpointError(f"{where} {what}: not a chunked array written by Flax")
 
 
 class _Reader:
-    """A place in a file of MessagePack; every length is held against what is left of the file."""
+    """A MessagePack reader; every length is checked against the rest of the file."""
 
     def __init__(self, path: Path, file: io.BufferedReader, size: int) -> None:
         self.path, self.file, self.size, self.at, self.items = path, file, size, 0, 0
 
     def wrong(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.path}: not a checkpoint as flax writes it: at byte {self.at:,} it {what}"
+            f"{self.path}: not a checkpoint written by Flax: at byte {self.at:,} it {what}"
         )
 
     def value(self, depth: int) -> Any:
-        """A map, an array (a lazy tensor), or a number; what else there may be is refused."""
+        """Read a map, an array (as a lazy tensor) or a number; refuse any other type."""
         kind = self._number(1)
         if kind < 0x80:
             return kind
@@ -147,7 +147,7 @@ class _Reader:
         for _ in range(length):
             name = self._text()
             if name in found or not name or set(name) & set("./"):
-                raise self.wrong(f"has the name {name!r} twice, or one that is none")
+                raise self.wrong(f"has a duplicate or invalid name {name!r}")
             found[name] = self.value(depth + 1)
         return found
 
@@ -162,7 +162,7 @@ class _Reader:
             raise self.wrong("has a name that is not UTF-8") from None
 
     def _array(self, kind: int, length: int) -> LazyTensor:
-        """The payload of an extension: `(shape, name of dtype, bytes)`, itself MessagePack."""
+        """Read an extension's payload, `(shape, dtype name, bytes)`, itself MessagePack."""
         end = self.at + length
         if kind not in (ARRAY, SCALAR) or end > self.size:
             raise self.wrong(f"has {length:,} bytes of extension {kind}")
@@ -186,11 +186,11 @@ class _Reader:
     def _axis(self) -> int:
         kind = self._number(1)
         if kind >= 0x80 and kind not in _UNSIGNED:
-            raise self.wrong("has a shape that is no whole numbers")
+            raise self.wrong("has a shape that is not integers")
         return kind if kind < 0x80 else self._number(_UNSIGNED[kind])
 
     def _length(self, kind: int, first: int, last: int, wide: Mapping[int, int]) -> int | None:
-        """Of a value whose type has it within, from `first` to `last`, or in bytes that follow."""
+        """Return the length in a type from `first` to `last`, or in the bytes that follow."""
         if first <= kind <= last:
             return kind - first
         return self._number(wide[kind]) if kind in wide else None
@@ -205,9 +205,9 @@ class _Reader:
         return found
 
 
-# Types of MessagePack: how many bytes the number, or the length, has that follows them.
+# MessagePack types, with the size in bytes of the number or length that follows.
 _UNSIGNED = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
 _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}
 _BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
-_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # extensions of just so many bytes
+_FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}  # extensions of fixed size

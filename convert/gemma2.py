@@ -1,4 +1,4 @@
-"""Gemma 2 checkpoints: the table, most of which is Gemma 3's too."""
+"""Gemma 2 checkpoints: the table, and fields shared with Gemma 3."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ GEMMA = (
     Field("sliding_window", "sliding_window", 4096),
     Field("tie_word_embeddings", "tie_word_embeddings", True),
 )
-# hidden_act: what the first files said beside hidden_activation, and nobody reads.
+# hidden_act: early files have it besides hidden_activation, but transformers does not read it.
 IGNORED = frozenset({"cache_implementation", "hidden_act"})
 GEMMA2 = table(
     "Gemma2",
@@ -42,26 +42,25 @@ READS = {"gemma2": GEMMA2}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma2Config:
-    """config.json to Gemma2Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     every_other = resolve_layer_types(lambda _, i: i % 2 == 0)
     return read_decoder(Gemma2Config, table, {**CAPS, **data}, finish=every_other)
 
 
 def write_gemma(config: GemmaConfig, table: Architecture, model_type: str) -> dict[str, Any]:
-    """config.json's fields. transformers takes no float for `query_pre_attn_scalar`, and files in
-    our form of older versions have one.
+    """Return config.json's fields, with `query_pre_attn_scalar` as the int transformers requires.
 
-    Raises ConfigError for one that is no whole number.
+    Native files of older versions have a float. Raises ConfigError if it is not a whole number.
     """
     data, scalar = write_decoder(config, table, model_type), config.query_pre_attn_scalar
     if int(scalar) != scalar:
         raise ConfigError(
-            f"query_pre_attn_scalar has no Hugging Face form: got {scalar}, expected a whole"
-            " number, as transformers does. Save the model in the native form"
+            f"query_pre_attn_scalar is invalid in the Hugging Face format: got {scalar}, expected"
+            " a whole number, as transformers requires. Save the model in the native format"
         )
     return {**data, "query_pre_attn_scalar": int(scalar)}
 
 
 def write_config(config: Gemma2Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return write_gemma(config, GEMMA2, "gemma2"), GEMMA2

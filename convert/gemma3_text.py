@@ -1,4 +1,4 @@
-"""Gemma 3's text checkpoints: the table, and the rotary settings of two kinds of layers."""
+"""Gemma 3 text checkpoints: the table, and rotary settings of local and global layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ GEMMA3 = table(
 )
 
 READS = {"gemma3_text": GEMMA3}
-LOCAL = 10000.0  # the base of layers that see a window, where no file says it
+LOCAL = 10000.0  # the default base of sliding-window layers
 GLOBAL = 1000000.0
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma3Config:
-    """config.json to Gemma3Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     both = data.get("rope_parameters")
     local: Mapping[str, Any] = {"rope_theta": data.get("rope_local_base_freq", LOCAL)}
     if isinstance(both, Mapping) and {"full_attention", "sliding_attention"} & set(both):
@@ -51,7 +51,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma3Config:
 
 
 def write_config(config: Gemma3Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     data = write_gemma(config, GEMMA3, "gemma3_text")
     if config.local_rope == Rope(rope_type="default", rope_theta=config.local_rope.rope_theta):
         return {**data, "rope_local_base_freq": config.local_rope.rope_theta}, GEMMA3
@@ -59,7 +59,7 @@ def write_config(config: Gemma3Config) -> tuple[dict[str, Any], Architecture]:
 
 
 def _written_both(config: Gemma3Config) -> dict[str, Any]:
-    """Where the layers that see a window are stretched too: transformers 5's spelling."""
+    """Return transformers 5's fields, if the sliding-window layers are scaled too."""
 
     def settings(rope: Rope) -> dict[str, Any]:
         return {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}

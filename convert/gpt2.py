@@ -1,4 +1,4 @@
-"""GPT-2 checkpoints: the tables. Their Conv1D matrices are `[in, out]`, ours `[out, in]`."""
+"""GPT-2 checkpoints: the table. Conv1D matrices are `[in, out]`, ours `[out, in]`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,8 +35,8 @@ GPT2 = Architecture(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     fields=FIELDS,
     allowed={**COMMON_ALLOWED, "layer_types": ()},
-    # reorder_and_upcast_attn: attention is in float32 here whatever it says. n_ctx: n_positions,
-    # as older files call it a second time; read_config checks that they agree.
+    # reorder_and_upcast_attn: attention is always in float32 here. n_ctx: a second name of
+    # n_positions in older files; read_config checks that they agree.
     ignored=COMMON_IGNORED
     | {
         "attn_pdrop",
@@ -59,7 +59,7 @@ GPT2 = Architecture(
     transposed=(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",),
     skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
-    writes_prefix=False,  # as the published files
+    writes_prefix=False,  # like the published files
 )
 
 
@@ -67,7 +67,7 @@ READS = {"gpt2": GPT2}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
-    """config.json to GPT2Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     fields, complaints = read_fields(table, data)
     if data.get("n_ctx") not in (None, data.get("n_positions")):
         complaints.append(f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}")
@@ -80,7 +80,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
 
 
 def write_config(config: GPT2Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     data = {
         "architectures": [GPT2.architectures[0]],
         "model_type": "gpt2",

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia checkpoints: the table, and its queries, keys and values by heads."""
+"""GPT-NeoX and Pythia checkpoints: the table; queries, keys and values are fused per head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from .decoders import read_decoder, table, write_decoder
 from .layouts import Fused, heads_of
 from .tables import Architecture, Field, refuse
 
-ROTARY = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # theirs: others'
+ROTARY = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}  # to common names
 GPT_NEOX = table(
     "GPTNeoX",
     Field("hidden_act", "hidden_act", "gelu"),
     Field("layer_norm_eps", "norm_eps", 1e-5),
     Field("attention_bias", "attention_bias", True),
     Field("use_parallel_residual", "use_parallel_residual", True),
-    but=("num_key_value_heads", "head_dim"),  # all heads have their own, of one size
+    but=("num_key_value_heads", "head_dim"),  # neither GQA nor a separate head size
     allowed={"head_dim": (), "num_key_value_heads": ()},
     ignored=frozenset({"classifier_dropout", "partial_rotary_factor", *ROTARY}),
     layouts=(
@@ -35,7 +35,7 @@ READS = {"gpt_neox": GPT_NEOX}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GPTNeoXConfig:
-    """config.json to GPTNeoXConfig. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     own = {name: value for name, value in data.items() if name not in ROTARY}
     for theirs, name in ROTARY.items():
         if (value := data.get(theirs)) is None:
@@ -51,7 +51,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> GPTNeoXConfig:
 
 
 def write_config(config: GPTNeoXConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     data = write_decoder(config, GPT_NEOX, "gpt_neox")
     return {
         **{name: value for name, value in data.items() if name not in ROTARY.values()},

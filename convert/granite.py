@@ -22,10 +22,10 @@ READS = {"granite": GRANITE}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> GraniteConfig:
-    """config.json to GraniteConfig. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(GraniteConfig, table, data)
 
 
 def write_config(config: GraniteConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return write_decoder(config, GRANITE, "granite"), GRANITE

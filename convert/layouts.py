@@ -1,6 +1,6 @@
-"""Matrices that are one in a checkpoint and several here, read and written without a change.
+"""Matrices that are fused in a checkpoint and separate here, split and fused without rounding.
 
-Of what GPTQ or AWQ have quantized the pieces are taken apart (see `quantized`), never joined.
+Matrices quantized by GPTQ or AWQ are split (see `quantized`), but not fused.
 """
 
 import dataclasses
@@ -16,33 +16,36 @@ from jaxllm.errors import CheckpointError
 from jaxllm.weights.lazy import LazyTensor, joined
 
 Tensors = dict[str, LazyTensor]
-Span = tuple[int, int]  # from a row to before another
-_BY_COLUMN = (".qweight", ".qzeros", ".scales")  # a matrix's rows are columns of these, or in them
+Span = tuple[int, int]  # first row, end row (exclusive)
+_BY_COLUMN = (".qweight", ".qzeros", ".scales")  # transposed: last axis O, maybe packed
 _BY_ROW = (".weight_packed", ".weight_scale", ".weight_zero_point")
 
 
 class Layout(Protocol):
-    """Tensors that lie otherwise in a checkpoint than here; names are without the prefix."""
+    """Tensors that a checkpoint arranges differently; names are without the prefix."""
 
     def knows(self, path: str) -> bool:
-        """Whether this is the name of such a tensor there."""
+        """Return whether this names such a tensor in the checkpoint."""
         ...
 
     def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        """With ours in place of theirs. Raises CheckpointError for shapes that do not fit."""
+        """Replace the checkpoint's tensors by ours; raise CheckpointError for wrong shapes."""
         ...
 
     def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
-        """With theirs in place of ours."""
+        """Replace our tensors by the checkpoint's."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A linear of each layer that is several of ours, one below the other.
+    """A fused linear in each layer: the rows of several of our linears, concatenated.
 
-    theirs, ours: modules' paths within a layer. rows: how many each of ours has. runs: how often
-    they take turns, with an equal share of their rows each time (GPT-NeoX: once a head).
+    Attributes:
+        theirs, ours: Module paths within a layer.
+        rows: The row count of each of ours.
+        runs: The number of interleaved runs, each with an equal part of the rows of every one of
+            ours (GPT-NeoX: one run per head).
     """
 
     theirs: str
@@ -65,19 +68,19 @@ class Fused:
         return made
 
     def spans(self, config: ModelConfig) -> list[list[Span]]:
-        """Of each of ours, which rows of theirs it is, in its order."""
+        """Return, for each of ours, its rows in the fused matrix, in our order."""
         rows, runs = self.rows(config), self.runs(config)
         ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
         turns = range(0, len(ends) - 1, len(rows))
         return [[(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows))]
 
     def apart(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
-        """Ours of one of theirs: of a weight, a bias, or a piece of a quantized weight.
+        """Split a fused weight, bias, or piece of a quantized weight into ours.
 
-        Raises CheckpointError for a shape that does not fit.
+        Raises CheckpointError for a wrong shape.
         """
         rows, spans, end = self.rows(config), self.spans(config), path[path.rindex(".") :]
-        if end == ".g_idx":  # of the columns, which are those of all
+        if end == ".g_idx":  # per column, and all have the same columns
             return [tensor] * len(rows)
         axis, total = int(end in _BY_COLUMN), sum(rows)
         size = tensor.shape[axis] if tensor.ndim > axis else 0
@@ -85,12 +88,12 @@ class Fused:
         if axis and size and whole:
             ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
             return [_columns(tensor, each) for each in ours]
-        if end == ".weight_zero_point" and size and whole:  # several rows in a word
+        if end == ".weight_zero_point" and size and whole:  # packs several rows into a word
             ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
             return [joined([tensor.rows(*span) for span in each]) for each in ours]
         if axis or size != total:
             raise CheckpointError(
-                f"{path} has shape {tensor.shape}, config.json makes it {total} rows"
+                f"{path} has shape {tensor.shape}, but config.json implies {total} rows"
                 f" ({' + '.join(map(str, rows))}{', in whole words' if axis else ''})"
             )
         return [joined([tensor.rows(*span) for span in each]) for each in spans]
@@ -114,7 +117,7 @@ class Fused:
 
 
 def _columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
-    """Some columns of a matrix, one span after the other."""
+    """Return spans of columns of a matrix, concatenated."""
 
     def read() -> np.ndarray:
         whole = tensor.read()
@@ -125,17 +128,17 @@ def _columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
 
 
 def _shares(parts: list[LazyTensor], run: int, runs: int) -> list[LazyTensor]:
-    """Of each its rows in one of so many equal runs."""
+    """Return each matrix's rows in one of `runs` equal runs."""
     sizes = [part.shape[0] // runs for part in parts]
     return [part.rows(run * n, (run + 1) * n) for part, n in zip(parts, sizes, strict=True)]
 
 
 def _within(module: str) -> str:
-    """The names of a module's tensors in all layers."""
+    """Return a regex of the names of a module's tensors in all layers."""
     return rf"(layers\.\d+\.){re.escape(module)}(\.weight|\.bias)"
 
 
 def heads_of(config: ModelConfig) -> tuple[int, int, int]:
-    """The rows of queries, keys and values."""
+    """Return the row counts of the query, key and value projections."""
     K = config.num_key_value_heads * config.head_dim
     return (config.num_attention_heads * config.head_dim, K, K)

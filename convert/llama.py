@@ -16,18 +16,18 @@ LLAMA = table(
     "Llama",
     ATTENTION_BIAS,
     MLP_BIAS,
-    ignored=frozenset({"attention"}),  # ours, read below
+    ignored=frozenset({"attention"}),  # jaxllm's own field, read below
     divides_width=True,
 )
 LLAMA = dataclasses.replace(LLAMA, architectures=(*LLAMA.architectures, "LLaMAForCausalLM"))
-# Mistral's linears have no biases, and its configuration no words for them.
+# Mistral's linears have no biases, and its configuration has no fields for them.
 MISTRAL = table("Mistral", SLIDING)
 
 READS = {"llama": LLAMA, "mistral": MISTRAL}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
-    """config.json to LlamaConfig. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     given = data.get("attention") if "attention" in table.ignored else None
     if given is None:
         return read_decoder(LlamaConfig, table, data)
@@ -41,11 +41,11 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
 
 
 def write_config(config: LlamaConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table. Raises ConfigError for attention that is not dense."""
+    """Return config.json's fields and the table; raise ConfigError unless attention is dense."""
     if config.attention is not None:
         raise ConfigError(
-            f"attention of kind {config.attention.kind!r} has no Hugging Face form: transformers"
-            " would compute dense attention. Save the model in the native form"
+            f"attention of kind {config.attention.kind!r} cannot be saved in the Hugging Face"
+            " format: transformers would use dense attention. Save the model in the native format"
         )
     model_type = "llama" if config.sliding_window is None else "mistral"
     return write_decoder(config, READS[model_type], model_type), READS[model_type]

@@ -26,10 +26,10 @@ READS = {"mixtral": MIXTRAL}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> MixtralConfig:
-    """config.json to MixtralConfig. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(MixtralConfig, table, data, theta=1e6)
 
 
 def write_config(config: MixtralConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return write_decoder(config, MIXTRAL, "mixtral"), MIXTRAL

@@ -14,10 +14,10 @@ READS = {"olmo2": OLMO2}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Olmo2Config:
-    """config.json to Olmo2Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(Olmo2Config, table, data)
 
 
 def write_config(config: Olmo2Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return write_decoder(config, OLMO2, "olmo2"), OLMO2

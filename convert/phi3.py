@@ -36,22 +36,22 @@ READS = {"phi3": PHI3}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Phi3Config:
-    """config.json to Phi3Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(Phi3Config, table, data)
 
 
 def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     data = write_decoder(config, PHI3, "phi3")
-    # transformers' class counts the divisors by the width over the heads, whatever head_dim says.
+    # transformers' class expects divisors for hidden_size / heads, whatever head_dim is.
     divisors = (data["rope_scaling"] or {}).get("short_factor")
     size = config.hidden_size // config.num_attention_heads
     if divisors is not None and config.rope.width(size) // 2 != len(divisors):
         raise ConfigError(
-            f"num_attention_heads has no Hugging Face form: got {config.num_attention_heads}, which"
-            f" makes heads of {size} of hidden_size {config.hidden_size}, expected heads of"
-            f" {config.head_dim}, as LongRoPE has {len(divisors)} divisors. Save the model in the"
-            " native form"
+            "num_attention_heads is invalid in the Hugging Face format: got"
+            f" {config.num_attention_heads}, which makes heads of {size} from hidden_size"
+            f" {config.hidden_size}, expected heads of {config.head_dim}, since LongRoPE has"
+            f" {len(divisors)} divisors. Save the model in the native format"
         )
     if config.rope.original_max_position_embeddings is not None:
         data["original_max_position_embeddings"] = config.rope.original_max_position_embeddings

@@ -1,12 +1,12 @@
-"""Matrices that GPTQ and AWQ have quantized: their integers, scales and zero points as our leaves.
+"""Matrices quantized by GPTQ and AWQ, as leaves with the same integers, scales and zero points.
 
-Nothing is rounded, and of the integers nothing is read before the leaf is. Groups that no format of
-ours has are groups of 32, 64 or 128 columns whose scales repeat.
+Nothing is rounded, and integers are read only when the leaf is. Group sizes that our formats lack
+become groups of 32, 64 or 128 columns with repeated scales.
 
-GPTQ (AutoGPTQ, GPTQModel, optimum), of a linear `[O, I]`: `qweight` int32 `[I bits / 32, O]`,
+GPTQ (AutoGPTQ, GPTQModel, optimum), for a linear `[O, I]`: `qweight` int32 `[I bits / 32, O]`,
 `qzeros` int32 `[G, O bits / 32]`, `scales` `[G, O]`, `g_idx` int32 `[I]`, the group of each column.
-The first version of the format stores zero points less one, modulo 2^bits. A Conv1D of GPT-2 is
-packed as the linear that it stands for, so nothing is transposed.
+Version 1 of the format stores zero points minus one, modulo 2^bits. GPT-2's Conv1D is packed like
+the equivalent linear, so nothing is transposed.
 AWQ (AutoAWQ, version "gemm"): `qweight` int32 `[I, O / 8]`, `qzeros` `[G, O / 8]`, `scales`.
 """
 
@@ -32,7 +32,7 @@ _SCALES = ("float16", "bfloat16", "float32")
 
 
 def their_names(linears: Iterable[str]) -> set[str]:
-    """What a quantized linear's tensors may be called. linears: the paths of the weights."""
+    """Return the possible tensor names of quantized linears, by the paths of their weights."""
     stems = [path.removesuffix(".weight") for path in linears]
     return {f"{stem}.{piece}" for stem in stems for piece in (*PIECES, *compressed.PIECES, "bias")}
 
@@ -44,11 +44,17 @@ def take_quantized(
     paths: Container[str],
     complaints: list[str],
 ) -> dict[str, str]:
-    """Put the pieces of leaves in place of GPTQ's or AWQ's; the formats of the leaves, by path.
+    """Replace the pieces of GPTQ or AWQ by those of our leaves, in `tensors`.
 
-    tensors: by our paths, theirs ending in one of `PIECES`. linears: the shapes `[O, I]` of all
-    weights that can be quantized. paths: of all parameters; a bias of zeros that is none of them,
-    as AutoGPTQ wrote it for every linear, goes. complaints: what is wrong with theirs is added.
+    Args:
+        tensors: By our paths; quantized ones end in one of `PIECES`.
+        linears: The shapes `[O, I]` of all weights that can be quantized.
+        paths: The paths of all parameters. A zero bias that is not among them is removed, since
+            AutoGPTQ wrote one for every linear.
+        complaints: Complaints are appended.
+
+    Returns:
+        The formats of the leaves, by path.
     """
     formats = {}
     stems = [path.removesuffix(".weight") for path in linears]
@@ -63,12 +69,12 @@ def take_quantized(
         for piece in used:
             tensors.pop(f"{stem}.{piece}", None)
         if path in tensors:
-            complaints.append(f"{path} is there beside {stem}.{next(iter(found))}")
+            complaints.append(f"{path} and {stem}.{next(iter(found))} are both stored")
         matrix = _Matrix(scheme, stem, linears[path], found)
         wrong = matrix.complaints()
         format, order = (None, None) if wrong else matrix.format(wrong)
         complaints += wrong
-        if format is None:  # in its place, that nobody misses it too
+        if format is None:  # a placeholder, so that it is not reported missing too
             tensors[path] = LazyTensor(np.dtype(np.float32), linears[path], lambda: np.empty(0))
             continue
         tensors.pop(path, None)
@@ -76,16 +82,14 @@ def take_quantized(
         for name, tensor in matrix.pieces(format, order).items():
             tensors[f"{path}{name}"] = tensor
     if not formats and not complaints:
-        complaints.append(
-            "no tensor is quantized, though config.json says so (quantization_config)"
-        )
+        complaints.append("no tensor is quantized, but config.json has a quantization_config")
     return formats
 
 
 def rules(formats: Mapping[str, str], paths: Iterable[str]) -> tuple[tuple[str, str | None], ...]:
-    """Quantization rules that give each path its format, layers together where they agree.
+    """Return quantization rules that give each path its format, one for all layers if they agree.
 
-    paths: of all parameters, those that are not quantized too.
+    paths: The paths of all parameters, quantized or not.
     """
     named: dict[str, set[str | None]] = {}
     patterns = {path: re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(path)) for path in paths}
@@ -100,7 +104,7 @@ def rules(formats: Mapping[str, str], paths: Iterable[str]) -> tuple[tuple[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """A quantized linear of a checkpoint. found: its tensors, by what they are called."""
+    """A quantized linear of a checkpoint. found: its tensors, by the names in `PIECES`."""
 
     scheme: Scheme
     stem: str
@@ -108,11 +112,11 @@ class _Matrix:
     found: Mapping[str, LazyTensor]
 
     def complaints(self) -> list[str]:
-        """What is wrong with the shapes and formats of its tensors."""
+        """Return complaints about the shapes and dtypes of its tensors."""
         (rows, columns), bits = self.shape, self.scheme.bits
         groups, awq = -(-columns // (self.scheme.group or columns)), self.scheme.method == "awq"
         if rows * bits % 32 or columns * bits % (1 if awq else 32):
-            return [f"{self.stem}: {self.shape} of {bits} bits does not fill whole int32 words"]
+            return [f"{self.stem}: {self.shape} at {bits} bits does not fill whole int32 words"]
         packed = (columns, rows // 8) if awq else (columns * bits // 32, rows)
         wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
             "qweight": (packed, ("int32",)),
@@ -129,28 +133,28 @@ class _Matrix:
                 complaints.append(f"{path} is missing")
             elif tensor.shape != shape:
                 complaints.append(
-                    f"{path} has shape {tensor.shape}, {bits} bits in groups of"
-                    f" {self.scheme.group or columns} have {shape}"
+                    f"{path} has shape {tensor.shape}, expected {shape} for {bits} bits in groups"
+                    f" of {self.scheme.group or columns}"
                 )
             elif tensor.dtype.name not in dtypes:
-                complaints.append(f"{path} is {tensor.dtype.name}, not {' or '.join(dtypes)}")
+                complaints.append(f"{path} is {tensor.dtype.name}, expected {' or '.join(dtypes)}")
         if self._group() == 0:
             complaints.append(
-                f"{self.stem}: groups of {self.scheme.group} columns are not whole ones of"
-                f" {', '.join(map(str, GROUPS))}"
+                f"{self.stem}: the group size is not supported: got {self.scheme.group}, expected"
+                f" a multiple of {', '.join(map(str, GROUPS))}"
             )
         return complaints
 
     def format(self, complaints: list[str]) -> tuple[Format | None, np.ndarray | None]:
-        """Its format, and the order of its columns where that is not theirs.
+        """Return its format, and the column order if it differs from the checkpoint's.
 
-        What its zero points and groups may not be is added to the complaints.
+        Complaints about zero points and groups are appended.
         """
         zeros, order = self.zeros(), self.order(complaints)
         middle = 2 ** (self.scheme.bits - 1)
         if self.scheme.symmetric and (zeros != middle).any():
             complaints.append(
-                f"{self.stem}.qzeros are not all those of symmetric integers (sym), {middle}"
+                f"{self.stem}.qzeros are not all {middle}, which symmetric integers (sym) require"
             )
         if complaints:
             return None, None
@@ -162,7 +166,7 @@ class _Matrix:
         return (kind if order is None else OrderedFormat(kind)), order
 
     def pieces(self, format: Format, order: np.ndarray | None) -> dict[str, LazyTensor]:
-        """The pieces of the leaf, made when they are read."""
+        """Return the pieces of the leaf, computed when they are read."""
         kind = format.inner if isinstance(format, OrderedFormat) else format
         assert isinstance(kind, Integer)
         expected = kind.expected(self.shape)
@@ -170,12 +174,12 @@ class _Matrix:
         def data() -> np.ndarray:
             codes = self.codes()
             if order is not None:
-                codes = np.take(codes, order, axis=1)  # ten times as fast as an index
+                codes = np.take(codes, order, axis=1)  # ten times as fast as indexing
             rows, columns = self.shape
-            if kind.code_dtype == np.int8:  # 128 is zero there
+            if kind.code_dtype == np.int8:  # code 128 becomes 0
                 codes = (codes ^ np.uint8(128)).view(np.int8)
             zeros = np.full((rows, up(columns, digits.CHUNK)), kind.middle, codes.dtype)
-            if kind.zero_point:  # the code of zero, which what is added has
+            if kind.zero_point:  # pad with the code of zero
                 zeros = np.repeat(zero(), kind.size(columns), axis=1)
             zeros[:, :columns] = codes
             packed: np.ndarray = digits.packed(zeros, kind.bits)
@@ -188,7 +192,7 @@ class _Matrix:
             return filled(self._spread(self.zeros(), kind), ".zero")
 
         def filled(some: np.ndarray, name: str) -> np.ndarray:
-            """With the groups of the columns that are added."""
+            """Pad with groups for the padding columns."""
             shape, dtype = expected[name]
             whole = np.zeros([n or 0 for n in shape], dtype)
             whole[:, : some.shape[1]] = some
@@ -205,25 +209,25 @@ class _Matrix:
         return {".order": LazyTensor.of(order.astype(np.int32)), **pieces}
 
     def codes(self) -> np.ndarray:
-        """The integers, uint8 `[O, I]`."""
+        """Return the integers, uint8 `[O, I]`."""
         words = self.found["qweight"].read()
         if self.scheme.method == "awq":
             return unpacked_awq(words).T
         return unpacked(words.T, self.scheme.bits)
 
     def zeros(self) -> np.ndarray:
-        """The zero points, uint8 `[O, G]`."""
+        """Return the zero points, uint8 `[O, G]`."""
         words, bits = self.found["qzeros"].read(), self.scheme.bits
         if self.scheme.method == "awq":
             return unpacked_awq(words).T
         stored = unpacked(words, bits).T
-        # Some writers of symmetric integers say the first version and store the second's.
+        # Some writers of symmetric integers declare version 1 but store version 2.
         if self.scheme.symmetric and (stored == 2 ** (bits - 1)).all():
             return stored
         return (stored + np.uint8(self.scheme.less)) & np.uint8(2**bits - 1)
 
     def order(self, complaints: list[str]) -> np.ndarray | None:
-        """Their column for each of ours, where groups are to lie together that do not yet."""
+        """Return the stored column for each of ours if groups must be sorted, else None."""
         tensor, columns = self.found.get("g_idx"), self.shape[1]
         if tensor is None:
             return None
@@ -234,16 +238,16 @@ class _Matrix:
         path, groups = f"{self.stem}.g_idx", ramp[-1] + 1
         if index.min() < 0 or index.max() >= groups:
             complaints.append(
-                f"{path} names groups {index.min()} to {index.max()}, of {groups} that there are"
+                f"{path} names groups {index.min()} to {index.max()}, but there are {groups}"
             )
         elif not self.scheme.act_order:
-            complaints.append(f"{path} is not in order, and config.json says desc_act false")
+            complaints.append(f"{path} is not in order, but desc_act is false")
         elif not np.array_equal(np.sort(index), ramp):
             complaints.append(f"{path} does not give each group {size} columns")
         return np.argsort(index, kind="stable")
 
     def _group(self) -> int | None:
-        """The columns that share a scale in the leaf; None: all of a row; 0: there is none."""
+        """Return the leaf's group size; None: a whole row; 0: none is possible."""
         group = self.scheme.group
         for size in reversed(GROUPS):
             if group is not None and group % size == 0:
@@ -253,7 +257,7 @@ class _Matrix:
         return None if self.scheme.bits == 8 else GROUPS[-1]
 
     def _spread(self, x_OG: np.ndarray, kind: Integer) -> np.ndarray:
-        """What each of their groups has, for each of ours that has columns."""
+        """Repeat the values of the checkpoint's groups for ours, without padding groups."""
         columns = self.shape[1]
         size, theirs = kind.size(columns), min(self.scheme.group or columns, columns)
         return np.repeat(x_OG, -(-theirs // size), axis=1)[:, : -(-columns // size)]

@@ -1,8 +1,8 @@
-"""Integer weights written as other programs read them: GPTQ's form and compressed-tensors.
+"""Export of integer weights in other programs' formats: GPTQ and compressed-tensors.
 
-Nothing is rounded: integers, scales and zero points are the leaf's own. Tables of tokens and the
-head are written as numbers, which is what these programs read there. `quantized` and `compressed`
-read both forms back.
+Nothing is rounded: integers, scales and zero points are those of the leaf. Token tables and the
+head are written as floats, which these programs expect there. `quantized` and `compressed` read
+both formats back.
 """
 
 import dataclasses
@@ -28,16 +28,18 @@ from .tables import HEAD, Architecture
 GPTQ, COMPRESSED = "gptq", "compressed-tensors"
 METHODS = (GPTQ, COMPRESSED)
 _WIDTHS = {GPTQ: (2, 3, 4, 8), COMPRESSED: (4, 8)}
-_REMEDY = "Leave --keep-quantized out, which writes numbers"
+_REMEDY = "Drop --keep-quantized to write floats"
 Tensors = dict[str, LazyTensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedExport:
-    """Quantized matrices as a file has them.
+    """Quantized matrices in the format of a file.
 
-    paths: The parameters that are kept so. tensors: Their tensors, by the names of the file.
-    settings: `quantization_config`.
+    Attributes:
+        paths: The parameters that stay quantized.
+        tensors: Their tensors, by their names in the file.
+        settings: The `quantization_config`.
     """
 
     paths: frozenset[str]
@@ -47,9 +49,12 @@ class QuantizedExport:
 
 @dataclasses.dataclass(frozen=True)
 class _Codes:
-    """A matrix as unsigned integers. order: our column j is their column order[j]; None: as it is.
+    """A matrix as unsigned integers.
 
-    codes: uint8 `[O, I]`. zeros, scales: `[O, G]`.
+    Attributes:
+        codes: uint8 `[O, I]`.
+        zeros, scales: `[O, G]`.
+        order: Column j here is column order[j] of the file; None: the same order.
     """
 
     kind: Integer
@@ -61,7 +66,7 @@ class _Codes:
 
     @property
     def index(self) -> np.ndarray:
-        """The group of each of their columns, int32 `[I]`."""
+        """The group of each of the file's columns, int32 `[I]`."""
         ours = np.arange(self.shape[1], dtype=np.int32) // self.kind.size(self.shape[1])
         if self.order is None:
             return ours
@@ -76,36 +81,36 @@ def keep_quantized(
     table: Architecture,
     linears: Mapping[str, tuple[int, int]],
 ) -> QuantizedExport:
-    """Return the integer matrices of a checkpoint in one of `METHODS`.
+    """Return the integer matrices of a checkpoint in the format of a method.
 
     Args:
-        checkpoint: The checkpoint, its weights quantized.
+        checkpoint: The quantized checkpoint.
         method: A name of `METHODS`.
-        table: The table of the architecture, whose layouts and names the file has.
-        linears: The shapes `[O, I]` of the weights that are multiplied with.
+        table: The table of the architecture, for the file's layouts and names.
+        linears: The shapes `[O, I]` of all linear weights.
 
     Raises:
-        ConfigError: With every matrix that the form cannot hold.
+        ConfigError: With every matrix that the format cannot hold.
     """
     if method not in METHODS:
         raise ConfigError(
-            f"--keep-quantized {method!r:.40} is not a form: expected {' or '.join(METHODS)}"
+            f"--keep-quantized {method!r:.40} is not a format: expected {' or '.join(METHODS)}"
         )
     tables = {HEAD, *(path for path in checkpoint.formats if path not in linears)}
     stacks = [p for p in tables & {*checkpoint.formats} if ".experts." in p]
-    complaints = [f"{path}: experts are kept in no such form" for path in stacks]
+    complaints = [f"{path}: quantized experts are not supported" for path in stacks]
     matrices: dict[str, _Codes] = {}
     for path in (path for path in checkpoint.formats if path not in tables):
         kind = parse(checkpoint.formats[path])
         inner = kind.inner if isinstance(kind, OrderedFormat) else kind
         if not isinstance(inner, Integer) or inner.bits not in _WIDTHS[method]:
-            complaints.append(f"{path} is {kind.name}, which {method} does not have")
+            complaints.append(f"{path} is {kind.name}, which {method} does not support")
         else:
             matrices[path] = _codes(checkpoint, path, inner, linears[path], inner is not kind)
     if not checkpoint.formats or not (matrices or complaints):
         raise ConfigError(
-            "--keep-quantized needs integer weights, and no linear of this model has any. Quantize"
-            " it first: jaxllm quantize MODEL OUT --format int4-g64"
+            "--keep-quantized requires integer weights, but no linear of this model has any."
+            " Quantize it first: jaxllm quantize MODEL OUT --format int4-g64"
         )
     joined = {} if complaints else _joined(matrices, checkpoint.config, table, complaints)
     write = _gptq if method == GPTQ else _compressed
@@ -116,7 +121,7 @@ def keep_quantized(
         tensors, settings = write(joined, table, plain, complaints)
     if complaints:
         raise ConfigError(
-            f"--keep-quantized {method}: {'; '.join(complaints[:20])}. {_REMEDY}, or take"
+            f"--keep-quantized {method}: {'; '.join(complaints[:20])}. {_REMEDY}, or use"
             f" {COMPRESSED if method == GPTQ else GPTQ}"
         )
     return QuantizedExport(frozenset(matrices), tensors, settings)
@@ -135,7 +140,7 @@ def _codes(
     def codes() -> np.ndarray:
         data: Any = pieces[f"{stem}.data"].read()
         numbers: np.ndarray = np.asarray(digits.unpacked(data, kind.bits))[:, :columns]
-        if numbers.dtype == np.int8:  # unsigned: 128 is 0
+        if numbers.dtype == np.int8:  # to unsigned: 0 becomes 128
             return numbers.view(np.uint8) ^ np.uint8(128)
         return numbers
 
@@ -156,7 +161,7 @@ def _filled(shape: tuple[int, int], value: int) -> LazyTensor:
 def _joined(
     matrices: Mapping[str, _Codes], config: Any, table: Architecture, complaints: list[str]
 ) -> dict[str, _Codes]:
-    """Return the matrices as the file has them, where several of ours may be one."""
+    """Fuse the matrices that the file stores as one."""
     made = dict(matrices)
     for layout in (layout for layout in table.layouts if isinstance(layout, Fused)):
         ends = [f"{name}.weight" for name in layout.ours]
@@ -166,7 +171,7 @@ def _joined(
             parts = [made.pop(path, None) for path in paths]
             one = parts[0]
             if one is None or not all(part is not None and _alike(one, part) for part in parts):
-                complaints.append(f"{', '.join(paths)} are one matrix there, and differ here")
+                complaints.append(f"{', '.join(paths)} must have one format and order to be fused")
                 continue
             theirs = f"{layer}{layout.theirs}.weight"
             codes, zeros, scales = (
@@ -185,7 +190,7 @@ def _joined(
 
 
 def _alike(one: _Codes, other: _Codes) -> bool:
-    """Whether two matrices can be one: of one format, their columns in one order."""
+    """Return whether two matrices can be fused: same format, same column order."""
     orders = one.order is other.order or (
         one.order is not None and other.order is not None and np.array_equal(one.order, other.order)
     )
@@ -198,18 +203,18 @@ def _gptq(
     plain: list[str],
     complaints: list[str],
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors and the settings of GPTQ's form, which has one format for all."""
+    """Return the tensors and the settings for GPTQ, which has one format for all matrices."""
     kinds = Counter((x.kind.bits, x.kind.group) for x in matrices.values())
     (bits, group), _ = kinds.most_common(1)[0]
-    # The first version of the form stores zero points less one, which readers add without a modulo.
+    # Version 1 stores zero points minus one, but readers add it back without a modulo.
     less = 0 if any((x.zeros.read() == 0).any() for x in matrices.values()) else 1
     tensors: Tensors = {}
     for path, x in matrices.items():
         (rows, columns), stem = x.shape, table.written_name(path).removesuffix(".weight")
         if (x.kind.bits, x.kind.group) != (bits, group):
-            complaints.append(f"{path} is {x.kind.name}, others have {bits} bits or another group")
+            complaints.append(f"{path} is {x.kind.name}, expected {bits} bits in groups of {group}")
         elif rows * bits % 32 or columns * bits % 32:
-            complaints.append(f"{path}: {x.shape} of {bits} bits does not fill whole int32 words")
+            complaints.append(f"{path}: {x.shape} at {bits} bits does not fill whole int32 words")
         else:
             tensors |= {f"{stem}.{name}": piece for name, piece in _gptq_pieces(x, less).items()}
     settings = {
@@ -254,15 +259,15 @@ def _compressed(
     plain: list[str],
     complaints: list[str],
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors and the settings of compressed-tensors, a group for each format."""
+    """Return the tensors and the settings for compressed-tensors, one config group per format."""
     groups: dict[Integer, list[str]] = {}
     tensors: Tensors = {}
     for path, x in matrices.items():
         columns, stem = x.shape[1], table.written_name(path).removesuffix(".weight")
         if x.order is not None:
-            complaints.append(f"{path}: its columns are in another order (act_order)")
+            complaints.append(f"{path}: reordered columns (act_order) are not supported")
         elif x.kind.group and columns % x.kind.group:
-            complaints.append(f"{path}: {columns} columns are no whole groups of {x.kind.group}")
+            complaints.append(f"{path}: {columns} columns are not whole groups of {x.kind.group}")
         else:
             kind = dataclasses.replace(x.kind, scale="float32")
             groups.setdefault(kind, []).append(stem)
@@ -298,7 +303,7 @@ def _compressed_pieces(x: _Codes) -> Tensors:
     words = np.dtype(np.int32)
 
     def wide(numbers: np.ndarray) -> np.ndarray:
-        """Whole words of numbers along the last axis."""
+        """Pack along the last axis, padded to whole words."""
         return packed(np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits)))), bits)
 
     size = (rows, -(-columns * bits // 32))
@@ -320,7 +325,7 @@ def _unquantized(
     config: Any,
     table: Architecture,
 ) -> list[str]:
-    """Return the names in the file of linears that are written as numbers."""
+    """Return the file's names of linears that are written as floats."""
     kept = set(matrices)
     tensors = {
         path: LazyTensor.of(np.empty((shape[0], 0)))

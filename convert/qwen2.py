@@ -8,12 +8,12 @@ from jaxllm.models.qwen2 import Qwen2Config
 from .decoders import LAYER_TYPES, SLIDING, read_decoder, resolve_layer_types, table, write_decoder
 from .tables import Architecture, Field
 
-WINDOWS = (  # which are read into layer_types and sliding_window, and need not be written
+WINDOWS = (  # read into layer_types and sliding_window
     Field("use_sliding_window", "use_sliding_window", False),
     Field("max_window_layers", "max_window_layers", 28),
 )
 CONTEXT = Field("max_position_embeddings", "max_position_embeddings", 32768)
-# attention_bias: queries, keys and values always have one, whatever it says.
+# attention_bias: queries, keys and values always have biases, whatever it is.
 BIAS = frozenset({"attention_bias"})
 QWEN2 = table("Qwen2", CONTEXT, SLIDING, LAYER_TYPES, *WINDOWS, ignored=BIAS)
 
@@ -21,12 +21,12 @@ READS = {"qwen2": QWEN2}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen2Config:
-    """config.json to Qwen2Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(Qwen2Config, table, data, finish=windows)
 
 
 def windows(fields: dict[str, Any], complaints: list[str]) -> None:
-    """The last layers see a window, where one is used at all."""
+    """Resolve the fields in `WINDOWS`: if a window is used, the last layers have it."""
     used, first = fields.pop("use_sliding_window"), fields.pop("max_window_layers")
     if not used:
         fields["sliding_window"] = None
@@ -36,12 +36,12 @@ def windows(fields: dict[str, Any], complaints: list[str]) -> None:
 
 
 def write_config(config: Qwen2Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return {**write_decoder(config, QWEN2, "qwen2"), **written_windows(config)}, QWEN2
 
 
 def written_windows(config: Any) -> dict[str, Any]:
-    """Whether a window is used, and from which layer on: what older readers ask."""
+    """Return the fields for older readers: whether a window is used, and from which layer on."""
     sliding = [i for i in range(config.num_hidden_layers) if config.slides(i)]
     first = sliding[0] if sliding else config.num_hidden_layers
     return {"use_sliding_window": bool(sliding), "max_window_layers": first}

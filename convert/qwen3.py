@@ -16,10 +16,10 @@ READS = {"qwen3": QWEN3}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen3Config:
-    """config.json to Qwen3Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(Qwen3Config, table, data, finish=windows)
 
 
 def write_config(config: Qwen3Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     return {**write_decoder(config, QWEN3, "qwen3"), **written_windows(config)}, QWEN3

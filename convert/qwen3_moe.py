@@ -33,20 +33,20 @@ READS = {"qwen3_moe": QWEN3_MOE}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """config.json to Qwen3MoeConfig. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(Qwen3MoeConfig, table, data, finish=_finish)
 
 
 def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
-    """Every `decoder_sparse_step`th layer has experts, but for `mlp_only_layers`."""
+    """Give each `decoder_sparse_step`th layer experts, except for `mlp_only_layers`."""
     if not fields.pop("use_sliding_window"):
         fields["sliding_window"] = None
     count, step = fields["num_hidden_layers"], fields.pop("decoder_sparse_step")
     dense = fields.pop("mlp_only_layers")
     if type(step) is not int or step < 1 or not isinstance(dense, list | tuple):
         complaints.append(
-            f"decoder_sparse_step must be a number from 1 and mlp_only_layers a list, got {step!r}"
-            f" and {dense!r:.60}"
+            f"decoder_sparse_step must be positive and mlp_only_layers a list, got {step!r} and"
+            f" {dense!r:.60}"
         )
     elif type(count) is int:
         fields["mlp_layer_types"] = tuple(
@@ -55,7 +55,7 @@ def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
 
 
 def write_config(config: Qwen3MoeConfig) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     dense = [i for i in range(config.num_hidden_layers) if not config.routed(i)]
     return {
         **write_decoder(config, QWEN3_MOE, "qwen3_moe"),

@@ -1,6 +1,6 @@
-"""What a `quantization_config` says: how GPTQ or AWQ files hold their integers.
+"""The `quantization_config` of GPTQ and AWQ checkpoints: how their integers are stored.
 
-It is read by a table, as the model's own fields are; what no table knows is refused by name.
+It is read by a table, like the model's own fields; unknown fields are refused by name.
 """
 
 import dataclasses
@@ -16,12 +16,14 @@ KEY = "quantization_config"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the quantized matrices of a checkpoint are stored.
+    """Storage of the quantized matrices of a checkpoint.
 
-    method: "gptq" or "awq". group: columns that share a scale, None for a row. less: what zero
-    points are stored less, 1 in the first version of GPTQ's format. symmetric: whether all zero
-    points must be the middle of the levels; None: they may be anything. act_order: whether a column
-    may be in any group.
+    Attributes:
+        method: "gptq" or "awq".
+        group: The number of columns that share a scale; None: a whole row.
+        less: The number subtracted from stored zero points, 1 in version 1 of GPTQ's format.
+        symmetric: Whether all zero points must be the middle level; None: any.
+        act_order: Whether a column may belong to any group.
     """
 
     method: str
@@ -32,7 +34,7 @@ class Scheme:
     act_order: bool = False
 
 
-# How the integers were found, what they were found with, and which kernels are wanted.
+# Settings of the quantization run, and the choice of kernels.
 _IGNORED = frozenset(
     {
         "act_group_aware",
@@ -47,15 +49,15 @@ _IGNORED = frozenset(
         "do_fuse",
         "exllama_config",
         "fuse_max_seq_len",
-        "lm_head",  # its tensors say
+        "lm_head",  # its tensors show it
         "max_input_length",
         "meta",
         "model_file_base_name",
         "model_name_or_path",
         "model_seqlen",
-        "modules_in_block_to_quantize",  # as before
+        "modules_in_block_to_quantize",  # the tensors show it
         "modules_to_fuse",
-        "modules_to_not_convert",  # as before
+        "modules_to_not_convert",  # the tensors show it
         "module_name_preceding_first_block",
         "mse",
         "pad_token_id",
@@ -89,7 +91,7 @@ _GPTQ = _table(
         Field("sym", "symmetric", True),
         Field("desc_act", "act_order", False),
         Field("checkpoint_format", "version", None),
-        Field("format", "same_version", None),  # as newer files call it too
+        Field("format", "same_version", None),  # newer files' second name
         Field("dynamic", "dynamic", None),
     ),
     {
@@ -103,8 +105,8 @@ _AWQ = _table(
     {
         "version": ("gemm", "GEMM"),
         "format": ("gemm", "GEMM"),
-        "zero_point": (True, False),  # the zero points are there, and say themselves
-        "sym": (True, False),  # what transformers writes with every class of options
+        "zero_point": (True, False),  # the stored zero points decide
+        "sym": (True, False),  # transformers writes it for every method
         "desc_act": (False,),
     },
 )
@@ -112,10 +114,13 @@ _READS = {"gptq": (_GPTQ, (2, 3, 4, 8)), "awq": (_AWQ, (4,))}
 
 
 def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> Scheme:
-    """How the weights are stored of which `quantization_config` says `data`.
+    """Return how the weights are stored, from the contents of a `quantization_config`.
 
-    where: its place, for messages. Raises ConfigError with every option that is missing, unknown or
-    not to be had.
+    Args:
+        where: The place of the settings, for messages.
+
+    Raises:
+        ConfigError: With every option that is missing, unknown or not supported.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{where} must be an object, got {data!r:.60}")
@@ -123,7 +128,7 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
     if not isinstance(method, str) or method not in _READS:
         raise ConfigError(
             f"{where}: quant_method {method!r:.40} is not supported (known: {', '.join(_READS)},"
-            " compressed-tensors); load the checkpoint that was quantized"
+            " compressed-tensors). Load the unquantized checkpoint"
         )
     table, widths = _READS[method]
     stated = {name: value for name, value in data.items() if value is not None}
@@ -137,7 +142,7 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
         complaints.append(f"group_size must be -1 or a positive number, got {group!r:.40}")
     if method == "awq":
         if data.get("backend") == "llm-awq":
-            complaints.append("backend 'llm-awq' is another layout, which is not supported")
+            complaints.append("backend 'llm-awq' has another layout, which is not supported")
     else:
         complaints += _of_gptq(fields)
     refuse(where, complaints)
@@ -158,7 +163,7 @@ def read_scheme(data: Mapping[str, Any], where: str = f"config.json: {KEY}") -> 
 
 
 def _of_gptq(fields: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the fields that GPTQ alone has."""
+    """Return complaints about the fields that only GPTQ has."""
     complaints = [
         f"{theirs} must be true or false, got {fields[ours]!r:.40}"
         for theirs, ours in (("sym", "symmetric"), ("desc_act", "act_order"))
@@ -178,7 +183,7 @@ def _of_gptq(fields: Mapping[str, Any]) -> list[str]:
         isinstance(dynamic, Mapping) and all(rule.startswith("-:") for rule in dynamic)
     ):
         complaints.append(
-            "dynamic has options of their own for some modules, which is not supported:"
+            "dynamic sets options per module, which is not supported (only '-:' rules are):"
             f" {dynamic!r:.80}"
         )
     return complaints

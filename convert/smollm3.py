@@ -1,4 +1,4 @@
-"""SmolLM3 checkpoints: the table, and which layers turn nothing."""
+"""SmolLM3 checkpoints: the table, and the layers without RoPE (NoPE)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +35,7 @@ READS = {"smollm3": SMOLLM3}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> SmolLM3Config:
-    """config.json to SmolLM3Config. Raises ConfigError with everything that is wrong."""
+    """Return the configuration; raise ConfigError with everything that is wrong."""
     return read_decoder(SmolLM3Config, table, data, theta=2000000.0, finish=_finish)
 
 
@@ -46,7 +46,7 @@ def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
             complaints.append(f"no_rope_layer_interval must be positive, got {interval!r:.40}")
             return
         fields["turns"] = [(i + 1) % interval != 0 for i in range(count)]
-    fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 there
+    fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 in the file
     if not fields.pop("use_sliding_window"):
         fields["sliding_window"] = None
     turns = fields["turns"]
@@ -56,7 +56,7 @@ def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
 
 
 def write_config(config: SmolLM3Config) -> tuple[dict[str, Any], Architecture]:
-    """config.json's fields, and the table."""
+    """Return config.json's fields, and the table."""
     data = write_decoder(config, SMOLLM3, "smollm3")
     sliding = config.sliding_window is not None
     return {

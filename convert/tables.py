@@ -1,4 +1,4 @@
-"""What the tables of `llama.py` and `gpt2.py` are made of, and how a config.json is read by one."""
+"""Conversion tables, one per architecture, and the reader and writer of config.json's fields."""
 
 import dataclasses
 import re
@@ -11,12 +11,12 @@ from jaxllm.weights.lazy import LazyTensor
 
 from .layouts import Layout
 
-REQUIRED = object()  # in place of a default: the checkpoint must say it
+REQUIRED = object()  # as a default: the field must be present
 HEAD = "lm_head.weight"
 
 
 class Field(NamedTuple):
-    """A row of a configuration table: a checkpoint's field, ours, and what a missing one means."""
+    """A row of a configuration table: the checkpoint's field, our field, and the default."""
 
     theirs: str
     ours: str
@@ -25,20 +25,25 @@ class Field(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How one architecture's checkpoints are read and written.
+    """The table of one architecture: how its checkpoints are read and written.
 
-    architectures: classes whose checkpoints these are, the one that is written first. Others have
-    another head, or attend to what follows; so may classes that nobody here has heard of.
-    fields: the configuration table. allowed: fields of one of these values only, or null, because
-    another would change the result. ignored: fields without effect on inference, or read by
-    `read_config`. aliases: other names of fields, each with the name that the table has.
-    Tensors have the names of our parameters after a prefix, and their shapes, but for what is said
-    here and in layouts (`layouts.py`): what is one matrix there and several here, or the other way
-    round. transposed: regexes of the matrices that are `[in, out]` there (Conv1D). skipped: of what
-    is a buffer, no weight. prefix: before every name but the head's; a checkpoint may lack it.
-    writes_prefix: whether it is written. divides_width: whether transformers' class refuses a
-    hidden_size that is no multiple of num_attention_heads, whatever head_dim says. head: the output
-    matrix's name there; ours is read too.
+    A tensor has our parameter's name after a prefix, and its shape, except as listed here.
+
+    Attributes:
+        architectures: Supported classes; the first one is written. Other classes may have another
+            head or attend bidirectionally.
+        fields: The configuration table.
+        allowed: Fields that may only have these values, or null, since others change results.
+        ignored: Fields without effect on inference, or read by `read_config`.
+        aliases: Other names of fields, with the name in the table.
+        transposed: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
+        layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.
+        skipped: Regexes of buffers, which are not weights.
+        prefix: The prefix of every name but the head's; a checkpoint may lack it.
+        writes_prefix: Whether the prefix is written.
+        divides_width: Whether transformers' class requires hidden_size to be a multiple of
+            num_attention_heads, whatever head_dim is.
+        head: The checkpoint's name of the output matrix; `HEAD` is read too.
     """
 
     architectures: tuple[str, ...]
@@ -55,18 +60,18 @@ class Architecture:
     head: str = HEAD
 
     def oriented(self, path: str, tensor: LazyTensor) -> LazyTensor:
-        """Their tensor as ours, or ours as theirs: a transpose is its own inverse."""
+        """Convert a tensor from the checkpoint's orientation to ours, or back."""
         matrix = len(tensor.shape) == 2 and any(re.fullmatch(r, path) for r in self.transposed)
         return tensor.transposed() if matrix else tensor
 
     def written_name(self, path: str) -> str:
-        """The name under which a parameter is written."""
+        """Return the name under which a parameter is written."""
         if path == HEAD:
             return self.head
         return f"{self.prefix}{path}" if self.writes_prefix else path
 
 
-# Bookkeeping, training and generation settings, of transformers and of those who publish.
+# Bookkeeping, training and generation settings of transformers and of publishers.
 COMMON_IGNORED = frozenset({
     "architectures", "attention_dropout", "attention_probs_dropout_prob", "attn_implementation",
     "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
@@ -84,13 +89,13 @@ COMMON_IGNORED = frozenset({
     "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
     "transformers_version", "typical_p", "unsloth_fixed", "use_bfloat16", "use_cache",
 })  # fmt: skip
-# What changes the result: a family that has no row for it refuses any value but these and null.
-# transformers 5 reads some from any configuration (masks, the cache's layers, the file of weights);
-# others are read by a few of its models, or by code that checkpoints brought of their own.
+# Fields that change results: a family without a row for one refuses any value but these and null.
+# transformers 5 reads some from any configuration (masks, the cache's layers, the weight file);
+# others are read by a few of its models, or by code that was shipped with checkpoints.
 COMMON_ALLOWED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
-    "attention": (),  # ours, of Llama
+    "attention": (),  # jaxllm's own field, for Llama
     "attention_bias": (False,),
     "attention_chunk_size": (),
     "attention_multiplier": (),
@@ -137,9 +142,10 @@ COMMON_ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def read_fields(table: Architecture, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our spelling of the table's fields in a config.json, and every complaint about the rest.
+    """Read the table's fields from a config.json.
 
-    Fields that no row names are not looked at: see `unknown_fields`.
+    Returns:
+        Values by our field names, and complaints. For unknown fields see `unknown_fields`.
     """
     complaints = []
     result = {}
@@ -168,9 +174,9 @@ def read_fields(table: Architecture, data: Mapping[str, Any]) -> tuple[dict[str,
 
 
 def unknown_fields(table: Architecture, data: Mapping[str, Any]) -> list[str]:
-    """The names in a config.json that the table has no word for, and nothing here reads.
+    """Return the names in a config.json that the table does not know.
 
-    What begins with an underscore is transformers' own bookkeeping.
+    Names with a leading underscore are transformers' bookkeeping and are left out.
     """
     known = {field.theirs for field in table.fields} | table.ignored
     known |= {*table.allowed, *table.aliases}
@@ -178,7 +184,7 @@ def unknown_fields(table: Architecture, data: Mapping[str, Any]) -> list[str]:
 
 
 def share(total: str, fields: Mapping[str, Any], parts: str) -> int:
-    """`fields[total] / fields[parts]`, a whole number, or ConfigError."""
+    """Return `fields[total] / fields[parts]`; raise ConfigError if it is not an integer."""
     whole, count = fields[total], fields[parts]
     if type(whole) is not int or type(count) is not int or count < 1 or whole % count:
         refuse("config.json", [f"{total} {whole!r} is not a multiple of {parts} {count!r}"])
@@ -186,14 +192,12 @@ def share(total: str, fields: Mapping[str, Any], parts: str) -> int:
 
 
 def refuse(what: str, complaints: list[str]) -> None:
-    """Raise ConfigError with all the complaints, if there are any."""
+    """Raise ConfigError with all complaints, if there are any."""
     if complaints:
         raise ConfigError(f"{what}: {'; '.join(complaints)}")
 
 
 def write_fields(table: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """The table's fields in the checkpoint's spelling; not those that became others as they were
-    read.
-    """
+    """Return the fields by the checkpoint's names, without those that `config` does not have."""
     fields = (field for field in table.fields if hasattr(config, field.ours))
     return {field.theirs: getattr(config, field.ours) for field in fields}

@@ -1,28 +1,25 @@
 """jaxllm: language-model inference as pure functions in JAX and Flax.
 
-Names are imported from their homes when they are first used, so that `import jaxllm` (and with it
-`jaxllm --help`) does not wait for JAX.
+Names are imported on first use, so that `import jaxllm` (and with it `jaxllm --help`) does not
+wait for JAX.
 
-The front door, from the top: loading (`load`), api (`LM`), serving (requests with text), complete
-(which decoder runs, its result as text), settings (options over a checkpoint's defaults), forms
-(the forms of checkpoints on disk), located (where they are), prompts (text or ids as ids). On it
-stand cli/, compress/, fleet/, bench, harness (lm-evaluation-harness), verifying
-(`jaxllm.verify`). Under it steps (`forward`, `prefill`, `decode_step`), inputs (what they are
-given, checked), embed, repair (parts of a cache run again), checkpoint (our own form of files),
-programs (compiled ones that outlive the process), config (what a model is), longer (attention that
-is not dense). At the bottom errors, whole (numbers as arguments), shapes (few of them), progress
-(bars), process (streams and Ctrl-C of a command), distributed and guard (several processes that run
-one command), moved (old names).
+The user interface, from the top: loading (`load`), api (`LM`), serving (continuous batching of
+text requests), complete (decoder choice, `Completion`), settings (options over a checkpoint's
+defaults), forms (checkpoint formats), located (model name to path), prompts (prompt to token ids).
+Built on it: cli/, compress/, fleet/, bench, harness (lm-evaluation-harness), verifying
+(`jaxllm.verify`). Below it: steps (`forward`, `prefill`, `decode_step`), inputs (their argument
+checks), embed, repair (recompute parts of a cache), checkpoint (the native format), programs
+(cache of compiled programs), config (model configurations), longer (sparse and segmented
+attention). At the bottom: errors, whole (number checks), shapes (padding), progress (bars), process
+(streams and Ctrl-C of a command), distributed and guard (multi-process runs), moved (old names).
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxllm import moved
-
 if TYPE_CHECKING:
     from jaxllm import errors
-    from jaxllm.api import LM, Piece
+    from jaxllm.api import LM, Piece, load
     from jaxllm.cache.growth import commit
     from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
     from jaxllm.complete import Completion
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.perplexity import perplexity
     from jaxllm.evaluate.likelihood.sensitivity import sensitivity
     from jaxllm.fixed import FixedShapeRunner
-    from jaxllm.loading import load
     from jaxllm.models import build, param_shapes
     from jaxllm.models.gpt2 import GPT2Config
     from jaxllm.models.llama import LlamaConfig
@@ -55,7 +51,7 @@ if TYPE_CHECKING:
     from jaxllm.weights.quantize import dequantize, quantize
 
 _HOMES = {
-    "jaxllm.api": ("LM", "Piece"),
+    "jaxllm.api": ("LM", "Piece", "load"),
     "jaxllm.cache.growth": ("commit",),
     "jaxllm.cache.kv": ("Delta", "KVCache", "Segment", "init_cache"),
     "jaxllm.complete": ("Completion",),
@@ -75,7 +71,6 @@ _HOMES = {
     "jaxllm.evaluate.likelihood.sensitivity": ("sensitivity",),
     "jaxllm.evaluate.equivalence.stages": ("stages",),
     "jaxllm.fixed": ("FixedShapeRunner",),
-    "jaxllm.loading": ("load",),
     "jaxllm.models": ("build", "param_shapes"),
     "jaxllm.models.gpt2": ("GPT2Config",),
     "jaxllm.models.llama": ("LlamaConfig",),
@@ -144,9 +139,6 @@ __all__ = [
     "stream",
     "verify",
 ]
-
-moved.install()
-
 
 def __getattr__(name: str) -> Any:
     if name == "errors":

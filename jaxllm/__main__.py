@@ -1,10 +1,10 @@
-"""`jaxllm` and `python -m jaxllm`: the process is taken in hand before anything is imported."""
+"""`jaxllm` and `python -m jaxllm`: set up streams and signals before anything is imported."""
 
 from jaxllm import process
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     process.begin()
     from jaxllm.cli import main
 

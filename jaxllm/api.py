@@ -1,8 +1,11 @@
-"""The front door: a language model turns text into text. Everything it does, the steps can do."""
+"""`LM`, the high-level interface: a language model that continues text; `load` opens one."""
 
 import dataclasses
+import textwrap
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -10,7 +13,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from jaxllm import checkpoint
+from jaxllm import checkpoint, distributed, programs
+from jaxllm.adapters.load import Adapters, with_directories
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.complete import (
     Completion,
@@ -35,29 +39,41 @@ from jaxllm.errors import (
     nearest,
 )
 from jaxllm.files import as_path
-from jaxllm.forms import texts_files
+from jaxllm.forms import open_checkpoint, read_texts, texts_files
+from jaxllm.mesh import Axes, placed
+from jaxllm.models import FAMILIES
 from jaxllm.options import GenerateOptions, Kind, check_options, described, row_options
 from jaxllm.prompts import Prompt, each_of, encode, token_list
 from jaxllm.serving import answers
-from jaxllm.settings import Settings, read_settings
+from jaxllm.settings import UNSUPPORTED, Settings, read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.copies import check_same
 from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, flatten, map_leaves
-from jaxllm.weights.precision import exactly
+from jaxllm.weights.paths import Params, Place, Placed, flatten, map_leaves
+from jaxllm.weights.precision import Precision, exactly, freeze
+from jaxllm.weights.quantize import Rules
+from jaxllm.weights.reading import Elsewhere
+from jaxllm.whole import Dtype
 
 _EMBED = ("layer", "pooling", "normalize", "batch", "show_progress")  # options of `embeddings`
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One token of a stream: the text it completes ("" in the middle of a character), which is also
-    its `str`, and more.
+    """One token of a stream; `str(piece)` is its text.
 
-    cache: of the text before this token. The next step writes over it; the last one is yours.
-    finish_reason: None until the last piece. tokens_per_second: since the second token, the first
-    whose step had been compiled.
+    Attributes:
+        text: the text that this token completes; "" in the middle of a character.
+        token: its id.
+        logprob: its log-probability under the model, before any sampler.
+        finish_reason: None until the last piece.
+        tokens_per_second: measured from the second token on, because the first step compiles.
+        cache: the cache of the text before this token. The next step overwrites it; the cache of
+            the last piece stays valid.
+        top_logprobs: the likeliest tokens of this step, if requested.
+        seed: the seed of the call.
     """
 
     text: str
@@ -70,19 +86,23 @@ class Piece:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Return the text, so that `print(piece, end="")` writes the story."""
+        """Return the text, so that `print(piece, end="")` prints the stream."""
         return self.text
 
 
 @dataclasses.dataclass(frozen=True)
 class LM:
-    """A language model and what its checkpoint brought with it; nothing here ever changes.
+    """A language model with its tokenizer, chat template and generation defaults; immutable.
 
-    generation: generation_config.json. tokenizer: None where the checkpoint has none.
-    chat_template: itself, or the reason why there is none, which is raised when it is needed.
-    recipe: the steps that made it smaller (`jaxllm.compress`), a line each.
-    adapters: the names of those that were loaded beside it; adapter: the one that is taken where
-    none is named, which is what `params` compute. Another one is `using`.
+    Attributes:
+        params: the weights, with `adapter` selected.
+        tokenizer: None if the checkpoint has none.
+        generation: the contents of generation_config.json.
+        path: the directory or file that it was loaded from.
+        chat_template: the template, or the error to raise if one is needed.
+        recipe: the compression steps applied so far (`jaxllm.compress`), one line per step.
+        adapters: the names of the loaded adapters.
+        adapter: the default adapter; `using` returns a model with another.
     """
 
     config: ModelConfig
@@ -101,28 +121,28 @@ class LM:
 
     @property
     def parts(self) -> Parts:
-        """What decoding takes."""
+        """Return the fields that the decoders need."""
         return Parts(self.model, self.params, self.tokenizer, self.adapters, self.adapter)
 
     def using(self, adapter: str | None) -> "LM":
-        """The same model with another adapter where none is named; "base": with none. None: as is.
+        """Return this model with another default adapter; "base" selects none, None keeps it.
 
-        A cache is that of the adapter it was made with: save and load it with this model's
-        `params`. Raises ConfigError for a name that none of `adapters` has.
+        A cache belongs to the adapter that made it: save and load it with this model's `params`.
+        Raises ConfigError for a name that is not in `adapters`.
         """
         if adapter is None:
             return self
         if not isinstance(adapter, str):
-            raise ConfigError(f"adapter must be the name of one, got {adapter!r:.60}")
+            raise ConfigError(f"adapter must be a name, got {adapter!r:.60}")
         return dataclasses.replace(self, params=self.parts.using(adapter).params, adapter=adapter)
 
     def self_extended(self, *, group_size: int, neighbor_window: int) -> "LM":
-        """The same model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
+        """Return this model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
 
-        Nothing is trained: tokens within `neighbor_window` are seen where they are, farther ones at
-        positions divided by `group_size`. `config.context_length` says how far that reaches. A
-        cache is that of the model it was made with. Raises ConfigError for a model without rotary
-        positions, or whose angles follow the text's length, and for numbers that collide.
+        No training is needed: tokens within `neighbor_window` keep their positions, and those of
+        farther tokens are divided by `group_size`. `config.context_length` is the new limit. A
+        cache belongs to the model that made it. Raises ConfigError for a model without rotary
+        positions or whose angles depend on the text length, and for incompatible numbers.
         """
         config = self.config.self_extended(group_size, neighbor_window)
         return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
@@ -142,24 +162,24 @@ class LM:
 
     @described
     def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
-        """Continue a prompt, or each of a list of prompts in one batch.
+        """Continue a prompt, or each prompt of a list in one batch.
 
-        prompt: text, token ids (a list, or an array of numpy or JAX), or a list of either. A text
-        is encoded without special tokens; before it goes the begin-of-text token if the checkpoint
-        asks for one (and always before an empty text). Token ids are taken as they are. No prompts
-        have no completions.
+        prompt: text, token ids (a list, or a NumPy or JAX array), or a list of either. Text is
+        encoded without special tokens; the begin-of-text token is added if the checkpoint requests
+        it (and always to an empty text). Token ids are used unchanged. An empty list returns an
+        empty list.
 
-        options, in Hugging Face's spelling; generation_config.json gives the defaults, and None is
-        the default. Greedy unless do_sample=True or a temperature is given. Where a row's last bits
-        or its place in the list must not matter, ask for batch_invariant and give each prompt a
-        seed of its own: with one seed, equal prompts draw equal texts.
+        Options have Hugging Face's names; their defaults come from generation_config.json, and None
+        means the default. Decoding is greedy unless do_sample=True or a temperature is given. If a
+        result must not depend on the other rows or on its place in the list, set batch_invariant
+        and give each prompt its own seed: with one seed, equal prompts give equal texts.
 
         OPTIONS
 
-        Returns a Completion, or a list of them, for num_return_sequences above 1 a list for each
-        prompt. Raises TokenError for ids outside the vocabulary, CapacityError when prompt and new
-        tokens exceed the context, SamplingError for an unknown or impossible option,
-        NonFiniteError when the model returns NaN.
+        Returns a Completion or a list of them; with num_return_sequences above 1, a list per
+        prompt. Raises TokenError for ids outside the vocabulary, CapacityError if prompt and new
+        tokens exceed the context, SamplingError for an unknown or invalid option, NonFiniteError if
+        the model returns NaN.
         """
         given, single = each_of(prompt)
         prompts = [self.encode(p) for p in given]
@@ -180,9 +200,10 @@ class LM:
 
     @described
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """As `generate` for one prompt, a `Piece` at a time; equal options give equal tokens.
+        """Generate from one prompt as `generate` does, yielding a `Piece` per token.
 
-        Bad input is refused now, the prompt runs when the first piece is asked for:
+        Equal options give the same tokens as `generate`. Invalid input raises immediately; the
+        prompt runs when the first piece is requested:
         `for piece in lm.stream("Once"): print(piece, end="")`.
         """
         given, single = each_of(prompt)
@@ -190,7 +211,7 @@ class LM:
             raise TokenError("stream takes one prompt; use generate for a list of them")
         prompts = [self.encode(given[0])]
         settings = self._settings(prompts, options, "stream")
-        adapter: Any = settings.adapter  # of a list `using` says what is wrong
+        adapter: Any = settings.adapter  # `using` rejects a list
         return self.using(adapter)._pieces(prompts, settings)
 
     def _pieces(self, prompts: list[list[int]], settings: Settings) -> Iterator[Piece]:
@@ -227,22 +248,24 @@ class LM:
         rows: int = 8,
         capacity: int | None = None,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
-        """Answer requests by continuous batching: they join and leave while others run.
+        """Answer requests with continuous batching: requests join and leave while others run.
 
-        requests: each a mapping with `prompt` (text or token ids) and options of `generate`, of
-        which beams, several sequences, overflow, a cache and top_logprobs are not served; None for
-        nothing at the moment. Asked for the next one whenever a row is free. `id`: anything; by
-        default the request's number, or the next that no earlier request has taken. Requests with
-        equal ids are answered apart, each under its id. `cancelled`: a function that says whether
-        nobody waits for the answer any more (`threading.Event().is_set`, say); it then ends with
-        what it has, its finish_reason "cancelled". `heard`: told the text piece by piece as it
-        becomes certain; together the pieces are the completion's text.
+        Args:
+            requests: mappings with `prompt` (text or token ids) and options of `generate`, except
+                beams, several sequences, overflow, cache and top_logprobs. The iterator is read
+                whenever a row is free; None means that no request is waiting. Further keys:
+                `id`: any value, by default the request's number or the next unused one. Requests
+                with equal ids are answered separately.
+                `cancelled`: a function without arguments that returns whether to stop this request
+                (for example `threading.Event().is_set`). The completion then holds the tokens so
+                far, and its finish_reason is "cancelled".
+                `heard`: a function called with each piece of text once it is final. The pieces add
+                up to the completion's text.
+            rows: the batch size.
+            capacity: cache slots per row; by default the model's context.
 
-        rows: how many run at once, in a cache of `capacity` tokens a row (by default the model's
-        context).
-
-        Yields `(id, Completion)` as they finish, with the tokens that `generate` gives each alone,
-        or `(id, error)` for one that cannot be answered; the others go on.
+        Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
+        each alone, or `(id, error)` for a request that fails; the others continue.
         """
         capacity = self.config.usual_capacity if capacity is None else capacity
 
@@ -255,11 +278,11 @@ class LM:
     def embed(
         self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any
     ) -> np.ndarray:
-        """One vector a text, float32 `[N, D]`: the hidden states of a layer, pooled.
+        """Return one vector per text, float32 `[N, D]`: the pooled hidden states of a layer.
 
-        texts: text or token ids each, as `generate` takes them. adapter: as there. options, and
-        what is raised: those of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch,
-        show_progress); ConfigError for another.
+        `texts` are text or token ids, and `adapter` is a name, as for `generate`. Options and
+        errors are those of `jaxllm.embed.embeddings` (layer, pooling, normalize, batch,
+        show_progress); any other option raises ConfigError.
         """
         for name in options.keys() - set(_EMBED):
             raise ConfigError(f"embed has no option {name}{nearest(name, _EMBED)}")
@@ -269,55 +292,56 @@ class LM:
         return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
-        """The token ids of a conversation, as the checkpoint's chat template spells it.
+        """Return the token ids of a conversation, rendered by the checkpoint's chat template.
 
-        messages: `{"role": ..., "content": ...}` each. Special tokens are recognised in the whole
-        rendered text, so one that a message spells out counts as one: do not pass on strangers'
-        messages unread. Raises TemplateError if there is no template or it refuses them,
-        TokenError where the checkpoint has no tokenizer.
+        messages: dicts `{"role": ..., "content": ...}`. Special tokens are parsed in the whole
+        rendered text, so a special token spelled out in a message takes effect: check messages from
+        untrusted users. Raises TemplateError if there is no template or it rejects the messages,
+        TokenError if the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
-            raise TokenError(f"{self.path} has no tokenizer: give token ids to generate")
+            raise TokenError(f"{self.path} has no tokenizer. Pass token ids to generate")
         if isinstance(self.chat_template, JaxllmError):
             raise self.chat_template
         text = self.chat_template.render(messages, **variables)
         return self.tokenizer.encode(text, parse_special=True)
 
     def init_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
-        """An empty cache in this model's format; by default of one row with room for its context.
+        """Return an empty cache in the model's cache dtype.
 
-        Raises what `jaxllm.init_cache` raises.
+        By default it has one row and a slot for each position of the context. Raises what
+        `jaxllm.init_cache` raises.
         """
         return init_cache(
             self.model, batch, self.config.usual_capacity if capacity is None else capacity
         )
 
     def log_probs(self, text: Prompt) -> np.ndarray:
-        """The log-probability of each token of `encode(text)` but the first, which nothing
-        predicts: float32 `[T - 1]`, given the tokens before it.
+        """Return the log-probability of each token of `encode(text)` except the first.
 
-        Raises TokenError for what is no prompt, CapacityError for one longer than the context,
-        NonFiniteError when the model returns NaN.
+        The result is float32 `[T - 1]`, each entry conditioned on all tokens before it. Raises
+        TokenError for an invalid prompt, CapacityError if it exceeds the context, NonFiniteError if
+        the model returns NaN.
         """
         return log_probs(self.model, self.params, [self.encode(text)])[0]
 
     def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
-        """Write the model in jaxllm's own form, tokenizer and all; `load` reads it.
+        """Write the model and its tokenizer in the native format, which `load` reads.
 
-        What changed is written as it is: `dataclasses.replace(lm, params=trained).save(path)`.
-        Raises CheckpointError where `directory` already holds a checkpoint, and for a model with
-        adapters beside it, which a checkpoint has no place for.
+        Changed weights are written too: `dataclasses.replace(lm, params=trained).save(path)`.
+        Raises CheckpointError if `directory` already holds a checkpoint, and for a model with
+        adapters, which this format cannot store.
         """
         directory = as_path(directory)
         if any(isinstance(leaf, Adapted) for _, leaf in flatten(self.params)):
             raise CheckpointError(
-                f"{directory}: a checkpoint has no place for adapters: merge one into the weights"
-                " (jaxllm merge, jaxllm.adapters.merged), or write it by itself"
+                f"{directory}: a checkpoint cannot store adapters. Merge one into the weights"
+                " (jaxllm merge, jaxllm.adapters.merged), or write it separately"
                 " (jaxllm.adapters.write_adapter)"
             )
         precision, params = self.model.precision, self.params
         if isinstance(self.model, Placed):
-            params = self.model.later(params)  # shares of nf4 have scales of another form
+            params = self.model.later(params)  # nf4 shards store their scales in another layout
             precision = exactly(map_leaves(lambda _, x: x.form, params), precision)
         opened = checkpoint.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe
@@ -342,17 +366,17 @@ class LM:
         )
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids that `generate` runs for a prompt; raises TokenError for other things."""
+        """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt."""
         bos = self.generation.get("bos_token_id")
         return encode(prompt, self.config.vocab_size, self.tokenizer, bos)
 
     def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> str:
         """Return the text of token ids, without special tokens.
 
-        Raises TokenError for other things, and where the checkpoint has no tokenizer.
+        Raises TokenError for an invalid argument, and if the checkpoint has no tokenizer.
         """
         if self.tokenizer is None:
-            raise TokenError(f"{self.path} has no tokenizer, which decode needs")
+            raise TokenError(f"{self.path} has no tokenizer, which decode requires")
         return self.tokenizer.decode(token_list(tokens))
 
     def _settings(
@@ -362,3 +386,117 @@ class LM:
             options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
         dtype = self.model.precision.cache
         return read_settings(self.config, self.generation, prompts, options, kind, dtype)
+
+
+def load(
+    path: str | Path | checkpoint.Checkpoint,
+    *,
+    dtype: Dtype | Precision | None = None,
+    quantize: Rules | None = None,
+    adapters: Adapters = (),
+    place: Place | None = None,
+    mesh: str | Axes | None = None,
+    exact: bool = False,
+    fsdp: bool = False,
+    strict: bool = False,
+    keep_programs: bool | str | Path = False,
+    show_progress: bool | None = None,
+) -> LM:
+    """Load a language model from a Hugging Face directory, a GGUF file, or jaxllm's native format.
+
+    FAMILIES
+
+    Args:
+        path: a directory, or a GGUF file (any part of a split one); "demo:llama", "demo:gpt2" and
+            so on for the bundled checkpoints; "hf:owner/name" or
+            "hf:owner/name/file.gguf", which is downloaded; or the result of `open_checkpoint`.
+        dtype: of weights, activations and cache: a name ("bfloat16", "bf16"), a dtype of NumPy,
+            JAX or PyTorch, or a `Precision`. The default is the checkpoint's.
+        quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
+            `jaxllm.quantize` takes them, applied to each tensor while loading.
+        adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
+            with the names that `generate` takes. The first is used by default.
+        place: a function of an array's path and the array that returns its device or sharding, or
+            None for the default.
+        mesh: the device mesh to shard the model over, as "data=2,tensor=4" (`jaxllm.mesh`), instead
+            of `place`.
+        exact: with `mesh`, compute the same bits as one device, with twice the communication.
+        fsdp: with `mesh`, also shard each matrix over `data`, for training.
+        strict: raise for unused fields of config.json or keys of a GGUF file, instead of warning.
+        keep_programs: save the programs that this process compiles from now on, so that the next
+            process starts faster, as commands do: True for the user's cache directory, or a folder
+            (`jaxllm.programs.keep_programs`).
+        show_progress: show a progress bar; by default if stderr is a terminal.
+
+    Raises:
+        CheckpointError: for invalid files, with all complaints.
+        ConfigError: for arguments or a configuration that cannot be used.
+    """
+    if keep_programs is not False:
+        programs.keep_programs(None if keep_programs is True else keep_programs)
+    if isinstance(path, checkpoint.Checkpoint):
+        opened = path
+    else:
+        opened = open_checkpoint(path, strict=strict)
+    precision = dtype if isinstance(dtype, Precision) else opened.precision
+    if dtype is not None and not isinstance(dtype, Precision):
+        precision = precision.in_dtype(dtype)
+    if quantize is not None:
+        precision = dataclasses.replace(precision, quantize=freeze(quantize))
+    for name, neutral in UNSUPPORTED.items():
+        if opened.generation.get(name, neutral) not in (neutral, None):
+            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
+    distributed.agree(_identity(opened, precision, quantize, mesh, exact, fsdp))
+    check_same(opened.tensors, opened.directory, show_progress)
+    model, into = placed(opened.config, precision, place, mesh, exact, fsdp)
+    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as the NaN scan
+        reading = beside.submit(read_texts, opened)
+        params = checkpoint.load_params(opened, precision, into=into, show_progress=show_progress)
+    texts = reading.result()
+    if adapters and any(isinstance(leaf, Elsewhere) for _, leaf in flatten(params)):
+        raise ConfigError(
+            "adapters require all layers on every process, but this mesh splits them into stages."
+            " Merge the adapter into the weights first (jaxllm merge), or use a mesh with stage=1"
+        )
+    params, names = with_directories(opened.config, params, adapters)
+    if into is not None and names:
+        params = map_leaves(into.beside, params)
+    if into is not None:
+        params = into.finished(params)
+    return LM(
+        config=opened.config,
+        model=model,
+        params=params,
+        tokenizer=texts.tokenizer,
+        generation=opened.generation,
+        path=opened.directory,
+        chat_template=texts.chat_template,
+        recipe=opened.recipe,
+        adapters=names,
+        adapter=next(iter(names), None),
+    )
+
+
+load.__doc__ = str(load.__doc__).replace(
+    "FAMILIES",
+    textwrap.fill(
+        f"Families (config.json's `model_type`): {', '.join(sorted(FAMILIES))}.",
+        width=92,
+        subsequent_indent="    ",
+    ),
+)
+
+
+def _identity(opened: checkpoint.Checkpoint, *asked: Any) -> dict[str, str]:
+    """Return what must be equal in all processes: everything about a checkpoint and how it is
+    loaded, except the weights' values.
+    """
+    if not distributed.several():
+        return {}
+    kept = opened.generation, opened.precision, opened.formats, opened.form
+    named = [(n, t.shape, str(t.dtype)) for n, t in sorted(opened.tensors.items())]
+    return {
+        "model's configuration": repr(opened.config),
+        "model's precision and settings": repr((kept, asked)),
+        "weights' names, shapes and formats": repr(named),
+    }

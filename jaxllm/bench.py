@@ -1,7 +1,7 @@
-"""How fast a model reads a prompt and decodes, and how much of the memory bus that takes.
+"""Benchmark of prefill and decoding speed, and of the memory bandwidth used.
 
-The rows are llama-bench's: `pp128` is a prompt of 128 tokens, `tg32` 32 decoded tokens, `@ d1024`
-with 1,024 tokens in the cache before, `x 8` eight rows at once. Compiling is timed apart.
+Tests are named as in llama-bench: `pp128` is a prompt of 128 tokens, `tg32` 32 decoded tokens,
+`@ d1024` starts with 1,024 tokens in the cache, `x 8` has eight rows. Compile time is separate.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from jaxllm.steps import prefill, run_and_commit
 from jaxllm.weights.leaves.arrays import as_leaf
 from jaxllm.weights.paths import Params, flatten
 
-PROBE_BYTES = 256 << 20  # far more than any cache of a processor
+PROBE_BYTES = 256 << 20  # far more than any processor cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Test:
-    """One thing to time. prompt: tokens read at once; 0 where `decode` tokens are decoded, from a
-    cache that holds `depth` tokens. batch: rows."""
+    """One measurement. prompt: prompt length in tokens, or 0 to decode `decode` tokens with `depth`
+    tokens already in the cache. batch: rows."""
 
     prompt: int = 0
     decode: int = 0
@@ -44,7 +44,7 @@ class Test:
 
     @property
     def name(self) -> str:
-        """As llama-bench writes it."""
+        """Name in llama-bench's notation."""
         kind = f"pp{self.prompt}" if self.prompt else f"tg{self.decode}"
         depth = f" @ d{self.depth}" if self.depth else ""
         return f"{kind}{depth}{f' x {self.batch}' if self.batch > 1 else ''}"
@@ -56,9 +56,9 @@ class Test:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a test gave. seconds: of each repetition. compile_s: the first run less their median.
-    weights_gb_s: gigabytes of weights streamed a second, None for prompts (they are read once for
-    many tokens). bus: what memory gives beside it, gigabytes a second."""
+    """Result of a test. seconds: time of each repetition. compile_s: the first run minus their
+    median. weights_gb_s: weights read, in GB/s; None for prompts, which read them once for many
+    tokens. bus_gb_s: memory bandwidth measured between the repetitions, in GB/s."""
 
     test: str
     tokens: int
@@ -69,12 +69,12 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Tokens a second."""
+        """Median tokens per second."""
         return self.tokens / statistics.median(self.seconds)
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the tokens a second."""
+        """Standard deviation of the tokens per second."""
         rates = [self.tokens / s for s in self.seconds]
         return statistics.stdev(rates) if len(rates) > 1 else 0.0
 
@@ -94,9 +94,9 @@ class Row:
 def tests_of(
     prompts: Iterable[int], decode: int, depths: Iterable[int], batches: Iterable[int]
 ) -> list[Test]:
-    """Prompts of one row; decoding at each depth with one row, and with each batch without depth.
+    """Return tests: prompts and decoding depths with one row, and batches at depth 0.
 
-    Raises ConfigError for a number below what makes sense.
+    Raises ConfigError for numbers that are too small.
     """
     prompts, depths, batches = list(prompts), list(depths), list(batches)
     for name, values, least in (
@@ -112,9 +112,9 @@ def tests_of(
 def bench(
     lm: LM, tests: Sequence[Test], *, repetitions: int = 5, chunk: int = 512
 ) -> Iterator[Row]:
-    """Time each test `repetitions` times, after a first run that compiles; a row as it is done.
+    """Run each test `repetitions` times after a first run that compiles; yield its result.
 
-    Raises CapacityError where a test exceeds the model's context.
+    Raises CapacityError if a test exceeds the model's context.
     """
     probe = jnp.arange(PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
     for test in tests:
@@ -133,7 +133,7 @@ def bench(
 
 
 def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
-    """What one repetition of a test does; the cache before it is made here."""
+    """Return a function that runs a test once; its initial cache is filled here."""
     vocabulary, batch = lm.config.vocab_size, test.batch
     context = lm.config.context_length
     if (test.prompt or test.depth + test.decode) > context:
@@ -161,7 +161,7 @@ def prepared(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
 
 @partial(jax.jit, static_argnums=0)
 def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
-    """The logits after given tokens, a step at a time in one loop, as `generate` does it."""
+    """Decode given tokens step by step in one loop, as `generate` does; return maximum logits."""
 
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:
         position_BT = cache.next_position_B[:, None]
@@ -174,7 +174,7 @@ def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Arra
 
 
 def bandwidth(probe: jax.Array) -> float:
-    """Gigabytes a second at which this array is read just now, by all threads."""
+    """Measure the current read bandwidth with all threads, in GB/s."""
     by_kernel = native.enabled() and jax.default_backend() == "cpu"
     read = jax.jit(native.read) if by_kernel else _sum
     jax.block_until_ready(read(probe))
@@ -182,8 +182,9 @@ def bandwidth(probe: jax.Array) -> float:
 
 
 def weight_bytes(lm: LM, batch: int = 1) -> int:
-    """Bytes of weights that a step of decoding reads: all but a table of which a token takes one
-    row, and of experts as many as tokens can run.
+    """Return the bytes of weights that a decoding step reads.
+
+    Tables count only if the output uses them too, and experts as many as the tokens can route to.
     """
     row = family(lm.config.model_type)
     tables = {row.positions} if lm.config.tie_word_embeddings else set(row.tables)
@@ -193,13 +194,13 @@ def weight_bytes(lm: LM, batch: int = 1) -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held, in bytes."""
+    """Return the peak memory of this process, in bytes."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """A table, a line a test."""
+    """Return a Markdown table with one line per test."""
     lines = [
         "| test | tokens/s | ± | compile s | weights GB/s | of the bus |",
         "|---|---:|---:|---:|---:|---:|",
@@ -216,7 +217,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """The same with a header line; nothing where a figure has no meaning."""
+    """Return CSV with a header line; figures that do not apply are empty."""
     fields = [row.to_dict() for row in rows]
     lines = [",".join(fields[0])] if fields else []
     lines += [",".join("" if v is None else str(v) for v in f.values()) for f in fields]
@@ -224,7 +225,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row], about: dict[str, Any]) -> str:
-    """What was measured, on what, as one object."""
+    """Return one JSON object with the results and `about`, which describes the run."""
     return json.dumps({**about, "rows": [row.to_dict() for row in rows]}, indent=2) + "\n"
 
 
@@ -234,7 +235,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """Seconds that it takes."""
+    """Return the run time in seconds."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

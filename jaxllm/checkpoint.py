@@ -1,7 +1,7 @@
-"""Checkpoints in jaxllm's own form: `model.safetensors` under our names, `config.json`, tokenizer.
+"""Native checkpoints: `model.safetensors` with our parameter names, `config.json`, tokenizer files.
 
-The tensors lie on 64-byte boundaries, so loading maps the file into memory and XLA uses it as it
-lies. Loading from lazy tensors, with every check, is shared with `convert`.
+Tensors are aligned to 64 bytes, so that XLA can use the memory-mapped file without a copy. Loading
+and checking lazy tensors is shared with `convert`.
 """
 
 import dataclasses
@@ -46,14 +46,17 @@ WEIGHTS = "model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that has been opened and understood, its tensors not yet read.
+    """An opened checkpoint whose tensors have not been read yet.
 
-    tensors: by our paths, in the shapes that the configuration demands. generation: the contents
-    of generation_config.json, or what an older config.json said in its place. precision: as the
-    checkpoint keeps its weights, unless it says otherwise. formats: of the quantized ones, by path;
-    their tensors are the leaf's pieces (see `weights.leaves`). form: what it is on disk. recipe:
-    what was done to the model since it was another's, a step a line. ignored: settings of the files
-    that nothing here reads, by name.
+    Attributes:
+        tensors: by our parameter paths, in the shapes that the configuration requires.
+        generation: generation_config.json, or the same settings from an older config.json.
+        precision: the dtypes of the stored weights, unless the checkpoint specifies others.
+        formats: formats of the quantized weights, by path; `tensors` holds their pieces (see
+            `weights.leaves`).
+        form: the file format.
+        recipe: the compression steps applied so far, one line per step.
+        ignored: names of settings in the files that jaxllm does not use.
     """
 
     directory: Path
@@ -68,8 +71,8 @@ class Checkpoint:
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    """config.json in our own form. formats: of the quantized tensors, by path. recipe: the steps
-    that were done, where there are any.
+    """Contents of a native config.json. formats: of quantized tensors, by path. recipe: the
+    compression steps applied, if any.
     """
 
     format: Literal["jaxllm"]
@@ -80,11 +83,11 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     recipe: list[str] = []
 
 
-_Id = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]  # -1: what some files say for none
+_Id = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]  # some files write -1 for none
 
 
 class _Ids(msgspec.Struct):
-    """What generation_config.json says about token ids; the rest of it are options."""
+    """Token ids in generation_config.json; its other fields are generation options."""
 
     bos_token_id: _Id | None = None
     eos_token_id: _Id | list[_Id] | None = None
@@ -92,15 +95,14 @@ class _Ids(msgspec.Struct):
 
 
 def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open a directory that `save` wrote. Raises CheckpointError with all that is wrong with it.
+    """Open a directory that `save` wrote. Raises CheckpointError with all complaints.
 
-    data: its config.json, where that has been read.
+    data: the contents of its config.json, if already read.
     """
     data, where = data or read_model_json(directory), f"{directory / 'config.json'}"
     if data.get("version") != VERSION:
         raise CheckpointError(
-            f"{directory}: written in version {data.get('version')!r:.40} of the format,"
-            f" this jaxllm reads version {VERSION}"
+            f"{directory}: format version is {data.get('version')!r:.40}, expected {VERSION}"
         )
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
@@ -126,10 +128,10 @@ def save(
     files: Iterable[Path] = (),
     show_progress: bool | None = None,
 ) -> None:
-    """Write a checkpoint in jaxllm's own form: all of it, or nothing.
+    """Write a checkpoint in the native format, atomically.
 
-    files: further files of the checkpoint's directory to copy (the tokenizer's). Raises
-    CheckpointError if `directory` already holds a checkpoint, or cannot be written.
+    files: more files to copy (the tokenizer's). Raises CheckpointError if `directory` already holds
+    a checkpoint or cannot be written.
     """
     claim(directory)
     header: dict[str, Any] = {
@@ -161,10 +163,10 @@ def write_checkpoint(
     files: Iterable[Path] = (),
     show_progress: bool | None = None,
 ) -> None:
-    """Write the directory of a checkpoint in any form: all of it, or nothing.
+    """Write a checkpoint directory in any format, atomically.
 
-    described: what its JSON files hold, by name. metadata, aligned: as `write_tensors` takes them.
-    files: to be copied.
+    described: contents of the JSON files, by name. metadata, aligned: as for `write_tensors`.
+    files: files to copy.
     """
     total = sum(tensor.nbytes for tensor in tensors.values())
     with writing_directory(directory) as made:
@@ -178,7 +180,7 @@ def write_checkpoint(
 
 
 def claim(directory: Path) -> None:
-    """Raise CheckpointError, before the work, where no checkpoint can be written."""
+    """Raise CheckpointError if no checkpoint can be written there; call it before long work."""
     check_vacant(directory, "config.json", "a checkpoint")
 
 
@@ -189,16 +191,16 @@ def load_params(
     into: Whole | None = None,
     show_progress: bool | None = None,
 ) -> Params:
-    """Read every tensor in the format that `precision` keeps it in.
+    """Read every tensor and convert it to the format that `precision` specifies.
 
-    into: where each is to be, one tensor after the other. Memory: the parameters, and a
-    block of rows where a tensor's format changes. Raises CheckpointError with every tensor that
-    holds NaN or infinity, or that a narrower format cannot hold.
+    into: places each tensor on its devices, one after the other. Memory: the parameters, plus a
+    block of rows if a tensor's format changes. Raises CheckpointError with every tensor that holds
+    NaN or infinity, or that overflows a narrower format.
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
     placed = into or Whole()
-    if into is None and checkpoint.form == FORMAT:  # what is mapped, and stays as it lies
+    if into is None and checkpoint.form == FORMAT:  # tensors that are mapped and not converted
         kept = {p: t for p, t in checkpoint.tensors.items() if _stays(p, t, precision)}
         tensors = {**checkpoint.tensors, **ahead.scanned(kept)}
         checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
@@ -230,9 +232,7 @@ def load_params(
 
 
 def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> Checkpoint:
-    """The checkpoint with other parameters, which `save` then writes; a `Later` is read as it is
-    written.
-    """
+    """Return the checkpoint with other parameters, for `save`; a `Later` is read when written."""
     formats: dict[str, str] = {}
     tensors: dict[str, LazyTensor] = {}
     for path, weight in flatten(params):
@@ -244,15 +244,15 @@ def in_memory(checkpoint: Checkpoint, params: Params, precision: Precision) -> C
 
 
 def _stays(path: str, tensor: LazyTensor, precision: Precision) -> bool:
-    """Whether a parameter, or a piece of a quantized one, is kept in the format that it has."""
+    """Return whether a parameter, or a piece of a quantized one, keeps its dtype."""
     name = tensor.dtype.name
     return name not in DTYPES or precision.formats_at(path, tensor.ndim)[-1] == name
 
 
 def dequantized(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with an array for every quantized matrix, made when it is read.
+    """Return the checkpoint with quantized matrices as plain arrays, dequantized when read.
 
-    Integers become float32, packed weights bfloat16: both hold the numbers as they are.
+    Integer formats become float32, packed weights bfloat16; both are lossless.
     """
     shapes = dict(flatten(models.param_shapes(models.build(checkpoint.config))))
 
@@ -302,7 +302,7 @@ def _assembled(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Wei
 
 
 def native_precision(tensors: Mapping[str, LazyTensor]) -> Precision:
-    """One format for everything: the one in which most of the bytes are stored."""
+    """Return a uniform precision: the dtype that stores most of the bytes."""
     sizes = {name: 0 for name in DTYPES}
     for tensor in tensors.values():
         if tensor.dtype.name in sizes:
@@ -317,14 +317,14 @@ def check_names(
     formats: Mapping[str, str] | None = None,
     found: Sequence[str] = (),
 ) -> None:
-    """Raise CheckpointError with every missing, unexpected, misshapen or mistyped tensor.
+    """Raise CheckpointError for missing and unexpected tensors, wrong shapes and wrong dtypes.
 
-    formats: of the quantized leaves, by path. found: what else is known to be wrong.
+    formats: of the quantized leaves, by path. found: complaints to report along.
     """
     leaves, formats = dict(flatten(models.param_shapes(models.build(config)))), formats or {}
     complaints = list(found)
     complaints += [
-        f"{path} is quantized, and not part of this model"
+        f"{path} is quantized, but not part of this model"
         for path in formats.keys() - leaves.keys()
     ]
     expected: dict[str, tuple[tuple[int | None, ...], Any]] = {}
@@ -332,7 +332,7 @@ def check_names(
         if path not in formats:
             expected[path] = (leaf.shape, None)
         elif len(leaf.shape) < 2:
-            complaints.append(f"{path} is no matrix, and quantized")
+            complaints.append(f"{path} is quantized, but not a matrix")
         else:
             pieces = parse(formats[path]).expected(leaf.shape)
             expected |= {f"{path}{name}": piece for name, piece in pieces.items()}
@@ -345,21 +345,21 @@ def check_names(
         if len(shape) != len(tensor.shape) or any(
             want not in (None, got) for want, got in zip(shape, tensor.shape, strict=True)
         ):
-            complaints.append(f"{path} has shape {tensor.shape}, the configuration says {shape}")
+            complaints.append(f"{path} has shape {tensor.shape}, expected {shape}")
         elif dtype is not None and tensor.dtype != np.dtype(dtype):
-            complaints.append(f"{path} is {tensor.dtype.name}, its format says {np.dtype(dtype)}")
+            complaints.append(f"{path} has dtype {tensor.dtype.name}, expected {np.dtype(dtype)}")
         elif dtype is None and tensor.dtype.name not in (*DTYPES, "float64"):
-            complaints.append(f"{path} is {tensor.dtype.name}, not a floating-point format")
+            complaints.append(f"{path} has dtype {tensor.dtype.name}, expected floating point")
     if complaints:
         shown = "\n  ".join(complaints[:50])
         more = f"\n  and {len(complaints) - 50} more" if len(complaints) > 50 else ""
-        raise CheckpointError(f"{where} does not fit its configuration:\n  {shown}{more}")
+        raise CheckpointError(f"{where} does not match its configuration:\n  {shown}{more}")
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The contents of generation_config.json; empty where there is none.
+    """Return the contents of generation_config.json; empty if there is none.
 
-    Raises CheckpointError for a token id that is no id.
+    Raises CheckpointError for an invalid token id.
     """
     name = "generation_config.json"
     if not is_there(directory / name):
@@ -368,13 +368,13 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def check_ids(generation: dict[str, Any], where: str) -> dict[str, Any]:
-    """The same settings. Raises CheckpointError for a token id that is no id."""
+    """Return the settings unchanged. Raises CheckpointError for an invalid token id."""
     as_schema(generation, _Ids, where)
     return generation
 
 
 def read_model_json(directory: Path) -> dict[str, Any]:
-    """The contents of config.json. Raises CheckpointError where it is missing or no JSON object."""
+    """Return config.json. Raises CheckpointError if it is missing or not a JSON object."""
     if not is_there(directory / "config.json"):
-        raise CheckpointError(f"{directory} has no config.json: not a model directory")
+        raise CheckpointError(f"{directory} is not a model directory: it has no config.json")
     return read_json(inside(directory, "config.json"))

@@ -1,4 +1,4 @@
-"""From prompts and settings to completions: which decoder runs, and what came of it as text."""
+"""Completions of prompts: runs the decoder that the settings select, returns its result as text."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -37,12 +37,12 @@ FINISH_REASONS = {
     Finish.CANCELLED: "cancelled",
 }
 
-TopLogprobs = list[tuple[int, float]]  # of one step: token ids and log-probabilities, best first
+TopLogprobs = list[tuple[int, float]]  # one step's token ids and log-probabilities, best first
 
 
 class Parts(NamedTuple):
-    """What a language model is made of. adapters: their names, by number in the parameters;
-    adapter: the one that is taken where none is named.
+    """The parts of a language model that decoding needs. adapters: names, in the order of the
+    parameters; adapter: the default.
     """
 
     model: nn.Module
@@ -52,16 +52,16 @@ class Parts(NamedTuple):
     adapter: str | None = None
 
     def number(self, name: str | None) -> int:
-        """The number of an adapter, None being the model's own. Raises ConfigError for others."""
+        """Return an adapter's index; None means the default. Raises ConfigError if unknown."""
         return number_of(self.adapter if name is None else name, self.adapters)
 
     def using(self, name: str | Sequence[str | None] | None) -> "Parts":
-        """With this adapter, or one for each row of a batch; None: as it is."""
+        """Return a copy that uses this adapter, or one per batch row; None changes nothing."""
         if name is None:
             return self
         names = [name] if isinstance(name, str) else name
         numbers = list(map(self.number, names))
-        if len(set(numbers)) == 1:  # one for all rows, however many there are
+        if len(set(numbers)) == 1:  # one adapter serves any number of rows
             numbers = numbers[:1]
         choice_B = jax.device_put(np.array(numbers, np.int32))
         return self._replace(params=choose(self.params, choice_B))
@@ -69,16 +69,21 @@ class Parts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A continuation.
+    """The continuation of one prompt.
 
-    text: without special tokens (None where the checkpoint has no tokenizer). tokens: ids, the
-    end-of-text token included. logprobs: of each token under the model, before any sampler; only
-    plain generation has them. finish_reason: "eos", "length", "stop" (a stop string, before
-    which the text ends, or a stopping criterion) or "cancelled" (of `LM.serve`). cache: of the
-    whole call, a row a prompt; it holds prompt and continuation but for the last token.
-    top_logprobs: each step's likeliest tokens, if asked for. score: of a beam. drafted: tokens
-    proposed by speculation, and how many of them were accepted. seed: what the call drew with, so
-    that what seed="random" gave can be had again.
+    Attributes:
+        text: without special tokens; None if the checkpoint has no tokenizer.
+        tokens: ids, including the end-of-text token.
+        logprobs: each token's log-probability under the model, before any sampler; only with plain
+            generation.
+        finish_reason: "eos", "length", "stop" (a stop string, which the text excludes, or a
+            stopping criterion) or "cancelled" (only with `LM.serve`).
+        cache: the cache of the whole call, one row per prompt. It holds the prompt and the
+            continuation without its last token.
+        top_logprobs: the likeliest tokens of each step, if requested.
+        score: the score of a beam.
+        drafted: with speculative decoding, the numbers of proposed and of accepted tokens.
+        seed: the seed used, which reproduces a result of seed="random".
     """
 
     text: str | None
@@ -97,7 +102,7 @@ Decoder = Callable[[Parts, list[list[int]], Settings], list[Completion]]
 
 
 def complete(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
-    """`num_return_sequences` completions of each prompt, in order, by the decoder asked for."""
+    """Return `num_return_sequences` completions per prompt, in order, from the selected decoder."""
     _check_adapters(prompts, settings)
     found = _DECODERS[settings.way](lm.using(settings.adapter), prompts, settings)
     seeds = settings.seed if isinstance(settings.seed, list) else [settings.seed] * len(found)
@@ -110,18 +115,18 @@ def _check_adapters(prompts: list[list[int]], settings: Settings) -> None:
         return
     if len(given) != len(prompts):
         raise SamplingError(
-            f"adapter must be a name, or one for each of {len(prompts)} prompts; got {given!r:.60}"
+            f"adapter must be a name, or one for each of {len(prompts)} prompts, got {given!r:.60}"
         )
     if settings.way not in (PLAIN, BEAMS) and len(set(given)) > 1:
-        raise SamplingError(f"{settings.way} takes one adapter for all prompts")
+        raise SamplingError(f"{settings.way} requires the same adapter for all prompts")
 
 
 def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray, dict[str, Any]]:
-    """Tokens and options for `decode.generate`."""
+    """Return the tokens `[B, T]` and keyword arguments of `generate` for these prompts."""
     cache, new = settings.cache, settings.max_new_tokens
     if cache is not None:
         if len(prompts) > 1:
-            raise CacheMismatchError("a cache serves one prompt; fork it for several")
+            raise CacheMismatchError("a cache holds one prompt. Fork it for several")
         cache, rest = reuse(cache, prompts[0], int(np.max(new)))
         prompts = [rest]
     return pad_rows(prompts), {
@@ -138,14 +143,14 @@ def generation(prompts: list[list[int]], settings: Settings) -> tuple[np.ndarray
 
 
 def reader_of(lm: Parts, prompt: list[int], settings: Settings) -> "Ending":
-    """What reads a prompt's continuation. Raises TokenError for stop strings without tokenizer."""
+    """Return the `Ending` of a prompt. Raises TokenError for stop strings without a tokenizer."""
     if lm.tokenizer is None and settings.stop_strings:
-        raise TokenError("the checkpoint has no tokenizer: stop_strings need one")
+        raise TokenError("the checkpoint has no tokenizer, which stop_strings require")
     return Ending(lm.tokenizer, prompt, settings)
 
 
 class Ending:
-    """A continuation as text, read token by token up to a stop string or a stopping criterion."""
+    """Incremental decoder of a continuation, up to a stop string or a stopping criterion."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, prompt: Sequence[int], settings: Settings
@@ -157,7 +162,7 @@ class Ending:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Read one more token; returns the text that has become certain."""
+        """Add one token; return the text that is now final."""
         piece = self._reader.push(token)
         if self._criteria:
             self._tokens.append(token)
@@ -167,26 +172,26 @@ class Ending:
         return piece
 
     def _meets(self, ends: Ends) -> bool:
-        """Whether a stopping criterion ends the text. Raises SamplingError for one that fails."""
+        """Return whether a stopping criterion ends the text. Raises SamplingError if it fails."""
         try:
             return bool(ends(self._text, [*self._tokens]))
         except (TypeError, AttributeError, ValueError) as error:
             raise SamplingError(
-                "stopping_criteria must be functions of (text, token ids) so far that return True"
-                f" or False; one raised {type(error).__name__}: {error!s:.200}"
+                "stopping_criteria must be functions (text, token ids) -> bool; one raised"
+                f" {type(error).__name__}: {error!s:.200}"
             ) from error
 
     def flush(self) -> str:
-        """The rest of the text, when no more tokens come."""
+        """Return the rest of the text after the last token."""
         return self._reader.flush()
 
     def whole(self, tokens: Sequence[int]) -> str | None:
-        """The text of all tokens, of which some may have been read; None without a tokenizer."""
+        """Return the text of all tokens, pushed before or not; None without a tokenizer."""
         return self._reader.whole(tokens)
 
 
 def reason(finish: Finish, row: int, length: int) -> str | None:
-    """A finish in words, None while it runs. Raises NonFiniteError for a NaN."""
+    """Return the finish reason, None while running. Raises NonFiniteError for NaN logits."""
     if finish == Finish.NON_FINITE:
         raise NonFiniteError(
             f"the model returned NaN or infinite logits in row {row}, after {length} new tokens"
@@ -195,7 +200,7 @@ def reason(finish: Finish, row: int, length: int) -> str | None:
 
 
 def top_logprobs(step: Generated, row: int, length: int) -> list[TopLogprobs]:
-    """The likeliest tokens of a row's first steps."""
+    """Return the likeliest tokens of each of a row's first `length` steps."""
     tokens = np.asarray(step.top_token_BTN)[row, :length].tolist()
     logprobs = np.asarray(step.top_logprob_BTN)[row, :length].tolist()
     return [list(zip(*pair, strict=True)) for pair in zip(tokens, logprobs, strict=True)]
@@ -237,7 +242,7 @@ def _generated(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[
 
 def _beams(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
     if len(set(_each(settings.max_new_tokens, prompts))) > 1:
-        raise SamplingError("beam search takes one max_new_tokens for all prompts")
+        raise SamplingError("beam search requires the same max_new_tokens for all prompts")
     n = settings.num_return_sequences
     result = beam_search(
         lm.model,
@@ -295,7 +300,7 @@ def _read_rows(
     finish_B: Any,
     settings: Settings,
 ) -> list[Completion]:
-    """Rows of tokens that came all at once as completions."""
+    """Convert rows of finished token ids to completions."""
     found = []
     rows = zip(np.asarray(token_BT), np.asarray(length_B), np.asarray(finish_B), strict=True)
     for row, (prompt, (token_T, length, finish)) in enumerate(zip(prompts, rows, strict=True)):
@@ -305,7 +310,7 @@ def _read_rows(
 
 
 def _one_by_one(decode: Callable[..., list[int]], *, draws: bool) -> Decoder:
-    """A decoder that takes a prompt at a time, and a sampler and a seed where it draws."""
+    """Return a decoder that runs `decode` per prompt, with a sampler and a seed if it draws."""
 
     def decoded(lm: Parts, prompts: list[list[int]], settings: Settings) -> list[Completion]:
         new_B, seed_B = _each(settings.max_new_tokens, prompts), _each(settings.seed, prompts)
@@ -325,7 +330,7 @@ def _one_by_one(decode: Callable[..., list[int]], *, draws: bool) -> Decoder:
 def _read(
     lm: Parts, prompt: list[int], tokens: list[int], finish: str, settings: Settings
 ) -> Completion:
-    """Tokens that came all at once as a completion: cut at a stop string, if there is one."""
+    """Convert finished token ids to a completion, truncated at a stop string or criterion."""
     reader, count = reader_of(lm, prompt, settings), 0
     while count < len(tokens) and not reader.stopped:
         reader.push(tokens[count])
@@ -340,11 +345,11 @@ def _each(value: int | Sequence[int], prompts: list[list[int]]) -> list[int]:
 
 
 def _keys(seed: int | Sequence[int], rows: int) -> int | jax.Array:
-    """A seed for all rows, or a random key for each row from a seed of its own."""
+    """Return one seed for all rows, or one random key per row if each row has a seed."""
     if not isinstance(seed, Sequence):
         return seed
     if len(seed) != rows:
-        raise SamplingError(f"seed must be a number, or one for each of {rows} rows; got {seed}")
+        raise SamplingError(f"seed must be a number, or one for each of {rows} rows, got {seed}")
     return jnp.concatenate([row_keys(s, 1) for s in seed])
 
 

@@ -1,14 +1,13 @@
-"""What every model is: frozen, hashable configurations, checked once, on construction.
+"""Model configurations: frozen and hashable, validated on construction.
 
-Every field changes the mathematics or a shape, and is read by the code; the spelling is Hugging
-Face's Llama configuration. What a checkpoint says beyond that (dropout, initialisers, who wrote it)
-is dealt with in `convert`; what only one family has, its file in `models` adds. An instance is a
-valid static argument of `jax.jit`.
+Every field changes the mathematics or a shape; names are those of Hugging Face's Llama
+configuration. `convert` handles other checkpoint settings (dropout, initializers, metadata), and a
+family's file in `models` adds its own fields. An instance is a valid static argument of `jax.jit`.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from msgspec import Meta
 
@@ -16,7 +15,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.files import complaints_of
 from jaxllm.longer import LongAttention
 from jaxllm.longer import Tokens as Tokens  # with the other bounds
-from jaxllm.moved import attribute
 
 HiddenAct = Literal[
     "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
@@ -24,18 +22,18 @@ HiddenAct = Literal[
 ]  # fmt: skip
 HIDDEN_ACTS = get_args(HiddenAct)
 
-# Bounds on what a file may claim, far above any published model: a typo, not a policy.
+# Bounds that catch typos in files; far above any published model.
 Vocabulary = Annotated[int, Meta(ge=1, le=1 << 22)]
 Width = Annotated[int, Meta(ge=1, le=1 << 20)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Heads = Annotated[int, Meta(ge=1, le=1 << 12)]
-# A file's 256 stays 256 and its 256.0 stays 256.0: other readers distinguish them.
+# Keep 256 and 256.0 as the file has them: other readers distinguish them.
 Positive = (
     Annotated[int, Meta(ge=1, le=1_000_000_000_000)] | Annotated[float, Meta(ge=1e-12, le=1e12)]
 )
 Divisors = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1 << 12)]
 
-# rope_type -> (fields it must have, fields it may have), beside rope_theta.
+# rope_type -> (required fields, optional fields), besides rope_theta.
 ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -54,22 +52,25 @@ ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "divisors": (("divisors",), ()),
 }
-SHARED_FIELDS = ("partial_rotary_factor",)  # that every type may have
-EXTENDED_FIELDS = ("group_size", "neighbor_window")  # likewise, where angles do not follow length
+SHARED_FIELDS = ("partial_rotary_factor",)  # allowed for every type
+EXTENDED_FIELDS = (
+    "group_size",
+    "neighbor_window",
+)  # likewise, if angles do not depend on the text length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position settings, in Hugging Face's `rope_parameters` spelling.
 
-    A field is None exactly where its `rope_type` does not use it (see `ROPE_FIELDS`).
-    partial_rotary_factor: the share of each head, its first numbers, that is turned. divisors: of
-    each pair's frequency; `longrope` has two lists of them, for texts up to
-    `original_max_position_embeddings` and for longer ones.
+    A field that the `rope_type` does not use is None (see `ROPE_FIELDS`). partial_rotary_factor:
+    the rotated fraction of each head, its first dimensions. divisors: one divisor per frequency;
+    `longrope` has two lists, for texts up to `original_max_position_embeddings` and for longer
+    ones.
 
-    group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or neither,
-    which no published file has: a token sees those within the window where they are, and farther
-    ones at positions divided by the group's size, so that a trained model reads longer texts.
+    group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or neither;
+    no published file has them. Tokens within the window keep their positions, and those of farther
+    tokens are divided by `group_size`, so that a trained model can read longer texts.
     """
 
     rope_type: str
@@ -111,11 +112,11 @@ class Rope:
         complaints += complaints_of(self)
         complaints += self._unfit_extension()
         if self.rope_type == "yarn" and self.rope_theta == 1:
-            complaints.append("rope_theta must not be 1: no pair would turn slower than another")
+            complaints.append("rope_theta must not be 1: all frequencies would be equal")
         if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
             complaints.append("low_freq_factor and high_freq_factor must differ")
         if len({len(x) for x in (self.short_factor, self.long_factor) if x is not None}) > 1:
-            complaints.append("short_factor and long_factor must have as many numbers")
+            complaints.append("short_factor and long_factor must have the same length")
         if complaints:
             raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
 
@@ -127,59 +128,59 @@ class Rope:
             return []
         if self.follows_length:
             return [
-                "Self-Extend turns keys to other positions, which angles that follow the text's"
-                " length do not allow: leave out group_size and neighbor_window"
+                "Self-Extend moves keys to other positions, which is impossible if angles depend on"
+                " the text length. Remove group_size and neighbor_window"
             ]
         if window == 0:
             return [
-                "neighbor_window 0 collides: a token and those before it in its group would share a"
-                " position. Give it at least 1"
+                "neighbor_window must be at least 1, got 0: a token would share its position with"
+                " earlier tokens of its group"
             ]
         return []
 
     @property
     def extended(self) -> bool:
-        """Whether positions are those of Self-Extend."""
+        """Whether Self-Extend is enabled."""
         return self.group_size is not None
 
     def reach(self, positions: int) -> int:
-        """How long a text may be whose farthest distance counts as less than `positions`."""
+        """Return the maximum text length for a model of `positions` positions, with Self-Extend."""
         if self.group_size is None or self.neighbor_window is None:
             return positions
         window = self.neighbor_window
         return self.group_size * (positions - window + window // self.group_size)
 
     def width(self, head_dim: int) -> int:
-        """How many numbers of a head are turned, the first ones; two to a pair."""
+        """Return the number of rotated dimensions of a head, two per pair; they come first."""
         return int(head_dim * (self.partial_rotary_factor or 1.0))
 
     @property
     def follows_length(self) -> bool:
-        """Whether the angles of all tokens change as the text grows."""
+        """Whether the angles of all tokens depend on the text length."""
         return self.rope_type in ("dynamic", "longrope")
 
     @property
     def border(self) -> int | None:
-        """The longest text that is turned by other angles than longer ones; None: there is none."""
+        """Longest text that uses LongRoPE's short factors; None without distinct factor lists."""
         if self.rope_type != "longrope" or self.short_factor == self.long_factor:
             return None
         return self.original_max_position_embeddings
 
     def complaints(self, head_dim: int) -> list[str]:
-        """What is wrong with it for heads of that size."""
+        """Return what is invalid for heads of that size."""
         width, found = self.width(head_dim), list[str]()
         if self.partial_rotary_factor is None and head_dim % 2:
             found.append(f"head_dim must be even for rotary positions, got {head_dim}")
         elif width < 2 or width % 2:
             found.append(
-                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} turns"
-                f" {width} numbers, which are no pairs"
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} rotates"
+                f" {width} dimensions; expected an even number of at least 2"
             )
         if self.rope_type == "dynamic" and width == 2:
-            found.append("dynamic rotary scaling needs a head_dim above 2")
+            found.append("dynamic rotary scaling requires more than 2 rotated dimensions")
         lists = {n: getattr(self, n) for n in ("short_factor", "long_factor", "divisors")}
         found += [
-            f"{name} has {len(given)} numbers, the {width} turned ones of a head {width // 2} pairs"
+            f"{name} has {len(given)} entries, expected {width // 2} for {width} rotated dimensions"
             for name, given in lists.items()
             if given is not None and len(given) != width // 2
         ]
@@ -188,9 +189,9 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What every architecture has. Query heads are shared out evenly over key/value heads.
+    """Configuration that all architectures share. Each key/value head serves equally many queries.
 
-    by_layer: the names of those fields that have an entry for each layer.
+    by_layer: names of the fields that have one entry per layer.
     """
 
     model_type: ClassVar[str]
@@ -230,100 +231,94 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Positions the model is meant for: what `generate` refuses to run past."""
+        """Number of positions the model is meant for; `generate` does not run past it."""
         return self.max_position_embeddings
 
     @property
     def position_limit(self) -> int:
-        """The first position that the model cannot represent at all."""
-        return 1 << 24  # rotary angles: float32 counts no further
+        """First position that the model cannot represent."""
+        return 1 << 24  # rotary angles: float32 represents all integers only up to here
 
     def rotary(self, layer: int) -> Rope | None:
-        """How a layer's keys are turned by their positions; None where they are not."""
+        """Return the rotary settings of a layer; None if it has no rotary positions."""
         return None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary settings that its layers have, each once."""
+        """Distinct rotary settings of the layers."""
         found = (self.rotary(i) for i in range(self.num_hidden_layers))
         return tuple(dict.fromkeys(rope for rope in found if rope is not None))
 
     @property
     def angles_follow_length(self) -> bool:
-        """Whether the rotary angles of all tokens change as the text grows."""
+        """Whether the rotary angles of all tokens depend on the text length."""
         return any(rope.follows_length for rope in self.ropes)
 
     @property
     def border(self) -> int | None:
-        """The shortest `Rope.border` of its settings: no cached text can go on beyond it."""
+        """Shortest `Rope.border` of the layers; a cached text cannot grow across it."""
         return min((r.border for r in self.ropes if r.border is not None), default=None)
 
     def self_extended(self, group_size: int, neighbor_window: int) -> Self:
-        """The same with Self-Extend (`Rope`). Raises ConfigError where there is nothing to turn."""
+        """Return a copy with Self-Extend (`Rope`). Raises ConfigError without rotary positions."""
         raise ConfigError(
-            f"Self-Extend: {self.model_type} learns a vector for every position and has none beyond"
-            f" {self.max_position_embeddings}; only rotary positions can be grouped"
+            f"Self-Extend requires rotary positions, but {self.model_type} learns position"
+            f" embeddings, and has none beyond {self.max_position_embeddings}"
         )
 
     def window(self, layer: int) -> int | None:
-        """How many of the last positions a query of this layer sees, itself included."""
+        """Return a layer's sliding window in tokens, query included; None for full attention."""
         return None
 
     def long_attention(self, layer: int) -> LongAttention | None:
-        """What kind of attention this layer has; None: every token sees all before it, or the last
-        of them (`window`).
+        """Return the sparse or segmented attention of a layer; None for full or sliding-window
+        attention (`window`).
         """
         return None
 
     @property
     def segment_length(self) -> int | None:
-        """Tokens of a segment, in models whose layers keep a memory of the segments before: they
-        read tokens in order, and turn them by their places in a segment. None for others.
+        """Segment length in tokens, for models with a memory of earlier segments; else None.
+
+        Such models read tokens in order, and rotate keys by their position within the segment.
         """
         kinds = (self.long_attention(i) for i in range(self.num_hidden_layers))
         return next((kind.segment_length for kind in kinds if kind is not None), None)
 
     @property
     def usual_capacity(self) -> int:
-        """Slots of a cache where nobody says how many: the context, where that has an end."""
+        """Default cache size in slots: the context, or what a model with segments needs."""
         if self.segment_length is None:
             return self.context_length
         return max(self.max_position_embeddings, 2 * self.segment_length)
 
     def like(self, layer: int) -> int:
-        """The first layer that computes as this one does, with other parameters."""
+        """Return the first layer with the same computation as this one."""
         kinds = [self.computes(i) for i in range(layer + 1)]
         return kinds.index(kinds[-1])
 
     def computes(self, layer: int) -> tuple[Any, ...]:
-        """What may differ between layers: equal for those that compute alike."""
+        """Return a value that is equal for layers with the same computation."""
         kind = self.long_attention(layer)
         return (self.form(layer), self.window(layer), self.rotary(layer), kind)
 
     def with_layers(self, numbers: Sequence[int]) -> Self:
-        """The configuration of a model that has these layers of this one's, in this order."""
+        """Return the configuration of a model with these layers of this one, in this order."""
         kept = {name: tuple(getattr(self, name)[i] for i in numbers) for name in self.by_layer}
         changes: dict[str, Any] = {"num_hidden_layers": len(numbers), **kept}
         return dataclasses.replace(self, **changes)
 
     def form(self, layer: int) -> int:
-        """The first layer whose parameters have the names and shapes of this one's."""
+        """Return the first layer whose parameters have the same names and shapes."""
         return 0
 
     def memory(self, layer: int) -> Any:
-        """The form of what this layer keeps beside keys and values, of one size however long the
-        text: a pytree of `jax.ShapeDtypeStruct`, of one row; None for nothing.
+        """Return the shapes of a layer's fixed-size memory, for one row: a pytree of
+        `jax.ShapeDtypeStruct`; None if it has no memory.
         """
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dict that `models.config_from_dict` reads back to an equal configuration."""
+        """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""
         return {"model_type": self.model_type, **dataclasses.asdict(self)}
 
-
-if not TYPE_CHECKING:
-    # They stand with their models now; the old place goes with the next release.
-    _MOVED = {"LlamaConfig": "jaxllm.models.llama", "GPT2Config": "jaxllm.models.gpt2"}
-
-    def __getattr__(name: str) -> Any:
-        return attribute(__name__, _MOVED.get(name, __name__), name)

@@ -1,11 +1,11 @@
-"""Several processes that run one command, each with devices of its own: `jax.distributed`.
+"""Multi-process runs of one command with `jax.distributed`: broadcast, gather, agreement.
 
-Every process runs all of the command, on the same whole arrays of which each holds its share, so
-all must come to the same decisions. What only one can know (stdin, a random seed, the clock), or
-one alone is to do, the first does and tells the others (`told`, `from_first`); what each has by
-itself (versions, files) is compared (`agree`, `weights.copies`). What is written goes through all
-of them, an array at a time (`fetched`), and the first has the file. JAX ends a process from C++
-when another is gone; `jaxllm.guard` says then in a line what happened.
+Every process runs the whole command on the same global arrays, of which it holds a shard, so all
+must make the same decisions. Process 0 does what only one process can (stdin, random seeds, the
+clock) and broadcasts the result (`told`, `from_first`). What each process has by itself (versions,
+files) is compared (`agree`, `weights.copies`). To write a file, all processes gather one array at a
+time (`fetched`) and process 0 writes it. If a process dies, JAX aborts the others from C++;
+`jaxllm.guard` then reports the cause in one line.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from jaxllm import process
 from jaxllm.errors import ConfigError, JaxllmError
 
 AUTO = "auto"
-JOINING = 30  # seconds until all are there; JAX then takes up to fifteen more
-SILENT = 20  # seconds without a sign of life, after which a process is taken for gone
-LEAVING = 5  # seconds that a process that failed waits for others that fail for the same reason
-DAY = 86_400_000  # milliseconds: a person may be typing
-PIECE = 1 << 20  # characters of a text that are told at once: a call takes 4 MB
+JOINING = 30  # seconds to wait for all processes; JAX adds up to 15
+SILENT = 20  # seconds without a heartbeat until a process counts as lost
+LEAVING = 5  # seconds that a failed process waits for others that fail for the same reason
+DAY = 86_400_000  # milliseconds; a user may be typing
+PIECE = 1 << 20  # characters per message; a call takes 4 MB
 MOST = 1 << 16  # processes
 
 _numbers = itertools.count()
-_asked: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by who asks
-_ALONE = [False]  # whether this process works by itself for a while
+_asked: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # by processes
+_ALONE = [False]  # whether this process temporarily acts alone
 
 
 class Group(NamedTuple):
-    """Where a group meets, how many they are, and which this process is; None: as JAX finds out."""
+    """Coordinator address, number of processes and index of this one; None if JAX detects them."""
 
     address: str
     size: int | None = None
@@ -48,36 +48,36 @@ class Group(NamedTuple):
 
 
 def group_of(address: str, count: int | None, number: int | None) -> Group:
-    """A group as a user names it. Raises ConfigError for what is none."""
+    """Parse the options of a group. Raises ConfigError for invalid ones."""
     if address == AUTO:
         if count is not None or number is not None:
-            raise ConfigError("--distributed auto finds --processes and --process out by itself")
+            raise ConfigError("--distributed auto detects --processes and --process. Remove them")
         return Group(AUTO)
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:9]) < 1 << 16):
         raise ConfigError(
-            "--distributed takes HOST:PORT, where process 0 is and a port that is free there, or"
-            f" auto; got {address!r:.60}"
+            "--distributed must be HOST:PORT, the host of process 0 and a free port there, or"
+            f" auto, got {address!r:.60}"
         )
     if count is None or number is None:
         raise ConfigError(
-            "--distributed HOST:PORT goes with --processes, how many there are, and --process,"
-            " which of them this is, from 0"
+            "--distributed HOST:PORT requires --processes, the number of processes, and --process,"
+            " the index of this one, from 0"
         )
     if not 1 <= count <= MOST:
         raise ConfigError(f"--processes must be from 1 to {MOST}, got {count}")
     if not 0 <= number < count:
         raise ConfigError(
-            f"--process must be from 0 to {count - 1} in a group of {count}, got {number}"
+            f"--process must be from 0 to {count - 1} with --processes {count}, got {number}"
         )
     return Group(address, count, number)
 
 
 def join(group: Group) -> None:
-    """Begin JAX with the devices of all; only the first process says what all would say.
+    """Initialize JAX with the devices of all processes; mute all but process 0.
 
-    Before anything else is done with JAX. Where the others do not come, JAX ends the process.
-    Raises ConfigError where nothing tells JAX of a group that it is to find out itself.
+    Call it before any other use of JAX. If the other processes do not join, JAX aborts this one.
+    Raises ConfigError if JAX cannot detect the group with `auto`.
     """
     import jax
 
@@ -89,7 +89,7 @@ def join(group: Group) -> None:
             "process_id": group.number,
             "cluster_detection_method": "deactivate",
         }
-    jax.config.update("jax_check_proxy_envs", False)  # the guard sees to proxies
+    jax.config.update("jax_check_proxy_envs", False)  # the guard handles proxies
     try:
         jax.distributed.initialize(
             **given,
@@ -99,27 +99,27 @@ def join(group: Group) -> None:
         )
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"{group}: {error}") from None
-    agree({"processes": _state().num_processes})  # before devices are waited for
+    agree({"processes": _state().num_processes})  # before waiting for devices
     if _state().process_id:
         process.follow()
 
 
 def several() -> bool:
-    """Whether this process is one of several that now do the same."""
+    """Return whether several processes are running this command together."""
     if _ALONE[0] or "jax" not in sys.modules:
         return False
     return _state().client is not None and _state().num_processes > 1
 
 
 def number() -> int:
-    """Which of several processes this is, from 0."""
+    """Return the index of this process, from 0."""
     return int(_state().process_id) if several() else 0
 
 
 def told(make: Callable[[], str]) -> str:
-    """What `make` gives in the first process, which is as one alone meanwhile; of one alone, in it.
+    """Return what `make` returns in process 0, which acts as a single process meanwhile.
 
-    Raises in all of them what it raises of ours: in the others a ConfigError that says the same.
+    If it raises a JaxllmError there, the other processes raise a ConfigError with the same message.
     """
     if not several():
         return make()
@@ -138,13 +138,13 @@ def told(make: Callable[[], str]) -> str:
         raise
     pieces = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     for n, piece in enumerate(pieces):
-        client.key_value_set(f"{key}/{n}", f"={piece}")  # an empty one would be none
+        client.key_value_set(f"{key}/{n}", f"={piece}")  # an empty value would count as missing
     client.key_value_set(key, str(len(pieces)))
     return text
 
 
 def once(work: Callable[[], Any]) -> None:
-    """The first process does it, as one alone, while the others wait; raises as `told`."""
+    """Run `work` in process 0 while the others wait; raise as `told` does."""
 
     def said() -> str:
         work()
@@ -155,7 +155,7 @@ def once(work: Callable[[], Any]) -> None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """In the block this process is as one alone."""
+    """Act as a single process within the block."""
     _ALONE[0] = True
     try:
         yield
@@ -164,8 +164,9 @@ def _alone() -> Iterator[None]:
 
 
 def each(mine: Any, among: Sequence[int] | None = None) -> list[Any]:
-    """What every process has, in order: plain data, as JSON has it. among: the numbers of those
-    that ask, of which this is one; by default all.
+    """Return the values of all processes in order; they must be JSON data.
+
+    among: indices of the participating processes, including this one; by default all.
     """
     if not several():
         return [mine]
@@ -178,8 +179,8 @@ def each(mine: Any, among: Sequence[int] | None = None) -> list[Any]:
 
 
 def fetched(tree: Any) -> Any:
-    """The arrays of a pytree on the host, all of each. What is spread over processes each of them
-    asks for together.
+    """Return a pytree with all arrays complete on the host. If any is sharded over processes, all
+    processes must call this together.
     """
     import jax
 
@@ -187,8 +188,9 @@ def fetched(tree: Any) -> Any:
 
 
 def _gathered(x: Any) -> Any:
-    """An array as it is where all of it is here, else from all processes, bit for bit: what sums of
-    zeros and it would be, -0 is not.
+    """Gather an array from all processes unless it is complete here.
+
+    Floats are gathered as bits, because a gather that sums with zeros would turn -0 into 0.
     """
     import jax
     import jax.numpy as jnp
@@ -204,8 +206,8 @@ def _gathered(x: Any) -> Any:
 
 
 def from_first(x: Any) -> Any:
-    """The first process's array on the host of each. x: in the others any of its shape and format.
-    All ask for it together.
+    """Return process 0's array on every host; all processes must call this together. x: in the
+    others, any array of the same shape and dtype.
     """
     import numpy as np
 
@@ -219,7 +221,7 @@ def from_first(x: Any) -> Any:
 
 
 def arrays_told(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """The arrays that `make` gives in the first process, by name, on each one's host; as `told`."""
+    """Return the named arrays that `make` returns in process 0, on every host; like `told`."""
     import numpy as np
 
     found: dict[str, Any] = {}
@@ -233,9 +235,9 @@ def arrays_told(make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def agree(about: Mapping[str, Any]) -> None:
-    """Compare what each process has, by name; for one alone nothing.
+    """Check that all processes have equal values, by name; a single process checks nothing.
 
-    Raises ConfigError in all of them, with what differs, where, and how.
+    Raises ConfigError in all processes, with each difference.
     """
     if not several():
         return
@@ -250,11 +252,11 @@ def agree(about: Mapping[str, Any]) -> None:
         complaint = differences([mine, *map(json.loads, texts)])
         client.key_value_set(key, f"={complaint}")
     if complaint:
-        raise ConfigError(f"processes must have the same of everything: {complaint}")
+        raise ConfigError(f"all processes must use identical inputs: {complaint}")
 
 
 def differences(each: list[dict[str, str]]) -> str:
-    """What processes have that is not as process 0 has it, in words."""
+    """Describe how the values of the other processes differ from those of process 0."""
     found = []
     for name in each[0]:
         first = each[0][name]
@@ -265,7 +267,7 @@ def differences(each: list[dict[str, str]]) -> str:
 
 
 def _apart(one: str, other: str) -> str:
-    """Two texts from a little before where they part."""
+    """Show two texts from shortly before their first difference."""
     same = next(i for i, (a, b) in enumerate(zip(f"{one}\0", f"{other}\1", strict=False)) if a != b)
     begin = max(0, same - 40) if max(len(one), len(other)) > 160 else 0
     before = "..." if begin else ""
@@ -273,14 +275,15 @@ def _apart(one: str, other: str) -> str:
 
 
 def digest(texts: Iterable[str]) -> str:
-    """A short name of texts, for `agree`."""
+    """Return a short hash of texts, for `agree`."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def leave(status: int) -> None:
-    """The end of a command: of one that failed the process ends here, of others when all have.
+    """Leave the group at the end of a command; with a non-zero status, exit the process.
 
-    A process that failed waits a moment for others that fail too, so that each says why itself.
+    A successful process waits until all have finished. A failed one waits a moment for others that
+    also fail, so that each can report its own error.
     """
     if not several():
         return
@@ -291,19 +294,19 @@ def leave(status: int) -> None:
     if not status:
         jax.distributed.shutdown()
         return
-    with contextlib.suppress(RuntimeError):  # the others go on, and will miss this one
+    with contextlib.suppress(RuntimeError):  # the others still run, and will notice the loss
         _state().client.wait_at_barrier("jaxllm/failed", 1000 * LEAVING)
     os._exit(status)
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether an error of a computation says that another process is gone."""
+    """Return whether a computation failed because another process is lost."""
     return bool(re.search(r"Gloo|NCCL|[Cc]onnection (closed|reset)|UNAVAILABLE", str(error)))
 
 
 def _state() -> Any:
-    """Of JAX's group: num_processes, process_id, and client, its store of keys and values, which is
-    all that JAX has for words between processes. Looking here starts no devices.
+    """Return JAX's group state: num_processes, process_id and client, a key-value store, JAX's only
+    channel for text between processes. Reading it starts no devices.
     """
     from jax._src import distributed
 

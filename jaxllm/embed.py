@@ -1,7 +1,7 @@
-"""Embeddings of texts: the hidden states of a layer, one vector a text, in batches of like lengths.
+"""Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
 
-The log-probabilities of a text's tokens, from the same pass, are here too.
-`decode.batch` pools what it decodes into a cache; here nothing is kept, so any layer will do.
+Token log-probabilities, which need the same forward pass, are here too. `decode.batching.batch`
+pools what it decodes into a cache; here nothing is cached, so any layer can be used.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from jaxllm.steps import run
 from jaxllm.weights.paths import Params, for_sums
 from jaxllm.whole import check_ids, is_whole, whole, whole_array
 
-LOGITS = 1 << 28  # bytes of the float32 logits of texts that run together
+LOGITS = 1 << 28  # bytes of float32 logits per batch
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
@@ -36,10 +36,10 @@ def embed(
     pooling: str,
     normalize: bool,
 ) -> jax.Array:
-    """The pooled hidden states of texts, float32 `[B, D]`, on checked input.
+    """Return the pooled hidden states of a batch, float32 `[B, D]`, from checked input.
 
-    token_BT: ids. position_BT: their positions, -1 for padding. layer: which of
-    `Output.hidden_states`, the embeddings being 0; later layers and logits are not computed.
+    position_BT: positions, -1 for padding. layer: an index into `Output.hidden_states`, where 0 is
+    the embeddings; later layers and logits are not computed.
     """
     trace, _, _ = run(model, params, (), token_BT, position_BT)
     x_BD: jax.Array = pool(trace.hidden_states[layer], position_BT >= 0, pooling)
@@ -57,20 +57,25 @@ def embeddings(
     batch: int = 16,
     show_progress: bool | None = None,
 ) -> np.ndarray:
-    """One embedding a text, float32 `[N, D]`, in the order of the texts.
+    """Return one embedding per text, float32 `[N, D]`, in the order of the texts.
 
-    texts: token ids each (`LM.encode` makes them of text). layer: 0 for the embedding table's rows,
-    n for the output of block n, -1 for the last, after the final norm, as transformers counts its
-    hidden_states. pooling: "mean", "last" or "cls" (the first). normalize: to Euclidean norm 1.
-    batch: how many texts run together; those of like lengths do, in widths of powers of two.
+    Args:
+        texts: lists of token ids (see `LM.encode`).
+        layer: 0 for the token embeddings, n for the output of block n, -1 for the last, after the
+            final norm; the numbering of transformers' hidden_states.
+        pooling: "mean", "last" or "cls" (the first token).
+        normalize: scale to Euclidean norm 1.
+        batch: texts per batch. Texts of similar lengths run together, padded to a power of two.
 
-    Raises ConfigError for an option out of its range, TokenError for a text that is empty or has an
-    id outside the vocabulary, CapacityError for one longer than the model's context,
-    NonFiniteError for hidden states that are NaN or infinite.
+    Raises:
+        ConfigError: for an option out of range.
+        TokenError: for a text that is empty or has an id outside the vocabulary.
+        CapacityError: for a text longer than the model's context.
+        NonFiniteError: for hidden states that are NaN or infinite.
     """
     check_model(model, params)
     if not isinstance(texts, Iterable):
-        raise TokenError(f"texts must be a list of texts, of token ids each; got {texts!r:.60}")
+        raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
     layer = _checked_options(model, layer, pooling, batch)
     ids = [checked_text(model, number, text) for number, text in enumerate(texts)]
     found = np.zeros((len(ids), model.config.hidden_size), np.float32)
@@ -98,11 +103,11 @@ def embeddings(
 def log_probs(
     model: nn.Module, params: Params, texts: Sequence[Sequence[int]], *, batch: int = 16
 ) -> list[np.ndarray]:
-    """The log-probability of each token but the first given those before it, float32 `[T - 1]` each
-    text.
+    """Return the log-probability of each token but the first, float32 `[T - 1]` per text.
 
-    batch: at most so many run together, as in `embeddings`, of long ones fewer: their float32
-    logits are to fit `LOGITS`. Neighbours may move the last bits. Raises as `embeddings` does.
+    batch: the maximum batch size, as for `embeddings`; long texts run in smaller batches, whose
+    float32 logits fit into `LOGITS` bytes. The batch may change the last bits of a result. Raises
+    what `embeddings` raises.
     """
     ids = [checked_text(model, number, text) for number, text in enumerate(texts)]
     found = [np.zeros(0, np.float32)] * len(ids)
@@ -130,7 +135,10 @@ def _log_probs(
 def _groups(
     lengths: list[int], batch: int, most: int | None = None
 ) -> Iterator[tuple[list[int], int]]:
-    """Which texts run together, the shortest first, and how wide. most: columns of several rows."""
+    """Yield batches of text indices, shortest texts first, and their padded width.
+
+    most: maximum of rows times width in a batch of several rows.
+    """
     left = sorted(range(len(lengths)), key=lambda i: lengths[i])
     while left:
         count = min(batch, len(left))
@@ -145,7 +153,7 @@ def _width(length: int) -> int:
 
 
 def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
-    """The layer, counted from the front."""
+    """Check the options; return the layer as a non-negative index."""
     count = model.config.num_hidden_layers + 1
     if not is_whole(layer) or not -count <= layer < count:
         raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
@@ -156,13 +164,13 @@ def _checked_options(model: nn.Module, layer: int, pooling: str, batch: int) -> 
 
 
 def checked_text(model: nn.Module, number: int, text: Any) -> np.ndarray:
-    """A text's ids. Raises TokenError and CapacityError as `embeddings`, with its number."""
+    """Return the ids of a text; raise as `embeddings` does, naming the text's number."""
     ids, config = whole_array(f"text {number}", text, TokenError), model.config
     if ids.ndim != 1 or not ids.size:
-        raise TokenError(f"text {number} must be token ids, at least one; got {text!r:.60}")
+        raise TokenError(f"text {number} must be a non-empty list of token ids, got {text!r:.60}")
     check_ids(ids, config.vocab_size, f"text {number}: ")
     if ids.size > config.context_length:
         raise CapacityError(
-            f"text {number} has {ids.size} tokens; the model's context is {config.context_length}"
+            f"text {number} has {ids.size} tokens, the model's context is {config.context_length}"
         )
     return ids

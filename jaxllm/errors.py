@@ -1,6 +1,6 @@
-"""The exceptions of jaxllm: one small family, raised on the host before anything is dispatched.
+"""Exceptions of jaxllm, raised on the host before anything is dispatched.
 
-Each message names the thing, what was expected, what was got and, where there is one, the remedy.
+Each message names the thing, the value it got, the value it expected and, if possible, a remedy.
 """
 
 import difflib
@@ -8,27 +8,27 @@ from collections.abc import Iterable
 
 
 class JaxllmError(ValueError):
-    """The parent of every error that jaxllm raises on purpose."""
+    """Base class of every error that jaxllm raises on purpose."""
 
 
 class ConfigError(JaxllmError):
-    """A configuration is malformed, unsupported, or contradicts itself."""
+    """A configuration is malformed, unsupported or inconsistent."""
 
 
 class CheckpointError(JaxllmError):
-    """A checkpoint's files are missing, unsafe, malformed, or do not fit its configuration."""
+    """A checkpoint's files are missing, unsafe, malformed, or do not match its configuration."""
 
 
 class TokenError(JaxllmError):
-    """A token id or a position is outside what the model knows, or token arrays do not fit."""
+    """A token id or position is outside the model's range, or a token array is malformed."""
 
 
 class CapacityError(JaxllmError):
-    """A write would not fit into a cache, or a text not into the model's context."""
+    """A write does not fit into a cache, or a text not into the model's context."""
 
 
 class SamplingError(JaxllmError):
-    """A sampling or generation option is out of its range."""
+    """A sampling or generation option is unknown, invalid or out of range."""
 
 
 class NonFiniteError(JaxllmError):
@@ -44,10 +44,10 @@ class TemplateError(JaxllmError):
 
 
 class UnreadWarning(UserWarning):
-    """A checkpoint has settings that nothing here reads."""
+    """A checkpoint has settings that jaxllm does not use."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ ": did you mean X?" with the known name that is most like an unknown one, or nothing."""
+    """Return ": did you mean X?" with the known name closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""

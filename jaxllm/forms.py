@@ -1,10 +1,11 @@
-"""The forms in which checkpoints lie on disk: a row each, and whatever a checkpoint brings.
+"""Registry of checkpoint formats: native, Hugging Face and GGUF, with their tokenizers.
 
-A further form is a file that opens it as a `Checkpoint`, and a row here.
+To add a format, write a module that opens it as a `Checkpoint`, and add a row to `FORMS`.
 """
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,9 @@ from jaxllm.checkpoint import FORMAT, Checkpoint, open_native, read_model_json
 from jaxllm.convert.engine import FORM, open_hf
 from jaxllm.convert.gguf import opening as gguf
 from jaxllm.convert.gguf import vocabulary
-from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.errors import CheckpointError, JaxllmError, UnreadWarning
 from jaxllm.files import read_text
+from jaxllm.located import resolve
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import read_special_tokens, tokenizer_files
 from jaxllm.text.tokenizer import Tokenizer, has_tokenizer
@@ -22,8 +24,8 @@ from jaxllm.text.written import write_tokenizer
 
 
 class Source(NamedTuple):
-    """A path that may be a checkpoint. header: a directory's config.json, read once; else {}.
-    strict: whether settings that nothing here reads are refused.
+    """A path that may be a checkpoint. header: a directory's config.json, else {}. strict: raise
+    for settings that jaxllm does not use.
     """
 
     path: Path
@@ -32,9 +34,9 @@ class Source(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """How a checkpoint speaks.
+    """Tokenizer and chat template of a checkpoint.
 
-    chat_template: itself, or the reason why there is none, which is told when it is needed.
+    chat_template: the template, or the error to raise if one is needed.
     """
 
     tokenizer: Tokenizer | None
@@ -42,10 +44,10 @@ class Texts(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A form of checkpoints. Only the first that recognises a source opens it.
+    """A checkpoint format. The first format that recognizes a source opens it.
 
-    open: raises CheckpointError or ConfigError with all that is wrong; reads no tensor.
-    texts: raises CheckpointError for a tokenizer that is malformed.
+    open: reads no tensor; raises CheckpointError or ConfigError with all complaints.
+    texts: raises CheckpointError for a malformed tokenizer.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Form(NamedTuple):
 
 
 def texts_of_directory(directory: Path) -> Texts:
-    """The tokenizer's files and the chat template, as Hugging Face names them."""
+    """Read the tokenizer and the chat template from Hugging Face files."""
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
     try:
         return Texts(tokenizer, ChatTemplate.from_directory(directory))
@@ -64,7 +66,7 @@ def texts_of_directory(directory: Path) -> Texts:
 
 
 def texts_of_gguf(path: Path) -> Texts:
-    """What the first part of a GGUF file says of them."""
+    """Read the tokenizer and the chat template from the first part of a GGUF file."""
     settings = gguf.read_parts(path)[0].settings
     tree = vocabulary.read_tokenizer(settings, path)
     tokenizer = None if tree is None else Tokenizer.from_tree(path, tree)
@@ -98,33 +100,33 @@ FORMS = (
 
 
 def open_path(path: Path, *, strict: bool = False) -> Checkpoint:
-    """The checkpoint in a directory or a file, in whatever form it is.
+    """Open the checkpoint in a directory or a file, in any format.
 
-    strict: refuse settings of the files that nothing here reads; our own form always does. Raises
-    CheckpointError where it is in none, and what the form raises.
+    strict: raise for settings that jaxllm does not use; the native format always does. Raises
+    CheckpointError if no format matches, and what `Form.open` raises.
     """
     source = Source(path, read_model_json(path) if path.is_dir() else {}, strict)
     for form in FORMS:
         if form.recognises(source):
             return form.open(source)
     if not source.header:
-        raise CheckpointError(f"{path!s:.200} is not a directory, nor a checkpoint in one file")
+        raise CheckpointError(f"{path!s:.200} is not a checkpoint directory or file")
     raise CheckpointError(
-        f"{path}: config.json says format {source.header['format']!r:.40}, known are"
-        f" {FORMAT!r} and Hugging Face's, which says none"
+        f"{path}: config.json has format {source.header['format']!r:.40}, expected {FORMAT!r}, or"
+        " no format for a Hugging Face checkpoint"
     )
 
 
 def read_texts(opened: Checkpoint) -> Texts:
-    """The tokenizer and the chat template that go with a checkpoint, as its form keeps them."""
+    """Read the tokenizer and the chat template of an opened checkpoint."""
     form = next(form for form in FORMS if form.name == opened.form)
     return form.texts(opened.directory)
 
 
 def read_chat_template(file: Path, path: Path) -> ChatTemplate:
-    """The chat template in a file, with the special tokens of the checkpoint at a path.
+    """Read a chat template from a file, with the special tokens of the checkpoint at `path`.
 
-    Raises CheckpointError for a file that cannot be read, TemplateError for a malformed one.
+    Raises CheckpointError if the file cannot be read, TemplateError if it is malformed.
     """
     if gguf.recognises(path):
         tree = vocabulary.read_tokenizer(gguf.read_parts(path)[0].settings, path)
@@ -136,10 +138,10 @@ def read_chat_template(file: Path, path: Path) -> ChatTemplate:
 
 @contextlib.contextmanager
 def texts_files(path: Path) -> Iterator[list[Path]]:
-    """The files of the tokenizer that goes with the checkpoint at a path, as Hugging Face names
-    them, while the block runs: those of a GGUF file are made for it.
+    """Yield a checkpoint's tokenizer files in Hugging Face's format.
 
-    Raises CheckpointError for a tokenizer that is malformed.
+    For a GGUF file they are temporary, and exist only within the block. Raises CheckpointError for
+    a malformed tokenizer.
     """
     if not gguf.recognises(path):
         yield tokenizer_files(path)
@@ -148,3 +150,24 @@ def texts_files(path: Path) -> Iterator[list[Path]]:
     tree, template = vocabulary.read_tokenizer(settings, path), vocabulary.template_in(settings)
     with tempfile.TemporaryDirectory() as scratch:
         yield [] if tree is None else write_tokenizer(tree, template, Path(scratch))
+
+
+def open_checkpoint(path: str | Path, *, strict: bool = False) -> Checkpoint:
+    """Open a checkpoint in any format and check all but its values; arguments as for `load`.
+
+    Warns once (UnreadWarning) of settings that jaxllm does not use.
+    """
+    opened = open_path(resolve(path), strict=strict)
+    warn_unread(opened)
+    return opened
+
+
+def warn_unread(opened: Checkpoint) -> None:
+    """Warn, in one line, of the settings that jaxllm does not use."""
+    if opened.ignored:
+        warnings.warn(
+            f"{opened.directory}: ignored settings that jaxllm does not use:"
+            f" {', '.join(opened.ignored)}",
+            UnreadWarning,
+            stacklevel=3,
+        )

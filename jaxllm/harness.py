@@ -1,12 +1,12 @@
-"""jaxllm as a model of EleutherAI's lm-evaluation-harness (`pip install 'jaxllm[eval]'`).
+"""Adapter for EleutherAI's lm-evaluation-harness (`pip install 'jaxllm[eval]'`).
 
-The harness finds models in a registry that an import fills, so the command is its own, run from
-here: everything after `python -m jaxllm.harness` is lm_eval's.
+The harness finds models in a registry that is filled on import, so this module wraps its command:
+all arguments after `python -m jaxllm.harness` are those of lm_eval.
 
     python -m jaxllm.harness --model jaxllm --model_args path=demo:llama --tasks ... --batch_size 8
 
-From Python, `register()` comes before `lm_eval.simple_evaluate(model="jaxllm", ...)`. The rules for
-text (prefix token, split of a pair, truncation) are those of the harness's own `hf` model.
+From Python, call `register()` before `lm_eval.simple_evaluate(model="jaxllm", ...)`. Prefix token,
+splitting of pairs and truncation follow the harness's own `hf` model.
 """
 
 import sys
@@ -18,21 +18,21 @@ from jaxllm.complete import Completion
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, TemplateError, TokenError
 from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
 from jaxllm.evaluate.likelihood.score import default_batch
-from jaxllm.loading import load
+from jaxllm.api import load
 from jaxllm.progress import steps_bar
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 
 NAME = "jaxllm"
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # no part in greedy decoding
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")  # ignored in greedy decoding
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class Answers:
-    """The harness's three requests, answered by an `LM`; a request is anything with `args`.
+    """lm_eval model on top of an `LM`; requests are objects with `args`.
 
-    Special tokens that a text spells out are read as such, as transformers' tokenizers do. Where
-    the checkpoint asks for a begin-of-text token, texts get one unless they begin with it already.
+    Special tokens spelled out in a text are parsed, as transformers' tokenizers do. If the
+    checkpoint requests a begin-of-text token, it is prepended unless a text already begins with it.
     """
 
     def __init__(
@@ -50,19 +50,28 @@ class Answers:
         max_batch_size: int | None = None,
         device: str | None = None,
     ) -> None:
-        """path, or in its place pretrained: as for `jaxllm.load`, likewise dtype and quantize.
+        """Load the model.
 
-        max_length: tokens of input, by default the model's context. batch_size: rows, or "auto".
-        prefix_token_id: what stands before a text that has nothing before it; by default the
-        begin-of-text token, or else end-of-text. max_batch_size, device: not
-        read; the harness passes them to every model, and JAX chooses its device (JAX_PLATFORMS).
+        Args:
+            path: as for `jaxllm.load`, as are dtype and quantize.
+            pretrained: alternative name of `path`.
+            max_length: maximum input length in tokens; by default the model's context.
+            max_gen_toks: default limit of new tokens per request.
+            batch_size: rows, or "auto".
+            prefix_token_id: precedes a text without context; by default the begin-of-text token,
+                else end-of-text.
+            add_bos_token: prepend the begin-of-text token; by default as the checkpoint requests.
+            max_batch_size, device: ignored. The harness passes them to every model; JAX chooses
+                the device (JAX_PLATFORMS).
         """
         super().__init__()
         if (path is None) == (pretrained is None):
-            raise ConfigError("model_args: give path=..., a directory, demo:llama or hf:owner/name")
+            raise ConfigError(
+                "model_args requires path=... (a directory, demo:llama or hf:owner/name)"
+            )
         self.lm = load(str(path or pretrained), dtype=dtype, quantize=quantize)
         if self.lm.tokenizer is None:
-            raise TokenError(f"{self.lm.path} has no tokenizer, which the harness needs")
+            raise TokenError(f"{self.lm.path} has no tokenizer, which the harness requires")
         self.tokens: Tokenizer = self.lm.tokenizer
         context = self.lm.config.context_length
         usual = self.lm.config.usual_capacity
@@ -76,22 +85,22 @@ class Answers:
             default_batch(vocab_size, self.max_length) if automatic else int(batch_size)
         )
         if self.batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1 or auto, got {batch_size}")
+            raise ConfigError(f"batch_size must be at least 1, or auto, got {batch_size}")
         self.adds_bos = self.tokens.adds_bos if add_bos_token is None else bool(add_bos_token)
         self._prefix = prefix_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is conditioned on."""
+        """Token that a text without context is conditioned on."""
         for found in (self._prefix, self.tokens.bos_id, self.tokens.eos_id):
             if found is not None:
                 return int(found)
-        raise TokenError(f"{self.lm.path} has neither bos nor eos token: give prefix_token_id")
+        raise TokenError(f"{self.lm.path} has neither bos nor eos token. Set prefix_token_id")
 
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Of each `(context, continuation)`: log-probability, and whether greedy would make it."""
+        """Return each continuation's log-probability, and whether greedy decoding generates it."""
         pairs = [self._pair(*request.args) for request in requests]
         found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         each = continuation_likelihoods(
@@ -110,7 +119,7 @@ class Answers:
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability of each `(text,)`, after the prefix token, in windows."""
+        """Return the log-probability of each `(text,)` after the prefix token, using windows."""
         found = document_logprobs(
             self.lm.model,
             self.lm.params,
@@ -124,9 +133,9 @@ class Answers:
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each `(context, options)` before the first of its `until` strings.
+        """Return the continuation of each `(context, options)` up to its first `until` string.
 
-        The requests join and leave a batch of `batch_size` rows as they finish.
+        The requests run with continuous batching in `batch_size` rows.
         """
         found = [""] * len(requests)
         asked = [self._request(n, *request.args) for n, request in enumerate(requests)]
@@ -145,7 +154,7 @@ class Answers:
         return found
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
-        """Token ids as the harness's `hf` model has them; bos None: as the checkpoint wants it."""
+        """Return token ids as the harness's `hf` model does. bos None: as in the checkpoint."""
         ids = self.tokens.encode(text, parse_special=True)
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.tokens.bos_id]
@@ -154,9 +163,9 @@ class Answers:
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as the checkpoint's chat template spells it.
+        """Render a conversation with the checkpoint's chat template.
 
-        Without a generation prompt it ends with the last message, for the model to go on with.
+        Without a generation prompt it ends with the last message, for the model to continue.
         """
         text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
@@ -166,10 +175,10 @@ class Answers:
             before, found, _ = text.rpartition(spelled)
             if found:
                 return before + found
-        raise TemplateError("the chat template does not spell out the message to continue")
+        raise TemplateError("the chat template does not render the message to continue verbatim")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template itself, for the harness's records."""
+        """Return the template's source, for the harness's log."""
         return self._template.source if chat_template else None
 
     @property
@@ -183,7 +192,7 @@ class Answers:
         return self.tokens.name
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of both, split where the context's end; spaces at its end go with what follows."""
+        """Return the ids of both, split at the end of the context without its trailing spaces."""
         if not context:
             ids = self.encode(continuation, bos=False)
             if ids[:1] == [self.prefix_token_id]:
@@ -199,7 +208,7 @@ class Answers:
         new = int(next((limit for limit in limits if limit is not None), self.max_gen_toks))
         if not 1 <= new < self.max_length:
             raise CapacityError(
-                f"{new} tokens to generate leave no room for a prompt in {self.max_length}"
+                f"{new} new tokens leave no room for a prompt: max_length is {self.max_length}"
             )
         stops = _stops(options)
         options.pop("until", None)
@@ -216,18 +225,18 @@ class Answers:
         }
 
     def _keep(self, kind: str, args: tuple[Any, ...], answer: Any) -> None:
-        """Told of each answer as it is made; the harness's own class stores it."""
+        """Record an answer; the class made by `register` passes it to the harness's cache."""
 
 
 def register() -> type:
-    """Add the model "jaxllm" to lm_eval's registry, once; returns its class.
+    """Add the model "jaxllm" to lm_eval's registry, once; return its class.
 
-    Raises ConfigError where lm_eval is not installed.
+    Raises ConfigError if lm_eval is not installed.
     """
     try:
         base: Any = import_module("lm_eval.api.model").LM
         registry: Any = import_module("lm_eval.api.registry")
-        import_module("lm_eval.models")  # before ours, or it is not filled at all
+        import_module("lm_eval.models")  # first, because lm_eval fills only an empty registry
     except ImportError as error:
         raise ConfigError(f"lm_eval is missing ({error}): pip install 'jaxllm[eval]'") from None
     if NAME in registry.model_registry:
@@ -242,7 +251,7 @@ def register() -> type:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """lm_eval's command, its registry knowing the model "jaxllm"."""
+    """Run lm_eval's command with the model "jaxllm" registered."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         register()

@@ -1,7 +1,7 @@
-"""What the steps are given, checked on the host: tokens, positions, lengths, and whose cache it is.
+"""Validation of step inputs on the host: tokens, positions, lengths, and the cache's model.
 
-Inside `jit`, where nothing can be known, the same functions pass tracers on. All preparation is
-numpy's: an operation of JAX would be compiled for every new length.
+Inside `jit` the same functions return tracers unchecked. Inputs are prepared with NumPy, because a
+JAX operation would be compiled for every new length.
 """
 
 import warnings
@@ -25,11 +25,11 @@ Array = Any  # a jax or numpy array, or a tracer of one
 def check_model(model: Any, params: Any) -> None:
     """Raise ConfigError unless these are a model and its parameters, in this order."""
     if not isinstance(model, nn.Module):
-        remedy = "jaxllm.build makes one of a configuration, and an LM has one: lm.model"
+        remedy = "Build one with jaxllm.build(config), or use lm.model"
         if hasattr(model, "model") and hasattr(model, "params"):
-            remedy = "Of an LM give lm.model and lm.params"
+            remedy = "Pass lm.model and lm.params, not the LM"
         elif isinstance(params, nn.Module):
-            remedy = "The model comes first, then its parameters"
+            remedy = "Pass the model first, then its parameters"
         got = "a dict" if isinstance(model, Mapping) else f"{model!r:.60}"
         raise ConfigError(f"model must be a Flax module, got {got}. {remedy}")
     check_params(params)
@@ -38,7 +38,7 @@ def check_model(model: Any, params: Any) -> None:
 def checked(
     model: nn.Module, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
 ) -> tuple[Any, Any]:
-    """Tokens and positions as int32, or the reason why not."""
+    """Return checked tokens and positions as int32. Raises as the steps do."""
     config: ModelConfig = model.config
     tokens_BT = as_array("tokens", tokens_BT)
     if positions_BT is not None:
@@ -50,7 +50,9 @@ def checked(
     if positions_BT is None:
         positions_BT = positions(cache, shape, None)
     if positions_BT.shape != shape:
-        raise TokenError(f"positions are {positions_BT.shape}, the tokens {shape}")
+        raise TokenError(
+            f"positions must have the shape of the tokens, {shape}, got {positions_BT.shape}"
+        )
     for name, x in (("tokens", tokens_BT), ("positions", positions_BT)):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TokenError(f"{name} must be integers, got {x.dtype}")
@@ -67,54 +69,52 @@ def checked(
 
 
 def check_values(config: ModelConfig, tokens_BT: np.ndarray, positions_BT: np.ndarray) -> None:
-    """Raise TokenError for an id outside the vocabulary or a position outside the model."""
+    """Raise TokenError for an id outside the vocabulary or a position out of range."""
     check_ids(tokens_BT, config.vocab_size, real_X=positions_BT >= 0)
     limit = config.position_limit
     if positions_BT.min() < -1 or positions_BT.max() >= limit:
         position = positions_BT.min() if positions_BT.min() < -1 else positions_BT.max()
         raise TokenError(
-            f"position {position} is outside the model: positions run from 0 to {limit - 1},"
-            " -1 is padding"
+            f"position {position} is out of range: expected 0 to {limit - 1}, or -1 for padding"
         )
 
 
 def _check_cache(config: ModelConfig, cache: KVCache, batch: int) -> None:
     if cache.batch != batch:
-        raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens {batch}")
+        raise CacheMismatchError(f"the cache has {cache.batch} rows, the tokens have {batch}")
     if cache.config != config:
         ours, theirs = config.to_dict(), cache.config.to_dict()
         differ = [name for name in ours if ours[name] != theirs.get(name)]
         raise CacheMismatchError(
-            f"the cache is of another model: {differ[0]} is {theirs.get(differ[0])!r},"
-            f" the model's is {ours[differ[0]]!r}"
+            f"the cache belongs to another model: {differ[0]} is {theirs.get(differ[0])!r},"
+            f" expected {ours[differ[0]]!r}"
         )
 
 
 def _check_order(positions_BT: np.ndarray, cache: KVCache | None) -> None:
-    """Raise TokenError where tokens do not follow one another: a memory reads a text in order."""
+    """Raise TokenError unless positions are consecutive, as a model with a memory requires."""
     for row, position_T in enumerate(positions_BT):
         real = position_T[position_T >= 0]
         jumps = np.flatnonzero(np.diff(real) != 1)
         if jumps.size:
             raise TokenError(
-                f"row {row}: position {real[jumps[0] + 1]} comes after {real[jumps[0]]}; this"
-                " model's layers keep a memory, and read tokens in order"
+                f"row {row}: position {real[jumps[0] + 1]} follows {real[jumps[0]]}, but this"
+                " model's layers keep a memory and must read tokens in order"
             )
         if real.size and cache is not None and is_concrete(cache.next_position_B):
             next_ = int(cache.next_position_B[row])
             if real[0] < next_:
                 raise TokenError(
-                    f"row {row}: position {real[0]} was read, the cache goes on at {next_}; this"
-                    " model's layers keep a memory. Rewind the cache, or go on from one forked"
-                    " before"
+                    f"row {row}: position {real[0]} is already in the model's memory, expected at"
+                    f" least {next_}. Rewind the cache, or use one forked earlier"
                 )
 
 
 def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
-    """Raise CapacityError where a text goes on across the border of LongRoPE's two lists.
+    """Raise CapacityError if a text grows across the limit between LongRoPE's two factor lists.
 
-    begin_B, end_B: of each row, how many tokens it has when it first enters the cache, and how many
-    have been run at the end. What is cached was turned by one list and would meet the other.
+    begin_B, end_B: per row, the number of tokens when it first enters the cache, and the number run
+    in the end. Cached keys were rotated with one list and would meet queries of the other.
     """
     if (border := config.border) is None:
         return
@@ -122,16 +122,16 @@ def check_border(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "mo
     for begin, end in zip(*(row.tolist() for row in rows), strict=True):
         if begin <= border < end:
             raise CapacityError(
-                f"the {whose} turns texts of up to {border} tokens otherwise than longer ones"
-                f" (longrope), and what is cached cannot be turned again: {begin} tokens cannot go"
-                f" on to {end}. Ask for {max(border - begin, 0) + 1} new tokens at most, begin with"
-                f" more than {border} tokens, or let short_factor be long_factor in config.json,"
-                " which turns all texts as long ones"
+                f"the {whose}'s LongRoPE uses different frequencies beyond {border} tokens, and"
+                f" cached keys cannot be re-rotated: a text of {begin} tokens cannot grow to {end}."
+                f" Generate at most {max(border - begin, 0) + 1} new tokens, begin with more than"
+                f" {border} tokens, or set short_factor to long_factor in config.json, to treat all"
+                " texts as long ones"
             )
 
 
 def stretches(begin_B: Any, end_B: Any, config: ModelConfig) -> bool:
-    """Whether dynamic scaling turns what is new otherwise than what is cached.
+    """Return whether dynamic NTK scaling rotates new tokens by other angles than cached ones.
 
     begin_B, end_B: as for `check_border`.
     """
@@ -142,19 +142,19 @@ def stretches(begin_B: Any, end_B: Any, config: ModelConfig) -> bool:
 
 
 def warn_of_stretch(begin_B: Any, end_B: Any, config: ModelConfig, whose: str = "model") -> None:
-    """Warn of what `stretches` says. For who runs a text, not for who only checks it before."""
+    """Warn if `stretches` is true. Call it when a text runs, not when it is only checked."""
     if stretches(begin_B, end_B, config):
         warnings.warn(
-            f"the {whose}'s rotary angles stretch with every token past"
-            f" {config.max_position_embeddings} (dynamic), and what is cached keeps those it was"
-            " turned by, as in transformers: read at once, a text has other logits. Run the text"
-            " again, or keep it within a policy's window",
+            f"the {whose}'s rotary angles change with every token beyond"
+            f" {config.max_position_embeddings} (dynamic NTK), but cached keys keep their angles,"
+            " as in transformers: logits differ from those of one pass over the text. Recompute"
+            " the text, or bound it with an overflow policy",
             stacklevel=2,
         )
 
 
 def _check_going_on(config: ModelConfig, cache: KVCache, positions_BT: Any) -> None:
-    """`check_border` and `warn_of_stretch` of tokens that go on from what a cache holds."""
+    """Apply `check_border` and `warn_of_stretch` to tokens that continue a cache."""
     held_B = np.asarray(cache.next_position_B)
     end_B = np.maximum(held_B, np.asarray(positions_BT).max(axis=1) + 1)
     begin_B = np.where(held_B > 0, held_B, end_B)
@@ -163,7 +163,7 @@ def _check_going_on(config: ModelConfig, cache: KVCache, positions_BT: Any) -> N
 
 
 def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | None) -> Any:
-    """Positions that go on from the cache; -1 past each row's length."""
+    """Return positions `[B, T]` that continue the cache, with -1 beyond each row's length."""
     B, T = shape
     start_B = np.zeros(B, np.int32) if cache is None else cache.next_position_B
     xp = numpy_for(start_B, lengths_B)
@@ -173,9 +173,9 @@ def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | 
         return position_BT
     lengths_B = as_array("lengths", lengths_B)
     if not jnp.issubdtype(lengths_B.dtype, jnp.integer):
-        raise TokenError(f"lengths must be whole numbers, got {lengths_B.dtype}")
+        raise TokenError(f"lengths must be integers, got {lengths_B.dtype}")
     if lengths_B.shape != (B,):
-        raise TokenError(f"lengths must be [{B}], one a row; got shape {lengths_B.shape}")
+        raise TokenError(f"lengths must be [{B}], one per row, got shape {lengths_B.shape}")
     if is_concrete(lengths_B) and (lengths_B.min() < 1 or lengths_B.max() > T):
         raise TokenError(f"lengths must be from 1 to {T}, got {lengths_B.tolist()}")
     return xp.where(column < xp.asarray(lengths_B)[:, None], position_BT, -1)
@@ -184,10 +184,10 @@ def positions(cache: KVCache | None, shape: tuple[int, ...], lengths_B: Array | 
 def checked_prompts(
     config: ModelConfig, tokens_BT: Any, lengths_B: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts `[B, T]` and their lengths `[B]` as int32; padding, whatever it was, is 0.
+    """Return prompts `[B, T]` and their lengths `[B]` as int32, with padding replaced by 0.
 
-    lengths_B: None where there is no padding. Raises TokenError for tokens that are no `[B, T]` of
-    ids of the vocabulary, and for lengths that do not fit them.
+    lengths_B: None if there is no padding. Raises TokenError unless the tokens are `[B, T]` ids of
+    the vocabulary, and for lengths that do not match them.
     """
     tokens_BT = whole_array("tokens", as_array("tokens", tokens_BT), TokenError)
     position_BT = positions(None, shape_of(tokens_BT), lengths_B)
@@ -199,19 +199,19 @@ def checked_prompts(
 def shape_of(tokens_BT: Any) -> tuple[int, ...]:
     shape: tuple[int, ...] = tokens_BT.shape
     if len(shape) != 2 or 0 in shape:
-        remedy = ". Of one row give [ids]" * (len(shape) == 1)
-        raise TokenError(f"tokens must be [B, T], neither of them zero; got shape {shape}{remedy}")
+        remedy = ". Wrap a single row: [ids]" * (len(shape) == 1)
+        raise TokenError(f"tokens must be a non-empty [B, T], got shape {shape}{remedy}")
     return shape
 
 
 def as_array(name: str, x: Any) -> Any:
-    """Lists become numpy arrays; jax arrays and tracers stay what they are."""
+    """Convert lists to NumPy arrays; return JAX arrays and tracers unchanged."""
     if isinstance(x, jax.Array):
         return x
     try:
         return np.asarray(x)
     except ValueError:
-        remedy = ". Pad the rows on the right and give lengths_B, their lengths" * (
+        remedy = ". Pad the rows on the right and pass their lengths as lengths_B" * (
             name == "tokens"
         )
         raise TokenError(f"{name} must be an array, got ragged rows: {x!r:.60}{remedy}") from None
@@ -220,10 +220,10 @@ def as_array(name: str, x: Any) -> Any:
 
 
 def as_vectors(x: Any, axes: str, size: int) -> np.ndarray:
-    """Embeddings, `[B, T, size]` or as `axes` says, as float32. Raises TokenError by name."""
+    """Return embeddings, `[axes, size]` (for example `[B, T, size]`), as float32."""
     vectors, shape = np.asarray(as_array("embeddings", x)), f"[{axes}, {size}]"
     if vectors.ndim != axes.count(",") + 2 or vectors.shape[-1] != size or 0 in vectors.shape:
-        raise TokenError(f"embeddings must be {shape}, none of them zero; got {vectors.shape}")
+        raise TokenError(f"embeddings must be a non-empty {shape}, got shape {vectors.shape}")
     if not jnp.issubdtype(vectors.dtype, jnp.floating):
         raise TokenError(f"embeddings must be floats, got {vectors.dtype}")
     return vectors.astype(np.float32)
@@ -234,5 +234,5 @@ def is_concrete(x: Any) -> bool:
 
 
 def numpy_for(*arrays: Any) -> Any:
-    """The numpy to compute with: JAX's where anything is traced, the real one elsewhere."""
+    """Return `jax.numpy` if any array is traced, else NumPy."""
     return np if all(map(is_concrete, arrays)) else jnp

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a path, one that jaxllm brings, or a repository of the hub."""
+"""Checkpoint locations: a path, a bundled demo, or a repository of the Hugging Face hub."""
 
 import re
 from os import PathLike
@@ -9,31 +9,33 @@ from jaxllm.files import is_there
 from jaxllm.text.formats import TOKENIZER_FILES
 
 DEMOS = Path(__file__).parent / "demo"
-MOST_SAID = 240  # characters of an error of the network
+MOST_SAID = 240  # characters of a network error to show
 _REPO = r"[\w.-]+/[\w.-]+"
 _FILE = rf"(?P<repo>{_REPO})/(?P<file>.+\.gguf)"
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 def resolve(path: str | Path) -> Path:
-    """The directory or file that `path` of `load` stands for; downloads only for "hf:...".
+    """Return the directory or file that `path` of `load` names; download only for "hf:...".
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if it does not exist.
     """
     if not isinstance(path, str | PathLike):
         raise CheckpointError(
-            "a checkpoint is a directory, a GGUF file, demo:llama or hf:owner/name, as a text or a"
-            f" Path: got {path!r:.60}"
+            f"the checkpoint path must be a str or a Path, got {path!r:.60}. Give a directory, a"
+            " GGUF file, demo:llama or hf:owner/name"
         )
     text = str(path)
     if path == "":
         raise CheckpointError(
-            "the model's name is empty: expected a directory, a GGUF file, a demo or hf:owner/name."
+            "the checkpoint path is empty. Give a directory, a GGUF file, a demo or hf:owner/name"
         )
     if text.startswith("demo:"):
         demos = {f"demo:{file.parent.name}": file.parent for file in DEMOS.glob("*/config.json")}
         if text not in demos:
-            raise CheckpointError(f"no demo {text!r:.60}: there are {', '.join(sorted(demos))}")
+            raise CheckpointError(
+                f"no demo {text!r:.60}: expected one of {', '.join(sorted(demos))}"
+            )
         return demos[text]
     if text.startswith("hf:"):
         return _download(text[3:])
@@ -41,17 +43,17 @@ def resolve(path: str | Path) -> Path:
         return found
     named = re.fullmatch(_REPO, text) or re.fullmatch(_FILE, text)
     hint = f" To download from the hub, write hf:{text}" if named else ""
-    raise CheckpointError(f"{text:.200} is not a directory, nor a file.{hint}")
+    raise CheckpointError(f"{text:.200} is not a directory or file.{hint}")
 
 
 def _download(text: str) -> Path:
-    """A repository's files in Hugging Face's form, else of transformers 4's Flax classes; or the
-    one GGUF file of many that is named, with the other parts of one in parts.
+    """Download a repository's safetensors files, or its Flax weights if it has none; or one GGUF
+    file with its other parts.
     """
     one = re.fullmatch(_FILE, text)
     if not one and not re.fullmatch(_REPO, text):
         raise CheckpointError(
-            f"hf:{text} does not name a repository (hf:owner/name), nor a GGUF file in one"
+            f"hf:{text} does not name a repository (hf:owner/name) or a GGUF file in one"
             " (hf:owner/name/file.gguf)"
         )
     from huggingface_hub import snapshot_download
@@ -64,7 +66,7 @@ def _download(text: str) -> Path:
         found = Path(snapshot_download(text, allow_patterns=wanted))
         if not any(found.glob("*.safetensors")):
             snapshot_download(text, allow_patterns=["flax_model*.msgpack"])
-    except Exception as error:  # whatever the network brings, one line of it is what helps
+    except Exception as error:  # network errors are long; one line is enough
         said = " ".join(str(error).split())
         said = said if len(said) < MOST_SAID else said[:MOST_SAID].rpartition(" ")[0] + " ..."
         raise CheckpointError(f"hf:{text} could not be downloaded: {said}") from error

@@ -1,4 +1,4 @@
-"""Attention of other kinds than the dense one, as a configuration names it."""
+"""Configuration of sparse and segmented attention: LongNet and Infini-attention."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from jaxllm.files import complaints_of
 Tokens = Annotated[int, Meta(ge=1, le=1 << 26)]
 Lengths = Annotated[tuple[Tokens, ...], Meta(min_length=1, max_length=1 << 10)]
 
-# kind -> (fields it must have, fields it may have).
+# kind -> (required fields, optional fields).
 LONG_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dilated": (("segment_lengths", "dilated_ratios"), ("by", "dedupe", "frozen_mixture")),
     "infini": (("segment_length",), ("update",)),
@@ -23,17 +23,17 @@ LONG_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongAttention:
-    """Attention of another kind than the dense one; a None field is one its `kind` does not use.
+    """Sparse or segmented attention; a field that the `kind` does not use is None.
 
-    dilated (LongNet, Ding et al. 2023): segment_lengths, dilated_ratios: the pairs (w, r): a head
-    sees every r-th token of segments of w, which need not be a multiple of r. by: "pairs" (None):
-    all heads of all layers have all pairs, as in the paper; "heads": head j has pair `j % count`
-    alone; "layers": each layer has one pair, the lists are as long as the model is deep. dedupe: a
-    token that several pairs show counts once. frozen_mixture: no gradient through the weights that
-    pairs are mixed by.
-    infini (Infini-attention, Munkhdalai et al. 2024): segment_length: tokens that are attended to
-    as they are. update: how memory is written, "linear" (None), "delta", or "delta_once", by which
-    what is written twice counts once.
+    dilated (LongNet, Ding et al. 2023): segment_lengths and dilated_ratios are pairs (w, r): a head
+    attends to every r-th token of segments of w tokens; w need not be a multiple of r. by: "pairs"
+    (None): every head of every layer has all pairs, as in the paper; "heads": head j has only pair
+    `j % count`; "layers": each layer has one pair, and the lists have one entry per layer. dedupe:
+    count a token once if several pairs contain it. frozen_mixture: stop the gradient through the
+    weights that mix the pairs.
+    infini (Infini-attention, Munkhdalai et al. 2024): segment_length: tokens with exact attention.
+    update: the memory update rule, "linear" (None), "delta", or "delta_once", which counts repeated
+    writes once.
     """
 
     kind: str
@@ -66,45 +66,44 @@ class LongAttention:
     def _unfit_pairs(self) -> list[str]:
         w, r = self.segment_lengths or (), self.dilated_ratios or ()
         if len(w) != len(r):
-            return [f"segment_lengths has {len(w)} numbers and dilated_ratios {len(r)}: pair them"]
+            return [f"segment_lengths and dilated_ratios differ in length: {len(w)} and {len(r)}"]
         found = [
-            f"a dilation of {ratio} is longer than its segments of {length}: some heads would see"
-            " nothing"
+            f"dilated ratio {ratio} exceeds its segment length {length}: some heads would attend to"
+            " no token"
             for length, ratio in self.pairs
             if ratio > length
         ]
         if self.by == "layers":
             return found
         found += [
-            f"segments of {a} do not divide those of {b}: they would lie across a border. Take a"
-            f" multiple of {a}"
+            f"segment length {b} must be a multiple of {a}, or segments would cross its boundaries"
             for a, b in itertools.pairwise(w)
             if a < b and b % a
         ]
         for name, numbers in (("segment_lengths", w), ("dilated_ratios", r)):
             if any(a >= b for a, b in itertools.pairwise(numbers)):
-                found.append(f"{name} must grow from one to the next, got {list(numbers)}")
+                found.append(f"{name} must be strictly increasing, got {list(numbers)}")
         if 1 not in r:
             found.append(
-                f"dilated_ratios {list(r)} have no 1: tokens between would see nothing. Begin with"
-                " a pair (w, 1)"
+                f"dilated_ratios must include 1, got {list(r)}: some tokens would see nothing."
+                " Begin with a pair (w, 1)"
             )
         return found
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Segment length and dilation of each pair."""
+        """Segment length and dilated ratio of each pair."""
         return tuple(zip(self.segment_lengths or (), self.dilated_ratios or (), strict=True))
 
     @property
     def period(self) -> int | None:
-        """Tokens that move by multiples of it stay with those of their segments; None: there is no
-        such number, for what was read is in a memory.
+        """Smallest shift that keeps all tokens in the same segments (the least common multiple of
+        the segment lengths); None if there is a memory, which cannot be shifted.
         """
         return math.lcm(*self.segment_lengths) if self.segment_lengths else None
 
     def for_layers(self, numbers: Sequence[int]) -> "LongAttention":
-        """The same for a model that has these layers, in this order."""
+        """Return the configuration for a model with only these layers, in this order."""
         if self.by != "layers":
             return self
         pairs = [self.pairs[i] for i in numbers]
@@ -112,17 +111,19 @@ class LongAttention:
         return dataclasses.replace(self, segment_lengths=w, dilated_ratios=r)
 
     def complaints(self, layers: int, heads: int) -> list[str]:
-        """What is wrong with it for a model of so many layers and query heads."""
+        """Return what is invalid for a model with these numbers of layers and query heads."""
         count = len(self.pairs)
         if self.by == "layers" and count != layers:
-            return [f"attention by layers has {count} pairs for {layers} layers: name one for each"]
+            return [
+                f"attention by layers has {count} pairs for {layers} layers; expected one per layer"
+            ]
         if self.by == "heads" and heads % count:
             return [
-                f"attention by heads has {count} pairs for {heads} heads, which is no multiple:"
-                " all pairs have as many heads"
+                f"attention by heads has {count} pairs for {heads} heads; expected a divisor, so"
+                " that every pair has equally many heads"
             ]
         return []
 
     def to_dict(self) -> dict[str, Any]:
-        """What is set."""
+        """Return the fields that are set."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}

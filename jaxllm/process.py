@@ -1,9 +1,9 @@
-"""The process of a command: streams that are there, and an end by Ctrl-C that leaves nothing.
+"""Process setup of a command: open standard streams, and Ctrl-C that leaves no partial files.
 
-Python's own way, an exception in the main thread, has to wait for XLA's compiler and for kernels,
-and is lost in callbacks and imports. So a thread ends the process: the signal wakes it through a
-pipe, it removes what is unfinished, says one line and exits. The main thread is never disturbed.
-Only the standard library's lighter half is imported: this comes before everything else.
+Python's KeyboardInterrupt in the main thread must wait for XLA's compiler and kernels, and gets
+lost in callbacks and imports. So a thread ends the process: the signal wakes it through a pipe, it
+removes unfinished files, writes one line and exits, without involving the main thread. Imports only
+light parts of the standard library, because it runs before everything else.
 """
 
 import atexit
@@ -21,24 +21,26 @@ from typing import Any, Never
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):
     _WORDS[signal.SIGHUP] = "hung up"
-SELDOM = 100_000  # objects: at 700 Python looks through all modules again and again as they load
-PATIENCE = 0.7  # seconds until it is said that what is to stop has not stopped yet
+SELDOM = 100_000  # objects; with Python's 700, imports trigger many collections over all modules
+PATIENCE = 0.7  # seconds after Ctrl-C until the hint that the work is still stopping
 
-_UNFINISHED: dict[str, str] = {}  # a partial file or directory, and what it was to become
+_UNFINISHED: dict[str, str] = {}  # partial file or directory -> its final path
 _SAYING: list[Callable[[], str]] = []
 _DEFERRED: list["_Deferred"] = []
-_ENDING = threading.Lock()  # taken for good at the end: nothing new is begun any more
-_LINE = [False]  # whether stdout stands in the middle of a line
-_STREAMS = [1, 2]  # stdout's and stderr's descriptors; in a guard's child 1 and 2 are C++'s alone
-_LEADS = [True]  # whether this process says what all of a group would say
-GUARDED = "JAXLLM_GUARDED"  # in a guard's child: descriptors of stdout, stderr and the guard's life
+_ENDING = threading.Lock()  # held forever at exit: no new partial files
+_LINE = [False]  # whether stdout is in the middle of a line
+_STREAMS = [1, 2]  # descriptors of stdout and stderr; in a guard's child C++ has 1 and 2
+_LEADS = [True]  # whether this process writes the output of its group
+GUARDED = (
+    "JAXLLM_GUARDED"  # in a guard's child: stdout, stderr, and a pipe that closes with the guard
+)
 
 
 def begin() -> None:
-    """Take the process in hand: first thing in a program, in its main thread, never in a library.
+    """Set up streams and signals. Call it first in a program's main thread, never in a library.
 
-    Standard streams that are closed become the null device; from now on SIGINT, SIGTERM and SIGHUP,
-    where they are not ignored, end the process with one line and status 128 and the signal.
+    Closed standard streams are opened on the null device. From now on SIGINT, SIGTERM and SIGHUP,
+    unless ignored, end the process with one line and status 128 + signal.
     """
     _open_streams()
     if given := os.environ.pop(GUARDED, ""):
@@ -50,28 +52,28 @@ def begin() -> None:
     threading.Thread(target=_wait, args=(reading, _terminal()), daemon=True).start()
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)  # the pipe has it; nothing is raised
+            signal.signal(number, lambda *_: None)  # the wakeup pipe handles it; raise nothing
     atexit.register(_complete)
 
 
 def leads() -> bool:
-    """Whether this process says what is to be said: of a group, the first."""
+    """Return whether this process writes the output: process 0 of a group, or a single process."""
     return _LEADS[0]
 
 
 def follow() -> None:
-    """From now on stdout goes nowhere, and no file is written: another process does it."""
+    """Discard stdout and write no files from now on, because another process does."""
     _LEADS[0] = False
     sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
 
 
 def guarded() -> bool:
-    """Whether this process is a guard's child."""
+    """Return whether this process is a guard's child."""
     return _STREAMS != [1, 2]
 
 
 def hand_on(send: Callable[[int], None]) -> None:
-    """From now on signals end nothing here; `send` is given them."""
+    """Pass signals to `send` from now on, instead of ending this process."""
     signal.set_wakeup_fd(-1)
     for number in _WORDS:
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -82,7 +84,7 @@ def hand_on(send: Callable[[int], None]) -> None:
 def removing(
     partial: str | os.PathLike[str], target: str | os.PathLike[str] = ""
 ) -> Iterator[None]:
-    """Within, an end of the process removes `partial`, and says that `target` was not written."""
+    """If a signal ends the process within the block, remove `partial` and report `target`."""
     with _ENDING:
         _UNFINISHED[os.fspath(partial)] = os.fspath(target)
     try:
@@ -94,7 +96,7 @@ def removing(
 
 @contextlib.contextmanager
 def saying(say: Callable[[], str]) -> Iterator[None]:
-    """Within, an end of the process says this too: what there is, how to go on."""
+    """If a signal ends the process within the block, also write `say()`: results, how to resume."""
     _SAYING.append(say)
     try:
         yield
@@ -104,13 +106,14 @@ def saying(say: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred(hint: str) -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only makes what is yielded true; the second one ends the process.
-    In a process of a group, which would stop alone, the first one does.
+    """Within the block, let the first Ctrl-C only set a flag; the second ends the process.
 
-    hint: said where the block has not ended a moment after the first.
+    Yields a function that returns the flag. In a group the first Ctrl-C ends the process, because
+    it could not stop at the same point as the others. hint: written if the block is still running a
+    moment after the first Ctrl-C.
     """
     one = _Deferred(hint)
-    if guarded():  # a group cannot stop at one place: it ends
+    if guarded():  # a group cannot stop at one common point
         yield one.asked.is_set
         return
     _DEFERRED.append(one)
@@ -121,13 +124,13 @@ def deferred(hint: str) -> Iterator[Callable[[], bool]]:
 
 
 def printed(text: str) -> None:
-    """Remember whether what stdout got ends with a line."""
+    """Record whether text written to stdout ended a line."""
     if text:
         _LINE[0] = not text.endswith("\n")
 
 
 def fresh_line() -> str:
-    """What goes before a line on stderr: a newline where stdout is the same and in mid-line."""
+    """Return the prefix of a stderr line: a newline if stdout shares the file and is mid-line."""
     try:
         inside = _LINE[0] and os.path.sameopenfile(*_STREAMS)
     except OSError:
@@ -137,32 +140,32 @@ def fresh_line() -> str:
 
 
 def _complete() -> None:
-    """The work is done, and the interpreter goes: a signal would only change the status."""
+    """Ignore signals while the interpreter exits: they would only change the status."""
     for number in _WORDS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _open_streams() -> None:
-    """Where a standard stream is closed, the null device."""
+    """Open closed standard streams on the null device."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass  # it has taken the place of a closed one, which the next file would have taken
+        pass  # fills the descriptor of a closed stream, which the next file would take
     os.close(descriptor)
     for descriptor, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8"))
-    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show ends nothing
+    for stream in (sys.stdout, sys.stderr):  # unencodable characters must not raise
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _under_guard(stdout: int, stderr: int, life: int) -> None:
-    """Python's streams become the guard's; when the guard is gone this process ends."""
+    """Use the guard's streams for Python, and exit when the guard does."""
     _STREAMS[:] = stdout, stderr
     sys.stdout = os.fdopen(stdout, "w", encoding="utf-8", errors="backslashreplace")
     sys.stderr = os.fdopen(stderr, "w", 1, encoding="utf-8", errors="backslashreplace")
 
     def wait() -> None:
-        os.read(life, 1)  # nothing is ever written
+        os.read(life, 1)  # returns when the guard exits; nothing is ever written
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -175,7 +178,7 @@ class _Deferred:
 
 
 def _wait(reading: int, terminal: Any) -> None:
-    """Read the numbers of signals, for ever."""
+    """Read signal numbers from the pipe forever, and act on them."""
     while True:
         waiting = [one for one in _DEFERRED if one.asked.is_set() and one.hint]
         if not select.select([reading], [], [], PATIENCE if waiting else None)[0]:
@@ -203,24 +206,24 @@ def _end(number: int, terminal: Any) -> Never:
         lost = [_UNFINISHED[partial] for partial in outer if _remove(partial)]
         said = [*(say() for say in _SAYING), *(f"{name} was not written" for name in lost if name)]
         _say("; ".join([f"jaxllm: {_WORDS[signal.Signals(number)]}", *filter(None, said)]))
-        for partial in _UNFINISHED:  # what the main thread may have added meanwhile
+        for partial in _UNFINISHED:  # the main thread may have added some meanwhile
             _remove(partial)
     finally:
         os._exit(128 + number)
 
 
 def _say(line: str) -> None:
-    """One line on stderr, without its lock and without waiting for who reads it."""
+    """Write one line to stderr, without its lock and without blocking on its reader."""
     with contextlib.suppress(OSError):
         stderr = _STREAMS[1]
-        # The echo of ^C; a spinner hid the cursor, a prompt asked for pastes in brackets.
+        # After the echo of ^C: show the cursor (spinners hide it), end bracketed paste.
         after_echo = "\x1b[?25h\x1b[?2004l\n" if os.isatty(stderr) else ""
         if select.select([], [stderr], [], 0.1)[1]:
             os.write(stderr, f"{after_echo or fresh_line()}{line}\n".encode(errors="replace"))
 
 
 def _remove(partial: str) -> bool:
-    """Whether there was something to remove; what is gone or cannot be removed is left."""
+    """Remove a partial file or directory; return whether there was one. Ignores OS errors."""
     with contextlib.suppress(OSError):
         if not os.path.isdir(partial):
             os.unlink(partial)
@@ -236,7 +239,7 @@ def _remove(partial: str) -> bool:
 
 
 def _terminal() -> Any:
-    """How to give the terminal back as it was: line editing changes it."""
+    """Return a function and arguments that restore the terminal, which line editing changes."""
     with contextlib.suppress(ImportError, OSError):
         import termios
 

@@ -1,10 +1,9 @@
-"""Compiled programs that outlive the process whole: a kept one is neither traced nor lowered again.
+"""Persistent cache of compiled programs, which skips tracing and lowering too.
 
-A `Program` is `jax.jit`, until `keep` names a folder. It then looks there for what an earlier
-process compiled of the same code, for the same configuration, formats and shapes, with the same
-versions, kernels and settings (of JAX as they are at the first call), and leaves there what it
-compiles. Programs are machine code: the
-folder belongs to one kind of processor and one user (`keep_programs`).
+A `Program` is `jax.jit` until `keep` sets a folder. It then looks there for a program that an
+earlier process compiled from the same code, for the same configuration, formats and shapes, with
+the same versions, kernels and settings (JAX's as of the first call), and saves what it compiles.
+Programs are machine code, so a folder belongs to one processor type and one user (`keep_programs`).
 """
 
 import contextlib
@@ -34,29 +33,29 @@ from jaxllm.files import writing
 from jaxllm.ops import native
 
 VARIABLE = "JAXLLM_COMPILE_CACHE"
-MOST_BYTES = 512 << 20  # of what is kept; what was used longest ago goes first
+MOST_BYTES = 512 << 20  # total size; the least recently used program is evicted first
 SUFFIX = ".program"
 FORMS = ".forms"
-_COMPILING = frozenset(  # JAX's events, each with how long it took
+_COMPILING = frozenset(  # JAX's duration events
     f"/jax/core/compile/{name}_duration"
     for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
 )
 _PLAIN = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
-_OUTSIDE = get_opaque_trace_state(convention="flax")  # of any jit
+_OUTSIDE = get_opaque_trace_state(convention="flax")  # outside of any jit
 _folder: Path | None = None
-_hits = 0  # of JAX's own cache, whose programs cannot be written again
+_hits = 0  # hits of JAX's own cache, whose programs cannot be serialized again
 
 
 def keep_programs(folder: str | Path | None = None) -> Path | None:
-    """Keep what this process compiles in a folder, and look there first; return the folder.
+    """Save compiled programs in a folder and load them from there; return the folder.
 
-    folder: by default `jaxllm` in the user's caches, or what JAXLLM_COMPILE_CACHE names (0: none).
-    Within it each kind of processor has a folder, which no other user may write to, and in which
-    no other user has left anything. A folder that JAX has been given in another way stays, and None
-    is returned; so it is if the default folder cannot be used.
+    folder: by default JAXLLM_COMPILE_CACHE (0: no cache), else `jaxllm` in the user's cache
+    directory. Each processor type has a subfolder, which no other user may write to and which holds
+    no other user's files. Returns None, changing nothing, if JAX's cache folder was already set in
+    another way or if the default folder cannot be used.
 
-    Raises ConfigError if `folder` is named and cannot be used.
+    Raises ConfigError if `folder` is given and cannot be used.
     """
     named = os.environ.get(VARIABLE, "")
     elsewhere = jax.config.values["jax_compilation_cache_dir"] not in (None, "", str(_folder))
@@ -67,8 +66,8 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
     if problem := _unusable(where):
         if folder is not None:
             raise ConfigError(
-                f"programs cannot be kept in {where}: {problem}. Name a folder that only this user"
-                " may write to"
+                f"compiled programs cannot be saved in {where}: {problem}. Give a folder that only"
+                " this user may write to"
             )
         return None
     if where != _folder:
@@ -76,17 +75,17 @@ def keep_programs(folder: str | Path | None = None) -> Path | None:
         jax.config.update("jax_compilation_cache_dir", str(where))
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        compilation_cache.reset_cache()  # JAX looks for its folder once
+        compilation_cache.reset_cache()  # JAX reads its folder setting once
     return where
 
 
 def keeps_programs() -> bool:
-    """Whether the next process finds what this one compiles, here or in JAX's own cache."""
+    """Return whether compiled programs are saved, here or in JAX's own cache."""
     return _folder is not None or bool(jax.config.values["jax_compilation_cache_dir"])
 
 
 def _unusable(folder: Path) -> str:
-    """Why programs in a folder may not be run or written; "" if they may. Makes the folder."""
+    """Create a folder; return why it is unsafe or unusable for programs, or ""."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
@@ -95,12 +94,12 @@ def _unusable(folder: Path) -> str:
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         return "another user may write there"
     if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
-        return "it holds something that is not a file of this user"
-    return "" if os.access(folder, os.W_OK) else "it may not be written to"
+        return "it holds something other than regular files of this user"
+    return "" if os.access(folder, os.W_OK) else "it is not writable"
 
 
 def _processor() -> str:
-    """A name for what machine code depends on: the processor and what it can do."""
+    """Return a short hash of the processor model and its instruction set."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         kinds = ("model name", "flags", "Features", "CPU ")
@@ -113,9 +112,9 @@ def _processor() -> str:
 
 @contextlib.contextmanager
 def time_compiling() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns for how many seconds the block has compiled programs so far.
+    """Yield a function that returns the seconds that the block has spent on compiling so far.
 
-    Tracing and lowering count too. A second in which several threads compile counts once.
+    Tracing and lowering count too. Time in which several threads compile counts once.
     """
     spans: list[tuple[float, float]] = []
 
@@ -139,7 +138,7 @@ def time_compiling() -> Iterator[Callable[[], float]]:
 
 
 def keep(folder: Path | None) -> None:
-    """Look for programs in a folder of the user's own, and leave them there; None: no longer."""
+    """Set the folder to load programs from and save them in; None disables the cache."""
     global _folder
     if _folder is None:
         jax.monitoring.register_event_listener(_count)
@@ -152,9 +151,9 @@ def _count(event: str, **about: Any) -> None:
 
 
 def recalled(what: Any, make: Callable[[], Any]) -> Any:
-    """What `make` makes of plain values, from the folder where an earlier process left it there.
+    """Return `make()`, or the result that an earlier process saved in the folder.
 
-    what: says all that decides about it, beside the code and its versions.
+    what: everything that the result depends on, besides the code and its versions.
     """
     if _folder is None or not _describes(what):
         return make()
@@ -167,10 +166,10 @@ def recalled(what: Any, make: Callable[[], Any]) -> Any:
 
 
 class Program:
-    """`jax.jit(function)` by position only, whose programs may be kept.
+    """`jax.jit(function)` with positional arguments, whose programs can be saved.
 
-    static, donated: numbers of arguments, as `jax.jit` has them. Only what jaxllm defines is kept:
-    a class or a function of the caller's own, of which a name says too little, is compiled anew.
+    static, donated: argument numbers, as for `jax.jit`. Programs with static arguments that jaxllm
+    does not define are not saved, because a caller's class or function is not identified by a name.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class Program:
         for compiled in known:
             try:
                 return compiled(*traced)
-            except TypeError:  # of other shapes; nothing has run
+            except TypeError:  # other shapes; nothing has run
                 continue
         compiled = self._kept(_folder, constant, args, traced)
         if compiled is None:
@@ -199,7 +198,7 @@ class Program:
         return compiled(*traced)
 
     def _kept(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
-        """The program for these arguments, from the folder or for it; None where none is kept."""
+        """Load or compile the program for these arguments; None if it cannot be saved."""
         leaves, structure = jax.tree.flatten(traced)
         if not all(map(_describes, (constant, *_static_data(structure)))) or not _one_processor():
             return None
@@ -210,7 +209,7 @@ class Program:
         if (found := _read(folder / f"{key}{SUFFIX}")) is not None:
             return found
         before = _hits
-        # Under a name of its own, or JAX's cache would give what earlier code left there.
+        # A unique name, or JAX's cache could return a program of earlier code.
         compiled = jax.jit(_named(function, key), **self._options).lower(*args).compile()
         if _hits == before:
             _write(folder / f"{key}{SUFFIX}", compiled)
@@ -230,7 +229,7 @@ def _named(function: Callable[..., Any], key: str) -> Callable[..., Any]:
 
 
 def _describes(value: Any) -> bool:
-    """Whether a value's `repr` says all of it: numbers, texts, and what jaxllm makes of them."""
+    """Return whether `repr` identifies a value: plain values, and jaxllm's dataclasses of them."""
     if isinstance(value, _PLAIN):
         return True
     if isinstance(value, tuple | list | frozenset):
@@ -247,7 +246,7 @@ def _describes(value: Any) -> bool:
 
 
 def _static_data(structure: Any) -> list[Any]:
-    """What the nodes of a pytree are, and what they say beside their children."""
+    """Return the node types and auxiliary data of a pytree structure."""
     node = structure.node_data()
     found = [] if node is None else list(node)
     for child in structure.children():
@@ -260,13 +259,13 @@ def _one_processor() -> bool:
 
 
 def _settings() -> Hashable:
-    """What a compiled function depends on beside its code and its arguments."""
+    """Return the kernel settings that a compiled function depends on."""
     return native.enabled(), native.isa() if native.enabled() else None
 
 
 @cache
 def _versions() -> str:
-    """The code that a program is compiled from: ours by its files, JAX by its versions, and how."""
+    """Identify the code: our files, JAX's versions and settings, and the number of threads."""
     root = Path(__file__).parent
     files = [*sorted(root.rglob("*.py")), Path(native.PATHS)]
     files += [Path(library)] if (library := native.library()) else []
@@ -279,7 +278,7 @@ def _versions() -> str:
 
 
 def _read(file: Path) -> Any:
-    """A program that was kept; None where there is none, or what is there is not whole."""
+    """Load a saved program; None if it is missing or damaged."""
     if (payload := _whole(file)) is None:
         return None
     try:
@@ -289,7 +288,7 @@ def _read(file: Path) -> Any:
 
 
 def _whole(file: Path) -> bytes | None:
-    """What `_keep` wrote there; None where that is not what is there."""
+    """Read what `_keep` wrote; None if it is missing or its hash does not match."""
     try:
         digest, _, payload = file.read_bytes().partition(b"\n")
         if hashlib.sha256(payload).hexdigest().encode() != digest:
@@ -301,7 +300,7 @@ def _whole(file: Path) -> bytes | None:
 
 
 def _write(file: Path, compiled: Any) -> None:
-    """Keep a program, if the disk takes it, in place of those that were used longest ago."""
+    """Save a program if the disk has room, evicting the least recently used ones."""
     _keep(file, pickle.dumps(serialize_executable.serialize(compiled)))
 
 

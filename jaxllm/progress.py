@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr, where a person is looking."""
+"""Progress bars on stderr, for terminals."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +12,9 @@ from jaxllm import process
 def bytes_bar(
     description: str, total: int, show: bool | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A bar over `total` bytes; yields the function that takes each further number of bytes.
+    """Show a bar over `total` bytes; yield a function that advances it by a number of bytes.
 
-    show: True or False to decide, None to show it where stderr is a terminal.
+    show: None shows the bar if stderr is a terminal.
     """
     if not _shown(show):
         yield lambda _: None
@@ -29,7 +29,7 @@ def bytes_bar(
 def steps_bar(
     description: str, total: int, show: bool | None = None
 ) -> Iterator[Callable[[], None]]:
-    """A bar over `total` steps; yields the function that says that one more is done."""
+    """Show a bar over `total` steps; yield a function that advances it by one."""
     if not _shown(show):
         yield lambda: None
         return
@@ -43,8 +43,8 @@ def steps_bar(
 def noted_bar(
     description: str, total: int, show: bool | None = None, done: int = 0
 ) -> Iterator[Callable[[int, str], None]]:
-    """A bar over `total` steps, `done` of them before; yields the function that is told how many
-    are done and what is to be said beside it.
+    """Show a bar over `total` steps, starting at `done`; yield a function that sets the number of
+    finished steps and the text next to the bar.
     """
     if not _shown(show):
         yield lambda *_: None
@@ -74,7 +74,7 @@ def _progress(
     from rich.progress import BarColumn, Progress, TextColumn
 
     console = Console(stderr=True)
-    # On a terminal the bar goes when the work is done; in a log its last state stays.
+    # On a terminal the finished bar disappears; in a log its last state stays.
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

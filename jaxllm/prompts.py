@@ -1,4 +1,4 @@
-"""Prompts: text or token ids, one or several, as lists of ids that the model knows."""
+"""Prompt encoding: text or token ids, one or several, to lists of valid ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 
 def each_of(prompt: Any) -> tuple[list[Any], bool]:
-    """The prompts, and whether one was given by itself: a text, or ids `[T]`.
+    """Return the list of prompts, and whether the argument was a single one: a text, or ids `[T]`.
 
-    Raises TokenError for what is neither one nor a list of them.
+    Raises TokenError for anything but a prompt or a list of prompts.
     """
     if isinstance(prompt, str):
         return [prompt], True
@@ -34,12 +34,12 @@ def each_of(prompt: Any) -> tuple[list[Any], bool]:
 def encode(
     prompt: Prompt, vocab_size: int, tokenizer: Tokenizer | None, bos: int | None
 ) -> list[int]:
-    """The token ids of one prompt; of an empty one the begin-of-text token's.
+    """Return the token ids of one prompt; an empty prompt gives the begin-of-text token.
 
-    tokenizer: of texts, which get the begin-of-text token where the checkpoint asks for it. bos: by
-    default the tokenizer's own.
+    tokenizer: encodes text, and prepends the begin-of-text token if the checkpoint requests it.
+    bos: the begin-of-text id; by default the tokenizer's.
 
-    Raises TokenError for what is no prompt, or has ids outside the vocabulary.
+    Raises TokenError for an invalid prompt or ids outside the vocabulary.
     """
     if isinstance(prompt, str):
         ids = _of_text(prompt, tokenizer)
@@ -47,14 +47,14 @@ def encode(
     else:
         ids = token_list(prompt, "a prompt is text or token ids")
     if not ids and bos is None:
-        raise TokenError("the prompt is empty and the checkpoint names no bos token")
+        raise TokenError("the prompt is empty and the checkpoint has no bos token")
     ids = ids or [int(bos or 0)]
     check_ids(np.array(ids, object), vocab_size, "the prompt: ")  # ids of any size
     return ids
 
 
 def token_list(tokens: Any, meaning: str = "tokens must be a list of token ids") -> list[int]:
-    """Return token ids, a list or an array `[T]`, as a list. Raises TokenError for other things."""
+    """Return token ids, a list or an array `[T]`, as a list. Raises TokenError for other types."""
     found = _without_array(tokens)
     if not isinstance(found, list | tuple | range) or not all(map(is_whole, found)):
         raise TokenError(f"{meaning}, got {tokens!r:.60}{_remedy(tokens)}")
@@ -62,7 +62,7 @@ def token_list(tokens: Any, meaning: str = "tokens must be a list of token ids")
 
 
 def _without_array(prompt: Any) -> Any:
-    """An array of NumPy, JAX or another library as lists; None for one number. Others as is."""
+    """Convert arrays (NumPy, JAX, others) to lists, scalars to None; return the rest unchanged."""
     if not hasattr(prompt, "__array__"):
         return prompt
     try:
@@ -73,19 +73,21 @@ def _without_array(prompt: Any) -> Any:
 
 
 def _remedy(prompt: Any) -> str:
-    """What to do with what is no prompt, if it is the messages of a chat."""
+    """Return a hint if an invalid prompt is a list of chat messages, else ""."""
     first = prompt[0] if isinstance(prompt, list | tuple) and prompt else prompt
     chat = isinstance(first, Mapping)
-    return ". Messages of a chat: give lm.chat_prompt(messages)" * chat
+    return ". Encode chat messages with lm.chat_prompt(messages)" * chat
 
 
 def _of_text(text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         if text:
-            raise TokenError("the checkpoint has no tokenizer: give token ids, not text")
+            raise TokenError("the checkpoint has no tokenizer. Pass token ids instead of text")
         return []
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TokenError(f"the prompt is no text: {error.reason} at {error.start}") from None
+        raise TokenError(
+            f"the prompt is not valid Unicode: {error.reason} at index {error.start}"
+        ) from None
     return tokenizer.encode(text, bos=tokenizer.adds_bos)

@@ -1,4 +1,4 @@
-"""Repair: run a part of a cache's text again, or run new tokens into the middle of it."""
+"""Cache repair: recompute part of a cached text, or insert new tokens into the middle of it."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ from jaxllm.whole import whole, whole_array
 def recompute(
     model: nn.Module, params: Params, cache: KVCache, start: int, stop: int, *, chunk: int = 256
 ) -> KVCache:
-    """The cache with the tokens at positions `start` to before `stop` run again and patched in.
+    """Return the cache with the tokens at positions `start` to `stop - 1` recomputed.
 
-    They are run against the tokens before them that the cache still has, so what was culled there
-    is as if it had never been; where nothing was, the same numbers come out. Tokens from `stop` on
-    keep what they absorbed: recompute up to the end for a text without traces. All other entries
-    keep their bits. Positions in the range that hold no token are passed over, and gaps stay: for
-    the text as if written without them, `close_gaps` first.
+    They attend only to earlier tokens that are still in the cache, so tokens culled there no longer
+    influence them; if none were culled, the values do not change. All other entries keep their
+    bits, so tokens from `stop` on still carry that influence: recompute to the end to remove it.
+    Positions in the range without a token are skipped, and gaps stay; call `close_gaps` first for a
+    contiguous text.
 
     Raises TokenError for an empty range, CacheMismatchError for a cache with a memory, and what
     `forward` raises.
@@ -38,7 +38,7 @@ def recompute(
     stop = whole("stop", stop, 0, MOST_SLOTS, TokenError)
     chunk = whole("chunk", chunk, 1, error=TokenError)
     if not start < stop:
-        raise TokenError(f"recompute needs 0 <= start < stop, got {start} and {stop}")
+        raise TokenError(f"recompute requires start < stop, got {start} and {stop}")
     if not isinstance(cache.next_position_B, jax.core.Tracer):
         stop = min(stop, int(cache.next_position_B.max()))
     for first in range(start, stop, chunk):
@@ -58,13 +58,14 @@ def recompute(
 def insert(
     model: nn.Module, params: Params, cache: KVCache, position: int, tokens_BT: Any
 ) -> KVCache:
-    """The cache with tokens `[B, T]` run and put in before `position`; what follows moves by T.
+    """Return the cache with tokens `[B, T]` inserted before `position`; later tokens move by T.
 
-    The new tokens see what precedes them. What follows has its keys rotated (`shift`) but has not
-    read them: `recompute` it for a text as if written so. They take T slots of the tail.
+    The new tokens attend to those before them and take T slots of the tail. Keys of later tokens
+    are rotated (`shift`), but those tokens have not attended to the new ones: `recompute` them for
+    an exact result.
 
-    Raises what `shift`, `forward` and `commit` raise: learned positions cannot be moved, so such
-    models take an insertion only at the end or, through `forward` and `commit`, into a gap.
+    Raises what `shift`, `forward` and `commit` raise. Learned positions cannot be shifted: such
+    models accept an insertion only at the end or, with `forward` and `commit`, into a gap.
     """
     check_model(model, params)
     check_usable(cache)

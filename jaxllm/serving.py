@@ -1,4 +1,4 @@
-"""`LM.serve`: requests with text and options over `decode.serve`, answered as they finish."""
+"""`LM.serve`: continuous batching of requests with text and options, on top of `serve`."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ Read = Callable[[Any, Mapping[str, Any]], tuple[list[int], Settings]]
 
 @dataclasses.dataclass
 class _Open:
-    """A request that is being answered: what reads it, who hears its text, and what came so far."""
+    """Running request: its text decoder, its text callback and its tokens so far."""
 
     reader: Ending
     prompt_tokens: int
@@ -31,7 +31,7 @@ class _Open:
     logprobs: list[float] = dataclasses.field(default_factory=list)
 
     def answer(self, event: Event) -> Completion | JaxllmError | None:
-        """What this event makes of the request: None while it goes on."""
+        """Apply an event; return the result if the request is finished, else None."""
         if event.token is not None and event.logprob is not None:
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
@@ -59,10 +59,10 @@ def answers(
     rows: int,
     capacity: int,
 ) -> Iterator[Answer]:
-    """`(id, Completion or error)` of each request as it finishes; see `LM.serve`.
+    """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
-    read: a prompt's token ids and settings. Within the loop a request goes by its number, so ids
-    may be anything, equal ones too.
+    read: returns the token ids and settings of a prompt with options. Internally requests are
+    numbered, so ids may be any values, even equal ones.
     """
     open_: dict[Hashable, _Open] = {}
     names: dict[Hashable, Any] = {}
@@ -72,7 +72,7 @@ def answers(
             raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
         default, numbers = _Numbers(), itertools.count()
         for request in requests:
-            if request is None:  # nothing at the moment: that is no request and has no number
+            if request is None:  # nothing waiting: not a request, so no number
                 yield None
                 continue
             number = next(numbers)
@@ -91,15 +91,14 @@ def answers(
 
 
 class _Numbers:
-    """The ids of requests: the caller's, or the request's number; if a caller has taken that, the
-    next that is free."""
+    """Ids of requests: the caller's, else the request's number, else the next unused number."""
 
     def __init__(self) -> None:
         self._next = 0
         self._taken: set[int] = set()
 
     def name_of(self, request: Any, number: int) -> Any:
-        """The id under which this request is answered."""
+        """Return the id under which to answer this request."""
         self._next = max(self._next, number)
         self._taken = {taken for taken in self._taken if taken >= self._next}
         if isinstance(request, Mapping) and request.get("id") is not None:
@@ -124,7 +123,7 @@ def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, 
             f"cancelled must be a function without arguments, got {cancelled!r:.40}"
         )
     if heard is not None and not callable(heard):
-        raise SamplingError(f"heard must be a function of a text, got {heard!r:.40}")
+        raise SamplingError(f"heard must be a function of one text argument, got {heard!r:.40}")
     ids, settings = read(request.get("prompt"), options)
     reader = reader_of(lm, ids, settings)
 
@@ -150,10 +149,10 @@ def _opened(lm: Parts, number: int, request: Any, read: Read) -> tuple[Request, 
 
 
 def _adapter(lm: Parts, settings: Settings) -> int | None:
-    """The number of a request's adapter; None where the model has none to choose from."""
+    """Return the index of a request's adapter; None if the model has no adapters."""
     asked = settings.adapter
     if isinstance(asked, list):
-        raise SamplingError(f"a request has one adapter, got {asked!r:.60}")
+        raise SamplingError(f"adapter of a request must be one name, got {asked!r:.60}")
     number = lm.number(asked)
     return number if lm.adapters else None
 

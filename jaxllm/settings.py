@@ -1,4 +1,4 @@
-"""What a call asks for: its options, over the checkpoint's defaults, over the table's."""
+"""Resolved generation options: the call's, else the checkpoint's, else the table's defaults."""
 
 import dataclasses
 import secrets
@@ -19,7 +19,7 @@ from jaxllm.shapes import bucket
 
 DEFAULT_NEW_TOKENS = 256
 
-# generation_config.json's fields that change which tokens come out, and the value without effect.
+# Fields of generation_config.json that would change the tokens, and their neutral values.
 UNSUPPORTED: dict[str, Any] = {
     "diversity_penalty": 0.0,
     "num_beam_groups": 1,
@@ -30,11 +30,11 @@ UNSUPPORTED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `LM.generate` and `LM.stream` were asked for; the field names are the options'.
+    """Options of one call of `LM.generate` or `LM.stream`; most fields have the options' names.
 
-    way: of decoding; own: the options that it takes and plain generation does not. max_new_tokens:
-    a number, or one for each sequence. seed: likewise; never "random", but the number that was
-    drawn for it. adapter: by name, or one for each prompt; None: the model's own.
+    way: the decoding mode; own: the options that it takes and plain generation does not.
+    max_new_tokens: a number, or one per sequence. seed: likewise; "random" is replaced by the
+    number drawn for it. adapter: a name, or one per prompt; None means the default adapter.
     """
 
     way: str
@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def asks_after_each_token(self) -> bool:
-        """Whether Python decides after each token whether to go on."""
+        """Return whether Python must decide after each token whether to continue."""
         return bool(self.stop_strings or self.stopping_criteria)
 
 
@@ -67,12 +67,12 @@ def read_settings(
     kind: Kind = "generate",
     cache_dtype: str | None = None,
 ) -> Settings:
-    """The settings of a call: its options, else generation_config.json, else the defaults.
+    """Return the settings of a call: its options, else generation_config.json, else the defaults.
 
-    kind: of call. cache_dtype: of keys and values, for what they would take.
+    kind: the kind of call. cache_dtype: dtype of keys and values, to estimate the cache's memory.
 
-    Raises SamplingError for an unknown or impossible option, CapacityError when prompt and new
-    tokens exceed the context and no overflow policy is named, or the machine's memory.
+    Raises SamplingError for an unknown or invalid option, CapacityError if prompt and new tokens
+    exceed the context without an overflow policy, or if they exceed the machine's memory.
     """
     chosen = check_values(options)
     defaults = {
@@ -82,7 +82,7 @@ def read_settings(
     }
     given = {**check_values(defaults, "generation_config.json: "), **chosen}
     way = way_of(given, kind)
-    check_ways(chosen, way)  # what the file says beside it is for other ways
+    check_ways(chosen, way)  # the file's other options are for other modes
     new = _budget(config, prompts, given.get("max_new_tokens"), given.get("overflow"))
     eos = given.get("eos_token_id", ())
     fields = {field.name for field in dataclasses.fields(Settings)} & OPTIONS.keys()
@@ -110,8 +110,8 @@ def read_settings(
 
 
 def _own_options(way: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that this way takes and plain generation does not. Where nothing is drawn a
-    processor's option is the decoder's own too, unless it is off."""
+    """Return the options that this mode takes and plain generation does not. For modes that do not
+    sample they include active processor options, which such a decoder applies itself."""
     taken = {name: option for name, option in OPTIONS.items() if way in option.ways}
     own = {n: given.get(n, o.default) for n, o in taken.items() if PLAIN not in o.ways}
     if way not in OPTIONS["do_sample"].ways:
@@ -138,8 +138,8 @@ def _budget(
         if overflow is None and room < max(n, 1):
             raise CapacityError(
                 f"a prompt of {len(prompt)} tokens and {max(n, 1)} new ones exceed the model's"
-                f" context of {config.context_length}. Shorten the prompt or max_new_tokens, or"
-                " let the text overflow (overflow='slide'; --overflow slide)"
+                f" context of {config.context_length}. Shorten the prompt, reduce max_new_tokens,"
+                " or choose an overflow policy (overflow='slide'; --overflow slide)"
             )
         check_border(len(prompt), len(prompt) + n - 1, config)
         new.append(n)
@@ -149,33 +149,33 @@ def _budget(
 def _check_memory(
     config: ModelConfig, rows: int, longest: int, asked: Mapping[str, Any], cache_dtype: str | None
 ) -> None:
-    """Raise CapacityError where the cache and the text of so many rows exceed the machine."""
+    """Raise CapacityError if the cache and the tokens of `rows` texts exceed the memory."""
     capacity = bucket(longest)
     if asked["overflow"] is not None:
         capacity = min(capacity, config.usual_capacity)
-    per_place = 8 + 8 * asked["top_logprobs"]  # token and log-probability; of the likeliest too
+    per_place = 8 + 8 * asked["top_logprobs"]  # bytes of token id and log-probability
     text = rows * (bucket(longest) * per_place + 4 * config.vocab_size)
     check_memory(
         cache_nbytes(config, rows, capacity, cache_dtype) + text,
-        f"{rows:,} texts of up to {longest:,} tokens, each with {asked['top_logprobs']:,} of the"
-        " likeliest at each step",
+        f"{rows:,} texts of up to {longest:,} tokens, with {asked['top_logprobs']:,} top_logprobs"
+        " per step",
     )
 
 
 def _seed(asked: Any) -> int | list[int]:
-    """The seeds, with a number of 63 bits drawn for each "random"."""
+    """Return the seeds, with a 63-bit number drawn for each "random"."""
     if isinstance(asked, list):
         return [_drawn() if seed == "random" else seed for seed in asked]
     return _drawn() if asked == "random" else int(asked)
 
 
 def _drawn() -> int:
-    """The same in all processes of a group."""
+    """Draw a seed that is the same in all processes."""
     return int(distributed.told(lambda: str(secrets.randbits(63))))
 
 
 def draws_tokens(options: Mapping[str, Any], generation: Mapping[str, Any]) -> bool:
-    """Return whether tokens are drawn: do_sample, else a temperature, else the checkpoint's."""
+    """Return whether to sample: do_sample, else a given temperature, else the checkpoint's."""
     if (do_sample := options.get("do_sample")) is not None:
         return bool(do_sample)
     return "temperature" in options or bool(generation.get("do_sample"))
@@ -189,7 +189,9 @@ def _sampler(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int | list[int],
 ) -> Sampler:
-    """Greedy unless asked to sample; penalties, bans and forced tokens apply to both."""
+    """Return a greedy sampler unless sampling is requested. Penalties, bans and forced tokens apply
+    to both.
+    """
     if "sampler" in options:
         sampler: Sampler = options["sampler"]
         return sampler

@@ -1,4 +1,4 @@
-"""Shapes are compiled for: lengths are rounded up to few of them, and ragged rows are padded."""
+"""Padding and bucketing: round lengths up to a few sizes, so that few programs are compiled."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,12 @@ import numpy as np
 
 
 def power_of_two(n: int, least: int = 1) -> int:
-    """The smallest power of two that is at least `n` and `least`."""
+    """Return the smallest power of two that is at least `n`, or `least` if that is larger."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
 
 def bucket(tokens: int) -> int:
-    """The capacity made for this many tokens: few of them, so that few programs are compiled."""
+    """Return the cache capacity for this many tokens: a power of two of at least 128."""
     return power_of_two(tokens, 128)
 
 
@@ -24,9 +24,9 @@ def pad_rows(
     left: bool = False,
     dtype: Any = np.int32,
 ) -> np.ndarray:
-    """Rows of any lengths as one array `[B, T]`, padded on the right or on the left.
+    """Return rows of any lengths as one array `[B, T]`, padded on the right or on the left.
 
-    width: T; by default the longest row.
+    width: T; by default the length of the longest row.
     """
     width = max(map(len, rows), default=0) if width is None else width
     padded = np.full((len(rows), width), fill, dtype)
@@ -38,7 +38,7 @@ def pad_rows(
 def pad_texts(
     texts: Sequence[Sequence[int] | np.ndarray], *, width: int | None = None, left: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of texts, padded with 0, and their positions, padded with -1: int32 `[B, T]`."""
+    """Return token ids, padded with 0, and positions, padded with -1: int32 `[B, T]`."""
     places = [range(len(text)) for text in texts]
     return (
         pad_rows(texts, width=width, left=left),

@@ -1,8 +1,8 @@
-"""The steps: pure functions from (params, cache, tokens) to (logits, new keys and values).
+"""Model steps: pure functions from (params, cache, tokens) to (logits, new keys and values).
 
-`forward` reads a cache, `commit` grows one, and everything else is the two of them: one token,
-a prompt in chunks. Bad input is refused here, on the host, before anything is dispatched; inside
-`jit` the same functions run unchecked.
+`forward` reads a cache and `commit` extends one; `decode_step` (one token) and `prefill` (a prompt
+in chunks) combine the two. Invalid input raises here, on the host, before anything is dispatched;
+inside `jit` the same functions run unchecked.
 """
 
 from functools import partial
@@ -35,19 +35,22 @@ from jaxllm.weights.paths import Params, Placed
 from jaxllm.whole import whole
 
 Segments = tuple[Segment, ...]
-Mass = bool | Literal["layers"]  # none, summed over layers, or layer by layer
-Asked = Mass | Literal["heads"]  # or not summed at all
+Mass = bool | Literal["layers"]  # none, summed over layers, or per layer
+Asked = Mass | Literal["heads"]  # or not summed over heads and queries
 Carry = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
 class Output(struct.PyTreeNode):
-    """What `forward` returns.
+    """Result of `forward`. Fields after `delta` are None unless requested.
 
-    logits: float32 `[B, T, V]`. delta: what `commit` takes. hidden_states: the embeddings, then
-    every block's output (the last after the final norm), `[B, T, D]`; None unless asked for.
-    attention_mass: what the cache's slots and then the new tokens received in attention, float32
-    `[B, S + T]`, or `[layers, B, S + T]`; None unless asked for. attention_weights: the softmax
-    weights themselves, float32 `[layers, B, N, T, S + T]`; None unless asked for.
+    Attributes:
+        logits: float32 `[B, T, V]`.
+        delta: the new keys and values, for `commit`.
+        hidden_states: the embeddings, then the output of each block (the last after the final
+            norm), `[B, T, D]` each.
+        attention_mass: the attention weight received by each cache slot and then each new token,
+            float32 `[B, S + T]` or `[layers, B, S + T]`.
+        attention_weights: the softmax weights, float32 `[layers, B, N, T, S + T]`.
     """
 
     logits: jax.Array
@@ -68,23 +71,32 @@ def forward(
     attention_mass: Mass = False,
     attention_weights: bool = False,
 ) -> Output:
-    """Run tokens against a cache without changing or copying it.
+    """Run tokens against a cache without modifying or copying it.
 
-    tokens_BT: integer ids `[B, T]`. positions_BT: absolute positions, -1 for padding, which may
-    stand anywhere; by default each row goes on from where the cache ends. cache: None for none.
-    attention_mass: True also returns each slot's softmax weights summed over queries, heads and
-    layers (a row's mass is T x heads x layers), "layers" each layer's own; that reads the keys a
-    second time. attention_weights: also return what each head of each token gives to every slot
-    and new token: layers x B x N x T x (S + T) numbers, for texts to look at. One of the two. What
-    is not asked for is not computed.
+    Optional outputs are computed only if requested.
 
-    Raises TokenError for ids outside the vocabulary, positions outside the model, or arrays of
-    another shape; CacheMismatchError for a cache of another model or batch.
+    Args:
+        cache: None for an empty context.
+        tokens_BT: integer ids `[B, T]`.
+        positions_BT: absolute positions, with -1 for padding, which may stand anywhere; by default
+            each row continues at the end of the cache.
+        hidden_states: also return the hidden states.
+        attention_mass: True also returns each slot's softmax weights summed over queries, heads and
+            layers (a row sums to T x heads x layers); "layers" returns a sum per layer. It reads
+            the keys a second time.
+        attention_weights: also return the softmax weights of every head and query: layers x B x N x
+            T x (S + T) numbers, for inspecting short texts. Excludes `attention_mass`.
+
+    Raises:
+        TokenError: for ids outside the vocabulary, positions out of range, or wrong shapes.
+        CacheMismatchError: for a cache of another model or batch size.
     """
     check_model(model, params)
     _check_mass(attention_mass)
     if attention_weights and attention_mass is not False:
-        raise ConfigError("attention_mass is the sum of attention_weights: ask for one of them")
+        raise ConfigError(
+            "attention_mass is the sum of attention_weights. Request only one of them"
+        )
     asked: Asked = "heads" if attention_weights else attention_mass
     tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
     past = (cache.segments, cache.memory) if cache is not None else ((), ())
@@ -120,19 +132,19 @@ def decode_step(
     attention_mass: Mass = False,
     donate: bool = False,
 ) -> Any:
-    """`forward` and `commit` of one token a row: `(logits [B, V], cache)`.
+    """Run and commit one token per row; return `(logits [B, V], cache)`.
 
     `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
-    for `forward`; the mass, by the slots of the cache that is returned, `[B, S]` or
-    `[layers, B, S]`, is then the third thing returned.
+    for `forward`; the third item returned is then the mass per slot of the new cache, `[B, S]` or
+    `[layers, B, S]`.
 
-    Raises what `forward` raises, and CapacityError when the cache is full.
+    Raises what `forward` raises, and CapacityError if the cache is full.
     """
     check_model(model, params)
     check_usable(cache)
     token_B = as_array("tokens", token_B)
     if token_B.ndim != 1:
-        raise TokenError(f"decode_step takes one token a row, [B]; got shape {token_B.shape}")
+        raise TokenError(f"decode_step takes one token per row, [B], got shape {token_B.shape}")
     _check_mass(attention_mass)
     tokens_BT, positions_BT = checked(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
@@ -179,15 +191,19 @@ def prefill(
     attention_mass: Mass = False,
     donate: bool = False,
 ) -> Any:
-    """Run a prompt in chunks of `chunk` tokens: `(logits [B, V] of each row's last token, cache)`.
+    """Run and commit a prompt in chunks; return `(logits [B, V] of each row's last token, cache)`.
 
-    lengths_B: how many tokens of each row are real, the rest is padding on the right; or
-    positions_BT `[B, T]`, with -1 for padding anywhere. Every row needs at least one real token.
-    Prompts shorter than a chunk are padded to a power of two, so that few programs are compiled.
-    `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
-    for `decode_step`, summed over the prompt.
+    Every row needs at least one real token. Prompts shorter than a chunk are padded to a power of
+    two, so that few programs are compiled. `cache` stays valid, at the cost of a copy of its tail,
+    unless `donate=True`.
 
-    Raises what `forward` raises, and CapacityError when the prompt does not fit.
+    Args:
+        lengths_B: the number of real tokens per row; the rest is padding on the right.
+        positions_BT: instead of `lengths_B`, positions `[B, T]` with -1 for padding anywhere.
+        chunk: tokens per chunk.
+        attention_mass: as for `decode_step`, summed over the prompt.
+
+    Raises what `forward` raises, and CapacityError if the prompt does not fit.
     """
     check_model(model, params)
     _check_mass(attention_mass)
@@ -201,7 +217,7 @@ def prefill(
     tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
     check_fits(cache, positions_BT)
     if is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
-        raise TokenError("prefill: a row without a single real token has no last logits")
+        raise TokenError("prefill: every row needs at least one real token")
     T = tokens_BT.shape[1]
     width = chunk if chunk <= T else min(chunk, power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))
@@ -226,15 +242,20 @@ def run(
     memory: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
 ) -> tuple[Trace, Delta, jax.Array | None]:
-    """The model on checked input: what every step, compiled or not, is made of.
+    """Apply the model to checked input; return its trace, the delta and the attention mass.
 
-    memory: the cache's; only models that have one are given one.
-    length_B: the length of the whole text, where these tokens are one chunk of it. column_B: the
-    column of each row whose logits are wanted. document_BT: which of several documents each token
-    is of; those of one do not see another's. The third thing returned is the attention mass.
+    All steps, compiled or not, call this function.
+
+    Args:
+        length_B: the length of the whole text if these tokens are one chunk of it.
+        column_B: the column of each row whose logits to compute; by default all.
+        memory: the cache's memory, for models that have one.
+        document_BT: the document that each token belongs to; documents do not attend to each other.
     """
     if segments and not memory and any(map(model.config.memory, range(len(segments[0].k)))):
-        raise ConfigError("this model's layers keep a memory, which this way of running lacks")
+        raise ConfigError(
+            "this model's layers keep a memory, which this operation does not support"
+        )
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
@@ -271,15 +292,15 @@ def run_and_commit(
     position_BT: jax.Array,
     **asked: Any,
 ) -> Carry:
-    """`run` against a cache, and its commit: logits, the tail, and the mass by the cache's slots.
+    """Run tokens and commit them; return logits, the new tail, and the mass per cache slot.
 
-    tail: the cache without its frozen segments. asked: what else `run` takes.
+    tail: the cache without its frozen segments. asked: further arguments of `run`.
     """
     segments = (*frozen, tail.tail)
     trace, delta, mass = run(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
     )
-    # The last layer, which nothing after it waits for, reads its slots before they are written.
+    # The write must wait for the last layer's read, which no later layer orders before it.
     split = isinstance(model, Placed) and model.splits(token_BT.shape[1])
     after = () if split else trace.reads
     after = after if mass is None or not after else (*after, mass)
@@ -366,7 +387,7 @@ def _prefill(
 def _no_mass(
     config: ModelConfig, tail: KVCache, frozen: Segments, attention_mass: Mass
 ) -> jax.Array | None:
-    """Zeros for the mass of all slots, to which steps add; None where it is not wanted."""
+    """Return zeros to accumulate the mass of all slots in; None if it is not requested."""
     if attention_mass is False:
         return None
     layers = (config.num_hidden_layers,) if attention_mass == "layers" else ()
@@ -375,7 +396,7 @@ def _no_mass(
 
 
 def _compiled(step: Any, static: tuple[int, ...]) -> tuple[Any, Any]:
-    """The step compiled twice: leaving its cache alone, and writing into it."""
+    """Return the step as two programs: one that copies its cache, one that donates it."""
     return Program(step, static=static), Program(step, static=static, donated=0)
 
 
@@ -386,7 +407,7 @@ _PREFILL = _compiled(_prefill, (2, 6, 7))
 def _grow(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
 ) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, jax.Array]:
-    """Call a compiled step on the tail; frozen segments go in but not out, so are never copied."""
+    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied."""
     tail = cache.replace(frozen=())
     logits_BV, tail, mass = compiled[donate](tail, cache.frozen, *args)
     cache = tail.replace(frozen=cache.frozen)

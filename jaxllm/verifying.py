@@ -1,4 +1,4 @@
-"""Verification in one call: a checkpoint against transformers, or against another variant of it."""
+"""`verify`: compare a model with transformers, or with another variant of the model."""
 
 import contextlib
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm import process
-from jaxllm.api import LM
+from jaxllm.api import LM, load
 from jaxllm.checkpoint import in_memory
 from jaxllm.convert.engine import FORM, write_hf
 from jaxllm.errors import ConfigError
@@ -19,14 +19,14 @@ from jaxllm.evaluate.equivalence import compare as equivalence
 from jaxllm.evaluate.equivalence.difference import Tolerance
 from jaxllm.evaluate.equivalence.first import of_first
 from jaxllm.evaluate.equivalence.sides import Case, Ours, Side
-from jaxllm.loading import load, open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.weights.formats import format_of
 from jaxllm.weights.paths import flatten, map_leaves, of_one_device
 from jaxllm.weights.quantize import Rules, dequantize
 from jaxllm.whole import dtype_name
 
 TRANSFORMERS = "transformers"
-# What both sides read: plain prose, none of any model's own.
+# The test prompt for both backends: plain prose.
 TEXT = """\
 Every evening the keeper of the lighthouse climbed two hundred and twelve steps, trimmed the lamp
 and wrote down what he saw. On most days it was water. "A grey sea," he wrote, "and a wind from
@@ -54,18 +54,21 @@ def verify(
     exact: Side | None = None,
     show_progress: bool | None = None,
 ) -> equivalence.Report:
-    """Compare a model with a reference: every stage of a case, the cache, and greedy text.
+    """Compare a model with a reference: all activations, the cache, and greedily decoded tokens.
 
-    model: as `load` takes it, or loaded. reference: "transformers", which runs the same weights; or
-    another model. Either may be a side of `jaxllm.evaluate.equivalence.sides`, the model with a
-    case. case: by default two prompts of unequal length, `length` tokens the longer. name: of the
-    model in the report. files: where a loaded model's weights are, so that they need not be written
-    for transformers. dtype: of a model that is loaded here, by default "float32". reference_dtype:
-    by default the same for transformers, float32 otherwise. The rest is as for
-    `equivalence.compare.verify`.
+    Args:
+        model: as for `load`, or a loaded model, or an `Ours`, which requires `case`.
+        reference: "transformers" with the same weights, another model, or a `Side`.
+        case: by default two prompts of different lengths, the longer with `length` tokens.
+        name: the model's name in the report.
+        files: the directory of a loaded model's weights, which saves writing them for transformers.
+        dtype: dtype of a model loaded here; by default "float32".
+        reference_dtype: by default `dtype` for transformers, "float32" otherwise.
+        new_tokens, tolerance, exact: as for `equivalence.compare.verify`.
 
-    The report `holds`, or names the `first` stage that does not; `evaluate.report.to_text` prints
-    it. Raises ConfigError without transformers, and what `load` and `equivalence.verify` raise.
+    Returns a report that `holds`, or names the `first` activation that differs;
+    `evaluate.equivalence.report.to_text` formats it. Raises ConfigError without transformers, and
+    what `load` and `equivalence.verify` raise.
     """
     dtype = None if dtype is None else dtype_name("dtype", dtype)
     if reference_dtype is not None:
@@ -77,7 +80,7 @@ def verify(
     }
     if isinstance(model, Ours):
         if case is None or isinstance(reference, str | Path | LM):
-            raise ConfigError("verify compares a side with another side, in a case")
+            raise ConfigError("verify of an Ours requires a Side as the reference, and a case")
         return equivalence.verify(model, reference, case, exact=exact, **options)
     if isinstance(model, LM):
         lm, dtype = model, dtype or model.model.precision.activations
@@ -98,7 +101,7 @@ def verify(
 def _sides(
     files: str | Path | None, lm: LM, plain: str, reference: Any, dtype: str | None
 ) -> Iterator[tuple[Any, Any]]:
-    """What to compare with, and the float32 side that drift is measured from, if any."""
+    """Yield the reference, and a float32 reference to measure drift from, if there is one."""
     if reference == TRANSFORMERS:
         from jaxllm.evaluate.equivalence.reference import Transformers
 
@@ -117,7 +120,7 @@ def _sides(
 
 
 def _in_float32(directory: Path) -> Side:
-    """What drift is measured from."""
+    """Load transformers in float32, to measure drift from."""
     from jaxllm.evaluate.equivalence.reference import Transformers
 
     exact = Transformers.load(directory, "float32")
@@ -125,18 +128,18 @@ def _in_float32(directory: Path) -> Side:
 
 
 def _other(reference: str | Path, dtype: str) -> Side:
-    """Another checkpoint, on one device."""
+    """Load another checkpoint, on one device."""
     other = load(reference, dtype=dtype)
     return Ours(f"{reference} ({dtype})", other.model, other.params)
 
 
 @contextlib.contextmanager
 def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iterator[Path]:
-    """A directory that transformers can load: the checkpoint's own, or one written for the time.
+    """Yield a directory that transformers can load: the checkpoint's own, or a temporary one.
 
-    files: the checkpoint that lm has its weights from, None where only lm has them. Where they are
-    in other formats than `dtype`, they are written as they are dequantized. Of several processes
-    the first has it.
+    files: the checkpoint that the weights came from, or None to write lm's weights. Weights in
+    formats other than `dtype` are dequantized and written. With several processes, only process 0
+    has the files.
     """
     opened = open_checkpoint(files or lm.path)
     rounded = any(format_of(leaf) != dtype for _, leaf in flatten(lm.params))

@@ -1,6 +1,4 @@
-"""Numbers as arguments: whole ones (Python's, numpy's and JAX's, never a bool), token ids, and
-formats of numbers.
-"""
+"""Argument validation: integers (of Python, NumPy or JAX, never a bool), token ids and dtypes."""
 
 import operator
 from typing import Any
@@ -11,7 +9,7 @@ from jaxllm.errors import ConfigError, JaxllmError, SamplingError, TokenError
 
 Dtype = Any  # a name ("bfloat16", "bf16"), or a dtype or scalar type of NumPy, JAX or PyTorch
 
-# What people call the formats of numbers.
+# Common names of dtypes.
 SPELLINGS = {
     **dict.fromkeys(("float32", "fp32", "f32", "float"), "float32"),
     **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
@@ -20,25 +18,25 @@ SPELLINGS = {
 
 
 def is_whole(x: Any) -> bool:
-    """Whether x is a whole number, of Python, numpy or (an array without axes) JAX."""
+    """Return whether x is an integer of Python, NumPy or JAX (a 0-d array), and not a bool."""
     if isinstance(x, bool | np.bool_):
         return False
     try:
         operator.index(x)
-    except TypeError:  # a tracer's too: inside jit nobody knows its number
+    except TypeError:  # also for tracers, which have no value
         return False
     return True
 
 
 def is_number(x: Any) -> bool:
-    """Whether x is a number, of Python or numpy; NaN and infinity are."""
+    """Return whether x is a number of Python or NumPy, NaN and infinity included; not a bool."""
     return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
 
 
 def whole(
     name: str, x: Any, least: int, most: int | None = None, error: type[JaxllmError] = SamplingError
 ) -> int:
-    """x as an int. Raises `error`, by name, for what is no whole number from least to most."""
+    """Return x as an int. Raises `error` unless x is an integer from `least` to `most`."""
     number = operator.index(x) if is_whole(x) else least - 1
     if number < least or (most is not None and number > most):
         up = "up" if most is None else f"to {most}"
@@ -47,14 +45,14 @@ def whole(
 
 
 def check_seed(seed: Any) -> int:
-    """Return a seed of training. JAX's keys take 32 bits; ConfigError for what does not fit."""
+    """Return a training seed. Raises ConfigError unless it has 32 bits, as JAX's keys take."""
     return whole("seed", seed, 0, (1 << 32) - 1, ConfigError)
 
 
 def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
-    """Lists, or an array, of whole numbers as a numpy array.
+    """Return lists or an array of integers as a NumPy array.
 
-    Raises `error`, with the name, for anything else, ragged lists and more than 64 bits.
+    Raises `error` for other types, ragged lists and integers of more than 64 bits.
     """
     try:
         array = np.asarray(x)
@@ -70,9 +68,9 @@ def whole_array(name: str, x: Any, error: type[JaxllmError]) -> np.ndarray:
 
 
 def format_name(x: Dtype) -> Any:
-    """Return the full name of a number format; other values are returned as they are.
+    """Return the full name of a dtype; return other values unchanged.
 
-    x: a name or a short one ("bf16"), or a dtype or scalar type of NumPy, JAX, ml_dtypes, PyTorch.
+    x: a name or alias ("bf16"), or a dtype or scalar type of NumPy, JAX, ml_dtypes or PyTorch.
     """
     if type(x).__module__ == "torch" and type(x).__name__ == "dtype":
         x = str(x).removeprefix("torch.")
@@ -85,11 +83,11 @@ def format_name(x: Dtype) -> Any:
 
 
 def dtype_name(name: str, x: Dtype, *more: str) -> str:
-    """Return the full name of a floating-point format, or of one of `more`.
+    """Return the full name of a floating-point dtype, or of one of `more`.
 
     Args:
-        name: what the argument is called, for the message.
-        x: as `format_name` takes it.
+        name: the argument's name, for the message.
+        x: as for `format_name`.
 
     Raises:
         ConfigError: for anything else.
@@ -110,17 +108,17 @@ def token_array(what: str, ids: Any) -> np.ndarray:
         what: the text's name, for the message.
 
     Raises:
-        TokenError: for other things than integers, for several rows, and for ids beyond int32.
+        TokenError: for non-integers, several rows, and ids beyond int32.
     """
     found = whole_array(what, ids, TokenError)
     if found.ndim != 1:
         raise TokenError(
-            f"{what} must be a list of token ids, got shape {found.shape}: {ids!r:.60}. Give each"
-            " text by itself"
+            f"{what} must be one list of token ids, got shape {found.shape}: {ids!r:.60}. Pass each"
+            " text separately"
         )
     if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
         wrong = found.min() if found.min() < 0 else found.max()
-        raise TokenError(f"{what} has the id {wrong}; ids run from 0 to 2**31 - 1")
+        raise TokenError(f"{what} has token id {wrong}, expected 0 to 2**31 - 1")
     return found.astype(np.int32)
 
 
@@ -134,8 +132,8 @@ def check_ids(
 ) -> None:
     """Raise `error` for the first token id outside the vocabulary.
 
-    token_X: whole numbers, `[B, T]`, `[T]` or one. what: of which the message speaks first ("the
-    prompt: "). real_X: which of them are tokens, bool; by default all.
+    token_X: integers, `[B, T]`, `[T]` or a scalar. what: a prefix of the message ("the prompt: ").
+    real_X: bool mask of the tokens to check; by default all.
     """
     wrong_X = (token_X < 0) | (token_X >= vocab_size)
     wrong_X = wrong_X if real_X is None else wrong_X & real_X

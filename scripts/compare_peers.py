@@ -35,7 +35,7 @@ from jaxllm.bench import Row, Test
 from jaxllm.cli import run_command
 from jaxllm.cli.console import note, write
 from jaxllm.errors import ConfigError, JaxllmError
-from jaxllm.loading import open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.arrays import DTYPES
 

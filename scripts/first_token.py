@@ -38,7 +38,7 @@ IMPORTS = {  # by the first part of a module's name; others belong to who import
     "tokenizers": "import tokenizers",
 }
 STAGES = {  # module: function, and what it does
-    "jaxllm.loading": [
+    "jaxllm.forms": [
         ("open_checkpoint", "reading the configuration, checking names"),
         ("read_texts", "reading the tokenizer"),
     ],

@@ -128,7 +128,7 @@ def how(checkpoint: str, weights: str, cache: str) -> tuple[str | None, Any]:
     """What `jaxllm.load` is to be told: quantize and dtype. "stored": as the checkpoint has it."""
     import dataclasses
 
-    from jaxllm.loading import open_checkpoint
+    from jaxllm.forms import open_checkpoint
     from jaxllm.weights.leaves.arrays import DTYPES
 
     precision = open_checkpoint(checkpoint).precision

@@ -15,7 +15,7 @@ NONE = "none"
 CHILD = """
 import json, resource, sys
 import jax, jaxllm
-from jaxllm.loading import open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.mesh.axes import Axes, parse
 from jaxllm.mesh.placing import per_device
 from jaxllm.mesh.rules import fitted

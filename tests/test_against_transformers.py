@@ -106,7 +106,9 @@ def test_dynamic_rope_equals_transformers_past_the_trained_length(tmp_path: Path
             theirs = twin.torch_model(
                 torch.tensor([[token]]), past_key_values=theirs.past_key_values, use_cache=True
             )
-            with pytest.warns(UserWarning, match=r"stretch with every token past 16 \(dynamic\)"):
+            with pytest.warns(
+                UserWarning, match=r"change with every token beyond 16 \(dynamic NTK\)"
+            ):
                 logits, cache = jaxllm.decode_step(twin.model, twin.params, cache, [token])
             assert_close(logits, theirs.logits[:, -1].numpy())
 

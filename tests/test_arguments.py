@@ -434,26 +434,26 @@ def _made_with(lm: Any, **asked: Any) -> Any:
 REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an LM for its model": (
         lambda lm: jaxllm.forward(lm, lm.params, None, [[5]]),
-        "give lm.model and lm.params",
+        "Pass lm.model and lm.params",
     ),
     "the parameters first": (
         lambda lm: jaxllm.forward(lm.params, lm.model, None, [[5]]),
-        "The model comes first",
+        "Pass the model first",
     ),
     "an LM for its parameters": (
         lambda lm: jaxllm.forward(lm.model, lm, None, [[5]]),
-        "Of an LM give lm.params",
+        "For an LM pass lm.params",
     ),
     "Flax's variables": (
         lambda lm: jaxllm.forward(lm.model, {"params": lm.params}, None, [[5]]),
-        'Give what is under "params"',
+        'Pass the value of "params"',
     ),
     "an LM for a cache's model": (lambda lm: jaxllm.init_cache(lm, 1, 8), "lm.model"),
     "an LM for a draft": (
         lambda lm: jaxllm.speculative_generate(
             lm.model, lm.params, [[5]], draft=lm, max_new_tokens=1
         ),
-        r"give \(lm.model, lm.params\)",
+        r"pass \(lm.model, lm.params\)",
     ),
     "rows of unequal length": (
         lambda lm: jaxllm.prefill(lm.model, lm.params, lm.init_cache(2, 8), [[5, 6], [7]]),
@@ -461,13 +461,13 @@ REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a row without a batch": (
         lambda lm: jaxllm.prefill(lm.model, lm.params, lm.init_cache(1, 8), [5, 6, 7]),
-        r"Of one row give \[ids\]",
+        r"Wrap a single row: \[ids\]",
     ),
     "messages of a chat": (_chat, r"lm.chat_prompt\(messages\)"),
     "pool for pooling": (lambda lm: lm.embed(["a"], pool="mean"), "did you mean pooling"),
     "a mesh as a dict": (
         lambda lm: jaxllm.load("demo:llama", mesh={"tensor": 2}),
-        "written as data=2,tensor=4",
+        "such as data=2,tensor=4",
     ),
     "a mask for rows": (
         lambda lm: caches.select(lm.init_cache(2, 8), [True, False]),
@@ -484,7 +484,7 @@ REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda lm: lm.generate(
             [5], max_new_tokens=1, logits_processor=[lambda ids, scores: scores * 2]
         ),
-        r"\(input_ids, scores\): swap them",
+        r"\(input_ids, scores\): swap the arguments",
     ),
     "a processor of one argument": (
         lambda lm: lm.generate([5], max_new_tokens=1, logits_processor=[lambda scores: scores]),
@@ -498,7 +498,7 @@ REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda lm: lm.generate(
             [5], max_new_tokens=1, stopping_criteria=lambda ids, scores: ids.shape[1] > 3
         ),
-        r"functions of \(text, token ids\)",
+        r"functions \(text, token ids\) -> bool",
     ),
     "a start of another scale": (
         lambda lm: _made_with(lm, lora_alpha=16),

@@ -80,11 +80,11 @@ def test_set_changes_options_of_generation(run: Run) -> None:
     assert "seed = 3\n" not in err
     for wrong, said in {
         "temperatur 1": "no option temperatur: did you mean temperature?",
-        "temperature": "/set temperature has no value",
+        "temperature": "/set temperature needs a value",
         "temperature -1": "temperature must be",
         "num_beams 2": "stream",
         "adapter other": "other",
-        "seed [1, 2]": "takes one seed",
+        "seed [1, 2]": "seed must be one number",
         "stop_strings [1": "/set stop_strings is not valid JSON",
     }.items():
         status, out, err = run(*CHAT, stdin=f"/set {wrong}\nTom\n")
@@ -120,11 +120,11 @@ def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) ->
     user = {"role": "user", "content": "Tom"}
     for content, said in {
         "text": "is not valid JSON",
-        "[]": "should hold a JSON object",
+        "[]": "must hold a JSON object",
         json.dumps({**head, "version": 2, "messages": []}): "version",
-        json.dumps({**head, "messages": [user]}): "messages must alternate: got user",
+        json.dumps({**head, "messages": [user]}): "messages do not alternate: got user",
         json.dumps({**head, "messages": [user | {"role": "tool"}]}): "role",
-        json.dumps({**head, "messages": [user | {"content": 5}]}): "content must be a text",
+        json.dumps({**head, "messages": [user | {"content": 5}]}): "content must be a string",
     }.items():
         file = tmp_path / "file"
         file.write_text(content)
@@ -139,11 +139,11 @@ def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) ->
 
 def test_commands_refuse_wrong_arguments(run: Run) -> None:
     for line, said in {
-        "/nope": "there is no command '/nope'. /help lists them",
-        "/undo 3": "/undo takes nothing",
-        "/save": "/save names no file",
-        "/undo": "there is no line and answer yet",
-        "/regenerate": "there is no line and answer yet",
+        "/nope": "no such command: '/nope'. /help lists the commands",
+        "/undo 3": "/undo takes no argument",
+        "/save": "/save needs a file",
+        "/undo": "the conversation has no answer yet",
+        "/regenerate": "the conversation has no answer yet",
     }.items():
         status, out, err = run(*CHAT, stdin=f"{line}\n")
         assert (status, out, err.count("\n")) == (1, "", 1)
@@ -159,7 +159,7 @@ def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
     assert len(set(out.splitlines())) == 1, "as if the line had not been there"
     tokens = len(lm.tokenizer.encode(line))
     assert f"got {tokens:,} tokens" in err
-    assert "512 in all. Shorten it. The line is dropped" in err
+    assert "512 in total. Shorten it. The line is dropped" in err
 
 
 def test_a_conversation_goes_on_after_a_cache_slid(run: Run) -> None:
@@ -185,7 +185,7 @@ def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path
         run(*asked, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]
     )
     (model / "tokenizer.json").unlink()
-    assert "has no tokenizer, and a chat is text" in run(*asked, stdin="Tom\n")[2]
+    assert "has no tokenizer, which chat requires" in run(*asked, stdin="Tom\n")[2]
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_control_c_clears_a_line_and_leaves_twice(
 ) -> None:
     assert typed("half\x03one\r") == ["one\n"]
     assert typed("\x03one\r") == ["one\n"]
-    assert capsys.readouterr().err == "Ctrl-C again or Ctrl-D leaves\n"
+    assert capsys.readouterr().err == "press Ctrl-C again or Ctrl-D to leave\n"
     assert typed("\x03\x03") == [terminal.INTERRUPTED]
     assert typed("\x04") == [terminal.LEFT]
     assert typed("half\x04\x03\x04") == [terminal.LEFT]
@@ -239,7 +239,7 @@ def test_a_history_that_others_own_is_not_used(
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(terminal.VARIABLE, str(wrong))
         assert terminal.history_file() is None
-        assert f"lines are not kept in {wrong}: " in capsys.readouterr().err
+        assert f"cannot save lines in {wrong}: " in capsys.readouterr().err
 
 
 def test_a_long_history_loses_its_older_half(

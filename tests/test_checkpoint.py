@@ -56,11 +56,11 @@ def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Pa
         ({"model": {**model, "hidden_size": [40]}}, "model: hidden_size must be a whole number"),
         ({"model": {**model, "colour": 1}}, "model: unknown colour"),
         ({"model": {**model, "model_type": ["gpt2"]}}, "model_type .* is not supported"),
-        ({"precision": {**precision, "cache": ["int8"]}}, "precision: cache must be a text"),
-        ({"precision": {**precision, "overrides": [["(.+)+x\\1", {}]]}}, "no valid regex"),
+        ({"precision": {**precision, "cache": ["int8"]}}, "precision: cache must be a string"),
+        ({"precision": {**precision, "overrides": [["(.+)+x\\1", {}]]}}, "not a valid regex"),
         ({"precision": {**precision, "overrides": [["x", {"a": 1}]]}}, "precision: unknown a"),
         ({"colour": 1}, "unknown field colour"),
-        ({"formats": {"wte.weight": 8}}, "must be a text"),
+        ({"formats": {"wte.weight": 8}}, "must be a string"),
     ):
         edit_config(directory, **{**good, **change})
         with pytest.raises((CheckpointError, ConfigError), match=words):

@@ -92,11 +92,11 @@ def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
     held = int(err.split(f"{file}: ")[1].split()[0])
     _, out, err = story(text + plain, "--prompt-cache", file)
     assert out == story(text + plain)[1]
-    assert f"{held} of the prompt's {held + 1} tokens are not run again; it holds {held}," in err
+    assert f"{held} of the prompt's {held + 1} tokens are cached; the file holds {held}," in err
     assert f"{held + 12} tokens written" in err
     whole = file.read_bytes()
     for refused, options in {
-        "holds another text": ("-p", "One day"),
+        "caches another text": ("-p", "One day"),
         "model_type": ("-p", text, "-m", "demo:gpt2"),
         "has weights 'float16', the model's 'float32'": ("-p", text, "--dtype", "float32"),
     }.items():
@@ -162,7 +162,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     assert "line 6 has no prompt" in answers[6]["error"]
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[8]["error"]
-    assert "takes no num_beams" in answers[9]["error"]
+    assert "does not take num_beams" in answers[9]["error"]
     status, _, err = run(*batch)
     assert status == 1
     assert f"{out} exists: name another file" in err
@@ -214,11 +214,11 @@ def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
     assert status == 1
     assert out.count("\n") == 3
     refused, forgotten = err.splitlines()
-    assert "expected at most 512 in all. /undo, /reset or /set overflow slide" in refused
-    assert forgotten == "forgotten"
+    assert "expected at most 512 in total. Use /undo, /reset or /set overflow slide" in refused
+    assert forgotten == "all messages removed"
     status, out, err = run(*chat, "--overflow", "slide", stdin=long * 3)
     assert (status, out.count("\n")) == (0, 3)
-    assert err == "(forgot the 1 oldest turns)\n"
+    assert err == "(dropped the 1 oldest turns)\n"
 
 
 def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("batch", none, prompts, "--out", away): nowhere,
         ("batch", none, prompts, "--out", tmp_path): "is a directory",
         ("batch", none, away): f"cannot read {away}",
-        ("batch", none, prompts, "--resume"): "goes on with --out FILE",
+        ("batch", none, prompts, "--resume"): "--resume requires --out FILE",
         ("batch", none, prompts, "--task", "scores"): "did you mean score",
         ("batch", none, prompts, "--task", "score", "-n", 5): "takes no --max-new-tokens",
         ("batch", none, prompts, "--task", "embed", "-o", "pool=cls"): "no option pool",
@@ -366,9 +366,9 @@ def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
     for arguments, message in {
         ("demo:llama", taken): "already holds a checkpoint",
         ("nowhere", small): "nowhere is not a directory",
-        ("demo:llama", small, "--bits", 5): "a weight format is one of",
-        ("demo:llama", small, "--group", 48): "a group is of 32, 64 or 128 columns",
-        ("demo:llama", small, "--bits", 3, "--group", 16): "a group is of 32, 64 or 128 columns",
+        ("demo:llama", small, "--bits", 5): "weight format must be one of",
+        ("demo:llama", small, "--group", 48): "group size must be 32, 64 or 128 columns",
+        ("demo:llama", small, "--bits", 3, "--group", 16): "group size must be 32, 64 or 128",
         ("demo:llama", small, "--format", "int5"): "got 'int5'",
         ("demo:llama", small, "--rules", broken): f"--rules {broken}",
         ("demo:llama", small, "--rules", "nowhere.json"): "--rules: cannot read nowhere.json",
@@ -414,7 +414,7 @@ def test_bench_in_every_form(run: Run) -> None:
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
     status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "--json")
     assert status == 0
-    assert "pp600: left out, the model's context is 512" in err
+    assert "pp600: skipped, longer than the model's context of 512" in err
     found = json.loads(out)
     assert [row["test"] for row in found["rows"]] == ["pp8"]
     assert found["weights_mb"] == 2.1
@@ -459,7 +459,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
     [
         (["generate", "-m", "nowhere"], "nowhere is not a directory"),
         (["generate", "-m", "owner/name"], "write hf:owner/name"),
-        (["generate", "-m", "demo:bert"], "there are demo:gpt2, demo:llama"),
+        (["generate", "-m", "demo:bert"], "expected one of demo:gpt2, demo:llama"),
         (["generate", "-n", "0"], "max_new_tokens"),
         (["generate", "-n", "100000"], "exceed the model's context"),
         (["generate", "--temperature", "-1"], "temperature must be"),
@@ -468,7 +468,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["generate", "--dtype", "int3"], "must be one of"),
         (["info", "/dev/null"], "is not a directory"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
-        (["bench", "--json", "--csv"], "two forms of the output"),
+        (["bench", "--json", "--csv"], "--json and --csv cannot be combined"),
         (["bench", "-r", "0"], "--repetitions must be at least 1"),
         (["bench", "--prompts", "x"], "numbers separated by commas"),
         (["bench", "--decode", "0"], "bench: decode must be at least 1"),

@@ -57,16 +57,16 @@ def flags(command: typer.core.TyperCommand) -> set[str]:
     ("arguments", "message"),
     [
         (["info", "-m", "demo:llama", "x"], "unexpected extra argument(s) (x)"),
-        (["generate", "Once upon a time"], "A prompt goes after the model, or with -p"),
-        (["generate", "-m", ""], "the model's name is empty"),
+        (["generate", "Once upon a time"], "Give a prompt after the model, or with -p"),
+        (["generate", "-m", ""], "the checkpoint path is empty"),
         (["convert", "demo:llama", "x.gguf"], "give --to-gguf TYPE"),
         (["convert", "demo:llama", "nowhere/x"], "no such folder: nowhere"),
         (["quantize", "demo:llama", "nowhere/x/y"], "no such folder: nowhere/x"),
-        (["generate", "--adapter", "nowhere"], "--adapter: nowhere is not there"),
-        (["merge", "demo:llama", "out", "--adapter", "nowhere"], "nowhere is not there"),
-        (["generate", "demo:llama", "One", "-p", "One"], "give one prompt"),
+        (["generate", "--adapter", "nowhere"], "--adapter: nowhere does not exist"),
+        (["merge", "demo:llama", "out", "--adapter", "nowhere"], "nowhere does not exist"),
+        (["generate", "demo:llama", "One", "-p", "One"], "more than one prompt"),
         (["train", "lora", "nowhere", "out", "--data", "x"], "nowhere is not a directory"),
-        (["generate", "--num-beams", "3"], "--num-beams: write -o num_beams=VALUE"),
+        (["generate", "--num-beams", "3"], "--num-beams: use -o num_beams=VALUE"),
         (["generate", "--repeat-penalty", "1.1"], "repetition"),
         (["generate", "--max-tokens", "5"], "--max-new-tokens"),
         (["generate", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
@@ -136,7 +136,7 @@ def test_text_is_a_text_a_file_or_stdin(
     assert found[0][1] == found[1][1] == found[2][1]
     status, out, err = run(*command, file)
     assert (status, out) == (1, "")
-    assert f"write @{file} to read the file" in err
+    assert f"write @{file} to read it" in err
 
 
 def test_stop_is_understood_as_an_option_too(run: Run) -> None:
@@ -178,7 +178,7 @@ def test_flags_of_sampling_are_options_of_generate(
     assert found[0] == found[1]
     status, _, err = run("batch", shallow("llama"), "-", "--seed", "random", stdin='"x"')
     assert (status, err.count("\n")) == (1, 1)
-    with pytest.raises(SamplingError, match="temp: it is called temperature here"):
+    with pytest.raises(SamplingError, match="temp: use temperature"):
         jaxllm.make_sampler(temp=0.7)
 
 

@@ -142,6 +142,6 @@ def test_generate_reports_time_spent_compiling(
     monkeypatch.setattr(programs, "time_compiling", lambda: nullcontext(lambda: 5.5))
     monkeypatch.setattr(programs, "keeps_programs", lambda: kept)
     err = run("generate", "-p", "Tom", "-n", 1)[2]
-    later = "; the programs are kept: the next run starts sooner" * kept
+    later = "; the next run reuses the programs" * kept
     assert err.endswith(f" s (5.5 s of it compiling{later})\n")
     assert json.loads(run("generate", "-p", "Tom", "-n", 1, "--json")[1])["compile_s"] == 5.5

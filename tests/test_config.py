@@ -135,7 +135,7 @@ def test_what_would_divide_by_nothing_is_refused(settings: dict[str, Any], match
 def test_dynamic_scaling_needs_more_than_one_pair() -> None:
     config = random_model("llama")[0].config
     rope = jaxllm.Rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)
-    with pytest.raises(ConfigError, match="head_dim above 2"):
+    with pytest.raises(ConfigError, match="more than 2 rotated dimensions"):
         dataclasses.replace(config, rope=rope, head_dim=2)
 
 

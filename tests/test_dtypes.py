@@ -62,7 +62,7 @@ REFUSING = {
 @pytest.mark.parametrize("x", [3, False, np.float64, "float8"], ids=repr)
 @pytest.mark.parametrize("name", REFUSING)
 def test_other_dtypes_are_refused(name: str, x: Any) -> None:
-    with pytest.raises(ConfigError, match=r"one of float32|quantization rules|must be a text"):
+    with pytest.raises(ConfigError, match=r"one of float32|quantization rules|must be a string"):
         REFUSING[name](x)
 
 

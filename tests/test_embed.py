@@ -113,7 +113,7 @@ def test_what_is_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             run(**options)
     for texts, message in (
-        ([[1], []], "text 1 must be token ids"),
+        ([[1], []], "text 1 must be a non-empty list"),
         ([[1.5]], "text 0 must be an array of integers"),
         (["abc"], "text 0 must be an array of integers"),
         ([[1], [1, 131]], "text 1: token id 131 is outside"),
@@ -121,7 +121,7 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(TokenError, match=message):
             run(texts)
-    with pytest.raises(CapacityError, match="text 1 has 98 tokens; the model's context is 97"):
+    with pytest.raises(CapacityError, match="text 1 has 98 tokens, the model's context is 97"):
         run([[1], [1] * 98])
     assert embeddings(model, params, []).shape == (0, 40)
     table = params["embed_tokens"]["weight"].at[7].set(jnp.nan)
@@ -193,7 +193,7 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give --text, once or more, or --file"),
+        ((), "give either --text"),
         (("--text", "a", "--file", "b"), "one of the two"),
         (("--file", "nowhere"), "cannot read nowhere: No such file"),
         (("--file", "-"), "- has no lines"),
@@ -201,7 +201,7 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
         (("--text", "a", "--layer", "99"), "layer must be"),
         (("--text", "a", "--out", "x.bin"), "must end in .npy or .safetensors"),
         (("--text", "a", "--out", "."), "must end in"),
-        (("--text", "a", "--quantize", "int5"), "a weight format is one of"),
+        (("--text", "a", "--quantize", "int5"), "weight format must be one of"),
         (("--text", "a", "--precision", "nowhere"), "--precision: cannot read nowhere"),
     ],
 )

@@ -228,10 +228,10 @@ def test_a_call_that_nobody_else_knows_is_no_export(
         ({"num_tokens": 0}, "num_tokens must be"),
         ({"max_tokens": N}, r"max_tokens \(4\) must exceed"),
         ({"batch": 0}, "batch must be"),
-        ({"what": []}, "a step is one of prefill, decode; got none"),
+        ({"what": []}, "a step must be one of prefill, decode; got none"),
         ({"what": ["train"]}, "got 'train'"),
-        ({"platforms": ["npu"]}, "a platform is one of cpu, cuda, rocm, tpu; got 'npu'"),
-        ({"native": "maybe"}, "native is one of keep, leave-out; got 'maybe'"),
+        ({"platforms": ["npu"]}, "a platform must be one of cpu, cuda, rocm, tpu; got 'npu'"),
+        ({"native": "maybe"}, "native must be one of keep, leave-out; got 'maybe'"),
     ],
 )
 def test_options_that_are_none(
@@ -271,10 +271,10 @@ def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     ]
     for options, message in {
         (): "already holds an export",
-        ("--form", "rotary"): "gpt2 has no rotary positions",
+        ("--form", "rotary"): "gpt2 has no RoPE",
         ("--form", "square"): "--form takes tokens, embeddings",
         ("--form", "boolean,additive"): "additive contradicts",
-        ("--what", "train"): "a step is one of",
+        ("--what", "train"): "a step must be one of",
         ("--quantize", "int5"): "int5",
     }.items():
         there = base if not options else (base[0], tmp_path / "c", *base[2:])

@@ -84,7 +84,7 @@ def broken_code(directory: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
     "no JSON": (lambda d: (d / "manifest.json").write_text("{"), "is not valid JSON"),
-    "format": (lambda d: change(d, lambda m: m.update(format="onnx")), "is of format 'onnx'"),
+    "format": (lambda d: change(d, lambda m: m.update(format="onnx")), "has format 'onnx'"),
     "version": (lambda d: change(d, lambda m: m.update(version=9)), "version 9"),
     "key": (lambda d: change(d, lambda m: m.pop("weights")), "missing required field weights"),
     "kind": (lambda d: change(d, lambda m: m.update(steps=[])), "steps must be an object"),
@@ -98,10 +98,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: change(d, lambda m: m["weights"].update(file="../weights.safetensors")),
         "not a plain file name",
     ),
-    "weights": (foreign_weights, "not the tensors that manifest.json lists"),
-    "step": (foreign_step, "prefill.stablehlo: not a step that can run"),
-    "nonsense": (not_stablehlo, "decode.stablehlo: not a step that can run"),
-    "code": (broken_code, "decode.stablehlo: not a step that can run"),
+    "weights": (foreign_weights, "tensors differ from those in manifest.json"),
+    "step": (foreign_step, "prefill.stablehlo: not a valid step"),
+    "nonsense": (not_stablehlo, "decode.stablehlo: not a valid step"),
+    "code": (broken_code, "decode.stablehlo: not a valid step"),
     "shape": (
         lambda d: change(d, lambda m: m["steps"]["decode"]["inputs"][0].update(shape=[-1])),
         r"steps\[\.\.\.\]\.inputs\[0\]\.shape\[0\] must be a whole number >= 0",
@@ -118,7 +118,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "feeds": (
         lambda d: change(d, lambda m: m["steps"]["decode"]["feeds"].update(nothing="slots")),
-        "feeds has nothing to slots, and no such arrays",
+        "feeds names unknown arrays, nothing to slots",
     ),
     "link": (
         lambda d: (
@@ -163,7 +163,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
         step(inputs)
     for said in (
         "position_ids is missing",
-        "mask is no input",
+        "mask is not an input",
         "input_ids must be int32 (2, 1), got int32 (2, 2)",
         "slots must be int32 (2, 1), got int64 (2, 1)",
     ):
@@ -189,5 +189,5 @@ def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None
             step.place(tokens, start)
     for form in (Form(embeddings=True), Form(rotary=True), Form(mask="boolean")):
         inputs = input_shapes(model, form, batch=2, num_tokens=N, capacity=M - N)
-        with pytest.raises(ConfigError, match="another form than tokens,positions"):
+        with pytest.raises(ConfigError, match="does not take token ids and positions"):
             dataclasses.replace(step, inputs=inputs).place([[1], [2]])

@@ -252,7 +252,7 @@ def test_an_interrupted_perplexity_says_what_it_had_and_goes_on(tmp_path: Path) 
     assert (process.returncode, out) == (130, b"")
     (said,) = err.decode().splitlines()
     assert "batches done, perplexity " in said
-    assert said.endswith("the same command goes on from journal")
+    assert said.endswith("the same command resumes from journal")
     held = [
         json.loads(line)
         for line in journal.read_bytes().splitlines(keepends=True)

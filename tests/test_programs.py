@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-import jaxllm.loading
+import jaxllm.forms
 from jaxllm import models, programs
 from jaxllm.decode.sampling.sampler import Function
 from jaxllm.programs import Program
@@ -95,7 +95,7 @@ def test_what_is_given_away_is_gone(folder: Path) -> None:
 
 def test_forms_of_parameters_are_recalled(folder: Path) -> None:
     models.param_shapes.cache_clear()
-    model = models.build(jaxllm.loading.open_checkpoint("demo:llama").config)
+    model = models.build(jaxllm.forms.open_checkpoint("demo:llama").config)
     traced = models.param_shapes(model)
     (file,) = folder.glob("*.forms")
     for damage in (None, b"", file.read_bytes()[:-1]):

@@ -288,7 +288,7 @@ def test_token_ids_out_of_range_are_refused(lm: Any, token: int) -> None:
 
 def test_positions_the_model_lacks_are_refused() -> None:
     model, params = random_model("gpt2")
-    with pytest.raises(TokenError, match="position 97 is outside the model"):
+    with pytest.raises(TokenError, match="position 97 is out of range"):
         jaxllm.forward(model, params, None, tokens(1, 98))
     with pytest.raises(TokenError, match="position -2"):
         jaxllm.forward(model, params, None, tokens(1, 1), positions_BT=np.array([[-2]]))
@@ -305,7 +305,7 @@ def test_wrong_shapes_and_foreign_caches_are_refused(lm: Any) -> None:
         jaxllm.forward(model, params, None, np.array([[1.5]]))
     with pytest.raises(TokenError, match="lengths"):
         jaxllm.prefill(model, params, cache, tokens(2, 3), lengths_B=np.array([0, 3]))
-    with pytest.raises(CacheMismatchError, match="2 rows, the tokens 1"):
+    with pytest.raises(CacheMismatchError, match="2 rows, the tokens have 1"):
         jaxllm.forward(model, params, cache, tokens(1, 1))
     other, _ = random_model("llama", num_hidden_layers=3)
     with pytest.raises(CacheMismatchError, match="another model"):
@@ -359,7 +359,7 @@ def test_attention_weights_are_what_the_mass_is_made_of(lm: Any) -> None:
         out.attention_weights.sum(axis=(2, 3)), mass.attention_mass, atol=1e-4
     )
     close(out.logits, mass.logits)
-    with pytest.raises(ConfigError, match="ask for one"):
+    with pytest.raises(ConfigError, match="Request only one"):
         jaxllm.forward(model, params, cache, after, attention_weights=True, attention_mass=True)
 
 

@@ -1,9 +1,9 @@
-"""GGUF, the files of llama.cpp: read as checkpoints, and written.
+"""GGUF, llama.cpp's file format: reader and writer.
 
-header: what a file says, within bounds. blocks: the types of tensors, a row each. stored: a tensor
-as lazy tensors of ours. names: what tensors are called, by family; architecture, families: an
-architecture a row; settings: its keys as a configuration of ours; rotary: its rotary part.
-vocabulary: the tokenizer and the chat template; pre: the ways to split a text, by name. opening:
-all of it as a checkpoint. writing: a checkpoint as a file; super_blocks: numbers as its K types;
-tensor_types: mixtures of types; vocabulary_keys: its tokenizer.
+Reading: header parses a file within bounds; blocks: a table of tensor types; stored: tensors as
+lazy tensors; names: tensor names, by family; architecture, families: a table of architectures;
+settings: keys to configurations and back; rotary: rotary settings; vocabulary: tokenizer and chat
+template; pre: pre-tokenizers, by name; opening: whole files as checkpoints. Writing: writing
+writes files; super_blocks quantizes to K types; tensor_types: mixtures of types; vocabulary_keys:
+tokenizers.
 """

@@ -1,4 +1,4 @@
-"""What an architecture's row is made of, and what all rows share."""
+"""The columns of the table of GGUF architectures, and parts shared by all rows."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,20 +9,26 @@ from jaxllm.models.family import Family
 from ..tables import REQUIRED, Field
 from .names import Module
 
-# Of fields, and of keys without the architecture; what follows from them.
+# From fields and from keys (without the architecture) to derived fields.
 Follows = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A `general.architecture`.
+    """A row of the table: one `general.architecture`.
 
-    family: the models that it is. modules: its tensors. fields: their key, our field, what a
-    missing one means. constants: fields that have one value here, since llama.cpp computes nothing
-    else. follows: more of these, which follow from fields and, as they are read, from keys that
-    are no field. says: fields that a tensor's presence decides. allowed: keys of one meaning only.
-    ignored: without effect on what a model computes. known: keys that follows reads. partial:
-    whether heads may be turned in part.
+    Attributes:
+        family: The family of models.
+        modules: Its tensors.
+        fields: GGUF's keys, our fields, and defaults.
+        constants: Fields that llama.cpp supports with one value only.
+        says: Fields that are true if a tensor is present.
+        allowed: Keys that may only have these values.
+        ignored: Keys without effect on results.
+        rotary: Whether it uses RoPE.
+        partial: Whether RoPE may rotate only a part of each head.
+        follows: Derives fields from other fields and, when reading, from the keys in `known`.
+        known: Keys that only `follows` reads.
     """
 
     family: Family
@@ -38,7 +44,7 @@ class Architecture:
     known: frozenset[str] = frozenset()
 
 
-# Ours from theirs where they agree in all that is read here.
+# Fields that all architectures share.
 SIZES = (
     Field("embedding_length", "hidden_size", REQUIRED),
     Field("feed_forward_length", "intermediate_size", REQUIRED),
@@ -49,13 +55,13 @@ SIZES = (
     Field("context_length", "max_position_embeddings", REQUIRED),
 )
 IGNORED = frozenset({"vocab_size", "attention.value_length", "rope.dimension_count"})  # see below
-# Where llama.cpp has what changes the mathematics: unknown keys that begin so are refused.
+# Prefixes of keys that change llama.cpp's results: unknown keys that begin so are refused.
 MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "wkv.", "xielu.")
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
-    "attention.scale": (0.0,),  # none of its own
+    "attention.scale": (0.0,),  # the default, 1 / sqrt(head size)
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),

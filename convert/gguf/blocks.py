@@ -1,9 +1,8 @@
-"""The types of GGUF's tensors: a row each, with what a block of it stands for.
+"""The table of GGUF's tensor types, with dequantization and quantization of blocks.
 
-Rows are made of blocks, one after the other, of so many columns in so many bytes, little endian
-(ggml's `ggml-common.h`). Numbers are computed in float32 in the order in which ggml has them, so
-they are bit for bit those of ggml's own dequantization; where ggml writes a type itself, so are the
-bytes.
+A tensor row is a sequence of blocks, each with a fixed number of columns and bytes, little endian
+(ggml's `ggml-common.h`). Dequantization computes in float32 in ggml's order, so the numbers are bit
+for bit those of ggml. So are the bytes of types that ggml's Python package can write.
 """
 
 from collections.abc import Callable
@@ -14,15 +13,19 @@ import numpy as np
 
 from .super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
 
-SUPER = 256  # columns of a block of the K types
-SMALL = 32  # of all others
+SUPER = 256  # columns per block of the K types
+SMALL = 32  # columns per block of the other quantized types
 
 
 class Block(NamedTuple):
-    """A type of tensor.
+    """A tensor type.
 
-    numbers: of blocks uint8 `[n, nbytes]`, float32 `[n, columns]`; None for plain numbers of
-    `dtype`. made: the bytes of blocks `[n, columns]` of float32, for types that are written here.
+    Attributes:
+        number: ggml's number of the type.
+        columns, nbytes: The size of a block.
+        dtype: The dtype if the type is not quantized.
+        numbers: Dequantizes blocks uint8 `[n, nbytes]` to float32 `[n, columns]`.
+        made: Quantizes float32 `[n, columns]` to blocks, if the type can be written.
     """
 
     number: int
@@ -34,11 +37,11 @@ class Block(NamedTuple):
     made: Callable[[np.ndarray], np.ndarray] | None = None
 
     def row_bytes(self, columns: int) -> int:
-        """The bytes of a row of so many columns, whole blocks of them."""
+        """Return the size in bytes of a row of `columns` columns, a multiple of the block size."""
         return columns // self.columns * self.nbytes
 
     def dequantized(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of bytes `[R, row_bytes]` as float32 `[R, I]`."""
+        """Dequantize rows of bytes `[R, row_bytes]` to float32 `[R, I]`."""
         if self.dtype is not None:
             return np.ascontiguousarray(rows).view(self.dtype).astype(np.float32)
         assert self.numbers is not None
@@ -46,7 +49,7 @@ class Block(NamedTuple):
         return self.numbers(blocks).reshape(len(rows), -1)
 
     def quantized(self, rows: np.ndarray) -> np.ndarray:
-        """Rows of numbers `[R, I]` as bytes `[R, row_bytes]`."""
+        """Quantize rows of numbers `[R, I]` to bytes `[R, row_bytes]`."""
         if self.dtype is not None:
             with np.errstate(over="ignore"):
                 return np.ascontiguousarray(rows.astype(self.dtype)).view(np.uint8)
@@ -56,18 +59,18 @@ class Block(NamedTuple):
 
 
 def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """The float16 at a place of each block, as float32 `[n, 1]`."""
+    """Read a float16 at byte `begin` of each block, as float32 `[n, 1]`."""
     pair = np.ascontiguousarray(blocks[:, begin : begin + 2])
     return pair.view(np.float16).astype(np.float32)
 
 
 def _nibbles(qs: np.ndarray) -> np.ndarray:
-    """The low four bits of each byte, then the high ones: `[n, B]` to `[n, 2 B]`."""
+    """Unpack the low nibbles, then the high nibbles: `[n, B]` to `[n, 2 B]`."""
     return np.concatenate([qs & 15, qs >> 4], axis=1)
 
 
 def _fifth(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """The fifth bits of 32 codes, from four bytes of each block, as 16 or 0."""
+    """Read the fifth bits of 32 codes from four bytes of each block, as 16 or 0."""
     bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
     return bits << 4
 
@@ -97,7 +100,7 @@ def _q5_1(blocks: np.ndarray) -> np.ndarray:
 
 
 def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scales and the minima of 8 runs of 32 columns, uint8 `[n, 8]`, from 12 bytes each."""
+    """Unpack 12 bytes to the scales and minima of 8 runs of 32 columns, uint8 `[n, 8]` each."""
     first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (high & 15) | (first >> 6 << 4)], axis=1)
     minima = np.concatenate([second & 63, (high >> 4) | (second >> 6 << 4)], axis=1)
@@ -105,19 +108,19 @@ def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def runs(qs: np.ndarray) -> np.ndarray:
-    """128 bytes as 8 runs of 32 codes of four bits `[n, 8, 32]`: of 32 bytes the low ones first."""
+    """Unpack 128 bytes to 8 runs of 32 4-bit codes `[n, 8, 32]`, per 32 bytes low nibbles first."""
     bytes_ = qs.reshape(-1, 4, 1, 32)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(-1, 8, 32)
 
 
 def fifth_bits(qh: np.ndarray) -> np.ndarray:
-    """The fifth bits of those runs, as 16 or 0: bit r of byte i is that of code i of run r."""
+    """Unpack fifth bits of runs, as 16 or 0: bit r of byte i belongs to code i of run r."""
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     return (qh[:, None, :] >> shifts & 1) << 4
 
 
 def scaled(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the codes of 8 runs are times, and what is taken from them: float32 `[n, 8]`; exact."""
+    """Return the scales and minima of 8 runs, float32 `[n, 8]`, exact: c stands for c s - m."""
     scales, minima = six_bits(blocks[:, 4:16])
     return scales * _half(blocks, 0), minima * _half(blocks, 2)
 
@@ -137,7 +140,7 @@ def _q5_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def six_bit_codes(blocks: np.ndarray) -> np.ndarray:
-    """The codes of Q6_K's 16 runs of 16, uint8 `[n, 256]`, 0 to 63."""
+    """Unpack the codes of Q6_K's 16 runs of 16, uint8 `[n, 256]`, 0 to 63."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
@@ -154,7 +157,7 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 def _made_q8_0(blocks: np.ndarray) -> np.ndarray:
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     steps = blocks * _inverse(scale)
-    away = np.floor(np.abs(steps))  # to the nearest, halves away from zero, as C's roundf
+    away = np.floor(np.abs(steps))  # round half away from zero, like C's roundf
     away = away + np.floor(2 * (np.abs(steps) - away))
     codes = (np.sign(steps) * away).astype(np.int8)
     return np.concatenate([_as_half(scale), codes.view(np.uint8)], axis=1)
@@ -182,7 +185,7 @@ def _made_q5_1(blocks: np.ndarray) -> np.ndarray:
 
 
 def _five_bits(codes: np.ndarray) -> np.ndarray:
-    """Return codes of five bits `[n, 32]` as bytes: four of fifth bits, then nibbles."""
+    """Pack 5-bit codes `[n, 32]` to bytes: four bytes of fifth bits, then nibbles."""
     low, fifth = codes & 15, np.packbits(codes >> 4, axis=1, bitorder="little")
     return np.concatenate([fifth, low[:, :16] | low[:, 16:] << 4], axis=1)
 
@@ -214,7 +217,7 @@ BLOCKS = {row.number: row for row in _ROWS}
 BY_NAME = {row.name: row for row in _ROWS}
 WRITTEN = tuple(row.name for row in _ROWS if row.dtype is not None or row.made is not None)
 
-# What is refused, by name.
+# Names of types that are refused.
 NAMES = {
     9: "Q8_1",
     10: "Q2_K",

@@ -1,4 +1,4 @@
-"""The families that GGUF has, a row each: what llama.cpp computes for an architecture."""
+"""The table of GGUF architectures: what llama.cpp computes for each, as a configuration."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ from ..tables import REQUIRED, Field
 from . import names
 from .architecture import SIZES, Architecture
 
-MAX_LAYERS = 1024  # that a configuration may have
+MAX_LAYERS = 1024
 RMS = (*SIZES, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
 LAYER_NORM = (*SIZES, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
 SLIDING = Field("attention.sliding_window", "sliding_window", None)
@@ -35,7 +35,7 @@ EXPERTS = (
 SILU = {"hidden_act": "silu"}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIASES = {**BIASES, "mlp_bias": "blk.0.ffn_gate.bias"}
-# What says of experts what llama.cpp does to them anyway.
+# Keys of expert routing, with the values that match what llama.cpp computes.
 ROUTING: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),  # softmax
     "expert_group_count": (0, 1),
@@ -47,7 +47,7 @@ ROUTING: dict[str, tuple[Any, ...]] = {
 
 
 def _layers(count: Any) -> range:
-    """The numbers of layers; none where that is no number of layers, which is refused later."""
+    """Return the layer numbers; none for an invalid count, which is refused later."""
     return range(count) if type(count) is int and count <= MAX_LAYERS else range(0)
 
 
@@ -63,19 +63,21 @@ def _all_full(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, A
 def _gemma(
     fields: Mapping[str, Any], data: Mapping[str, Any], period: int, largest: int
 ) -> dict[str, Any]:
-    """Each `period`th layer sees all. Queries are divided by the root of a head's numbers, but in
-    the largest model, which is known by its layers, by that of a head's share of the stream.
+    """Derive layer types and the query scale.
+
+    Each `period`th layer has full attention. Queries are scaled by 1 / sqrt(head_dim), except in
+    the model with `largest` layers, where it is 1 / sqrt(hidden_size / heads).
     """
     count, share = fields["num_hidden_layers"], fields["head_dim"]
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     if count == largest and type(hidden) is int and type(heads) is int and heads > 0:
         share = hidden // heads
     pattern = data.get("attention.sliding_window_pattern", period)
-    if isinstance(pattern, tuple) and len(pattern) == count:  # whether each sees a window
+    if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
         slides = _layer_types(count, lambda i: pattern[i])
     elif type(pattern) is int and pattern > 0:
         slides = _layer_types(count, lambda i: (i + 1) % pattern != 0)
-    else:  # no such thing: no layer has a type
+    else:  # invalid: no layer types
         slides = ()
     return {"query_pre_attn_scalar": share, "layer_types": slides}
 
@@ -91,7 +93,7 @@ def _gemma3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any
 
 
 def _smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Every fourth layer turns nothing."""
+    """Disable RoPE in every fourth layer."""
     count = fields["num_hidden_layers"]
     turns = tuple((i + 1) % 4 != 0 for i in _layers(count))
     return {**_all_full(fields, data), "turns": turns}
@@ -122,7 +124,7 @@ GPT2 = Architecture(
     modules=names.GPT2,
     fields=LAYER_NORM,
     constants={
-        "hidden_act": "gelu_new",  # ggml's GELU is the one by tanh
+        "hidden_act": "gelu_new",  # ggml's GELU is the tanh approximation
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     },
@@ -215,14 +217,14 @@ GRANITE = Architecture(
     ),
     constants=SILU,
     says=MLP_BIASES,
-    # Of Granite this is a switch: without it nothing is turned.
+    # For Granite this is a switch: without it llama.cpp applies no RoPE.
     allowed={"rope.scaling.finetuned": (True,)},
 )
 GPT_NEOX = Architecture(
     family=gpt_neox.FAMILY,
     modules=names.GPT_NEOX,
     fields=(*LAYER_NORM, Field("use_parallel_residual", "use_parallel_residual", True)),
-    # What Pythia was trained with, and no file says; llama.cpp comes near to it by tanh.
+    # Pythia's activation, which no key names; llama.cpp uses the tanh approximation.
     constants={"hidden_act": "gelu"},
     says={"attention_bias": "blk.0.attn_qkv.bias"},
     partial=True,
@@ -241,4 +243,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": GRANITE,
     "gptneox": GPT_NEOX,
 }
-MIXTURES: dict[str, Architecture] = {"llama": MIXTRAL}  # where a file has experts
+MIXTURES: dict[str, Architecture] = {"llama": MIXTRAL}  # for files with experts

@@ -1,8 +1,8 @@
-"""What tensors are called in GGUF, and how their rows lie there: a row of a table for each module.
+"""GGUF's tensor names and row orders: a table with a row per module.
 
-llama.cpp's names are uniform, so families share rows. Its rotary embedding of the architecture
-`llama` turns neighbours, ours the two halves of a head: `interleaved` says how rows lie for that,
-whatever type they are of, since a row is whole blocks.
+llama.cpp's names are uniform, so families share rows. For the architecture `llama` its RoPE rotates
+adjacent pairs, ours the two halves of a head. `interleaved` gives the row order that converts
+between them; it works for every tensor type, since a row is whole blocks.
 """
 
 import re
@@ -13,16 +13,18 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 
-Order = Callable[[ModelConfig], np.ndarray]  # of a module's rows: ours, for each of theirs
-Part = Callable[[ModelConfig], tuple[int, int, int]]  # of a tensor's rows: first, end, how many
+Order = Callable[[ModelConfig], np.ndarray]  # our row for each of GGUF's
+Part = Callable[[ModelConfig], tuple[int, int, int]]  # a tensor's rows: first, end, total
 
 
 class Module(NamedTuple):
-    """A module: its path here and its name there, `*` for a layer's number in both.
+    """A module: our path and GGUF's name, both with `*` for the layer number.
 
-    order: for each row there the number of that row here; None: as they are. plus: what numbers
-    have there more than here (norms of 1 + w). single: written in F32 whatever others are written
-    in, as llama.cpp has it. part: of a tensor that is several modules here, the rows of this one.
+    Attributes:
+        order: Our row for each row in GGUF; None: the same order.
+        plus: The number added to weights in GGUF (1 for norms stored as 1 + w).
+        single: Whether it is always written in F32, like llama.cpp does.
+        part: The rows of this module in a tensor that fuses several.
     """
 
     ours: str
@@ -34,7 +36,7 @@ class Module(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A parameter: its path here, its name there, and its module."""
+    """A parameter: our path, its GGUF name, and its module."""
 
     path: str
     name: str
@@ -42,9 +44,12 @@ class Named(NamedTuple):
 
 
 def interleaved(heads: str) -> Order:
-    """The rows of each head's two halves in turn: those of `heads`, a field of the configuration.
+    """Return the order that interleaves the two halves of each head.
 
-    llama.cpp's `LlamaModel.permute`, which its converter does to queries and keys.
+    It is `LlamaModel.permute`, which llama.cpp's converter applies to queries and keys.
+
+    Args:
+        heads: The config field with the head count.
     """
 
     def order(config: ModelConfig) -> np.ndarray:
@@ -56,7 +61,7 @@ def interleaved(heads: str) -> Order:
 
 
 def part_of(rows: Callable[[ModelConfig], tuple[int, ...]], number: int) -> Part:
-    """The rows of one of several modules that lie one below the other. rows: how many each has."""
+    """Return the rows of module `number` in a fused tensor. rows: the row count of each module."""
 
     def part(config: ModelConfig) -> tuple[int, int, int]:
         counts = rows(config)
@@ -124,20 +129,20 @@ _AROUND = (
 
 
 def _plus_one(modules: tuple[Module, ...]) -> tuple[Module, ...]:
-    """Norms as Gemma's converter writes them, 1 + w.
+    """Return modules with norms stored as 1 + w, like llama.cpp's converter for Gemma does.
 
-    What a model multiplies by is what the file has, bit for bit: 1 + (x - 1) = x in float32 for x
-    from 1/2, and x - 1 is exact for what lies below, if it was made as 1 + w. w itself comes back
-    where 1 + w was exact: bfloat16 from 2^-16, float16 from 2^-13 in size.
+    The model multiplies by exactly the stored x: 1 + (x - 1) = x in float32 for x >= 1/2, and
+    below that x - 1 is exact if x was computed as 1 + w. w itself is recovered if 1 + w was exact:
+    for |w| >= 2^-16 in bfloat16 and >= 2^-13 in float16.
     """
     return tuple(m._replace(plus=1.0) if "norm" in m.theirs else m for m in modules)
 
 
-# llama.cpp turns neighbours in these, so that rows of queries and keys lie otherwise: its converter
-# permutes whatever is made from its `LlamaModel` (Mistral, Mixtral, Granite, SmolLM3).
+# In these llama.cpp rotates adjacent pairs, so query and key rows are permuted: its converter does
+# this for all subclasses of its `LlamaModel` (Mistral, Mixtral, Granite, SmolLM3).
 LLAMA = (*_ENDS, *_NORMS, *_TURNED, *_GATED)
 MIXTRAL = (*_ENDS, *_NORMS, *_TURNED, *_EXPERTS)
-# In all others it turns the halves of a head, as we do.
+# In all others it rotates the halves of a head, like jaxllm.
 QWEN2 = (*_ENDS, *_NORMS, *_QKVO, *_GATED)
 QWEN3 = (*QWEN2, *_NORMED)
 QWEN3_MOE = (*_ENDS, *_NORMS, *_QKVO, *_NORMED, *_EXPERTS)
@@ -158,7 +163,7 @@ PHI3 = (
     ),
     _GATED[2],
 )
-GPT_NEOX = (  # which has them head by head in Hugging Face's files, and here one below the other
+GPT_NEOX = (  # QKV rows are per head in Hugging Face's files, concatenated in GGUF
     Module("embed_in", "token_embd"),
     Module("final_layer_norm", "output_norm"),
     Module("lm_head", "output"),
@@ -186,7 +191,7 @@ GPT2 = (
 
 
 def ours(modules: Iterable[Module], names: Iterable[str]) -> Iterator[Named | str]:
-    """Their names as parameters of ours, or as they are where no row knows them."""
+    """Yield the parameter for each GGUF name, or the name itself if no row matches."""
     known: dict[str, list[Module]] = {}
     for row in modules:
         known.setdefault(row.theirs, []).append(row)
@@ -204,7 +209,7 @@ def ours(modules: Iterable[Module], names: Iterable[str]) -> Iterator[Named | st
 
 
 def theirs(modules: Iterable[Module], paths: Iterable[str]) -> Iterator[Named | str]:
-    """Our paths as parameters of theirs, or as they are where no row knows them."""
+    """Yield the parameter for each of our paths, or the path itself if no row matches."""
     back = {row: row._replace(ours=row.theirs, theirs=row.ours) for row in modules}
     rows = {row.ours: row for row in modules}
     for found in ours(back.values(), paths):

@@ -1,6 +1,6 @@
-"""A GGUF file, or the parts of one that is split, opened as a checkpoint.
+"""GGUF files, split or not, opened as checkpoints.
 
-Like every other form: all that is wrong with it is told at once, and no tensor is read before.
+As with every format, one error lists all complaints, before weights are read.
 """
 
 import dataclasses
@@ -33,19 +33,23 @@ from .stored import Stored
 FORM = "GGUF"
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_PARTS = 1 << 12
-# Their keys of ids that end a text: an answer's end, where it is another than a text's.
+# Keys of ids that end a text; the end of a turn or message may differ from the end of a text.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def recognises(path: Path) -> bool:
-    """Whether there is a GGUF file, by what it begins with, whatever it is called."""
+    """Return whether `path` is a GGUF file, by its first bytes."""
     return path.is_file() and is_gguf(path)
 
 
 def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
-    """Open a GGUF file; of one that is split, any part opens all. strict: as for `read_config`.
+    """Open a GGUF file, or all parts of a split one by any part, with lazy tensors.
 
-    Raises ConfigError or CheckpointError with all that is wrong; no tensor has been read then.
+    Args:
+        strict: As for `read_config`.
+
+    Raises:
+        ConfigError, CheckpointError: With everything that is wrong.
     """
     headers = read_parts(path)
     first = headers[0]
@@ -67,7 +71,7 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
         placed = _placed(header, entry, found, config, complaints)
         leaf = placed.leaf() if found.path in kept else None
         single = leaf is not None and len(placed.shape) == 3 and not can_stack(leaf[0].name)
-        if leaf is None or single:  # experts that no stack can keep so: their numbers, exactly
+        if leaf is None or single:  # stacks of experts lack some formats: exact floats
             tensors[found.path] = placed.numbers()
         else:
             formats[found.path] = leaf[0].name
@@ -88,9 +92,9 @@ def open_gguf(path: Path, *, strict: bool = False) -> Checkpoint:
 
 
 def read_parts(path: Path) -> list[Header]:
-    """The headers of a file's parts, in order: one where it is not split.
+    """Return the headers of a file's parts, in order; one header if it is not split.
 
-    Raises CheckpointError for a part that is missing, and for parts that do not belong together.
+    Raises CheckpointError for missing parts and for parts that do not belong together.
     """
     header = read_header(path)
     count, number = (header.settings.get(key, 0) for key in ("split.count", "split.no"))
@@ -99,28 +103,28 @@ def read_parts(path: Path) -> list[Header]:
     named = _PART.fullmatch(path.name)
     if named is None or int(named["count"]) != count or int(named["number"]) != number + 1:
         raise CheckpointError(
-            f"{path}: it says that it is part {number + 1} of {count}; its name should end in"
-            f" -{number + 1:05}-of-{count:05}.gguf, with the other parts beside it"
+            f"{path}: the name does not match its header, part {number + 1} of {count}: expected a"
+            f" name ending in -{number + 1:05}-of-{count:05}.gguf, and all parts in one directory"
         )
     if count > MAX_PARTS:
-        raise CheckpointError(f"{path}: it has {count:,} parts; at most {MAX_PARTS:,} are read")
+        raise CheckpointError(f"{path} has {count:,} parts, expected at most {MAX_PARTS:,}")
     found = []
     for i in range(count):
         name = f"{named['stem']}-{i + 1:05}-of-{count:05}.gguf"
         found.append(header if i == number else read_header(inside(path.parent, name)))
         says = [found[-1].settings.get(key) for key in ("split.no", "split.count")]
         if says != [i, count]:
-            raise CheckpointError(f"{path.parent / name}: it says that it is part {says}")
+            raise CheckpointError(f"{path.parent / name}: split.no and split.count are {says}")
     seen: dict[str, Path] = {}
     for part in found:
         for name in part.entries:
             if name in seen:
-                raise CheckpointError(f"{part.path}: {name!r:.80} is in {seen[name].name} too")
+                raise CheckpointError(f"{part.path}: {name!r:.80} is also in {seen[name].name}")
             seen[name] = part.path
     total = found[0].settings.get("split.tensors.count", len(seen))
     if total != len(seen):
         raise CheckpointError(
-            f"{path}: its parts have {len(seen)} tensors, and should have {total}"
+            f"{path}: the parts have {len(seen)} tensors, expected {total} (split.tensors.count)"
         )
     return found
 
@@ -128,29 +132,25 @@ def read_parts(path: Path) -> list[Header]:
 def _placed(
     header: Header, entry: Entry, found: Named, config: ModelConfig, complaints: list[str]
 ) -> Stored:
-    """A tensor, its rows in our order."""
+    """Return a tensor with its rows in our order."""
     order, plus = found.module.order, found.module.plus
     if found.module.part is not None:
         begin, end, total = found.module.part(config)
         if not entry.shape or entry.shape[0] != total:
-            complaints.append(
-                f"{found.name} has shape {entry.shape}, the configuration says {total} rows"
-            )
+            complaints.append(f"{found.name} has shape {entry.shape}, expected {total} rows")
             return Stored(header.whole, entry)
         return Stored(header.whole, entry, np.arange(begin, end))
     if order is None:
         return Stored(header.whole, entry, plus=plus)
     back = order(config)
     if entry.shape[0] != len(back):
-        complaints.append(
-            f"{found.name} has {entry.shape[0]} rows, the configuration says {len(back)}"
-        )
+        complaints.append(f"{found.name} has {entry.shape[0]} rows, expected {len(back)}")
         return Stored(header.whole, entry, plus=plus)
     return Stored(header.whole, entry, np.argsort(back), plus)
 
 
 def _quantizable(config: ModelConfig, row: Architecture) -> set[str]:
-    """The paths of matrices that may be leaves: all but learned positions, which are added."""
+    """Return the paths of matrices that may be quantized: all but learned positions."""
     shapes = flatten(param_shapes(build(config)))
     return {
         path
@@ -162,7 +162,7 @@ def _quantizable(config: ModelConfig, row: Architecture) -> set[str]:
 def _precision(
     tensors: Mapping[str, LazyTensor], formats: Mapping[str, str], config: ModelConfig
 ) -> Precision:
-    """As the file keeps its weights: most of them in one format, others by rules."""
+    """Return the precision of the file's weights: one format, and rules for the others."""
     paths = dict(flatten(param_shapes(build(config))))
     precision = native_precision({path: tensors[path] for path in paths if path in tensors})
     others = {
@@ -178,12 +178,12 @@ def _precision(
 
 def _divisors(name: str, header: Header, entry: Entry) -> np.ndarray:
     if len(entry.shape) != 1 or entry.block.dtype is None:
-        raise CheckpointError(f"{header.path}: {name} should be a vector of numbers")
+        raise CheckpointError(f"{header.path}: {name} is not an unquantized vector")
     return np.asarray(Stored(header.whole, entry).numbers().read(), np.float32)
 
 
 def _ids(header: Header) -> dict[str, Any]:
-    """What generation_config.json would say."""
+    """Return the special ids, as generation_config.json has them."""
     settings = {
         key: value
         for key in (*_ENDS, "bos_token_id", "padding_token_id")

@@ -1,8 +1,8 @@
-"""`tokenizer.ggml.pre`: how a byte-level tokenizer splits a text before it joins bytes, by name.
+"""Pre-tokenizers of byte-level tokenizers, by their names in `tokenizer.ggml.pre`.
 
-A file has the name alone; the expressions are those of the tokenizer.json that llama.cpp's names
-stand for (its `llama-vocab.cpp` tells which), so texts get the ids that Hugging Face's form gives
-them. The names in a row are all that llama.cpp splits in the same way.
+A file has only the name. The regexes are those of the tokenizer.json that llama.cpp's
+`llama-vocab.cpp` links to the name, so texts get the same ids as with Hugging Face's format. The
+names of a row are all that llama.cpp splits in the same way.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,13 @@ _GPT4O_REGEX = (
 
 
 class Pre(NamedTuple):
-    """A way to split. regexes: each splits what those before it have left whole. whole_words: a
-    piece of text that is a token is taken as it is, whatever merges say. adds_bos: of files that do
-    not say. composed: texts are normalized to NFC first.
+    """A pre-tokenizer.
+
+    Attributes:
+        regexes: Applied in order, each to the pieces that the earlier ones left.
+        whole_words: Whether a piece that is a token is never split (`ignore_merges`).
+        adds_bos: The default of `add_bos_token`.
+        composed: Whether texts are normalized to NFC first.
     """
 
     regexes: tuple[str, ...]
@@ -50,7 +54,7 @@ def _rows(pre: Pre, names: str) -> dict[str, Pre]:
     return dict.fromkeys(names.split(), pre)
 
 
-# Of names that split alike, the first is the one that is written.
+# The first name of a row is the one that is written.
 PRE: Mapping[str, Pre] = {
     **_rows(
         _LLAMA3,
@@ -70,7 +74,7 @@ PRE: Mapping[str, Pre] = {
     **_rows(_THREE_DIGITS, "dbrx smaug-bpe glm4 chatglm-bpe"),
     **_rows(_GPT4O, "gpt-4o llama4 kanana2 talkie minimax-m2"),
     "tekken": Pre((_TEKKEN,), whole_words=True, adds_bos=True),
-    # Llamas of other makers.
+    # Llama derivatives of other publishers.
     "deepseek-coder": Pre(
         (
             r"[\r\n]",
@@ -84,22 +88,22 @@ PRE: Mapping[str, Pre] = {
         (f"{_BEGIN}\\p{{N}}{{1}}| ?[^\\s\\p{{L}}\\p{{N}}\\r\\n]+|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",)
     ),
     "viking": Pre((r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")),
-    # What llama.cpp takes where nothing is said, and what some files say.
+    # llama.cpp's default, which some files name.
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", GPT2_REGEX, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 
 
 def find_pre(name: Any, where: str, *, architecture: Any) -> Pre:
-    """The row of a name; without one, only the architecture gpt2 has just one way to split.
+    """Return the pre-tokenizer of a name; for the architecture gpt2 the name may be missing.
 
-    Raises CheckpointError for a name that is missing or not known: split in another way, a text is
-    other tokens, which a model answers worse without a word.
+    Raises CheckpointError for a missing or unknown name, since a wrong split silently gives other
+    tokens and worse answers.
     """
     if name is None and architecture == "gpt2":
         name = "gpt-2"
     if name is None:
         raise CheckpointError(
-            f"{where}: tokenizer.ggml.pre is missing, so how texts are split is not known. Say it:"
+            f"{where}: tokenizer.ggml.pre is missing, so the pre-tokenizer is unknown. Set it with"
             " gguf-new-metadata --pre-tokenizer NAME IN OUT (llama-bpe for Llama 3), or convert the"
             " model again with a newer llama.cpp"
         )
@@ -111,7 +115,7 @@ def find_pre(name: Any, where: str, *, architecture: Any) -> Pre:
 
 
 def pre_tokenizer(pre: Pre) -> dict[str, Any]:
-    """The `pre_tokenizer` of a tokenizer.json that splits so."""
+    """Return the equivalent `pre_tokenizer` of a tokenizer.json."""
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in pre.regexes
@@ -120,6 +124,6 @@ def pre_tokenizer(pre: Pre) -> dict[str, Any]:
 
 
 def byte_level(*, use_regex: bool) -> dict[str, Any]:
-    """The step that writes bytes as symbols, as a pre-tokenizer and as a decoder."""
+    """Return the step that maps bytes to symbols (pre-tokenizer) or back (decoder)."""
     flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     return {"type": "ByteLevel", **flags}

@@ -1,4 +1,4 @@
-"""Rotary settings as GGUF has them: a base, a kind of scaling, divisors of pairs in a tensor."""
+"""GGUF's rotary settings: a base, a scaling type, and frequency divisors in tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,21 +10,21 @@ from jaxllm.errors import ConfigError
 from jaxllm.ops.rope import inverse_frequencies, longrope_magnitude
 
 FREQS = "rope_freqs.weight"
-# LongRoPE's: of texts within the context that a model was first trained on, and of longer ones.
+# LongRoPE's divisors: for texts within the original context, and for longer ones.
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 DIVISORS = (FREQS, SHORT, LONG)
 _SCALING = "rope.scaling."
 _FACTOR, _CONTEXT = f"{_SCALING}factor", f"{_SCALING}original_context_length"
 _MAGNITUDE = f"{_SCALING}attn_factor"
 _YARN = {"beta_fast": f"{_SCALING}yarn_beta_fast", "beta_slow": f"{_SCALING}yarn_beta_slow"}
-# Of every model that scales so, but for the factor.
+# Common to all models with this scaling, except for the factor.
 _LLAMA3: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 
-# Keys that may only have these values: others change yarn in ways that are not Hugging Face's.
+# Keys that may only have these values: others change YaRN in ways that Hugging Face lacks.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     _MAGNITUDE: (1.0,),
     f"{_SCALING}yarn_attn_factor": (1.0,),
@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 ROPE_KEYS = frozenset(
     {
         "rope.freq_base",
-        "rope.scale_linear",  # how files said `linear` before there were types
+        "rope.scale_linear",  # older files' `linear`
         f"{_SCALING}type",
         f"{_SCALING}finetuned",  # a fact about training
         _FACTOR,
@@ -52,12 +52,16 @@ def read_rope(
     complaints: list[str],
     turned: tuple[Any, int],
 ) -> Rope | None:
-    """The settings. divisors: of each pair's frequency, by tensor. begins: of keys, in complaints.
-    turned: how many numbers of a head's; None: all.
+    """Read the rotary settings; return None after a complaint.
+
+    Args:
+        divisors: The divisors of each pair's frequency, by tensor name.
+        begins: The prefix of keys, for complaints.
+        turned: The number of rotated dimensions (None: all), and the head size.
     """
     for name, vector in divisors.items():
         if not (np.isfinite(vector).all() and (vector > 0).all()):
-            complaints.append(f"{name} holds divisors that are not above 0")
+            complaints.append(f"{name} contains divisors that are not positive")
             return None
     freqs = divisors.get(FREQS)
     theta, kind = data.get("rope.freq_base", 10000.0), data.get(f"{_SCALING}type", "none")
@@ -68,12 +72,12 @@ def read_rope(
     count, width = turned
     if count is not None and count != width:
         if type(count) is not int or not 0 < count < width or count % 2:
-            complaints.append(f"{begins}rope.dimension_count is {count!r:.20}, a head has {width}")
+            complaints.append(f"{begins}rope.dimension_count is {count!r:.20}, head size {width}")
             return None
         fields["partial_rotary_factor"] = count / width
     if SHORT in divisors or LONG in divisors:
         if {SHORT, LONG} - set(divisors) or kind not in ("none", "longrope") or freqs is not None:
-            complaints.append(f"{SHORT} and {LONG} go together, and with no other scaling")
+            complaints.append(f"{SHORT} and {LONG} must both exist, without other scaling")
             return None
         fields |= _longrope(data, divisors)
         kind = "none"
@@ -94,7 +98,7 @@ def read_rope(
         return None
     if freqs is not None and (freqs != 1).any():
         if fields["rope_type"] != "default":
-            complaints.append(f"{FREQS} beside {_SCALING}type {kind!r} is not supported")
+            complaints.append(f"{FREQS} with {_SCALING}type {kind!r} is not supported")
             return None
         fields |= _llama3(fields["rope_theta"], freqs) or {
             "rope_type": "divisors",
@@ -110,9 +114,7 @@ def read_rope(
 def write_rope(
     rope: Rope, head_dim: int, context: int, complaints: list[str]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Keys and values, and the tensors of divisors that a file needs beside them. context: how long
-    texts may be.
-    """
+    """Return keys with values, and the tensors of divisors. context: the maximum length."""
     settings: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
     if rope.extended:
         complaints.append("Self-Extend (group_size, neighbor_window)")
@@ -128,7 +130,7 @@ def write_rope(
         case "yarn":
             magnitude = rope.attention_factor or (rope.mscale and rope.mscale_all_dim)
             if magnitude or rope.truncate is False:
-                complaints.append("yarn's attention_factor, mscale and truncate")
+                complaints.append("YaRN's attention_factor, mscale and truncate")
             scaling = {f"{_SCALING}type": "yarn", _FACTOR: rope.factor}
             scaling[_CONTEXT] = rope.original_max_position_embeddings
             yarn = {key: getattr(rope, ours) for ours, key in _YARN.items()}
@@ -139,12 +141,12 @@ def write_rope(
             factors = {SHORT: rope.short_factor, LONG: rope.long_factor}
             vectors = {name: np.asarray(x, np.float32) for name, x in factors.items()}
             return {**settings, **scaling}, vectors
-    complaints.append(f"rotary settings of type {rope.rope_type!r}")
+    complaints.append(f"rope_type {rope.rope_type!r}")
     return settings, {}
 
 
 def _longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Its fields; the magnitude is left out where it is what Hugging Face's form computes."""
+    """Return LongRoPE's fields, without the magnitude if it is Hugging Face's default."""
     context = data.get("context_length")
     fields: dict[str, Any] = {
         "rope_type": "longrope",
@@ -156,7 +158,7 @@ def _longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> di
     if type(context) is int and type(original) is int and original > 1 and type(said) is float:
         try:
             computed = longrope_magnitude(Rope(rope_theta=1.0, **fields), context)
-        except ConfigError:  # which whoever makes it of all of them will say
+        except ConfigError:  # `read_rope` reports it
             return fields
         if abs(said - computed) <= 2e-6 * computed:
             return fields
@@ -164,8 +166,9 @@ def _longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> di
 
 
 def _llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
-    """The fields of Llama 3.1's scaling where its divisors are these, as they mostly are: what
-    Hugging Face's form has a word for.
+    """Return the fields of Llama 3.1's scaling if they give these divisors, else None.
+
+    Hugging Face's format can express these, but not divisors in general.
     """
     fields = {"rope_type": "llama3", **_LLAMA3, "factor": float(freqs.max())}
     made = _divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
@@ -173,17 +176,17 @@ def _llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
 
 
 def _divisors(rope: Rope, head_dim: int) -> np.ndarray:
-    """What llama3's scaling divides each pair's frequency by, float32 `[head_dim / 2]`."""
+    """Return the divisors of llama3's scaling, float32 `[head_dim / 2]`."""
     plain = rope.rope_theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turned, _ = inverse_frequencies(rope, head_dim=head_dim)
     return (plain / turned).astype(np.float32)
 
 
 def _decimals(vector: np.ndarray) -> tuple[float, ...]:
-    """The shortest decimals of the same float32s: those that config.json had."""
+    """Return the shortest decimals of the float32s, as config.json has them."""
     return tuple(float(str(x)) for x in vector)
 
 
 def _number(value: Any) -> Any:
-    """A whole number where a file has one in a float's place, as the float that it is."""
+    """Return an int as a float, since files may store an int for a float key."""
     return float(value) if type(value) is int else value

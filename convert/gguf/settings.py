@@ -1,9 +1,9 @@
-"""A GGUF file's settings as a configuration of ours, and back, by the rows of `families`.
+"""Conversion between a GGUF file's keys and a configuration, by the rows of `families`.
 
-Keys are `{architecture}.{key}`. As with Hugging Face's tables, a key that changes what llama.cpp
-computes is read or refused, any other is ignored (`unknown_keys`), and all complaints come in one
-error. What a file does not say, its tensors do: how many tokens there are, which linears have
-biases, whether the head is the table of tokens.
+Keys are `{architecture}.{key}`. As with Hugging Face's tables, a key that changes llama.cpp's
+results is read or refused, any other is ignored (`unknown_keys`), and one error lists all
+complaints. The tensors decide what no key does: the vocabulary size, which linears have biases,
+whether the head is tied.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ TOKENS = "token_embd.weight"
 
 
 def architecture_of(header: Header) -> tuple[str, Architecture]:
-    """Raises ConfigError for an architecture that no row reads, and for a file of another kind."""
+    """Return a model file's architecture and row; raise ConfigError if it is not supported."""
     name, kind = header.settings.get("general.architecture"), header.settings.get("general.type")
     if kind not in (None, "model"):
         what = "an adapter (--adapter takes it)" if kind == "adapter" else f"{kind!r:.40}"
-        raise ConfigError(f"{header.path}: general.type says that this is {what}, not a model")
+        raise ConfigError(f"{header.path}: general.type is {what}, expected a model")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f"{header.path}: general.architecture {name!r:.40} is not supported"
@@ -42,7 +42,7 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
 
 
 def unknown_keys(header: Header) -> tuple[str, ...]:
-    """The keys of an architecture that nothing here reads, and `read_config` ignores."""
+    """Return the architecture's keys that `read_config` ignores because it does not know them."""
     name, row = architecture_of(header)
     begins = f"{name}."
     keys = (key for key in header.settings if key.startswith(begins))
@@ -50,7 +50,7 @@ def unknown_keys(header: Header) -> tuple[str, ...]:
 
 
 def _known(row: Architecture, key: str) -> bool:
-    """Whether a key, without its architecture, is read, allowed or refused."""
+    """Return whether a key (without the architecture) is read, allowed or refused."""
     named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed}
     return key.startswith(MATHEMATICS) or key in named | IGNORED | row.ignored | row.known
 
@@ -62,15 +62,20 @@ def read_config(
     *,
     strict: bool = False,
 ) -> ModelConfig:
-    """The configuration. entries: the tensors of all parts. divisors: what `DIVISORS` of them hold.
-    strict: refuse `unknown_keys`.
+    """Return the configuration in a file's keys and tensors.
 
-    Raises ConfigError with every key that is missing, or asks for what is not there.
+    Args:
+        entries: The tensors of all parts.
+        divisors: The values of those in `DIVISORS`.
+        strict: Whether to refuse `unknown_keys`.
+
+    Raises:
+        ConfigError: With every key that is missing or has an unsupported value.
     """
     name, row = architecture_of(header)
     begins, complaints = f"{name}.", list[str]()
     if strict and (unread := unknown_keys(header)):
-        complaints.append(f"unknown keys {', '.join(unread)}. Leave strict out to ignore them")
+        complaints.append(f"unknown keys {', '.join(unread)}. Drop strict to ignore them")
     data = {
         key.removeprefix(begins): _common(key, value, complaints)
         for key, value in header.settings.items()
@@ -81,10 +86,10 @@ def read_config(
         value = data.get(theirs, default)
         if value is REQUIRED:
             complaints.append(f"{begins}{theirs} is missing")
-        # 0 is none of it: no window, no scale.
+        # 0 means none: no window, no scale.
         fields[ours] = default if value == 0 and default in (None, 1.0) else value
     if TOKENS not in entries or len(entries[TOKENS].shape) != 2:
-        complaints.append(f"{TOKENS} is missing, or no matrix")
+        complaints.append(f"{TOKENS} is missing or not a matrix")
     known = {field.theirs for field in row.fields} | IGNORED | row.ignored | row.known
     allowed = {**ALLOWED, **row.allowed}
     for key, value in data.items():
@@ -103,7 +108,9 @@ def read_config(
         fields["num_key_value_heads"] = heads
     if fields["head_dim"] is None:
         if type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
-            refuse(where, [f"embedding_length {hidden!r:.20} is no multiple of head_count {heads}"])
+            refuse(
+                where, [f"embedding_length {hidden!r:.20} is not a multiple of head_count {heads}"]
+            )
         fields["head_dim"] = hidden // heads
     fields |= {"vocab_size": entries[TOKENS].shape[0], **row.constants}
     fields |= {field: tensor in entries for field, tensor in row.says.items()}
@@ -114,8 +121,8 @@ def read_config(
     for key in ("attention.value_length", *whole):
         if data.get(key, fields["head_dim"]) != fields["head_dim"]:
             complaints.append(
-                f"{begins}{key} is {data[key]!r:.20}, and a head has {fields['head_dim']}: not"
-                " supported"
+                f"{begins}{key} is not supported: got {data[key]!r:.20}, expected the head size"
+                f" {fields['head_dim']}"
             )
     if row.rotary:
         share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial else None
@@ -130,23 +137,23 @@ def read_config(
 def write_config(
     config: ModelConfig,
 ) -> tuple[str, Architecture, dict[str, Any], dict[str, np.ndarray]]:
-    """The architecture, its row, its keys and values, and what tensors of divisors are to hold.
+    """Return the architecture, its row, keys with values, and the tensors of divisors to write.
 
-    Raises ConfigError with everything in a configuration that GGUF has no words for.
+    Raises ConfigError with everything in a configuration that GGUF cannot express.
     """
     rows = [*ARCHITECTURES.items(), *MIXTURES.items()]
     found = [(n, row) for n, row in rows if type(config) is row.family.config]
     if not found:
-        raise ConfigError(f"{type(config).__name__} has no GGUF form")
+        raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
     name, row = found[0]
     complaints = [
-        f"{field} {getattr(config, field)!r} (it can only be {value!r})"
+        f"{field} {getattr(config, field)!r} (expected {value!r})"
         for field, value in {**row.constants, **row.follows(vars(config), {})}.items()
         if not _same_meaning(getattr(config, field), value)
     ]
     kind = config.long_attention(0)
     if kind is not None:
-        complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's is dense)")
+        complaints.append(f"attention of kind {kind.kind!r} (llama.cpp's attention is dense)")
     values = {theirs: getattr(config, ours) for theirs, ours, _ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
@@ -155,10 +162,10 @@ def write_config(
         settings, divisors = write_rope(rope, config.head_dim, context, complaints)
         turned = rope.width(config.head_dim)
         if turned != config.head_dim and not row.partial:
-            complaints.append(f"heads turned in part ({rope.partial_rotary_factor!r})")
+            complaints.append(f"partial_rotary_factor {rope.partial_rotary_factor!r}")
         values |= {"rope.dimension_count": turned, **settings}
     if complaints:
-        raise ConfigError(f"GGUF has no words for {'; '.join(complaints)}")
+        raise ConfigError(f"GGUF does not support {'; '.join(complaints)}")
     keys = {f"{name}.{key}": value for key, value in values.items() if value is not None}
     return name, row, keys, divisors
 
@@ -169,7 +176,7 @@ def _same_meaning(value: Any, known: Any) -> bool:
 
 
 def _common(key: str, value: Any, complaints: list[str]) -> Any:
-    """The one value of all layers, where a file has one for each; of windows, which have them."""
+    """Reduce per-layer values to their common value; keep sliding_window_pattern as a tuple."""
     if not isinstance(value, np.ndarray):
         return value
     if key.endswith(".sliding_window_pattern"):

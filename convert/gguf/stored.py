@@ -1,9 +1,9 @@
-"""A tensor of a GGUF file as lazy tensors: its numbers, or the pieces of a leaf of the same ones.
+"""Tensors of a GGUF file as lazy tensors: dequantized, or as the pieces of an exact leaf.
 
-Every quantized type is a leaf of ours that holds its numbers bit for bit, with kernels for its
-products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, the latter in the same
-bytes; Q5_0 has codes of 5 bits, which take 8. Q4_1, Q5_1, Q4_K and Q5_K add a number to each group
-(`offset`). Q6_K has a scale for each 16 columns (`fine`).
+For every quantized type there is a leaf that represents its numbers exactly and has kernels for
+products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
+Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset`). Q6_K
+has a scale per 16 columns (`fine`).
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from .header import Entry
 
 _HALF = np.dtype(np.float16)
 _EIGHT, _FOUR = Integer(8, SMALL, scale="float16"), Integer(4, SMALL, scale="float16")
-Part = Callable[[np.ndarray], np.ndarray]  # of blocks [n, nbytes], the numbers of a piece [n, k]
+Part = Callable[[np.ndarray], np.ndarray]  # blocks [n, nbytes] to the numbers of a piece [n, k]
 
 
 class Kept(NamedTuple):
-    """The format of a leaf of the same numbers, and how each of its pieces is made of blocks.
+    """The format of an exact leaf for a type, and the functions that compute its pieces.
 
-    empty: what the bytes of codes are for columns that are added, which stand for zero.
+    empty: The byte of codes in padding columns, which stand for zero.
     """
 
     format: Format
@@ -45,19 +45,19 @@ def _scale(begin: int) -> Part:
 
 
 def _five_bits(begin: int, less: int) -> Part:
-    """Codes of 5 bits, less a number, as bytes: the fifth bits come first, four bytes of them."""
+    """Return a reader of 5-bit codes minus `less`; four bytes of fifth bits come first."""
 
     def part(blocks: np.ndarray) -> np.ndarray:
         bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
         low = blocks[:, begin + 4 :]
         codes = np.concatenate([low & 15, low >> 4], axis=1) | bits << 4
-        return codes - np.uint8(less)  # modulo 256: an int8's bytes
+        return codes - np.uint8(less)  # modulo 256: the bytes of int8
 
     return part
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits `[n, 8, 32]` as bytes: columns i and i + 16 share one."""
+    """Pack 4-bit codes `[n, 8, 32]` into bytes: columns i and i + 16 share one."""
     return (codes[..., :16] | codes[..., 16:] << 4).reshape(len(codes), -1)
 
 
@@ -66,7 +66,7 @@ def _none(count: int) -> Part:
 
 
 def _six_scales(first: int) -> Part:
-    """Every other one of Q6_K's 16 scales."""
+    """Return a reader of every other one of Q6_K's 16 scales."""
 
     def part(blocks: np.ndarray) -> np.ndarray:
         whole = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)[:, first::2]
@@ -82,7 +82,7 @@ def _offset(integer: Integer, data: Part, scale: Part, offset: Part, count: int)
     return Kept(OffsetFormat(integer), parts)
 
 
-_FOUR_UP = Integer(4, SMALL, zero_point=True)  # codes from 0: what is added says the rest
+_FOUR_UP = Integer(4, SMALL, zero_point=True)  # codes from 0; the offset does the rest
 LEAVES: Mapping[str, Kept] = {
     "Q8_0": Kept(_EIGHT, {".data": lambda blocks: blocks[:, 2:], ".scale": _scale(0)}),
     "Q4_0": Kept(_FOUR, {".data": lambda blocks: blocks[:, 2:], ".scale": _scale(0)}, 0x88),
@@ -118,8 +118,11 @@ LEAVES: Mapping[str, Kept] = {
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor where it lies. order: of its rows, for each that is wanted the number of one there;
-    None: as they are. plus: what its numbers have too much.
+    """A tensor in a mapped file.
+
+    Attributes:
+        order: The stored row for each row to read; None: all rows in stored order.
+        plus: A number to subtract from the stored ones.
     """
 
     whole: mmap.mmap
@@ -129,7 +132,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers."""
+        """The shape after reordering."""
         shape = self.entry.shape
         if self.order is None:
             return shape
@@ -140,7 +143,7 @@ class Stored:
         return self.entry.block
 
     def numbers(self) -> LazyTensor:
-        """Its numbers, in the format that it has them in, or in float32."""
+        """Return the numbers, dequantized to float32 if quantized, else in their own dtype."""
         block, shape = self.block, self.shape
         dtype = np.dtype(np.float32) if block.dtype is None else block.dtype
         if self.plus:
@@ -167,14 +170,14 @@ class Stored:
 
         if block.dtype is not None and self.order is None and not self.plus:
             lying = mapped_at(self.whole, self.entry.begin, dtype, shape)
-            if self.entry.begin % ALIGNMENT == 0:  # XLA can use it as it lies
+            if self.entry.begin % ALIGNMENT == 0:  # XLA can use it without a copy
                 return lying
             return dataclasses.replace(lying, read=read)
         apart = parts if len(shape) > 1 else None
         return LazyTensor(dtype, shape, read, self._lying.release, apart)
 
     def leaf(self) -> tuple[Format, dict[str, LazyTensor]] | None:
-        """The format of a leaf that holds the same numbers, and its pieces; None: there is none."""
+        """Return the format and the pieces of an exact leaf, or None if there is none."""
         kept = LEAVES.get(self.block.name)
         if kept is None or len(self.shape) < 2 or self.plus:
             return None
@@ -192,7 +195,7 @@ class Stored:
                 rows = rows.view(np.uint8)
             for raw in self._raw(ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                made = kept.parts[name](blocks)  # of each block; often a view, copied once
+                made = kept.parts[name](blocks)  # per block; often a view, so copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
                 into[:, : made.shape[1]], into[:, made.shape[1] :] = made, empty
@@ -203,7 +206,7 @@ class Stored:
 
     @property
     def _rows(self) -> int:
-        """How many rows of whole blocks; a vector is one, or one a number where they have order."""
+        """The number of rows; a vector is one row, or one row per number if it has an order."""
         shape = self.shape
         if len(shape) > 1:
             return int(np.prod(shape[:-1]))
@@ -211,16 +214,16 @@ class Stored:
 
     @property
     def _lying(self) -> LazyTensor:
-        """Its bytes `[R, row bytes]`, rows as they lie."""
+        """Its bytes `[R, row bytes]`, in stored order."""
         shape = self.entry.shape
         if len(shape) == 1 and self.order is not None:
-            shape = (*shape, 1)  # a vector of numbers, each a row
+            shape = (*shape, 1)  # each number is a row
         rows = int(np.prod(shape[:-1]))
         size = (rows, self.block.row_bytes(shape[-1]))
         return mapped_at(self.whole, self.entry.begin, np.uint8, size)
 
     def _raw(self, rows: int) -> Iterator[np.ndarray]:
-        """Its bytes, so many rows at a time, in order; pages go when the next are asked for."""
+        """Yield its bytes in blocks of rows, in order; pages are released before the next block."""
         lying = self._lying
         if self.order is None:
             yield from lying.blocks(rows)
@@ -232,7 +235,7 @@ class Stored:
 
 
 def blocks_of(kind: Integer, data: np.ndarray, scale: np.ndarray, columns: int) -> np.ndarray:
-    """The rows of Q8_0 or Q4_0 `[R, row bytes]` that a leaf's pieces are, without a change."""
+    """Pack a leaf's pieces into rows of Q8_0 or Q4_0 `[R, row bytes]`, without rounding."""
     assert kind in (_EIGHT, _FOUR)
     count, rows = columns // SMALL, len(data)
     codes = np.ascontiguousarray(data).view(np.uint8).reshape(rows, up(columns, CHUNK) // SMALL, -1)

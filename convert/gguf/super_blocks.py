@@ -1,9 +1,9 @@
-"""Numbers rounded to GGUF's K types: super-blocks of 256 columns.
+"""Quantization to GGUF's K types: super-blocks of 256 columns.
 
-A super-block has one float16 scale (Q4_K and Q5_K: and one of minima), and its runs of columns have
-small integers that it is multiplied with. The scale of each run is searched: steps near that of the
-run's range are tried, each with the least-squares fit to the codes that it gives, and the best one
-by squared error stays. Larger numbers count more, as in ggml, which has the same search.
+A super-block has a float16 scale (Q4_K and Q5_K: another for minima), which is multiplied by a
+small integer per run of columns. Like ggml, it searches each run's scale: it tries steps near the
+range of the run, fits scale and minimum to the codes of each by least squares, and keeps the one
+with the least squared error, weighted by magnitude.
 """
 
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-_AT_ONCE = 128  # super-blocks, whose arrays stay in a processor's cache
-_SMALLEST = np.float32(1e-15)  # of a run's magnitudes: below it a run is zeros
+_AT_ONCE = 128  # super-blocks per chunk, which fits into a CPU cache
+_SMALLEST = np.float32(1e-15)  # runs with smaller magnitudes become zeros
 
 
 def quantize_q4_k(blocks: np.ndarray) -> np.ndarray:
@@ -35,7 +35,7 @@ def _in_parts(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) 
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return quantize(blocks[begin : begin + _AT_ONCE])
 
-    with ThreadPoolExecutor() as threads:  # numpy lets other threads run
+    with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
         return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _AT_ONCE))])
 
 
@@ -46,22 +46,22 @@ def _q4_k(blocks: np.ndarray) -> np.ndarray:
 
 def _q5_k(blocks: np.ndarray) -> np.ndarray:
     head, codes = _affine(blocks, 31, np.arange(-0.5, 1.05, 0.1))
-    fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]  # bit r is of run r
+    fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]  # bit r belongs to run r
     return np.concatenate([head, fifth, _pairs(codes & 15)], axis=1)
 
 
 def _pairs(codes: np.ndarray) -> np.ndarray:
-    """Return codes of four bits `[n, 8, 32]` as bytes: runs 2 i (low) and 2 i + 1 share 32."""
+    """Pack 4-bit codes `[n, 8, 32]` to bytes: runs 2 i (low) and 2 i + 1 share 32 bytes."""
     return (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(codes), -1)
 
 
 def _affine(blocks: np.ndarray, most: int, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales' bytes `[n, 16]` and the codes uint8 `[n, 8, 32]`, 0 to `most`.
+    """Quantize to scales' bytes `[n, 16]` and codes uint8 `[n, 8, 32]`, 0 to `most`.
 
     Args:
         blocks: float32 `[n, 256]`.
         most: The largest code.
-        tried: What is added to `most` for each step that the search tries.
+        tried: Additions to `most`; the search tries the step range / (most + addition) for each.
     """
     x = blocks.reshape(-1, 32)
     weight = np.sqrt(np.einsum("ni,ni->n", x, x) / np.float32(32))[:, None] + np.abs(x)
@@ -79,10 +79,10 @@ def _affine(blocks: np.ndarray, most: int, tried: np.ndarray) -> tuple[np.ndarra
 def _search_affine(
     x: np.ndarray, weight: np.ndarray, most: int, tried: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales and minima `[n]`, none negative, of runs `x` `[n, 32]`.
+    """Return non-negative scales and minima `[n]` of runs `x` `[n, 32]`.
 
-    A code c stands for `scale c - minimum`. The weighted squared error is that of all of `x` less
-    `gain`, so the largest gain wins.
+    A code c stands for `scale c - minimum`. The weighted squared error is `sum(weight x^2) - gain`,
+    so the search maximizes `gain`.
     """
     low, high = np.minimum(x.min(axis=1), 0), x.max(axis=1)
     weighted = weight * x
@@ -99,19 +99,19 @@ def _search_affine(
         spread = sum_w * sum_l2 - sum_l * sum_l
         slope = (sum_w * sum_xl - sum_x * sum_l) / spread
         base = (sum_l2 * sum_x - sum_l * sum_xl) / spread
-        alone = (base > 0) | ~(spread > 0)  # no minimum above zero: the scale by itself
+        alone = (base > 0) | ~(spread > 0)  # a negative minimum is invalid: fit the scale alone
         slope = np.where(alone, sum_xl / sum_l2, slope)
         base = np.where(alone, np.float32(0), base)
-        gain = slope * sum_xl + base * sum_x  # as the fit leaves it
+        gain = slope * sum_xl + base * sum_x  # of the fitted scale and minimum
         better = gain > best
         best = np.where(better, gain, best)
         scale, minimum = np.where(better, slope, scale), np.where(better, -base, minimum)
-    flat = ~(span > 0)  # all of a run is one number, zero or less
+    flat = ~(span > 0)  # all numbers of the run are equal, and not positive
     return np.where(flat, np.float32(0), scale), np.where(flat, -low, minimum)
 
 
 def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a float16 scale `[n, 1]`, as float32, and what numbers `[n, 8]` are of it, 0 to 63."""
+    """Quantize `[n, 8]` to integers 0 to 63 with a float16 scale `[n, 1]`, returned as float32."""
     largest = numbers.max(axis=1, keepdims=True)
     whole = np.rint(numbers * (np.float32(63) * _inverse(largest))).clip(0, 63).astype(np.uint8)
     half = (largest / np.float32(63)).astype(np.float16)
@@ -119,7 +119,7 @@ def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _packed_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    """Return 8 scales and 8 minima of six bits in 12 bytes."""
+    """Pack 8 scales and 8 minima of 6 bits into 12 bytes."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scales[:, 4:] & 15 | minima[:, 4:] << 4], axis=1)
@@ -133,7 +133,7 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     scales = np.rint(scale * (np.float32(-128) * _inverse(largest))).clip(-128, 127).astype(np.int8)
     step = (half.astype(np.float32) * scales).reshape(-1, 1)
     codes = np.rint(x * _inverse(step)).clip(-32, 31).astype(np.int8).view(np.uint8) + np.uint8(32)
-    quarters = codes.reshape(-1, 2, 4, 32)  # of each half: two pairs of nibbles, four of two bits
+    quarters = codes.reshape(-1, 2, 4, 32)  # per half: 2 pairs share nibbles, 4 the upper bits
     low, high = quarters & 15, quarters >> 4
     nibbles = low[:, :, :2] | low[:, :, 2:] << 4
     upper = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
@@ -142,9 +142,9 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _search_symmetric(x: np.ndarray) -> np.ndarray:
-    """Return scales `[n]` of runs `[n, 16]` whose codes are -32 to 31, each weighted by its square.
+    """Return scales `[n]` of runs `[n, 16]` for codes -32 to 31; weights are the numbers squared.
 
-    The number of the largest magnitude has about the code -32, which 31 has no counterpart of.
+    The number of largest magnitude gets a code near -32, since the positive side ends at 31.
     """
     end = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)
     weight = x * x

@@ -1,7 +1,7 @@
-"""Types of a GGUF file's matrices by name: one type for all, or a mixture as llama-quantize has it.
+"""Types of a GGUF file's matrices: one type for all, or one of llama-quantize's mixtures.
 
-A mixture gives more bits to what loses most: the head, and values and down projections in the first
-and the last eighth of the layers and every third one between.
+A mixture gives more bits to the most sensitive matrices: the head, and value and down projections
+in the first and last eighth of the layers and in every third layer between.
 """
 
 import re
@@ -10,13 +10,13 @@ from jaxllm.config import ModelConfig
 
 from .blocks import BY_NAME, WRITTEN, Block
 
-MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # and the type of most matrices
+MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # mixture: the type of most matrices
 KINDS = (*WRITTEN, *MIXED)
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15,
     "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
 }  # general.file_type  # fmt: skip
-# For rows that are no whole super-blocks, as llama-quantize has it.
+# Replacements for rows that are not whole super-blocks, like in llama-quantize.
 _SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
@@ -26,8 +26,8 @@ def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> Blo
     Args:
         kind: A name of `KINDS`.
         name: The tensor's name in GGUF.
-        columns: The length of its rows. A type whose blocks do not fit is replaced by a smaller
-            one, or by F16.
+        columns: The row length. A type whose blocks do not divide it is replaced by one with
+            smaller blocks, or by F16.
         config: The model's configuration.
     """
     block = BY_NAME[_mixed(kind, name, config) if kind in MIXED else kind]
@@ -48,7 +48,7 @@ def _mixed(kind: str, name: str, config: ModelConfig) -> str:
         return "Q8_0"
     if module == "attn_v":
         grouped = config.num_attention_heads > getattr(config, "num_key_value_heads", 1 << 30)
-        few = "Q5_K" if layers == 80 and grouped else most  # of 70 billion weights: small ones
+        few = "Q5_K" if layers == 80 and grouped else most  # 70B with GQA: small matrices
         return "Q6_K" if more else few
     if module in ("ffn_down", "ffn_down_exps") and more:
         return "Q6_K"

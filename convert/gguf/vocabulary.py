@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template in a GGUF file, as Hugging Face's form would have them.
+"""Reader of a GGUF file's tokenizer and chat template.
 
-`tokenizer.ggml.model` "llama" is SentencePiece's kind: pieces, scores, and what each is for; "gpt2"
-is byte-level BPE: pieces, merges, and the name of a way to split (`pre`). Both become the tree that
-a tokenizer.json is, so everything above reads them as it reads any other.
+`tokenizer.ggml.model` "llama" is SentencePiece: pieces, scores and types. "gpt2" is byte-level BPE:
+pieces, merges and the name of a pre-tokenizer (`pre`). Both are converted to the tree of a
+tokenizer.json, so all other code handles them like any tokenizer.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from jaxllm.text.spm import added_token, tree_of_pieces
 
 from .pre import byte_level, find_pre, pre_tokenizer
 
-NONE = ("no_vocab", "none")  # files for whoever has the tokenizer elsewhere
+NONE = ("no_vocab", "none")  # files without a tokenizer
 IDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -37,9 +37,9 @@ _DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
 
 
 def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | None:
-    """The tokenizer; None where the file brings none.
+    """Return the tokenizer, or None if the file has none.
 
-    Raises CheckpointError for a kind that is not read here, and with what is wrong with it.
+    Raises CheckpointError for an unsupported or malformed tokenizer.
     """
     kind = settings.get("tokenizer.ggml.model")
     if kind is None or kind in NONE:
@@ -69,7 +69,7 @@ def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | N
 
 
 def template_in(settings: Mapping[str, Any]) -> str | None:
-    """The chat template's source."""
+    """Return the chat template's source, or None."""
     template = settings.get("tokenizer.chat_template")
     return template if isinstance(template, str) else None
 
@@ -77,21 +77,21 @@ def template_in(settings: Mapping[str, Any]) -> str | None:
 def read_template(
     settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
 ) -> ChatTemplate:
-    """The chat template; of a file with several, the one that has no name.
+    """Return the chat template; if a file has several, the unnamed one.
 
-    Raises TemplateError where there is none, or it is malformed.
+    Raises TemplateError if there is none or it is malformed.
     """
     template = template_in(settings)
     if template is None:
         raise TemplateError(
-            f"{path} has no tokenizer.chat_template. Give a template (jaxllm chat --chat-template"
+            f"{path} has no tokenizer.chat_template. Pass a template (jaxllm chat --chat-template"
             " FILE), or generate from plain text (jaxllm generate)"
         )
     return ChatTemplate(template, special_tokens(roles))
 
 
 def special_tokens(roles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """What a template finds beside the messages: `("bos_token", "<s>")`."""
+    """Return the special tokens that templates can use: `("bos_token", "<s>")`."""
     return tuple((f"{role}_token", roles[role]) for role in ROLES if role in roles)
 
 
@@ -107,7 +107,7 @@ class _Keys:
     def texts(self, key: str) -> list[str]:
         value = self.get(key)
         if not isinstance(value, list):
-            raise CheckpointError(f"{self.where}: tokenizer.ggml.{key} should be a list of texts")
+            raise CheckpointError(f"{self.where}: tokenizer.ggml.{key} is not a list of strings")
         return value
 
     def numbers(self, key: str, count: int) -> np.ndarray | None:
@@ -116,13 +116,13 @@ class _Keys:
             return None
         if not isinstance(value, np.ndarray) or len(value) != count:
             raise CheckpointError(
-                f"{self.where}: tokenizer.ggml.{key} should be {count:,} numbers, one a token"
+                f"{self.where}: tokenizer.ggml.{key} is not {count:,} numbers, one per token"
             )
         return value
 
 
 def _pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
-    """The tokens by id and their types, without those at the end that only fill a table."""
+    """Return the tokens by id and their types, without trailing padding tokens."""
     tokens = ggml.texts("tokens")
     given = ggml.numbers("token_type", len(tokens))
     types = [spm.NORMAL] * len(tokens) if given is None else [int(x) for x in given]
@@ -138,14 +138,14 @@ def _pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
 
 
 def _roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
-    """The ids of special tokens. Raises CheckpointError for one that is no token."""
+    """Return the ids of special tokens; raise CheckpointError for an invalid id."""
     found = {}
     for role, key in IDS.items():
         index = ggml.get(key, defaults.get(role))
         if index is None:
             continue
         if type(index) is not int or not 0 <= index < len(tokens):
-            if ggml.get(key) is None:  # a default that this vocabulary is too small for
+            if ggml.get(key) is None:  # the default is outside a small vocabulary
                 continue
             raise CheckpointError(
                 f"{ggml.where}: tokenizer.ggml.{key} {index!r:.40} is none of {len(tokens):,} ids"
@@ -157,14 +157,16 @@ def _roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> d
 def _sentencepiece(ggml: _Keys, tokens: list[str], types: list[int], where: str) -> dict[str, Any]:
     scores = ggml.numbers("scores", len(tokens))
     if scores is None or not np.isfinite(scores).all():
-        raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing, or no finite numbers")
+        raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing or not finite numbers")
     unknown = ggml.get("unknown_token_id", 0)
     if type(unknown) is not int or not 0 <= unknown < len(tokens):
-        raise CheckpointError(f"{where}: tokenizer.ggml.unknown_token_id {unknown!r:.40} is no id")
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.unknown_token_id {unknown!r:.40} is not an id"
+        )
     held = {token for token, kind in zip(tokens, types, strict=True) if kind == spm.BYTE}
     missing = {f"<0x{byte:02X}>" for byte in range(256)} - held
     if held and missing:
-        raise CheckpointError(f"{where}: of 256 tokens for bytes {len(missing)} are missing")
+        raise CheckpointError(f"{where}: {len(missing)} of 256 byte tokens are missing")
     return tree_of_pieces(
         list(zip(tokens, (float(x) for x in scores), types, strict=True)),
         unknown=unknown,
@@ -177,13 +179,13 @@ def _sentencepiece(ggml: _Keys, tokens: list[str], types: list[int], where: str)
 def _byte_level(ggml: _Keys, tokens: list[str], types: list[int], where: str) -> dict[str, Any]:
     merges = [merge.split(" ") for merge in ggml.texts("merges")]
     if wrong := [" ".join(merge) for merge in merges if len(merge) != 2]:
-        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, no two pieces")
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
     vocab = {token: index for index, token in enumerate(tokens)}
-    # Those of bytes that no text has, or next to none, published vocabularies leave out.
+    # Published vocabularies lack symbols of bytes that never or rarely occur in text.
     if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
         raise CheckpointError(
-            f"{where}: its tokens are no byte-level ones: {len(missing)} of the symbols for ASCII"
-            f" are missing, {min(missing)!r} for example"
+            f"{where}: the tokens are not byte-level: {len(missing)} of the symbols for ASCII are"
+            f" missing, {min(missing)!r} for example"
         )
     return {
         "version": "1.0",
@@ -201,10 +203,12 @@ def _byte_level(ggml: _Keys, tokens: list[str], types: list[int], where: str) ->
 def _added(
     added: list[dict[str, Any]], special: set[str], tokens: Sequence[str], types: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """All tokens that are found in a text as they are written: llama.cpp's converter has undone
-    what normalizing did to them.
+    """Return all added tokens, which match text literally.
 
-    special: tokens with a role, which are special whatever their type says.
+    They need no normalization, since llama.cpp's converter has undone it.
+
+    Args:
+        special: Tokens with a role, which are special whatever their type is.
     """
     found = {token["id"]: {**token, "normalized": False} for token in added}
     for index, token in enumerate(tokens):

@@ -1,7 +1,7 @@
-"""A tokenizer as the keys of a GGUF file: what `vocabulary` reads back as the same tokenizer.
+"""Conversion of a tokenizer to GGUF keys, which `vocabulary` reads back as the same tokenizer.
 
-A kind of tokenizer, or a way to split, that GGUF has no name for is refused: llama.cpp would give
-texts other ids without a word.
+A model type or a pre-tokenizer that GGUF cannot name is refused, since llama.cpp would silently
+give texts other ids.
 """
 
 import collections
@@ -19,16 +19,16 @@ from jaxllm.text.spm import SPACE, derive_merges
 from .pre import GPT2_REGEX, PRE
 from .vocabulary import IDS
 
-_UNKNOWN = 2  # a kind of piece
-_FEWEST = -1e9  # the score of what is no merge of others
+_UNKNOWN = 2  # a piece type
+_FEWEST = -1e9  # the score of pieces that no merge produces
 
 
 def tokenizer_keys(
     source: TokenizerTree, template: str | None, generation: Mapping[str, Any], vocab_size: int
 ) -> dict[str, Any]:
-    """Keys and values. vocab_size: the rows of the table of tokens, which tokens fill up to.
+    """Return keys with values. vocab_size: rows of the token table; missing tokens are padded.
 
-    Raises ConfigError for a tokenizer that has no GGUF form.
+    Raises ConfigError for a tokenizer that cannot be written as GGUF.
     """
     tree, roles = source.tree, source.roles
     model = tree["model"]
@@ -39,8 +39,8 @@ def tokenizer_keys(
     names |= {index: token["content"] for index, token in added.items()}
     if max(names) >= vocab_size:
         raise ConfigError(
-            f"the tokenizer has ids up to {max(names)}, the table of tokens {vocab_size} rows: GGUF"
-            " has one for each"
+            f"the tokenizer has ids up to {max(names)}, but the token table has {vocab_size} rows:"
+            " GGUF requires a row per token"
         )
     tokens = [names.get(index, f"[PAD{index}]") for index in range(vocab_size)]
     kinds = [spm.NORMAL if index in names else spm.UNUSED for index in range(vocab_size)]
@@ -69,12 +69,13 @@ def tokenizer_keys(
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"the tokenizer has no GGUF form: {what}; GGUF has SentencePiece's BPE and byte-level BPE"
+        f"the tokenizer cannot be written as GGUF: {what}. GGUF supports SentencePiece BPE and"
+        " byte-level BPE"
     )
 
 
 def _ends(generation: Mapping[str, Any], eos: int | None) -> dict[str, int]:
-    """The ids that end an answer, as many as there are names for."""
+    """Return the keys of ids that end an answer, as many as there are keys for."""
     given = generation.get("eos_token_id")
     ids = [] if given is None else given if isinstance(given, list) else [given]
     others = [index for index in ids if index != eos and index >= 0]
@@ -84,7 +85,7 @@ def _ends(generation: Mapping[str, Any], eos: int | None) -> dict[str, int]:
 
 
 def _steps(step: Any, within: str) -> Iterator[dict[str, Any]]:
-    """A step of a tokenizer.json, or those of a sequence."""
+    """Yield a step of a tokenizer.json, or the steps of a sequence."""
     if isinstance(step, dict):
         if within not in step:
             yield step
@@ -97,20 +98,20 @@ def _kinds(decoder: Any) -> list[str]:
 
 
 def _byte_level(tree: dict[str, Any]) -> dict[str, Any]:
-    """The merges, and the name of the way to split."""
+    """Return the merges and the name of the pre-tokenizer."""
     regexes: list[str] = []
     for step in _steps(tree.get("pre_tokenizer"), "pretokenizers"):
         match step:
             case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"}:
                 regexes.append(regex)
             case {"type": "Split", "pattern": {"Regex": str(regex)}, "invert": True}:
-                regexes.append(regex)  # what it removes is what stands between: nothing
+                regexes.append(regex)  # it removes only text between matches: none
             case {"type": "Digits", "individual_digits": True}:
                 regexes.append(r"\p{N}")
             case {"type": "ByteLevel", "add_prefix_space": False, **flags}:
                 regexes += [GPT2_REGEX] if flags.get("use_regex", True) else []
             case _:
-                raise _refusal(f"the pre-tokenizer {step.get('type')!r} as it is set")
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} with these options")
     normal = [step.get("type") for step in _steps(tree.get("normalizer"), "normalizers")]
     model = tree["model"]
     for name, pre in PRE.items():
@@ -118,11 +119,11 @@ def _byte_level(tree: dict[str, Any]) -> dict[str, Any]:
         if same and pre.whole_words == bool(model.get("ignore_merges")):
             merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
             return {"model": "gpt2", "pre": name, "merges": merges}
-    raise _refusal(f"no name (pre) is known for a split by {regexes!r:.200} after {normal}")
+    raise _refusal(f"no known name (pre) for a split by {regexes!r:.200} after {normal}")
 
 
 def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]) -> dict[str, Any]:
-    """Scores in place of merges, and what is done to spaces; fills in the kinds."""
+    """Return scores instead of merges, and options for spaces; update `kinds` in place."""
     model = tree["model"]
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
     for index, token in enumerate(tokens):
@@ -134,7 +135,7 @@ def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
     rank = _ranks([left + right for left, right in merges])
     scores = {token: rank.get(token, _FEWEST) for token in normal}
     if set(derive_merges(scores)) != set(merges):
-        raise _refusal("merges that no scores of pieces give")
+        raise _refusal("merges that do not follow from scores of pieces")
     prefix = False
     strips = False
     for step in _steps(tree.get("normalizer"), "normalizers"):
@@ -146,7 +147,7 @@ def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
             case {"type": "Strip"} | {"type": "Replace", "pattern": {"Regex": _}}:
                 strips = True
             case _:
-                raise _refusal(f"the normalizer {step.get('type')!r} as it is set")
+                raise _refusal(f"the normalizer {step.get('type')!r} with these options")
     for step in _steps(tree.get("pre_tokenizer"), "pretokenizers"):
         match step:
             case {"type": "Metaspace", "replacement": text, "prepend_scheme": scheme} if (
@@ -154,7 +155,7 @@ def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
             ):
                 prefix = scheme != "never"
             case _:
-                raise _refusal(f"the pre-tokenizer {step.get('type')!r} as it is set")
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} with these options")
     values = [scores.get(token, 0.0) for token in tokens]
     return {
         "model": "llama",
@@ -166,14 +167,14 @@ def _sentencepiece(tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
 
 
 def _ranks(pieces: Sequence[str]) -> dict[str, float]:
-    """The score of each piece, from what merges make one after the other: the earlier the higher.
+    """Return the score of each piece, higher for earlier merges. pieces: the merges' results.
 
-    Runs of spaces come last in Llama's vocabulary, all of one score, in some order of their merges.
+    In Llama's vocabulary runs of spaces come last, with one score, and merges in any order.
     """
     first = {piece: number for number, piece in reversed([*enumerate(pieces)])}
     runs = collections.Counter(piece for piece, _ in itertools.groupby(pieces))
     again = {piece for piece, count in runs.items() if count > 1}
     tail = min((first[piece] for piece in again), default=len(pieces))
     if not all(set(piece) == {SPACE} for piece in pieces[tail:]):
-        raise _refusal("merges of one piece that stand apart")
+        raise _refusal("merges of one piece that are not adjacent")
     return {piece: -float(n) if n < tail else _FEWEST for piece, n in first.items()}

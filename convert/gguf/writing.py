@@ -1,7 +1,7 @@
-"""Checkpoints as GGUF files: a type or a mixture for matrices, F32 for vectors, as llama.cpp does.
+"""GGUF writer: a type or a mixture for matrices, and F32 for vectors, like llama.cpp.
 
-What is quantized in the same groups already keeps its integers; all else is rounded once, a block
-of rows at a time.
+Matrices that are already quantized in the same groups keep their integers; all others are rounded
+once, a block of rows at a time.
 """
 
 import struct
@@ -32,13 +32,13 @@ from .tensor_types import FILE_TYPES, KINDS, choose_block
 from .vocabulary_keys import tokenizer_keys
 
 QUANTIZATION_VERSION = 2
-FULL = 1 << 10  # columns that are whole blocks of every type
+FULL = 1 << 10  # columns; a multiple of every block size
 _TYPES: dict[type, tuple[int, str]] = {bool: (7, "<B"), int: (4, "<I"), float: (6, "<f")}
 _ARRAYS = {np.dtype(np.int32): 5, np.dtype(np.float32): 6}
 
 
 class Written(NamedTuple):
-    """A tensor as it is written: rows of bytes, so many at a time."""
+    """A tensor to write. rows: yields its bytes, a block of rows at a time."""
 
     name: str
     block: Block
@@ -59,24 +59,23 @@ def write_gguf(
     template: str | None = None,
     show_progress: bool | None = None,
 ) -> dict[str, int]:
-    """Write a GGUF file that llama.cpp loads: all of it, or nothing.
+    """Write a GGUF file that llama.cpp loads, atomically.
 
     Args:
         kind: A name of `KINDS`.
-        tokenizer: The tokenizer that is written with it.
-        template: The chat template that is written with it.
+        tokenizer: The tokenizer to include.
+        template: The chat template to include.
 
     Returns:
-        How many matrices have each type that `kind` does not name, because of short rows.
+        Matrix counts by type, of types that replace those of `kind` because of short rows.
 
     Raises:
-        ConfigError: For what GGUF has no words for.
-        CheckpointError: If the file exists or cannot be written, and for numbers that the type
-            cannot hold.
+        ConfigError: If GGUF cannot express the model.
+        CheckpointError: If the file exists or cannot be written, or a number overflows its type.
     """
     check_absent(path)
     if kind not in KINDS:
-        raise ConfigError(f"GGUF is written in {', '.join(KINDS)}, got {kind!r:.40}")
+        raise ConfigError(f"GGUF type {kind!r:.40} is not supported (known: {', '.join(KINDS)})")
     config = checkpoint.config
     architecture, row, keys, divisors = write_config(config)
     spoken: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
@@ -96,7 +95,7 @@ def write_gguf(
     replaced = dict[str, str]()
     for found in names.theirs(row.modules, plain.tensors):
         if isinstance(found, str):
-            raise ConfigError(f"{found} has no name in GGUF")
+            raise ConfigError(f"{found} has no GGUF name")
         tensor = plain.tensors[found.path]
         single, columns = tensor.ndim < 2 or found.module.single, tensor.columns
         block = BY_NAME["F32"] if single else choose_block(kind, found.name, columns, config)
@@ -118,19 +117,19 @@ def write_gguf(
 
 
 def check_absent(path: Path) -> None:
-    """Raise CheckpointError, before the work, where a file is there already."""
+    """Raise CheckpointError if a file exists, before any work is done."""
     if is_there(path):
-        raise CheckpointError(f"{path} is there already; name a new file")
+        raise CheckpointError(f"{path} already exists. Choose a new file name")
 
 
 def write_file(path: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
-    """A small file of float32 arrays."""
+    """Write a small file of float32 arrays."""
     held = [_vector(name, array) for name, array in tensors.items()]
     _write(path, settings, held, show_progress=False)
 
 
 def _held(checkpoint: Checkpoint, found: Named, block: Block) -> Written | None:
-    """A leaf whose integers and scales are the type's own, as they are."""
+    """Return a leaf unchanged if its integers and scales are those of the type, else None."""
     leaf = LEAVES[block.name].format if block.name in ("Q8_0", "Q4_0") else None
     if not isinstance(leaf, Integer) or checkpoint.formats.get(found.path) != leaf.name:
         return None
@@ -162,7 +161,7 @@ def _rounded(tensor: LazyTensor, found: Named, block: Block, config: ModelConfig
             sound &= np.isfinite(block.dequantized(raw))
         if not sound.all():
             wrong = numbers[~sound][0]
-            raise CheckpointError(f"{found.path}: {wrong} is not a finite number of {block.name}")
+            raise CheckpointError(f"{found.path}: {wrong} is not a finite number in {block.name}")
         return raw
 
     def rows() -> Iterator[np.ndarray]:
@@ -178,7 +177,7 @@ def _rounded(tensor: LazyTensor, found: Named, block: Block, config: ModelConfig
 
 
 def _joined(parts: list[Written]) -> Written:
-    """Tensors one below the other."""
+    """Concatenate tensors by rows."""
     first, count = parts[0], sum(part.shape[0] for part in parts)
     assert {part.block.name for part in parts} == {first.block.name}, first.name
 
@@ -199,7 +198,7 @@ def _order(found: Named, config: ModelConfig) -> np.ndarray | None:
 
 
 def _runs(count: int, order: np.ndarray | None) -> Iterator[Any]:
-    """What picks each block of rows, in the order in which they are written."""
+    """Yield an index of each block of rows, in the order of writing."""
     for begin in range(0, count, ROWS):
         end = min(begin + ROWS, count)
         yield slice(begin, end) if order is None else order[begin:end]
@@ -257,4 +256,4 @@ def _value(key: str, value: Any) -> bytes:
     try:
         return struct.pack("<I", kind) + struct.pack(code, value)
     except struct.error:
-        raise ConfigError(f"{key} {value!r:.40} does not fit into a GGUF file") from None
+        raise ConfigError(f"{key} {value!r:.40} does not fit into its GGUF type") from None

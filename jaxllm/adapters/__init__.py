@@ -1,13 +1,13 @@
-"""LoRA and DoRA adapters: made, PEFT's files both ways, several beside each other, merged.
+"""LoRA and DoRA adapters: initialize, attach, read and write PEFT and GGUF files, combine, merge.
 
-config: what an adapter is asked to be. targets: which modules it is beside, by PEFT's rules or by
-ours. attach: parameters with one adapter, to be trained, and the adapter out of them again.
-settings: PEFT's adapter_config.json, every field read or refused. files: PEFT's directories; fused:
-what is one module there and several here; gguf: GGUF's files. several: parameters with adapters of
-which each row of a batch takes one. load: those of directories and files. merge: into the weights.
+config: `LoraConfig`. targets: which modules it selects, by PEFT's rules or by path rules. attach:
+attach an adapter to parameters for training, and extract it again. settings: PEFT's
+adapter_config.json; every field is read or rejected. files: PEFT directories; fused: modules that
+are fused in PEFT's base model and separate here; gguf: GGUF adapters. several: multi-LoRA, with an
+adapter per row of a batch. load: adapters by path. merge: merge an adapter into the weights.
 
-An `Adapter` is a value beside the parameters. What it does in a product, its leaf says
-(`weights.leaves.adapted`); the base's leaves stay the objects that they are.
+An `Adapter` is separate from the parameters. Attaching it wraps the weights of its target modules
+(`weights.leaves.adapted`), and neither copies nor changes the base weights.
 """
 
 from jaxllm.adapters.attach import Adapter, around, attach, attached, fresh, taken, with_config

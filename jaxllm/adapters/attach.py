@@ -1,6 +1,6 @@
-"""One adapter beside a model's weights, to be trained; and the adapter out of the parameters again.
+"""Attach an adapter to parameters for training, and extract it again.
 
-Step 0 is the model itself: one of the two matrices is zero.
+A new adapter does not change the model's output: one of its two matrices is zero.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxllm.whole import dtype_name
 
 
 class Matrices(NamedTuple):
-    """An adapter beside one module: a `[K, I]`, b `[O, K]`, and DoRA's lengths, as in its leaf."""
+    """LoRA matrices of one module, as in `Adapted`: a `[K, I]`, b `[O, K]`, DoRA's magnitude."""
 
     a: jax.Array
     b: jax.Array
@@ -30,24 +30,24 @@ class Matrices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter: what it was asked to be, and its matrices by our paths of modules."""
+    """An adapter: its configuration, and its matrices by our module paths."""
 
     config: LoraConfig
     matrices: Mapping[str, Matrices]
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Number of parameters."""
         return sum(x.size for m in self.matrices.values() for x in m if x is not None)
 
 
 def attach(
     config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
 ) -> Params:
-    """The parameters with a new adapter beside them, for training. key: of what is drawn.
+    """Attach a new adapter to parameters, for training. key: random key of the initialization.
 
-    Leaves that have none are the same objects, and so are the weights within those that have one.
-    Raises ConfigError for targets that are not there.
+    Untargeted weights, and the base weights inside targeted ones, are the same objects as before.
+    Raises ConfigError for targets that do not exist.
     """
     return attached(config, params, fresh(config, params, lora, key, dtype=dtype))
 
@@ -55,10 +55,10 @@ def attach(
 def fresh(
     config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
 ) -> Adapter:
-    """A new adapter, under which the model is as without it (see `LoraConfig`).
+    """Return a new adapter that does not change the model's output (see `LoraConfig`).
 
-    dtype: of the matrices, as `jaxllm.load` takes it. params: what DoRA's lengths are those of.
-    Raises ConfigError where they are not there.
+    dtype: dtype of the matrices, as for `jaxllm.load`. params: base weights, which initialize
+    DoRA's magnitudes. Raises ConfigError if these weights are missing.
     """
     dtype = dtype_name("an adapter's dtype", dtype)
     weights = dict(flatten(params))
@@ -78,8 +78,8 @@ def fresh(
             weight = weights.get(low.target.path)
             if weight is None or weight.shape != low.target.shape:  # in a pipeline's stages
                 raise ConfigError(
-                    f"DoRA begins with the lengths of the rows of {low.target.path}, which these"
-                    " parameters have not by itself: train LoRA, or use a mesh with stage=1"
+                    f"DoRA needs the row norms of {low.target.path}, which these parameters do not"
+                    " contain as a separate weight. Train LoRA, or use a mesh with stage=1"
                 )
             leaf = leaf_of(weight, low, matrices, lora)
             matrices = matrices._replace(magnitude=norms(leaf))
@@ -88,17 +88,17 @@ def fresh(
 
 
 def attached(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
-    """The parameters with an adapter beside them, for training.
+    """Attach an adapter to parameters, for training.
 
-    Raises ConfigError where they have one already.
+    Raises ConfigError if they have one already.
     """
     return map_leaves(around(config, adapter), params)
 
 
 def around(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
-    """The leaf of a path's weight with its adapter; the weight itself where it has none.
+    """Return a function (path, weight) that wraps targeted weights and passes others through.
 
-    It raises ConfigError for a weight that has one already.
+    It raises ConfigError for a weight that already has an adapter.
     """
     lows = [(low, adapter.matrices[name]) for name, low in plan(config, adapter.config).items()]
 
@@ -114,7 +114,7 @@ def around(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
 
 
 def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adapter:
-    """Return the adapter under another configuration that gives it the same meaning.
+    """Return the adapter with another, equivalent configuration.
 
     Raises:
         ConfigError: if the configurations differ in modules, ranks, scales or DoRA.
@@ -131,22 +131,22 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
     ]
     if differ:
         raise ConfigError(
-            f"the adapter is of another configuration ({len(differ)} modules differ). {differ[0]}."
-            " Give the adapter's own configuration (adapter.config)"
+            f"the configurations differ in {len(differ)} modules. {differ[0]}. Use the adapter's"
+            " own configuration (adapter.config)"
         )
     for name, low in wanted[0].items():
         matrices = adapter.matrices.get(name)
         shape = matrices and (matrices.b.shape[0], matrices.a.shape[1])
         if shape != low.target.shape:
             raise ConfigError(
-                f"the adapter is of another model: {name} has shape {low.target.shape}, the adapter"
-                f" fits {shape}"
+                f"the adapter belongs to another model: {name} has shape {low.target.shape}, the"
+                f" adapter fits {shape}"
             )
     return dataclasses.replace(adapter, config=lora)
 
 
 def _facts(planned: tuple[Mapping[str, Low], bool], name: str) -> str:
-    """What a configuration makes beside a module."""
+    """Describe a configuration's adapter of one module."""
     lows, dora = planned
     if name not in lows:
         return "nothing"
@@ -155,23 +155,23 @@ def _facts(planned: tuple[Mapping[str, Low], bool], name: str) -> str:
 
 
 def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
-    """The adapter that `attached` parameters have. Raises ConfigError where they have none."""
+    """Extract the adapter from parameters. Raises ConfigError if they do not have it."""
     leaves, found = dict(flatten(params)), {}
     for module, low in plan(config, lora).items():
         leaf = leaves[low.target.path]
         while isinstance(leaf, Adapted) and leaf.site != low.target.site:
             leaf = leaf.weight
         if not isinstance(leaf, Adapted) or leaf.owner is not None:
-            raise ConfigError(f"{low.target.path} has no adapter of its own in these parameters")
+            raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
         found[module] = Matrices(leaf.a, leaf.b, leaf.magnitude)
     return Adapter(lora, found)
 
 
-norms = jax.jit(Adapted.norms)  # one program for a shape, not one for each operation
+norms = jax.jit(Adapted.norms)  # one program per shape, not one per operation
 
 
 def leaf_of(weight: Any, low: Low, matrices: Matrices, lora: LoraConfig) -> Adapted:
-    """The leaf of a module with one adapter."""
+    """Wrap a module's weight with an adapter."""
     scale = jax.device_put(np.full(low.rank, low.scale, np.float32))
     site = low.target.site
     return Adapted(

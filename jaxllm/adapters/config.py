@@ -1,4 +1,4 @@
-"""What an adapter is asked to be, in PEFT's words (`peft.LoraConfig`, version 0.21)."""
+"""LoRA configuration, with the field names of `peft.LoraConfig` (version 0.21)."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,23 +19,27 @@ ALL_LINEAR = "all-linear"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """LoRA (or DoRA) of some modules.
+    """LoRA (or DoRA) configuration. Raises ConfigError for invalid values.
 
-    r: the rank. lora_alpha: the scale is lora_alpha / r, with use_rslora lora_alpha / sqrt(r)
-    (Kalajdzievski 2023). lora_dropout: of the inputs, while training. use_dora: lengths of rows of
-    their own.
+    Module names are Hugging Face's (`model.layers.0.self_attn.q_proj`) and include the token
+    embedding.
 
-    target_modules: a list of names, each the end of a module's name; a regex of whole names; or
-    "all-linear", all but the head. Names are Hugging Face's (`model.layers.0.self_attn.q_proj`),
-    tables of tokens too. exclude_modules: likewise, what is left out. layers_to_transform: of a
-    list, in these layers alone; layers_pattern: what layers are called there. rules: in place of
-    all these, ordered rows `(regex, whether)` over our own paths, as `weights.paths` has them.
-    rank_pattern, alpha_pattern: for names that end so (a regex), other ranks and alphas.
-
-    init_lora_weights: of A, "kaiming" (uniform within 1 / sqrt(I)) or "gaussian" (of deviation
-    1 / r); B is zero. Of a table of tokens A is zero, and B normal.
-
-    Raises ConfigError for values out of their range.
+    Attributes:
+        r: LoRA rank.
+        lora_alpha: The scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora.
+        lora_dropout: Dropout of the inputs during training.
+        target_modules: A list of module names or their dotted suffixes, a regex that matches whole
+            names, or "all-linear" for all linear layers but the head.
+        exclude_modules: Modules to leave out: a list or a regex, as above.
+        layers_to_transform: Restrict a list of target_modules to these layers.
+        layers_pattern: Name of the module list that layers_to_transform refers to.
+        rules: Instead of all these, ordered rows `(regex, selected)` over our own parameter paths,
+            as in `weights.paths`.
+        rank_pattern, alpha_pattern: Ranks and alphas for names with a suffix that matches a regex.
+        use_rslora: Rank-stabilized scale (Kalajdzievski 2023).
+        use_dora: Train a separate magnitude per output row (DoRA).
+        init_lora_weights: "kaiming" (A uniform within 1 / sqrt(I)) or "gaussian" (A with standard
+            deviation 1 / r); B is zero. For a token embedding, A is zero and B is normal.
     """
 
     r: Rank = 8
@@ -58,18 +62,18 @@ class LoraConfig:
         by_regex = isinstance(self.target_modules, str)
         if by_regex and (self.layers_to_transform is not None or self.layers_pattern):
             raise ConfigError(
-                "layers_to_transform and layers_pattern go with a list of target_modules; a regex"
-                " says which layers itself"
+                "layers_to_transform and layers_pattern require a list of target_modules; a regex"
+                " selects the layers itself"
             )
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ConfigError("layers_pattern goes with layers_to_transform, which is missing")
+            raise ConfigError("layers_pattern requires layers_to_transform, which is missing")
         for regex, _ in self.rules or ():
             compile_pattern(regex, "rules")
         for name, pattern in self._patterns():
             check_name_pattern(pattern, name)
 
     def scale(self, rank: int, alpha: float) -> float:
-        """What is between the two matrices, times which their product is added."""
+        """Return the factor of the product of the two matrices."""
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
 
     def _patterns(self) -> list[tuple[str, str]]:

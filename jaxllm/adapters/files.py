@@ -1,8 +1,8 @@
-"""PEFT's directories: adapter_config.json and adapter_model.safetensors, both ways.
+"""Read and write PEFT directories: adapter_config.json and adapter_model.safetensors.
 
-A tensor's name is `base_model.model.`, the module's name in transformers, and what it is:
-`lora_A.weight` `[r, I]`, `lora_B.weight` `[O, r]`; of a table of tokens `lora_embedding_A` `[r, V]`
-and `lora_embedding_B` `[D, r]`, ours transposed; of DoRA `lora_magnitude_vector`.
+A tensor name consists of `base_model.model.`, the module name in transformers, and a suffix:
+`lora_A.weight` `[r, I]`, `lora_B.weight` `[O, r]`; for a token embedding `lora_embedding_A`
+`[r, V]` and `lora_embedding_B` `[D, r]`, transposed here; for DoRA `lora_magnitude_vector`.
 """
 
 import re
@@ -43,7 +43,7 @@ PREFIX = "base_model.model."
 
 
 class _Piece(NamedTuple):
-    """A tensor of the file: its name and shape, and which of `Matrices` it is."""
+    """Name and shape of a tensor in the file, and the field of `Matrices` that it holds."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,24 +54,24 @@ class _Piece(NamedTuple):
 def read_adapter(
     directory: str | Path, config: ModelConfig, params: Params | None = None
 ) -> Adapter:
-    """The adapter in PEFT's directory, or in a GGUF file, for a model of this configuration.
+    """Read an adapter for a model of this configuration from a PEFT directory or a GGUF file.
 
-    params: of the base. PEFT writes a table of tokens beside its adapter; it must then be the same.
-    Raises CheckpointError with all that is wrong: fields that are not supported, an adapter of
-    another model, of other shapes, or with numbers that are not finite.
+    params: base parameters. If the adapter contains the base's token embedding, as PEFT writes it,
+    the two must be equal. Raises CheckpointError with all problems: unsupported fields, an adapter
+    of another model, other shapes, or values that are not finite.
     """
     directory = as_path(directory)
     if gguf.recognises(directory):
         return gguf.read_gguf_adapter(directory, config)
     if not is_there(directory / CONFIG):
         if not is_there(directory):
-            raise CheckpointError(f"no adapter {directory}: there is no such file or directory")
-        raise CheckpointError(f"{directory} has no {CONFIG}: not a directory that PEFT wrote")
+            raise CheckpointError(f"no adapter {directory}: no such file or directory")
+        raise CheckpointError(f"{directory} has no {CONFIG}: not a PEFT adapter")
     lora = read_config(read_json(inside(directory, CONFIG)), str(directory / CONFIG))
     try:
         lows = plan(config, lora)
     except ConfigError as error:
-        raise CheckpointError(f"{directory} is not an adapter of this model: {error}") from None
+        raise CheckpointError(f"{directory} is not an adapter for this model: {error}") from None
     tensors = apart(_open(directory), config, PREFIX)
     for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
         _check_base(directory, name, tensors.pop(name), config, params)
@@ -85,10 +85,10 @@ def read_adapter(
 def write_adapter(
     directory: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None
 ) -> None:
-    """Write PEFT's directory, which PEFT loads over the same model: all of it, or nothing.
+    """Write a PEFT directory atomically; PEFT can load it for the same model.
 
-    base: the model's name or directory, which PEFT loads by itself. Raises CheckpointError where
-    there is an adapter already, or nothing can be written; ConfigError as `fused.together` does.
+    base: name or directory of the base model, for PEFT. Raises CheckpointError if the directory
+    already holds an adapter or cannot be written, and ConfigError as `fused.together` does.
     """
     directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
@@ -139,7 +139,7 @@ def _is_transposed(table: Architecture, path: str) -> bool:
 
 
 def _is_length(piece: _Piece) -> bool:
-    """Whether older files call it `lora_magnitude_vector.weight`."""
+    """Return whether older files name this tensor `lora_magnitude_vector.weight`."""
     return piece.field == "magnitude"
 
 
@@ -148,8 +148,8 @@ def _open(directory: Path) -> dict[str, LazyTensor]:
         return open_tensors(inside(directory, WEIGHTS))
     if is_there(directory / "adapter_model.bin"):
         raise CheckpointError(
-            f"{directory}: adapter_model.bin is a pickle, which can run code when it is read, and"
-            " is never opened here; load it with PEFT and save it again (save_pretrained)"
+            f"{directory}: adapter_model.bin is a pickle, which can run code when loaded, and is"
+            " not supported. Load it with PEFT and save it again (save_pretrained)"
         )
     raise CheckpointError(f"{directory}: no {WEIGHTS}")
 
@@ -160,17 +160,17 @@ def _check(directory: Path, tensors: Mapping[str, LazyTensor], pieces: list[_Pie
     if not wanted.keys() & tensors.keys():
         found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
         raise CheckpointError(
-            f"{directory} is an adapter of another model: it has {found}, this model"
-            f" {expected}, and none of the others either"
+            f"{directory} is an adapter for another model: no tensor name matches; got {found},"
+            f" expected {expected}"
         )
     complaints = [f"{name} is missing" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
-            complaints.append(f"{name} is nothing that its configuration names")
+            complaints.append(f"{name} is not covered by its {CONFIG}")
         elif tensor.shape != wanted[name]:
-            complaints.append(f"{name} has shape {tensor.shape}, this model wants {wanted[name]}")
+            complaints.append(f"{name} has shape {tensor.shape}, expected {wanted[name]}")
         elif tensor.dtype.name not in DTYPES:
-            complaints.append(f"{name} is {tensor.dtype.name}; known are {', '.join(DTYPES)}")
+            complaints.append(f"{name} is {tensor.dtype.name}, expected {', '.join(DTYPES)}")
         elif (bad := first_non_finite(tensor.read())) is not None:
             complaints.append(f"{name} holds {tensor.read().reshape(-1)[bad]} at index {bad}")
     if complaints:
@@ -182,7 +182,7 @@ def _check(directory: Path, tensors: Mapping[str, LazyTensor], pieces: list[_Pie
 def _check_base(
     directory: Path, name: str, tensor: LazyTensor, config: ModelConfig, params: Params | None
 ) -> None:
-    """A table that is written beside its adapter, if it is the one that there is, says nothing."""
+    """Raise CheckpointError if an embedding stored with the adapter differs from the base's."""
     module = name.removeprefix(PREFIX).removesuffix(".base_layer.weight")
     target = next((t for t in targets_of(config).values() if t.name == module), None)
     same = target is not None and tensor.shape == target.shape
@@ -192,9 +192,8 @@ def _check_base(
             same = np.array_equal(np.asarray(leaf.array), tensor.read())
     if not same:
         raise CheckpointError(
-            f"{directory}: {name} is not the table of this model: the adapter brings one of its"
-            " own (a vocabulary that was changed). Merge it with PEFT (merge_and_unload), and load"
-            " the model that it gives"
+            f"{directory}: {name} differs from this model's embedding, as with a resized"
+            " vocabulary. Merge the adapter with PEFT (merge_and_unload) and load the merged model"
         )
 
 

@@ -1,9 +1,8 @@
-"""Adapters beside what is one module in PEFT's base and several here: Phi-3's qkv_proj, for one.
+"""Adapters of modules that are fused in PEFT's base model and separate here, as Phi-3's qkv_proj.
 
-What PEFT has beside such a module is beside each of ours: the same A, and of B and of DoRA's
-lengths its own rows. Back it is that again where ours have one A. Those that were trained here have
-one each, and theirs is then as wide as all of ours together, B's blocks along the diagonal: the
-same product.
+To read one, each of our modules gets the same A, and its rows of B and of DoRA's magnitude. To
+write it, this is undone if our modules share one A. Adapters trained here have separate A matrices;
+the fused ones are then concatenated, with B block-diagonal, which gives the same product.
 """
 
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ _ROWS = ("lora_B.weight", "lora_magnitude_vector", "lora_magnitude_vector.weight
 
 
 class Group(NamedTuple):
-    """A module of PEFT's base: its name, ours by path, and which of its rows each of them is."""
+    """A fused module: its name in PEFT, the paths of our modules, and the rows of each."""
 
     name: str
     modules: tuple[str, ...]
@@ -38,7 +37,7 @@ class Group(NamedTuple):
 
 
 def groups_of(config: ModelConfig) -> list[Group]:
-    """The modules that are several here, of all layers."""
+    """Return the fused modules of all layers."""
     _, table = TABLES[config.model_type].write_config(config)
     layers, found = models.family(config.model_type).layers, []
     for layout in table.layouts:
@@ -54,9 +53,9 @@ def groups_of(config: ModelConfig) -> list[Group]:
 def apart(
     tensors: Mapping[str, LazyTensor], config: ModelConfig, prefix: str
 ) -> dict[str, LazyTensor]:
-    """PEFT's tensors with those beside a fused module beside each of ours.
+    """Split PEFT's tensors of fused modules into tensors of our modules.
 
-    prefix: before PEFT's names. Raises CheckpointError for rows that do not fit.
+    prefix: prefix of PEFT's names. Raises CheckpointError for a wrong number of rows.
     """
     _, table = TABLES[config.model_type].write_config(config)
     groups = {f"{prefix}{group.name}": group for group in groups_of(config)}
@@ -68,9 +67,7 @@ def apart(
             made[name] = tensor
             continue
         if what in _ROWS and tensor.shape[:1] != (group.rows,):
-            raise CheckpointError(
-                f"{name} has shape {tensor.shape}, this model makes it {group.rows} rows"
-            )
+            raise CheckpointError(f"{name} has shape {tensor.shape}, expected {group.rows} rows")
         for ours, spans in zip(group.modules, group.spans, strict=True):
             part = tensor
             if what in _ROWS:
@@ -82,9 +79,9 @@ def apart(
 def together(
     config: ModelConfig, lows: Mapping[str, Low], matrices: Mapping[str, Matrices], lora: LoraConfig
 ) -> list[tuple[Low, Matrices]]:
-    """What is beside each of PEFT's modules, of adapters `matrices` by our paths.
+    """Combine adapters of our modules into adapters of PEFT's modules.
 
-    Raises ConfigError for DoRA beside some rows of a module alone.
+    matrices: by our module paths. Raises ConfigError for DoRA on only a part of a fused module.
     """
     groups = {module: group for group in groups_of(config) for module in group.modules}
     made, done = [], set[str]()
@@ -105,9 +102,8 @@ def _joined(
     first, found = lows[there[0]], [jax.tree.map(np.asarray, matrices[m]) for m in there]
     if lora.use_dora and len(there) < len(group.modules):
         raise ConfigError(
-            f"DoRA beside {', '.join(there)} alone has no form in PEFT, whose {group.name} is one"
-            f" with other rows, which would have lengths too: train all of"
-            f" {', '.join(group.modules)}, or merge the adapter"
+            f"DoRA on {', '.join(there)} alone cannot be written for PEFT, where {group.name} also"
+            f" contains other rows. Train all of {', '.join(group.modules)}, or merge the adapter"
         )
     scales = [lows[m].scale for m in there]
     one = len(set(scales)) == 1 and all(np.array_equal(m.a, found[0].a) for m in found)

@@ -1,8 +1,8 @@
-"""GGUF's adapters (`general.type` "adapter"), as llama.cpp's `convert_lora_to_gguf` writes them.
+"""GGUF adapters (`general.type` "adapter"), in the format of llama.cpp's `convert_lora_to_gguf`.
 
-Of a matrix `NAME`, `NAME.lora_a` is `[r, I]` and `NAME.lora_b` `[O, r]`, its rows as those of the
-matrix lie there; of the table of tokens `lora_a` is `[V, r]`. One alpha goes for all: the scale of
-each is alpha / r, and 1 where alpha is 0.
+For a matrix `NAME`, `NAME.lora_a` is `[r, I]` and `NAME.lora_b` `[O, r]`, with rows in the order of
+the GGUF matrix; for the token embedding `lora_a` is `[V, r]`. All matrices share one alpha: the
+scale is alpha / r, or 1 if alpha is 0.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ _PIECES = ("lora_a", "lora_b")
 
 
 def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
-    """The adapter in a GGUF file, for a model of this configuration.
+    """Read an adapter for a model of this configuration from a GGUF file.
 
-    Raises CheckpointError with all that is wrong: no adapter, one of another architecture or of
-    other shapes, tensors that are none of LoRA's, numbers that are not finite.
+    Raises CheckpointError with all problems: not an adapter, another architecture, other shapes,
+    tensors other than LoRA's, values that are not finite.
     """
     header = read_header(Path(path))
     row, alpha = _checked(header, config)
@@ -50,7 +50,7 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     for found in names.ours(row.modules, stems):
         if isinstance(found, str) or found.path.removesuffix(".weight") not in targets:
             what = found if isinstance(found, str) else found.name
-            complaints.append(f"{what} has an adapter, and is nothing that can have one here")
+            complaints.append(f"{what} cannot have an adapter here")
     known = {f"{found.name}.{piece}": (found, piece) for found in _targets(row.modules, targets)
              for piece in _PIECES if found.module.part is None}  # fmt: skip
     for name in header.entries:
@@ -59,14 +59,14 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
             array = _array(header, name, found.module if piece == "lora_b" else None, config)
             pieces.setdefault(found.path.removesuffix(".weight"), {})[piece] = array
         elif not complaints:
-            complaints.append(f"{name} is nothing of LoRA's")
+            complaints.append(f"{name} is not a LoRA tensor")
     matrices, ranks = {}, {}
     for module, pair in pieces.items():
         made = _matrices(targets[module], pair, complaints)
         if made is not None:
             matrices[module], ranks[module] = made, made.a.shape[0]
     if not pieces:
-        complaints.append("it has no lora_a and lora_b of any matrix")
+        complaints.append("no matrix has lora_a and lora_b")
     if complaints:
         shown = "\n  ".join(complaints[:50])
         raise CheckpointError(f"{path} does not fit this model:\n  {shown}")
@@ -74,17 +74,16 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
 
 
 def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) -> None:
-    """Write a GGUF file that llama.cpp takes beside the same model, in float32.
+    """Write a float32 GGUF file that llama.cpp can load for the same model.
 
-    GGUF has one alpha for all: where scales are others, they go into `lora_b`. Raises ConfigError
-    for what it has no words for (DoRA), CheckpointError where the file is there or cannot be
-    written.
+    GGUF has one alpha, so scales that differ are multiplied into `lora_b`. Raises ConfigError for
+    what GGUF does not support (DoRA), CheckpointError if the file exists or cannot be written.
     """
     path = Path(path)
     check_absent(path)
     architecture, row, _, _ = write_config(config)
     if adapter.config.use_dora:
-        raise ConfigError("GGUF has no words for DoRA's lengths; merge the adapter into its model")
+        raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
     lows, alpha = plan(config, adapter.config), float(adapter.config.lora_alpha)
     if not alpha:
         alpha = 1.0
@@ -94,11 +93,11 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
         if module not in lows:
             continue
         if found.module.part is not None:
-            raise ConfigError(f"{found.name} is several linears here, which have one adapter there")
+            raise ConfigError(f"{found.name} is fused in GGUF and separate here: not supported")
         low, (a, b, _) = lows[module], adapter.matrices[module]
         times = np.float32(low.scale * low.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))
-        if low.target.site == "rows":  # ours is the other way round
+        if low.target.site == "rows":  # GGUF has the transpose
             first, second = second, np.ascontiguousarray(first.T)
         if found.module.order is not None:
             second = second[found.module.order(config)]
@@ -114,29 +113,29 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
 
 
 def _checked(header: Header, config: ModelConfig) -> tuple[Architecture, float]:
-    """The row of its architecture, and alpha."""
+    """Validate the header; return the table row of its architecture, and alpha."""
     settings, where = header.settings, f"{header.path}"
     kind, how = settings.get("general.type"), settings.get("adapter.type")
     if kind != "adapter" or how != "lora":
         raise CheckpointError(
-            f"{where}: general.type {kind!r:.40} and adapter.type {how!r:.40} are no LoRA adapter's"
+            f"{where}: not a LoRA adapter: general.type {kind!r:.40}, adapter.type {how!r:.40}"
         )
     row = ARCHITECTURES.get(str(settings.get("general.architecture")))
     if row is None or row.family is not models.family(config.model_type):
         raise CheckpointError(
-            f"{where}: it is an adapter of the architecture"
-            f" {settings.get('general.architecture')!r:.40}, the model is {config.model_type}"
+            f"{where}: the adapter's architecture is"
+            f" {settings.get('general.architecture')!r:.40}, expected {config.model_type}"
         )
     if other := [key for key in settings if key.startswith("adapter.alora")]:
         raise CheckpointError(f"{where}: {other[0]} is not supported")
     alpha = settings.get(_ALPHA)
     if not isinstance(alpha, float) or not np.isfinite(alpha):
-        raise CheckpointError(f"{where}: {_ALPHA} {alpha!r:.40} is no number")
+        raise CheckpointError(f"{where}: {_ALPHA} must be a finite number, got {alpha!r:.40}")
     return row, alpha
 
 
 def _targets(modules: tuple[Module, ...], targets: Mapping[str, Target]) -> list[Named]:
-    """What can have an adapter and has a name there; a tied head has none."""
+    """Return the targets that have a name in GGUF; a tied head has none."""
     paths = [f"{module}.weight" for module, target in targets.items() if target.site != "head"]
     return [found for found in names.theirs(modules, paths) if isinstance(found, Named)]
 
@@ -145,14 +144,14 @@ def _array(header: Header, name: str, module: Module | None, config: ModelConfig
     entry, order = header.entries[name], None
     if module is not None and module.order is not None:
         back = np.argsort(module.order(config))
-        order = back if entry.shape[0] == len(back) else None  # else its shape is told
+        order = back if entry.shape[0] == len(back) else None  # else `_matrices` reports the shape
     return np.asarray(Stored(header.whole, entry, order).numbers().read())
 
 
 def _matrices(
     target: Target, pair: Mapping[str, np.ndarray], complaints: list[str]
 ) -> Matrices | None:
-    """The two matrices as a leaf has them."""
+    """Return the matrices in our layout, or None after appending to `complaints`."""
     missing = [piece for piece in _PIECES if piece not in pair]
     if missing:
         complaints.append(f"{target.path}: {missing[0]} is missing")
@@ -163,12 +162,12 @@ def _matrices(
         a, b = (b.T, a) if a.ndim == b.ndim == 2 else (a, b)
     if a.ndim != 2 or b.ndim != 2 or a.shape != (len(a), columns) or b.shape != (rows, len(a)):
         complaints.append(
-            f"{target.path}: {a.shape} and {b.shape} are no adapter of a matrix {target.shape}"
+            f"{target.path}: LoRA shapes {a.shape}, {b.shape} do not match weight {target.shape}"
         )
         return None
     for array in (a, b):
         if first_non_finite(np.ascontiguousarray(array)) is not None:
-            complaints.append(f"{target.path}: its adapter holds NaN or infinity")
+            complaints.append(f"{target.path}: the adapter holds NaN or infinity")
     kept: Any = np.ascontiguousarray
     return Matrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
 
@@ -176,7 +175,7 @@ def _matrices(
 def _lora(
     config: ModelConfig, targets: Mapping[str, Target], ranks: Mapping[str, int], alpha: float
 ) -> LoraConfig:
-    """What an adapter of these ranks was asked to be."""
+    """Return the configuration of an adapter with these ranks."""
     ((rank, _),) = Counter(ranks.values()).most_common(1)
     called = {module: targets[module].name for module in ranks}
     others = {called[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}

@@ -1,4 +1,4 @@
-"""Adapters from PEFT's directories and GGUF's files, by name, beside a model's weights."""
+"""Load named adapters from PEFT directories and GGUF files into a model's parameters."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -15,7 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.leaves.adapted import choose
 from jaxllm.weights.paths import Params
 
-# Directories of adapters: one, several, or by names of one's own.
+# Paths of adapters: one, several, or a mapping from names.
 Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 _EXPECTED = "directories or GGUF files: one, a list of them, or {name: directory}"
 
@@ -23,9 +23,10 @@ _EXPECTED = "directories or GGUF files: one, a list of them, or {name: directory
 def with_directories(
     config: ModelConfig, params: Params, adapters: Adapters
 ) -> tuple[Params, tuple[str, ...]]:
-    """The parameters with adapters beside them, of which the first is chosen, and their names.
+    """Load and attach adapters, with the first one selected; also return their names.
 
-    Raises CheckpointError for what is no adapter of this model, ConfigError for two of one name.
+    Raises CheckpointError for anything but an adapter of this model, ConfigError for duplicate
+    names.
     """
     named = {
         name: read_adapter(directory, config, params)
@@ -38,7 +39,7 @@ def with_directories(
 
 
 def _named(adapters: Adapters) -> dict[str, Path]:
-    """The directories by name: their own where they are given none."""
+    """Return the paths by name; the default name is that of the directory or file."""
     given: Any = [adapters] if isinstance(adapters, str | PathLike) else adapters
     if not isinstance(given, Mapping | list | tuple):
         raise ConfigError(f"adapters must be {_EXPECTED}, got {adapters!r:.60}")
@@ -48,14 +49,14 @@ def _named(adapters: Adapters) -> dict[str, Path]:
     if isinstance(given, Mapping):
         for name in given:
             if not isinstance(name, str):
-                raise ConfigError(f"an adapter's name must be a text, got {name!r:.60}")
+                raise ConfigError(f"an adapter's name must be a string, got {name!r:.60}")
         return {name: Path(directory) for name, directory in given.items()}
     found: dict[str, Path] = {}
     for directory in map(Path, given):
         name = directory.resolve().name.removesuffix(".gguf")
         if name in found:
             raise ConfigError(
-                f"two adapters are called {name!r:.60}: {found[name]} and {directory}; give them"
+                f"two adapters have the name {name!r:.60}: {found[name]} and {directory}. Pass"
                 " names, {name: directory} (--adapter NAME=DIR)"
             )
         found[name] = directory

@@ -1,4 +1,4 @@
-"""Adapters merged into the weights: one matrix again, which costs what its format rounds away."""
+"""Merge an adapter into the weights, at the rounding error of the target format."""
 
 import dataclasses
 from typing import Any
@@ -17,17 +17,17 @@ from jaxllm.weights.paths import Params, flatten, map_leaves
 def merged(
     config: ModelConfig, params: Params, format: str = "float32"
 ) -> tuple[ModelConfig, Params]:
-    """The model with its adapter in the weights, and its configuration.
+    """Merge the adapter into the weights; return the configuration and parameters.
 
-    format: of the matrices that had an adapter (any of `weights.formats`); what is narrower than
-    float32 rounds the sum, and the model is then another than with the adapter beside it. The rest
-    keeps its own. A tied table with an adapter becomes two, for it was two in effect.
+    format: format of the merged matrices (any of `weights.formats`); those narrower than float32
+    round the sum, so the output changes slightly. Other weights keep their format. A tied embedding
+    with an adapter is untied, because its two uses differ.
 
-    Raises ConfigError where there is none, or where more than one is chosen.
+    Raises ConfigError if there is no adapter, or if there are several and none is selected.
     """
     leaves = dict(flatten(params))
     if not any(isinstance(leaf, Adapted) for leaf in leaves.values()):
-        raise ConfigError("there is no adapter to merge: these are the model's own weights")
+        raise ConfigError("no adapter to merge: the parameters have none attached")
     tokens = f"{models.family(config.model_type).tokens}.weight"
     untied = config.tie_word_embeddings and isinstance(leaves[tokens], Adapted)
 
@@ -35,11 +35,11 @@ def merged(
         if not isinstance(leaf, Adapted):
             return leaf
         if leaf.idle:
-            raise ConfigError("several adapters: choose the one to merge")
+            raise ConfigError("several adapters are attached. Choose the one to merge")
         return as_format(leaf.dense(jnp.float32), format)
 
     def of_site(leaf: Any, site: str) -> Any:
-        """A tied table as one of its two uses has it."""
+        """Merge a tied embedding for one of its two uses."""
         while isinstance(leaf, Adapted) and leaf.site != site:
             leaf = leaf.weight
         return alone(tokens, leaf)

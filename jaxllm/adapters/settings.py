@@ -1,6 +1,6 @@
-"""PEFT's adapter_config.json (version 0.21): every field is read, known to be harmless, or refused.
+"""PEFT's adapter_config.json (version 0.21); every field is read, known as harmless, or rejected.
 
-What PEFT itself does not know it warns of, and leaves out; an adapter without it is another.
+PEFT itself only warns of unknown fields and ignores them, which may change the adapter.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from jaxllm.adapters.config import LoraConfig
 from jaxllm.errors import CheckpointError, ConfigError
 
-# Fields that are ours under the same name.
+# Fields of `LoraConfig` with the same name.
 READ = (
     "r",
     "lora_alpha",
@@ -23,7 +23,7 @@ READ = (
     "use_rslora",
     "use_dora",
 )
-# Without effect on what the matrices do: whose and when they are, and how they were found.
+# Fields without effect on the trained adapter: provenance, runtime and initialization.
 IGNORED = frozenset(
     {
         "auto_mapping",
@@ -31,7 +31,7 @@ IGNORED = frozenset(
         "corda_config",
         "ephemeral_gpu_offload",
         "eva_config",
-        "fan_in_fan_out",  # how the base's file lies: its table knows
+        "fan_in_fan_out",  # the layout of the base checkpoint, known from its table
         "inference_mode",
         "init_lora_weights",  # see _INITS
         "loftq_config",
@@ -47,18 +47,15 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
 }
-# Those that leave the base as it is; others (pissa, olora, corda, loftq, lora_ga) take from it what
-# they put into the adapter, whose base is then no longer the one that it names.
+# Initializations that leave the base unchanged. Others (pissa, olora, corda, loftq, lora_ga) modify
+# the base weights too, so the adapter does not fit the original base.
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 _NOTHING: tuple[Any, ...] = (None, False, [], {})
-_REMEDY = "merge it with PEFT (merge_and_unload) and load the model that it gives"
+_REMEDY = "merge it with PEFT (merge_and_unload) and load the merged model"
 
 
 def read_config(data: Mapping[str, Any], where: str) -> LoraConfig:
-    """adapter_config.json as a `LoraConfig`.
-
-    Raises CheckpointError with every field that asks for what is not supported, in one message.
-    """
+    """Parse adapter_config.json. Raises CheckpointError with all unsupported fields."""
     complaints = []
     for name, values in ALLOWED.items():
         if name in data and data[name] not in values:
@@ -67,8 +64,8 @@ def read_config(data: Mapping[str, Any], where: str) -> LoraConfig:
     init = data.get("init_lora_weights")
     if not any(init is value or (isinstance(init, str) and init == value) for value in _INITS):
         complaints.append(
-            f"init_lora_weights {init!r:.60} changes the base model, which this adapter then needs"
-            " changed; save it as plain LoRA (path_initial_model_for_weight_conversion)"
+            f"init_lora_weights {init!r:.60} requires a modified base model; save the adapter as"
+            " plain LoRA (path_initial_model_for_weight_conversion)"
         )
     for name, value in data.items():
         known_name = name in READ or name in IGNORED or name in ALLOWED
@@ -98,10 +95,10 @@ def written_config(
     transposed: bool,
     base: str | None,
 ) -> dict[str, Any]:
-    """The fields that PEFT writes of such an adapter.
+    """Return the contents of adapter_config.json for PEFT.
 
-    ranks, alphas: of modules by name where they are not the common ones. transposed: whether the
-    base's linears are Conv1D. base: its name or directory.
+    ranks, alphas: by module name, where they differ from the common ones. transposed: whether the
+    base's linear layers are Conv1D. base: name or directory of the base model.
     """
     return {
         "alpha_pattern": {name: _plain(alpha) for name, alpha in alphas.items()},
@@ -130,5 +127,5 @@ def written_config(
 
 
 def _plain(alpha: float) -> float | int:
-    """As PEFT writes it."""
+    """Return whole numbers as int, as PEFT writes them."""
     return int(alpha) if float(alpha).is_integer() else alpha

@@ -1,8 +1,8 @@
-"""Several adapters beside one model's weights, of which each row of a batch takes one or none.
+"""Multi-LoRA: several adapters on one model, of which each row of a batch uses one or none.
 
-Their matrices stand one below the other in a leaf; what belongs to another adapter is set to zero
-between the two products. So a row's bits do not depend on who else is in the batch, adapters may
-differ in rank and in what they are beside, and the choice is data: nothing is compiled anew for it.
+The adapters' matrices are concatenated in one leaf, and between the two products the components of
+other adapters are masked to zero. So a row's result does not depend on the other rows, adapters may
+differ in rank and target modules, and changing the choice does not recompile.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,19 @@ from jaxllm.errors import ConfigError, nearest
 from jaxllm.weights.leaves.adapted import NONE, Adapted
 from jaxllm.weights.paths import Params, map_leaves
 
-BASE = "base"  # the name of none
+BASE = "base"  # the model without an adapter
 
 
 def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Adapter]) -> Params:
-    """The parameters with adapters beside them, in order, for inference: `choose` says which.
+    """Attach adapters to parameters for inference; `choose` selects among them by index.
 
-    Raises ConfigError for a name that means none, or parameters that have adapters already.
+    Raises ConfigError for a reserved name, or if the parameters already have adapters.
     """
     if BASE in adapters or "" in adapters:
-        raise ConfigError(f"no adapter can be called {BASE!r}: that names the model without one")
+        raise ConfigError(f"adapter name {BASE!r} is reserved for the model without an adapter")
     plans = [plan(config, adapter.config) for adapter in adapters.values()]
     each = list(adapters.values())
-    beside: dict[str, dict[str, list[int]]] = {}  # path of the leaf: module: whose
+    beside: dict[str, dict[str, list[int]]] = {}  # weight path -> module -> adapter indices
     for n, lows in enumerate(plans):
         for module, low in lows.items():
             beside.setdefault(low.target.path, {}).setdefault(module, []).append(n)
@@ -51,25 +51,25 @@ def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Ad
 
 
 def number_of(name: str | None, names: Sequence[str]) -> int:
-    """The number of an adapter by its name; NONE for "base" or None.
+    """Return an adapter's index by name; NONE for "base" or None.
 
-    Raises ConfigError for a name that none of them has.
+    Raises ConfigError for an unknown name.
     """
     if name is None or name == BASE:
         return NONE
     if name not in names:
         there = ", ".join([*names, BASE])
-        raise ConfigError(f"no adapter {name!r:.60}{nearest(str(name), names)}; there are {there}")
+        raise ConfigError(f"no adapter {name!r:.60}{nearest(str(name), names)}; loaded are {there}")
     return list(names).index(name)
 
 
 def _together(weight: Any, leaves: Mapping[int, Adapted], count: int) -> Adapted:
-    """One leaf of those that adapters have beside a module; `count` adapters there are in all."""
+    """Combine the leaves of a module's adapters into one; count: number of adapters in all."""
     kept = list(leaves.values())
     dtypes = {leaf.a.dtype for leaf in kept}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
 
-    def joined(arrays: Sequence[Any], axis: int = 0) -> np.ndarray:  # JAX's would be compiled
+    def joined(arrays: Sequence[Any], axis: int = 0) -> np.ndarray:  # in numpy: JAX would compile
         return np.concatenate([np.asarray(x) for x in arrays], axis=axis)
 
     a_KI = joined([np.asarray(leaf.a).astype(dtype) for leaf in kept])
@@ -84,7 +84,7 @@ def _together(weight: Any, leaves: Mapping[int, Adapted], count: int) -> Adapted
 def _lengths(
     leaves: Mapping[int, Adapted], count: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """DoRA's lengths and the norms that there are, `[n, O]` each; 1 and 1 where there are none."""
+    """Return DoRA's magnitudes and row norms, `[n, O]` each; both are 1 for LoRA adapters."""
     given = {n: leaf for n, leaf in leaves.items() if leaf.magnitude is not None}
     if not given:
         return None, None

@@ -1,7 +1,6 @@
-"""Which modules an adapter is beside, and of what rank and scale: PEFT's rules for names, and ours.
+"""Target modules of a LoRA configuration, with rank and scale: by PEFT's name rules or path rules.
 
-PEFT's names are those of Hugging Face's modules: our paths after a prefix, that of the checkpoint's
-table.
+PEFT uses Hugging Face's module names: our paths with the prefix from the checkpoint's table.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,9 +24,9 @@ V = TypeVar("V")
 class Target(NamedTuple):
     """A module that can have an adapter.
 
-    path: of its weight in the parameters; a tied head's is the tokens' table. name: Hugging Face's.
-    site: what of the weight it changes. shape: `(O, I)`. fused: Hugging Face's name of the module
-    of which this is some rows, where it is none by itself there.
+    path: parameter path of its weight; for a tied head, that of the token embedding. name: Hugging
+    Face's name. site: which use of the weight the adapter changes. shape: `(O, I)`. fused: Hugging
+    Face's name of the fused module that contains this one, or "".
     """
 
     path: str
@@ -38,12 +37,12 @@ class Target(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that rules may call it."""
+        """Names that rules may match."""
         return (self.name, self.fused) if self.fused else (self.name,)
 
 
 class Low(NamedTuple):
-    """What an adapter is to be beside one module."""
+    """Rank, scale and alpha of the adapter of one module."""
 
     target: Target
     rank: int
@@ -52,14 +51,14 @@ class Low(NamedTuple):
 
 
 def targets_of(config: ModelConfig) -> dict[str, Target]:
-    """The linears and tables of a model by our paths of modules, the head of a tied one too."""
+    """Return a model's linear layers and embeddings by module path, including a tied head."""
     row = models.family(config.model_type)
     _, table = TABLES[config.model_type].write_config(config)
     found = {}
     for path, leaf in flatten(models.param_shapes(models.build(config))):
         module = path.removesuffix(".weight")
         routes = row.router is not None and module.endswith(f".{row.router}")
-        if len(leaf.shape) == 2 and module != path and not routes:  # PEFT has none for a router
+        if len(leaf.shape) == 2 and module != path and not routes:  # PEFT does not adapt routers
             name = module if module == HEAD else f"{table.prefix}{module}"
             site: Site = "rows" if module in row.tables else "product"
             found[module] = Target(path, name, site, leaf.shape, _fused(table, module))
@@ -69,7 +68,7 @@ def targets_of(config: ModelConfig) -> dict[str, Target]:
 
 
 def _fused(table: Architecture, module: str) -> str:
-    """Hugging Face's name of the module of whose rows ours are some; "" where there is none."""
+    """Return Hugging Face's name of the fused module that contains ours, or ""."""
     for layout in table.layouts:
         for name in layout.ours if isinstance(layout, Fused) else ():
             if module.endswith(f".{name}"):
@@ -78,9 +77,9 @@ def _fused(table: Architecture, module: str) -> str:
 
 
 def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
-    """What the adapter is beside each of its modules, by our paths of these.
+    """Return the adapter's rank and scale for each of its modules, by our module paths.
 
-    Raises ConfigError, naming what is there, where a name or all of it matches nothing.
+    Raises ConfigError, listing the valid names, if a name or the whole selection matches nothing.
     """
     targets = targets_of(config)
     names = [name for target in targets.values() for name in target.names]
@@ -90,12 +89,14 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
     if unmatched := _unmatched(lora, targets.values()):
         experts = models.family(config.model_type).router is not None
         raise ConfigError(
-            f"target_modules: {', '.join(map(repr, unmatched))} is in none of this model's modules;"
-            f" there are {_known(targets)}{' (experts and routers take none)' if experts else ''}"
+            f"target_modules: {', '.join(map(repr, unmatched))} matches no module of this model;"
+            f" expected one of {_known(targets)}"
+            f"{' (experts and routers cannot have an adapter)' if experts else ''}"
         )
     if not chosen:
         raise ConfigError(
-            f"the adapter's target_modules or rules choose no module; there are {_known(targets)}"
+            f"the adapter's target_modules or rules select no module; expected one of"
+            f" {_known(targets)}"
         )
     ranks = _by_pattern(lora.rank_pattern, names, "rank_pattern")
     alphas = _by_pattern(lora.alpha_pattern, names, "alpha_pattern")
@@ -108,7 +109,7 @@ def plan(config: ModelConfig, lora: LoraConfig) -> dict[str, Low]:
 
 
 def shortest(names: Iterable[str], targets: Iterable[Target]) -> list[str]:
-    """A list of target_modules that chooses just these names, in as few words as will do."""
+    """Return a shortest list of target_modules that selects exactly these names."""
     chosen = set(names)
     ends = sorted({name.rpartition(".")[2] for name in chosen})
     if {t.name for t in targets if _ends_in(t.name, ends)} == chosen:
@@ -119,7 +120,7 @@ def shortest(names: Iterable[str], targets: Iterable[Target]) -> list[str]:
 def _is_chosen(
     lora: LoraConfig, module: str, target: Target, wanted: set[str], excluded: set[str]
 ) -> bool:
-    """Whether the adapter has this module. wanted, excluded: names that its fields match."""
+    """Return whether the adapter has this module; wanted, excluded: names matched by its fields."""
     if lora.rules is not None:
         return bool(first_match(lora.rules, f"{module}.weight"))
     if not excluded.isdisjoint(target.names):
@@ -130,7 +131,7 @@ def _is_chosen(
 
 
 def _named(wanted: Names, names: Sequence[str], what: str) -> set[str]:
-    """Return the names that a field of PEFT's matches: a regex, or ends of names."""
+    """Return the names that a PEFT field matches: a regex, or a list of suffixes."""
     if isinstance(wanted, str):
         return match_names(wanted, names, what)
     return {name for name in names if _ends_in(name, wanted)}
@@ -141,7 +142,7 @@ def _ends_in(name: str, ends: Iterable[str]) -> bool:
 
 
 def _in_layers(lora: LoraConfig, name: str) -> bool:
-    """Whether a module is in `layers_to_transform`: PEFT goes by the first number in its name."""
+    """Return whether `layers_to_transform` includes a module, by the first number in its name."""
     wanted, pattern = lora.layers_to_transform, lora.layers_pattern
     if wanted is None or wanted == [] or wanted == ():
         return True
@@ -158,7 +159,7 @@ def _in_layers(lora: LoraConfig, name: str) -> bool:
 def _by_pattern(
     patterns: Mapping[str, V], names: Sequence[str], what: str
 ) -> list[tuple[set[str], V]]:
-    """Return the names that end, from a dot on, with each pattern, and the pattern's value."""
+    """Return for each pattern the names with a dotted suffix that matches, and its value."""
     return [
         (match_names(rf"(.*\.)?({pattern})", names, what), value)
         for pattern, value in patterns.items()
@@ -171,7 +172,7 @@ def _first(found: Iterable[tuple[set[str], V]], names: Iterable[str], otherwise:
 
 
 def _unmatched(lora: LoraConfig, targets: Iterable[Target]) -> list[str]:
-    """Names of a list that no module has."""
+    """Return the entries of target_modules that match no module."""
     if lora.rules is not None or isinstance(lora.target_modules, str):
         return []
     names = [name for target in targets for name in target.names]

@@ -1,10 +1,9 @@
-"""The key/value cache: an immutable pytree, and pure functions that make new ones from it.
+"""The key/value cache: an immutable pytree, and pure functions that return new ones.
 
-kv: the cache, and an empty one. growth: `commit`. write: the one writer of slots. rows: fork,
-branch, select, merge. surgery: rewind, cull, compact, move, patch; unread: how far a memory goes
-back. eviction: what to cull; pooling: several tokens in one slot. sequences: rows as llama.cpp's
-sequences. prefix: what a prompt shares with a cache. files: saved and loaded. show: a row as text.
-equal: whether two hold the same.
+kv: the cache, and an empty one. growth: `commit`. write: the only code that writes slots. rows:
+fork, branch, select, merge. surgery: rewind, cull, compact, move, patch. unread: rewinding a
+memory. eviction: what to cull. pooling: several tokens in one slot. sequences: llama.cpp's sequence
+operations. prefix: prompt-prefix reuse. files: save and load. show: a row as text. equal: equality.
 """
 
 from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_window

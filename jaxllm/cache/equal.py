@@ -1,4 +1,4 @@
-"""Whether two caches hold the same: what `KVCache.__eq__` means."""
+"""Cache equality, as `KVCache.__eq__` defines it."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether two caches have one form, and the same bits in the slots that hold tokens."""
+    """Whether two caches have one structure, and the same bits in the slots that hold tokens."""
 
     def form(cache: Any) -> Any:
         leaves, structure = jax.tree.flatten(cache)
@@ -25,7 +25,7 @@ def _same_segment(one: Any, two: Any) -> bool:
     there_BS = np.asarray(one.position_BS) >= 0
 
     def alike(x: jax.Array, y: jax.Array) -> bool:
-        shared = x.shape[: there_BS.ndim] != there_BS.shape  # by rows with positions of their own
+        shared = x.shape[: there_BS.ndim] != there_BS.shape  # one row, but positions per row
         there = there_BS.any(axis=0, keepdims=True) if shared else there_BS
         return np.asarray(x)[there].tobytes() == np.asarray(y)[there].tobytes()
 

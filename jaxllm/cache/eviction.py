@@ -1,4 +1,4 @@
-"""What to cull from a cache that grows too large. `compact` then frees the slots."""
+"""Eviction policies: which tokens to cull if a cache grows too large. `compact` frees slots."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jaxllm.whole import whole
 def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     """Keep the first `sinks` positions and the last `window` (Xiao et al. 2024, StreamingLLM).
 
-    `close_gaps` then numbers what is left as that paper does. Raises CapacityError for a window
-    below one, and as `keep`.
+    `close_gaps` then renumbers the remaining tokens as in that paper. Raises CapacityError for a
+    window below one, and as `keep`.
     """
     check_usable(cache)
     check_no_memory(cache, "sinks_and_window")
@@ -25,17 +25,17 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
 
 
 def segment_in_hand(cache: KVCache) -> KVCache:
-    """Keep the tokens of the segment in hand, in a model with a memory of the segments before.
+    """Keep the tokens of the current segment, in a model with a memory of earlier segments.
 
-    Nothing that follows changes by it: no token sees keys and values of a finished segment. Then
-    `compact` leaves room for a segment and more, however long the text. Raises ConfigError for
+    Outputs do not change: no token attends to keys and values of a finished segment. `compact` then
+    needs room for one segment and new tokens only, however long the text. Raises ConfigError for
     models without such segments.
     """
     check_usable(cache)
     length = cache.config.segment_length
     if length is None:
         raise ConfigError(
-            f"this {cache.config.model_type} has no segments: every token sees all before it"
+            f"this {cache.config.model_type} has no segments: every token attends to all before it"
         )
     begin_B = cache.next_position_B // length * length
     return keep_slots(cache, cache.position_BS >= begin_B[:, None])
@@ -44,10 +44,15 @@ def segment_in_hand(cache: KVCache) -> KVCache:
 def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int) -> KVCache:
     """Keep the last `recent` positions and, of the older tokens, the `heavy` with the most mass.
 
-    mass_BS: attention received so far, `[B, S]` over the cache's slots, as `generate` and
-    `decode_step` return it (Zhang et al. 2023, H2O; there by head, here one choice for all, since
-    a slot is one token). Raises CacheMismatchError for a mass of another shape, CapacityError for
-    numbers below zero, and as `keep`.
+    Follows H2O (Zhang et al. 2023), but with one choice for all heads, since a slot is one token.
+
+    Args:
+        mass_BS: Attention received so far, `[B, S]` over the cache's slots, as `generate` and
+            `decode_step` return it.
+
+    Raises:
+        CacheMismatchError: The mass has another shape; and as `keep`.
+        CapacityError: A number is negative.
     """
     check_usable(cache)
     check_no_memory(cache, "heavy_hitters")

@@ -1,7 +1,7 @@
-"""Caches on disk: one safetensors file that knows which model, precision and text it belongs to.
+"""Caches on disk: one safetensors file that records its model, precision and weights.
 
-A digest covers the header as much as the tensors; then the numbers must be those of a cache, since
-whoever changes a file can bring its digest up to date.
+A digest covers header and tensors. The numbers are validated as well, since anyone who edits a file
+can update its digest.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ from jaxllm.whole import check_ids, token_array, whole
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
-_AT_ONCE = 4  # arrays that are hashed
+_AT_ONCE = 4  # arrays hashed concurrently
 
 _Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    """What a file says beside its tensors: whose it is, and the form of its tail.
+    """The file's metadata: what the cache belongs to, and the size of its tail.
 
     digest: of the tensors and all other fields.
     """
@@ -59,11 +59,10 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def fingerprint(params: Params) -> str:
-    """A SHA-256 of the weights: paths, formats, shapes and every bit. Reads them all once, a few at
-    a time; of several processes each reads all.
+    """Return a SHA-256 of the weights: paths, formats, shapes and every bit.
 
-    Of several adapters the one that is chosen counts, and those that are not do not. A `Later`
-    counts as what it gives.
+    Reads all weights once, a few at a time; each of several processes reads all. Of several
+    adapters only the selected one counts. A `Later` counts as the weight that it returns.
     """
 
     def hashed(path: Any, array: Any) -> bytes:
@@ -71,7 +70,7 @@ def fingerprint(params: Params) -> str:
 
     check_params(params)
     whole, begun = hashlib.sha256(), deque[Future[bytes]]()
-    with ThreadPoolExecutor(_AT_ONCE) as threads:  # hashing lets other threads run
+    with ThreadPoolExecutor(_AT_ONCE) as threads:  # hashing releases the GIL
         for path, array in _in_order(params):
             begun.append(threads.submit(hashed, path, fetched(array) if several() else array))
             if len(begun) > _AT_ONCE:
@@ -82,7 +81,7 @@ def fingerprint(params: Params) -> str:
 
 
 def _in_order(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """The arrays of parameters and their paths, in the order that JAX has them."""
+    """Iterate over the parameters' paths and arrays in JAX's order."""
     if isinstance(node, Mapping):
         for key in sorted(node):
             yield from _in_order(node[key], (*keys, key))
@@ -92,13 +91,14 @@ def _in_order(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]
 
 
 def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:
-    """Write a cache: its keys and values bit for bit, token ids, positions, and whose they are.
+    """Write a cache with its keys, values, token ids, positions and model identity, bit for bit.
 
-    What rows share is written once; empty room at the tail's end is not written, only its size. An
-    older file of this name is replaced when the new one is complete.
+    Shared segments are written once; of free slots at the tail's end only the number is written. An
+    older file of this name is replaced once the new one is complete.
 
-    Raises CacheMismatchError for a cache of another model, CheckpointError where the file cannot be
-    written.
+    Raises:
+        CacheMismatchError: The cache belongs to another model.
+        CheckpointError: The file cannot be written.
     """
     path = as_path(path)
     check_usable(cache)
@@ -138,11 +138,15 @@ def load_cache(
 ) -> KVCache:
     """Read a cache that `save_cache` wrote with this model, these weights and this precision.
 
-    prefix: token ids that every row's text must begin with. capacity: of the tail; by default what
-    it was.
+    Args:
+        prefix: Token ids with which every row's text must begin.
+        capacity: Slots of the tail; default: as saved.
 
-    Raises CacheMismatchError, naming what differs, for a cache of another model, precision or text;
-    CapacityError where it does not fit; CheckpointError for a file that is no cache or is damaged.
+    Raises:
+        CacheMismatchError: Model, weights, precision or text differ; the message names the
+            difference.
+        CapacityError: The cache does not fit.
+        CheckpointError: The file is not a cache, or is damaged.
     """
     path = as_path(path)
     if capacity is not None:
@@ -155,7 +159,7 @@ def load_cache(
             raise CacheMismatchError(f"{path}: {_difference(name, fields[name], ours)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
-        raise CheckpointError(f"{path}: damaged, its contents are not what was written")
+        raise CheckpointError(f"{path}: damaged, its contents do not match its digest")
     capacity = header.capacity if capacity is None else capacity
     if header.cursor > capacity:
         raise CapacityError(f"{path}: {header.cursor} slots are used, more than {capacity}")
@@ -163,7 +167,7 @@ def load_cache(
     next_B = tensors.pop("next_position_B", np.empty((0, 0)))
     rows = next_B.shape[0]
     if next_B.ndim != 1 or next_B.dtype != np.int32 or rows == 0:
-        raise CheckpointError(f"{path}: its next_position_B is missing, or no int32 for each row")
+        raise CheckpointError(f"{path}: next_position_B is missing or not int32 [rows]")
     check_memory(empty.nbytes * rows * capacity, f"{path}: {rows} rows of {capacity:,} slots")
     *frozen, tail = (
         _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
@@ -191,7 +195,7 @@ def load_cache(
 
 
 def _identity(model: nn.Module, params: Params) -> dict[str, Any]:
-    """What a cache belongs to, as JSON has it."""
+    """Return the version, model and weights that a cache belongs to, as JSON values."""
     identity = {
         "version": VERSION,
         "config": model.config.to_dict(),
@@ -221,16 +225,16 @@ def _check_config(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
 
 
 def _header(path: Path) -> tuple[_Header, dict[str, Any]]:
-    """The header, checked; and its fields as they stand in the file."""
+    """Return the checked header, and its fields as they stand in the file."""
     metadata = read_header(path).metadata
     if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not a file that save_cache wrote")
+        raise CheckpointError(f"{path}: not written by save_cache")
     where = f"{path}: its header"
     fields = as_schema(parse_json(metadata.get("header", ""), where), dict[str, Any], where)
     if fields.get("version") != VERSION:
         raise CheckpointError(
-            f"{path}: written in version {fields.get('version')!r:.40} of the format, this jaxllm"
-            f" reads version {VERSION}; make the cache again"
+            f"{path}: format version {fields.get('version')!r:.40}, this jaxllm reads version"
+            f" {VERSION}. Compute the cache again"
         )
     return as_schema(fields, _Header, where), fields
 
@@ -244,37 +248,37 @@ def _check_prefix(cache: KVCache, prefix: list[int], where: str) -> None:
                 min(len(text), len(prefix)),
             )
             raise CacheMismatchError(
-                f"{where}: the text of row {row} is not this prefix: {same} of its {len(prefix)}"
-                " tokens are the same"
+                f"{where}: the text of row {row} does not begin with this prefix: only {same} of"
+                f" its {len(prefix)} tokens match"
             )
 
 
 def _check_tail(tail: Segment, cursor: int, rows: int, where: str) -> None:
-    """What is in the tail are the slots below the cursor, and they are every row's own."""
+    """Check that the tail's slots are those below the cursor, and not shared by rows."""
     slots = tail.position_BS.shape[1]
     if slots != max(cursor, 1):
-        raise CheckpointError(f"{where}: its cursor is {cursor}, its tail has {slots} slots")
+        raise CheckpointError(f"{where}: cursor is {cursor}, but the tail has {slots} slots")
     if any(x.shape[0] != rows for x in jax.tree.leaves(tail)):
-        raise CheckpointError(f"{where}: its tail is not of {rows} rows, as its positions are")
+        raise CheckpointError(f"{where}: the tail does not have the {rows} rows of next_position_B")
 
 
 def _check_numbers(
     segments: Sequence[Segment], next_B: np.ndarray, config: ModelConfig, where: str
 ) -> None:
-    """Tokens are of the vocabulary; positions are such as the model has, and before the next."""
+    """Check token ids against the vocabulary, and positions against the model's limit."""
     for segment in segments:
         position_BS, token_BS = np.asarray(segment.position_BS), np.asarray(segment.token_BS)
         if (position_BS >= next_B[:, None]).any() or (next_B > config.position_limit).any():
             raise CheckpointError(
-                f"{where}: it has positions that are not below next_position_B, or next_position_B"
-                f" is above {config.position_limit}"
+                f"{where}: a position is not below next_position_B, or next_position_B is above"
+                f" {config.position_limit}"
             )
         held_BS = position_BS != EMPTY
         check_ids(token_BS, config.vocab_size, f"{where}: ", real_X=held_BS, error=CheckpointError)
 
 
 def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
-    """A segment's arrays by name."""
+    """Iterate over a segment's arrays by name."""
     for name in ("k", "v"):
         for layer, entries in enumerate(getattr(segment, name)):
             if isinstance(entries, Int8Entries):
@@ -289,7 +293,7 @@ def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
 def _segment(
     tensors: dict[str, np.ndarray], index: int, like: Segment, rows: int, where: str
 ) -> Segment:
-    """One segment, its arrays of the same form as those of `like`, in rows and slots that agree."""
+    """Take one segment from the tensors, laid out as `like`, with consistent rows and slots."""
     arrays = []
     position = tensors.get(f"{index}.position_BS")
     slots = position.shape[1] if position is not None and position.ndim == 2 else 0
@@ -309,7 +313,7 @@ def _segment(
 def _memory(
     tensors: dict[str, np.ndarray], like: tuple[Any, ...], rows: int, where: str
 ) -> tuple[Any, ...]:
-    """What the layers keep beside keys and values, of the same form as `like`, in these rows."""
+    """Take the memories from the tensors, laid out as `like`, for these rows."""
     leaves, tree = jax.tree.flatten(like)
     arrays = [tensors.pop(f"memory.{i}", np.empty(0)) for i in range(len(leaves))]
     for i, (array, expected) in enumerate(zip(arrays, leaves, strict=True)):
@@ -320,7 +324,7 @@ def _memory(
 
 
 def digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
-    """A hash of all that a cache file says, its own digest aside."""
+    """Return a hash of a cache file without its digest field."""
     said = {name: value for name, value in header.items() if name != "digest"}
     return files.digest(tensors, json.dumps(said, sort_keys=True))
 

@@ -1,6 +1,6 @@
-"""`commit`, the one place where a cache grows: a delta's tokens, from the tail's cursor on.
+"""`commit`: writes a delta's tokens to a cache, from the tail's cursor on.
 
-Checked where numbers are known, from Python; compiled programs have checked the room before.
+From Python, room is checked first; compiled programs check it before they start.
 """
 
 from typing import Any
@@ -15,27 +15,30 @@ from jaxllm.errors import CacheMismatchError, CapacityError
 
 
 def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
-    """The cache with the delta's tokens written at its cursor.
+    """Return the cache with the delta's tokens written at its cursor.
 
     Trailing columns in which every row is padding take no slots. `cache` stays valid, at the cost
-    of a copy of its tail (never of its frozen segments); with `donate=True` the write is in place
+    of a copy of its tail (never of its frozen segments). With `donate=True` the write is in place
     and `cache` must not be used again.
 
-    Raises CapacityError when the tokens do not fit, CacheMismatchError when the delta belongs to a
-    cache of another shape, or when `cache` was donated before. Inside `jit`, where nothing can be
-    raised, tokens that do not fit are dropped and no slot that was written before changes.
+    Inside `jit`, where nothing can be raised, tokens that do not fit are dropped, and no slot that
+    was written before changes.
+
+    Raises:
+        CapacityError: The tokens do not fit.
+        CacheMismatchError: The delta belongs to a cache of another shape, or `cache` was donated.
     """
     check_delta(delta)
     check_fits(cache, delta.position_BS)
     _check_match(cache, delta)
     frozen, grown = cache.frozen, cache.replace(frozen=())
-    # The frozen segments stay out of the compiled call: what goes through it comes back copied.
+    # Frozen segments stay out of the compiled call, which would copy them.
     step = _commit_in_place if donate else _commit
     return step(grown, delta).replace(frozen=frozen)
 
 
 def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] = ()) -> KVCache:
-    """`commit` without its checks, for use inside compiled programs; after: see `at_cursor`."""
+    """Commit without checks, inside compiled programs. after: see `at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
     write = cache.writer or at_cursor
@@ -53,10 +56,10 @@ _commit_in_place = jax.jit(unchecked_commit, donate_argnums=0)
 
 
 def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
-    """Attention mass over all slots and `new` tokens, `[..., B, S + T]`, by slots: `[..., B, S]`.
+    """Map attention mass over slots and `new` tokens, `[..., B, S + T]`, to slots, `[..., B, S]`.
 
-    The new tokens' share moves to the slots of the tail that `commit` gives them; frozen slots come
-    first, whether `tail` has them or not.
+    The new tokens' share moves to the tail slots that `commit` gives them. Frozen slots come first,
+    whether or not `tail` contains them.
     """
     if mass_XBS.ndim > 2:
         return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
@@ -76,14 +79,14 @@ def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
     if cursor + columns > cache.capacity:
         raise CapacityError(
             f"{columns} more tokens do not fit: {cursor} of the cache's {cache.capacity} slots are"
-            " used. Make the cache with a larger capacity"
+            " used. Make a cache of larger capacity"
         )
 
 
 def _check_match(cache: KVCache, delta: Delta) -> None:
     kept: Any = jax.tree.structure(cache.memory)
     if kept != jax.tree.structure(delta.memory):
-        raise CacheMismatchError("the delta's memory is not of the cache's form")
+        raise CacheMismatchError("the delta's memory does not have the structure of the cache's")
 
     def form(segment: Segment) -> tuple[int, tuple[int, ...]]:
         shape = segment.k[0].shape
@@ -91,6 +94,6 @@ def _check_match(cache: KVCache, delta: Delta) -> None:
 
     if form(cache.tail) != form(delta):
         raise CacheMismatchError(
-            "the delta is of (layers, (rows, kv heads, head dim))"
-            f" {form(delta)}, the cache of {form(cache.tail)}"
+            "delta and cache differ in (layers, (rows, kv heads, head dim)): got"
+            f" {form(delta)}, expected {form(cache.tail)}"
         )

@@ -1,4 +1,4 @@
-"""The cache is a value: segments of keys and values, of which the last, the tail, has room.
+"""The cache as a value: segments of keys and values, of which the last, the tail, has free slots.
 
 A slot is described by its position, never by its index, so padding, unequal lengths, branches and
 gaps need no further bookkeeping. Keys are stored already rotated.
@@ -25,18 +25,21 @@ from jaxllm.weights.precision import CACHE_DTYPES
 from jaxllm.whole import dtype_name, whole
 
 EMPTY = -1
-MOST_SLOTS = (1 << 31) - 1  # rows and slots are counted in int32
+MOST_SLOTS = (1 << 31) - 1  # row and slot numbers are int32
 
 
 class Segment(struct.PyTreeNode):
-    """Keys and values of some tokens. All leaves are `[B or 1, S, ...]`, one shared by all rows.
+    """Keys and values of some tokens.
 
-    k, v: `[B or 1, S, K, H]` a layer, arrays or `Int8Entries`. position_BS: int32, absolute, -1
-    where the slot is empty, and `culled(p)`, below -1, where a token at p was culled; what such
-    slots hold is never attended to. token_BS: int32, the id of the token whose keys and values
-    these are. patched_BS: bool, whether they replace what `commit` once wrote there.
+    All leaves are `[B or 1, S, ...]`; a leaf with one row is shared by all rows. Where keys are
+    shared, a slot has the same position in every row that has it.
 
-    Where keys are shared, a slot has the same position in every row that has it at all.
+    Attributes:
+        k, v: One `[B or 1, S, K, H]` per layer, an array or `Int8Entries`.
+        position_BS: int32, absolute. -1 in an empty slot; `culled(p)`, below -1, where a token at p
+            was culled. The keys and values of such slots are never attended to.
+        token_BS: int32, the token ids.
+        patched_BS: bool, True where `patch` or `pool` replaced what `commit` wrote.
     """
 
     k: tuple[Entries, ...]
@@ -49,30 +52,32 @@ class Segment(struct.PyTreeNode):
 class Delta(Segment):
     """The keys and values that `forward` computed for T new tokens and `commit` writes.
 
-    The same fields as a Segment with S = T; padding tokens have position -1. memory: what takes the
-    place of the cache's; padding has changed nothing in it.
+    The same fields as a Segment with S = T; padding tokens have position -1.
+
+    Attributes:
+        memory: The new value of `KVCache.memory`; padding does not affect it.
     """
 
     memory: tuple[Any, ...] = ()
 
 
 class KVCache(struct.PyTreeNode):
-    """Frozen segments shared by reference, and one tail that `commit` extends.
+    """Frozen segments, shared by reference, and one tail that `commit` extends.
 
-    config: of the model whose cache this is (static: part of the type, as shapes are). cursor:
-    int32 scalar, the tail's slots below it have been written. More than `capacity` means that a
-    compiled loop committed what did not fit; that write was dropped and the next call from Python
-    says so. next_position_B: int32 `[B]`, where each row's next token goes.
-
-    memory: what each layer keeps of the text beside keys and values, a pytree of `[B, ...]`, in one
-    size (`ModelConfig.memory`); empty for models that keep nothing. Rows take it along (`fork`
-    copies it, `select` and `merge_rows` gather it), files hold it. What was read cannot be unread,
-    but for what `unread` can: else `rewind` is refused, as `patch`, `keep`, `drop_range` and what
-    culls tokens are. `compact` leaves it as it is.
-
-    writer: static, what writes into the tail where `at_cursor` does not (`Placed.writer`). table:
-    static, of a pipeline the numbers of each stage's layers, whose heads stand one after the other
-    in an array; empty where each array is one layer's.
+    Attributes:
+        config: The model's configuration. Static: part of the type, as shapes are.
+        cursor: int32 scalar, the number of tail slots in use. It exceeds `capacity` if a compiled
+            loop committed tokens that did not fit; their write was dropped, and the next call from
+            Python raises CapacityError.
+        next_position_B: int32 `[B]`, the position of each row's next token.
+        memory: What each layer stores besides keys and values, a pytree of `[B, ...]` of constant
+            size (`ModelConfig.memory`); empty for most models. `fork` copies it, `select` and
+            `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
+            cannot be removed from a memory, except by `rewind` within limits (`unread`). So
+            `patch`, `keep`, `drop_range` and culling are refused.
+        writer: Static, writes the tail if `at_cursor` does not (`Placed.writer`).
+        table: Static. In a pipeline, the layer numbers of each stage, whose heads are concatenated
+            in one array; empty if each array is one layer's.
     """
 
     config: ModelConfig = struct.field(pytree_node=False)
@@ -96,24 +101,22 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Slots of the tail: how many tokens a row can still be given in all."""
+        """Number of tail slots: how many tokens can be committed per row in total."""
         return self.tail.position_BS.shape[-1]
 
     @property
     def layers(self) -> tuple[tuple[int | None, ...], ...]:
-        """Of each array of keys the numbers of the layers it has heads of, in their order; None:
-        heads that no layer has.
-        """
+        """For each array of keys, the layers whose heads it holds, in order; None: no layer."""
         return tuple(zip(*self.table, strict=True)) or tuple((i,) for i in range(len(self.tail.k)))
 
     @property
     def slots(self) -> int:
-        """Slots of all segments: the S of `position_BS`, masks and attention mass."""
+        """Number of slots of all segments: the S of `position_BS`, masks and attention mass."""
         return sum(s.position_BS.shape[-1] for s in self.segments)
 
     @property
     def dtype(self) -> str:
-        """The format of keys and values, as `init_cache` takes it."""
+        """Dtype of keys and values, in the spelling of `init_cache`."""
         return str(self.tail.k[0].dtype)
 
     @property
@@ -128,11 +131,11 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def patched_BS(self) -> jax.Array:
-        """Which slots of all segments in order were patched, bool `[B, S]`."""
+        """Which slots of all segments, in order, were patched, bool `[B, S]`."""
         return side_by_side([s.patched_BS for s in self.segments], self.batch)
 
     def tokens(self, row: int = 0) -> list[int]:
-        """The ids of a row's text, in the order of their positions."""
+        """Return the token ids of a row in order of their positions."""
         check_usable(self)
         row = whole("row", row, 0, self.batch - 1, CacheMismatchError)
         position_S = fetched(self.position_BS)[row]
@@ -140,13 +143,17 @@ class KVCache(struct.PyTreeNode):
         return fetched(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
     def show(self, tokenizer: Any) -> Shown:
-        """Each row's text, what was culled as [-...-], what was patched as {+...+}.
+        """Render each row as text; culled tokens appear as [-...-], patched ones as {+...+}.
 
-        tokenizer: anything with `decode(ids) -> str`. A tuple of texts, which prints as lines.
+        Args:
+            tokenizer: Anything with `decode(ids) -> str`.
+
+        Returns:
+            A tuple of texts, which prints as lines.
         """
         check_usable(self)
         if not hasattr(tokenizer, "decode"):
-            raise TokenError(f"show takes a tokenizer (lm.tokenizer), got {tokenizer!r:.60}")
+            raise TokenError(f"show needs a tokenizer (lm.tokenizer), got {tokenizer!r:.60}")
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
         return Shown(
             marked_text(position_S, token_S, patched_S, tokenizer)
@@ -154,10 +161,12 @@ class KVCache(struct.PyTreeNode):
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same tokens at the same positions in the same slots, with the same
-        bits of keys and values, for models of one configuration. What empty slots hold is nothing.
+        """Whether two caches of one configuration hold the same tokens, keys and values.
 
-        Raises CacheMismatchError where one of them was donated.
+        Positions, ids, keys and values are compared slot by slot and bit by bit; empty slots are
+        ignored.
+
+        Raises CacheMismatchError if one of the caches was donated.
         """
         if not isinstance(other, KVCache):
             return NotImplemented
@@ -167,13 +176,13 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def length_B(self) -> jax.Array:
-        """Committed tokens of each row, int32 `[B]`: padding and empty slots do not count."""
+        """Committed tokens per row, int32 `[B]`, without padding and empty slots."""
         counts = [(s.position_BS >= 0).sum(axis=-1, dtype=jnp.int32) for s in self.segments]
         return sum(counts[1:], jnp.broadcast_to(counts[0], (self.batch,)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays; what segments share is counted once."""
+        """Bytes of all arrays; shared arrays count once."""
         return sum({id(x): x.nbytes for x in jax.tree.leaves(self)}.values())
 
     def __repr__(self) -> str:
@@ -204,16 +213,20 @@ def init_cache(
     dtype: str | None = None,
     place: Place | None = None,
 ) -> KVCache:
-    """An empty cache with room for `capacity` tokens in each of `batch` rows.
+    """Return an empty cache with room for `capacity` tokens in each of `batch` rows.
 
-    model: whose cache this is to be, or its configuration alone. dtype: as `load` takes it, or
-    "int8", with a float32 scale for each token and head; by default as the model's
-    `Precision` says, float32 for a configuration. place: told an array's path (`tail.k.0`, ...) and
-    the array, says its device or its sharding, None for the default. Takes
-    `2 * layers * batch * capacity * kv heads * head_dim` numbers.
+    It holds `2 * layers * batch * capacity * kv heads * head_dim` numbers.
 
-    Raises ConfigError for an unknown dtype, CapacityError for sizes that are no whole numbers from
-    1 up, or exceed the machine's memory.
+    Args:
+        model: The model, or its configuration alone.
+        dtype: As for `load`, or "int8", with a float32 scale per token and head. Default: the cache
+            dtype of the model's `Precision`; float32 for a configuration.
+        place: Maps an array's path (`tail.k.0`, ...) and the array to its device or sharding; None
+            for the default device.
+
+    Raises:
+        ConfigError: Unknown dtype.
+        CapacityError: A size is not a positive integer, or the cache exceeds the machine's memory.
     """
     config, dtype = _form_of(model, dtype)
     batch = whole("a cache's batch", batch, 1, MOST_SLOTS, CapacityError)
@@ -229,7 +242,7 @@ def init_cache(
 def _empty_cache(
     config: ModelConfig, batch: int, capacity: int, dtype: str, spread: Placed | None
 ) -> KVCache:
-    """spread: the model, where it says itself on which devices a cache is."""
+    """Build an empty cache; `spread`: the model, if it is sharded."""
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     if spread is not None:
         layers, heads = spread.kept()
@@ -260,7 +273,7 @@ def _empty_cache(
 
 
 def where_placed(cache: KVCache, model: Any) -> KVCache:
-    """In a compiled program, a cache on the devices that its model says; most say nothing."""
+    """Constrain a cache to the shardings of its model, inside a compiled program."""
     if not isinstance(model, Placed):
         return cache
     named, structure = named_arrays(cache)
@@ -270,9 +283,7 @@ def where_placed(cache: KVCache, model: Any) -> KVCache:
 
 
 def where_read(tree: Any, model: Any) -> Any:
-    """In a compiled program, what the host reads beside a cache: all of it in each of several
-    processes.
-    """
+    """Replicate values that the host reads, inside a compiled program of several processes."""
     if not (several() and isinstance(model, Placed)):
         return tree
     everywhere = model.place("", np.zeros(()))
@@ -280,7 +291,7 @@ def where_read(tree: Any, model: Any) -> Any:
 
 
 def back_in_place(cache: KVCache, model: Any) -> KVCache:
-    """A cache that surgery has changed, on the devices that its model says; most say nothing."""
+    """Move an edited cache back to its model's shardings; no-op for unsharded models."""
     return put(cache, model.place) if isinstance(model, Placed) else cache
 
 
@@ -296,35 +307,35 @@ def _no_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:
 
 
 def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | None = None) -> int:
-    """The bytes that `init_cache` takes for this."""
+    """Return the number of bytes that `init_cache` allocates."""
     dtype = dtype or "float32"
     each = np.dtype(CACHE_DTYPES[dtype]).itemsize * config.head_dim + (4 if dtype == "int8" else 0)
-    marks = 9  # a position, a token and whether it was patched
+    marks = 9  # int32 position, int32 token, bool patched
     layers = 2 * config.num_hidden_layers * config.num_key_value_heads * each
     return batch * capacity * (layers + marks)
 
 
 def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
-    """The configuration, and the format of keys and values."""
+    """Return the configuration, and the dtype of keys and values."""
     if isinstance(model, nn.Module):
         config, dtype = model.config, model.precision.cache if dtype is None else dtype
     elif isinstance(model, ModelConfig):
         config = model
     else:
         raise ConfigError(
-            "a cache is made for a model or its configuration (lm.model, lm.config), got"
+            "init_cache needs a model or its configuration (lm.model, lm.config), got"
             f" {model!r:.60}"
         )
     return config, dtype_name("cache dtype", "float32" if dtype is None else dtype, "int8")
 
 
 def culled(position: Any) -> Any:
-    """The mark of a slot whose token at this position was culled; applied twice, the position."""
+    """Return the mark of a slot whose token at this position was culled; its own inverse."""
     return -2 - position
 
 
 def cast_like(delta: Delta, like: Segment) -> Segment:
-    """The delta's entries as a segment, in the formats of another segment."""
+    """Return the delta as a segment, cast to the dtypes of another segment."""
     return Segment(
         k=tuple(cast(new, old.dtype) for new, old in zip(delta.k, like.k, strict=True)),
         v=tuple(cast(new, old.dtype) for new, old in zip(delta.v, like.v, strict=True)),
@@ -335,13 +346,13 @@ def cast_like(delta: Delta, like: Segment) -> Segment:
 
 
 def check_usable(cache: KVCache) -> None:
-    """Raise, by name, for what is no cache, was donated, or overflowed in a compiled loop."""
+    """Raise unless this is a usable cache: a KVCache, not donated and not overflowed."""
     if not isinstance(cache, KVCache):
         raise CacheMismatchError(f"a cache must be a KVCache (init_cache), got {cache!r:.60}")
     if _is_donated(cache):
         raise CacheMismatchError(
-            "this cache was donated to an earlier step (donate=True) and no longer exists;"
-            " use the cache that the step returned"
+            "this cache was donated to an earlier step (donate=True) and no longer exists."
+            " Use the cache that the step returned"
         )
     if isinstance(cache.cursor, jax.core.Tracer):
         return
@@ -349,43 +360,43 @@ def check_usable(cache: KVCache) -> None:
         raise CapacityError(
             f"a compiled loop committed {int(cache.cursor)} tokens to a cache of"
             f" {cache.capacity} slots; the last {int(cache.cursor) - cache.capacity} were dropped."
-            " Make the cache larger, or check the room before entering the loop"
+            " Make the cache larger, or check its capacity before entering the loop"
         )
 
 
 def _is_donated(cache: KVCache) -> bool:
-    """Whether arrays of a cache are gone. Those of NumPy (`jax.device_get`, pickle) never are."""
+    """Whether JAX arrays of a cache were deleted. NumPy arrays (pickle, device_get) never are."""
     leaves = (x for x in jax.tree.leaves(cache) if not isinstance(x, jax.core.Tracer))
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
 
 
 def check_delta(delta: Any) -> None:
-    """Raise CacheMismatchError for what is no Delta."""
+    """Raise CacheMismatchError unless this is a Delta."""
     if not isinstance(delta, Delta):
         remedy = ". Give its delta" if hasattr(delta, "delta") else " (forward(...).delta)"
         raise CacheMismatchError(f"delta must be a Delta, got {type(delta).__name__}{remedy}")
 
 
 def check_mass(cache: KVCache, mass_BS: Any) -> jax.Array:
-    """Attention mass as an array. Raises CacheMismatchError unless it is floats `[B, S]`."""
+    """Return attention mass as an array. Raises CacheMismatchError unless it is floats `[B, S]`."""
     if not isinstance(mass_BS, jax.Array):
         try:
             mass_BS = np.asarray(mass_BS)
         except ValueError:
-            raise CacheMismatchError(f"the mass has ragged rows: {mass_BS!r:.60}") from None
+            raise CacheMismatchError(f"attention mass has ragged rows: {mass_BS!r:.60}") from None
     if mass_BS.shape != (cache.batch, cache.slots):
         raise CacheMismatchError(
-            f"the mass is {mass_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
+            f"attention mass has shape {mass_BS.shape}, expected ({cache.batch}, {cache.slots})"
         )
     if not jnp.issubdtype(mass_BS.dtype, jnp.floating):
-        raise CacheMismatchError(f"the mass must be floats, got {mass_BS.dtype}")
+        raise CacheMismatchError(f"attention mass must be floats, got {mass_BS.dtype}")
     return jnp.asarray(mass_BS, jnp.float32)
 
 
 def check_no_memory(cache: KVCache, what: str) -> None:
-    """Raise CacheMismatchError where layers keep something beside keys and values."""
+    """Raise CacheMismatchError if layers store a memory besides keys and values."""
     if cache.memory:
         raise CacheMismatchError(
-            f"{what}: this model's layers keep a memory of all that was read, which cannot be taken"
-            " apart. Go on from a cache that was forked before"
+            f"{what}: this model's layers store a memory of the whole text, from which tokens"
+            " cannot be removed. Continue from a cache that was forked before"
         )

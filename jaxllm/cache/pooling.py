@@ -1,9 +1,9 @@
-"""Old tokens pooled: neighbouring slots of a cache become one, and nothing is run or trained again.
+"""Token merging: neighboring old slots of a cache become one, without running any tokens.
 
-The mean pooling of the Compressive Transformer (Rae et al. 2020, arXiv 1911.05507, section 3.2) for
-models with rotary positions, which were not trained for it. A mean of keys that were turned by
-different angles is no key, so they are turned back to position 0, averaged, and turned to one
-position. A pooled slot is one slot to attention: what it stands for is not counted c times.
+The mean pooling of the Compressive Transformer (Rae et al. 2020, arXiv 1911.05507, section 3.2),
+for rotary models that were not trained for it. Keys rotated by different angles cannot be averaged,
+so they are rotated back to position 0, averaged, and rotated to one position. Attention treats a
+pooled slot as one slot; it does not count as several tokens.
 """
 
 from functools import partial
@@ -22,22 +22,24 @@ from jaxllm.whole import whole
 def pool(
     cache: KVCache, *, ratio: int, sinks: int, recent: int, mass_BS: jax.Array | None = None
 ) -> KVCache:
-    """Each `ratio` neighbouring tokens between the first `sinks` and the last `recent` as one slot.
+    """Merge each `ratio` tokens between the first `sinks` and the last `recent` into one slot.
 
-    A slot has the mean of its tokens' values and of their keys, which are turned to the position of
-    the last of them, whose id it takes too; it is marked as patched (`KVCache.patched_BS`). What
-    was patched already is not pooled again, and fewer than `ratio` tokens that are left over stay
-    as they are, as all others do, bit for bit. The tokens lie in one tail without gaps in slots,
-    in the order of their positions; `close_gaps` numbers them anew. int8 entries are pooled in
-    float32 and rounded once more.
+    A pooled slot holds the means of its neighboring tokens' values and keys, the latter rotated to
+    the position of its last token, whose id it takes. It is marked in `KVCache.patched_BS`. Patched
+    slots are not pooled again, and a remainder of fewer than `ratio` tokens stays; all slots that
+    stay keep their bits. The result has one tail with slots in order of position and gaps in
+    positions; `close_gaps` renumbers them. int8 entries are pooled in float32 and rounded once
+    more.
 
-    mass_BS: attention that each slot received, `[B, S]` over the cache's slots, as for
-    `heavy_hitters`: the mean is weighted by it, so that a slot stands most for what was used most;
-    the plain mean where none of a group received any.
+    Args:
+        mass_BS: Attention received, `[B, S]` over the cache's slots, as for `heavy_hitters`. Means
+            are weighted by it; if a whole group received none, its mean is unweighted.
 
-    Raises CapacityError for numbers out of range, CacheMismatchError for a mass of another shape,
-    ConfigError for models whose keys cannot be turned back: learned positions, and rotary settings
-    that follow the text's length.
+    Raises:
+        CapacityError: A number is out of range.
+        CacheMismatchError: The mass has another shape.
+        ConfigError: Keys cannot be rotated back (learned positions, rotary angles that follow the
+            text's length), or the model has long attention.
     """
     check_usable(cache)
     ratio = whole("ratio", ratio, 1, MOST_SLOTS, CapacityError)
@@ -47,35 +49,35 @@ def pool(
     order_BS = slot_order(cache)
     if mass_BS is not None:
         mass_BS = jnp.take_along_axis(check_mass(cache, mass_BS), order_BS, axis=1)
-    cache = compact(cache)  # slots are ranks now
+    cache = compact(cache)  # now slot numbers are ranks
     return _pooled(cache, ropes, ratio, jnp.int32(sinks), jnp.int32(recent), mass_BS)
 
 
 def pooled_mass(
     cache: KVCache, mass_BS: jax.Array, *, ratio: int, sinks: int, recent: int
 ) -> jax.Array:
-    """What the slots of `pool(cache, ...)` have received: the sums of what their tokens have."""
+    """Return the attention mass of the slots of `pool(cache, ...)`: sums over their tokens."""
     mass_BS = jnp.take_along_axis(mass_BS, slot_order(cache), axis=1)
     group_BS, _ = _groups(compact(cache), ratio, jnp.int32(sinks), jnp.int32(recent))
     return _sum(mass_BS, group_BS)
 
 
 def _poolable(cache: KVCache) -> tuple[Ropes, ...]:
-    """What each array's keys are turned by. Raises ConfigError where they cannot be turned back."""
+    """Return the rotary settings of each array. Raises ConfigError if keys cannot be pooled."""
     config = cache.config
     kinds = {
         kind.kind for kind in map(config.long_attention, range(config.num_hidden_layers)) if kind
     }
     if kinds:
         raise ConfigError(
-            f"pool: attention of kind {min(kinds)!r} finds tokens by their positions, and a slot of"
-            " several has none of its own. Such a model bounds what it reads by itself"
+            f"pool: attention of kind {min(kinds)!r} selects tokens by position, and a pooled slot"
+            " has several. Such a model limits its reads without pooling"
         )
     if not config.ropes:
         raise ConfigError(
-            f"pool: {config.model_type} adds a learned vector of its position to every token,"
-            " and the keys' means would be of several positions at once. Use slide, which runs the"
-            " recent tokens again, or heavy hitters within its context"
+            f"pool: {config.model_type} has learned position embeddings, so mean keys would mix"
+            " positions. Use slide, which runs the recent tokens again, or heavy hitters within"
+            " its context"
         )
     return movable_ropes(cache, 0)
 
@@ -83,7 +85,7 @@ def _poolable(cache: KVCache) -> tuple[Ropes, ...]:
 def _groups(
     cache: KVCache, ratio: int, sinks: jax.Array, recent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The slot that each slot's token goes to, int32 `[B, S]`, S for none; how many share it.
+    """Return each token's new slot, int32 `[B, S]` (S: none), and how many tokens share it.
 
     The cache is compact: a row's tokens lie in its first slots, in order.
     """
@@ -92,7 +94,7 @@ def _groups(
     there_BS = tail.position_BS >= 0
     last_B1 = (cache.length_B - recent)[:, None]
     old_BS = there_BS & (rank_S >= sinks) & (rank_S < last_B1) & ~tail.patched_BS
-    # Each run of old tokens by itself: its tokens' numbers, and those that fill no group.
+    # Number the tokens of each run of old ones; drop the remainder that fills no group.
     before_BS = jax.lax.cummax(jnp.where(old_BS, -1, rank_S), axis=1)
     after_BS = jax.lax.cummin(jnp.where(old_BS, S, rank_S), axis=1, reverse=True)
     number_BS = rank_S - before_BS - 1
@@ -104,7 +106,7 @@ def _groups(
 
 
 def _weights(group_BS: jax.Array, size_BS: jax.Array, mass_BS: jax.Array | None) -> jax.Array:
-    """Each token's share in its slot, float32 `[B, S]`; those of one slot add up to one."""
+    """Return each token's weight in its slot, float32 `[B, S]`; the sum per slot is one."""
     plain_BS = 1.0 / size_BS.astype(jnp.float32)
     if mass_BS is None:
         return plain_BS
@@ -114,7 +116,7 @@ def _weights(group_BS: jax.Array, size_BS: jax.Array, mass_BS: jax.Array | None)
 
 
 def _sum(x_BSX: jax.Array, group_BS: jax.Array) -> jax.Array:
-    """Sums by slot, `[B, S, ...]`; what goes to slot S is dropped."""
+    """Sum by new slot, `[B, S, ...]`; tokens of slot S are dropped."""
     row_B1 = jnp.arange(group_BS.shape[0])[:, None]
     return jnp.zeros_like(x_BSX).at[row_B1, group_BS].add(x_BSX, mode="drop")
 
@@ -124,7 +126,7 @@ def _take(x_BS: jax.Array, group_BS: jax.Array) -> jax.Array:
 
 
 def _last(x_BSX: jax.Array, group_BS: jax.Array) -> jax.Array:
-    """What the last token of each slot has, `[B, S, ...]`."""
+    """Return the entry of the last token of each new slot, `[B, S, ...]`."""
     S = group_BS.shape[1]
     row_B1 = jnp.arange(group_BS.shape[0])[:, None]
     rank_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32)[None], group_BS.shape)

@@ -1,4 +1,4 @@
-"""Prompt caching: what a prompt shares with the text of a cache is not run again."""
+"""Prompt-prefix reuse: tokens that a prompt shares with a cache are not run again."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,18 @@ from jaxllm.shapes import bucket
 
 
 def shared_prefix(cache: KVCache, tokens: Sequence[int]) -> int:
-    """How many of `tokens` are the beginning of the cache's text.
+    """Return the length of the common prefix of `tokens` and the cache's text.
 
-    Raises CacheMismatchError for a cache of several rows, or one with gaps, whose later entries
-    have read tokens that it no longer has.
+    Raises CacheMismatchError for a cache of several rows, and for one with gaps: its later entries
+    attended to tokens that were removed.
     """
     if cache.batch != 1:
-        raise CacheMismatchError(f"a prompt goes on from one row, the cache has {cache.batch}")
+        raise CacheMismatchError(f"a prompt needs a cache of one row, got {cache.batch}")
     position_S = np.sort(np.asarray(cache.position_BS)[0])
     position_S = position_S[position_S >= 0]
     if (position_S != np.arange(position_S.size)).any():
         raise CacheMismatchError(
-            "the cache has gaps: it is not the cache of a text. Go on from it by jaxllm.generate"
+            "the cache has gaps, so it is not the cache of a text. Continue it with jaxllm.generate"
         )
     text = cache.tokens(0)
     pairs = zip(text, tokens, strict=False)
@@ -30,9 +30,10 @@ def shared_prefix(cache: KVCache, tokens: Sequence[int]) -> int:
 
 
 def reuse(cache: KVCache, tokens: Sequence[int], new: int) -> tuple[KVCache, list[int]]:
-    """The cache of what it shares with `tokens`, and the tokens left to run: at least the last.
+    """Rewind a cache to its common prefix with `tokens`; return it and the remaining tokens.
 
-    The cache has room for them and `new` more. Raises as `shared_prefix`.
+    At least the last token remains. The cache has room for them and `new` more. Raises as
+    `shared_prefix`.
     """
     shared = min(shared_prefix(cache, tokens), len(tokens) - 1)
     rest = list(tokens[shared:])

@@ -1,6 +1,6 @@
-"""Rows of caches: fork one into many, take some out, put some together.
+"""Row operations: fork one row into many, select rows, merge caches.
 
-What rows share is stored once and passed on by reference.
+Shared segments are stored once and passed on by reference.
 """
 
 import math
@@ -20,8 +20,9 @@ from jaxllm.whole import whole
 
 
 def _spread_like(x: jax.Array, shape: tuple[int, ...]) -> Any:
-    """Where an array of another shape goes beside one that is spread over devices, so that none of
-    them gets all of it; None: anywhere, as where the shape does not divide.
+    """Return a sharded array's sharding for a related array, so that no device holds all of that.
+
+    None, the default device, if x is not sharded or the shape is not divisible.
     """
     if isinstance(x, jax.core.Tracer) or not isinstance(x.sharding, NamedSharding):
         return None
@@ -33,23 +34,26 @@ def _spread_like(x: jax.Array, shape: tuple[int, ...]) -> Any:
 
 
 def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
-    """A cache of `n` rows that all go on from this one-row cache, which they share by reference.
+    """Return a cache of `n` rows that continue this one-row cache and share it by reference.
 
-    The prefix is stored once, whatever n is, with the room that its tail still had (`compact` makes
-    it fit); each row gets a tail of its own with `capacity` slots, by default what was left. Forks
-    can be forked: take a row with `branch`.
+    The prefix is stored once, including the free slots of its tail (call `compact` first to drop
+    them). Each row gets its own tail of `capacity` slots, by default as many as were free. To fork
+    a fork, select a row with `branch`.
 
-    Raises CacheMismatchError for a cache of several rows, CapacityError for no rows or no slots,
-    and inside `jit` when no capacity is given.
+    Raises:
+        CacheMismatchError: The cache has several rows.
+        CapacityError: No rows or no slots, or no capacity inside `jit`.
     """
     check_usable(cache)
     if cache.batch != 1:
         raise CacheMismatchError(
-            f"fork takes a cache of one row, this one has {cache.batch}: take one with branch"
+            f"fork needs a cache of one row, got {cache.batch}. Select one with branch"
         )
     if capacity is None:
         if isinstance(cache.cursor, jax.core.Tracer):
-            raise CapacityError("inside jit what is left is not known: give fork its capacity")
+            raise CapacityError(
+                "fork needs a capacity inside jit, where free slots cannot be counted"
+            )
         capacity = cache.capacity - int(cache.cursor)
     n = whole("a fork's n", n, 1, MOST_SLOTS, CapacityError)
     capacity = whole("a fork's capacity", capacity, 1, MOST_SLOTS, CapacityError)
@@ -73,22 +77,24 @@ def fork(cache: KVCache, n: int, *, capacity: int | None = None) -> KVCache:
 
 
 def select(cache: KVCache, rows: Any) -> KVCache:
-    """The cache with these rows in this order, int `[R]`; a row may come more than once.
+    """Return the cache with these rows in this order, int `[R]`; a row may occur several times.
 
-    What all rows share stays shared; the rest is copied. Raises CacheMismatchError for a row that
-    the cache does not have, and for a mask: `np.flatnonzero(mask)` are its rows.
+    Shared segments stay shared; the rest is copied. Raises CacheMismatchError for rows that do not
+    exist, and for a bool mask (use `np.flatnonzero(mask)`).
     """
     check_usable(cache)
     rows = rows if isinstance(rows, jax.Array) else _row_numbers(rows)
     if not jnp.issubdtype(rows.dtype, jnp.integer):
         raise CacheMismatchError(
-            f"rows must be whole numbers, got {rows.dtype}. Of a mask give np.flatnonzero(mask)"
+            f"rows must be integers, got {rows.dtype}. For a mask, pass np.flatnonzero(mask)"
         )
     if rows.ndim != 1 or not rows.size:
-        raise CacheMismatchError(f"rows must be a list of at least one, got shape {rows.shape}")
+        raise CacheMismatchError(f"rows must be a non-empty list, got shape {rows.shape}")
     if not isinstance(rows, jax.core.Tracer):
         if rows.min() < 0 or rows.max() >= cache.batch:
-            raise CacheMismatchError(f"rows {rows.tolist()} of a cache of {cache.batch} rows")
+            raise CacheMismatchError(
+                f"rows {rows.tolist()} out of range: the cache has {cache.batch} rows"
+            )
         rows = rows.astype(np.int32)
 
     def own(x: jax.Array) -> jax.Array:
@@ -106,7 +112,7 @@ def select(cache: KVCache, rows: Any) -> KVCache:
 
 
 def _row_numbers(rows: Any) -> np.ndarray:
-    """The rows as an array of integers, or of whatever else was given."""
+    """Convert rows to an array; of an unsuitable dtype if they are not integers."""
     try:
         found = np.asarray(rows)
     except (TypeError, ValueError, OverflowError):
@@ -115,23 +121,26 @@ def _row_numbers(rows: Any) -> np.ndarray:
 
 
 def branch(cache: KVCache, row: int) -> KVCache:
-    """One row as a cache of its own. Raises CacheMismatchError for a row that is not there."""
+    """Return one row as a cache. Raises CacheMismatchError if it does not exist."""
     check_usable(cache)
     return select(cache, [whole("row", row, 0, cache.batch - 1, CacheMismatchError)])
 
 
 def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVCache:
-    """All rows of several caches as one cache, to be decoded as one batch; lengths may differ.
+    """Merge the rows of several caches into one cache, to decode them as one batch.
 
     Leading frozen segments whose keys and values are the same buffers in all caches stay shared;
-    everything after them is copied into one tail with `capacity` slots (by default such that every
-    row keeps the room it had).
+    everything after them is copied into one tail. Lengths may differ.
 
-    Raises CacheMismatchError for no caches, or caches of different models or formats;
-    CapacityError where the tokens do not fit, and inside `jit` when no capacity is given.
+    Args:
+        capacity: Slots of the new tail. Default: every row keeps its free slots.
+
+    Raises:
+        CacheMismatchError: No caches, or caches of different models or dtypes.
+        CapacityError: The tokens do not fit, or no capacity inside `jit`.
     """
     if not isinstance(caches, Iterable):
-        raise CacheMismatchError(f"merge_rows takes a list of caches, got {caches!r:.60}")
+        raise CacheMismatchError(f"merge_rows needs a list of caches, got {caches!r:.60}")
     caches = list(caches)
     for cache in caches:
         check_usable(cache)
@@ -141,7 +150,7 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
     if len(kinds) != 1:
         known = ", ".join(sorted(f"{config.model_type} in {dtype}" for config, dtype in kinds))
         raise CacheMismatchError(
-            f"only caches of one model in one format can be merged, got: {known or 'none'}"
+            f"merge_rows needs caches of one model and one dtype, got: {known or 'none'}"
         )
     columns = list(zip(*(c.frozen for c in caches), strict=False))
     common = next((i for i, column in enumerate(columns) if not _same(column)), len(columns))
@@ -152,9 +161,11 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
         room = max(c.capacity - int(c.cursor) for c in caches)
         capacity = int(cursor) + room if capacity is None else capacity
         if int(cursor) > capacity:
-            raise CapacityError(f"{int(cursor)} slots are used, more than the capacity {capacity}")
+            raise CapacityError(f"{int(cursor)} slots are used, more than capacity {capacity}")
     if capacity is None:
-        raise CapacityError("inside jit what is used is not known: give merge_rows a capacity")
+        raise CapacityError(
+            "merge_rows needs a capacity inside jit, where used slots cannot be counted"
+        )
     return caches[0].replace(
         frozen=tuple(_stacked(column, caches) for column in columns[:common]),
         tail=jax.tree.map(lambda *x: jnp.concatenate(x), *(_resized(s, capacity) for s in rest)),
@@ -165,7 +176,7 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
 
 
 def _same(segments: Sequence[Segment]) -> bool:
-    """Whether these are one segment, stored once, whatever rows have left out of it."""
+    """Whether these are the same stored segment, apart from tokens culled by rows."""
     first = jax.tree.leaves((segments[0].k, segments[0].v))
     return all(x.shape[0] == 1 for x in first) and all(
         a is b
@@ -175,7 +186,7 @@ def _same(segments: Sequence[Segment]) -> bool:
 
 
 def _stacked(segments: Sequence[Segment], caches: Sequence[KVCache]) -> Segment:
-    """One shared segment with the positions and marks that each cache's rows have in it."""
+    """Merge one shared segment's positions and marks, which may differ between the caches' rows."""
     if all(s is segments[0] for s in segments):
         return segments[0]
 
@@ -195,13 +206,13 @@ def _stacked(segments: Sequence[Segment], caches: Sequence[KVCache]) -> Segment:
 
 
 def _as_one(segments: Sequence[Segment], batch: int) -> Segment:
-    """Segments in a row as one, each row with a copy of its own."""
+    """Concatenate segments into one with unshared rows."""
     joined: Segment = jax.tree.map(lambda *parts: side_by_side(parts, batch), *segments)
     return joined
 
 
 def _resized(segment: Segment, slots: int) -> Segment:
-    """The first slots of a segment, or all of them and empty ones."""
+    """Truncate a segment to `slots`, or pad it with empty slots."""
     room = max(slots - segment.position_BS.shape[1], 0)
 
     def resize(x: jax.Array) -> jax.Array:

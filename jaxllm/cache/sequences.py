@@ -1,13 +1,13 @@
-"""Sequences as llama.cpp keeps them, in a cache whose rows are the sequences.
+"""llama.cpp's sequence operations, on a cache whose rows are the sequences.
 
-The state is a `KVCache`: row s is sequence s, with slots of its own in the tail, and one frozen
-segment of single rows holds what several sequences share: such a slot has the same position in
-every row that has it, as llama.cpp's cell has a set of sequences. Any empty slot can be written
-next, so what one sequence frees it can use again, and none takes room from another. The shapes
-never change: no operation makes a program for a new number of segments.
+The state is a `KVCache`. Row s is sequence s, with its own slots in the tail. One frozen segment
+holds slots that several sequences share; such a slot has the same position in every row that has
+it, as llama.cpp's cell has a set of sequences. Any empty slot can be written next, so a sequence
+reuses the slots that it frees, and takes none from another. Shapes never change, so no operation
+compiles a program for a new number of segments.
 
-By reference: a copied range is moved into the shared slots once, when it is first copied; from then
-on every copy changes a few integers. Every function here is pure; its errors leave nothing changed.
+Copies are by reference: a range moves to the shared slots when it is first copied; every further
+copy changes a few integers. Every function is pure; an error leaves nothing changed.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,11 @@ from jaxllm.whole import whole
 
 
 class Positions(NamedTuple):
-    """Who has what where, on the host: int32 `[sequences, slots]`, negative where a row has none.
+    """The positions of all slots on the host, int32 `[sequences, slots]`; negative: no token.
 
-    own_BS: of the tail. shared_BN: of the shared slots (none: N = 0).
+    Attributes:
+        own_BS: In the tail.
+        shared_BN: In the shared slots (N = 0 if there are none).
     """
 
     own_BS: np.ndarray
@@ -44,14 +46,14 @@ class Positions(NamedTuple):
 
     @property
     def next_B(self) -> np.ndarray:
-        """Where each sequence goes on: after its last position, at 0 where it is empty."""
+        """Each sequence's next position: after its last, 0 if it is empty."""
         each = [x.max(axis=1, initial=EMPTY) for x in self]
         last_B: np.ndarray = np.maximum(*each)
         return last_B + 1
 
     @property
     def holders_N(self) -> np.ndarray:
-        """How many sequences have each shared slot."""
+        """Number of sequences that have each shared slot."""
         return np.asarray((self.shared_BN >= 0).sum(axis=0))
 
 
@@ -63,10 +65,14 @@ def init_sequences(
     shared: int | None = None,
     dtype: str | None = None,
 ) -> KVCache:
-    """Empty sequences 0, 1, ... with `capacity` slots each, and `shared` slots for what they share.
+    """Return empty sequences 0, 1, ... with `capacity` slots each, and `shared` slots for copies.
 
-    shared: by default as many as one sequence has; 0 for none, then nothing can be copied. dtype:
-    as for `init_cache`. Raises what `init_cache` raises, CapacityError for a negative `shared`.
+    Args:
+        shared: Default: as many as one sequence has; with 0, nothing can be copied.
+        dtype: As for `init_cache`.
+
+    Raises:
+        CapacityError: `shared` is negative; further errors as `init_cache`.
     """
     cache = init_cache(config, sequences, capacity, dtype=dtype)
     shared = capacity if shared is None else shared
@@ -79,24 +85,23 @@ def init_sequences(
 
 
 def positions_of(state: KVCache) -> Positions:
-    """The positions of all slots, read from the device.
+    """Read the positions of all slots from the device.
 
-    Raises CacheMismatchError for a cache that is not of this form, or was donated.
+    Raises CacheMismatchError for a cache of another structure, or one that was donated.
     """
     check_usable(state)
     check_no_memory(state, "sequences")
     pool = state.frozen[0] if state.frozen else None
     if len(state.frozen) > 1 or (pool and pool.position_BS.shape[0] != state.batch):
         raise CacheMismatchError(
-            "sequences need a cache with at most one segment that rows share: make it with"
-            " init_sequences"
+            "sequences need a cache with at most one frozen segment: create it with init_sequences"
         )
     none = np.zeros((state.batch, 0), np.int32)
     return Positions(np.array(state.tail.position_BS), np.array(pool.position_BS) if pool else none)
 
 
 def with_positions(state: KVCache, now: Positions) -> KVCache:
-    """The state with these positions; what follows from them is kept in step."""
+    """Return the state with these positions, and cursor and next positions to match."""
     used = np.flatnonzero((now.own_BS >= 0).any(axis=0))
     cursor = np.array(used[-1] + 1 if used.size else 0, np.int32)
     own, shared, cursor, next_B = jax.device_put((*now, cursor, now.next_B.astype(np.int32)))
@@ -117,12 +122,13 @@ def copy_sequence(
     *,
     donate: bool = False,
 ) -> KVCache:
-    """Give `target` what `source` has at positions `start` to before `stop`, by reference.
+    """Copy the tokens of `source` at positions `start` to before `stop` to `target`, by reference.
 
-    What `source` had for itself moves to the shared slots, once. donate: write them in place.
+    Tokens in the tail of `source` move to shared slots first. donate: write those in place.
 
-    Raises CapacityError without shared slots enough, TokenError for an unknown sequence or where
-    `target` has a token at one of these positions.
+    Raises:
+        CapacityError: Too few shared slots.
+        TokenError: Unknown sequence, or `target` has a token at one of these positions.
     """
     now = positions_of(state)
     _check(state, source, target)
@@ -137,8 +143,8 @@ def copy_sequence(
     free = np.flatnonzero(now.holders_N == 0)
     if moving.size > free.size:
         raise CapacityError(
-            f"{moving.size} tokens are to be shared, {free.size} shared slots are empty: remove a"
-            " sequence, defragment, or make the state with more of them"
+            f"{moving.size} tokens to copy, but only {free.size} shared slots are empty. Remove a"
+            " sequence, defragment, or create the state with more shared slots"
         )
     free = free[: moving.size]
     if moving.size:
@@ -153,11 +159,11 @@ def copy_sequence(
 def remove_range(
     state: KVCache, sequence: int | None = None, start: int = 0, stop: int | None = None
 ) -> KVCache:
-    """Without the tokens at positions `start` to before `stop` of a sequence (None: of each).
+    """Remove the tokens of a sequence (None: of each) at positions `start` to before `stop`.
 
-    The slots are free at once; what came after has read what is gone, as in `keep`. A shared slot
-    is free when nobody has it. Keys and values are shared with `state`. Raises TokenError for an
-    unknown sequence.
+    Tail slots are free at once, a shared slot if no sequence has it. Later tokens have attended to
+    the removed ones, as in `keep`. Keys and values are shared with `state`. Raises TokenError for
+    an unknown sequence.
     """
     now = positions_of(state)
     if sequence is not None:
@@ -169,7 +175,7 @@ def remove_range(
 
 
 def keep_sequence(state: KVCache, sequence: int) -> KVCache:
-    """Without all sequences but this one. Raises TokenError for an unknown one."""
+    """Remove all sequences but this one. Raises TokenError for an unknown one."""
     now = positions_of(state)
     _check(state, sequence)
     others = np.arange(state.batch) != sequence
@@ -181,13 +187,15 @@ def keep_sequence(state: KVCache, sequence: int) -> KVCache:
 def add_positions(
     state: KVCache, sequence: int, by: int, start: int = 0, stop: int | None = None
 ) -> KVCache:
-    """Move the tokens at positions `start` to before `stop` by `by`; keys are rotated on.
+    """Move the tokens at positions `start` to before `stop` by `by`, and rotate their keys.
 
-    Other sequences keep what they share: where it moves, this one gets a copy in slots of its own.
-    Tokens may meet at one position.
+    Other sequences keep their shared tokens: this one first gets copies in its own slots. Several
+    tokens may end up at one position.
 
-    Raises ConfigError for models whose keys do not rotate, CapacityError without room for such
-    copies, TokenError for an unknown sequence or where a token would leave the model.
+    Raises:
+        ConfigError: The model's keys are not rotated.
+        CapacityError: No room for such copies.
+        TokenError: Unknown sequence, or a token would exceed the position limits.
     """
     by = whole("by", by, -(1 << 62), 1 << 62, TokenError)
     return _renumbered(state, sequence, start, stop, lambda position: position + by)
@@ -196,18 +204,19 @@ def add_positions(
 def divide_positions(
     state: KVCache, sequence: int, divisor: int, start: int = 0, stop: int | None = None
 ) -> KVCache:
-    """Divide the positions from `start` to before `stop`, rounding down (self-extend, Jin et al.
-    2024). Otherwise as `add_positions`.
+    """Divide positions from `start` to before `stop`, rounding down (Jin et al. 2024, Self-Extend).
+
+    Otherwise as `add_positions`.
     """
     divisor = whole("divisor", divisor, 1, MOST_SLOTS, TokenError)
     return _renumbered(state, sequence, start, stop, lambda position: position // divisor)
 
 
 def defragment(state: KVCache) -> KVCache:
-    """The same sequences in the first slots, in the order of their positions.
+    """Move all tokens to the first slots, in order of position.
 
-    What only one sequence still has of the shared slots goes back to its own, if there is room.
-    Logits stay: attention does not depend on where a slot lies.
+    Shared slots that only one sequence has return to its own slots, if there is room. Logits do not
+    change: attention does not depend on slot numbers.
     """
     now = positions_of(state)
     for row in range(state.batch):
@@ -267,13 +276,13 @@ def _renumbered(
 
 
 def _taken_back(state: KVCache, now: Positions, row: int, slots: np.ndarray) -> KVCache:
-    """Shared slots of a row copied into its own; `now`, the caller's, is changed accordingly."""
+    """Copy shared slots of a row into its own; updates the caller's `now` in place."""
     if not slots.size:
         return state
     free = np.flatnonzero(now.own_BS[row] < 0)
     if slots.size > free.size:
         raise CapacityError(
-            f"sequence {row} needs {slots.size} slots of its own for what others share with it,"
+            f"sequence {row} needs {slots.size} own slots for tokens that it shares, but only"
             f" {free.size} are empty"
         )
     free = free[: slots.size]
@@ -292,7 +301,7 @@ def _poured(
     *,
     donate: bool,
 ) -> Segment:
-    """`into` with some slots of `source` in it; positions are the caller's business."""
+    """Copy slots of `source` to `into`, without positions."""
     width = power_of_two(slots.size)
     padding = (0, width - slots.size)
     step = _POUR_IN_PLACE if donate else _POUR

@@ -1,4 +1,4 @@
-"""A row of a cache as text, with what was done to it marked."""
+"""Text rendering of cache rows, with culled and patched tokens marked."""
 
 import html
 from itertools import groupby
@@ -10,10 +10,13 @@ import numpy as np
 def marked_text(
     position_S: np.ndarray, token_S: np.ndarray, patched_S: np.ndarray, tokenizer: Any
 ) -> str:
-    """The text of a row's slots; culled tokens stand as [-...-], patched ones as {+...+}.
+    """Return the text of a row's slots; culled tokens appear as [-...-], patched ones as {+...+}.
 
-    position_S: as in `Segment`. What was culled follows the slot before it, wherever that token was
-    moved to. tokenizer: anything with `decode(ids) -> str`.
+    A culled token follows the slot before it, even if that token was moved.
+
+    Args:
+        position_S: As in `Segment`.
+        tokenizer: Anything with `decode(ids) -> str`.
     """
     slots = np.flatnonzero(position_S != -1)
     live_S = position_S[slots] >= 0
@@ -30,14 +33,14 @@ def marked_text(
     ids: list[int] = []
     for (left, right), run in groupby(slots.tolist(), key=marks):
         ids += token_S[list(run)].tolist()
-        now = tokenizer.decode(ids)  # all of it: a token's spelling depends on those before it
+        now = tokenizer.decode(ids)  # all ids: a token's text depends on those before it
         text += left + now[len(shown) :] + right
         shown = now
     return text
 
 
 class Shown(tuple[str, ...]):
-    """The rows of a cache as marked texts; as text the lines, in a notebook with strokes."""
+    """The rows of a cache as marked texts; prints as lines, in notebooks as HTML del and ins."""
 
     __slots__ = ()
 

@@ -1,9 +1,8 @@
-"""Operations on what a cache holds: go back, leave out, gather, move, replace.
+"""Cache edits: rewind, cull, compact, move, replace.
 
-Every function is pure and leaves its argument valid. What a token is to the cache is its position,
-so to go back or to leave out is to change a few integers and to share all keys and values. Ranges
-are of positions, `start` to before `stop`, numbers or one a row `[B]`; what is no whole number
-raises TokenError.
+Every function is pure and leaves its argument valid. A token is identified by its position, so
+rewinding or culling changes a few integers and shares all keys and values. Ranges are of positions,
+`start` to before `stop`, integers or one per row `[B]`; anything else raises TokenError.
 """
 
 from collections.abc import Sequence
@@ -39,20 +38,23 @@ INT32 = np.iinfo(np.int32)
 
 
 def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
-    """The cache as it was `n` positions ago, or when each row's next position was `to`.
+    """Return the cache as it was `n` positions ago, or when each row's next position was `to`.
 
-    n, to: a number, or one a row `[B]`. Equal to never having committed what came since; the slots
-    can be written again. Keys and values are shared with `cache`.
+    The result equals a cache to which the later tokens were never committed; their slots can be
+    written again. Keys and values are shared with `cache`. Infini-attention memory is rewound
+    within the current segment, exactly to its start and otherwise up to the rounding of the cache's
+    dtype.
 
-    The memory of Infini-attention goes back within the segment in hand, to the rounding of the
-    cache's format, and exactly to where that begins.
+    Args:
+        n, to: An integer, or one per row `[B]`.
 
-    Raises CapacityError for positions before the first or after the last, CacheMismatchError for a
-    cache with a memory that cannot go back so far.
+    Raises:
+        CapacityError: A position is before the first or after the last.
+        CacheMismatchError: The cache has a memory that cannot be rewound so far.
     """
     check_usable(cache)
     if (n is None) == (to is None):
-        raise CapacityError("rewind takes either n, how far, or to, where")
+        raise CapacityError("rewind needs either n (how many positions) or to (which position)")
     now_B = cache.next_position_B
     rows = cache.batch
     next_B = now_B - _integers("n", n, rows) if to is None else _integers("to", to, rows)
@@ -73,15 +75,18 @@ def rewind(cache: KVCache, n: Any = None, *, to: Any = None) -> KVCache:
 
 
 def keep(cache: KVCache, mask_BS: Any) -> KVCache:
-    """The cache without the tokens where the mask is False (culling); no other token moves.
+    """Cull the tokens where the mask is False; the positions of other tokens do not change.
 
-    mask_BS: bool `[B or 1, S]` over the slots of all segments in order, as in
-    `KVCache.position_BS`. What is left out is never attended to again, but what came after it has
-    read it: this is not the same as a text without those tokens. Keys and values are shared, and
-    the slots stay taken: `compact` frees them.
+    Culled tokens are never attended to again, but later tokens have attended to them: this is not
+    the cache of a text without those tokens. Keys and values are shared; `compact` frees the slots.
 
-    Raises CacheMismatchError for a mask of another shape, and for a cache with a memory, in which
-    all tokens stay (`segment_in_hand` frees the slots of those that only it needs).
+    Args:
+        mask_BS: bool `[B or 1, S]` over the slots of all segments in order, as in
+            `KVCache.position_BS`.
+
+    Raises:
+        CacheMismatchError: The mask has another shape, or the cache has a memory, from which no
+            token can be removed (`segment_in_hand` frees slots there).
     """
     check_usable(cache)
     check_no_memory(cache, "keep")
@@ -89,11 +94,11 @@ def keep(cache: KVCache, mask_BS: Any) -> KVCache:
 
 
 def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
-    """Return `keep` of keys and values alone: a memory stays as it is."""
+    """Cull keys and values as `keep`, but leave a memory unchanged."""
     mask_BS = _as_mask(mask_BS)
     if mask_BS.shape not in ((1, cache.slots), (cache.batch, cache.slots)):
         raise CacheMismatchError(
-            f"the mask is {mask_BS.shape}, the cache has slots [{cache.batch}, {cache.slots}]"
+            f"mask has shape {mask_BS.shape}, expected ({cache.batch}, {cache.slots})"
         )
     return _with_positions(
         cache,
@@ -105,7 +110,7 @@ def keep_slots(cache: KVCache, mask_BS: Any) -> KVCache:
 
 
 def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
-    """The cache without the tokens at positions `start` to before `stop`; as `keep`."""
+    """Cull the tokens at positions `start` to before `stop`; see `keep`."""
     check_usable(cache)
     check_no_memory(cache, "drop_range")
     rows = cache.batch
@@ -120,14 +125,17 @@ def drop_range(cache: KVCache, start: Any, stop: Any) -> KVCache:
 
 
 def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
-    """The same tokens at the same positions, gathered into one tail without gaps.
+    """Gather the tokens into one tail without gaps, at unchanged positions.
 
-    capacity: of the new cache; by default all slots that `cache` has. What was shared is copied, a
-    memory stays. Logits are those of `cache`: attention does not depend on where a slot lies. What
-    goes with the slots, such as attention mass, is gathered by
+    Shared segments are copied, a memory stays. Logits do not change: attention does not depend on
+    slot numbers. Arrays over slots, such as attention mass, can be gathered with
     `jnp.take_along_axis(mass, slot_order(cache), 1)`.
 
-    Raises CapacityError if the tokens do not fit.
+    Args:
+        capacity: Slots of the new cache; default: all slots of `cache`.
+
+    Raises:
+        CapacityError: The tokens do not fit.
     """
     check_usable(cache)
     most = cache.slots if capacity is None else capacity
@@ -145,7 +153,7 @@ def compact(cache: KVCache, *, capacity: int | None = None) -> KVCache:
 
 
 def slot_order(cache: KVCache) -> jax.Array:
-    """The slots of each row, tokens first and in the order of their positions, int32 `[B, S]`."""
+    """Return the slots of each row sorted by position, empty ones last, int32 `[B, S]`."""
     check_usable(cache)
     position_BS = cache.position_BS
     order_BS = jnp.argsort(jnp.where(position_BS < 0, INT32.max, position_BS), axis=1, stable=True)
@@ -155,13 +163,17 @@ def slot_order(cache: KVCache) -> jax.Array:
 def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
     """Move the tokens at positions `start` to before `stop` (None: the end) by `by` positions.
 
-    by: a number, or one a row. Keys are rotated on, in float32 and rounded to the cache's format
-    once; everything else keeps its bits. One layer's keys are then those of a run at the new
-    positions; deeper layers equal it too where the whole text moves.
+    Keys are rotated by the difference in float32 and rounded once; everything else keeps its bits.
+    Keys of the first layer then equal those of a run at the new positions; those of deeper layers
+    do so only if the whole text moves.
 
-    Raises ConfigError for models whose keys do not rotate (learned positions, `dynamic` scaling),
-    and where attention's segments would be others (`LongAttention.period`); TokenError where two
-    tokens would share a position or one leaves the model.
+    Args:
+        by: An integer, or one per row.
+
+    Raises:
+        ConfigError: Keys are not rotated (learned positions), or rotated by angles that follow the
+            text's length (`dynamic`), or attention segments would change (`LongAttention.period`).
+        TokenError: Two tokens would share a position, or one would exceed the position limits.
     """
     check_usable(cache)
     end_B = cache.next_position_B
@@ -177,9 +189,10 @@ def shift(cache: KVCache, by: Any, start: Any = 0, stop: Any = None) -> KVCache:
 
 
 def close_gaps(cache: KVCache) -> KVCache:
-    """Number each row's tokens 0, 1, 2 ... in their order and rotate the keys accordingly.
+    """Renumber each row's tokens 0, 1, 2, ... in order, and rotate the keys accordingly.
 
-    What StreamingLLM does to what it keeps (Xiao et al. 2024, section 3.2). Raises as `shift`.
+    As StreamingLLM does with the tokens that it keeps (Xiao et al. 2024, section 3.2). Raises as
+    `shift`.
     """
     check_usable(cache)
     order_BS = slot_order(cache)
@@ -189,25 +202,28 @@ def close_gaps(cache: KVCache) -> KVCache:
 
 
 def slots_at(cache: KVCache, positions_BT: Any) -> jax.Array:
-    """The slots that hold these positions, int32 `[B, T]`; -1 where no token has one."""
+    """Return the slots that hold these positions, int32 `[B, T]`; -1 if there is none."""
     check_usable(cache)
     position_BS = cache.position_BS
     positions_BT = _integers("positions", positions_BT)
     if positions_BT.ndim != 2 or positions_BT.shape[0] not in (1, cache.batch):
-        raise TokenError(f"positions must be [{cache.batch}, T], got shape {positions_BT.shape}")
+        raise TokenError(f"positions must have shape [{cache.batch}, T], got {positions_BT.shape}")
     found_BTS = (position_BS[:, None] == positions_BT[:, :, None]) & (positions_BT >= 0)[:, :, None]
     return jnp.where(found_BTS.any(axis=2), found_BTS.argmax(axis=2).astype(jnp.int32), -1)
 
 
 def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
-    """The cache with the entries in slots `at_BT` replaced by the delta's, token and position too.
+    """Replace the entries in slots `at_BT` with the delta's, including token ids and positions.
 
-    at_BT: int `[B, T]` over the slots of all segments in order, as `slots_at` gives them; a
-    negative slot, or padding in the delta, changes nothing. Where rows share a segment that is
-    patched, each gets a copy of it; other segments stay shared, other entries keep their bits.
+    Args:
+        at_BT: int `[B, T]` over the slots of all segments in order, as from `slots_at`. A negative
+            slot, or padding in the delta, changes nothing. A patched segment that rows share is
+            copied for each row; other segments stay shared.
 
-    Raises CacheMismatchError for slots or a delta of another shape, for slots that hold nothing to
-    replace, and for a cache with a memory; TokenError where two tokens would share a position.
+    Raises:
+        CacheMismatchError: Slots or delta have another shape, a slot is empty, or the cache has a
+            memory.
+        TokenError: Two tokens would share a position.
     """
     check_usable(cache)
     check_no_memory(cache, "patch")
@@ -215,8 +231,8 @@ def patch(cache: KVCache, at_BT: Any, delta: Delta) -> KVCache:
     at_BT = _integers("slots", at_BT)
     if at_BT.shape != delta.position_BS.shape or at_BT.shape[0] != cache.batch:
         raise CacheMismatchError(
-            f"slots {at_BT.shape} for a delta of {delta.position_BS.shape} tokens and a cache of"
-            f" {cache.batch} rows"
+            f"slots have shape {at_BT.shape}, expected that of the delta,"
+            f" {delta.position_BS.shape}, with the cache's {cache.batch} rows"
         )
     at_BT = jnp.where(delta.position_BS >= 0, at_BT, -1)
     _check_slots(cache, at_BT)
@@ -243,7 +259,7 @@ def _patched(segment: Segment, index_BT: jax.Array, delta: Delta) -> Segment:
 
 @partial(jax.jit, static_argnums=2)
 def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int) -> Segment:
-    """The slots in this order as one segment, with empty room after them."""
+    """Return the slots in this order as one segment, followed by empty slots."""
     room = max(slots - order_BS.shape[1], 0)
 
     def gather(*parts: jax.Array) -> jax.Array:
@@ -258,16 +274,16 @@ def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int)
 def _moved(
     cache: KVCache, positions: Sequence[jax.Array], next_B: jax.Array, alike: bool
 ) -> KVCache:
-    """The cache with its tokens at other positions, their keys rotated by the difference.
+    """Move tokens to other positions and rotate their keys by the difference.
 
-    alike: a slot that rows share moves by the same amount in all of them.
+    alike: whether a slot that rows share moves by the same amount in all of them.
     """
     segments = []
     for segment, position_BS in zip(cache.segments, positions, strict=True):
         by_BS = jnp.where(segment.position_BS >= 0, position_BS - segment.position_BS, 0)
         if alike and segment.k[0].shape[0] == 1:
             most, least = by_BS.max(axis=0, keepdims=True), by_BS.min(axis=0, keepdims=True)
-            by_BS = jnp.where(most > 0, most, least)  # rows without the token say 0
+            by_BS = jnp.where(most > 0, most, least)  # 0 in rows without the token
         if not _concrete(by_BS) or bool((by_BS != 0).any()):
             ropes = movable_ropes(cache, by_BS)
             k = turn_keys(segment.k, by_BS, ropes, cache.config.head_dim)
@@ -278,11 +294,11 @@ def _moved(
     return moved
 
 
-Ropes = tuple[Rope | None, ...]  # of an array of keys: of each layer that it has heads of
+Ropes = tuple[Rope | None, ...]  # one per layer of an array of keys
 
 
 def turn_heads(x_BSKH: jax.Array, by_BS: jax.Array, ropes: Ropes, head_dim: int) -> jax.Array:
-    """Turn each layer's heads of an array of keys by its own rotary settings; float32."""
+    """Rotate each layer's heads of an array of keys by its own rotary settings; float32."""
     whole = x_BSKH = x_BSKH.astype(jnp.float32)
     for rope in dict.fromkeys(rope for rope in ropes if rope is not None):
         own_K = np.repeat([rope == one for one in ropes], x_BSKH.shape[2] // len(ropes))
@@ -313,30 +329,30 @@ def turn_keys(
 
 
 def movable_ropes(cache: KVCache, by: Any) -> tuple[Ropes, ...]:
-    """What a cache's keys are turned by where tokens move by so many positions.
+    """Return the rotary settings of each array of keys, to move tokens by `by` positions.
 
-    Raises ConfigError where keys cannot be turned, or a layer's attention would cut what has moved
-    into other segments.
+    Raises ConfigError if keys cannot be rotated to other positions, or if a layer's attention would
+    assign moved tokens to other segments.
     """
     config = cache.config
     for kind in set(map(config.long_attention, range(config.num_hidden_layers))):
         period = None if kind is None else kind.period
         if kind is None or (period and _concrete(by) and not (np.asarray(by) % period).any()):
             continue
-        said = f"by multiples of {period} positions alone" if period else "nowhere"
+        said = f"can only move by multiples of {period} positions" if period else "cannot move"
         raise ConfigError(
-            f"attention of kind {kind.kind!r} cuts the text into segments by position: a cache's"
-            f" tokens move {said}. Run the tokens again where they are to stand"
+            f"attention of kind {kind.kind!r} divides the text into segments by position, so cached"
+            f" tokens {said}. Run the tokens again at their new positions"
         )
     if not config.ropes:
         raise ConfigError(
-            f"{config.model_type} learns a vector for every position, which is mixed into its keys:"
-            " they cannot be moved. Run the tokens again where they are to stand"
+            f"{config.model_type} has learned position embeddings, which are mixed into its keys:"
+            " cached tokens cannot move. Run the tokens again at their new positions"
         )
     if config.angles_follow_length:
         raise ConfigError(
-            "rotary settings that follow the text's length (dynamic, longrope): keys are not"
-            " movable"
+            "rotary angles that follow the text's length (dynamic, longrope): cached keys cannot be"
+            " rotated to other positions"
         )
     return tuple(
         tuple(None if i is None else config.rotary(i) for i in numbers) for numbers in cache.layers
@@ -357,7 +373,7 @@ def _check_moved(before: KVCache, after: KVCache) -> None:
 
 
 def _check_distinct(position_BS: jax.Array) -> None:
-    """Raise TokenError where two tokens of a row are at one position."""
+    """Raise TokenError if two tokens of a row have one position."""
     if not _concrete(position_BS):
         return
     for row, position_S in enumerate(fetched(position_BS)):
@@ -373,13 +389,15 @@ def _check_slots(cache: KVCache, at_BT: jax.Array) -> None:
     for row, slots in enumerate(np.asarray(at_BT)):
         slots = slots[slots >= 0]
         if slots.size and slots.max() >= cache.slots:
-            raise CacheMismatchError(f"slot {slots.max()} of a cache of {cache.slots} slots")
+            raise CacheMismatchError(
+                f"slot {slots.max()} out of range: the cache has {cache.slots} slots"
+            )
         if len(set(slots.tolist())) < slots.size:
             raise CacheMismatchError(f"row {row}: a slot is patched twice")
         empty = slots[position_BS[row, slots] == EMPTY]
         if empty.size:
             raise CacheMismatchError(
-                f"slot {empty[0]} of row {row} is empty: patch replaces, commit adds"
+                f"slot {empty[0]} of row {row} is empty. To add a token, use commit"
             )
 
 
@@ -394,13 +412,13 @@ def _with_segments(cache: KVCache, segments: Sequence[Segment], **changed: Any) 
 
 
 def _split(cache: KVCache, x_BS: jax.Array) -> list[jax.Array]:
-    """What is said of all slots, segment by segment."""
+    """Split an array over all slots into one per segment."""
     sizes = [s.position_BS.shape[1] for s in cache.segments]
     return jnp.split(x_BS, np.cumsum(sizes)[:-1], axis=1)
 
 
 def _inside(position_BS: jax.Array, start: Any, stop: Any, rows: int) -> jax.Array:
-    """Which slots hold a token in the range; no stop, no end."""
+    """Return which slots hold a token in the range; stop None: no upper limit."""
     inside = (position_BS >= 0) & (position_BS >= _column(_integers("start", start, rows)))
     if stop is None:
         return inside
@@ -408,37 +426,37 @@ def _inside(position_BS: jax.Array, start: Any, stop: Any, rows: int) -> jax.Arr
 
 
 def _column(x: jax.Array) -> jax.Array:
-    """A number as `[1, 1]`, one a row as `[B, 1]`."""
+    """Reshape a scalar to `[1, 1]`, or one per row to `[B, 1]`."""
     return x.reshape(-1, 1)
 
 
 def _as_mask(mask: Any) -> jax.Array:
-    """A mask as an array. Raises CacheMismatchError for what is not of True and False."""
+    """Return a mask as an array. Raises CacheMismatchError unless it is bool."""
     if not isinstance(mask, jax.Array):
         try:
             mask = np.asarray(mask)
         except ValueError:
-            raise CacheMismatchError(f"the mask has ragged rows: {mask!r:.60}") from None
+            raise CacheMismatchError(f"mask has ragged rows: {mask!r:.60}") from None
     if mask.dtype != bool:
         raise CacheMismatchError(
-            f"the mask must be of True (keep) and False, got {mask.dtype}. Compare, as in mass > 0"
+            f"mask must be bool (True: keep), got {mask.dtype}. Compare first, as in mass > 0"
         )
     return jnp.asarray(mask)
 
 
 def _integers(name: str, x: Any, rows: int | None = None) -> jax.Array:
-    """x as int32. Raises TokenError, by name, for what is no such number.
+    """Return x as int32; if `rows` is given, x must be a scalar or have one entry per row.
 
-    rows: of the cache, where x is a number or one a row.
+    Raises TokenError, with the name, for anything else.
     """
     if not isinstance(x, jax.Array):
         x = whole_array(name, x, TokenError)
         if x.size and (x.min() < -INT32.max or x.max() > INT32.max):
             raise TokenError(f"{name} must fit into 32 bits, got {x.min()} to {x.max()}")
     elif not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TokenError(f"{name} must be whole numbers, got {x.dtype}")
+        raise TokenError(f"{name} must be integers, got {x.dtype}")
     if rows is not None and x.shape not in ((), (1,), (rows,)):
-        raise TokenError(f"{name} must be a number or [{rows}], one a row; got shape {x.shape}")
+        raise TokenError(f"{name} must be a scalar or one per row, [{rows}]; got shape {x.shape}")
     return jnp.asarray(x, jnp.int32)
 
 

@@ -1,8 +1,8 @@
-"""How far a memory can go back: to the border of the segment in hand, and within that segment.
+"""Rewinding Infini-attention memory, at most to the start of the current segment.
 
-What finished segments have added to Infini-attention's memory cannot be taken out of it. What the
-segment in hand adds stands apart, and is summed again over those of its tokens that stay: from
-their keys in the cache, turned back, so in the cache's format.
+Additions of finished segments cannot be removed. Those of the current segment are stored separately
+and recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
+cache's precision.
 """
 
 from functools import partial
@@ -22,10 +22,10 @@ from jaxllm.ops.rope import inverse_frequencies, turn
 
 
 def memory_before(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
-    """What the layers kept when each row's next position was `next_B`.
+    """Return each layer's memory as it was when each row's next position was `next_B`.
 
-    Raises CacheMismatchError for memories of another kind, for rows that would go back to a
-    finished segment, and where tokens of the segment in hand are no longer in the cache.
+    Raises CacheMismatchError for other kinds of memory, for rows that would return to a finished
+    segment, and if needed tokens of the current segment are no longer in the cache.
     """
     length = cache.config.segment_length
     if not cache.memory or length is None:
@@ -52,15 +52,15 @@ def _check(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
     for row, (to, begin, now) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
         if to < begin:
             raise CacheMismatchError(
-                f"rewind: row {row} would go back to position {to}. Its memory goes back to"
-                f" {begin}, where the segment in hand begins: what finished segments have added"
-                " cannot be taken out. Go on from a cache that was forked or saved before"
+                f"rewind: row {row} cannot go back to position {to}: its memory can be rewound to"
+                f" {begin}, the start of the current segment, since additions of finished segments"
+                " cannot be removed. Continue from a cache that was forked or saved before"
             )
         there = ((position_BS[row] >= begin) & (position_BS[row] < to)).sum()
         if begin < to < now and there < to - begin:
             raise CacheMismatchError(
-                f"rewind: row {row} has {there} of the tokens from position {begin} to {to}, which"
-                f" its memory must be summed up from again. Go back to {begin}, or go on from a"
+                f"rewind: row {row} has only {there} of the tokens from position {begin} to {to},"
+                f" from which its memory must be recomputed. Go back to {begin}, or continue from a"
                 " cache that was forked or saved before"
             )
 
@@ -75,7 +75,7 @@ def _summed_again(
     update: Update,
     rope: Rope | None,
 ) -> Memory:
-    """A layer's memory, its segment in hand up to `next_B`; as it is where nothing is undone."""
+    """Recompute a layer's memory with the current segment up to `next_B`; no-op for other rows."""
     rows = next_B.shape[0]
     k_BSKH, v_BSKH, position_BS = (
         side_by_side([dense(x) for x in each], rows) for each in zip(*entries, strict=True)
@@ -95,7 +95,7 @@ def _summed_again(
 
 
 def _turned_back(k_BSKH: jax.Array, place_BS: jax.Array, rope: Rope) -> jax.Array:
-    """Keys as they were before they were turned by their places, float32."""
+    """Undo the rotation of keys by their places in the segment; float32."""
     head_dim = k_BSKH.shape[-1]
     width, magnitude = rope.width(head_dim), inverse_frequencies(rope, head_dim=head_dim)[1]
     k_BSKH = turn(k_BSKH, -place_BS, rope, head_dim=head_dim)

@@ -1,7 +1,7 @@
-"""The one place where slots are written: from a cursor on, or slot by slot.
+"""Writing slots: from a cursor on, or slot by slot.
 
-What is written is any pytree of arrays `[B, S, ...]` (a segment, its positions alone, the past of a
-fixed shape). A slot that there is not is written nowhere, and no other slot changes.
+Works on any pytree of arrays `[B, S, ...]`: a segment, its positions alone, or the past of a
+fixed-shape program. Writes to slots that do not exist are dropped and change nothing.
 """
 
 from typing import Any, TypeVar
@@ -12,16 +12,17 @@ import numpy as np
 
 from jaxllm.ops import native
 
-NOWHERE = np.iinfo(np.int32).max  # a slot that no cache has
+NOWHERE = np.iinfo(np.int32).max  # a slot number beyond every cache
 
 T = TypeVar("T")
 
 
 def at_slots(old: T, new: T, slot_RT: Any, row_R: Any = None) -> T:
-    """`old`, `[B or 1, S, ...]`, with entries `[R, T, ...]` of `new` at these slots of these rows.
+    """Write entries `[R, T, ...]` of `new` to slots of rows of `old`, `[B or 1, S, ...]`.
 
-    slot_RT: int32, `NOWHERE` for what is not to be written. row_R: by default the rows in order;
-    what all rows share gets rows of its own then.
+    Args:
+        slot_RT: int32; `NOWHERE` for entries that are not written.
+        row_R: Row of each entry; default: the rows in order, and shared arrays are copied per row.
     """
     rows = slot_RT.shape[0]
     row_R1 = (jnp.arange(rows) if row_R is None else row_R)[:, None]
@@ -37,12 +38,15 @@ def at_slots(old: T, new: T, slot_RT: Any, row_R: Any = None) -> T:
 
 @jax.custom_jvp
 def at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, ...]) -> T:
-    """The tail with new entries from slot `cursor` on; on a CPU in place where it was donated.
+    """Return the tail with new entries from slot `cursor` on; on a CPU in place if it was donated.
 
-    What would run past the end is dropped. after: what was made by reading the tail as it was; the
-    write waits for it (in plain JAX for the first, `[B, T, D]`). XLA:CPU rewrites a whole bfloat16
-    array to change one slot of it. Where there are several devices the kernel is not asked: a cache
-    may be spread over them, and what the compiler cannot look into it is given whole.
+    Entries past the end are dropped. XLA:CPU would rewrite a whole bfloat16 array to change one of
+    its slots, so a native kernel writes instead. It is not used on several devices: a cache may be
+    sharded, and XLA gathers the arguments of calls that it cannot look into.
+
+    Args:
+        after: Arrays computed from the tail before the write, which waits for them (in plain JAX
+            for the first only, `[B, T, D]`).
     """
     if not native.enabled() or jax.device_count() > 1:
         return _each_at_cursor(cursor, tail, new, after)
@@ -79,15 +83,16 @@ def _each_at_cursor(cursor: jax.Array, tail: T, new: T, after: tuple[jax.Array, 
 
 
 def waiting(new: T, after_BTX: jax.Array) -> T:
-    """Keys and values that are not there before `after` is. Without an order between reading a tail
-    and writing into it XLA copies all of it first.
+    """Make keys and values depend on `after`.
+
+    Without an order between reading a tail and writing to it, XLA first copies all of it.
     """
     last_BT = after_BTX.reshape(*after_BTX.shape[:2], -1)[..., 0].astype(jnp.float32)
-    # A zero that XLA cannot know to be one, whose sign leaves that of other zeros alone.
+    # A zero that XLA cannot fold; negative, since adding it keeps the sign of other zeros.
     zero_BT = jnp.abs(jnp.clip(jnp.nan_to_num(last_BT), -1.0, 1.0)) * -0.0
 
     def later(x: jax.Array) -> jax.Array:
-        if x.ndim < 3:  # where tokens are, which is small
+        if x.ndim < 3:  # positions and ids, which are small
             return x
         return x + zero_BT.reshape(*zero_BT.shape, *[1] * (x.ndim - 2)).astype(x.dtype)
 
@@ -96,10 +101,10 @@ def waiting(new: T, after_BTX: jax.Array) -> T:
 
 
 def window_at_cursor(old_BSX: jax.Array, new_BTX: jax.Array, cursor: jax.Array) -> jax.Array:
-    """`old` with `new` at slots `cursor ...`; what would run past the end is dropped.
+    """Return `old` with `new` at slots `cursor ...`; entries past the end are dropped.
 
-    `dynamic_update_slice` shifts such a write back over older slots, so the window that it does
-    write is filled with the old contents wherever no new token belongs.
+    `dynamic_update_slice` would shift such a write back over older slots, so the window that is
+    written keeps the old contents where no new token belongs.
     """
     slots = old_BSX.shape[1]
     new_BTX = new_BTX[:, :slots].astype(old_BSX.dtype)

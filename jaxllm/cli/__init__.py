@@ -1,13 +1,13 @@
-"""The command `jaxllm`: one module a subcommand, which imports what is heavy when it runs.
+"""The command `jaxllm`: one module per subcommand, which defers heavy imports until it runs.
 
-generate, chat, batch, embed; convert, quantize, merge, compress, upcycle,
-infini, export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (a
-command for each kind of training).
-Shared: options (single flags), shared (sets of them: sampling, loading), corpus (flags of texts),
-calibration (what a recipe sees), command (MODEL in two spellings, usage errors), training (flags of
-every training), renamed (their old names), lora (modules and patterns of an adapter), console (what
-is said, and errors), terminal and conversation (what chat reads, and what it keeps), group (several
-processes).
+Subcommands: generate, chat, batch, embed; convert, quantize, merge, compress, upcycle, infini,
+export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (one command per
+training method).
+Shared: options (single flags), shared (groups of flags: sampling, loading), corpus (evaluation
+text), calibration (calibration data of a recipe), command (MODEL in two spellings, usage errors),
+training (flags of every training command), renamed (their old names), lora (adapter modules and
+patterns), console (stdin, stdout, stderr), terminal and conversation (input and state of chat),
+group (several processes).
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from jaxllm.cli.command import Command, describe_error
 from jaxllm.cli.console import complain, note, write
 from jaxllm.errors import ConfigError, JaxllmError, UnreadWarning
 
-# Name: the function that runs, and the example below its --help.
+# Command name -> function, and the example at the end of its --help.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "generate": (generate.generate, generate.EXAMPLE),
     "batch": (batch.batch, batch.EXAMPLE),
@@ -98,7 +98,7 @@ def _everywhere(
     """Language-model inference as pure functions in JAX and Flax."""
     if address is None:
         if processes is not None or process is not None:
-            raise ConfigError("--processes and --process go with --distributed HOST:PORT")
+            raise ConfigError("--processes and --process require --distributed HOST:PORT")
         return
     asked = context.invoked_subcommand, context.obj or ()
     if (status := group.enter(*asked, address, processes, process)) is not None:
@@ -106,13 +106,13 @@ def _everywhere(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command of `jaxllm`, by default the process's; a failure is one line and a status."""
+    """Run a `jaxllm` command, by default from `sys.argv`; a failure prints one line and exits."""
     given = sys.argv[1:] if arguments is None else arguments
     _run(app, "jaxllm", given or ["--help"])
 
 
 def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
-    """Run one command as a program of its own, with the same manners."""
+    """Run one command as a separate program, with the same error handling."""
     single = typer.Typer(
         add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
@@ -124,14 +124,14 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     try:
         with _warnings_noted():
             status = program(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
-        write("")  # what is left of a --help, say
+        write("")  # flushes, for example, the rest of a --help
     except JaxllmError as error:
         status = _failed(str(error))
     except typer.TyperException as error:
         status = _failed(describe_error(error, name), status=2)
     except OSError as error:
         status = _failed(_told(error))
-    except (ValueError, RuntimeError) as error:  # as JAX's are
+    except (ValueError, RuntimeError) as error:  # what JAX raises
         if not (process.guarded() and distributed.is_lost(error)):
             raise
         guard.lost(error)
@@ -141,7 +141,7 @@ def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _warnings_noted() -> Iterator[None]:
-    """Warnings of unread settings are lines on stderr, each once."""
+    """Print each `UnreadWarning` once, as a line on stderr."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -157,10 +157,10 @@ def _warnings_noted() -> Iterator[None]:
 
 
 def _told(error: OSError) -> str:
-    """An error of the system's in a line, with the file's name."""
+    """Return an OSError as one line with its file name."""
     try:
         write("")
-    except OSError as again:  # it was stdout: what it still holds has failed under its name
+    except OSError as again:  # stdout failed: this error names it
         error = again
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason

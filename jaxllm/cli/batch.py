@@ -1,4 +1,4 @@
-"""`jaxllm batch`: every row of a file through a model, over processes or Ray."""
+"""`jaxllm batch`: offline inference over the rows of a file, in several processes or on Ray."""
 
 import time
 from functools import partial
@@ -33,57 +33,60 @@ def batch(
     file: Annotated[
         str,
         typer.Argument(
-            metavar="FILE", help="Rows: JSON lines, or .parquet; - reads lines from stdin."
+            metavar="FILE",
+            help="Input rows: JSON lines or .parquet; - reads JSON lines from stdin.",
         ),
     ],
-    task: Annotated[str, typer.Option(help="generate, score or embed.")] = "generate",
+    task: Annotated[str, typer.Option(help="Task: generate, score or embed.")] = "generate",
     field: Annotated[
         str | None,
-        typer.Option(help="The field that is the prompt; then others are no options."),
+        typer.Option(help="Name of the prompt field; then all other fields but id are ignored."),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="A new file, .parquet or JSON lines; by default lines to stdout."),
+        typer.Option(
+            help="New output file, .parquet or JSON lines [default: JSON lines on stdout]."
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with --out where a run has ended early.")
+        bool, typer.Option("--resume", help="Resume an interrupted run from its --out file.")
     ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Processes; by default as many as there are cores for. 0: in this one.",
+            help="Number of worker processes; 0 runs in this process [default: cores / threads].",
         ),
     ] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Cores of each worker; by default 1.")
+        int | None, typer.Option(min=1, help="Cores per worker [default: 1].")
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="local|ADDRESS",
-            help="Workers are actors of Ray: one started here, or the cluster there.",
+            help="Run workers as Ray actors: local starts Ray here, ADDRESS joins a cluster.",
         ),
     ] = None,
     batch_size: Annotated[
         int,
-        typer.Option("--batch-size", "--batch", min=1, help="Rows that run at once in a worker."),
+        typer.Option("--batch-size", "--batch", min=1, help="Rows per batch in a worker."),
     ] = 8,
     group: Annotated[
-        int, typer.Option(min=1, help="How many rows are given to a worker, and kept, as one.")
+        int, typer.Option(min=1, help="Rows sent to a worker, and saved, at once.")
     ] = 64,
     timeout: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="End a worker that has had no answer for so long to a group, or to a row by itself"
-            " (compiling counts): its rows are tried once more, one by one, then they have failed.",
+            help="Time limit in seconds for a group or a single row, compiling included. The worker"
+            " is killed and its rows retried once, one by one; a row that times out again fails.",
         ),
     ] = None,
     stop: Stop = None,
 ) -> None:
-    """Generate from, score or embed every row of a file. Each is answered once, in the order of the
-    file, with the same bits for any number of workers; a row that fails has its error in its place.
+    """Generate from, score or embed every row of a file. Answers keep the order of the file and are
+    bit-identical for any number of workers; a row that fails has an error in place of its answer.
     """
     from jaxllm.fleet.job import Job
     from jaxllm.fleet.processes import Processes
@@ -93,7 +96,7 @@ def batch(
 
     start = time.perf_counter()
     if out is None and resume:
-        raise ConfigError("--resume goes on with --out FILE; name it")
+        raise ConfigError("--resume requires --out FILE: name the file to resume")
     check_writable("--out", out)
     options = _options(
         task,
@@ -108,7 +111,8 @@ def batch(
     where, threads = _workers(load, workers, threads, ray, -(-len(found) // group))
     if timeout is not None and not isinstance(where, Processes):
         raise ConfigError(
-            "--timeout ends processes of this machine: --workers from 1, without --ray"
+            "--timeout requires worker processes on this machine: give --workers N with N >= 1,"
+            " and leave out --ray"
         )
     job = Job(
         task=task, options=options, rows=batch_size, group=group, threads=threads,
@@ -132,20 +136,20 @@ def batch(
 
 
 def _options(task: str, more: list[str] | None, **named: Any) -> dict[str, Any]:
-    """The options of a task: those of LM.generate have flags, others are named by -o alone."""
+    """Return the options of a task; those of score and embed can only be set by -o."""
     if task == "generate":
         return read_options(more, kind="serve", **named)
     for name, value in named.items():
         if value not in (None, []):
             flag = name.removesuffix("_strings").replace("_", "-")
-            raise ConfigError(f"--task {task} takes no --{flag}: nothing is generated")
+            raise ConfigError(f"--task {task} does not generate text: leave out --{flag}")
     return read_more(more)
 
 
 def _seed(sampling: Sampling) -> int:
-    """The seed of a batch, 0 unless another is given. Raises ConfigError for a random one."""
+    """Return the seed of a batch, 0 by default. Raises ConfigError for --seed random."""
     if (seed := sampling.given_seed(0)) == "random":
-        raise ConfigError("--seed random: a batch takes a number, so that a run can be repeated")
+        raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
     return int(seed)
 
 
@@ -160,24 +164,26 @@ def _rows(file: str, field: str | None) -> "list[Row]":
     if not found:
         raise ConfigError(f"{file} has no rows")
     if again := sum(row.copy > 0 for row in found):
-        note(f"{again} rows have the id of a row before them; answers are told apart by their line")
+        note(
+            f"{again} rows repeat the id of an earlier row; tell their answers apart by line number"
+        )
     return found
 
 
 def _workers(
     load: Any, workers: int | None, threads: int | None, ray: str | None, groups: int
 ) -> "tuple[Workers, int]":
-    """Where groups are answered, and by how many threads each."""
+    """Return the workers, and the number of threads of each."""
     from jaxllm.fleet.processes import Here, Processes, available_cores
     from jaxllm.fleet.raydata import RayData
 
     cores = len(available_cores())
     if workers == 0:
         if ray is not None or threads is not None:
-            raise ConfigError("--workers 0 is this process, as it is: without --ray and --threads")
+            raise ConfigError("--workers 0 runs in this process: leave out --ray and --threads")
         return Here(load), cores
     threads = threads or 1
     if threads > cores and ray in (None, "local"):
-        raise ConfigError(f"--threads {threads}: there are {cores} cores")
+        raise ConfigError(f"--threads must be at most the number of cores, {cores}: got {threads}")
     count = workers or max(1, min(cores // threads, groups))
     return (Processes(load, count, note) if ray is None else RayData(load, count, ray)), threads

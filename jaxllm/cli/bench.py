@@ -1,4 +1,4 @@
-"""`jaxllm bench`: how fast a model is on this machine."""
+"""`jaxllm bench`: the speed of a model on this machine."""
 
 from typing import Annotated
 
@@ -16,33 +16,45 @@ EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batch
 def bench(
     loading: Loading,
     model: Model = "demo:llama",
-    prompts: Annotated[str, typer.Option(help="Lengths of prompts to read.")] = "128,512",
-    decode: Annotated[int, typer.Option(help="How many tokens to decode.")] = 32,
-    depths: Annotated[str, typer.Option(help="Tokens in the cache before decoding.")] = "0,1024",
-    batches: Annotated[str, typer.Option(help="Rows decoded at once.")] = "1,4,8,16",
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Of each test.")] = 5,
+    prompts: Annotated[
+        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
+    ] = "128,512",
+    decode: Annotated[int, typer.Option(help="Number of tokens to decode.")] = 32,
+    depths: Annotated[
+        str, typer.Option(help="Tokens in the cache before decoding, comma-separated.")
+    ] = "0,1024",
+    batches: Annotated[
+        str, typer.Option(help="Batch sizes for decoding, comma-separated.")
+    ] = "1,4,8,16",
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", help="Repetitions of each test.")
+    ] = 5,
     sparse: Annotated[
         str | None,
         typer.Option(
-            help="Prune by magnitude to bfloat16-2:4, int8-bitmap, ... first: for timing alone."
+            help="Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the"
+            " model's output is then meaningless)."
         ),
     ] = None,
     int8_inputs: Annotated[
-        bool, typer.Option("--int8-inputs", help="Round linears' inputs to int8: not exact.")
+        bool,
+        typer.Option(
+            "--int8-inputs", help="Quantize the inputs of linear layers to int8 (not exact)."
+        ),
     ] = False,
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, not a table.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
 ) -> None:
-    """Time reading prompts and decoding.
+    """Time prefill and decoding.
 
-    Compile time is a column of its own, as is the memory bus.
+    Compile time and memory bandwidth have their own columns.
     """
     if as_json and as_csv:
-        raise ConfigError("--json and --csv are two forms of the output; leave one out")
+        raise ConfigError("--json and --csv cannot be combined: leave one out")
     if repetitions < 1:
         raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
     if sparse is not None and loading.quantize is not None:
-        raise ConfigError("--sparse says what the weights become: leave --quantize out")
+        raise ConfigError("--sparse already sets the weight format: leave out --quantize")
     lengths, levels, rows_at_once = map(_numbers, (prompts, depths, batches))
 
     import os
@@ -56,7 +68,7 @@ def bench(
         from jaxllm.progress import steps_bar
 
     start = time.perf_counter()
-    # Compiling is timed too.
+    # Compiling is timed too: no stored programs.
     lm = loading.load(model, int8_inputs=int8_inputs, reuse_compiled=False)
     loaded = time.perf_counter() - start
     if sparse is not None:
@@ -64,13 +76,13 @@ def bench(
         from jaxllm.train.jobs import alone, spread_as
 
         lm = spread_as(pruned(alone(lm), sparse), lm)
-        note(f"pruned by magnitude to {sparse}, for this timing alone: nothing it says is any good")
+        note(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
     context = lm.config.context_length
     asked = timing.tests_of(lengths, decode, levels, rows_at_once)
     fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]
     for test in asked:
         if test not in fits:
-            note(f"{test.name}: left out, the model's context is {context}")
+            note(f"{test.name}: skipped, longer than the model's context of {context} tokens")
     rows = []
     with steps_bar(f"timing {lm.path.name}", len(fits)) as done:
         for row in timing.bench(lm, fits, repetitions=repetitions):
@@ -97,4 +109,4 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part]
     except ValueError:
-        raise ConfigError(f"numbers separated by commas, got {text!r}") from None
+        raise ConfigError(f"expected numbers separated by commas, got {text!r}") from None

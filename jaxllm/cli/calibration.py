@@ -1,6 +1,6 @@
-"""What a recipe is calibrated on, and what its result is measured on: never the same text.
+"""Calibration data of a recipe and evaluation data of its result, which never overlap.
 
-A text is parted; a model that speaks for itself speaks twice, from two seeds.
+A text is split in two; samples from the model are drawn twice, with two seeds.
 """
 
 import dataclasses
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from jaxllm.compress.data.calibration import Calibration
 
 SOURCES = "--text @FILE, --documents FILE, --wikitext FILE or --samples N"
-SHARE = 10  # one part in so many of a text is for measuring
+SHARE = 10  # one part in 10 of a text is held out for evaluation
 
 Document = str | list[int]
 
 
 class Source(NamedTuple):
-    """Where calibration comes from. file: by the option that names it; samples: rows that the model
-    says by itself; neither: there is none. rows, length: of what is cut out of a file.
+    """Source of the calibration data.
+
+    file: option and path or text, or None. samples: number of rows sampled from the model, or None.
+    If both are None there is no calibration. rows, length: number of rows and tokens per row.
     """
 
     file: tuple[str, str | Path] | None
@@ -40,18 +42,18 @@ def source_of(
     length: int | None,
     seed: int,
 ) -> Source:
-    """The one source that is given, or none. Raises ConfigError for more than one."""
+    """Return the source that is given, if any. Raises ConfigError for more than one."""
     given = [(option, path) for option, path in files.items() if path is not None]
     if len(given) + (samples is not None) > 1:
-        raise ConfigError(f"give one of {SOURCES}")
+        raise ConfigError(f"more than one source of calibration data: give one of {SOURCES}")
     return Source(given[0] if given else None, samples, rows, length, seed)
 
 
 def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None, Document | None]:
-    """The text to calibrate on and the text to measure on; None for what no file has.
+    """Return the calibration text and the evaluation text, each None if no file has it.
 
-    Without a text to measure on, it is the end of the other. Raises CheckpointError for a file that
-    cannot be read, TokenError for a text that is too short to be parted.
+    Without `evaluated`, the last tenth of the calibration text is held out for evaluation. Raises
+    CheckpointError if a file cannot be read, TokenError if the text is too short to split.
     """
     whole = None if source.file is None else _read(*source.file)
     if evaluated is not None:
@@ -62,19 +64,20 @@ def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None
     if whole is None:
         return None, None
     begin = len(whole) * (SHARE - 1) // SHARE
-    if isinstance(whole, str):  # not within a line, nor within a word
+    if isinstance(whole, str):  # cut after a newline, else after a space
         begin = next((at + 1 for c in "\n " if (at := whole.rfind(c, 0, begin)) >= 0), begin)
     if not begin:
         raise TokenError(
-            f"{' '.join(map(str, source.file))} is too short to be parted" if source.file else ""
+            f"{' '.join(map(str, source.file))} is too short to split" if source.file else ""
         )
     return whole[:begin], whole[begin:]
 
 
 def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibration":
-    """The rows that a recipe sees. Raises what making them raises, and what does not fit the model.
+    """Return the calibration rows of a recipe, checked against the model's config.
 
-    document: what `read_source` gave for it.
+    Args:
+      document: the calibration text from `read_source`; None for samples.
     """
     from jaxllm.compress.data.calibration import from_texts, from_tokens
     from jaxllm.compress.data.cutting import Cut, Pieces, cut_rows
@@ -98,24 +101,25 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
 
 
 def samples_to_measure(lm: "LM", source: Source, most: int) -> list[list[int]]:
-    """Other rows that the model says by itself, as many as a recipe sees and `most` at most.
+    """Sample evaluation rows from the model: as many as a recipe is calibrated on, at most `most`.
 
-    They are without their last token: after a begin-of-text token they are as long as the recipe's.
+    The last token of each is dropped, so that with a begin-of-text token they are as long as the
+    calibration rows.
     """
     assert source.samples is not None
     rows = min(source.samples, max(1, most))
-    said_NT = _said(lm, source, rows, source.seed ^ 1).token_NT  # any other seed
+    said_NT = _said(lm, source, rows, source.seed ^ 1).token_NT  # a seed other than calibration's
     found: list[list[int]] = said_NT[:, :-1].tolist()
     return found
 
 
 def _length(lm: "LM", source: Source) -> int:
-    """The tokens of a row."""
+    """Return the number of tokens per row."""
     return min(512, lm.config.context_length) if source.length is None else source.length
 
 
 def _said(lm: "LM", source: Source, rows: int, seed: int) -> "Calibration":
-    """Rows that the model says by itself."""
+    """Sample rows from the model."""
     from jaxllm.compress.data.calibration import from_samples
 
     width = _length(lm, source)
@@ -125,13 +129,13 @@ def _said(lm: "LM", source: Source, rows: int, seed: int) -> "Calibration":
 
 
 def _file_name(option: str, given: str | Path) -> str | None:
-    """The name of the file that an option reads, without its folders; None for a text itself."""
+    """Return the name of an option's file, without its folders; None if the value is a text."""
     is_file = option != "--text" or str(given).startswith("@")
     return Path(str(given).removeprefix("@")).name if is_file else None
 
 
 def _read(option: str, given: str | Path) -> Document:
-    """What an option gives as one document."""
+    """Return the value of an option as one document."""
     from jaxllm.compress.data.calibration import SEPARATOR
     from jaxllm.compress.data.corpora import MOST, read_wikitext
     from jaxllm.evaluate.likelihood.data import read_documents

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 KEYS = """\
-Ctrl-C stops an answer (with --distributed: the chat), clears a line, and leaves if pressed twice
-on an empty one; so does Ctrl-D. A paste is one turn; Alt-Enter begins another line of it."""
+Ctrl-C stops an answer (with --distributed: the chat) or clears the line; twice on an empty line, or
+Ctrl-D, leaves. A paste is one turn; Alt-Enter starts a new line within a turn."""
 
 
 class Command(NamedTuple):
-    """A line that begins with a slash. argument: "FILE" is required, "[TEXT]" is not, "" is none.
+    """A slash command. argument: "FILE" is required, "[TEXT]" optional, "" means none.
 
-    run: returns what to note; None leaves the chat.
+    run: returns the text to log; None leaves the chat.
     """
 
     argument: str
@@ -42,28 +42,32 @@ def _set(talk: "Conversation", text: str) -> str:
     if not name:
         return talk.list_options()
     if not value.strip():
-        raise ConfigError(f"/set {name} has no value. Give one as JSON; null is the default")
+        raise ConfigError(f"/set {name} needs a value. Give it as JSON; null restores the default")
     return talk.set_option(name, value.strip())
 
 
 COMMANDS = {
     "/help": Command("", "list the commands", lambda talk, _: _help()),
     "/system": Command(
-        "[TEXT]", "set the system message, or remove it", lambda talk, text: talk.set_system(text)
+        "[TEXT]",
+        "set the system message; without TEXT, remove it",
+        lambda talk, text: talk.set_system(text),
     ),
-    "/undo": Command("", "drop the last line and its answer", lambda talk, _: talk.undo()),
+    "/undo": Command("", "remove the last line and its answer", lambda talk, _: talk.undo()),
     "/regenerate": Command(
-        "", "draw another answer to the last line", lambda talk, _: talk.regenerate()
+        "", "generate another answer to the last line", lambda talk, _: talk.regenerate()
     ),
-    "/reset": Command("", "drop all but the system message", lambda talk, _: talk.reset()),
+    "/reset": Command(
+        "", "remove all messages but the system message", lambda talk, _: talk.reset()
+    ),
     "/set": Command(
-        "[NAME VALUE]", "set an option of generation, as temperature 0.9; alone: list them", _set
+        "[NAME VALUE]", "set a generation option, as in temperature 0.9; alone: list them", _set
     ),
     "/save": Command(
-        "FILE", "write the messages as JSON, over an earlier save", lambda talk, f: talk.save(f)
+        "FILE", "write the messages as JSON; replaces an earlier save", lambda talk, f: talk.save(f)
     ),
-    "/load": Command("FILE", "go on from saved messages", lambda talk, file: talk.load(file)),
-    "/quit": Command("", "leave; so do /exit and Ctrl-D", lambda talk, _: None),
+    "/load": Command("FILE", "continue from saved messages", lambda talk, file: talk.load(file)),
+    "/quit": Command("", "leave; same as /exit and Ctrl-D", lambda talk, _: None),
     "/exit": Command("", "leave", lambda talk, _: None),
 }
 
@@ -73,25 +77,26 @@ def chat(
     sampling: Sampling,
     loading: Loading,
     model: Model = "demo:llama",
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file in place of the checkpoint's chat template.")
+        Path | None,
+        typer.Option(help="Jinja file to use instead of the checkpoint's chat template."),
     ] = None,
     overflow: Overflow = None,
 ) -> None:
-    """Talk with a model in its chat template; /help lists the commands.
+    """Chat with a model through its chat template; /help lists the commands.
 
-    Ctrl-C stops an answer and clears a line; pressed twice on an empty line it leaves, as Ctrl-D
-    does (of several processes it ends the chat: they would stop at different words). A paste is one
-    turn. Lines are kept in ~/.local/state/jaxllm/chat_history, which only you can read;
-    JAXLLM_CHAT_HISTORY names another file, 0 keeps none. A conversation that outgrows the context
-    is refused a further line; with --overflow slide its oldest turns are forgotten.
+    Ctrl-C stops an answer or clears the line; pressed twice on an empty line it leaves, as does
+    Ctrl-D (with --distributed, Ctrl-C ends the chat: processes would stop at different words). A
+    paste is one turn. Lines are saved in ~/.local/state/jaxllm/chat_history, readable by you only;
+    JAXLLM_CHAT_HISTORY names another file, 0 saves nothing. If a conversation outgrows the context,
+    further lines are an error; with --overflow slide the oldest turns are dropped instead.
     """
     with terminal.hold_keys():
         loading.begin(model)
         named = {**sampling.named, "seed": sampling.given_seed("random"), "overflow": overflow}
         asked = named | read_more(sampling.more)
-        read_options(None, kind="stream", **asked)  # refused before the model is loaded
+        read_options(None, kind="stream", **asked)  # raises before the model is loaded
         talk = _begin(loading.load(model), asked, system, chat_template)
         if terminal.on_terminal():
             note(f"{_describe(talk)}\n/help lists the commands, Ctrl-D leaves")
@@ -107,7 +112,7 @@ def chat(
                     break
                 elif said:
                     note(said)
-            except JaxllmError as error:  # the conversation is as it was
+            except JaxllmError as error:  # the conversation is unchanged
                 note(f"jaxllm: {error}")
                 failed = True
     if failed and told(lambda: "" if sys.stdin.isatty() else "a pipe"):
@@ -119,12 +124,12 @@ def chat(
 def _begin(
     lm: "LM", asked: dict[str, Any], system: str | None, chat_template: Path | None
 ) -> "Conversation":
-    """The conversation before its first line. Raises what its first line would."""
+    """Return the conversation before its first line. Raises any error that line would raise."""
     from jaxllm.cli.conversation import Conversation
     from jaxllm.forms import read_chat_template
 
     if lm.tokenizer is None:
-        raise TokenError(f"{lm.path} has no tokenizer, and a chat is text. Put its files there")
+        raise TokenError(f"{lm.path} has no tokenizer, which chat requires. Add its files there")
     if chat_template is not None:
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
@@ -132,7 +137,7 @@ def _begin(
 
 
 def _describe(talk: "Conversation") -> str:
-    """A line about the model and the seed."""
+    """Return a line about the model and the seed."""
     about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
     return f"{about}, seed {talk.seed}"
 
@@ -145,23 +150,23 @@ def _help() -> str:
 
 
 def _run(talk: "Conversation", line: str) -> str | None:
-    """Run a line that begins with a slash: what it notes, None if it leaves the chat."""
+    """Run a slash command; returns the text to log, or None to leave the chat."""
     name, _, text = line.strip().partition(" ")
     if (command := COMMANDS.get(name)) is None:
         raise ConfigError(
-            f"there is no command {name!r:.40}. /help lists them; a space before the"
+            f"no such command: {name!r:.40}. /help lists the commands; a space before the"
             " slash sends the line to the model"
         )
     if text and not command.argument:
-        raise ConfigError(f"{name} takes nothing, got {text!r:.40}")
+        raise ConfigError(f"{name} takes no argument: got {text!r:.40}")
     if not text and command.argument == "FILE":
-        raise ConfigError(f"{name} names no file. Give one: {name} talk.json")
+        raise ConfigError(f"{name} needs a file: for example {name} talk.json")
     return command.run(talk, text.strip())
 
 
 def _lines() -> Iterator[str | int]:
-    """What a person types or a pipe brings, and at last the status to leave with; of a group of
-    processes what the first one reads.
+    """Yield lines from the terminal or a pipe, and at the end the exit status. In a group of
+    processes the first one reads.
     """
     read = terminal.line_reader()
     while True:

@@ -1,6 +1,6 @@
-"""Subcommands: MODEL as an argument or as `-m MODEL`, and usage errors in plain words.
+"""Command classes: MODEL as an argument or as `-m MODEL`, and readable usage errors.
 
-A model that is not there is refused before the command runs, so before JAX is imported.
+A missing model is an error before the command runs, hence before JAX is imported.
 """
 
 import os
@@ -12,9 +12,9 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from jaxllm.errors import CheckpointError, nearest
 
-MODEL = "model"  # the argument that -m and --model may give, too
-_OPTION = "-m"  # where the parser keeps what they give: the name of no parameter
-# What a value must be, by the kind of pydantic's complaint and its context.
+MODEL = "model"  # the argument that -m and --model can set
+_OPTION = "-m"  # the key of their value in the parser; not a parameter name
+# What a value must be, by the type of pydantic's error and its context.
 _EXPECTED = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "a number"),
@@ -24,10 +24,10 @@ _EXPECTED = {
 
 
 class Command(TyperCommand):
-    """A command of which an argument called `model` may be given as -m or --model."""
+    """A command whose argument `model` can also be set by -m or --model."""
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return the parser, in which the value of -m takes the place of MODEL."""
+        """Return the parser, in which the value of -m replaces MODEL."""
         parser: Any = super().make_parser(ctx)
         arguments = {p.name: p for p in self.params if isinstance(p, TyperArgument)}
         if MODEL not in arguments:
@@ -50,7 +50,7 @@ class Command(TyperCommand):
         return parser
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises CheckpointError for a model or an adapter that is not there."""
+        """Run the command. Raises CheckpointError if the model or an adapter is missing."""
         if any(p.name == MODEL and isinstance(p, TyperArgument) for p in self.params):
             check_model(ctx.params)
         check_adapters(ctx.params.get("adapter"))
@@ -58,9 +58,9 @@ class Command(TyperCommand):
 
 
 def check_model(given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the model among a command's arguments is no file and no directory.
+    """Raise CheckpointError if a command's model is neither a file nor a directory.
 
-    A repository of the hub is not looked for: that is a download.
+    A Hugging Face repository (`hf:`) is not checked: that would download it.
     """
     from jaxllm.located import resolve
 
@@ -71,27 +71,28 @@ def check_model(given: Mapping[str, Any]) -> None:
     except CheckpointError as error:
         hint = ""
         if "prompt" in given and not given["prompt"]:
-            hint = " A prompt goes after the model, or with -p."
+            hint = " Give a prompt after the model, or with -p."
         raise CheckpointError(f"{error}{hint}") from None
 
 
 def check_adapters(given: Any) -> None:
-    """Raise CheckpointError for an adapter that is no file and no directory.
+    """Raise CheckpointError if an adapter is neither a file nor a directory.
 
-    given: the value of --adapter: DIR or NAME=DIR, one or several, or None.
+    Args:
+      given: the value of --adapter: one or several of DIR or NAME=DIR, or None.
     """
     for item in given if isinstance(given, list) else [given] if given else []:
         path = str(item).partition("=")[2] or str(item)
         if not os.path.exists(path):
-            raise CheckpointError(f"--adapter: {path} is not there")
+            raise CheckpointError(f"--adapter: {path} does not exist")
 
 
 def describe_error(error: typer.TyperException, name: str) -> str:
-    """A usage error in a line: what was written, what was expected, where to look."""
+    """Return a usage error as one line: what was written, what was expected, which --help."""
     context = getattr(error, "ctx", None)
     where = context.command_path if context else name
     said = error.format_message()
-    if type(error).__name__ == "NoSuchOption":  # which typer does not export
+    if type(error).__name__ == "NoSuchOption":  # not exported by typer
         said = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
         said += _meant(option, context.command.params) if context else ""
     elif isinstance(error, typer.BadParameter) and (expected := _expected(error)):
@@ -100,7 +101,7 @@ def describe_error(error: typer.TyperException, name: str) -> str:
 
 
 def _meant(option: str, params: list[Any]) -> str:
-    """What to write in place of an option that a command does not have."""
+    """Return a suggestion for an option that a command does not have."""
     flags = {name: p for p in params if isinstance(p, TyperOption) for name in p.opts}
     close = nearest(option, [name for name in flags if name.startswith("--")])
     if close or "--option" not in flags:
@@ -111,12 +112,12 @@ def _meant(option: str, params: list[Any]) -> str:
     name = option.lstrip("-").replace("-", "_")
     ours = OURS.get(name, name)
     if (flag := f"--{ours.replace('_', '-')}") in flags:
-        return f": it is called {flag} here"
-    return f": write -o {ours}=VALUE" if ours in OPTIONS else ""
+        return f": use {flag}"
+    return f": use -o {ours}=VALUE" if ours in OPTIONS else ""
 
 
 def _expected(error: typer.BadParameter) -> str:
-    """A value of the wrong kind in plain words, or "" for another complaint."""
+    """Return a message for a value of the wrong type, "" for any other error."""
     complaints: list[Any] = getattr(error.__cause__, "errors", list)()
     if len(complaints) != 1 or complaints[0]["type"] not in _EXPECTED or error.param is None:
         return ""

@@ -1,4 +1,4 @@
-"""`jaxllm compress`: a recipe of steps that make a model smaller, and what each of them costs."""
+"""`jaxllm compress`: a recipe of compression steps, and the cost of each."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def _listed(asked: bool) -> None:
         with waiting("starting"):
             from jaxllm.compress.steps import STEPS
         for step in STEPS:
-            wants = " (wants calibration)" if step.calibrated else ""
+            wants = " (needs calibration data)" if step.calibrated else ""
             write(f"{step.usage}\n    {step.help}{wants}\n")
         raise typer.Exit
 
@@ -51,8 +51,8 @@ def _listed(asked: bool) -> None:
 def _on_one_device(mesh: str | None) -> None:
     if mesh is not None:
         raise ConfigError(
-            "compress runs on one device, in the memory of a layer: its steps look at whole inputs"
-            f" and whole matrices. Leave out --mesh, and run what it writes with --mesh {mesh}"
+            "compress runs on one device, one layer at a time, since its steps need unsharded"
+            f" inputs and matrices. Leave out --mesh, and run the result with --mesh {mesh}"
         )
 
 
@@ -60,52 +60,54 @@ def compress(
     model: Model,
     target: Out,
     recipe: Annotated[
-        Path | None, typer.Option(help="A file with a step a line; # begins a comment.")
+        Path | None, typer.Option(help="Recipe file: one step per line; # starts a comment.")
     ] = None,
     step: Annotated[
         list[str] | None,
-        typer.Option(help='A step, as "prune: wanda 2:4"; may be given more than once.'),
+        typer.Option(help='Recipe step, for example "prune: wanda 2:4"; repeatable.'),
     ] = None,
     text: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT|@FILE|-",
-            help="Calibrate on this text, @FILE's or stdin's; see --eval for its last tenth.",
+            help="Calibration text; its last tenth is held out unless --eval is given.",
         ),
     ] = None,
     documents: Annotated[
         Path | None,
-        typer.Option(help='The same of JSON lines with "text" or "tokens", joined to one.'),
+        typer.Option(help='Calibration text from JSON lines with "text" or "tokens", joined.'),
     ] = None,
     wikitext: Annotated[
-        Path | None, typer.Option(help="The same of WikiText as published, .raw or .parquet.")
+        Path | None,
+        typer.Option(help="Calibration text from WikiText as published: .raw or .parquet."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Calibrate on so many rows that the model says by itself.")
+        int | None, typer.Option(help="Number of calibration rows to sample from the model itself.")
     ] = None,
-    calibration_rows: Annotated[int, typer.Option(help="Rows to calibrate on.")] = 128,
+    calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows.")] = 128,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of each; by default 512, or what the context takes.")
+        int | None,
+        typer.Option(help="Tokens per calibration row [default: 512, or the context if shorter]."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of where the rows begin, or of --samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the calibration rows.")] = 0,
     evaluated: Annotated[
         Path | None,
         typer.Option(
             "--eval",
-            help="Measure quality on this text; by default on the last tenth of the calibration"
-            " text, of which the steps then see the rest alone, or on other samples.",
+            help="Evaluation text file [default: the last tenth of the calibration text, which the"
+            " steps then do not see; with --samples, other samples].",
         ),
     ] = None,
     window: Annotated[
-        int | None, typer.Option(help="Tokens of it that are run together; as for perplexity.")
+        int | None, typer.Option(help="Tokens per evaluation window, as for perplexity.")
     ] = None,
-    limit: Annotated[int, typer.Option(help="Only its first so many windows.")] = 40,
+    limit: Annotated[int, typer.Option(help="Maximum number of evaluation windows.")] = 40,
     no_speed: Annotated[bool, typer.Option("--no-speed", help="Do not time decoding.")] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Also write what --json prints to this file.")
+        Path | None, typer.Option(help="JSON file to write: the output of --json.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw quality against bytes, as a PNG file.")
+        Path | None, typer.Option(help="PNG file to draw: quality against bytes.")
     ] = None,
     dtype: Dtype = None,
     mesh: Annotated[
@@ -113,25 +115,25 @@ def compress(
         typer.Option(
             metavar="AXES",
             callback=_on_one_device,
-            help="Not here: a recipe sees one whole layer after the other. What runs its result"
-            " takes --mesh.",
+            help="Not supported: recipes run on one device, layer by layer. Commands that run the"
+            " result take --mesh.",
         ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Do a step that was done to this model already.")
+        bool, typer.Option("--again", help="Repeat steps that this model's recipe already has.")
     ] = False,
     as_json: AsJson = False,
     listed: Annotated[
         bool,
-        typer.Option("--list", callback=_listed, is_eager=True, help="List all steps, and exit."),
+        typer.Option("--list", callback=_listed, is_eager=True, help="List all steps and exit."),
     ] = False,
 ) -> None:
-    """Apply a recipe of compression to a model.
+    """Apply a compression recipe to a model.
 
-    Each step's costs are printed: bytes, quality, speed, time.
+    Prints the cost of each step: bytes, quality, speed, time.
 
-    The result has its own configuration and formats, and remembers the recipe. What is finished
-    stays in OUT.parts until the result is written: the same command goes on from it.
+    The result has its own configuration and formats, and records the recipe. Finished work stays in
+    OUT.parts until the result is written: the same command resumes from it.
     """
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim
@@ -153,7 +155,7 @@ def compress(
     _check_calibrated(lines, calibrated)
     seen, measured = read_source(source, evaluated)
     if plot is not None and measured is None and samples is None:
-        raise ConfigError("--plot draws quality: give --eval FILE")
+        raise ConfigError("--plot requires evaluation data: give --eval FILE")
     lm = load_model(model, dtype)
     apply.check(lm, lines, calibrated=calibrated, again=again)
     loader, facts = _loader(lm, source, measured, window, limit)
@@ -189,55 +191,55 @@ def compress(
 
 
 def _recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
-    """The recipe of a file, or of flags. Raises ConfigError where there is none, or both."""
+    """Return the recipe of a file or of flags. Raises ConfigError unless exactly one is given."""
     from jaxllm.compress.recipe import parse_lines, read_recipe
     from jaxllm.compress.steps import STEPS
 
     if (file is None) == (not steps):
-        raise ConfigError('give --recipe FILE or --step "verb: method ...", one of them')
+        raise ConfigError('give either --recipe FILE or --step "verb: method ..."')
     return (
         read_recipe(file, STEPS) if file is not None else parse_lines(steps or [], STEPS, "--step")
     )
 
 
 def _check_calibrated(lines: "Recipe", calibrated: bool) -> None:
-    """Raise ConfigError for a step that wants calibration where there is none."""
+    """Raise ConfigError for a step that needs calibration data if there is none."""
     for line in lines:
         if line.step.calibrated and not calibrated:
-            raise ConfigError(f"{str(line)!r} wants calibration: give {SOURCES}")
+            raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
 
 
 def _loader(
     lm: "LM", source: Source, measured: Document | None, window: int | None, limit: int
 ) -> "tuple[Loader | None, dict[str, Any] | None]":
-    """What quality is measured on, and what to say about it: None where there is no text for it."""
+    """Return the evaluation data and facts about it, or None and None if there is none."""
     if measured is None and source.samples is not None:
         rows = samples_to_measure(lm, source, limit)
         return make_loader(lm, rows, window=window, limit=limit, bos="first")
     if measured is None:
-        note("without --eval FILE nothing is said of quality")
+        note("quality is not measured: give --eval FILE")
         return None, None
     corpus: Any = [measured]
     return make_loader(lm, corpus, window=window, limit=limit)
 
 
 def _parts(target: Path) -> Path:
-    """Where what is finished is kept: beside the result."""
+    """Return the directory of finished work: OUT.parts, next to the result."""
     whole = Path(os.path.realpath(target))
     return whole.with_name(f"{whole.name}.parts")
 
 
 def _note_room(parts: Path, size: int) -> None:
-    """Say where there may be too little room: for the result, and for what is finished before."""
+    """Log if the disk may be too small for the result and the finished work."""
     folder = next(path for path in parts.parents if path.exists())
     free = shutil.disk_usage(folder).free
     if free < 2 * size:
-        note(f"{folder} has {free / 1e6:,.0f} MB left; the model is of {size / 1e6:,.0f} MB")
+        note(f"{folder} has {free / 1e6:,.0f} MB left; the model has {size / 1e6:,.0f} MB")
 
 
 @contextlib.contextmanager
 def _keeping(journal: "Journal") -> Iterator[None]:
-    """Where the block fails, what is finished stays, and is said; measurements alone do not."""
+    """Keep finished work if the block fails, and name it in the error; not measurements alone."""
     with journal.kept():
         try:
             yield
@@ -245,4 +247,4 @@ def _keeping(journal: "Journal") -> Iterator[None]:
             if all(".row." in path.name for path in journal.parts()):
                 journal.forget()
                 raise
-            raise type(error)(f"{error}; what is finished is in {journal.directory}") from None
+            raise type(error)(f"{error}; finished work is in {journal.directory}") from None

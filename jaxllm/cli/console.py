@@ -1,4 +1,4 @@
-"""What the commands print and read: text on stdout and stdin, everything about it on stderr."""
+"""Input and output of the commands: text on stdin and stdout, progress and errors on stderr."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from jaxllm.errors import TokenError
 
 
 def write(text: str) -> None:
-    """Text to stdout, at once. A reader that has gone ends the command quietly.
+    """Write text to stdout and flush. If the reader has closed the pipe, exit with status 0.
 
     Raises:
-      OSError: it cannot be written, "stdout" by name.
+      OSError: stdout cannot be written; the error's file name is "stdout".
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         _give_up(sys.stdout)
         sys.exit(0)
     except OSError as error:
@@ -28,15 +28,15 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """A line on stderr, on a line of its own where stdout is the same; nobody need hear it. Of a
-    group the first process says it.
+    """Write a line to stderr, in the first process of a group only. Starts a new line if stdout is
+    the same file and in mid-line. A failure to write is ignored.
     """
     if process.leads():
         complain(text)
 
 
 def complain(text: str) -> None:
-    """A line on stderr about what went wrong in this process."""
+    """Write a line to stderr in every process of a group: an error of this process."""
     try:
         sys.stderr.write(f"{process.fresh_line()}{text}\n")
         sys.stderr.flush()
@@ -45,15 +45,15 @@ def complain(text: str) -> None:
 
 
 def read_stdin() -> str:
-    """All of stdin, of a group the first process's.
+    """Return all of stdin; in a group of processes, the first one's.
 
-    Raises TokenError for bytes that are no UTF-8.
+    Raises TokenError if it is not UTF-8.
     """
     return distributed.told(lambda: decoded(sys.stdin.buffer.read()))
 
 
 def decoded(content: bytes) -> str:
-    """What stdin brought, as text. Raises TokenError for bytes that are no UTF-8."""
+    """Decode bytes from stdin. Raises TokenError if they are not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,7 +62,7 @@ def decoded(content: bytes) -> str:
 
 @contextlib.contextmanager
 def waiting(what: str | None) -> Iterator[Callable[[], None]]:
-    """A spinner on a terminal's stderr, or None of it; yields the function that takes it away."""
+    """Show a spinner if stderr is a terminal; yields a function that stops it. None: no spinner."""
     if what is None or not (process.leads() and sys.stderr.isatty()):
         yield lambda: None
         return
@@ -77,7 +77,7 @@ def waiting(what: str | None) -> Iterator[Callable[[], None]]:
 
 
 def _give_up(stream: object) -> None:
-    """What the stream still holds goes nowhere: the interpreter would try again at its end."""
+    """Redirect the stream to the null device; else the interpreter flushes it again at exit."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""A conversation with a model: messages, options, seed and cache, and what changes them.
+"""A conversation with a model: its messages, options, seed and cache, and the chat commands.
 
-Whatever raises leaves a conversation as it was. Of several processes each has the same one.
+A method that raises leaves the conversation unchanged. All processes of a group hold the same one.
 """
 
 import json
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from jaxllm.cache import KVCache
 
 FORMAT, VERSION = "jaxllm-chat", 1
-LEAST_ROOM = 16  # tokens of an answer for which a turn has its place in the context
-STOPPING = "stopping the answer; Ctrl-C again ends the chat"
+LEAST_ROOM = 16  # tokens reserved for an answer if max_new_tokens is not set
+STOPPING = "stopping the answer; press Ctrl-C again to end the chat"
 
 Messages = list[dict[str, str]]
 
@@ -42,11 +42,12 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Conversation:
-    """A system message if there is one, then lines and answers in turns.
+    """An optional system message, then alternating lines and answers.
 
-    asked: options of `LM.stream` as a user gave them; options: the same, checked and completed.
-    seed: with which the first of `answers` was drawn, the next ones with the numbers after it; by
-    default a random one. cache: of the newest answer, for what the next prompt shares with it.
+    asked: options of `LM.stream` as the user gave them; options: the same, checked and completed.
+    seed: the seed of the first of `answers` answers, each next one uses the next number; random by
+    default. cache: the cache of the newest answer, reused for the prefix shared with the next
+    prompt.
     """
 
     def __init__(self, lm: "LM", asked: dict[str, Any], system: str | None) -> None:
@@ -61,7 +62,7 @@ class Conversation:
 
     @property
     def system(self) -> Messages:
-        """The system message, or nothing."""
+        """The system message as a list, empty if there is none."""
         return [m for m in self.messages[:1] if m["role"] == "system"]
 
     def answer(self, line: str) -> None:
@@ -69,28 +70,28 @@ class Conversation:
         try:
             self._draw([*self.messages, {"role": "user", "content": line}])
         except CapacityError as error:
-            kept = "The line is dropped, the conversation is as before."
+            kept = "The line is dropped; the conversation is unchanged."
             raise CapacityError(f"{error} {kept}") from None
 
     def regenerate(self) -> str:
-        """Stream another answer, with the next seed, in place of the last one."""
+        """Stream another answer, with the next seed, to replace the last one."""
         self._check_turn()
         *asked, last = self.messages
         self._draw(asked)
-        same = "(the same answer: without a temperature the best token is always taken)"
+        same = "(the same answer: without a temperature, decoding is greedy)"
         return same if self.messages[-1] == last else ""
 
     def undo(self) -> str:
-        """Drop the last line and its answer."""
+        """Remove the last line and its answer."""
         self._check_turn()
         line = self.messages[-2]["content"]
         self.messages = self.messages[:-2]
-        return f"dropped: {line}"
+        return f"removed: {line}"
 
     def reset(self) -> str:
-        """Drop all lines and answers."""
+        """Remove all lines and answers."""
         self.messages = self.system
-        return "forgotten"
+        return "all messages removed"
 
     def set_system(self, text: str) -> str:
         """Set the system message, or remove it; the lines and answers stay."""
@@ -98,16 +99,16 @@ class Conversation:
         changed: Messages = [{"role": "system", "content": text}] if text else []
         self._take([*changed, *self.messages[len(before) :]])
         if text:
-            return "the system message is set"
-        return f"no system message (it was: {before[0]['content']})" if before else ""
+            return "system message set"
+        return f"system message removed (it was: {before[0]['content']})" if before else ""
 
     def set_option(self, name: str, value: str) -> str:
-        """Set an option of generation, its value as JSON; null is the default."""
+        """Set a generation option to a JSON value; null restores the default."""
         self._choose(self.asked | read_more([f"{name}={value}"], "/set"))
         return ""
 
     def list_options(self) -> str:
-        """The options that are set, by the user or by the checkpoint, a line each."""
+        """Return the options set by the user or by the checkpoint, one per line."""
         from jaxllm.options import OPTIONS
 
         lines = [f"seed = {self.seed}"]
@@ -118,13 +119,16 @@ class Conversation:
         return "\n".join(lines)
 
     def save(self, name: str) -> str:
-        """Write the messages to a file, which may hold an earlier conversation and nothing else."""
+        """Write the messages to a new file, or over an earlier conversation."""
         path = Path(name).expanduser()
         once(lambda: _save(path, self.messages))
         return f"{path}: {self._count()} written"
 
     def load(self, name: str) -> str:
-        """Go on from the messages of a file, the system message too. Raises CheckpointError."""
+        """Replace the messages, system message included, by those of a file.
+
+        Raises CheckpointError if the file cannot be read.
+        """
         path = Path(name).expanduser()
         self._take(json.loads(told(lambda: json.dumps(_read(path)))))
         return f"{path}: {self._count()} read"
@@ -137,14 +141,14 @@ class Conversation:
 
     def _check_turn(self) -> None:
         if len(self.messages) - len(self.system) < 2:
-            raise ConfigError("there is no line and answer yet. Type a line first")
+            raise ConfigError("the conversation has no answer yet. Type a line first")
 
     def _choose(self, asked: dict[str, Any]) -> None:
-        """Take these options; a seed among them begins to count anew."""
+        """Check and set the options; a seed among them restarts the count of answers."""
         options = read_options(None, kind="stream", **asked)
-        self.lm.using(options.get("adapter"))  # raises if there is no such one
+        self.lm.using(options.get("adapter"))  # raises if there is no such adapter
         if isinstance(seed := options.pop("seed", None), list):
-            raise ConfigError(f"a conversation takes one seed, got {seed!r:.40}")
+            raise ConfigError(f"seed must be one number: got {seed!r:.40}")
         if "seed" in asked:
             self.seed, self.answers = draw_seed() if seed in (None, "random") else seed, 0
         if self.cache is not None and options.get("adapter") != self.options.get("adapter"):
@@ -153,12 +157,12 @@ class Conversation:
         self.options = options
 
     def _take(self, messages: Messages) -> None:
-        """Take these messages, if the chat template does."""
+        """Set the messages if the chat template accepts them."""
         self.lm.chat_prompt([*messages, {"role": "user", "content": "?"}])
         self.messages = messages
 
     def _draw(self, messages: Messages) -> None:
-        """Stream an answer to the last message until it or Ctrl-C ends it, and keep both."""
+        """Stream an answer to the last message until it ends or Ctrl-C stops it, and store both."""
         messages, prompt = self._fit(messages)
         text, cache = "", None
         seed = (self.seed + self.answers) % 2**64
@@ -175,7 +179,7 @@ class Conversation:
         self.cache, self.answers = cache, self.answers + 1
 
     def _fit(self, messages: Messages) -> tuple[Messages, list[int]]:
-        """The messages, less the oldest turns if the conversation may overflow, and their ids.
+        """Return the messages and their ids, without the oldest turns if overflow drops them.
 
         Raises CapacityError if there is no room for an answer.
         """
@@ -190,7 +194,7 @@ class Conversation:
             messages = messages[:fixed] + messages[fixed + 2 :]  # a line and its answer
             forgotten += 1
         if forgotten:
-            note(f"(forgot the {forgotten} oldest turns)")
+            note(f"(dropped the {forgotten} oldest turns)")
         return messages, prompt
 
     def _too_long(self, messages: Messages, tokens: int, room: int) -> CapacityError:
@@ -198,16 +202,16 @@ class Conversation:
         assert lm.tokenizer is not None
         line = len(lm.tokenizer.encode(messages[-1]["content"]))
         alone = len(lm.chat_prompt([*self.system, messages[-1]])) + room <= context
-        remedy = "/undo, /reset or /set overflow slide makes room." if alone else "Shorten it."
+        remedy = "Use /undo, /reset or /set overflow slide." if alone else "Shorten it."
         return CapacityError(
             f"the line exceeds the model's context: got {line:,} tokens after"
-            f" {max(tokens - line, 0):,} of the conversation, and an answer needs {room};"
-            f" expected at most {context:,} in all. {remedy}"
+            f" {max(tokens - line, 0):,} of the conversation, plus {room} for an answer; expected"
+            f" at most {context:,} in total. {remedy}"
         )
 
 
 def _shared(cache: "KVCache | None", prompt: list[int]) -> "KVCache | None":
-    """What a prompt shares with a cache; None if its policy has forgotten parts of the text."""
+    """Return a cache of the shared prefix; None if its overflow policy has dropped tokens."""
     if cache is None:
         return None
     try:
@@ -222,20 +226,20 @@ def _save(path: Path, messages: Messages) -> None:
             _read(path)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path} is there and is not a saved conversation ({error}). Name another file"
+                f"{path} exists and is not a saved conversation ({error}). Name another file"
             ) from None
     write_json(path, {"format": FORMAT, "version": VERSION, "messages": messages})
 
 
 def _read(path: Path) -> Messages:
-    """The messages of a file. Raises CheckpointError if they are not turns of a conversation."""
+    """Read messages from a file. Raises CheckpointError if they are not turns of a conversation."""
     saved: _Saved = as_schema(read_json(path), _Saved, str(path))
     messages = [{"role": m.role, "content": m.content} for m in saved.messages]
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     roles = [m["role"] for m in turns]
     if roles != ["user", "assistant"] * (len(roles) // 2):
         raise CheckpointError(
-            f"{path}: messages must alternate: got {', '.join(roles):.80}, expected user,"
+            f"{path}: messages do not alternate: got {', '.join(roles):.80}, expected user,"
             " assistant, ... after an optional system message"
         )
     return messages

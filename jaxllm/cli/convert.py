@@ -1,4 +1,4 @@
-"""`jaxllm convert` and `python -m convert`: one command, in either direction."""
+"""`jaxllm convert` and `python -m convert`: convert checkpoints in both directions."""
 
 import dataclasses
 from pathlib import Path
@@ -42,26 +42,28 @@ def convert(
         typer.Argument(
             metavar="OUT",
             callback=check_folder,
-            help="The directory, or the GGUF file, to write.",
+            help="Directory or GGUF file to write.",
         ),
     ],
     dtype: Annotated[
         str | None,
         typer.Option(
             callback=dtype_named,
-            help="float32, bfloat16 or float16, quantized weights too; by default as is.",
+            help="Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:"
+            " unchanged].",
         ),
     ] = None,
     precision: PrecisionFile = None,
     to_hf: Annotated[
-        bool, typer.Option("--to-hf", help="Write a Hugging Face directory for transformers.")
+        bool, typer.Option("--to-hf", help="Write a Hugging Face checkpoint for transformers.")
     ] = False,
     keep_quantized: Annotated[
         str | None,
         typer.Option(
             "--keep-quantized",
             metavar="FORM",
-            help="With --to-hf: integer weights stay so, as gptq or compressed-tensors.",
+            help="With --to-hf: format in which integer weights stay quantized, gptq or"
+            " compressed-tensors.",
         ),
     ] = None,
     to_gguf: Annotated[
@@ -69,40 +71,40 @@ def convert(
         typer.Option(
             "--to-gguf",
             metavar="TYPE",
-            help="Write a GGUF file for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M, Q6_K, ...",
+            help="Type of a GGUF file to write for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M,"
+            " Q6_K, ...",
         ),
     ] = None,
     strict: Strict = False,
 ) -> None:
-    """Convert a checkpoint, to our form or from it.
+    """Convert a checkpoint to or from jaxllm's format.
 
-    Our own form loads by memory map; --to-hf and --to-gguf write the others.
+    jaxllm's format is memory-mapped on load; --to-hf and --to-gguf write the others.
 
-    Quantized weights stay so in our own form; in Hugging Face's they are dequantized, to float32
-    (bf16-packed to bfloat16) unless --dtype says otherwise, or --keep-quantized keeps them. In
-    GGUF's, matrices are of the type that is named (Q4_K_M and Q5_K_M: a mixture, as in
-    llama-quantize), vectors of F32.
+    Quantized weights stay quantized in jaxllm's format. --to-hf dequantizes them to --dtype
+    [default: float32, or bfloat16 for bf16-packed], unless --keep-quantized is given. --to-gguf
+    stores matrices in the given type (for Q4_K_M and Q5_K_M a mixture, as llama-quantize does) and
+    vectors in F32.
     """
     if target.suffix == ".gguf" and to_gguf is None:
         raise ConfigError(
-            f"{target} is the name of a GGUF file: give --to-gguf TYPE (Q8_0, Q4_K_M, F16,"
-            " ...), or name a directory"
+            f"{target} names a GGUF file: give --to-gguf TYPE (Q8_0, Q4_K_M, F16, ...), or name a"
+            " directory"
         )
     forms = {"--to-hf": to_hf, "--to-gguf": to_gguf is not None}
     if to_hf and to_gguf is not None:
-        raise ConfigError("--to-hf and --to-gguf are two forms; leave one out")
+        raise ConfigError("--to-hf and --to-gguf cannot be combined: leave one out")
     for form, asked in forms.items():
         if asked and precision is not None:
-            raise ConfigError(f"{form}: that form has no place for --precision; leave one out")
+            raise ConfigError(f"{form} and --precision cannot be combined: leave one out")
     if keep_quantized is not None and not to_hf:
-        raise ConfigError("--keep-quantized is a form of --to-hf; add --to-hf")
+        raise ConfigError("--keep-quantized requires --to-hf: add it")
     if to_gguf is not None and dtype is not None:
-        raise ConfigError("--to-gguf names the type of all weights; leave --dtype out")
+        raise ConfigError("--to-gguf sets the type of all weights: leave out --dtype")
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
         from jaxllm.convert.engine import write_hf
-        from jaxllm.forms import texts_files
-        from jaxllm.loading import open_checkpoint
+        from jaxllm.forms import open_checkpoint, texts_files
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
@@ -137,10 +139,9 @@ def convert(
 
 
 def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
-    """The checkpoint as a GGUF file, tokenizer and chat template too."""
+    """Write the checkpoint with its tokenizer and chat template as a GGUF file."""
     from jaxllm.convert.gguf.writing import check_absent, write_gguf
-    from jaxllm.forms import texts_files
-    from jaxllm.loading import open_checkpoint
+    from jaxllm.forms import open_checkpoint, texts_files
     from jaxllm.text.chat import template_source
     from jaxllm.text.formats import find_form, read_tree
 
@@ -158,14 +159,14 @@ def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
         + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
     )
     for name, count in replaced.items():
-        note(f"{count} matrices are {name}, as in llama-quantize: their rows are no whole blocks")
+        note(f"{count} matrices are {name}, as in llama-quantize: their rows do not fill blocks")
 
 
 def recast(opened: Any, dtype: str) -> Any:
-    """The checkpoint with every tensor in another format, converted when it is read.
+    """Return the checkpoint with every tensor in another dtype, cast lazily when it is read.
 
-    Raises ConfigError for an unknown format; reading raises CheckpointError for NaN, infinity, or
-    a number that the format cannot hold.
+    Raises ConfigError for an unknown dtype; reading raises CheckpointError for NaN, infinity, or
+    a number that the dtype cannot represent.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The text that an evaluation runs over: its options, and the loader made of it."""
+"""Evaluation text: its options, and the loader built from it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,74 +16,73 @@ if TYPE_CHECKING:
 Text = Annotated[
     str | None,
     typer.Option(
-        metavar="TEXT|@FILE|-", help="A text, @FILE for a file's, - for stdin's; in one piece."
+        metavar="TEXT|@FILE|-", help="Text, @FILE to read a file, or - for stdin; one document."
     ),
 ]
 Documents = Annotated[
     Path | None,
     typer.Option(
-        help='JSON lines with "text" (joined by blank lines) or "tokens" (ids, joined by nothing).'
+        help='JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).'
     ),
 ]
-Separate = Annotated[
-    bool, typer.Option("--separate", help="Each of --documents by itself, none seeing another.")
-]
+Separate = Annotated[bool, typer.Option("--separate", help="Score each of --documents separately.")]
 Window = Annotated[
     int | None,
     typer.Option(
-        help="Tokens that are run together; by default 512, or fewer where the context or"
-        " the text is shorter."
+        help="Tokens per window [default: 512, or fewer if the context or the text is shorter]."
     ),
 ]
 Stride = Annotated[
     int | None,
-    typer.Option(help="From one window to the next; by default the window: no overlap."),
+    typer.Option(help="Tokens from one window to the next [default: the window, no overlap]."),
 ]
 Protocol = Annotated[
     str,
     typer.Option(
-        help="strided: tokens not seen before count (Hugging Face's guide); second-half: of each"
-        " window the second half (llama-perplexity); rolling: the last window reaches back"
-        " (lm-evaluation-harness)."
+        help="Tokens to score: strided: those not in an earlier window (Hugging Face's guide);"
+        " second-half: the second half of each window (llama-perplexity); rolling: all, the last"
+        " window overlaps (lm-evaluation-harness)."
     ),
 ]
 Bos = Annotated[
     str,
     typer.Option(
-        help="The begin-of-text token: first (once, before a text), each (also in place of every"
-        " window's first token), none; auto: none where the tokenizer adds none, each for"
+        help="Begin-of-text token: first (once, before a text), each (it also replaces every"
+        " window's first token), none; auto: none if the tokenizer adds none, each for"
         " second-half, else first."
     ),
 ]
 Rows = Annotated[
     int | None,
     typer.Option(
-        "--batch-size", "--batch", help="Windows run at once; by default as 256 MB allow."
+        "--batch-size", "--batch", help="Windows per batch [default: as many as 256 MB allow]."
     ),
 ]
-Limit = Annotated[int | None, typer.Option(help="Only the first so many windows.")]
+Limit = Annotated[int | None, typer.Option(help="Maximum number of windows.")]
 
 Corpus = list[str] | list[list[int]]
 BOS = ("auto", "first", "each", "none")
 
 
 def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Corpus:
-    """The documents of one of the two options: texts, or lists of token ids.
+    """Return the documents of one of the two options: texts, or lists of token ids.
 
-    What is not to be separate is one document.
+    They are joined to one document unless `separate`.
     """
     if (text is None) == (documents is None):
-        raise ConfigError("give --text (TEXT, @FILE or -) or --documents FILE, one of them")
+        raise ConfigError("give either --text (TEXT, @FILE or -) or --documents FILE")
     corpus = _read(text, documents, separate)
     distributed.agree({"texts": distributed.digest(map(str, corpus))})
     return corpus
 
 
 def read_text_option(given: str, most: int | None = None) -> str:
-    """Return the text that `--text` gives: itself, a file's with @FILE, or stdin's with -.
+    """Return the text of `--text`: the value itself, a file for @FILE, or stdin for -.
 
-    most: the largest file that is read, in bytes. Raises CheckpointError for a file that cannot be
-    read, ConfigError for the name of a file without its @.
+    Args:
+      most: the maximum file size in bytes.
+
+    Raises CheckpointError if a file cannot be read, ConfigError for a file name without @.
     """
     from jaxllm.files import is_there, read_text
     from jaxllm.files.reading import MAX_BYTES
@@ -93,7 +92,7 @@ def read_text_option(given: str, most: int | None = None) -> str:
     if given.startswith("@"):
         return read_text(Path(given[1:]), MAX_BYTES if most is None else most)
     if is_there(given):
-        raise ConfigError(f"--text {given} is the name of a file: write @{given} to read the file")
+        raise ConfigError(f"--text {given} names a file: write @{given} to read it")
     return given
 
 
@@ -122,7 +121,7 @@ def make_loader(
     batch: int | None = None,
     limit: int | None = None,
 ) -> "tuple[Loader, dict[str, Any]]":
-    """The loader over a corpus, and what to say about it."""
+    """Return the loader over a corpus, and facts about it for reports."""
     from jaxllm.evaluate.likelihood.data import loader
     from jaxllm.evaluate.likelihood.score import default_batch
 
@@ -157,7 +156,7 @@ def make_loader(
 
 
 def described(facts: dict[str, Any]) -> str:
-    """How the text was run, in words."""
+    """Return one line that describes the text and its windows."""
     stride = "" if facts["stride"] is None else f", stride {facts['stride']}"
     return (
         f"{facts['text_tokens']:,} tokens in {facts['documents']} piece(s); {facts['windows']}"
@@ -166,7 +165,7 @@ def described(facts: dict[str, Any]) -> str:
 
 
 def encode(lm: "LM", corpus: Corpus) -> list[list[int]]:
-    """Token ids of each document; special tokens that a text spells out stay text."""
+    """Encode each document; special tokens spelled out in a text stay text."""
     tokenizer = lm.tokenizer
     if tokenizer is None and any(isinstance(document, str) for document in corpus):
         raise TokenError(f'{lm.path} has no tokenizer: give --documents with "tokens"')
@@ -177,9 +176,9 @@ def encode(lm: "LM", corpus: Corpus) -> list[list[int]]:
 
 
 def bos_id(lm: "LM") -> int:
-    """The begin-of-text token, of the tokenizer or else of generation_config.json."""
+    """Return the begin-of-text id of the tokenizer, or else of generation_config.json."""
     found = lm.tokenizer.bos_id if lm.tokenizer else None
     found = lm.generation.get("bos_token_id") if found is None else found
     if not isinstance(found, int):
-        raise TokenError(f"{lm.path} names no begin-of-text token: --bos none")
+        raise TokenError(f"{lm.path} has no begin-of-text token: give --bos none")
     return found

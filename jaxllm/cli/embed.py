@@ -1,4 +1,4 @@
-"""`jaxllm embed`: one vector a line of text."""
+"""`jaxllm embed`: one vector per text."""
 
 import json
 from pathlib import Path
@@ -31,20 +31,25 @@ def embed(
         list[str] | None,
         typer.Option(
             metavar="TEXT|@FILE|-",
-            help="A text, @FILE for a whole file's, - for stdin's; may be given more than once.",
+            help="Text, @FILE to read a whole file, or - for stdin; repeatable.",
         ),
     ] = None,
     file: Annotated[
-        str | None, typer.Option(help="A file with a text on each line; - for stdin.")
+        str | None, typer.Option(help="File with one text per line; - for stdin.")
     ] = None,
     layer: Annotated[
-        int, typer.Option(help="0: the embedding table; n: block n's output; -1: the last, normed.")
+        int,
+        typer.Option(
+            help="Layer: 0 is the embedding table, n the output of block n, -1 the last, normed."
+        ),
     ] = -1,
-    pooling: Annotated[str, typer.Option(help="Of a text's tokens: mean, last or cls.")] = "mean",
-    normalize: Annotated[bool, typer.Option("--normalize", help="To Euclidean norm 1.")] = False,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="Texts that run together.")
-    ] = 16,
+    pooling: Annotated[
+        str, typer.Option(help="Pooling over the tokens: mean, last or cls.")
+    ] = "mean",
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Scale each vector to Euclidean norm 1.")
+    ] = False,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Texts per batch.")] = 16,
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
@@ -52,13 +57,13 @@ def embed(
     mesh: Mesh = None,
     exact: Exact = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write to FILE.npy or FILE.safetensors instead of stdout.")
+        Path | None, typer.Option(help="Output file, .npy or .safetensors [default: stdout].")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON array a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array per line.")] = False,
 ) -> None:
     """Embed texts: pooled hidden states of a layer.
 
-    One row a text, in their order.
+    Prints one row per text, in their order.
     """
     if out is not None and out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
@@ -86,9 +91,9 @@ def embed(
 
 
 def _texts(text: list[str] | None, file: str | None) -> list[str]:
-    """The texts given, or the lines of the file."""
+    """Return the given texts, or the lines of the file."""
     if bool(text) == (file is not None):
-        raise ConfigError("give --text, once or more, or --file; one of the two")
+        raise ConfigError("give either --text (repeatable) or --file")
     if file is None:
         return [read_text_option(given) for given in text or []]
     from jaxllm.files import read_text, split_lines
@@ -100,7 +105,7 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
 
 
 def _save(out: Path, array: Any) -> None:
-    """Write the rows, complete or not at all."""
+    """Write the rows atomically."""
     import numpy as np
 
     from jaxllm.files import writing

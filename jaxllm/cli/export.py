@@ -1,4 +1,4 @@
-"""`jaxllm export`: steps as StableHLO, weights beside them."""
+"""`jaxllm export`: prefill and decode steps as StableHLO, with their weights."""
 
 import json
 from pathlib import Path
@@ -26,42 +26,55 @@ def export(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", callback=check_folder, help="Where to write; must hold no export yet."
+            metavar="OUT", callback=check_folder, help="Directory to write; without an export."
         ),
     ],
-    what: Annotated[str, typer.Option(help="prefill, decode, or both.")] = "prefill,decode",
+    what: Annotated[
+        str, typer.Option(help="Steps to export: prefill, decode, or both.")
+    ] = "prefill,decode",
     form: Annotated[
         str,
         typer.Option(
-            help="Inputs of the steps: tokens or embeddings; rotary for cosines and sines;"
-            " positions, boolean or additive for what a token sees."
+            help="Inputs of the steps: tokens or embeddings; rotary for RoPE cosines and sines; and"
+            " the attention mask as positions, boolean or additive."
         ),
     ] = "tokens,positions",
-    num_tokens: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 32,
+    num_tokens: Annotated[int, typer.Option(help="Tokens per prefill step.")] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option(help="These and the slots of the past. Default: the context.")
+        int | None,
+        typer.Option(
+            help="Maximum length in tokens: --num-tokens and the cache [default: the context]."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Rows per batch.")] = 1,
     platforms: Annotated[
-        str | None, typer.Option(help="Of cpu, cuda, rocm, tpu; by default this machine's.")
+        str | None,
+        typer.Option(
+            help="Platforms: cpu, cuda, rocm, tpu, comma-separated [default: this machine's]."
+        ),
     ] = None,
     native: Annotated[
-        str, typer.Option(help="The CPU's own kernels: keep (called by name) or leave-out.")
+        str,
+        typer.Option(
+            help="Native CPU kernels: keep (as custom calls) or leave-out (XLA operations)."
+        ),
     ] = "leave-out",
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
-    mlir: Annotated[bool, typer.Option("--mlir", help="Write readable .mlir files too.")] = False,
+    mlir: Annotated[bool, typer.Option("--mlir", help="Write readable .mlir files, too.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Load what was written and compare its logits.")
+        bool,
+        typer.Option("--check", help="Load the export and compare its logits with the model's."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write prefill and decode steps as StableHLO.
 
-    For runtimes without this code: StableHLO, safetensors, JSON.
+    For runtimes without jaxllm: StableHLO, safetensors, JSON.
 
-    Keys and values go in and come out in fixed shapes; jaxllm.fixed.exported runs them from Python.
+    Each step takes and returns keys and values of fixed shapes; jaxllm.fixed.exported runs the
+    steps from Python.
     """
     inputs = _form(form)
     from jaxllm.files import check_vacant
@@ -108,7 +121,7 @@ def export(
         write(f" ({activations})\n")
 
 
-# What each word of --form says.
+# The input signature that each word of --form selects.
 FORMS: dict[str, dict[str, Any]] = {
     "tokens": {"embeddings": False},
     "embeddings": {"embeddings": True},
@@ -123,10 +136,10 @@ def _form(text: str) -> dict[str, Any]:
     form: dict[str, Any] = {}
     for word in _words(text):
         if word not in FORMS:
-            raise ConfigError(f"--form takes {', '.join(FORMS)}; got {word!r:.40}")
+            raise ConfigError(f"--form must be words of {', '.join(FORMS)}: got {word!r:.40}")
         for name, value in FORMS[word].items():
             if form.setdefault(name, value) != value:
-                raise ConfigError(f"--form {text!r:.60}: {word} contradicts what is before it")
+                raise ConfigError(f"--form {text!r:.60}: {word} contradicts an earlier word")
     return form
 
 

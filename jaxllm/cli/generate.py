@@ -29,28 +29,32 @@ def generate(
     model: Model = "demo:llama",
     prompt: Annotated[
         str | None,
-        typer.Argument(metavar="PROMPT", help="The text to continue; - reads stdin."),
+        typer.Argument(metavar="PROMPT", help="Text to continue; - reads stdin."),
     ] = None,
     prompt_option: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The same, as an option.")
+        str | None, typer.Option("--prompt", "-p", help="Text to continue, as an option.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="The same, from a text file.")
+        Path | None, typer.Option("--file", "-f", help="File with the text to continue.")
     ] = None,
     stop: Stop = None,
     overflow: Overflow = None,
     prompt_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Keep the cache of prompt and answer in this file; a later prompt that begins as"
-            " they do does not run those tokens again."
+            help="Cache file of prompt and answer: read if it exists, to reuse a shared prefix, and"
+            " written at the end."
         ),
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="A smaller model of the same vocabulary that proposes tokens."),
+        typer.Option(
+            help="Draft model for speculative decoding: smaller, with the same vocabulary."
+        ),
     ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    echo: Annotated[
+        bool, typer.Option("--echo", help="Print the prompt before its continuation.")
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
     ] = False,
@@ -74,11 +78,11 @@ def generate(
     if distributed.several():
         for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
             if given:
-                raise ConfigError(f"{option} is for one process: --distributed takes none")
+                raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if text == "-" else text
-    start += time.perf_counter() - asked  # loading does not take longer where somebody types
+    start += time.perf_counter() - asked  # typing does not count as load time
     lm = loading.load(model).using(options.pop("adapter", None))
     tokens = _encode(lm, text, chat)
     if prompt_cache:
@@ -118,20 +122,20 @@ def generate(
 
 
 def _about_compiling(seconds: float) -> str:
-    """What of the wait for the first token was compiling, and whether the next run waits too."""
+    """Return how long compiling took, and whether the next run reuses the programs."""
     from jaxllm.programs import keeps_programs
 
     if seconds < 0.1:
         return ""
-    later = "; the programs are kept: the next run starts sooner" if keeps_programs() else ""
+    later = "; the next run reuses the programs" if keeps_programs() else ""
     return f" ({seconds:.1f} s of it compiling{later})"
 
 
 def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
-    """Return the prompt of the one way it is given in, or "". Raises ConfigError for two ways."""
+    """Return the prompt, or "" if none is given. Raises ConfigError if it is given twice."""
     given = [way for way in (argument, option, file) if way is not None]
     if len(given) > 1:
-        raise ConfigError("give one prompt: the argument PROMPT, --prompt TEXT or --file FILE")
+        raise ConfigError("more than one prompt: give PROMPT, --prompt TEXT or --file FILE")
     if file is not None:
         from jaxllm.files import read_text
 
@@ -140,9 +144,9 @@ def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
 
 
 def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
-    """The prompt's token ids, in the chat template if that is asked for.
+    """Return the prompt's token ids; with `chat`, through the chat template.
 
-    A model without a tokenizer takes a JSON list of ids. Raises TokenError for another prompt.
+    Without a tokenizer the prompt must be a JSON list of ids, else TokenError is raised.
     """
     message = [{"role": "user", "content": text}]
     if chat:
@@ -153,8 +157,8 @@ def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
         with contextlib.suppress(TokenError):
             return lm.encode(parse_json(text, "prompt", TokenError))
         raise TokenError(
-            f"{lm.path} has no tokenizer: a prompt must be a list of token ids, as in -p '[1, 5]';"
-            f" got {text!r:.40}"
+            f"{lm.path} has no tokenizer: the prompt must be a list of token ids, as in"
+            f" -p '[1, 5]': got {text!r:.40}"
         )
     tokens = lm.encode(text)
     with contextlib.suppress(JaxllmError):  # there may be no template
@@ -164,14 +168,14 @@ def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
 
 
 def _draws(lm: "LM", options: dict[str, Any]) -> bool:
-    """Whether the text depends on the seed."""
+    """Return whether the text depends on the seed."""
     from jaxllm.settings import draws_tokens
 
     return draws_tokens(options, lm.generation) and options.get("temperature") != 0
 
 
 def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
-    """The cache in a file, if there is one; it must have the beginning of the text in common."""
+    """Load the cache file, if it exists; it must share a prefix with the prompt."""
     from jaxllm.cache import load_cache
     from jaxllm.cache.prefix import shared_prefix
 
@@ -179,11 +183,11 @@ def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
         return None
     cache = load_cache(file, lm.model, lm.params)
     held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
-    if shared < min(held, len(tokens), 2):  # nothing, or a begin-of-text token alone
-        raise CacheMismatchError(f"{file} holds another text; name another file, or remove it")
+    if shared < min(held, len(tokens), 2):  # nothing, or only a begin-of-text token
+        raise CacheMismatchError(f"{file} caches another text: name another file, or remove it")
     note(
-        f"{file}: {shared} of the prompt's {len(tokens)} tokens are not run again; it holds {held},"
-        " the last prompt with its answer"
+        f"{file}: {shared} of the prompt's {len(tokens)} tokens are cached; the file holds {held},"
+        " the last prompt and its answer"
     )
     return cache
 
@@ -196,7 +200,7 @@ def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
 
 
 def _streams(options: dict[str, Any]) -> bool:
-    """Whether these options give one text that grows, and not the outcome of something else."""
+    """Return whether these options yield one text that can be streamed."""
     from jaxllm.options import PLAIN, way_of
 
     return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
@@ -210,7 +214,7 @@ def _several(
     seed: int | None,
     as_json: bool,
 ) -> None:
-    """Print more than one continuation, or the outcome of a search: nothing to stream."""
+    """Print several continuations, or the result of a search; neither can be streamed."""
     with waiting("generating"):
         found = lm.generate(tokens, **options)
     for number, completion in enumerate(found if isinstance(found, list) else [found]):

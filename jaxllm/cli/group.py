@@ -1,4 +1,4 @@
-"""`jaxllm --distributed`: one command in several processes, one model over all their devices."""
+"""`jaxllm --distributed`: one command in several processes, with one model on all devices."""
 
 import os
 import re
@@ -11,19 +11,19 @@ import typer
 from jaxllm import distributed, guard, process
 from jaxllm.errors import ConfigError
 
-# The commands whose model can be on a mesh, and whose outcome all processes come to together.
+# Commands whose model can be on a mesh, and whose result all processes compute together.
 COMMANDS = (
     "generate", "chat", "embed", "perplexity", "recall", "sensitivity", "verify", "vectors",
     "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
 )  # fmt: skip
-_FILES = "makes files of files: run it once, without --distributed"
-# Why others are work of one process, and what to do.
+_FILES = "runs in a single process: leave out --distributed"
+# Why other commands run in one process, and what to do.
 ALONE = {
-    "batch": "has processes of its own: --workers N, or --ray ADDRESS over machines",
-    "compress": "looks at whole layers on one device: run it once, without --distributed",
-    "export": "writes a program of one device: run it once, without --distributed",
+    "batch": "starts its own processes: --workers N, or --ray ADDRESS across machines",
+    "compress": "processes whole layers on one device: leave out --distributed",
+    "export": "writes programs for one device: leave out --distributed",
     **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "infini"), _FILES),
-    **dict.fromkeys(("info", "plan"), "runs no model: leave --distributed out"),
+    **dict.fromkeys(("info", "plan"), "runs no model: leave out --distributed"),
 }
 
 Address = Annotated[
@@ -32,15 +32,15 @@ Address = Annotated[
         "--distributed",
         metavar="HOST:PORT",
         envvar="JAXLLM_DISTRIBUTED",
-        help="Be one of several processes that meet there, where process 0 is; auto: as the cluster"
-        f" says. For {', '.join(COMMANDS)}, with --mesh.",
+        help="Address of process 0, to run as one of several processes; auto: from the cluster's"
+        f" environment. With --mesh, for {', '.join(COMMANDS)}.",
     ),
 ]
 Processes = Annotated[
-    int | None, typer.Option(envvar="JAXLLM_PROCESSES", help="How many there are.")
+    int | None, typer.Option(envvar="JAXLLM_PROCESSES", help="Number of processes.")
 ]
 Process = Annotated[
-    int | None, typer.Option(envvar="JAXLLM_PROCESS", help="Which of them this is, from 0.")
+    int | None, typer.Option(envvar="JAXLLM_PROCESS", help="Index of this process, from 0.")
 ]
 
 
@@ -51,17 +51,18 @@ def enter(
     count: int | None,
     number: int | None,
 ) -> int | None:
-    """Become a process of a group, or the guard of one: then the status to end with.
+    """Join a group of processes and return None; or supervise a child that does, and return the
+    exit status.
 
-    Raises ConfigError for what is no group, for a command of one process, and where processes run
-    different versions or are asked for different things.
+    Raises ConfigError for an invalid group, for a command of one process, and if the processes have
+    different versions, environments or commands.
     """
     group = distributed.group_of(address, count, number)
     command = _named(command, arguments)
     if command not in COMMANDS:
-        why = f", and {ALONE[command]}" if command in ALONE else ""
+        why = f"; {command} {ALONE[command]}" if command in ALONE else ""
         raise ConfigError(
-            f"--distributed goes with {', '.join(COMMANDS)}; {command} is work of one process{why}"
+            f"--distributed does not support {command}, only {', '.join(COMMANDS)}{why}"
         )
     if not process.guarded():
         return guard.run(arguments, group)
@@ -71,7 +72,7 @@ def enter(
 
 
 def _named(command: str | None, arguments: Sequence[str]) -> str | None:
-    """A command with the name of its own command, where it has some."""
+    """Return a command with its subcommand, if it has any: "train lora"."""
     known = {name.partition(" ")[0] for name in COMMANDS if " " in name}
     if command not in known:
         return command
@@ -80,7 +81,7 @@ def _named(command: str | None, arguments: Sequence[str]) -> str | None:
 
 
 def _facts(arguments: Sequence[str]) -> dict[str, Any]:
-    """What decides about a run beside files: all processes must have the same of it."""
+    """Return all that determines a run besides files; it must be equal in all processes."""
     import jax
 
     from jaxllm import __version__
@@ -100,7 +101,7 @@ def _facts(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def without_number(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the one in which processes differ."""
+    """Return the arguments without --process, in which processes differ."""
     found: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before != "--process" and not re.match(r"--process(=|$)", argument):

@@ -1,4 +1,4 @@
-"""`jaxllm infini`: a model with a compressive memory made from a dense one."""
+"""`jaxllm infini`: convert a dense model to one with compressive memory."""
 
 from typing import Annotated
 
@@ -14,27 +14,27 @@ def infini(
     model: Model,
     target: Out,
     segment: Annotated[
-        int, typer.Option(min=1, help="Tokens that are attended to as they are.")
+        int, typer.Option(min=1, help="Segment length in tokens, with full attention within it.")
     ] = 128,
     update: Annotated[
         str,
         typer.Option(
-            help="How the memory is written: linear, delta, or delta_once, by which what is written"
-            " twice is not read halved."
+            help="Memory update: linear, delta, or delta_once (content that is written twice is not"
+            " read at half strength)."
         ),
     ] = "linear",
     gate: Annotated[
-        float, typer.Option(help="Where gates begin: the memory's share is sigmoid of it.")
+        float, typer.Option(help="Initial gate logit; sigmoid of it is the share of the memory.")
     ] = -4.0,
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a model with Infini-attention.
+    """Convert a model to Infini-attention.
 
-    It has segments, and a memory of all that came before them.
+    It attends within a segment, and to a memory of all earlier segments.
 
-    In its first segment it computes what the model does. What its memory is worth it learns by
-    training on texts of several segments: jaxllm train full OUT TUNED --no-pack --length 512.
+    Its first segment is identical to the original model. To use the memory, train it on texts of
+    several segments: jaxllm train full OUT TUNED --no-pack --length 512.
     """
     with waiting("starting"):
         from jaxllm.checkpoint import claim
@@ -44,4 +44,4 @@ def infini(
     claim(target)  # before the work, not after it
     made = with_memory(load_model(model, dtype, quantize=quantize), segment, update=rule, gate=gate)
     made.save(target)
-    note(f"{target}: segments of {segment} tokens, and a memory of what was before ({update})")
+    note(f"{target}: segments of {segment} tokens, with a memory of earlier ones ({update})")

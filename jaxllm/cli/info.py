@@ -1,4 +1,4 @@
-"""`jaxllm info`: what a checkpoint is."""
+"""`jaxllm info`: facts about a checkpoint."""
 
 import json
 from collections import Counter
@@ -14,13 +14,12 @@ def info(
     as_json: AsJson = False,
     strict: Strict = False,
 ) -> None:
-    """What a checkpoint is: architecture, parameters, bytes, cache. Reads no weights."""
+    """Show a checkpoint's architecture, parameters, bytes, cache. Reads no weights."""
     with waiting("starting"):
         import jax
 
         from jaxllm.cache import init_cache
-        from jaxllm.forms import read_texts
-        from jaxllm.loading import open_checkpoint
+        from jaxllm.forms import open_checkpoint, read_texts
         from jaxllm.models import build, param_shapes
         from jaxllm.models.experts import share_read
         from jaxllm.ops import native

@@ -1,4 +1,4 @@
-"""What LoRA is given on the command line, in PEFT's words."""
+"""Parsers of the LoRA options, with PEFT's names and meanings."""
 
 import re
 from collections.abc import Callable
@@ -10,10 +10,10 @@ V = TypeVar("V", int, float)
 
 
 def modules(option: str, given: list[str] | None) -> str | list[str] | None:
-    """Return names of modules as `LoraConfig` takes them: ends in a list, or one regex.
+    """Return module names for `LoraConfig`: a list of name suffixes, one regex, or "all-linear".
 
-    Text of letters, digits, dots, dashes and commas alone is names; "all-linear" stays itself.
-    Raises ConfigError for a regex beside others.
+    Values of only word characters, dots, dashes and commas are names; any other is a regex. Raises
+    ConfigError for a regex among several values.
     """
     if not given:
         return None
@@ -23,13 +23,13 @@ def modules(option: str, given: list[str] | None) -> str | list[str] | None:
         return [name for text in given for name in text.split(",") if name]
     if len(given) > 1:
         raise ConfigError(
-            f"{option} must be names, or one regex: got {', '.join(given):.80}. Join regexes by |."
+            f"{option} must be names or one regex: got {', '.join(given):.80}. Join regexes with |."
         )
     return given[0]
 
 
 def layers(text: str | None) -> list[int] | None:
-    """Return the numbers in a text like "0,4-7". Raises ConfigError for another text."""
+    """Parse layer numbers like "0,4-7". Raises ConfigError for any other text."""
     if text is None:
         return None
     found: list[int] = []
@@ -37,14 +37,14 @@ def layers(text: str | None) -> list[int] | None:
         numbers = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
         if numbers is None or int(numbers[2] or numbers[1]) < int(numbers[1]):
             raise ConfigError(
-                f"--layers-to-transform must be numbers or ranges, as 0,4-7: got {text!r:.60}"
+                f"--layers-to-transform must be numbers or ranges, as in 0,4-7: got {text!r:.60}"
             )
         found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
     return found
 
 
 def patterns(option: str, given: list[str] | None, number: Callable[[str], V]) -> dict[str, V]:
-    """Return values by regex from texts "REGEX=NUMBER". Raises ConfigError for another text."""
+    """Parse "REGEX=NUMBER" texts to a dict. Raises ConfigError for any other text."""
     found: dict[str, V] = {}
     for text in given or []:
         regex, _, value = text.rpartition("=")
@@ -53,5 +53,7 @@ def patterns(option: str, given: list[str] | None, number: Callable[[str], V]) -
         except ValueError:
             regex = ""
         if not regex:
-            raise ConfigError(f"{option} must be REGEX=NUMBER, as down_proj=16: got {text!r:.60}")
+            raise ConfigError(
+                f"{option} must be REGEX=NUMBER, as in down_proj=16: got {text!r:.60}"
+            )
     return found

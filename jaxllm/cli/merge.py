@@ -1,4 +1,4 @@
-"""`jaxllm merge`: an adapter into the weights, and what that costs."""
+"""`jaxllm merge`: merge an adapter into the weights and measure the difference."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.data import Loader
 
 EXAMPLE = "Example: jaxllm merge demo:llama merged --adapter pirate"
-ROWS, WIDTH = 8, 128  # of text that the model says by itself, to measure on
+ROWS, WIDTH = 8, 128  # of the texts sampled from the model for the measurement
 
 
 def merge(
@@ -23,13 +23,13 @@ def merge(
     target: Out,
     adapter: Annotated[
         str,
-        typer.Option("--adapter", metavar="DIR", help="An adapter in PEFT's form."),
+        typer.Option("--adapter", metavar="DIR", help="Adapter directory in PEFT's format."),
     ],
     format: Annotated[
         str,
         typer.Option(
-            help="Of the matrices that have an adapter: float32, or bfloat16, int8, ... which"
-            " round the sum."
+            help="Format of the merged matrices: float32, or bfloat16, int8, ... which round the"
+            " sum."
         ),
     ] = "float32",
     dtype: Dtype = None,
@@ -40,11 +40,11 @@ def merge(
 ) -> None:
     """Write a model with an adapter merged into it.
 
-    A line says how far it is from the two.
+    Prints the KL divergence of the merged model from the model with the adapter.
 
-    The KL divergence is that of the merged model from the model with the adapter beside it, over
-    --text, or else over what the latter says by itself. The rest keeps its format. A mesh is for
-    these passes: the sum itself is made on one device.
+    It is measured on --text, or else on texts sampled from the model with the adapter. Matrices
+    without an adapter keep their format. --mesh applies to the measurement only: the merge runs on
+    one device.
     """
     with waiting("starting"):  # JAX is imported
         from jaxllm.checkpoint import claim
@@ -60,21 +60,21 @@ def merge(
     made = merged_model(alone(lm), format)
     there = spread_as(made, lm)
     if corpus is None:
-        loader, measured = _said(lm), f"{ROWS} texts that it says by itself"
+        loader, measured = _said(lm), f"{ROWS} texts sampled from it"
     else:
         loader, facts = make_loader(lm, corpus, window=None)
         measured = described(facts)
     both = divergence(lm.model, lm.params, there.model, there.params, loader)
     made.save(target)
     note(
-        f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the adapter"
-        f" beside it: {both.kl.mean:.2e} nats a token, at most {both.kl_max:.2e}; the same token"
-        f" first in {100 * both.same_top.mean:.2f}% ({measured})"
+        f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the"
+        f" adapter: {both.kl.mean:.2e} nats per token, at most {both.kl_max:.2e}; same top-1 token"
+        f" in {100 * both.same_top.mean:.2f}% ({measured})"
     )
 
 
 def merged_model(lm: "LM", format: str) -> "LM":
-    """The model with the adapter that it takes in its weights, in a format of `weights.formats`."""
+    """Return the model with its adapter merged into the weights, in a given weight format."""
     from jaxllm import models
     from jaxllm.adapters import merged
     from jaxllm.weights.leaves.adapted import alone
@@ -93,7 +93,7 @@ def _said(lm: "LM") -> "Loader":
 
     width = min(WIDTH, lm.config.context_length)
     if width < 2:
-        raise ConfigError("the model's context is too short to measure on")
+        raise ConfigError("the model's context is too short to measure: expected at least 2 tokens")
     rows = from_samples(
         lm.model, lm.params, bos_id=bos_id(lm), rows=ROWS, width=width, seed=0, bos=True
     )

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what is made of them."""
+"""Options that several commands share, and the functions that parse them."""
 
 import dataclasses
 import os
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def dtype_named(name: str | None) -> str | None:
-    """A format of numbers by its full name. Raises ConfigError for an unknown name."""
+    """Return a dtype by its full name. Raises ConfigError for an unknown name."""
     from jaxllm.whole import dtype_name
 
     return None if name is None else dtype_name("a dtype", name)
 
 
 def cache_dtype_named(name: str | None) -> str | None:
-    """A format of keys and values: as `dtype_named`, or int8."""
+    """Return the dtype of cached keys and values: as `dtype_named`, or int8."""
     return name if name == "int8" else dtype_named(name)
 
 
@@ -34,33 +34,43 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A directory, a GGUF file, a demo (demo:llama, demo:gpt2) or hf:owner/name. Also as"
-        " -m MODEL or --model MODEL.",
+        help="Checkpoint directory, GGUF file, demo (demo:llama, demo:gpt2) or hf:owner/name. Also"
+        " as -m MODEL or --model MODEL.",
     ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        callback=dtype_named, help="float32, bfloat16 or float16; by default the checkpoint's."
+        callback=dtype_named,
+        help="Dtype: float32, bfloat16 or float16 [default: the checkpoint's].",
     ),
 ]
-FullDtype = Annotated[str, typer.Option(callback=dtype_named, help="float32, bfloat16 or float16.")]
+FullDtype = Annotated[
+    str, typer.Option(callback=dtype_named, help="Dtype: float32, bfloat16 or float16.")
+]
 Quantize = Annotated[
     str | None,
-    typer.Option(help="Weights: int8, int4, int4-g32, bf16-packed, ... as in jaxllm quantize."),
+    typer.Option(
+        help="Weight format: int8, int4, int4-g32, bf16-packed, ... as for jaxllm quantize."
+    ),
 ]
 PrecisionFile = Annotated[
     Path | None,
-    typer.Option("--precision", help="A JSON table of formats by module path; see the README."),
+    typer.Option("--precision", help="JSON file of formats by module path; see the README."),
 ]
 NewTokens = Annotated[
-    int | None, typer.Option("--max-new-tokens", "-n", help="Default: 256, or what fits.")
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        help="Maximum number of new tokens [default: 256, or what fits the context].",
+    ),
 ]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
         callback=cache_dtype_named,
-        help="Of keys and values: as --dtype, or int8; by default as the activations.",
+        help="Dtype of cached keys and values: as --dtype, or int8 [default: as the activations].",
     ),
 ]
 Temperature = Annotated[
@@ -69,27 +79,30 @@ Temperature = Annotated[
         "--temperature",
         "--temp",
         "-t",
-        help="Sampling temperature [default: greedy, as with 0].",
+        help="Sampling temperature; 0 is greedy [default: greedy].",
     ),
 ]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k best tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the best tokens of mass p.")]
+TopK = Annotated[int | None, typer.Option(help="Number of most likely tokens to sample from.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Total probability of the most likely tokens to sample from (nucleus)."),
+]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", help="Sample among tokens of at least p times the best one's mass."),
+    typer.Option(
+        "--min-p", help="Minimum probability of a token to sample, relative to the most likely one."
+    ),
 ]
 RepetitionPenalty = Annotated[
     float | None,
-    typer.Option(help="Divide the scores of tokens that are in the text by this; 1 is off."),
+    typer.Option(help="Penalty on the logits of tokens already in the text; 1 is off."),
 ]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given more than once.")
-]
+Stop = Annotated[list[str] | None, typer.Option(help="Text to stop before; repeatable.")]
 Overflow = Annotated[
     str | None,
     typer.Option(
-        help="When the context is full: refuse, slide, sinks, heavy, pooled, pooled-by-use,"
-        " segments."
+        help="Policy for a full context: refuse, slide, sinks, heavy, pooled, pooled-by-use,"
+        " segments [default: refuse]."
     ),
 ]
 More = Annotated[
@@ -98,13 +111,13 @@ More = Annotated[
         "--option",
         "-o",
         metavar="NAME=VALUE",
-        help="Any other option of LM.generate, its value as JSON: -o min_p=0.05 -o num_beams=4",
+        help="Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4",
     ),
 ]
 
 
 def check_folder(out: Path) -> Path:
-    """An output, if the folder it is to be in is there. Raises CheckpointError if it is not."""
+    """Return an output path. Raises CheckpointError if its parent folder does not exist."""
 
     def complaint() -> str:
         there = os.path.isdir(out.parent)
@@ -116,15 +129,15 @@ def check_folder(out: Path) -> Path:
 
 
 Out = Annotated[
-    Path, typer.Argument(metavar="OUT", callback=check_folder, help="The directory to write.")
+    Path, typer.Argument(metavar="OUT", callback=check_folder, help="Directory to write.")
 ]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
         "--adapter",
         metavar="[NAME=]DIR",
-        help="An adapter beside the model: PEFT's directory (LoRA, DoRA), or a GGUF file. May be"
-        " given more than once: the first is taken where none is named (-o adapter=NAME).",
+        help="Adapter to load with the model: a PEFT directory (LoRA, DoRA) or a GGUF file."
+        " Repeatable; -o adapter=NAME selects one [default: the first].",
     ),
 ]
 SelfExtend = Annotated[
@@ -132,25 +145,27 @@ SelfExtend = Annotated[
     typer.Option(
         metavar="G,W",
         callback=lambda text: text and ",".join(map(str, group_and_window(text))),
-        help="Read longer texts without training (Self-Extend): tokens more than W away count by"
-        " groups of G, as in 8,512.",
+        help="Self-Extend (longer contexts without training): group size G beyond a neighbor window"
+        " of W tokens, for example 8,512.",
     ),
 ]
 Mesh = Annotated[
     str | None,
     typer.Option(
         metavar="AXES",
-        help="Spread the model over devices, as data=2,tensor=4: rows, and heads, MLPs and"
-        " vocabulary. JAX_NUM_CPU_DEVICES=8 in the environment has a CPU pass for eight.",
+        help="Device mesh, for example data=2,tensor=4: data shards rows; tensor shards heads, MLPs"
+        " and vocabulary. JAX_NUM_CPU_DEVICES=8 in the environment simulates eight CPU devices.",
     ),
 ]
 Exact = Annotated[
     bool,
-    typer.Option("--exact", help="With --mesh: sum as one device does, and send twice as much."),
+    typer.Option(
+        "--exact", help="With --mesh: the exact sums of one device, for twice the communication."
+    ),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--strict", help="Refuse settings of a checkpoint's files that nothing reads."),
+    typer.Option("--strict", help="Raise an error for checkpoint settings that nothing reads."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Seed = Annotated[
@@ -163,19 +178,19 @@ Seed = Annotated[
 
 
 def group_and_window(text: str) -> tuple[int, int]:
-    """The two numbers of --self-extend. Raises ConfigError for what is no such pair."""
+    """Parse --self-extend, "G,W". Raises ConfigError for any other text."""
     numbers = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
     if not numbers:
         raise ConfigError(
-            "--self-extend takes the size of a group and the window of neighbours, as in 8,512;"
-            f" got {text!r:.40}"
+            f"--self-extend must be GROUP,WINDOW (group size and neighbor window), for example"
+            f" 8,512: got {text!r:.40}"
         )
     return int(numbers[1]), int(numbers[2])
 
 
 def begin_reading(model: str, *changes: str | Path | None) -> None:
-    """Begin with what can be done beside importing JAX: threads look through a directory's weights,
-    if nothing asks for `changes` of what they are."""
+    """Start threads that scan a directory's weights for NaN while JAX is imported, unless one of
+    `changes` (dtype, format, mesh) is set."""
     from jaxllm.weights.ahead import begin
 
     if changes.count(None) == len(changes):
@@ -199,18 +214,21 @@ def load_model(
     reuse_compiled: bool = True,
     show_progress: bool | None = None,
 ) -> "LM":
-    """The model in the formats that the options name; what is not named is the checkpoint's.
+    """Load a model with the given options; the checkpoint decides what is None.
 
-    adapters: directories beside it, each after its name and "=" where it is given one.
-    self_extend: "G,W", as `group_and_window` reads it. mesh, exact, fsdp, strict: as `load` takes
-    them. reuse_compiled: look first for programs that an earlier process compiled. show_progress:
-    by default where stderr is a terminal.
+    Args:
+      adapters: adapter paths, each optionally as NAME=DIR.
+      self_extend: "G,W", parsed by `group_and_window`.
+      mesh, exact, fsdp, strict: as in `load`.
+      reuse_compiled: use programs that an earlier process compiled.
+      show_progress: None shows progress if stderr is a terminal.
     """
     table = None if precision is None else read_json_option("--precision", precision)
-    # Importing JAX takes seconds; a download and reading weights have bars of their own.
+    # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
     quiet = show_progress is False or model.startswith("hf:")
     with waiting(None if quiet else f"loading {model}"):
-        from jaxllm.loading import load, open_checkpoint
+        from jaxllm.api import load
+        from jaxllm.forms import open_checkpoint
         from jaxllm.programs import keep_programs
 
         if reuse_compiled:
@@ -244,7 +262,7 @@ def load_model(
 
 
 def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:
-    """Directories, by name where all have one, as `load` takes them."""
+    """Return adapter paths for `load`: a list, or a dict if at least one has a name."""
     pairs = [item.partition("=") for item in given]
     if not any(equals for _, equals, _ in pairs):
         return [Path(item) for item in given]
@@ -253,13 +271,15 @@ def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:
         path = Path(directory if equals else name)
         name = name if equals else path.resolve().name.removesuffix(".gguf")
         if name in named:
-            raise ConfigError(f"--adapter: two adapters are called {name!r:.60}; name one NAME=DIR")
+            raise ConfigError(
+                f"--adapter: two adapters are named {name!r:.60}; rename one: NAME=DIR"
+            )
         named[name] = path
     return named
 
 
 def read_json_option(option: str, file: Path) -> Any:
-    """What a JSON file that an option names says. Raises ConfigError for what is no JSON."""
+    """Return the content of an option's JSON file. Raises ConfigError if it cannot be read."""
     from jaxllm.files import parse_json, read_text
 
     try:
@@ -269,26 +289,26 @@ def read_json_option(option: str, file: Path) -> Any:
 
 
 def precision_over(base: "Precision", data: Any, where: str) -> "Precision":
-    """A table over `base`: an object of `Precision`'s fields, or its overrides alone.
+    """Return `base` with a table applied: an object of `Precision` fields, or only its overrides.
 
     Overrides are rows `[regex over module paths, {"weights": ..., "activations": ..., "output":
-    ...}]`, the first that matches wins. Raises ConfigError for what is neither.
+    ...}]`; the first match wins. Raises ConfigError for any other data.
     """
     from jaxllm.weights.precision import Precision
 
     if isinstance(data, list):
         data = {"overrides": data}
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: an object or a list of rows, got {data!r:.40}")
+        raise ConfigError(f"{where} must be an object or a list of rows: got {data!r:.40}")
     return Precision.from_dict({**dataclasses.asdict(base), **data}, where)
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Find out before the work whether a file can be written there, so far as can be known; of a
-    group of processes the first looks, and all are told.
+    """Check before the work that an option's file can be written. In a group of processes the
+    first one checks and all raise.
 
     Raises:
-      CheckpointError: its folder is not there or may not be written to, or it is a directory.
+      CheckpointError: its folder does not exist or is not writable, or it is a directory.
     """
     if path is not None:
         distributed.once(lambda: _check_writable(option, path))
@@ -301,13 +321,16 @@ def _check_writable(option: str, path: Path) -> None:
     if path.is_dir():
         raise CheckpointError(f"{option} {path} is a directory; name a file")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise CheckpointError(f"{option} {path}: may not be written to")
+        raise CheckpointError(f"{option} {path}: no write permission")
 
 
 def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
-    """Options of `LM.generate`: those given, checked. Naming top-k, top-p or min-p means to sample.
+    """Return the given options of `LM.generate`, checked. top-k, top-p and min-p imply sampling.
 
-    kind: what they are for. Raises SamplingError for what no model would take.
+    Args:
+      kind: the method that they are for.
+
+    Raises SamplingError for values that no model accepts.
     """
     options = {name: value for name, value in named.items() if value not in (None, [])}
     options |= read_more(more)
@@ -320,22 +343,23 @@ def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any
 
 
 def read_more(more: list[str] | None, source: str = "--option") -> dict[str, Any]:
-    """Options that were given as NAME=VALUE, not checked. Raises SamplingError for another form.
+    """Parse NAME=VALUE options, without checking them. Raises SamplingError for any other form.
 
-    source: what gave them, for messages.
+    Args:
+      source: the option or command they come from, for messages.
     """
     options = {}
     for item in more or []:
         name, equals, value = item.partition("=")
         if not equals:
-            raise SamplingError(f"{source} takes NAME=VALUE, got {item!r:.80}")
+            raise SamplingError(f"{source} must be NAME=VALUE: got {item!r:.80}")
         name = name.replace("-", "_")
         options["stop_strings" if name == "stop" else name] = _value(f"{source} {name}", value)
     return options
 
 
 def _value(where: str, text: str) -> Any:
-    """What an option's JSON says; whatever does not begin as JSON is a text without its quotes."""
+    """Parse an option's JSON value; what does not start like JSON is an unquoted string."""
     from jaxllm.files import parse_json
 
     try:

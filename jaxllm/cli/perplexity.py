@@ -1,4 +1,4 @@
-"""`jaxllm perplexity`: how well a model predicts a text, and how another differs from it."""
+"""`jaxllm perplexity`: perplexity of a text, and divergence between two models on it."""
 
 import json
 from pathlib import Path
@@ -74,44 +74,40 @@ def perplexity(
     self_extend: SelfExtend = None,
     compare: Annotated[
         str | None,
-        typer.Option(
-            help="The other model, by default MODEL again, compared with MODEL as reference."
-        ),
+        typer.Option(help="Other model, compared with MODEL as the reference [default: MODEL]."),
     ] = None,
     other_dtype: Annotated[
         str | None,
-        typer.Option(
-            callback=dtype_named, help="--dtype of the other model; by default as --dtype."
-        ),
+        typer.Option(callback=dtype_named, help="Dtype of the other model [default: --dtype]."),
     ] = None,
     other_quantize: Annotated[
-        str | None, typer.Option(help="--quantize of the other model.")
+        str | None, typer.Option(help="Weight format of the other model.")
     ] = None,
     journal: Annotated[
         Path | None,
-        typer.Option(help="Keep every batch's numbers in this file, and go on from what it has."),
+        typer.Option(
+            help="File that stores the numbers of every batch; a second run resumes from it."
+        ),
     ] = None,
     by_position: Annotated[
         bool,
         typer.Option(
             "--by-position",
-            help="Also the loss by how many tokens of its window stand before a token.",
+            help="Report the loss by position in the window, too.",
         ),
     ] = False,
     buckets: Annotated[
         int | None,
-        typer.Option(
-            help="--by-position: so many buckets of equal size; by default 1, 2-3, 4-7, ..."
-        ),
+        typer.Option(help="Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...]."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="--by-position: draw it as a PNG file.")
+        Path | None, typer.Option(help="PNG file to draw: the loss by position.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a text: perplexity, KL divergence.
 
-    The perplexity has its standard error, the KL divergence is another model's from this one.
+    Prints the perplexity with its standard error, and the KL divergence of another model.
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
@@ -122,7 +118,7 @@ def perplexity(
     alone = compare is None and other_dtype is None and other_quantize is None
     _check_by_position(by_position, alone, buckets, picture)
     if journal is not None and distributed.several():
-        raise ConfigError("--journal is for one process: several cannot go on from one's")
+        raise ConfigError("--journal cannot be combined with --distributed: leave one out")
     corpus = read_corpus(text, documents, separate)
     lm = load_model(
         model,
@@ -156,7 +152,7 @@ def perplexity(
         if by_position:
             each = _each_position(logprob_N, loader, borders)
             report["by_position"] = [_bucket(b) for b in each]
-            rows += [("position", "tokens   nats a token"), *map(_bucket_line, each)]
+            rows += [("position", "tokens   nats per token"), *map(_bucket_line, each)]
             if picture is not None:
                 from jaxllm.evaluate.likelihood.positions import plot
 
@@ -181,12 +177,13 @@ def perplexity(
 
 
 def _check_by_position(asked: bool, alone: bool, buckets: int | None, picture: Path | None) -> None:
-    """Raise ConfigError for options that do not go together, before anything is loaded."""
+    """Raise ConfigError for options that cannot be combined, before anything is loaded."""
     if not asked and (buckets is not None or picture is not None):
-        raise ConfigError("--buckets and --picture go with --by-position")
+        raise ConfigError("--buckets and --picture require --by-position")
     if asked and not alone:
         raise ConfigError(
-            "--by-position is of one model: run it once for each, without --compare and --other-..."
+            "--by-position measures one model: run it once for each, and leave out --compare and"
+            " --other-*"
         )
     check_writable("--picture", picture)
     if picture is not None:
@@ -227,11 +224,11 @@ def _bucket_line(found: "Bucket") -> tuple[str, str]:
 
 
 def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
-    """Raise TokenError where the other model would read the text as other tokens."""
+    """Raise TokenError if the other model encodes the text differently."""
     if lm.tokenizer is None or other.tokenizer is None or lm.path == other.path:
         return
     if encode(lm, corpus) != encode(other, corpus):
-        raise TokenError(f"{lm.path} and {other.path} make different tokens of the text")
+        raise TokenError(f"{lm.path} and {other.path} encode the text to different tokens")
 
 
 def _numbers(found: "Perplexity") -> dict[str, Any]:
@@ -264,7 +261,7 @@ def differences(found: "Divergence") -> dict[str, Any]:
 def _lines(found: "Perplexity", whose: str = "") -> list[tuple[str, str]]:
     return [
         (f"tokens scored{whose}", f"{found.tokens:,}"),
-        (f"negative log-likelihood{whose}", f"{_shown(found.nll)} nats a token"),
+        (f"negative log-likelihood{whose}", f"{_shown(found.nll)} nats per token"),
         (f"perplexity{whose}", _shown(found.perplexity)),
     ]
 

@@ -1,4 +1,4 @@
-"""`jaxllm plan`: what a model takes on a mesh of devices, before there is one."""
+"""`jaxllm plan`: estimate memory and communication of a model on a device mesh."""
 
 import dataclasses
 import json
@@ -17,40 +17,44 @@ EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024
 def plan(
     model: Model = "demo:llama",
     mesh: Annotated[
-        str | None, typer.Option(help="As in data=2,tensor=4; by default one device.")
+        str | None, typer.Option(help="Device mesh, as in data=2,tensor=4 [default: one device].")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(help="Propose meshes for so many devices, the best first.")
+        int | None, typer.Option(help="Number of devices to propose meshes for, best first.")
     ] = None,
     batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="Rows, over all devices.")
+        int, typer.Option("--batch-size", "--batch", help="Rows, in total over all devices.")
     ] = 1,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of a row; by default the model's.")
+        int | None, typer.Option(help="Tokens per row [default: the model's].")
     ] = None,
     hardware: Annotated[
         str,
         typer.Option(
-            help="h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,bandwidth=20g,"
-            "link=10g (then node=, across=, latency=)."
+            help="Device: h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,"
+            "bandwidth=20g,link=10g (optionally node=, across=, latency=)."
         ),
     ] = "h100",
     goal: Annotated[
         str,
-        typer.Option(help="Of --devices: latency of a token, throughput, or prompt (its time)."),
+        typer.Option(
+            help="Goal of --devices: latency (per token), throughput, or prompt (prefill time)."
+        ),
     ] = "latency",
     microbatches: Annotated[
-        int | None, typer.Option(help="Groups of rows in a pipeline; by default as many as stages.")
+        int | None, typer.Option(help="Pipeline microbatches [default: the number of stages].")
     ] = None,
-    exact: Annotated[bool, typer.Option(help="Without partial sums: one device's bits.")] = False,
+    exact: Annotated[
+        bool, typer.Option(help="The exact sums of one device, without partial sums.")
+    ] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and communication on a mesh.
 
-    Bytes, communication, idle time, what fits. Reads no weights; MODEL may be a config.json of
-    Hugging Face's alone, or a directory with nothing else.
+    Prints bytes, communication, idle time, and what fits. Reads no weights; MODEL may be just a
+    Hugging Face config.json, or a directory with only that file.
     """
     with waiting("starting"):
         from jaxllm.mesh.axes import Axes, parse
@@ -65,7 +69,7 @@ def plan(
         from jaxllm.whole import whole
 
     if mesh is not None and devices is not None:
-        raise ConfigError("--mesh says which mesh, --devices asks for one: give one of them")
+        raise ConfigError("--mesh and --devices cannot be combined: leave one out")
     whole("--batch", batch, 1, error=ConfigError)
     wanted = None if devices is None else whole("--devices", devices, 1, 1 << 20, ConfigError)
     if context is not None:

@@ -1,4 +1,4 @@
-"""`jaxllm quantize`: a checkpoint with smaller weights."""
+"""`jaxllm quantize`: write a checkpoint with quantized weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -21,36 +21,42 @@ Examples:
 def quantize(
     model: Model,
     target: Out,
-    bits: Annotated[int, typer.Option(help="8, 4, 3 or 2.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits per weight: 8, 4, 3 or 2.")] = 8,
     group: Annotated[
         int | None,
         typer.Option(
-            help="Columns that share a scale: 32, 64 or 128; by default a row of 8 bits, else 64."
+            help="Group size, in columns per scale: 32, 64 or 128 [default: the whole row for 8"
+            " bits, else 64]."
         ),
     ] = None,
     zero_point: Annotated[
-        bool, typer.Option("--zero-point", help="From least to largest, not symmetric.")
+        bool, typer.Option("--zero-point", help="Asymmetric quantization (with zero points).")
     ] = False,
     half_scales: Annotated[
-        bool, typer.Option("--half-scales", help="float16 scales in place of float32.")
+        bool, typer.Option("--half-scales", help="Scales in float16 instead of float32.")
     ] = False,
     name: Annotated[
         str | None,
-        typer.Option("--format", help="In place of the above: bf16-packed, int4-g32, ..."),
+        typer.Option(
+            "--format", help="Format to use instead of the above: bf16-packed, int4-g32, ..."
+        ),
     ] = None,
     rules: Annotated[
         Path | None,
-        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+        typer.Option(
+            help="JSON file to use instead: a list of [regex over parameter paths, format or null]."
+        ),
     ] = None,
     dtype: Dtype = None,
 ) -> None:
     """Write a checkpoint with quantized matrices.
 
-    It is in jaxllm's own form; norms and biases stay.
+    Writes jaxllm's format; norms and biases are not quantized.
     """
     with waiting("starting"):  # JAX is imported
+        from jaxllm.api import load
         from jaxllm.checkpoint import claim
-        from jaxllm.loading import load, open_checkpoint
+        from jaxllm.forms import open_checkpoint
         from jaxllm.weights.quantize import rules_of
 
     wanted = read_rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
@@ -72,9 +78,9 @@ def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> 
 
 
 def read_rules(file: Path) -> list[tuple[str, str | None]]:
-    """The rules of a JSON file: `[[regex over whole parameter paths, format or null], ...]`.
+    """Read rules from a JSON file: `[[regex over whole parameter paths, format or null], ...]`.
 
-    Raises ConfigError for a file that is none.
+    Raises ConfigError if the file has any other form.
     """
     from jaxllm.files import as_schema
 

@@ -1,4 +1,4 @@
-"""`jaxllm recall`: does a model still know a fact, by its depth in texts of several lengths?"""
+"""`jaxllm recall`: needle-in-a-haystack test by depth, length and cache policy."""
 
 import json
 from collections.abc import Callable
@@ -33,34 +33,36 @@ EXAMPLE = (
 def recall(
     model: Model = "demo:llama",
     lengths: Annotated[
-        str, typer.Option(help="Tokens of the texts with their question, with commas.")
+        str, typer.Option(help="Text lengths in tokens, question included, comma-separated.")
     ] = "96,192,384",
     depths: Annotated[
-        str, typer.Option(help="Where the fact stands, 0 for the begin to 1 for the end.")
+        str, typer.Option(help="Depths of the fact, from 0 (start) to 1 (end), comma-separated.")
     ] = "0,0.25,0.5,0.75,1",
     policies: Annotated[
         str,
         typer.Option(
-            help="How texts are kept: full (a slot for every token), slide (begin again from the"
-            " recent half), window, sinks (the first tokens and a window), heavy (the most attended"
-            " to), pooled, pooled-by-use (older tokens by four in a slot), self-extend (full, with"
-            " positions in groups), segments (Infini-attention's own: finished segments leave)."
+            help="Cache policies, comma-separated: full (a slot for every token), slide (restart"
+            " from the recent half), window, sinks (the first tokens and a window), heavy (the most"
+            " attended tokens), pooled, pooled-by-use (four older tokens per slot), self-extend"
+            " (full, with grouped positions), segments (Infini-attention: drops finished segments)."
         ),
     ] = "full",
     slots: Annotated[
         int | None,
-        typer.Option(help="Of the cache of all but full; by default half the shortest text."),
+        typer.Option(
+            help="Cache slots of all policies but full [default: half the shortest length]."
+        ),
     ] = None,
-    tries: Annotated[int, typer.Option(help="Texts for each length and depth.")] = 8,
+    tries: Annotated[int, typer.Option(help="Number of texts per length and depth.")] = 8,
     texts: Annotated[
         str,
         typer.Option(
-            help="passkey: a number in a text that says nothing; story: a name in a story of the"
-            " demo models' grammar; meetings: one name of several, for models of"
-            " scripts/train_long.py; auto: story for the demo models, else passkey."
+            help="Haystack: passkey (a number in filler text), story (a name in a story in the demo"
+            " models' grammar), meetings (one of several names, for models of"
+            " scripts/train_long.py), auto (story for the demo models, else passkey)."
         ),
     ] = "auto",
-    seed: Annotated[int, typer.Option(help="The same seed, the same texts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the texts.")] = 0,
     dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
     quantize: Quantize = None,
@@ -68,18 +70,16 @@ def recall(
     mesh: Mesh = None,
     exact: Exact = False,
     self_extend: SelfExtend = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write all numbers to this file, as JSON.")
-    ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw heat maps as a PNG file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write: all numbers.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="PNG file to draw: heat maps.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hide a fact in texts and ask for it at their end.
+    """Hide a fact in texts and ask for it at the end.
 
-    By depth, length and policy of the cache.
+    Reports recall by depth, length and cache policy.
 
-    An answer is right where it is the likeliest of those offered, and greedy where decoding would
-    give it. What is printed is the percentage of texts: right / greedy.
+    Prints two percentages of texts, right / greedy: the right answer is the most likely of the
+    choices / is what greedy decoding generates.
     """
     from jaxllm.files import finite_json
 
@@ -87,7 +87,7 @@ def recall(
     check_writable("--picture", picture)
     chosen = [name.strip() for name in policies.split(",") if name.strip()]
     if self_extend is not None and "self-extend" not in chosen:
-        raise ConfigError("--self-extend goes with --policies self-extend")
+        raise ConfigError("--self-extend requires --policies self-extend")
     asked_lengths = _numbers("--lengths", lengths, int)
     asked_depths = _numbers("--depths", depths, float)
     if picture is not None:
@@ -100,7 +100,7 @@ def recall(
     from jaxllm.evaluate.recall import grid, report
 
     if lm.tokenizer is None:
-        raise TokenError(f"{lm.path} has no tokenizer, and the texts are made of words")
+        raise TokenError(f"{lm.path} has no tokenizer, which recall requires. Add its files there")
     if texts == "auto":
         texts = "story" if model.startswith("demo:") else "passkey"
     extended = None
@@ -133,26 +133,26 @@ def recall(
         note(f"{out} written")
     if picture is not None:
         maps = report.by_policy(cells)
-        report.plot(maps, picture, f"{model}: {texts} recalled, {slots} slots but for full")
+        report.plot(maps, picture, f"{model}: {texts} recalled, {slots} slots (except full)")
         note(f"{picture} written")
     if as_json:
         write(told + "\n")
         return
     note(
-        f"{texts}: % of {tries} texts with the right answer the likeliest of {cells[0].choices}"
-        f" (guessing gets {100 / cells[0].choices:.0f}%) / given by greedy decoding; {slots} cache"
-        " slots, except full"
+        f"{texts}: % of {tries} texts whose right answer is the most likely of {cells[0].choices}"
+        f" (chance: {100 / cells[0].choices:.0f}%) / generated by greedy decoding; {slots} cache"
+        " slots (except full)"
     )
     for line in report.table(cells):
         write(line + "\n")
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers with commas between them, each once."""
+    """Parse comma-separated numbers, without duplicates."""
     try:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
         found = []
     if not found:
-        raise ConfigError(f"{option} takes numbers with commas between them, got {text!r:.60}")
+        raise ConfigError(f"{option} must be comma-separated numbers: got {text!r:.60}")
     return list(dict.fromkeys(found))

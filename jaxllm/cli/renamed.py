@@ -1,4 +1,4 @@
-"""Old names of training's options, and names from elsewhere: each is answered with ours."""
+"""Old and foreign names of training options: each error names the current option."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ RENAMED = {
 
 
 class TrainCommand(Command):
-    """A command that answers old names of its options with the new ones."""
+    """A command whose errors for old option names give the new ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -43,5 +43,5 @@ class TrainCommand(Command):
             asked = getattr(error, "option_name", "")
             name = RENAMED.get(asked)
             if name is not None and any(name in parameter.opts for parameter in self.params):
-                raise ConfigError(f"no option {asked}: it is called {name}") from None
+                raise ConfigError(f"no such option: {asked}. Use {name}") from None
             raise

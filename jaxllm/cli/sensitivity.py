@@ -1,4 +1,4 @@
-"""`jaxllm sensitivity`: which parts of a model suffer from a lower precision."""
+"""`jaxllm sensitivity`: which parts of a model lose most from lower precision."""
 
 import json
 from pathlib import Path
@@ -30,28 +30,30 @@ def sensitivity(
     text: Text = None,
     documents: Documents = None,
     format: Annotated[
-        str, typer.Option(help="What to lower to: int8, int4, int4-g32, bfloat16, ...")
+        str, typer.Option(help="Format to lower to: int8, int4, int4-g32, bfloat16, ...")
     ] = "int4",
     by: Annotated[
         str,
-        typer.Option(help="layer, kind (q_proj of all layers, ...) or module (each matrix)."),
+        typer.Option(
+            help="Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix)."
+        ),
     ] = "layer",
     window: Window = None,
     stride: Stride = None,
     batch: Rows = None,
-    limit: Annotated[int, typer.Option(help="Only the first so many windows.")] = 8,
+    limit: Annotated[int, typer.Option(help="Maximum number of windows.")] = 8,
     dtype: Dtype = None,
     mesh: Mesh = None,
     exact: Exact = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the ranking as a PNG file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the ranking.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rank groups of matrices by what lower precision costs.
+    """Rank groups of matrices by the cost of lower precision.
 
-    One group is lowered at a time.
+    Lowers one group at a time.
 
-    The measure is the mean KL divergence from the unchanged model, with its standard error. A
-    group's regex, as --json prints it, is a rule for `jaxllm.quantize`.
+    The cost is the mean KL divergence from the unchanged model, with its standard error. A group's
+    regex, as --json prints it, is a rule for `jaxllm.quantize`.
     """
     check_writable("--plot", plot)
     corpus = read_corpus(text, documents, separate=False)

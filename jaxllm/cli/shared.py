@@ -1,4 +1,4 @@
-"""Options that commands have in common, a set at a time: dataclasses whose fields are flags."""
+"""Groups of options that commands share: dataclasses whose fields are flags."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def draw_seed() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How text is made."""
+    """Options of text generation."""
 
     max_new_tokens: NewTokens = None
     temperature: Temperature = None
@@ -57,13 +57,13 @@ class Sampling:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Those that are options of `LM.generate` by their names, without the seed."""
+        """The options of `LM.generate` by name, without the seed."""
         return {name: x for name, x in vars(self).items() if name not in ("more", "seed")}
 
     def given_seed(self, otherwise: int | str) -> int | str:
-        """Return --seed as a number or "random", `otherwise` if it is not given.
+        """Return --seed as a number or "random"; `otherwise` if it is not given.
 
-        Raises SamplingError for another text.
+        Raises SamplingError for any other text.
         """
         if self.seed is None or self.seed == "random":
             return otherwise if self.seed is None else "random"
@@ -74,14 +74,14 @@ class Sampling:
         return int(self.seed)
 
     def draw_seed(self) -> int:
-        """Return --seed, or a random number, the same in all processes of a group."""
+        """Return --seed, or a random seed, the same in all processes of a group."""
         seed = self.given_seed("random")
         return draw_seed() if seed == "random" else int(seed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What a model is to be like, and where."""
+    """Options of model loading: formats, adapters, mesh."""
 
     dtype: Dtype = None
     cache_dtype: CacheDtype = None
@@ -94,24 +94,25 @@ class Loading:
     strict: Strict = False
 
     def begin(self, model: str) -> None:
-        """As `options.begin_reading`."""
+        """Call `options.begin_reading`."""
         begin_reading(model, self.dtype, self.quantize, self.precision, self.mesh)
 
     def load(self, model: str, **more: Any) -> "LM":
-        """As `options.load_model`, which takes `more` too."""
+        """Call `options.load_model` with these options and `more`."""
         given = {name: x for name, x in vars(self).items() if name != "adapter"}
         return load_model(model, adapters=self.adapter, **given, **more)
 
     def facts(self) -> dict[str, Any]:
-        """The same as JSON says it, with what the table of formats says."""
+        """Return the options as JSON values, with the content of the --precision file."""
         file = self.precision
         table = None if file is None else read_json_option("--precision", file)
         return {**vars(self), "precision": table}
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of dataclasses in place of its arguments that are such: behind
-    its own, each set in its order.
+    """Wrap a command: each parameter of a dataclass type becomes that dataclass's fields as flags.
+
+    The flags follow the command's other parameters, in the order of the fields.
     """
     hints = get_type_hints(function, include_extras=True)
     given = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""What a person types into `jaxllm chat`: lines edited with prompt_toolkit, or read from a pipe.
+"""Input of `jaxllm chat`: lines edited with prompt_toolkit on a terminal, or read from a pipe.
 
 prompt_toolkit is imported only for a terminal. Its prompt runs in a thread, because in the main
 thread it would take over the signals that `jaxllm.process` waits for.
@@ -20,31 +20,32 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyBindings
 
 VARIABLE = "JAXLLM_CHAT_HISTORY"
-MOST_BYTES = 1 << 20  # of a history; an older half is dropped
+MOST_BYTES = 1 << 20  # of the history file; a larger one loses its older part
 LEFT, INTERRUPTED = 0, 130  # exit statuses: Ctrl-D, and Ctrl-C twice
-AGAIN = "Ctrl-C again or Ctrl-D leaves"
+AGAIN = "press Ctrl-C again or Ctrl-D to leave"
 
-Reader = Callable[[], "str | int"]  # the next line, or the status to leave with
+Reader = Callable[[], "str | int"]  # returns the next line, or the exit status
 
 
 def on_terminal() -> bool:
-    """Whether a person types and reads."""
+    """Return whether stdin and stdout are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def line_reader(**streams: Any) -> Reader:
-    """Return the function that reads the next line: from the terminal, or from a pipe.
+    """Return a function that reads the next line from the terminal or a pipe.
 
-    streams: input and output of prompt_toolkit's, for tests; by default the terminal.
+    Args:
+      streams: input and output for prompt_toolkit, for tests; by default the terminal.
     """
     return _typed(**streams) if streams or on_terminal() else _piped
 
 
 @contextlib.contextmanager
 def hold_keys() -> Iterator[None]:
-    """Keep what is typed for the next prompt, and do not show it: a Ctrl-D then leaves.
+    """Buffer keys for the next prompt without echo, so that a Ctrl-D typed during an answer leaves.
 
-    Without this the terminal would turn a Ctrl-D that is typed during an answer into nothing.
+    In its normal mode the terminal would discard that Ctrl-D.
     """
     if not on_terminal() or importlib.util.find_spec("termios") is None:
         yield
@@ -62,10 +63,10 @@ def hold_keys() -> Iterator[None]:
 
 
 def history_file() -> Path | None:
-    """The file that keeps what this user typed: private, made if need be; None: it is turned off.
+    """Return this user's history file, created if necessary and private; None if it is disabled.
 
-    JAXLLM_CHAT_HISTORY names the file, 0 means none; by default it is `jaxllm/chat_history` in
-    XDG_STATE_HOME. A file that cannot be used is named on stderr.
+    JAXLLM_CHAT_HISTORY names the file, 0 disables it; the default is `jaxllm/chat_history` in
+    XDG_STATE_HOME. If the file cannot be used, a line on stderr names it.
     """
     named = os.environ.get(VARIABLE, "")
     if named == "0":
@@ -78,7 +79,7 @@ def history_file() -> Path | None:
         with open(os.open(file, flags, 0o600), "r+b") as opened:
             found = os.fstat(opened.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
-                raise OSError(0, "it is not a regular file of this user")
+                raise OSError(0, "not a regular file of this user")
             os.fchmod(opened.fileno(), 0o600)
             if found.st_size > MOST_BYTES:
                 opened.seek(-MOST_BYTES // 2, os.SEEK_END)
@@ -86,8 +87,8 @@ def history_file() -> Path | None:
                 opened.seek(0)
                 opened.write(b"\n#" + recent)
                 opened.truncate()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        note(f"lines are not kept in {file}: {getattr(error, 'strerror', None) or error}")
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        note(f"cannot save lines in {file}: {getattr(error, 'strerror', None) or error}")
         return None
     return file
 
@@ -97,7 +98,7 @@ def _piped() -> str | int:
 
 
 def _typed(**streams: Any) -> Reader:
-    """A reader of lines that can be edited and recalled; a paste of several lines is one."""
+    """Return a reader with line editing and history; a paste of several lines is one line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.utils import is_dumb_terminal
 
@@ -121,7 +122,7 @@ def _typed(**streams: Any) -> Reader:
             except UnicodeEncodeError:
                 note("that line is not UTF-8 text")
             else:
-                if not is_dumb_terminal():  # what is pasted during an answer is one line too
+                if not is_dumb_terminal():  # for a paste during an answer, too
                     session.output.enable_bracketed_paste()
                     session.output.flush()
                 return text.rstrip("\n") + "\n"
@@ -130,7 +131,7 @@ def _typed(**streams: Any) -> Reader:
 
 
 def _keys() -> "KeyBindings":
-    """Ctrl-C clears a line, or interrupts an empty one; Alt-Enter begins another line."""
+    """Bind Ctrl-C (clear the line, or interrupt if it is empty) and Alt-Enter (newline)."""
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
 

@@ -35,18 +35,21 @@ EXAMPLE_PROMPT = (
 RouterLoss = Annotated[
     float,
     typer.Option(
-        help="Of mixtures of experts: add the auxiliary loss of transformers, times this."
+        help="Weight of the load-balancing loss of mixtures of experts, as in transformers."
     ),
 ]
 ByLayer = Annotated[
-    bool, typer.Option("--router-loss-by-layer", help="The mean of each layer's own instead.")
+    bool,
+    typer.Option(
+        "--router-loss-by-layer", help="Average the router loss over layers, instead of pooling."
+    ),
 ]
 Capacity = Annotated[
     float | None,
     typer.Option(
         "--capacity-factor",
-        help="While training an expert takes no more tokens than this times an even share; by"
-        " default all.",
+        help="Expert capacity in training, as a multiple of an even share of the tokens [default:"
+        " unlimited].",
     ),
 ]
 EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
@@ -59,10 +62,10 @@ def full(
     options: Options,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Train what this regex names alone; may be given more than once."),
+        typer.Option(help="Regex of the only parameters to train; repeatable."),
     ] = None,
     keep_zeros: Annotated[
-        bool, typer.Option("--keep-zeros", help="What is zero (pruned) stays zero.")
+        bool, typer.Option("--keep-zeros", help="Keep zero (pruned) weights at zero.")
     ] = False,
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
@@ -70,24 +73,24 @@ def full(
     pipeline: Annotated[
         str | None,
         typer.Option(
-            help="With --mesh stage=N: the order of microbatches, gpipe, or 1f1b, which keeps no"
-            " more of them than there are stages."
+            help="Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many"
+            " microbatches as there are stages)."
         ),
     ] = None,
     microbatches: Annotated[
-        int, typer.Option(min=1, help="With --pipeline: of a device's rows of a batch.")
+        int, typer.Option(min=1, help="Microbatches per device batch, with --pipeline.")
     ] = 4,
     gate_lr: Annotated[
         float | None,
         typer.Option(
-            help="Of an Infini-attention model alone: learning rate of its gates; by default 0.01."
+            help="Learning rate of the gates of an Infini-attention model [default: 0.01]."
         ),
     ] = None,
 ) -> None:
-    """Train all weights of a model, or some, on texts. The result is a model of its own.
+    """Train all weights of a model, or some, on texts. The result is a complete model.
 
-    The state is kept in OUT.parts on the way: a run that was interrupted goes on from it, bit for
-    bit, with the same command.
+    The state is saved in OUT.parts during the run: the same command resumes an interrupted run from
+    it, bit for bit.
     """
     with waiting("starting"):
         from jaxllm.train import jobs
@@ -100,7 +103,7 @@ def full(
         rules = tuple((regex, True) for regex in only) if only else ALL
         check_rules(checked.opened, rules)
         if pipeline is not None and options.mesh is None:
-            raise ConfigError("--pipeline is of a mesh with stages: give --mesh stage=N, N from 2")
+            raise ConfigError("--pipeline requires stages: give --mesh stage=N with N >= 2")
     lm = loaded(model, options, "float32")
     scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
     if scheduled is not None:
@@ -118,53 +121,63 @@ def lora(
     options: Options,
     rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="LoRA rank.")] = 8,
     lora_alpha: Annotated[
-        float | None, typer.Option(help="The scale is this / rank; by default twice the rank.")
+        float | None,
+        typer.Option(help="LoRA alpha: the scale is alpha / rank [default: 2 * rank]."),
     ] = None,
-    lora_dropout: Annotated[float, typer.Option(help="Dropout of the inputs, 0 to 1.")] = 0.0,
+    lora_dropout: Annotated[
+        float, typer.Option(help="Dropout of the adapter's inputs, 0 to 1.")
+    ] = 0.0,
     target_modules: Annotated[
         list[str] | None,
         typer.Option(
-            help="Ends of module names (q_proj,v_proj), a regex of whole names, or all-linear: all"
-            " but the head, the default. Names may also be given one by one."
+            help="Suffixes of module names (q_proj,v_proj), a regex of whole names, or all-linear"
+            " (all but the head) [default: all-linear]; repeatable for names."
         ),
     ] = None,
     exclude_modules: Annotated[
-        list[str] | None, typer.Option(help="Modules to leave out: names' ends, or a regex.")
+        list[str] | None, typer.Option(help="Modules to exclude: name suffixes, or a regex.")
     ] = None,
     layers_to_transform: Annotated[
         str | None,
-        typer.Option(metavar="N,N-N", help="Layers by number, as 0,4-7; with names as targets."),
+        typer.Option(
+            metavar="N,N-N", help="Layer numbers, as in 0,4-7; with names in --target-modules."
+        ),
     ] = None,
     rank_pattern: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX=N", help="Rank of modules whose name ends so; repeatable."),
+        typer.Option(
+            metavar="REGEX=N", help="Rank of modules whose name ends in REGEX; repeatable."
+        ),
     ] = None,
     alpha_pattern: Annotated[
         list[str] | None,
-        typer.Option(metavar="REGEX=X", help="Alpha of modules whose name ends so; repeatable."),
+        typer.Option(
+            metavar="REGEX=X", help="Alpha of modules whose name ends in REGEX; repeatable."
+        ),
     ] = None,
-    dora: Annotated[bool, typer.Option("--dora", help="DoRA: a magnitude for each row.")] = False,
+    dora: Annotated[bool, typer.Option("--dora", help="DoRA: a magnitude per row.")] = False,
     rslora: Annotated[bool, typer.Option("--rslora", help="Scale by alpha / sqrt(rank).")] = False,
     adapter: Annotated[
-        Path | None, typer.Option(help="Go on with this one; rank and the like are then its own.")
+        Path | None,
+        typer.Option(help="Adapter to continue training; it sets rank and the other LoRA options."),
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="Weights of the model below: nf4 (QLoRA), int4, ..., as for quantize."),
+        typer.Option(help="Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize."),
     ] = None,
     prefix: Annotated[
         Path | None,
         typer.Option(
-            help="A text that every example goes on after; it is run once, not each step."
+            help="File with a text before every example; it is run once, not at each step."
         ),
     ] = None,
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
 ) -> None:
-    """Train a LoRA adapter beside a model's weights. The result is a directory as PEFT has it.
+    """Train a LoRA adapter of a frozen model. The result is a PEFT directory.
 
-    generate --adapter OUT uses it. The state is kept in OUT.parts on the way.
+    generate --adapter OUT uses it. The state is saved in OUT.parts during the run.
     """
     with waiting("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
@@ -202,18 +215,19 @@ def lora(
 @with_options
 def prompt(
     model: TrainedModel,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The cache file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Cache file to write.")],
     options: Options,
     begin: Annotated[
-        str, typer.Option("--begin", help="The text that the prompt begins as; its length stays.")
+        str, typer.Option("--begin", help="Initial text of the prompt; it fixes the length.")
     ],
     entries: Annotated[
-        bool, typer.Option("--entries", help="Train keys and values, not embeddings.")
+        bool,
+        typer.Option("--entries", help="Train keys and values (prefix tuning), not embeddings."),
     ] = False,
 ) -> None:
-    """Train a prompt in front of a model that stays as it is. The result is a cache file.
+    """Train a soft prompt for a frozen model. The result is a cache file.
 
-    generate --prompt-cache OUT -p TEXT goes on from it, where TEXT begins as --begin does.
+    generate --prompt-cache OUT -p TEXT continues from it if TEXT starts with the text of --begin.
     """
     with waiting("starting"):
         from jaxllm.train import prompts
@@ -231,25 +245,32 @@ def qat(
     target: Target,
     options: Options,
     name: Annotated[
-        str, typer.Option("--format", help="Integers, as for quantize: int4-g64, int3-g64-zp, ...")
+        str,
+        typer.Option(
+            "--format", help="Integer format, as for quantize: int4-g64, int3-g64-zp, ..."
+        ),
     ] = "int4-g64",
     rules: Annotated[
         Path | None,
-        typer.Option(help="A JSON list of [regex over parameter paths, format or null] in place."),
+        typer.Option(
+            help="JSON file to use instead: a list of [regex over parameter paths, format or null]."
+        ),
     ] = None,
     learned_scales: Annotated[
-        bool, typer.Option("--learned-scales", help="Scales are trained with the weights (LSQ).")
+        bool, typer.Option("--learned-scales", help="Train the scales with the weights (LSQ).")
     ] = False,
     int8_inputs: Annotated[
-        bool, typer.Option("--int8-inputs", help="Inputs of integer weights are int8 too.")
+        bool,
+        typer.Option("--int8-inputs", help="Quantize the inputs of integer weights to int8, too."),
     ] = False,
     float_steps: Annotated[
-        int, typer.Option(min=0, help="First so many steps without rounding.")
+        int, typer.Option(min=0, help="Number of first steps without rounding.")
     ] = 0,
 ) -> None:
-    """Train a model for integers: each step rounds as quantize does. The result is quantized.
+    """Train with fake quantization: each step rounds as quantize does. The result is quantized.
 
-    Its logits are those of the last step, bit for bit. The state is kept in OUT.parts on the way.
+    Its logits are those of the last step, bit for bit. The state is saved in OUT.parts during the
+    run.
     """
     with waiting("starting"):
         from jaxllm.cli.quantize import read_rules
@@ -258,8 +279,8 @@ def qat(
 
         if options.fsdp:
             raise ConfigError(
-                "train qat rounds weights where they are: without --fsdp (--mesh tensor=N divides"
-                " them)"
+                "--fsdp cannot be combined with train qat, which rounds unsharded weights: use"
+                " --mesh tensor=N to shard them"
             )
         wanted = name if rules is None else read_rules(rules)
         check_formats(wanted)
@@ -278,47 +299,59 @@ def distill(
     target: Target,
     options: Options,
     student: Annotated[
-        str | None, typer.Option(help="A model to be taught; by default a part of MODEL.")
+        str | None, typer.Option(help="Student model [default: a part of MODEL].")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of MODEL that the part has.")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Likewise key/value heads.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Number of MODEL's layers in the student.")
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Number of MODEL's key/value heads in the student.")
+    ] = None,
     channels: Annotated[
-        int | None, typer.Option(min=1, help="Likewise channels of each MLP.")
+        int | None, typer.Option(min=1, help="Number of MODEL's channels per MLP in the student.")
     ] = None,
     alpha: Annotated[
-        float, typer.Option(help="How much the teacher counts; the rest is the text itself.")
+        float,
+        typer.Option(help="Weight of the divergence from the teacher; 1 - alpha is cross-entropy."),
     ] = 1.0,
     beta: Annotated[
-        float, typer.Option(help="0: forward KL, 1: reverse KL, between: Jensen-Shannon.")
+        float, typer.Option(help="Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.")
     ] = 0.0,
-    temperature: Annotated[float, typer.Option(help="Of both distributions.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of teacher and student in the divergence.")
+    ] = 1.0,
     top_k: Annotated[
-        int, typer.Option(min=0, help="Record the teacher's likeliest once; 0: it runs beside.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of top teacher logits to record once; 0 runs the teacher at each step.",
+        ),
     ] = 0,
     on_policy: Annotated[
-        float, typer.Option(help="The share of steps on the student's own texts (GKD).")
+        float, typer.Option(help="Share of steps on texts sampled from the student (GKD).")
     ] = 0.0,
     hidden: Annotated[
-        str | None, typer.Option(help="Compare hidden states too: mse or cosine.")
+        str | None, typer.Option(help="Additional loss on hidden states: mse or cosine.")
     ] = None,
     written: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Learn texts that the teacher writes, from so many tokens of each example."
+            min=1,
+            help="Train on texts that the teacher generates from this many tokens of each example.",
         ),
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Tokens of a text of --written or --on-policy; by default 128, or what fits.",
+            help="Maximum new tokens for --written or --on-policy [default: 128, or what fits].",
         ),
     ] = None,
 ) -> None:
-    """Train a smaller model to do as MODEL does. The result is a model of its own.
+    """Distill MODEL into a smaller student. The result is a complete model.
 
-    The losses that are told are what is made small: the divergence, with --alpha 1. What the
-    teacher said or wrote is kept in OUT.taught; the state in OUT.parts, on the way.
+    The logged loss is the training objective: with --alpha 1 the divergence. The teacher's logits
+    or texts are saved in OUT.taught; the state in OUT.parts, during the run.
     """
     with waiting("starting"):
         from jaxllm.train.distill import teachers
@@ -334,7 +367,8 @@ def distill(
         part = Smaller(layers, heads, channels)
         if (student is None) == (part == Smaller()):
             raise ConfigError(
-                "give --student DIR, or what of the teacher stays: --layers N and the like"
+                "the student must be either --student DIR or a part of MODEL: --layers, --heads or"
+                " --channels"
             )
         checked = check(model, target, options, 3e-4)
         check_part(checked.opened.config, part)
@@ -360,7 +394,7 @@ def distill(
     trained(teacher, made, target, options, checked, f"a student of {model}", how)
 
 
-# Name: the function that runs, and the example below its --help.
+# Command name -> function, and the example at the end of its --help.
 METHODS = {
     "full": (full, EXAMPLE_FULL),
     "lora": (lora, EXAMPLE_LORA),
@@ -370,7 +404,7 @@ METHODS = {
 }
 
 app = typer.Typer(
-    help="Train a model: all of it, adapters, for integers, or after a teacher.",
+    help="Train a model: fully, with adapters, quantization-aware, or from a teacher.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

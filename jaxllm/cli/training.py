@@ -1,4 +1,4 @@
-"""What all kinds of training have in common: their options, once, and how a job is run."""
+"""Options that all training commands share, and the code that runs their jobs."""
 
 import dataclasses
 import json
@@ -25,103 +25,114 @@ if TYPE_CHECKING:
     from jaxllm.train.loop import Plan, Record, Run
     from jaxllm.train.optimizer import Optimizer
 
-TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="As MODEL of generate.")]
+TrainedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as for generate.")]
 Target = Out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of every kind of training: a field's annotation is its flag."""
+    """The options of every training command: the annotation of a field is its flag."""
 
     data: Annotated[
         Path,
         typer.Option(
-            help="What to learn: a text, WikiText (.raw, .parquet), or JSON lines (.jsonl) of"
-            ' "text", of "prompt" and "completion", or of "messages".'
+            help="Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl)"
+            ' with "text", "prompt" and "completion", or "messages".'
         ),
     ]
     eval_data: Annotated[
         Path | None,
-        typer.Option(help="Held-out data; by default --eval-split of the data."),
+        typer.Option(help="Evaluation data [default: --eval-split of the training data]."),
     ] = None
     eval_split: Annotated[
         float,
         typer.Option(
-            help="Share of the examples that is held out, drawn by the seed; of one text its end;"
-            " 0 for none."
+            help="Share of the examples held out for evaluation, chosen by the seed (of a single"
+            " text its end); 0 for none."
         ),
     ] = 0.05
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Optimizer steps; by default as many as --epochs.")
+        int | None, typer.Option(min=1, help="Number of optimizer steps [default: by --epochs].")
     ] = None
     epochs: Annotated[float, typer.Option(help="Number of epochs.")] = 1.0
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch.")] = 8
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Batches of an optimizer step.")
+        int, typer.Option(min=1, help="Batches per optimizer step.")
     ] = 1
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="Tokens of a row; by default 512, or what the context takes."),
+        typer.Option(min=2, help="Tokens per row [default: 512, or the context if shorter]."),
     ] = None
     no_pack: Annotated[
-        bool, typer.Option("--no-pack", help="One document a row, padded; else they share rows.")
+        bool,
+        typer.Option("--no-pack", help="One document per row, padded, instead of packed rows."),
     ] = False
-    lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4]."
+        ),
+    ] = None
     schedule: Annotated[
         str, typer.Option(help="Learning rate after warmup: cosine, linear or constant.")
     ] = "cosine"
     warmup: Annotated[
-        float, typer.Option(help="Share of the steps in which the learning rate rises, 0 to 1.")
+        float, typer.Option(help="Share of steps with learning rate warmup, 0 to 1.")
     ] = 0.05
-    weight_decay: Annotated[float, typer.Option(help="Weight decay, of matrices alone.")] = 0.01
-    max_grad_norm: Annotated[
-        float, typer.Option(help="Largest norm of the gradient; 0 for no limit.")
-    ] = 1.0
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = 0.01
+    max_grad_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 for no limit.")] = (
+        1.0
+    )
     eval_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations; by default 10 in all.")
+        int | None, typer.Option(min=1, help="Steps between evaluations [default: a tenth of all].")
     ] = None
     patience: Annotated[
         int | None,
         typer.Option(
-            min=1, help="End after so many evaluations without a better one; the best is written."
+            min=1,
+            help="Evaluations without improvement before early stopping; the best step is written.",
         ),
     ] = None
     sample: Annotated[
-        str | None, typer.Option(help="Continue this text after each evaluation.")
+        str | None, typer.Option(help="Prompt to continue after each evaluation.")
     ] = None
     save_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps between checkpoints: OUT.step-N, as OUT.")
+        int | None,
+        typer.Option(min=1, help="Steps between checkpoints OUT.step-N, in OUT's format."),
     ] = None
     keep_state: Annotated[
         bool,
         typer.Option(
-            "--keep-state", help="Leave OUT.parts at the end: --resume can prolong the run."
+            "--keep-state", help="Keep OUT.parts at the end, so that --resume can extend the run."
         ),
     ] = False
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from OUT.parts though OUT is there, and replace OUT."
+            "--resume", help="Continue from OUT.parts even if OUT exists, and replace OUT."
         ),
     ] = False
     gradient_checkpointing: Annotated[
         bool,
-        typer.Option("--gradient-checkpointing", help="Less memory, a third more arithmetic."),
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Recompute activations: less memory for a third more arithmetic.",
+        ),
     ] = False
     mesh: Annotated[
         str | None,
         typer.Option(
             metavar="AXES",
-            help="Train on many devices, as data=2,stage=2,tensor=2: rows, layers, and heads, MLPs"
-            " and vocabulary.",
+            help="Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers;"
+            " tensor heads, MLPs and vocabulary.",
         ),
     ] = None
     fsdp: Annotated[
         bool,
         typer.Option(
             "--fsdp",
-            help="With --mesh data=N: weights, gradients and the optimizer's state are divided by"
-            " N, and each weight is gathered for its products.",
+            help="Shard weights, gradients and optimizer state over --mesh data=N; each weight is"
+            " gathered when it is used.",
         ),
     ] = False
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
@@ -129,19 +140,22 @@ class Options:
         str,
         typer.Option(
             callback=dtype_named,
-            help="What the model runs in: float32, or bfloat16 (what is trained stays float32).",
+            help="Compute dtype: float32, or bfloat16 (trained weights stay float32).",
         ),
     ] = "float32"
     report: Annotated[
         Path | None,
-        typer.Option(help="JSON file of every step's numbers, rewritten at each evaluation."),
+        typer.Option(
+            help="JSON file to write: the numbers of every step, updated at each evaluation."
+        ),
     ] = None
-    plot: Annotated[Path | None, typer.Option(help="Draw the losses, as a PNG file.")] = None
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the losses.")] = None
 
 
 class Checked(NamedTuple):
-    """What is known of a run before weights are read. optimizer, plan: their steps are those of
-    the options, 1 if these depend on the data.
+    """Setup of a run before weights are read.
+
+    optimizer, plan: their steps are --steps, or 1 as a placeholder if the data decide.
     """
 
     opened: "Checkpoint"
@@ -160,14 +174,14 @@ def check(
     """Check all that can be checked before weights are read and data are encoded.
 
     Args:
-      lr: the rate if the options have none.
-      result: the file that makes OUT complete; None: it is a file itself.
-      gate_lr: the rate of an Infini-attention model's gates.
+      lr: the default learning rate.
+      result: the file in OUT that marks it complete; None if OUT is a file itself.
+      gate_lr: the learning rate of an Infini-attention model's gates.
 
-    Raises ConfigError or CheckpointError for what a run would be refused for.
+    Raises ConfigError or CheckpointError for options that the run would fail on.
     """
     from jaxllm.files import regular_size
-    from jaxllm.loading import open_checkpoint
+    from jaxllm.forms import open_checkpoint
     from jaxllm.mesh.axes import parse
     from jaxllm.train.infini import gate_rates
     from jaxllm.train.loop import Plan
@@ -176,13 +190,13 @@ def check(
     check_optax()
     axes = None if options.mesh is None else parse(options.mesh)
     if options.fsdp and (axes is None or axes.data == 1):
-        raise ConfigError("--fsdp divides weights over data: give --mesh data=N, N from 2 up")
+        raise ConfigError("--fsdp shards weights over data: give --mesh data=N with N >= 2")
     if not 0 < options.epochs < math.inf:
-        raise ConfigError(f"--epochs must be a number above 0: got {options.epochs}")
+        raise ConfigError(f"--epochs must be a finite number above 0: got {options.epochs}")
     if not 0 <= options.eval_split < 1:
-        raise ConfigError(f"--eval-split must be from 0 to below 1: got {options.eval_split}")
+        raise ConfigError(f"--eval-split must be at least 0 and below 1: got {options.eval_split}")
     if options.patience is not None and options.eval_data is None and not options.eval_split:
-        raise ConfigError("--patience waits for the held-out loss: leave --eval-split above 0")
+        raise ConfigError("--patience requires an evaluation loss: leave --eval-split above 0")
     for path in (options.data, options.eval_data):
         if path is not None:
             regular_size(path)
@@ -209,14 +223,14 @@ def check(
     if options.length is not None and options.length > context:
         raise ConfigError(
             f"--length must be at most {context}, the context of {model}: got {options.length}."
-            " Ask for narrower rows."
+            " Give a smaller one."
         )
     rates = gate_rates(opened.config, gate_lr)
     return Checked(opened, dataclasses.replace(optimizer, rates=rates), plan)
 
 
 def _check_target(target: Path, options: Options, result: str | None) -> None:
-    """Raise CheckpointError or ConfigError if OUT or a file beside it cannot be written."""
+    """Raise CheckpointError or ConfigError if OUT or another output cannot be written."""
     from jaxllm.files import check_vacant, is_there
 
     parts, there = parts_of(target), target if result is None else target / result
@@ -224,13 +238,13 @@ def _check_target(target: Path, options: Options, result: str | None) -> None:
     kept, done = (letter == "1" for letter in facts)
     if options.resume and not kept:
         raise ConfigError(
-            f"--resume needs the state of a run: got no {parts.name} beside {target.name}. A run"
-            " with --keep-state leaves it there at its end."
+            f"--resume requires the state of a run: {parts.name} does not exist next to"
+            f" {target.name}. A run with --keep-state keeps it."
         )
     if done and kept and not options.resume:
         raise CheckpointError(
             f"{target} already holds a result, and {parts.name} the state of its run: give --resume"
-            " to continue that and replace the result, or name another OUT"
+            " to continue the run and replace the result, or name another OUT"
         )
     if done and result is None and not options.resume:
         raise CheckpointError(f"{target} exists: name another file")
@@ -255,14 +269,14 @@ def trained(
     examples: "Callable[[Path], Examples] | None" = None,
     room: int = 0,
 ) -> "Run":
-    """Read the data for a model, run a job, write its result, and say so.
+    """Read the data, run a job, write its result and print its loss.
 
     Args:
-      job: or what makes it of the data and what is held out, or None.
-      checked: as `check` returns it.
-      title: of report and picture.
-      examples: reads a file, if `sources.read_examples` is not what does.
-      room: tokens of the context that rows must leave.
+      job: the job, or a function that makes it from the training and evaluation data (or None).
+      checked: the setup that `check` returned.
+      title: the title of report and plot.
+      examples: a function that reads a data file, instead of `sources.read_examples`.
+      room: tokens of the context that rows must leave free.
     """
     from jaxllm.files import writing
     from jaxllm.train import jobs, picture
@@ -272,7 +286,7 @@ def trained(
     steps, facts = options.steps or max(1, round(batches)), data.facts
     note(
         f"{facts['examples']:,} examples in {facts['rows']:,} rows of {data.width}"
-        f" ({facts['filled']:.0%} filled), {data.tokens:,} tokens to learn; {steps:,} steps"
+        f" ({facts['filled']:.0%} filled), {data.tokens:,} target tokens; {steps:,} steps"
     )
     eval_steps = options.eval_steps or max(1, steps // 10)
     parts = parts_of(target)
@@ -311,11 +325,11 @@ def trained(
 
 
 def _finish(job: "Job", params: Any, target: Path) -> None:
-    """Write a result, in place of one that is there."""
+    """Write a result, replacing an existing one."""
     aside = target.with_name(f".{target.name}.replaced")
 
     def move() -> None:
-        if target.is_dir():  # a file is replaced as it is written
+        if target.is_dir():  # writing a file replaces it anyway
             shutil.rmtree(aside, ignore_errors=True)
             target.rename(aside)
 
@@ -325,12 +339,12 @@ def _finish(job: "Job", params: Any, target: Path) -> None:
 
 
 def loaded(model: str, options: Options, dtype: str | None = None, **more: Any) -> "LM":
-    """A model on the mesh that the options name, by default in the format that it is to run in."""
+    """Load a model on the mesh of the options, by default in their compute dtype."""
     return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **more)
 
 
 def parts_of(target: Path) -> Path:
-    """Where a run keeps what is finished: beside its result."""
+    """Return the directory of a run's state: OUT.parts, next to the result."""
     whole = Path(os.path.realpath(target))
     return whole.with_name(f"{whole.name}.parts")
 
@@ -338,7 +352,7 @@ def parts_of(target: Path) -> Path:
 def _data(
     lm: "LM", options: Options, examples: "Callable[[Path], Examples] | None", room: int
 ) -> tuple[Any, Any]:
-    """The rows to learn, and those to measure on, or None."""
+    """Return the training rows, and the evaluation rows or None."""
     from jaxllm.train.data.dataset import Dataset
     from jaxllm.train.data.parting import part
     from jaxllm.train.data.sources import Writing, read_examples
@@ -357,7 +371,7 @@ def _data(
         if len(found) == 1:
             note(
                 f"{options.data} is one text: its last {options.eval_split:.0%} is held out"
-                " (--eval-split), which may differ from the rest; --eval-data FILE names another"
+                " (--eval-split) and may differ from the rest; --eval-data FILE uses other data"
             )
         found, measured = part(found, options.eval_split, options.seed)
 

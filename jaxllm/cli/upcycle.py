@@ -1,4 +1,4 @@
-"""`jaxllm upcycle`: a mixture of experts made from a dense model."""
+"""`jaxllm upcycle`: convert a dense model to a mixture of experts."""
 
 from typing import Annotated
 
@@ -13,20 +13,20 @@ EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
 def upcycle(
     model: Model,
     target: Out,
-    experts: Annotated[int, typer.Option(min=1, help="Copies of each MLP.")] = 8,
+    experts: Annotated[int, typer.Option(min=1, help="Number of experts: copies of each MLP.")] = 8,
     per_token: Annotated[
-        int, typer.Option("--per-token", min=1, help="How many of them a token runs.")
+        int, typer.Option("--per-token", min=1, help="Number of experts per token.")
     ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Of the routers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the routers.")] = 0,
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
-    """Write a mixture of experts made from a model.
+    """Convert a model to a mixture of experts.
 
-    It computes what the model does: every expert is its MLP.
+    Every expert is a copy of the MLP, so the outputs are identical.
 
-    Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. Training takes the experts apart:
-    jaxllm train full OUT TUNED --router-loss 0.001.
+    Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. To specialize the experts, train the
+    result: jaxllm train full OUT TUNED --router-loss 0.001.
     """
     with waiting("starting"):
         from jaxllm.checkpoint import claim
@@ -35,4 +35,4 @@ def upcycle(
     claim(target)  # before the work, not after it
     made = upcycled(load_model(model, dtype, quantize=quantize), experts, per_token, seed=seed)
     made.save(target)
-    note(f"{target}: a {made.config.model_type} of {experts} experts, {per_token} for each token")
+    note(f"{target}: {made.config.model_type} with {experts} experts, {per_token} per token")

@@ -1,4 +1,4 @@
-"""`jaxllm vectors`: freeze what a model computes, and check another version by it."""
+"""`jaxllm vectors`: write golden test vectors of a model, and check another version by them."""
 
 import enum
 import json
@@ -40,37 +40,36 @@ class Action(enum.StrEnum):
 
 
 def vectors(
-    action: Annotated[Action, typer.Argument(help="make or check.")],
+    action: Annotated[Action, typer.Argument(help="Action: make or check.")],
     model: Model,
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Where the vectors are to go, or are.")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the vectors.")],
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
     mesh: Mesh = None,
     exact: Exact = False,
     precision: PrecisionFile = None,
     source: Annotated[
-        str, typer.Option("--from", help="make: whose numbers: jaxllm or transformers.")
+        str, typer.Option("--from", help="make: source of the numbers, jaxllm or transformers.")
     ] = "jaxllm",
     new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="make: greedy tokens after each text.")
+        int, typer.Option("--tokens", "-n", help="make: number of greedy tokens after each text.")
     ] = 4,
     tolerance: Annotated[
-        float | None, typer.Option(help="check: as for verify; by default the format's own.")
+        float | None, typer.Option(help="check: tolerance, as for verify [default: by dtype].")
     ] = None,
     other_weights: Annotated[
-        bool, typer.Option("--other-weights", help="check: judge by the numbers alone.")
+        bool,
+        typer.Option("--other-weights", help="check: compare only the numbers, not the weights."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="check: print one JSON object.")] = False,
 ) -> None:
-    """Write test vectors of a model, or check it by them.
+    """Write test vectors of a model, or check a model against them.
 
-    The status is 1 if they differ.
+    The exit status is 1 if they differ.
 
-    Vectors are every stage, the logits and the greedy tokens of two short texts, with their ids and
-    positions: alone, as a batch padded on the left or the right, and through a cache. They are
-    safetensors and JSON, so checking needs neither torch nor this library.
+    The vectors are every named activation, the logits and the greedy tokens of two short texts,
+    with their ids and positions: alone, as a batch padded on the left or the right, and with a
+    cache. They are stored as safetensors and JSON, so that checking needs neither torch nor jaxllm.
     """
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")
@@ -124,7 +123,7 @@ def _check(
         write(json.dumps(result, allow_nan=False) + "\n")
     else:
         for name in checked.differs:
-            write(f"{name} differ{'s' * (name != 'weights')}: not what the vectors were made of\n")
+            write(f"{name} differ{'s' * (name != 'weights')} from those of the vectors\n")
         for name, report in reports:
             worst = max(d.relative_max for d in report.differences)
             write(f"{name}: {_said(report)}; largest relative error {worst:.1e}\n")
@@ -134,7 +133,7 @@ def _check(
 
 
 def _said(report: "Report") -> str:
-    """One case in a few words."""
+    """Summarize one case."""
     greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
     stages = f"{len(report.stages)} stages hold"
     if first := report.first:

@@ -1,4 +1,4 @@
-"""`jaxllm verify`: a checkpoint against transformers, or one variant of it against another."""
+"""`jaxllm verify`: compare a checkpoint with transformers, or with another variant of it."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ TRANSFORMERS = "transformers"
 def verify(
     model: Model,
     against: Annotated[
-        str, typer.Option(help='"transformers", or another checkpoint (the same one, too).')
+        str, typer.Option(help='Reference: "transformers", or a checkpoint (also MODEL itself).')
     ] = TRANSFORMERS,
     dtype: FullDtype = "float32",
     quantize: Quantize = None,
@@ -44,33 +44,35 @@ def verify(
         str | None,
         typer.Option(
             callback=dtype_named,
-            help="Of the reference: as --dtype for transformers, else float32.",
+            help="Dtype of the reference [default: --dtype for transformers, else float32].",
         ),
     ] = None,
-    new_tokens: Annotated[int, typer.Option("--tokens", "-n", help="Greedy tokens a row.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of the longer of the two prompts.")] = 48,
+    new_tokens: Annotated[int, typer.Option("--tokens", "-n", help="Greedy tokens per row.")] = 32,
+    length: Annotated[
+        int, typer.Option(help="Length in tokens of the longer of the two prompts.")
+    ] = 48,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="x max(1, the stage's largest number); by default the format's own."),
+        typer.Option(
+            help="Tolerance, times max(1, largest number of a stage) [default: by dtype]."
+        ),
     ] = None,
     as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a picture of the error by stage to this PNG.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the error by stage.")] = None,
 ) -> None:
     """Compare a model with transformers, stage by stage.
 
-    Every stage, the cache and the greedy text; the status is 1 if they differ.
+    Compares every stage, the cache and the greedy text; the exit status is 1 if they differ.
 
-    Two prompts of unequal length run as one batch, padded on the left, through both. By default the
-    reference is transformers with the same weights in the same format (quantized ones dequantized),
-    and both compute in float32, where a difference is an error and not rounding. The tolerance is
-    the same at every stage: 1e-5 of the stage's largest number plus 1e-4 of each in float32, 5e-3
-    in float16, 1e-2 in bfloat16. In the last two, two correct programs can be further apart: a
-    stage then holds while we are at most 1.5 times as far from float32 as transformers is, which
-    the logits must be in any case. Against an unquantized checkpoint a quantized one differs by
-    design: say by how much with --tolerance. So do activations that --precision
-    rounds; formats of weights that it names are the reference's weights too.
+    Two prompts of different lengths run as one batch, padded on the left. By default the reference
+    is transformers with the same weights in the same dtype (quantized ones dequantized), and both
+    compute in float32, where a difference is an error rather than rounding. The tolerance is the
+    same at every stage: 1e-5 of the stage's largest number plus 1e-4 of each number in float32,
+    5e-3 in float16, 1e-2 in bfloat16. In the last two, two correct programs can differ by more: a
+    stage then still passes if jaxllm is at most 1.5 times as far from float32 as transformers is,
+    which the logits must be in any case. A quantized model differs from an unquantized reference by
+    design: set --tolerance. So do activations that --precision rounds; the weight formats that it
+    names also apply to the reference.
     """
     check_writable("--plot", plot)
     lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)

@@ -1,10 +1,10 @@
-"""Smaller models: ordered steps that each make parameters of parameters.
+"""Model compression: a recipe is a list of steps, each a function from parameters to parameters.
 
-recipe: what a recipe says, and what a step is given. steps: the table of them. apply: one step
-after the other. journal: what is finished, in files. report: what each step cost and brought.
-picture: quality against bytes.
+recipe: the recipe parser, and the types that steps take and return. steps: the registry of methods.
+apply: runs a recipe. journal: saves finished work so that a run can resume. report: size, quality
+and speed after each step. picture: plots of quality against bytes.
 
-In rooms of their own: data (what is calibrated on), observe (ranges), matrices (what is done to one
-matrix), layers (a text layer by layer), structure (heads, channels and layers as wholes), methods
-(the functions of the table).
+Subpackages: data (calibration data), observe (observers of ranges), matrices (algorithms for one
+matrix), layers (the layerwise calibration loop), structure (pruning of heads, channels and layers),
+methods (the functions in the registry).
 """

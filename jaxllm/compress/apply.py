@@ -1,4 +1,4 @@
-"""A recipe applied to a model, step by step, so that an interrupted run goes on where it was."""
+"""Apply a recipe to a model step by step; an interrupted run resumes where it stopped."""
 
 import dataclasses
 import hashlib
@@ -32,18 +32,20 @@ from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, exactly
 
 Say = Callable[[str], None]
-_WHOLE = "whole"  # the key of all parameters after a step
+_WHOLE = "whole"  # journal key of all parameters after a step
 
 
 def _silent(_: str) -> None:
-    """Nobody is told."""
+    """Discard a message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A step that is done. subject: what it made; None where an earlier run made it, and what came
-    after it is there. seconds: what it took, None where that is not known any more. journal: its
-    own, for what else is to be kept of it (under keys that begin with "row").
+    """A finished step.
+
+    subject: its result; None if an earlier run finished this step and a later one. seconds: its
+    duration; None if unknown. journal: the step's own, where callers may save more about it under
+    keys that begin with "row".
     """
 
     line: Line
@@ -62,14 +64,18 @@ def compress(
     show_progress: bool | None = None,
     say: Say = _silent,
 ) -> LM:
-    """The model after all steps of a recipe; `lm` stays as it is.
+    """Return a new model to which all steps of a recipe were applied; `lm` does not change.
 
-    steps: the lines of a recipe, such as `quantize: gptq int4-g64`. journal: where what is finished
-    is kept, as `journal_of` makes it; by default nowhere. again: whether a step may be done that
-    was done before. say: takes a line for people.
+    Args:
+        steps: Lines of a recipe, such as `quantize: gptq int4-g64`.
+        calibration: Data for the calibrated steps.
+        journal: Saves finished work (see `journal_of`); by default nothing is saved.
+        again: Allow a step that was already applied to this model.
+        say: Called with each log line.
 
-    Raises ConfigError, before any work, for lines that are no recipe, or none for this model, then
-    what the steps raise.
+    Raises:
+        ConfigError: Before any work, if the recipe is invalid or does not fit this model.
+        JaxllmError: Whatever the steps raise.
     """
     recipe = parse_lines(_lines(steps), STEPS)
     check(lm, recipe, calibrated=calibration is not None, again=again)
@@ -81,36 +87,34 @@ def compress(
 
 
 def pruned(lm: LM, name: str) -> LM:
-    """The model in the sparse format `name`, without the smaller half of its layers' weights.
+    """Return the model in the sparse format `name`, with half of each layer's weights pruned.
 
-    By magnitude alone: that is for timing, for weights that are sparse take as long to read
-    whichever of them are left; no way to a model that is any good. The tokens' table and the head
-    are in the format's numbers, not sparse. Raises ConfigError for a format that is not sparse, and
-    what the steps raise.
+    This is for timing only: it prunes by magnitude, which ruins the model, but the speed does not
+    depend on which weights are left. The embedding table and the head are stored in the format's
+    number type, but not pruned. Raises ConfigError if the format is not sparse.
     """
     if (wanted := sparse.parse(name)) is None:
         raise ConfigError(
-            f"weights are pruned to a sparse format, one of {', '.join(sparse.FORMATS)}, not"
-            f" {name!r:.40}"
+            f"sparse format unknown: got {name!r:.40}, expected one of {', '.join(sparse.FORMATS)}"
         )
     half = "2:4" if wanted.pattern == sparse.TWO_OF_FOUR else "50%"
     return compress(lm, [f"prune: magnitude {half}", f"quantize: rtn {name}"], again=True)
 
 
 def check(lm: LM, recipe: Recipe, *, calibrated: bool, again: bool) -> None:
-    """Raise ConfigError, before any work, for a recipe that cannot or should not be applied."""
+    """Raise ConfigError, before any work, if a recipe cannot or should not be applied."""
     check_recipe(recipe, lm.config, calibrated=calibrated)
     if not again:
         check_again(recipe, lm.recipe)
 
 
 def subject_of(lm: LM) -> Subject:
-    """What the first step is given."""
+    """Return the input of the first step."""
     return Subject(lm.config, lm.params, lm.model.precision)
 
 
 def compressed(lm: LM, recipe: Recipe, subject: Subject) -> LM:
-    """The model that `recipe` made of `lm`. Its precision keeps every weight as it is."""
+    """Return `lm` with the result of `recipe`; its precision keeps every weight's format."""
     precision = exactly(subject.params, subject.precision)
     return dataclasses.replace(
         lm,
@@ -130,10 +134,11 @@ def stages(
     show_progress: bool | None = None,
     say: Say = _silent,
 ) -> Iterator[Stage]:
-    """Each step as it is done, from the last one whose result an earlier run has left.
+    """Run the steps, and yield each as it finishes.
 
-    journal: what it has of a step counts for the same lines up to there. After a calibrated step it
-    has all parameters, in place of the step's own layers and of what the step before it left.
+    A resumed run starts after the last step whose result is in `journal`; saved work is used only
+    if all lines up to its step are the same. After a calibrated step the journal holds all
+    parameters; the layers saved during that step and the earlier results are deleted.
     """
     lines = [str(line) for line in recipe]
     journals = [journal.within(f"{n + 1}", *lines[: n + 1]) for n in range(len(recipe))]
@@ -144,7 +149,7 @@ def stages(
         told = f"{done} of {len(recipe)} steps done"
         if not journal.parts():
             return told
-        return f"{told}; what is finished is in {journal.directory}, from which the same goes on"
+        return f"{told}; the same command resumes from {journal.directory}"
 
     with process.saying(so_far):
         for number in range(begin):
@@ -167,7 +172,7 @@ def stages(
 def journal_of(
     lm: LM, calibration: Calibration | None, directory: Path, say: Say = _silent
 ) -> Journal:
-    """A journal of what is made of this model with this calibration. Reads all weights once."""
+    """Return a journal for this model and calibration. Reads all weights once."""
     whose = [
         __version__,
         fingerprint(lm.params),
@@ -186,7 +191,7 @@ def _run(
     show_progress: bool | None,
     say: Say,
 ) -> tuple[Subject, float]:
-    check_line(line, shapes_of(subject.params))  # the steps before may have taken its matrices away
+    check_line(line, shapes_of(subject.params))  # earlier steps may have removed its matrices
     start = time.perf_counter()
     work = Work(calibration, journal, show_progress, say)
     made = line.step.run(subject, line.argument, line.options, work)
@@ -196,19 +201,19 @@ def _run(
 
 
 def _check_form(subject: Subject, where: str) -> None:
-    """Raise ConfigError for parameters that are not of their configuration: no file would load."""
+    """Raise ConfigError if shapes do not match the configuration: the result would not load."""
     wanted = shapes_of(models.param_shapes(models.build(subject.config)))
     found = shapes_of(subject.params)
     for path in wanted.keys() | found.keys():
         if wanted.get(path) != found.get(path):
             raise ConfigError(
-                f"{where} left {path} with shape {found.get(path)}, its configuration says"
-                f" {wanted.get(path)}"
+                f"{where}: result has the wrong shape at {path}: got {found.get(path)}, expected"
+                f" {wanted.get(path)} by its configuration"
             )
 
 
 def _keep(journal: Journal, subject: Subject, seconds: float) -> None:
-    """Keep a step's result, then let its layers go."""
+    """Save a step's result, then delete the layers that it saved on the way."""
     facts = {
         "config": subject.config.to_dict(),
         "precision": dataclasses.asdict(subject.precision),
@@ -219,7 +224,7 @@ def _keep(journal: Journal, subject: Subject, seconds: float) -> None:
 
 
 def _resumed(journals: Sequence[Journal]) -> tuple[int, Subject | None, float]:
-    """How many steps are done, what the last of them made, and the seconds that it took."""
+    """Return the number of finished steps, the last one's result, and its seconds."""
     for number in range(len(journals), 0, -1):
         if (found := journals[number - 1].get_with(_WHOLE)) is not None:
             params, facts = found
@@ -233,7 +238,7 @@ def _subject(params: Params, facts: dict[str, Any]) -> Subject:
 
 
 def _lines(steps: Sequence[str]) -> list[str]:
-    """Raises ConfigError for what is no list of lines."""
+    """Return the lines as a list. Raises ConfigError for anything but strings."""
     if isinstance(steps, str) or not all(isinstance(line, str) for line in steps):
-        raise ConfigError(f"a recipe is a list of lines, got {steps!r:.60}")
+        raise ConfigError(f"recipe has the wrong type: got {steps!r:.60}, expected a list of lines")
     return list(steps)

@@ -1,9 +1,10 @@
-"""What is finished survives an interrupt: parameters in files beside the result.
+"""Resumable storage: finished parameters survive an interrupt, in files beside the result.
 
-A part is a safetensors file of leaves' pieces, of any kind of leaf. Its header says whose it is
-(`digest`, of all that it depends on), and its last tensor is a SHA-256 of every bit before it, so
-that both ways one piece at a time is in memory. What is another's, or is not what was written
-there, is made again. Of several processes all put, and the first has the files.
+A part is a safetensors file with the arrays of some weights, in any format. Its header has a
+`digest` of everything that it depends on. Its last tensor is a SHA-256 of every bit before it, so
+reading and writing both hold one array in memory at a time. A part that is damaged or belongs to
+another run is computed again. With several processes, all of them call `put`; process 0 has the
+files.
 """
 
 import contextlib
@@ -29,13 +30,14 @@ from jaxllm.weights.paths import Params
 
 _PART = re.compile(r"[\w.-]+\.part")
 _LOCK = "lock"
-_BITS = "__bits__"  # the name of the last tensor: of 32 bytes, which `write_tensors` has behind
+_BITS = "__bits__"  # name of the last tensor; with its 32 bytes `write_tensors` puts it last
 
 
 class About(msgspec.Struct, forbid_unknown_fields=True):
-    """What a part's header says. digest: whose it is. leaves: format and shape of each, by its
-    names from the outermost with slashes between them (a name may have dots). facts: what else was
-    to be kept.
+    """The header of a part.
+
+    digest: identifies what the part depends on. leaves: format and shape of each weight, by its
+    path joined with slashes (names may contain dots). facts: other values that were saved.
     """
 
     digest: str
@@ -45,10 +47,11 @@ class About(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """Parts in a directory, each a nested dict of leaves under a key.
+    """Parts in a directory, each a nested dict of weights under a key.
 
-    directory: None keeps nothing. digest: of all that the parts depend on: the model, the recipe
-    so far, the calibration. prefix: before each key. say: told of what is not believed.
+    directory: None saves nothing. digest: of all that the parts depend on: the model, the recipe
+    so far, the calibration. prefix: put before each key. say: called with a line about each part
+    that is rejected.
     """
 
     directory: Path | None = None
@@ -57,20 +60,20 @@ class Journal:
     say: Callable[[str], None] = lambda _: None
 
     def within(self, prefix: str, *depends: str) -> "Journal":
-        """The journal of a step: parts with a prefix of their own, which depend on more."""
+        """Return a journal for one step: a longer prefix, and a digest that includes `depends`."""
         further = hashlib.sha256("\n".join([self.digest, prefix, *depends]).encode()).hexdigest()
         return dataclasses.replace(self, digest=further, prefix=f"{self.prefix}{prefix}.")
 
     def get(self, key: str) -> Params | None:
-        """The parameters that `put` kept under `key`, bit for bit; None where they are to be made.
+        """Return the parameters that `put` saved under `key`, bit for bit, or None.
 
-        A damaged part, or one of another run, is as none, and said.
+        A part that is damaged or belongs to another run counts as missing, and is logged.
         """
         found = self.get_with(key)
         return None if found is None else found[0]
 
     def get_with(self, key: str) -> tuple[Params, dict[str, Any]] | None:
-        """The same with the facts that were kept beside them."""
+        """Return the parameters and the facts under `key`, or None as `get` does."""
         found = self.tensors(key)
         if found is None:
             return None
@@ -85,17 +88,17 @@ class Journal:
         return params, about.facts
 
     def tensors(self, key: str) -> tuple[dict[str, LazyTensor], "About"] | None:
-        """What was kept under `key`, to be read piece by piece, and all that was said of it."""
+        """Return the tensors under `key`, unread, and the header; or None as `get` does."""
         if self._here is None or not is_there(path := self._path(key)):
             return None
         try:
             return _open(path, self.digest)
         except CheckpointError as error:
-            self.say(f"{error}: made again")
+            self.say(f"{error}: computing it again")
             return None
 
     def facts(self, key: str) -> dict[str, Any] | None:
-        """Return the facts under `key`, whichever run wrote them; None if none can be read."""
+        """Return the facts under `key`, whichever run wrote them; None if unreadable."""
         try:
             text = read_header(self._path(key)).metadata.get("part", "")
             about: About = as_schema(parse_json(text, key), About, key)
@@ -104,33 +107,34 @@ class Journal:
         return about.facts
 
     def put(self, key: str, params: Params, facts: Mapping[str, Any] | None = None) -> None:
-        """Keep parameters (a `Later` is read as it is written), and facts that JSON can hold.
-        Raises CheckpointError where they cannot be written.
+        """Save parameters (a `Later` is read while it is written) and JSON-able facts.
+
+        Raises CheckpointError if they cannot be written.
         """
         if self.directory is not None:
             _write(self._path(key), params, self.digest, dict(facts or {}))
 
     def move(self, key: str, to: str) -> bool:
-        """Give a part another key, in place of what is there; whether there was one."""
+        """Rename a part, replacing any at the new key. Returns whether the part existed."""
         if self._here is None or not is_there(path := self._path(key)):
             return False
         path.replace(self._path(to))
         return True
 
     def remove(self, key: str) -> None:
-        """Remove a part, if it is there."""
+        """Remove a part if it exists."""
         if self._here is not None:
             self._path(key).unlink(missing_ok=True)
 
     def forget(self, *but: str) -> None:
-        """Remove the parts under this prefix. but: beginnings of the keys that stay."""
+        """Remove the parts under this prefix, except keys that start with one of `but`."""
         kept = tuple(f"{self.prefix}{key}" for key in but)
         for path in self.parts():
             if not path.name.startswith(kept):
                 path.unlink(missing_ok=True)
 
     def parts(self) -> list[Path]:
-        """The files of the parts under this prefix."""
+        """Return the files of the parts under this prefix."""
         if (directory := self._here) is None or not directory.is_dir():
             return []
         names = sorted(path.name for path in directory.iterdir())
@@ -139,10 +143,10 @@ class Journal:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the directory to this process while the block runs; it is made if need be, and goes
-        when it is empty at the end.
+        """Lock the directory for this process while the block runs.
 
-        Raises CheckpointError where that cannot be, or another process has it.
+        The directory is created if necessary, and removed at the end if it is empty. Raises
+        CheckpointError if it cannot be created or another process holds the lock.
         """
         if (directory := self._here) is None:
             yield
@@ -157,13 +161,13 @@ class Journal:
                 yield
         finally:
             if not self.parts():
-                with contextlib.suppress(OSError):  # what is not ours stays
+                with contextlib.suppress(OSError):  # other files stay
                     (directory / _LOCK).unlink(missing_ok=True)
                     directory.rmdir()
 
     @property
     def _here(self) -> Path | None:
-        """The directory; None where nothing is kept, or another process has the files."""
+        """The directory; None if nothing is saved, or another process has the files."""
         return self.directory if process.leads() else None
 
     def _path(self, key: str) -> Path:
@@ -182,11 +186,11 @@ def _write(path: Path, params: Params, owner: str, facts: dict[str, Any]) -> Non
 
 
 def _open(path: Path, owner: str) -> tuple[dict[str, LazyTensor], About]:
-    """What a part holds. Raises CheckpointError where it is not what `_write` left for `owner`."""
+    """Return a part's content. Raises CheckpointError unless `_write` wrote it for `owner`."""
     text = read_header(path).metadata.get("part", "")
     about: About = as_schema(parse_json(text, str(path)), About, str(path))
     if about.digest != owner:
-        raise CheckpointError(f"{path} belongs to another model, recipe or calibration")
+        raise CheckpointError(f"{path} was written for another model, recipe or calibration")
     tensors = open_tensors(path)
     bits = tensors.pop(_BITS, None)
     summed = _summed(tensors, text)
@@ -194,7 +198,7 @@ def _open(path: Path, owner: str) -> tuple[dict[str, LazyTensor], About]:
         for _ in bytes_of(summed[name]):
             pass
     if bits is None or bits.read().tobytes() != summed[_BITS].read().tobytes():
-        raise CheckpointError(f"{path} is not what was written there")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match")
     return tensors, about
 
 
@@ -207,8 +211,9 @@ def _named(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _summed(tensors: Mapping[str, LazyTensor], text: str) -> dict[str, LazyTensor]:
-    """The same, and behind them a SHA-256 of the text and of all that is read of them until then:
-    of each its name, format and shape, and every bit.
+    """Return the tensors, followed by a SHA-256 that is computed while they are read.
+
+    It covers the text, and each tensor's name, dtype, shape and every bit.
     """
     found = hashlib.sha256(text.encode())
 

@@ -1,4 +1,4 @@
-"""Quality against bytes: a picture of one recipe's steps, or of many runs."""
+"""Plots of quality against bytes: of the steps of one recipe, or of many runs."""
 
 import math
 import textwrap
@@ -11,9 +11,7 @@ from jaxllm.files import writing
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other one beats: none is as low in both and lower in one. In order of the
-    first number; equal points are one.
-    """
+    """Return the Pareto front of points to minimize, by the first number, without duplicates."""
     front: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not front or point[1] < front[-1][1]:
@@ -22,15 +20,18 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
-    """Write a PNG file: mean KL divergence (log scale) against bytes, the Pareto front marked.
+    """Write a PNG file: mean KL divergence (log scale) against bytes, with the Pareto front.
 
-    runs: rows by the run's name, each a path through its steps; `report.read_rows` reads those of a
-    file. A point has its step's name; of several runs those on the front have, the others their
-    run's colour. A star is the original, which has a divergence of exactly 0: the scale is linear
-    below its lowest decade.
+    Each run is a line through its steps. Points are labelled with their step; of several runs, only
+    those on the front are. A star marks the original, whose divergence is exactly 0: the scale is
+    linear below its lowest decade.
 
-    Raises ConfigError where matplotlib is not installed or no row has both numbers, CheckpointError
-    where the file cannot be written.
+    Args:
+        runs: Rows by the run's name; `report.read_rows` reads those of a file.
+
+    Raises:
+        ConfigError: If matplotlib is not installed, or no row has both numbers.
+        CheckpointError: If the file cannot be written.
     """
     check_plot()
     from matplotlib.figure import Figure
@@ -38,7 +39,7 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
     points = {name: _points(rows) for name, rows in runs.items()}
     measured = list(dict.fromkeys(point for found in points.values() for point in found))
     if not measured:
-        raise ConfigError("there is nothing to draw: no step's KL divergence was measured")
+        raise ConfigError("nothing to plot: no step has a measured KL divergence")
     lowest = min((kl for _, _, kl in measured if kl > 0), default=1.0)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
@@ -55,13 +56,13 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
         axes.plot(*zip(*originals, strict=True), "k*", markersize=13, label="original")
     linear = 10 ** math.floor(math.log10(lowest))
     axes.set_yscale("symlog", linthresh=linear, linscale=0.5)
-    axes.set_ylim(bottom=-0.2 * linear)  # the star at 0 is whole
-    axes.set(xlabel="MB of parameters", ylabel="mean KL divergence (nats a token)", title=title)
+    axes.set_ylim(bottom=-0.2 * linear)  # keep the whole star at 0 visible
+    axes.set(xlabel="MB of parameters", ylabel="mean KL divergence (nats per token)", title=title)
     axes.margins(x=0.1, y=0.1)
     middle = sum(axes.get_xlim()) / 2
     for label, x, kl in measured:
         if len(runs) == 1 or (x, kl) in front:
-            right = x > middle  # names go to where there is room
+            right = x > middle  # put the label where there is room
             axes.annotate(
                 textwrap.fill(label, 44), (x, kl), (-8 if right else 8, 8),
                 textcoords="offset points", fontsize=7, ha="right" if right else "left",
@@ -72,17 +73,17 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
 
 
 def check_plot(option: str = "--plot") -> None:
-    """Raise ConfigError, before the work, where there is nothing to draw with. option: who asks."""
+    """Raise ConfigError if matplotlib is missing. option: the option to drop, for the message."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"a plot needs matplotlib: pip install 'jaxllm[notebooks]', or leave out {option}"
+            f"{option} requires matplotlib: pip install 'jaxllm[notebooks]', or drop {option}"
         ) from None
 
 
 def _points(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """Step, megabytes and mean KL of what has both; the original's KL is exactly zero."""
+    """Return (step, MB, mean KL) of the rows with both; the original's KL is exactly zero."""
     return [
         (row.step, row.bytes / 1e6, 0.0 if row.step == ORIGINAL else row.kl)
         for row in rows

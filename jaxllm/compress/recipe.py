@@ -1,9 +1,9 @@
-"""Recipes: an ordered list of steps, each a line, and what a step is given and gives.
+"""Recipes: an ordered list of steps, one a line; and the types that steps take and return.
 
 A line is `verb: method [argument] [option=value ...]`, such as `prune: sparsegpt 2:4` or
-`quantize: gptq int4-g64 act_order=true on=layers\\..*`; a verb with one way of it names no method
-(`store: bfloat16`). Lines are read against a table of steps, so that whatever a line gets wrong is
-refused before any work.
+`quantize: gptq int4-g64 act_order=true on=layers\\..*`; a verb with a single method names none
+(`store: bfloat16`). Lines are parsed against the table of methods, so that every mistake in a line
+raises an error before any work.
 """
 
 import dataclasses
@@ -31,8 +31,9 @@ from jaxllm.weights.precision import Precision
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What a step changes: a model as a value. A step that returns it has `dataclasses.replace`d
-    what it changes. The weights' formats are those of the leaves, whatever `precision` says.
+    """The model that steps transform, as a value: each step returns one with some fields replaced.
+
+    The weights themselves determine their formats, not `precision`.
     """
 
     config: ModelConfig
@@ -41,14 +42,16 @@ class Subject:
 
     @property
     def model(self) -> nn.Module:
-        """The module that runs it."""
+        """The Flax module that runs it."""
         return models.build(self.config, self.precision)
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step works with. calibration: None only for a step that wants none. journal: of this
-    step alone, by layer. say: takes a line for people.
+    """What a step needs besides the model.
+
+    calibration: None only for a step that needs none. journal: this step's own, for finished
+    layers. say: called with each log line.
     """
 
     calibration: Calibration | None
@@ -58,11 +61,11 @@ class Work:
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of a method that has none; those of others are its children."""
+    """No options; the base class of every method's options."""
 
 
 class On(Options, frozen=True):
-    """on: a path rule, the matrices that are changed."""
+    """on: a regex over whole paths: which matrices to change."""
 
     on: str = r"(layers|h)\..*"
 
@@ -72,19 +75,19 @@ Run = Callable[[Subject, str, Any, Work], Subject]
 
 
 class Argument(NamedTuple):
-    """What stands after a method's name. check: raises ConfigError for what it may not be."""
+    """A method's argument. check: raises ConfigError for an invalid value."""
 
     name: str
     check: Callable[[str], Any]
 
 
 class Step(NamedTuple):
-    """A row of the table: a method, and how a line of it is read.
+    """A row of the table: a method, and how its lines are parsed.
 
-    method: "" for the one way of a verb. run: makes a subject of a subject, given the line's
-    argument and options. argument: None where there is none. calibrated: whether it wants
-    calibration. experts: whether it takes stacks of matrices. check: told the shapes of the open
-    model, the argument and the options, raises ConfigError for what cannot be done to it.
+    method: "" if the verb has a single method. run: returns the new model from the old one, the
+    argument and the options. argument: None if it takes none. calibrated: whether it needs
+    calibration data. experts: whether it accepts stacks of matrices. check: takes the shapes of the
+    model's parameters, the argument and the options; raises ConfigError if the step does not apply.
     """
 
     verb: str
@@ -99,12 +102,12 @@ class Step(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How a line of it begins."""
+        """How its lines begin."""
         return f"{self.verb}: {self.method}".rstrip()
 
     @property
     def usage(self) -> str:
-        """A line with all that may stand in it, options with their defaults."""
+        """A line with the argument and all options with their defaults."""
         words = [self.name, *([self.argument.name] if self.argument else [])]
         defaults = msgspec.to_builtins(self.options())
         return " ".join([*words, *(f"[{name}={_text(x)}]" for name, x in defaults.items())])
@@ -112,14 +115,14 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a recipe, read. argument: "" where there is none."""
+    """A parsed line of a recipe. argument: "" if there is none."""
 
     step: Step
     argument: str
     options: Any
 
     def __str__(self) -> str:
-        """The line again, in one way of writing it: only what is not a default, in order."""
+        """The line in canonical form: without defaults, options in the order of their fields."""
         plain, given = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
         options = [f"{n}={_text(value)}" for n, value in given.items() if value != plain[n]]
         return " ".join(filter(None, [self.step.name, self.argument, *options]))
@@ -129,37 +132,39 @@ Recipe = tuple[Line, ...]
 
 
 def read_recipe(path: Path, table: Sequence[Step]) -> Recipe:
-    """The recipe in a file, a step a line; `#` begins a comment. Raises what `parse_lines` does."""
+    """Read a recipe from a file: one step a line, `#` starts a comment. See `parse_lines`."""
     return parse_lines(split_lines(read_text(path)), table, str(path))
 
 
 def parse_lines(lines: Iterable[str], table: Sequence[Step], where: str = "the recipe") -> Recipe:
-    """The lines of a recipe, blank ones and comments passed over.
+    """Parse the lines of a recipe; skips blank lines and comments.
 
-    Raises ConfigError for a recipe without a step, and for a line that is none, names no step of
-    the table, or gives one what it does not take.
+    Raises ConfigError if there is no step, and for a line with a syntax error, an unknown method,
+    or an invalid argument or option.
     """
     read = []
     for number, text in enumerate(lines, 1):
         if text := re.sub(r"(^|\s)#.*", "", text).strip():
             read.append(parse_line(text, table, f"{where}, line {number}"))
     if not read:
-        raise ConfigError(f"{where} has no step: lines such as {table[0].usage!r}")
+        raise ConfigError(f"{where} has no step: expected lines such as {table[0].usage!r}")
     return tuple(read)
 
 
 def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> Line:
-    """One line. Raises ConfigError as `parse_lines` does."""
+    """Parse one line. Raises ConfigError as `parse_lines` does."""
     verb, colon, rest = text.partition(":")
     words = rest.split()
     if not colon or not words:
-        raise ConfigError(f"{where}: {text!r:.80} is not 'verb: method [argument] [option=value]'")
+        raise ConfigError(
+            f"{where}: got {text!r:.80}, expected 'verb: method [argument] [option=x]'"
+        )
     step = _row(verb.strip(), words[0], table, where)
     words = words[1:] if step.method else words
     named = [word for word in words if re.match(r"\w+=", word)]
     plain = [word for word in words if word not in named]
     if len(plain) != (0 if step.argument is None else 1):
-        raise ConfigError(f"{where}: {text!r:.80} should be {step.usage!r}")
+        raise ConfigError(f"{where}: got {text!r:.80}, expected {step.usage!r}")
     try:
         if step.argument is not None:
             step.argument.check(plain[0])
@@ -170,28 +175,28 @@ def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> Lin
 
 
 def check_recipe(recipe: Recipe, config: ModelConfig, *, calibrated: bool) -> None:
-    """Find out, as soon as a model is open, whether each step can be done to it.
+    """Check, before any work, that each step applies to a model.
 
-    calibrated: whether there is calibration. Raises ConfigError for a rule that matches no matrix,
-    a step that wants calibration where there is none, and what a step's own check says.
+    calibrated: whether there is calibration data. Raises ConfigError for a rule that matches no
+    matrix, a step that needs calibration data if there is none, and what a step's `check` raises.
     """
     shapes = shapes_of(models.param_shapes(models.build(config)))
     for line in recipe:
         if line.step.calibrated and not calibrated:
-            raise ConfigError(f"{str(line)!r} wants calibration: rows of a text, or samples")
+            raise ConfigError(f"{str(line)!r} needs calibration data: pass --text or --samples")
         check_line(line, shapes)
 
 
 def check_line(line: Line, shapes: Shapes) -> None:
-    """Raise ConfigError for a line that cannot be done to parameters of such shapes."""
+    """Raise ConfigError for a step that does not apply to parameters of these shapes."""
     if isinstance(line.options, On):
         found = matched(shapes, line.options.on, str(line))
         stacks = [path for path in found if len(shapes[path]) > 2]
         if stacks and not line.step.experts:
             raise ConfigError(
-                f"{str(line)!r}: {stacks[0]} is of experts, each of which sees tokens of its own:"
-                r" this step is for what all tokens run, on=.*self_attn.*, and 'quantize: gptq' or"
-                " rtn rounds experts"
+                f"{str(line)!r} does not support experts, whose inputs differ: got {stacks[0]}."
+                r" Exclude experts, for example with on=.*self_attn.*, or use 'quantize: gptq' or"
+                " 'quantize: rtn'"
             )
     if line.step.check is not None:
         try:
@@ -201,30 +206,30 @@ def check_line(line: Line, shapes: Shapes) -> None:
 
 
 def shapes_of(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, by path."""
+    """Return the shape of every parameter, by path."""
     return {path: tuple(leaf.shape) for path, leaf in flatten(params)}
 
 
 def check_again(recipe: Recipe, done: Sequence[str]) -> None:
-    """Raise ConfigError for a step that was done before, or stands in the recipe twice.
+    """Raise ConfigError for a step that was applied before, or is in the recipe twice.
 
     done: the lines of the model's own recipe.
     """
     lines = [str(line) for line in recipe]
     for number, line in enumerate(lines):
         if line in done:
-            raise ConfigError(f"{line!r} was done to this model already: --again does it again")
+            raise ConfigError(f"{line!r} was already applied to this model: --again repeats it")
         if line in lines[:number]:
-            raise ConfigError(f"{line!r} stands in the recipe twice: --again does it twice")
+            raise ConfigError(f"{line!r} is in the recipe twice: --again applies it twice")
 
 
 def matched(shapes: Shapes, rule: str, where: str) -> list[str]:
-    """The paths of the matrices that a rule names. Raises ConfigError where there are none."""
+    """Return the paths of the matrices that match a rule. Raises ConfigError if none does."""
     matrices = [path for path, shape in shapes.items() if len(shape) >= 2]
     found = [path for path in matrices if first_match([(rule, True)], path)]
     if not found:
         raise ConfigError(
-            f"{where}: on={rule} matches no matrix of this model, such as {matrices[-1]}"
+            f"{where}: on={rule} matches no matrix of this model; one of them is {matrices[-1]}"
         )
     return found
 
@@ -234,21 +239,21 @@ def _row(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
     if not methods:
         verbs = list(dict.fromkeys(step.verb for step in table))
         raise ConfigError(
-            f"{where}: there is no {verb!r:.40}{nearest(verb, verbs)} (there are"
-            f" {', '.join(verbs)})"
+            f"{where}: unknown verb {verb!r:.40}{nearest(verb, verbs)}; expected one of"
+            f" {', '.join(verbs)}"
         )
     if "" in methods:
         return methods[""]
     if method not in methods:
         raise ConfigError(
-            f"{where}: {verb} has no method {method!r:.40}{nearest(method, methods)} (it has"
-            f" {', '.join(methods)})"
+            f"{where}: {verb} has no method {method!r:.40}{nearest(method, methods)}; expected one"
+            f" of {', '.join(methods)}"
         )
     return methods[method]
 
 
 def _options(step: Step, words: Sequence[str]) -> Any:
-    """The options of a line. Raises ConfigError for one that is unknown, given twice, or wrong."""
+    """Parse a line's options. Raises ConfigError for an unknown, repeated or invalid option."""
     fields = {field.name: field for field in msgspec.structs.fields(step.options)}
     given: dict[str, str] = {}
     for word in words:
@@ -274,7 +279,7 @@ def _options(step: Step, words: Sequence[str]) -> Any:
 
 
 def _expected(message: str) -> str:
-    """What msgspec says of a value, in the words of whoever wrote it."""
+    """Rewrite msgspec's message about a value without type names."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
     found = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
     return (
@@ -283,17 +288,17 @@ def _expected(message: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """An option's value as a line has it."""
+    """Format an option's value as in a line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _format(text: str) -> None:
     if parse(text).name in DTYPES:
-        raise ConfigError(f"{text} is the format of an array: store: {text}")
+        raise ConfigError(f"{text} does not quantize: use 'store: {text}'")
 
 
-# What can stand after a method's name.
+# Arguments of methods.
 FORMAT = Argument("FORMAT", parse)
 QUANTIZED = Argument("FORMAT", _format)
 PATTERN = Argument("N:M|SHARE%", sparsity.parse)
-Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # of an option
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # type of an option

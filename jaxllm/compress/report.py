@@ -1,4 +1,4 @@
-"""What each step of a recipe cost and brought: bytes, quality against the original, speed, time."""
+"""Size, quality (against the original), speed and run time of each step of a recipe."""
 
 import dataclasses
 import json
@@ -30,17 +30,17 @@ from jaxllm.weights.formats import as_leaf
 from jaxllm.weights.paths import flatten
 
 ORIGINAL = "original"
-DECODED = 16  # tokens that are decoded at a time
+DECODED = 16  # tokens per timed decoding
 REPETITIONS = 5
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model after a step, beside the original.
+    """Measurements of a model after a step, compared with the original; None if not measured.
 
-    bytes: of the parameters. kl: mean KL divergence from the original, nats a token, kl_error its
-    standard error, kl_p99 its 99th percentile. same_top: share of tokens for which both find the
-    same next token likeliest. ratio: of perplexities. tokens_per_second: decoded, in one row.
-    seconds: that the step took. None: not measured.
+    bytes: size of the parameters. kl: mean KL divergence from the original in nats per token;
+    kl_error is its standard error, kl_p99 its 99th percentile. same_top: share of tokens for which
+    both models predict the same next token. ratio: perplexity over that of the original.
+    tokens_per_second: decoding speed of a single row. seconds: run time of the step.
     """
 
     step: str
@@ -59,8 +59,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """What models are measured on, against the original. loader: None measures no quality; speed:
-    whether decoding is timed.
+    """Measures models against the original.
+
+    loader: evaluation data; None measures no quality. speed: whether to time decoding.
     """
 
     original: LM
@@ -69,17 +70,17 @@ class Scale:
     show_progress: bool | None = None
 
     def first(self, journal: Journal) -> Row:
-        """The row of the original itself. journal: as `journal_of` makes it."""
+        """Return the row of the original itself. journal: from `journal_of`."""
         return self._kept(ORIGINAL, subject_of(self.original), None, journal.within("0"))
 
     def row(self, stage: Stage) -> Row:
-        """The row of a step. One that an earlier run measured on the same is not measured again."""
+        """Return the row of a step; an earlier run's measurements on the same data are reused."""
         return self._kept(str(stage.line), stage.subject, stage.seconds, stage.journal)
 
     def measure(self, step: str, subject: Subject, seconds: float | None = None) -> Row:
-        """Measure a model.
+        """Measure a model. Raises what `divergence` raises.
 
-        Memory: the float32 logits `[B, T, V]` of a batch, twice. Raises what `divergence` raises.
+        Memory: the float32 logits `[B, T, V]` of a batch, twice.
         """
         size = sum(int(as_leaf(leaf).nbytes) for _, leaf in flatten(subject.params))
         quality = {} if self.loader is None else self._quality(subject, self.loader)
@@ -93,7 +94,7 @@ class Scale:
         kept = journal.within("row", data, str(self.speed))
         if (found := kept.get_with("numbers")) is not None:
             return msgspec.convert(found[1], Row)
-        if subject is None:  # measured on something else then, and gone now
+        if subject is None:  # measured on other data, and the model is no longer available
             return Row(step=step, seconds=seconds)
         row = self.measure(step, subject, seconds)
         kept.put("numbers", {}, msgspec.to_builtins(row))
@@ -127,22 +128,22 @@ class Scale:
         }
 
 
-# The original's program is compiled once, whatever it is compared with.
+# Jitted here so that the original's program is compiled once for all comparisons.
 _logits = jax.jit(logits, static_argnums=0)
 _differences = jax.jit(differences)
 
 
 def tokens_per_second(lm: LM, subject: Subject) -> float:
-    """Tokens that a compiled loop decodes a second, one row from an empty cache: the median.
+    """Return the median speed of a compiled decoding loop, one row from an empty cache.
 
-    lm: whose configuration, model and parameters are `subject`'s instead.
+    lm: supplies all but the configuration, model and parameters, which are `subject`'s.
     """
     other = dataclasses.replace(
         lm, config=subject.config, model=subject.model, params=subject.params
     )
     count = min(DECODED, subject.config.context_length - 1)
     run = bench.prepared(other, bench.Test(decode=count), chunk=count)
-    run()  # which compiles
+    run()  # compiles
     return count / statistics.median(bench.timed(run) for _ in range(REPETITIONS))
 
 
@@ -159,7 +160,7 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """A line a row, for a terminal; "-" for what was not measured."""
+    """Format rows as a text table; "-" marks what was not measured."""
     lines = [["step", *(name for name, _ in COLUMNS)]]
     lines += [[row.step, *(show(row) for _, show in COLUMNS)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -170,19 +171,19 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def in_words(row: Row) -> str:
-    """The most of it in a line."""
+    """Summarize a row in one line."""
     found = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
     return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in found if value != "-")
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    """What was measured, on what, as one object."""
+    """Return a JSON object of `about` (what was measured, and how) and the rows."""
     report = {**about, "rows": [msgspec.to_builtins(row) for row in rows]}
     return json.dumps(finite_json(report), indent=2) + "\n"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a report that `as_json` made. Raises CheckpointError for what is none."""
+    """Read the rows of a report by `as_json`. Raises CheckpointError if it is invalid."""
     report = as_schema(read_json(path), dict[str, Any], str(path))
     rows: list[Row] = as_schema(report.get("rows"), list[Row], f"{path}: rows")
     return rows

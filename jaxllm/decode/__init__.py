@@ -1,5 +1,5 @@
-"""Decoding algorithms: they see only the steps, never a model's inside.
+"""Decoding algorithms, built on `jaxllm.steps` and independent of model internals.
 
-sampling/: the choice of a token. loops/: whole generations. batching/: many texts at once. Each
-room imports only from the rooms before it.
+sampling/: choosing a token. loops/: complete generation loops. batching/: continuous batching and
+llama.cpp-style batches. Each package imports only from those listed before it.
 """

@@ -1,6 +1,6 @@
-"""What a model computes, and what a change to it costs; three rooms that do not know each
-other.
+"""Evaluation: what a model computes, and what a change to it costs.
 
-receptive: what of a text reaches which token? equivalence/: does it compute the same as another?
-likelihood/: how likely does it find a text? recall/: what does it still know of a long one?
+receptive: which tokens influence which outputs. equivalence: numerical parity with another
+implementation. likelihood: perplexity and related measures of a text. recall: retrieval from long
+texts. These subpackages do not import each other.
 """

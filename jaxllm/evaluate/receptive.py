@@ -1,7 +1,7 @@
-"""Who sees whom: what of a text reaches which token, layer by layer, by the model's own arithmetic.
+"""Receptive field: which tokens influence which outputs, layer by layer, measured with JVPs.
 
-One decision: nothing is said of masks or segments here. Each token's embedding is moved, and what
-moves after it, is what saw it.
+This module does not look at masks or segments: it perturbs each token's embedding and measures
+which outputs change.
 """
 
 from typing import Any
@@ -19,12 +19,17 @@ from jaxllm.whole import check_ids, token_array
 def receptive_field(
     model: nn.Module, params: Params, token_T: Any, key: jax.Array, *, batch: int = 64
 ) -> np.ndarray:
-    """How far each layer's output at each token moves with each token's embedding, float32
-    `[layers, T, T]`: layer, who sees, who is seen.
+    """Return the sensitivity of each layer's outputs to each token's embedding.
 
-    The derivative in one random direction of each embedding, its norm over the output: exactly zero
-    where nothing comes through, and otherwise zero with probability zero. key: of the directions.
-    batch: how many embeddings are moved at a time; each takes as much memory as a run.
+    An entry is the norm of the output's derivative in one random direction of the embedding. It is
+    exactly zero without influence, and with influence it is zero with probability zero.
+
+    Args:
+        key: Random key of the directions.
+        batch: Number of embeddings to perturb at a time; each needs the memory of a forward pass.
+
+    Returns:
+        float32 `[layers, T, T]`: layer, output token, input token.
     """
     config: Any = model.config
     token_T = token_array("tokens", token_T)

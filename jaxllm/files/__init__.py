@@ -1,8 +1,8 @@
-"""The border of files: whatever is read from a disk comes in here, what is written goes out.
+"""All file access of the package: size limits and schemas on reading, atomic writes.
 
-reading: regular files of bounded size, JSON of bounded depth and digits. lines: JSON line by line.
-schema: what its fields may be. writing: files and directories that appear when they are complete,
-and locks. patterns: regular expressions that a file may bring. memory: what the machine has.
+reading: regular files of bounded size, JSON of bounded depth and digits. lines: JSON lines.
+schema: checks of JSON fields. writing: atomic files and directories, and locks. patterns: regular
+expressions from files and users. memory: the machine's memory.
 """
 
 from jaxllm.files.lines import json_lines, split_lines

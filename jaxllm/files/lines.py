@@ -1,4 +1,4 @@
-"""JSON lines: a value in each line of a file, read one after the other."""
+"""JSON lines: files with one JSON value per line, read one line at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from jaxllm.errors import CheckpointError, JaxllmError
 from jaxllm.files.reading import MAX_BYTES, MAX_JSON, open_regular, parse_json, regular_size
 
-MARK = b"\xef\xbb\xbf"  # a byte order mark is no JSON
+MARK = b"\xef\xbb\xbf"  # UTF-8 byte order mark, which JSON does not allow
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text, which end at "\\n" or "\\r\\n".
+    """Return the lines of a text, which end in "\\n" or "\\r\\n".
 
-    Other separators, as U+2028, may stand in a line: str.splitlines would break it there.
+    Unlike str.splitlines, it does not split at other separators such as U+2028.
     """
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines if lines[-1] else lines[:-1]
@@ -22,20 +22,25 @@ def split_lines(text: str) -> list[str]:
 def json_lines(
     path: Path, error: type[JaxllmError], *, most: int | None = MAX_BYTES
 ) -> Iterator[tuple[str, Any]]:
-    """Each line's value, and where it stands ("FILE, line 3"); blank lines are passed over.
+    """Yield the location ("FILE, line 3") and value of each line that is not blank.
 
-    error: raised for a line that is no JSON. most: bytes of the file, None for any; a line has at
-    most `MAX_JSON`. Memory: a line. Raises CheckpointError for a file that cannot be read.
+    Holds one line of at most `MAX_JSON` bytes in memory.
+
+    Args:
+      error: the error to raise for a line that is not JSON.
+      most: the maximum file size in bytes; None for no limit.
+
+    Raises CheckpointError if the file cannot be read.
     """
     if most is not None and (size := regular_size(path)) > most:
-        raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
+        raise CheckpointError(f"{path} is too large: got {size:,} bytes, expected at most {most:,}")
     with open_regular(path) as file:
         number = 0
         while line := file.readline(MAX_JSON + 1):
             number += 1
             where = f"{path}, line {number}"
             if len(line) > MAX_JSON:
-                raise error(f"{where} has more than {MAX_JSON:,} bytes")
+                raise error(f"{where} is too long: expected at most {MAX_JSON:,} bytes")
             line = line.removeprefix(MARK) if number == 1 else line
             if not line.strip():
                 continue

@@ -1,8 +1,8 @@
-"""Regular expressions that a file or a user brings: matched in bounded time, whatever they say.
+"""Regular expressions from files and users, matched in bounded time.
 
-RE2's dialect: Perl's without look-around and backreferences, which no linear-time engine has. PEFT
-matches names of modules with Python's `re`; `match_names` has all of its dialect, within a time
-limit.
+The dialect is RE2's: Perl's without look-around and backreferences, which no linear-time engine
+supports. PEFT matches module names with Python's `re`; `match_names` supports all of its dialect,
+within a time limit.
 """
 
 import functools
@@ -19,21 +19,23 @@ MAX_LENGTH = 1000
 _OPTIONS = re2.Options()
 _OPTIONS.log_errors = False
 _OPTIONS.max_mem = 8 << 20
-SECONDS = 1.0  # for all names that a pattern with look-around is matched with
+SECONDS = 1.0  # limit for matching all names with a pattern that RE2 cannot compile
 
 
 def compile_pattern(regex: str, what: str = "the pattern") -> Any:
-    """The compiled expression: `fullmatch`, `search` and so on are those of `re`.
+    """Compile a pattern with RE2; the result has `fullmatch`, `search` and so on, like `re`.
 
-    what: its place, for messages. Raises ConfigError for what is no text, too long, or no
-    expression of RE2's.
+    Args:
+      what: where the pattern comes from, for messages.
+
+    Raises ConfigError if the pattern is not a string, is too long, or is not valid in RE2.
     """
     _check_length(regex, what)
     return _compiled(regex, what)
 
 
 def check_name_pattern(regex: str, what: str) -> None:
-    """Raise ConfigError if `match_names` cannot compile the pattern. what: its place."""
+    """Raise ConfigError, naming `what`, if `match_names` cannot compile the pattern."""
     _compile_for_names(regex, what)
 
 
@@ -44,7 +46,7 @@ def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
         regex: The pattern. If RE2 refuses it, a backtracking engine matches all names within
             `SECONDS`.
         names: Short texts, such as names of modules.
-        what: The pattern's place, for messages.
+        what: Where the pattern comes from, for messages.
 
     Raises:
         ConfigError: If the pattern is invalid, too long, or takes too long.
@@ -67,7 +69,7 @@ def match_names(regex: str, names: Collection[str], what: str) -> set[str]:
 
 
 def _compile_for_names(regex: str, what: str) -> Any:
-    """The pattern as RE2 compiles it, or else as a backtracking engine does."""
+    """Compile the pattern with RE2, or else with a backtracking engine."""
     _check_length(regex, what)
     try:
         return _compiled(regex, what)
@@ -75,14 +77,17 @@ def _compile_for_names(regex: str, what: str) -> Any:
         try:
             return backtracking.compile(regex)
         except (backtracking.error, OverflowError, RecursionError) as error:
-            raise ConfigError(f"{what}: {regex!r:.80} is no valid regex: {error}") from None
+            raise ConfigError(f"{what}: {regex!r:.80} is not a valid regex: {error}") from None
 
 
 def _check_length(regex: str, what: str) -> None:
     if not isinstance(regex, str):
-        raise ConfigError(f"{what}: a regex must be a text, got {regex!r:.60}")
+        raise ConfigError(f"{what}: a regex must be a string: got {regex!r:.60}")
     if len(regex) > MAX_LENGTH:
-        raise ConfigError(f"{what}: a regex of {len(regex):,} characters, at most {MAX_LENGTH:,}")
+        raise ConfigError(
+            f"{what}: the regex is too long: got {len(regex):,} characters, expected at most"
+            f" {MAX_LENGTH:,}"
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,6 +98,6 @@ def _compiled(regex: str, what: str) -> Any:
         text = error.args[0] if error.args else error
         said = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
         raise ConfigError(
-            f"{what}: {regex!r:.80} is no valid regex: {said} (RE2's dialect: no look-around, no"
+            f"{what}: {regex!r:.80} is not a valid regex: {said} (RE2's dialect: no look-around, no"
             " backreferences)"
         ) from None

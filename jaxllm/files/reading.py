@@ -1,7 +1,7 @@
-"""Reading: regular files only, of bounded size; JSON of bounded depth and digits.
+"""Reading: regular files of bounded size, and JSON of bounded depth and digits.
 
-Whether a file is there is the caller's business; everything else that is wrong with it is a
-`CheckpointError` that names the file.
+Any problem with a file raises a `CheckpointError` that names it. Callers check first whether an
+optional file exists.
 """
 
 import collections
@@ -17,18 +17,16 @@ from typing import Any
 from jaxllm.errors import CheckpointError, JaxllmError
 
 MAX_BYTES = 1 << 28
-MAX_JSON = (
-    1 << 26
-)  # a list of empty lists takes 20 times its text; the largest tokenizers have 2**25
+MAX_JSON = 1 << 26  # nested lists take 20 times this in memory; the largest tokenizers have 2**25
 MAX_DEPTH = 64  # of JSON: a tokenizer's has 10
-MAX_DIGITS = 40  # of a JSON number: 2**64 has 20, a float64 written in full 25
+MAX_DIGITS = 40  # of a JSON integer: 2**64 has 20
 
 
 def regular_size(path: Path) -> int:
-    """The bytes of a regular file.
+    """Return the size of a regular file in bytes.
 
     Raises:
-      CheckpointError: not a regular file (opening a FIFO would hang), or unreadable.
+      CheckpointError: it is not a regular file (opening a FIFO would hang), or cannot be read.
     """
     try:
         found = path.stat()
@@ -43,7 +41,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading. Raises CheckpointError as `regular_size` does."""
     regular_size(path)
     try:
-        # What has become a FIFO since it was looked at does not block either.
+        # O_NONBLOCK: a file replaced by a FIFO since the check must not block either.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -54,23 +52,23 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def as_path(path: Any) -> Path:
-    """A path that a user gave. Raises CheckpointError for what is neither a text nor a Path."""
+    """Convert a user's path. Raises CheckpointError if it is neither a string nor a Path."""
     if not isinstance(path, str | PathLike):
-        raise CheckpointError(f"a path must be a text or a Path, got {path!r:.60}")
+        raise CheckpointError(f"a path must be a string or a Path: got {path!r:.60}")
     return Path(path)
 
 
 def is_there(path: str | Path) -> bool:
-    """Whether there is a file or a directory of this name, whatever the name says."""
-    return os.path.exists(path)  # unlike Path.exists, which raises for names that cannot be
+    """Return whether a file or directory of this name exists; False for impossible names."""
+    return os.path.exists(path)  # unlike Path.exists, which can raise
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The path of a file that lies in a directory, for whoever brought the directory named it.
+    """Return the path of a file in a directory, for untrusted names and directories.
 
     Raises:
-      CheckpointError: no plain name, nothing there, not a regular file, or a link that leads out
-        of the directory: what it leads to would be read, copied or shown in the directory's place.
+      CheckpointError: the name is not plain, the file is missing or not regular, or it is a link
+        that leaves the directory, so that a file elsewhere would be read, copied or shown.
     """
     if name != os.path.basename(name) or name in ("", ".", "..") or {"\\", "\0"} & {*name}:
         raise CheckpointError(f"{directory}: {name!r:.80} is not a plain file name")
@@ -80,11 +78,11 @@ def inside(directory: Path, name: str) -> Path:
     regular_size(path)
     home = directory.resolve()
     homes = [home]
-    if home.parent.name == "snapshots":  # the hub's cache: links from snapshots/x into blobs
+    if home.parent.name == "snapshots":  # Hugging Face cache: snapshots/x links into blobs
         homes.append(home.parent.parent / "blobs")
     if path.resolve().parent not in homes:
         raise CheckpointError(
-            f"{directory}: {name} is a link that leaves the directory; put a copy in its place"
+            f"{directory}: {name} is a link that leaves the directory. Replace it by a copy"
         )
     return path
 
@@ -93,11 +91,13 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """Return the content of a regular file of at most `most` bytes.
 
     Raises:
-      CheckpointError: as `regular_size`, or too large.
+      CheckpointError: as `regular_size`, or the file is too large.
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
+            raise CheckpointError(
+                f"{path} is too large: got {size:,} bytes, expected at most {most:,}"
+            )
         try:
             return file.read(size)
         except OSError as error:
@@ -105,7 +105,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
-    """Return the content of a UTF-8 file, as `read_bytes` does.
+    """Return the text of a UTF-8 file of at most `most` bytes.
 
     Raises:
       CheckpointError: as `read_bytes`, or the bytes are not UTF-8.
@@ -120,19 +120,22 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file of at most `MAX_JSON` bytes.
 
     Raises:
-      CheckpointError: as `read_text` and `parse_json`, or it is no object.
+      CheckpointError: as `read_text` and `parse_json`, or it is not an object.
     """
     content = parse_json(read_text(path, MAX_JSON), str(path))
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} should hold a JSON object, not {type(content).__name__}")
+        raise CheckpointError(f"{path} must hold a JSON object: got {type(content).__name__}")
     return content
 
 
 def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = CheckpointError) -> Any:
-    """Return what a JSON text says: every number finite, no name twice, all text encodable.
+    """Parse JSON strictly: finite numbers, unique names, encodable strings.
 
-    where: what the text is, for messages. Raises `error` for what is no JSON, deeper than
-    `MAX_DEPTH`, or has a number of more than `MAX_DIGITS` digits.
+    Args:
+      where: what the text is, for messages.
+
+    Raises `error` if the text is not such JSON, is nested deeper than `MAX_DEPTH`, or has an
+    integer of more than `MAX_DIGITS` digits.
     """
     try:
         value = json.loads(
@@ -161,25 +164,25 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the name {twice!r:.80} stands twice")
+        raise ValueError(f"the name {twice!r:.80} occurs twice")
     return result
 
 
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits):,} digits; at most {MAX_DIGITS} are read")
+        raise ValueError(f"an integer has {len(digits):,} digits, expected at most {MAX_DIGITS}")
     return int(digits)
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError(f"the number {digits:.40} is beyond float64")
+        raise ValueError(f"the number {digits:.40} exceeds float64")
     return number
 
 
 def _refused(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _check_depth(value: Any) -> None:
@@ -192,12 +195,12 @@ def _check_depth(value: Any) -> None:
         for node in level:
             if isinstance(node, dict):
                 if not all(map(_encodable, node)):
-                    raise ValueError("a lone surrogate, which is no text")
+                    raise ValueError("a lone surrogate, which is not text")
                 below += node.values()
             elif isinstance(node, list):
                 below += node
             elif isinstance(node, str) and not _encodable(node):
-                raise ValueError("a lone surrogate, which is no text")
+                raise ValueError("a lone surrogate, which is not text")
         level = below
 
 

@@ -1,6 +1,6 @@
-"""Declared schemas: what a file brings is checked against the annotations of what it is to become.
+"""Schemas: values from files are checked against the annotations of the type they become.
 
-A schema is any annotation that msgspec knows, with its bounds: `Annotated[int, Meta(ge=1)]`.
+A schema is any annotation that msgspec supports, with bounds: `Annotated[int, Meta(ge=1)]`.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import msgspec
 
 from jaxllm.errors import CheckpointError, JaxllmError
 
-# What the writer of a JSON file calls msgspec's types.
+# msgspec's types in the words of the author of a JSON file.
 _WORDS = {
-    "int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
+    "int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false",
     "array": "a list", "object": "an object", "null": "null",
 }  # fmt: skip
 
@@ -21,11 +21,10 @@ _WORDS = {
 def as_schema(
     value: Any, schema: Any, where: str, error: type[JaxllmError] = CheckpointError
 ) -> Any:
-    """What JSON brought as a value of `schema`: a msgspec.Struct, a TypedDict, or any annotation.
+    """Convert a JSON value to `schema`: a msgspec.Struct, a TypedDict, or any annotation.
 
-    Nothing is coerced: a text is no number, a bool no integer. A dataclass takes no field that it
-    does not have. Raises `error` with `where`, the path of the field that does not fit, and its
-    value.
+    Nothing is coerced: a string is not a number, a bool not an integer. Unknown fields of a
+    dataclass are an error. Raises `error` with `where`, the path of the wrong field, and its value.
     """
     try:
         fitting = msgspec.convert(value, schema, strict=True)
@@ -37,7 +36,7 @@ def as_schema(
 
 
 def complaints_of(instance: Any) -> list[str]:
-    """What is wrong with the fields of a dataclass, by its annotations: "size must be ..."."""
+    """Return messages for dataclass fields that violate their annotations: "size must be ..."."""
     found = []
     for name, hint in _hints(type(instance)).items():
         value = getattr(instance, name)
@@ -61,9 +60,11 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
-    """msgspec's message in the words of whoever wrote the file: "rope.factor must be ..., got 0".
+    """Translate msgspec's message for the author of the file: "rope.factor must be ..., got 0".
 
-    value: what was checked; name: what it is called, before the path within it.
+    Args:
+      value: the value that was checked.
+      name: its name, which precedes the path within it.
     """
     message, _, within = str(problem).partition(" - at ")
     is_key, _, path = within.strip("`").rpartition("` in `")
@@ -76,7 +77,7 @@ def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
     names = expected[1].split(" | ")
     kinds = [_WORDS.get(k, k) for k in names if k != "int" or "float" not in names]
     got = ""
-    if not is_key and "[...]" not in path:  # a name in an object, which msgspec leaves out
+    if not is_key and "[...]" not in path:  # msgspec does not name the item
         for key, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
             value = value[int(index)] if index else value[key]
         got = f", got {value!r:.60}"
@@ -84,7 +85,7 @@ def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
 
 
 def _unknown(value: Any, fitting: Any) -> list[str]:
-    """The names in what was read that the dataclasses it became have no field for."""
+    """Return the names in a value that the dataclasses it was converted to lack."""
     if dataclasses.is_dataclass(fitting) and isinstance(value, dict):
         names = {field.name for field in dataclasses.fields(fitting)}
         within = [(value[name], getattr(fitting, name)) for name in value.keys() & names]

@@ -1,7 +1,7 @@
-"""Writing: a file or a directory appears under its name when it is complete, or not at all.
+"""Atomic writing: a file or a directory appears under its name when it is complete, or not at all.
 
-What is being written lies beside it as `.NAME.PID.N.partial`, locked by its writer. A process that
-is killed leaves that behind; whoever writes there next sweeps it away.
+Until then it is `.NAME.PID.N.partial` in the same folder, locked by its writer. If that process is
+killed, the next writer in the folder removes the partial file.
 """
 
 import contextlib
@@ -22,24 +22,27 @@ from jaxllm import distributed, process
 from jaxllm.errors import CheckpointError
 from jaxllm.files.reading import inside, is_there, open_regular
 
-# Where there is no such module there are no locks, and no sweeping either.
+# Without this module there are no locks, and partial files are not removed.
 fcntl: Any = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
 _PARTIAL = re.compile(r"\.(.+?)\.\d+(\.\d+)?\.partial")
 _STARTED = time.time()
-_numbers = itertools.count()  # threads of one process may write to one place
+_numbers = itertools.count()  # several threads may write to one path
 
 
 @contextlib.contextmanager
 def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file to write, which replaces what is at `path` when the block ends well.
+    """Yield a file that replaces `path` if the block succeeds.
 
-    mode: "wb", or "w" for UTF-8 text. Whatever ends the block otherwise, an interrupt too, leaves
-    `path` as it was and nothing beside it. A link is followed; a device or a FIFO is written to as
-    it is. Of a group of processes the first writes.
+    If the block fails or is interrupted, `path` is unchanged and the partial file is removed. Links
+    are followed; a device or a FIFO is written directly. In a group of processes only the first
+    writes.
+
+    Args:
+      mode: "wb", or "w" for UTF-8 text.
 
     Raises:
-      CheckpointError: it cannot be written: no such folder, no room, no permission.
+      CheckpointError: it cannot be written: no such folder, no space, no permission.
     """
     encoding = None if "b" in mode else "utf-8"
     path = path if process.leads() else Path(os.devnull)
@@ -63,11 +66,13 @@ def writing(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Path]:
-    """A directory to fill with files, which become those of `directory` when the block ends well.
+    """Yield a directory whose files move to `directory` if the block succeeds.
 
-    last: the file that says that a directory is complete: it is moved there after all others.
-    Whatever ends the block otherwise leaves `directory` as it was, or missing. Of a group of
-    processes the first makes it; what others write in it with `writing` goes nowhere.
+    If the block fails, `directory` is unchanged or still missing. In a group of processes the first
+    one writes; what others write there with `writing` is discarded.
+
+    Args:
+      last: the file that marks a directory as complete; it is moved after all others.
 
     Raises:
       CheckpointError: it cannot be written.
@@ -79,7 +84,7 @@ def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Pa
     with _told(directory):
         there = target.is_dir()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Within a directory that is there: beside it may be another file system.
+        # Inside an existing directory: its parent may be another file system.
         partial = _beside(target / target.name if there else target)
         sweep(partial.parent)
         with process.removing(partial, directory), _filled(partial):
@@ -93,7 +98,7 @@ def writing_directory(directory: Path, last: str = "config.json") -> Iterator[Pa
 
 @contextlib.contextmanager
 def _filled(partial: Path) -> Iterator[None]:
-    """A locked directory while the block runs, of which nothing is left."""
+    """Create and lock a directory, and remove it after the block."""
     partial.mkdir()
     descriptor = os.open(partial, os.O_RDONLY)
     try:
@@ -105,11 +110,11 @@ def _filled(partial: Path) -> Iterator[None]:
 
 
 def check_vacant(directory: Path, last: str, what: str) -> None:
-    """Find out before the work whether `writing_directory` can succeed; of a group of processes
-    the first looks, and all are told.
+    """Check before the work that `writing_directory` can succeed. In a group of processes the first
+    one checks and all raise.
 
     Raises:
-      CheckpointError: there is `what` in it already, it is a file, or nothing may be written there.
+      CheckpointError: the directory already holds `what`, is a file, or is not writable.
     """
     if complaint := distributed.told(lambda: _in_the_way(directory, last, what)):
         raise CheckpointError(complaint)
@@ -123,12 +128,12 @@ def _in_the_way(directory: Path, last: str, what: str) -> str:
     if not nearest.is_dir():
         return f"cannot write {directory}: {nearest} is not a directory"
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"cannot write {directory}: {nearest} may not be written to"
+        return f"cannot write {directory}: no permission to write to {nearest}"
     return ""
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON object for people to read, complete or not at all.
+    """Write an indented JSON object atomically.
 
     Raises:
       CheckpointError: it cannot be written.
@@ -138,7 +143,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def finite_json(value: Any) -> Any:
-    """A value of dicts, lists and numbers with null for NaN and infinity, which JSON has not."""
+    """Return a JSON value with NaN and infinity, which JSON lacks, replaced by null."""
     if isinstance(value, dict):
         return {name: finite_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
@@ -150,7 +155,7 @@ def copy_files(files: Iterable[Path], directory: Path) -> None:
     """Copy files into a directory.
 
     Raises:
-      CheckpointError: one is a link that leaves its own directory (`inside`), or cannot be written.
+      CheckpointError: a file is a link that leaves its directory (`inside`), or cannot be written.
     """
     for path in files:
         source = inside(path.parent, path.name)
@@ -160,10 +165,11 @@ def copy_files(files: Iterable[Path], directory: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep a file to this process while the block runs; the file is made if it is not there.
+    """Hold an exclusive lock on a file, which is created if missing, while the block runs.
 
     Raises:
-      CheckpointError: another process has it, or it cannot be opened, or it is no regular file.
+      CheckpointError: another process holds the lock, or it is not a regular file or cannot be
+        opened.
     """
     with _told(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
@@ -172,7 +178,7 @@ def locked(path: Path) -> Iterator[None]:
             raise CheckpointError(f"{path} is not a regular file")
         if _lock(descriptor) is False:
             raise CheckpointError(
-                f"{path} is in use by another process: wait for it, or name another"
+                f"{path} is in use by another process: wait for it, or name another file"
             )
         yield
     finally:
@@ -180,9 +186,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what processes that are gone left half-written here.
+    """Remove partial files and directories of dead processes.
 
-    That is what is older than this process and was locked by somebody who no longer is.
+    These are older than this process, and their lock is free.
     """
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(directory)):
@@ -198,7 +204,7 @@ def sweep(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """An OSError as one line that names what was to be written."""
+    """Convert an OSError to a CheckpointError that names the path to be written."""
     try:
         yield
     except OSError as error:
@@ -211,7 +217,7 @@ def _beside(path: Path) -> Path:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Whether the lock is ours now; None where there are no locks."""
+    """Return whether the lock was acquired; None if locks are not supported."""
     if fcntl is None:
         return None
     try:

@@ -1,7 +1,8 @@
-"""The forward pass in fixed shapes, for compilers of static graphs: one program, any length.
+"""The forward pass with static shapes, for static-graph compilers: one program for any length.
 
-step: named arrays in and out; slots: the past between two; runner: any text through it, given: what
-it is given. export writes steps as StableHLO; exported runs them, without the rest of jaxllm.
+step: the step on named arrays; slots: the static cache between steps; runner: runs inputs of any
+length; given: parses its inputs. export writes steps as StableHLO; exported runs them without the
+model code.
 """
 
 from importlib import import_module
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedOutput", "FixedShapeRunner", "Form", "Past", "fixed_step", "input_shapes"]
 
-# Looked up when used: what was exported runs without the models.
+# Imported lazily, so that exported steps run without the models.
 _HOMES = {"Past": "slots", "Form": "step", "fixed_step": "step", "input_shapes": "step"}
 
 

@@ -1,6 +1,6 @@
-"""Steps as StableHLO with the weights beside them, for runtimes and compilers without this code.
+"""Export steps as StableHLO with separate weights, for other runtimes and compilers.
 
-Weights are inputs of the steps, never constants. `jaxllm.fixed.exported` runs what is written here.
+Weights are inputs of the steps, never constants. `jaxllm.fixed.exported` loads and runs exports.
 """
 
 import dataclasses
@@ -50,23 +50,31 @@ def export(
     text: bool = False,
     show_progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Write steps of fixed shapes into a directory, all or nothing; returns the manifest.
+    """Export static-shape steps to a directory, atomically; return the manifest.
 
-    "prefill" runs num_tokens tokens a row, "decode" one, both against the same
-    `max_tokens - num_tokens` slots of keys and values, which go in and come out: what one step
-    returns, either takes. form: their inputs, as `fixed.input_shapes` lists them. platforms: any of
-    cpu, cuda, rocm and tpu in one program; by default that of this process. native: whether the
-    CPU's own kernels are called by name, or left out for what XLA has. text: write each step as a
-    readable `.mlir` too.
+    "prefill" runs num_tokens tokens per row, "decode" one. Both take and return keys and values in
+    the same `max_tokens - num_tokens` slots, so the output of either is an input of both.
 
-    Beside the steps (`NAME.stablehlo`, StableHLO's portable bytecode by `jax.export`) lie the
-    weights, as safetensors under the names of the parameters, and `manifest.json`: each file's
-    hash; names, shapes and dtypes in the order of the program's arguments, which are the weights,
-    then the inputs, each by name (before them, where there are several platforms, an int32 scalar
-    that says which).
+    The directory contains the steps (`NAME.stablehlo`, portable StableHLO bytecode from
+    `jax.export`), the weights as safetensors under their parameter names, and `manifest.json`. The
+    manifest lists each file's hash, and names, shapes and dtypes in the order of the program's
+    arguments: the weights, then the inputs, each sorted by name. With several platforms, an int32
+    platform index precedes them.
 
-    Raises ConfigError for what cannot be exported, CheckpointError where the directory already
-    holds an export, or cannot be written.
+    Args:
+        num_tokens: Tokens per row of the prefill step.
+        max_tokens: Maximum text length: slots plus num_tokens.
+        what: Steps to export.
+        form: Inputs of the steps, as listed by `fixed.input_shapes`.
+        batch: Number of rows.
+        platforms: Any of cpu, cuda, rocm and tpu, in one program; default: this process's platform.
+        native: Whether to "keep" calls to our CPU kernels, by name, or to "leave-out" these for
+            XLA's operations.
+        text: Also write each step as a readable `.mlir` file.
+
+    Raises:
+        ConfigError: For a model or options that cannot be exported.
+        CheckpointError: If the directory already holds an export, or cannot be written.
     """
     form = form or Form()
     check_form(model, form)
@@ -118,9 +126,10 @@ def export(
 
 
 def compare(model: nn.Module, params: Params, directory: str | Path) -> dict[str, float]:
-    """The largest difference of each exported step's logits from `forward`'s, on random tokens.
+    """Return each exported step's maximum logit error against `forward`, on random tokens.
 
-    In units of the largest logit. Every step runs a text as long as its slots allow. Raises what
+    The error is relative to the largest logit, or absolute if that is below 1. Each step runs a
+    text of up to 4 * num_tokens tokens, as far as its slots allow. Raises what
     `jaxllm.fixed.exported.load` raises.
     """
     exported = load(directory)
@@ -151,7 +160,7 @@ def compare(model: nn.Module, params: Params, directory: str | Path) -> dict[str
 
 
 def _embedded(model: nn.Module, params: Params, ids: np.ndarray) -> np.ndarray:
-    """The embedding table's rows, as a step of embeddings takes them."""
+    """Return rows of the embedding table, as inputs of a step that takes embeddings."""
     from jaxllm.weights.linear import embed
 
     table = params[family(model.config.model_type).tokens]["weight"]
@@ -159,11 +168,11 @@ def _embedded(model: nn.Module, params: Params, ids: np.ndarray) -> np.ndarray:
 
 
 def _named(params: Params) -> tuple[dict[str, jax.Array], Any]:
-    """The weights' arrays by name (a quantized one has several), and the tree they hang on."""
+    """Return the weights' arrays by name (several per quantized weight), and the tree structure."""
     found, tree = named_arrays(params)
     named = dict(found)
     if len(named) != len(found):
-        raise ConfigError("two parameters have one name")
+        raise ConfigError("two parameters have the same name")
     return named, tree
 
 
@@ -176,13 +185,13 @@ def _lowered(
     platforms: tuple[str, ...],
     native: Native,
 ) -> tuple[jax.export.Exported, set[str]]:
-    """A step as an exported program, and the native kernels that it calls by name."""
+    """Return a step as an exported program, and the names of native kernels that it calls."""
     names = list(weights)
 
     def step(weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, jax.Array]:
         return run_step(model, form, tree.unflatten([weights[n] for n in names]), inputs)
 
-    jitted = jax.jit(step, keep_unused=True)  # arguments stay those of the manifest
+    jitted = jax.jit(step, keep_unused=True)  # the arguments must match the manifest
     abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in weights.items()}
     calls: set[str] = set()
     with nullcontext() if native == "keep" else disabled():
@@ -193,7 +202,7 @@ def _lowered(
         exporter = jax.export.export(jitted, platforms=platforms, disabled_checks=known)
         try:
             program = exporter(abstract, shapes)
-        except ValueError as error:  # a custom call that nobody else knows
+        except ValueError as error:  # a custom call that jax.export does not guarantee
             said = " ".join(str(error).split())[:300]
             raise ConfigError(f"this step cannot be exported: {said}") from None
     return program, calls
@@ -211,14 +220,14 @@ def _listed(shapes: Shapes) -> list[dict[str, Any]]:
 
 
 def _written(path: Path, content: bytes) -> dict[str, str]:
-    """Write a file, whole or not at all; its entry in the manifest."""
+    """Write a file atomically; return its manifest entry."""
     with writing(path) as file:
         file.write(content)
     return {"file": path.name, "sha256": digest(path)}
 
 
 def _weights(path: Path, weights: dict[str, jax.Array], show: bool | None) -> dict[str, Any]:
-    """Write the weights; their entry in the manifest, in the order of the arguments."""
+    """Write the weights; return their manifest entry, in the order of the arguments."""
     ordered = {name: weights[name] for name in sorted(weights)}
     tensors = {name: _lazy(x) for name, x in ordered.items()}
     with bytes_bar(f"writing {path.name}", sum(t.nbytes for t in tensors.values()), show) as done:
@@ -238,4 +247,4 @@ def _check_names(kind: str, names: Sequence[str], known: Sequence[str]) -> None:
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         got = repr(wrong[0])[:40] if wrong else "none"
-        raise ConfigError(f"{kind} is one of {', '.join(known)}; got {got}")
+        raise ConfigError(f"{kind} must be one of {', '.join(known)}; got {got}")

@@ -1,6 +1,6 @@
-"""Exported steps, run without the model's code: StableHLO, weights and a manifest that binds them.
+"""Load and run exported steps: StableHLO, weights and a manifest.
 
-Imports nothing of the models, so that what runs is what was written.
+Does not import the models, so that the exported program runs, not the current code.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ from jaxllm.whole import check_ids, whole, whole_array
 
 FORMAT, VERSION = "jaxllm-export", 1
 MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
-_PLACED = ("input_ids", "position_ids", "slots", "length")  # what `place` fills
-NATIVE = "jaxllm.ops.native"  # the module that registers what exports call by name, where they do
+_PLACED = ("input_ids", "position_ids", "slots", "length")  # inputs that `place` fills
+NATIVE = "jaxllm.ops.native"  # registers the native kernels that some exports call by name
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class _Form(msgspec.Struct, forbid_unknown_fields=True):
-    """An array of a program, by name."""
+    """Name, shape and dtype of a program's array."""
 
     name: str
     shape: Annotated[list[_Count], msgspec.Meta(max_length=8)]
@@ -70,7 +70,7 @@ class _Step(_File, forbid_unknown_fields=True):
 
 
 class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
-    """manifest.json. What the steps were made of is for people, and for `export.compare`."""
+    """manifest.json. `model`, `precision` and `form` are metadata; `export.compare` reads form."""
 
     format: str
     version: int
@@ -92,9 +92,9 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExportedStep:
-    """One step: named arrays in, named arrays out, shapes fixed.
+    """One step with static shapes, from named arrays to named arrays.
 
-    feeds: which output is which input of the next step. vocab_size: of the logits.
+    feeds: maps outputs to inputs of the next step. vocab_size: last axis of the logits.
     """
 
     name: str
@@ -106,11 +106,11 @@ class ExportedStep:
     vocab_size: int
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Run it. Raises ConfigError with every input that is missing, unknown or misshapen."""
+        """Run the step. Raises ConfigError with all missing, unknown and misshapen inputs."""
         complaints = [f"{name} is missing" for name in self.inputs if name not in inputs]
         for name, x in inputs.items():
             if name not in self.inputs:
-                complaints.append(f"{name} is no input")
+                complaints.append(f"{name} is not an input")
                 continue
             want, got = (
                 self.inputs[name],
@@ -125,29 +125,29 @@ class ExportedStep:
         return self.run(dict(self.weights), dict(inputs))
 
     def past(self, outputs: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """What the outputs of one step put into the next."""
+        """Return the cache inputs of the next step from a step's outputs."""
         return {name: outputs[output] for output, name in self.feeds.items()}
 
     def blank(self) -> dict[str, np.ndarray]:
-        """Inputs of a text without a single token: all padding, all slots empty."""
+        """Return inputs without tokens: all padding, all slots empty."""
         empty = {"position_ids": -1, "past_position_ids": -1}
         empty["slots"] = self.inputs["past_key_values.0.key"].shape[1]
         return {n: np.full(s.shape, empty.get(n, 0), s.dtype) for n, s in self.inputs.items()}
 
     def place(self, tokens: Any, start: int = 0) -> dict[str, np.ndarray]:
-        """The inputs of `blank` that new tokens change: ids, positions, and a slot for each.
+        """Return ids, positions and slots of new tokens, to replace those of `blank`.
 
         Args:
-          tokens: ids `[B, T]`, at most as many a row as the step takes; the rest is padding.
-          start: how many tokens the rows have before these. A token's slot is its position.
+            tokens: Ids `[B, T]`, at most as many per row as the step takes; the rest is padding.
+            start: Number of tokens before these. A token's slot is its position.
 
-        Raises ConfigError for ids of another shape or outside the vocabulary, if the tokens before
-        `start` cannot be in the slots, and for a step of another form (embeddings, a mask, angles).
+        Raises ConfigError for ids of another shape or outside the vocabulary, a start beyond the
+        slots, and a step with another signature (embeddings, a mask or angles).
         """
         if "cos" in self.inputs or not {*_PLACED[:3], "past_position_ids"} <= self.inputs.keys():
             raise ConfigError(
-                f"step {self.name} was exported in another form than tokens,positions: fill"
-                f" {', '.join(n for n in self.inputs if '.' not in n)} by hand"
+                f"step {self.name} does not take token ids and positions. Fill in"
+                f" {', '.join(n for n in self.inputs if '.' not in n)} yourself"
             )
         B, T = self.inputs["slots"].shape
         slots = self.inputs["past_key_values.0.key"].shape[1]
@@ -171,7 +171,7 @@ class ExportedStep:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exported:
-    """What a directory holds: steps by name ("prefill", "decode"), and the manifest."""
+    """An export: steps by name ("prefill", "decode"), and the manifest."""
 
     steps: Mapping[str, ExportedStep]
     manifest: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -179,20 +179,19 @@ class Exported:
     def __getitem__(self, name: str) -> ExportedStep:
         if name not in self.steps:
             raise ConfigError(
-                f"no step {name!r:.40} was exported: there is {', '.join(self.steps)}"
+                f"no step {name!r:.40} was exported, expected one of {', '.join(self.steps)}"
             )
         return self.steps[name]
 
 
 def load(directory: str | Path) -> Exported:
-    """Open what `jaxllm export` wrote; every file is compared with its hash in the manifest.
+    """Load an export of `jaxllm export`; every file is checked against its hash in the manifest.
 
-    Whoever wrote the manifest is believed as whoever wrote a program is: what a step computes is
-    theirs. That its bytes are StableHLO is found out in another process, because MLIR's reader does
-    not survive every file.
+    An export is a program: load one only from a source that you trust with what it computes. Its
+    StableHLO is first parsed in another process, because MLIR's parser can crash on a bad file.
 
-    Raises CheckpointError, naming the file, for one that is missing, damaged, or not of this
-    export, and where the steps were exported for another platform than this process runs on.
+    Raises CheckpointError, naming the file, for a file that is missing, damaged or not part of this
+    export, and for steps that were exported for another platform.
     """
     directory = Path(directory)
     data = read_manifest(directory)
@@ -206,37 +205,37 @@ def load(directory: str | Path) -> Exported:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest. Raises CheckpointError where there is none, or it is of another format."""
+    """Read the manifest. Raises CheckpointError if it is missing or has another format."""
     path = directory / MANIFEST
     if not is_there(path):
         raise CheckpointError(f"{directory} has no {MANIFEST}: not an export")
     manifest = read_json(inside(directory, MANIFEST))
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise CheckpointError(
-            f"{path} is of format {manifest.get('format')!r:.40}, version"
-            f" {manifest.get('version')!r:.20}; this reads {FORMAT}, version {VERSION}"
+            f"{path} has format {manifest.get('format')!r:.40}, version"
+            f" {manifest.get('version')!r:.20}; expected {FORMAT}, version {VERSION}"
         )
     return manifest
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Return a file's SHA-256 in hexadecimal."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sound(directory: Path, entry: _File) -> Path:
-    """The path of a file of the export whose content is what the manifest says."""
+    """Check a file's hash against the manifest; return its path."""
     path = inside(directory, entry.file)
     if digest(path) != entry.sha256:
-        raise CheckpointError(f"{path} is damaged, or not of this export: its hash is another")
+        raise CheckpointError(f"{path} is damaged or not part of this export: wrong SHA-256")
     return path
 
 
 def _shapes(forms: list[_Form], where: str) -> Shapes:
     found = {f.name: jax.ShapeDtypeStruct(tuple(f.shape), jax.numpy.dtype(f.dtype)) for f in forms}
     if len(found) != len(forms):
-        raise CheckpointError(f"{where}: two arrays have one name")
+        raise CheckpointError(f"{where}: two arrays have the same name")
     nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in found.values())
     check_memory(nbytes, f"{where}: its arrays", CheckpointError)
     return found
@@ -248,7 +247,7 @@ def _weights(directory: Path, entry: _Weights) -> dict[str, jax.Array]:
     tensors = open_tensors(path)
     forms = [{n: (x.shape, x.dtype) for n, x in some.items()} for some in (tensors, expected)]
     if forms[0] != forms[1]:
-        raise CheckpointError(f"{path}: not the tensors that {MANIFEST} lists")
+        raise CheckpointError(f"{path}: tensors differ from those in {MANIFEST}")
     return {name: jax.device_put(tensors[name].read()) for name in expected}
 
 
@@ -272,7 +271,7 @@ def _step(
         for output, name in entry.feeds.items()
         if output not in outputs or name not in inputs
     ]:
-        raise CheckpointError(f"{where}: feeds has {unknown[0]:.100}, and no such arrays")
+        raise CheckpointError(f"{where}: feeds names unknown arrays, {unknown[0]:.100}")
     for name_of, arrays in ("past_key_values.0.key", inputs), ("logits", outputs):
         if name_of not in arrays:
             raise CheckpointError(f"{where}: no {name_of}")
@@ -284,15 +283,15 @@ def _step(
     run = jax.jit(program.call)
     try:
         run.lower(abstract, inputs)
-    except Exception as error:  # whatever the reader of foreign bytes says
+    except Exception as error:  # parsing an untrusted program may raise anything
         said = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: not a step that can run: {said}") from None
+        raise CheckpointError(f"{path}: not a valid step: {said}") from None
     return ExportedStep(
         name, inputs, outputs, entry.feeds, weights, run, outputs["logits"].shape[2]
     )
 
 
-# Reads a program from stdin as JAX will read it; its status says whether it could, its stdout why.
+# Parses a program from stdin as JAX does, and prints its custom calls; fails if it is invalid.
 _PROBE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
@@ -312,13 +311,13 @@ with ir.Context() as context:
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
 """
-_readable: set[str] = set()  # the hashes of what has been read so
+_readable: set[str] = set()  # hashes of programs that passed the check
 
 
 def _check_readable(path: Path, program: bytes, custom_calls: list[str]) -> None:
-    """Raise CheckpointError for bytes that MLIR cannot read, or that call what nobody named.
+    """Raise CheckpointError if MLIR cannot parse a program, or it has undeclared custom calls.
 
-    Reading some of them ends the process, so it is not this one that does.
+    Uses a child process, because MLIR crashes on some inputs.
     """
     if (found := hashlib.sha256(program).hexdigest()) in _readable or not sys.executable:
         return
@@ -333,19 +332,19 @@ def _check_readable(path: Path, program: bytes, custom_calls: list[str]) -> None
         errors = re.findall(r"error: (.*)", probe.stderr.decode(errors="replace"))
         said = f"{errors[0] if errors else 'not read':.200}"
         if probe.returncode < 0:
-            said = f"reading it ends a process by signal {-probe.returncode}"
-        raise CheckpointError(f"{path}: not a step that can run: {said}")
+            said = f"the parser was killed by signal {-probe.returncode}"
+        raise CheckpointError(f"{path}: not a valid step: {said}")
     if foreign := sorted({*probe.stdout.decode(errors="replace").split()} - {*custom_calls}):
-        raise CheckpointError(f"{path} calls {foreign[0]:.80}, which {MANIFEST} does not name")
+        raise CheckpointError(f"{path} calls {foreign[0]:.80}, which {MANIFEST} does not declare")
     _readable.add(found)
 
 
 def _program(
     path: Path, manifest: _Manifest, weights: Shapes, inputs: Shapes, outputs: Shapes
 ) -> jax.export.Exported:
-    """The step as JAX calls one: a program of these shapes, with the file's code put in its place.
+    """Return the step as a JAX exported program: a template of these shapes with the file's code.
 
-    (JAX's own container would need the flatbuffers package, and no compiler but JAX's reads it.)
+    JAX's own serialization needs the flatbuffers package, and only JAX can read it.
     """
 
     def stand_in(weights: Shapes, inputs: Shapes) -> dict[str, jax.Array]:
@@ -356,8 +355,8 @@ def _program(
     newest = jax.export.maximum_supported_calling_convention_version
     if not oldest <= version <= newest:
         raise CheckpointError(
-            f"{path}: written in version {version} of JAX's calling convention; jax"
-            f" {jax.__version__} reads {oldest} to {newest}"
+            f"{path}: version {version} of JAX's calling convention is not supported; jax"
+            f" {jax.__version__} supports {oldest} to {newest}"
         )
     jitted = jax.jit(stand_in, keep_unused=True)
     template = jax.export.export(jitted, platforms=manifest.platforms)(weights, inputs)
@@ -372,10 +371,10 @@ def _program(
 
 
 def _check_custom_calls(path: Path, names: list[str]) -> None:
-    """Native kernels are their module's business, which whoever wants them has imported himself."""
+    """Raise CheckpointError if an export calls native kernels and their module is not imported."""
     native = sys.modules.get(NATIVE)
     if names and (native is None or native.kernels() is None):
         raise CheckpointError(
-            f"{path} calls native kernels ({', '.join(names)}): import {NATIVE} first, on a"
+            f"{path} calls native kernels ({', '.join(names)}). Import {NATIVE} first, on a"
             " machine that has them, or export with --native leave-out"
         )

@@ -1,4 +1,4 @@
-"""What a runner is given, read into arrays: text, token ids or embeddings, and a mask."""
+"""Parse a runner's inputs into arrays: text, token ids or embeddings, and a mask."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from jaxllm.whole import check_ids
 
 
 class Given(NamedTuple):
-    """An input of L columns: token ids int32 `[B, L]`, or vectors float32 `[B, L, D]` instead.
+    """Token ids int32 `[B, L]`, or embeddings float32 `[B, L, D]` instead.
 
-    mask_BL: bool, which columns are real; ids are 0 elsewhere.
+    mask_BL: bool, True for real tokens; padding has id 0.
     """
 
     token_BL: np.ndarray
@@ -42,12 +42,12 @@ def read_given(
     embeddings: Any,
     mask: Any,
 ) -> Given:
-    """Check an input; rows of unequal lengths are padded on one side. Raises TokenError."""
+    """Validate an input, and pad rows of unequal lengths on one side. Raises TokenError."""
     named = {"text": text, "tokens": tokens, "embeddings": embeddings}
     names = [name for name, value in named.items() if value is not None]
     if len(names) != 1:
         got = " and ".join(names) or "none"
-        raise TokenError(f"give exactly one of text, tokens and embeddings; got {got}")
+        raise TokenError(f"expected exactly one of text, tokens and embeddings; got {got}")
     if embeddings is not None:
         vector_BLD = as_vectors(embeddings, "B, T", config.hidden_size)
         mask_BL = _mask(mask, vector_BLD.shape[:2])
@@ -55,7 +55,7 @@ def read_given(
     rows = _encoded(tokenizer, text) if text is not None else tokens
     if text is not None or _ragged(rows):
         if mask is not None:
-            raise TokenError("a mask goes with an array [B, T], not with text or unequal rows")
+            raise TokenError("mask requires an array [B, T], not text or rows of unequal lengths")
         token_BL, mask_BL = _aligned(rows, side)
     else:
         token_BL = _ids(rows)
@@ -66,25 +66,25 @@ def read_given(
 
 def _encoded(tokenizer: Tokenizer | None, text: str | Sequence[str]) -> list[list[int]]:
     if tokenizer is None:
-        raise TokenError("text needs a tokenizer: give one to the runner, or give token ids")
+        raise TokenError("text requires a tokenizer. Pass one to the runner, or pass token ids")
     texts = [text] if isinstance(text, str) else list(text)
     return [tokenizer.encode(t, bos=tokenizer.adds_bos) for t in texts]
 
 
 def _ragged(rows: Any) -> bool:
-    """Whether these are lists of unequal lengths."""
+    """Return whether these are lists of unequal lengths."""
     if isinstance(rows, jax.Array | np.ndarray) or not isinstance(rows, Sequence):
         return False
     return len({np.shape(row) for row in rows}) > 1
 
 
 def _aligned(rows: Sequence[Any], side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ids in one array, padded on one side, and where they are."""
+    """Return rows of ids as one array, padded on one side, and its mask."""
     lists = [_ids([row])[0] if len(row) else _empty_row(r) for r, row in enumerate(rows)]
     if not lists:
         raise TokenError("the input has no rows")
     left, there = side == "left", [[1] * len(ids) for ids in lists]
-    # 64 bits: whether an id is one of the vocabulary is yet to be seen.
+    # int64, because ids have not been checked against the vocabulary yet.
     return pad_rows(lists, left=left, dtype=np.int64), pad_rows(there, left=left, dtype=bool)
 
 
@@ -101,11 +101,11 @@ def _ids(tokens: Any) -> np.ndarray:
 
 
 def _zeroed(vector_BLD: np.ndarray, mask_BL: np.ndarray) -> np.ndarray:
-    """The vectors, zero where they are padding; what is real must be finite."""
+    """Set padding to zero; raise TokenError unless all other vectors are finite."""
     vector_BLD = np.where(mask_BL[:, :, None], vector_BLD, np.float32(0))
     if not np.isfinite(vector_BLD).all():
         row, column = np.argwhere(~np.isfinite(vector_BLD).all(axis=2))[0]
-        raise TokenError(f"embeddings must be finite; row {row}, column {column} is not")
+        raise TokenError(f"embeddings must be finite, but row {row}, column {column} is not")
     return vector_BLD
 
 
@@ -114,7 +114,7 @@ def _mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
         return np.ones(shape, bool)
     mask_BL = np.asarray(mask)
     if mask_BL.shape != shape:
-        raise TokenError(f"the mask must be {shape}, as the input is; got {mask_BL.shape}")
+        raise TokenError(f"mask must have the input's shape {shape}, got {mask_BL.shape}")
     if not ((mask_BL == 0) | (mask_BL == 1)).all():
-        raise TokenError("the mask must hold 1 where a token is real and 0 elsewhere")
+        raise TokenError("mask must be 1 for real tokens and 0 for padding, got other values")
     return mask_BL.astype(bool)

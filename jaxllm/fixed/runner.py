@@ -1,4 +1,4 @@
-"""Any text through one program: cut, padded and masked on the host, run in fixed shapes."""
+"""Run inputs of any length through one static-shape program: split, pad and mask on the host."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +23,10 @@ from jaxllm.whole import is_number, whole
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FixedOutput:
-    """What a runner returns.
+    """Result of a runner.
 
-    logits: float32 `[B, L, V]` on the host; those of padding mean nothing. past: what the next call
-    takes. mask: bool `[B, L]`, which columns are real.
+    logits: float32 `[B, L, V]` on the host; undefined for padding. past: for the next call. mask:
+    bool `[B, L]`, True for real tokens.
     """
 
     logits: np.ndarray
@@ -36,23 +36,26 @@ class FixedOutput:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FixedShapeRunner:
-    """A model that is only ever run on `num_tokens` tokens against `max_tokens - num_tokens` slots.
+    """Runs a model on exactly `num_tokens` tokens against `max_tokens - num_tokens` cache slots.
 
-    Longer inputs are run in pieces, shorter ones padded, on the left or on the right; whatever the
-    lengths, a batch size costs one compiled program (one more for embeddings, where both are used).
-    The numbers are those of `jaxllm.forward`.
+    Longer inputs are split, shorter ones padded on the left or right. Each batch size compiles one
+    program, whatever the lengths (a second one for embeddings, if both are used). Results equal
+    those of `jaxllm.forward`.
 
-    rotary: the rotary cosines and sines are inputs of the step. mask: "positions", or one combined
-    causal and padding mask, "boolean" or "additive", as an input of the step. mask_value: what an
-    additive mask adds to the scores that are not to be seen. step: what runs in place of the model,
-    `inputs -> outputs` as `fixed_step` has them: an exported step, or a session of a compiler's.
+    Use an additive mask only if a graph requires it. A mask_value of -50, common in quantized
+    graphs, is wrong if a real score is 50 or more below a masked one, and a query without a visible
+    token, such as padding, attends to all tokens. In float16 a value below -65504 is -inf, and such
+    a query yields NaN.
 
-    An additive mask is for graphs that have nothing better; -50, as quantized ones use it, is wrong
-    where a real score lies 50 or more below a masked one (the masked token then wins), and a query
-    that sees nothing, as padding does, attends to everything. In float16 a value beyond -65504 is
-    minus infinity, and such a query NaN.
+    Raises ConfigError for invalid lengths, names or values.
 
-    Raises ConfigError for an impossible length, an unknown name or a wrong value.
+    Attributes:
+        rotary: Pass the RoPE cosines and sines as inputs of the step.
+        mask: "positions", or a combined causal and padding mask ("boolean" or "additive") as an
+            input of the step.
+        mask_value: Added to masked scores by an additive mask.
+        step: Runs instead of the model, `inputs -> outputs` as for `fixed_step`: an exported step,
+            or another compiler's session.
     """
 
     model: nn.Module
@@ -79,11 +82,11 @@ class FixedShapeRunner:
 
     @property
     def capacity(self) -> int:
-        """Slots of the past: how many tokens a next call can have before it."""
+        """Number of cache slots: the maximum number of tokens before a call's last piece."""
         return self.max_tokens - self.num_tokens
 
     def form(self, *, embeddings: bool) -> Form:
-        """The inputs of the step that is run."""
+        """Return the signature of the step."""
         return Form(embeddings=embeddings, rotary=self.rotary, mask=self.mask)
 
     def __call__(
@@ -95,15 +98,19 @@ class FixedShapeRunner:
         mask: Any = None,
         past: Past | None = None,
     ) -> FixedOutput:
-        """Run an input of any length L; one of text, tokens and embeddings is given.
+        """Run an input of any length L: exactly one of text, tokens and embeddings.
 
-        text: one or several, encoded with the begin-of-text token if the checkpoint asks for it.
-        tokens: ids `[B, L]`, or lists of unequal lengths. embeddings: `[B, L, D]`, what the table
-        would give. mask: `[B, L]`, 1 where a token is real; padding may stand anywhere. past: what
-        an earlier call returned, or keys and values of your own in at most as many slots.
+        Args:
+            text: One or several texts; a begin-of-text token is added if the tokenizer adds one.
+            tokens: Ids `[B, L]`, or lists of unequal lengths.
+            embeddings: `[B, L, D]` in place of rows of the embedding table.
+            mask: `[B, L]`, 1 for real tokens; padding may be anywhere.
+            past: From an earlier call, or other keys and values in at most `capacity` slots.
 
-        Raises TokenError for input of another form, CapacityError for what `max_tokens` cannot
-        hold, CacheMismatchError for the past of another model or batch.
+        Raises:
+            TokenError: For an invalid input.
+            CapacityError: If the text exceeds `max_tokens`.
+            CacheMismatchError: If `past` belongs to another model or batch size.
         """
         config = self.model.config
         given = read_given(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
@@ -125,14 +132,14 @@ class FixedShapeRunner:
         return FixedOutput(np.concatenate(pieces, axis=1), past, given.mask_BL)
 
     def _pieces(self, length: int) -> Iterator[slice]:
-        """The columns of each piece. The first is the short one: the last then has most room."""
+        """Yield the columns of each piece, the short one first: the last piece needs no slots."""
         stop = (length - 1) % self.num_tokens + 1
         yield slice(0, stop)
         for start in range(stop, length, self.num_tokens):
             yield slice(start, start + self.num_tokens)
 
     def _real(self, columns: slice) -> slice:
-        """Where the columns stand among the step's."""
+        """Return the step's columns for a piece's columns."""
         width = columns.stop - columns.start
         start = self.num_tokens - width if self.padding == "left" else 0
         return slice(start, start + width)
@@ -145,7 +152,7 @@ class FixedShapeRunner:
         columns: slice,
         length_B: np.ndarray,
     ) -> tuple[dict[str, Any], np.ndarray, int]:
-        """The step's inputs for a piece, the positions of the slots after it, tokens left over."""
+        """Return a piece's inputs, the slots' positions after it, and the tokens without a slot."""
         at, config = self._real(columns), self.model.config
 
         def padded(x_BL: np.ndarray, fill: int) -> np.ndarray:
@@ -181,16 +188,18 @@ class FixedShapeRunner:
         return inputs, after_BS, missing
 
     def _seen(self, past_BS: np.ndarray, position_BT: np.ndarray) -> np.ndarray:
-        """The combined mask, bool `[B, T, S + T]`: the past's slots, then the new tokens."""
+        """Return the combined mask, bool `[B, T, S + T]`: cache slots, then new tokens."""
         all_BS: Any = np.concatenate([past_BS, position_BT], axis=1)
         queries: Any = position_BT
         return np.asarray(ops.visible(queries, all_BS, window=self.model.config.window(0)))
 
     def _check_room(self, past: Past, position_BL: np.ndarray) -> None:
-        """Raise CapacityError where the last piece finds more before it than there are slots."""
+        """Raise CapacityError if more tokens precede the last piece than there are slots."""
         limit = self.model.config.position_limit
         if position_BL.max(initial=-1) >= limit:
-            raise TokenError(f"position {position_BL.max()} is outside the model's {limit}")
+            raise TokenError(
+                f"position {position_BL.max()} is too large, expected less than {limit}"
+            )
         last = max(position_BL.shape[1] - self.num_tokens, 0)
         held_B = (past.position_BS >= 0).sum(axis=1)
         before_B = held_B + (position_BL[:, :last] >= 0).sum(axis=1)
@@ -198,19 +207,19 @@ class FixedShapeRunner:
             row = int(before_B.argmax())
             count = int((position_BL[row] >= 0).sum())
             raise CapacityError(
-                f"row {row}: {held_B[row]} tokens in the past and {count} new ones do not fit:"
-                f" before the last {self.num_tokens} there is room for {self.capacity}"
+                f"row {row}: {held_B[row]} past and {count} new tokens do not fit: at most"
+                f" {self.capacity} may precede the last {self.num_tokens}"
                 f" (max_tokens {self.max_tokens})"
             )
 
 
 def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
-    """Raise ConfigError for lengths that no step can have."""
+    """Raise ConfigError for invalid lengths."""
     whole("num_tokens", num_tokens, 1, error=ConfigError)
     whole("max_tokens", max_tokens, 1, error=ConfigError)
     if max_tokens <= num_tokens:
         raise ConfigError(
-            f"max_tokens ({max_tokens}) must exceed num_tokens ({num_tokens}): the rest is the past"
+            f"max_tokens ({max_tokens}) must exceed num_tokens ({num_tokens}); the rest is cache"
         )
     if max_tokens > model.config.context_length:
         raise ConfigError(
@@ -220,7 +229,7 @@ def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
 
 
 def _positions(past: Past, mask_BL: np.ndarray) -> np.ndarray:
-    """Real tokens counted on from the past, as transformers does; padding is -1."""
+    """Number real tokens after the past, as transformers does; padding is -1."""
     next_B = np.maximum(past.position_BS.max(axis=1), -1) + 1
     count_BL = np.cumsum(mask_BL, axis=1, dtype=np.int32)
     return np.where(mask_BL, next_B[:, None] + count_BL - 1, -1).astype(np.int32)

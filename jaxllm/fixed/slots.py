@@ -1,6 +1,6 @@
-"""The past between two steps: keys and values in fixed shapes, and which slot holds what.
+"""Static KV cache between steps: keys and values with static shapes, and each slot's position.
 
-All of it is the host's business, in numpy: an operation of JAX would be compiled for every length.
+Runs in numpy on the host, because a JAX operation would compile for every length.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from jaxllm.errors import CacheMismatchError, CapacityError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Past:
-    """Keys and values of what has been read, and where each slot's token stands.
+    """Static KV cache.
 
-    k, v: `[B, n, K, H]` a layer, keys rotated; what `FixedShapeRunner` returns has its
-    `max_tokens - num_tokens` slots. position_BS: int32 `[B, n]`, negative where the slot is empty;
-    every row's tokens go on from its largest. missing: how many tokens the slots had no room for;
-    the next call refuses such a past.
+    Attributes:
+        k, v: `[B, n, K, H]` per layer, keys after RoPE; `FixedShapeRunner` returns
+            n = `max_tokens - num_tokens` slots.
+        position_BS: int32 `[B, n]`, negative for an empty slot; a row continues after its maximum.
+        missing: Number of tokens that did not fit; the next call rejects such a cache.
     """
 
     k: tuple[Any, ...]
@@ -30,22 +31,22 @@ class Past:
 
 
 def empty(config: ModelConfig, dtype: Any, batch: int, capacity: int) -> Past:
-    """A past without tokens."""
+    """Return an empty cache."""
     shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
     zeros = tuple(np.zeros(shape, dtype) for _ in range(config.num_hidden_layers))
     return Past(zeros, zeros, np.full((batch, capacity), -1, np.int32))
 
 
 def fitted(past: Past, like: Past, side: str) -> Past:
-    """A past with as many slots as `like`, empty ones added on one side.
+    """Pad a past with empty slots on one side, to the number of slots of `like`.
 
-    Raises CacheMismatchError for a past of another model, batch or number format, CapacityError for
-    one with more slots or with tokens missing.
+    Raises CacheMismatchError for another model, batch size or dtype, CapacityError for more slots
+    or missing tokens.
     """
     if past.missing:
         raise CapacityError(
-            f"{past.missing} tokens of this past had no room in its"
-            f" {past.position_BS.shape[1]} slots: make max_tokens larger"
+            f"{past.missing} tokens of this past did not fit into its"
+            f" {past.position_BS.shape[1]} slots. Increase max_tokens"
         )
     position_BS = np.asarray(past.position_BS)
     (B, S), (rows, slots) = like.position_BS.shape, np.shape(position_BS)[:2] or (0, 0)
@@ -58,7 +59,7 @@ def fitted(past: Past, like: Past, side: str) -> Past:
         arrays, expected = getattr(past, name), getattr(like, name)
         if len(arrays) != len(expected):
             raise CacheMismatchError(
-                f"the past's {name} has {len(arrays)} layers, the model {len(expected)}"
+                f"the past's {name} has {len(arrays)} layers, expected {len(expected)}"
             )
         want = (B, slots, *expected[0].shape[2:])
         for i, x in enumerate(arrays):
@@ -69,7 +70,7 @@ def fitted(past: Past, like: Past, side: str) -> Past:
                 )
     if slots > S:
         raise CapacityError(
-            f"the past has {slots} slots; max_tokens - num_tokens leaves room for {S}"
+            f"the past has {slots} slots, expected at most max_tokens - num_tokens = {S}"
         )
     if slots == S:
         return Past(tuple(past.k), tuple(past.v), position_BS.astype(np.int32))
@@ -86,9 +87,10 @@ def fitted(past: Past, like: Past, side: str) -> Past:
 
 
 def place(position_BS: np.ndarray, position_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Where new tokens go: `(slot_BT, the positions after that, tokens without a slot)`.
+    """Assign each row's new tokens to its empty slots in order.
 
-    Each row's tokens take its empty slots in order; padding (-1) and what finds none get slot S.
+    Returns slots `[B, T]`, S for padding (position -1) and for tokens without a slot; the positions
+    of the slots afterwards; and the number of tokens without a slot.
     """
     B, S = position_BS.shape
     slot_BT = np.full(position_BT.shape, S, np.int32)
@@ -106,7 +108,7 @@ def place(position_BS: np.ndarray, position_BT: np.ndarray) -> tuple[np.ndarray,
 def past_after(
     past: Past, outputs: Mapping[str, Any], position_BS: np.ndarray, missing: int
 ) -> Past:
-    """The past after a step whose outputs these are."""
+    """Return the past after a step with these outputs."""
     layers = range(len(past.k))
     return Past(
         tuple(outputs[f"present.{i}.key"] for i in layers),

@@ -1,7 +1,7 @@
-"""One step in fixed shapes: `step(params, inputs) -> outputs`, dicts of named arrays in and out.
+"""A step with static shapes: `step(params, inputs) -> outputs`, on dicts of named arrays.
 
-Everything that varies (lengths, padding, where keys and values go) is a value of an input, so one
-compiled graph serves every text. Names are those of transformers and of its ONNX exports.
+Everything that varies (lengths, padding, cache slots) is a value of an input, so one compiled graph
+runs every text. Names are those of transformers and its ONNX exports.
 """
 
 import dataclasses
@@ -26,13 +26,15 @@ MASKS = ("positions", "boolean", "additive")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
-    """Which inputs a step takes beside the keys and values.
+    """Input signature of a step, besides keys and values.
 
-    embeddings: `inputs_embeds` in place of `input_ids`. rotary: the angles' `cos` and `sin`, for
-    models that have rotary positions. mask: "positions": a token sees what stands at or before its
-    position; "boolean", "additive": one `attention_mask` says so, True or 0 where it sees.
+    Raises ConfigError for an unknown mask.
 
-    Raises ConfigError for a mask of another name.
+    Attributes:
+        embeddings: Take `inputs_embeds` instead of `input_ids`.
+        rotary: Take the RoPE `cos` and `sin` as inputs.
+        mask: "positions": tokens attend to positions up to their own. "boolean", "additive": take
+            an `attention_mask` with True or 0 where a token attends.
     """
 
     embeddings: bool = False
@@ -45,50 +47,50 @@ class Form:
 
 
 def fixed_step(model: nn.Module, form: Form) -> Callable[[Params, Arrays], dict[str, jax.Array]]:
-    """The pure function `step(params, inputs) -> outputs` of one form; see `input_shapes`.
+    """Return the pure function `step(params, inputs) -> outputs` with a signature.
 
-    inputs: what `input_shapes` lists. outputs: `logits` float32 `[B, T, V]`; `present.N.key` and
-    `.value`, the past with the new tokens written at their slots, in the shape of the next step's
-    `past_key_values.N.key` and `.value`; and `present_position_ids` where positions decide.
+    inputs: see `input_shapes`. outputs: `logits` float32 `[B, T, V]`; `present.N.key` and `.value`,
+    the past with the new tokens written to their slots, in the shape of the next step's
+    `past_key_values.N.key` and `.value`; and `present_position_ids` if the mask is "positions".
 
-    Raises ConfigError for a form that the model does not have.
+    Raises ConfigError for a signature that the model does not support.
     """
     check_form(model, form)
     return partial(run_step, model, form)
 
 
 def check_form(model: nn.Module, form: Form) -> None:
-    """Raise ConfigError for a form that the model does not have."""
+    """Raise ConfigError for a signature that the model does not support."""
     if form.rotary and len(model.config.ropes) != 1:
-        found = "rotary positions of several kinds" if model.config.ropes else "no rotary positions"
-        raise ConfigError(f"{model.config.model_type} has {found}: leave out rotary (cos and sin)")
+        found = "several kinds of RoPE" if model.config.ropes else "no RoPE"
+        raise ConfigError(f"{model.config.model_type} has {found}. Omit rotary (cos and sin)")
     kind = model.config.long_attention(0)
     if form.mask != "positions" and kind is not None:
         raise ConfigError(
-            f"attention of kind {kind.kind!r} goes by positions and takes no mask: leave mask out"
+            f"attention of kind {kind.kind!r} uses positions and takes no mask. Omit mask"
         )
     windows = {model.config.window(i) for i in range(model.config.num_hidden_layers)}
     if form.mask != "positions" and len(windows) > 1:
-        raise ConfigError("layers of different windows cannot share one mask: leave mask out")
+        raise ConfigError("layers with different windows cannot share one mask. Omit mask")
     if model.precision.cache == "int8":
         raise ConfigError(
-            "a step in fixed shapes takes keys and values as plain arrays, not int8 with scales:"
-            " give the model a Precision whose cache is a float format"
+            "static-shape steps do not support an int8 cache. Use a Precision with a float cache"
         )
 
 
 def input_shapes(
     model: nn.Module, form: Form, *, batch: int, num_tokens: int, capacity: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The inputs of a step by name; B is batch, T num_tokens, S the capacity of the past.
+    """Return a step's inputs by name; B is batch, T num_tokens, S the capacity of the past.
 
-    `input_ids` int32 `[B, T]`, 0 for padding, or `inputs_embeds` `[B, T, D]`. `position_ids` int32
-    `[B, T]`, -1 for padding, unless both angles and mask are given. `cos`, `sin` float32
-    `[B, 1, T, F]`. `length` int32 `[B]`, of the whole text, for rotary settings that follow it.
-    `past_position_ids` int32 `[B, S]`, -1 where empty, or `attention_mask` `[B, 1, T, S + T]`, bool
-    or float32: the past's slots, then the new tokens. `slots` int32 `[B, T]`: the slot of the past
-    that each new token is written to, S for nowhere. `past_key_values.N.key` and `.value`
-    `[B, S, K, H]`, keys rotated.
+    - `input_ids` int32 `[B, T]`, 0 for padding, or `inputs_embeds` `[B, T, D]`.
+    - `position_ids` int32 `[B, T]`, -1 for padding; absent if both angles and mask are inputs.
+    - `cos`, `sin` float32 `[B, 1, T, F]` if rotary; otherwise `length` int32 `[B]`, the length of
+      the whole text, if RoPE depends on it.
+    - `past_position_ids` int32 `[B, S]`, -1 if empty, or `attention_mask` `[B, 1, T, S + T]`, bool
+      or float32, over the past's slots and then the new tokens.
+    - `slots` int32 `[B, T]`: the slot to write each new token to; S drops it.
+    - `past_key_values.N.key` and `.value` `[B, S, K, H]`, keys after RoPE.
     """
     c, p = model.config, model.precision
     B, T, S = batch, num_tokens, capacity
@@ -122,7 +124,7 @@ def input_shapes(
 
 
 def run_step(model: nn.Module, form: Form, params: Params, inputs: Arrays) -> dict[str, jax.Array]:
-    """The step itself, on checked input."""
+    """Run a step on valid inputs."""
     layers = range(model.config.num_hidden_layers)
     inputs = {name: jnp.asarray(x) for name, x in inputs.items()}
     past_k = tuple(inputs[f"past_key_values.{i}.key"] for i in layers)
@@ -164,7 +166,7 @@ def run_step(model: nn.Module, form: Form, params: Params, inputs: Arrays) -> di
 
 
 def feeds(form: Form, layers: int) -> dict[str, str]:
-    """Which output of a step is which input of the next."""
+    """Map each output of a step that the next step needs to the name of its input."""
     names = {
         f"present.{i}.{what}": f"past_key_values.{i}.{what}"
         for i in range(layers)

@@ -1,9 +1,9 @@
-"""A model behind Ray Serve: continuous batching in each replica, answers whole or as they grow.
+"""A model behind Ray Serve: continuous batching in each replica, with optional streaming.
 
     serve run jaxllm.fleet.deployment:build model=demo:llama rows=8 replicas=1
 
-A request is a POST of a JSON object: `prompt` and options of `LM.generate`; with `"stream": true`
-the answer is JSON lines, `{"text": piece}` each and at last the whole, else the whole alone.
+A request is a POST of a JSON object with `prompt` and options of `LM.generate`. The response is a
+JSON object; with `"stream": true` JSON lines: `{"text": piece}` each, then the whole answer.
 """
 
 import json
@@ -17,17 +17,17 @@ _ARGUMENTS = {"model": "demo:llama", "rows": "8", "capacity": "", "threads": "1"
 
 
 class Replica:
-    """One replica: a model, and the thread that drives it."""
+    """One replica: a model with its background thread."""
 
     def __init__(self, model: str, rows: int, capacity: int | None, threads: int) -> None:
         take_cores((), threads)
         from jaxllm.fleet.live import Live
-        from jaxllm.loading import load
+        from jaxllm.api import load
 
         self._live = Live(load(model), rows=rows, capacity=capacity)
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """`{"text": piece}` as they come, then the whole answer, or `{"error": ...}`."""
+        """Yield `{"text": piece}` for each piece, then the whole answer, or `{"error": ...}`."""
         try:
             async for item in self._live.pieces(_checked(request)):
                 if isinstance(item, str):
@@ -43,7 +43,7 @@ class Replica:
             yield {"error": str(error)}
 
     async def __call__(self, request: Any) -> Any:
-        """An HTTP request, of Starlette's kind: its response."""
+        """Answer a Starlette HTTP request."""
         from starlette.responses import JSONResponse, StreamingResponse
 
         from jaxllm.files import parse_json
@@ -51,7 +51,7 @@ class Replica:
         try:
             asked = parse_json(await request.body(), "the request", SamplingError)
             if not isinstance(asked, dict):
-                raise SamplingError("a request is an object with a prompt and options")
+                raise SamplingError("a request must be a JSON object with a prompt and options")
         except SamplingError as error:
             return JSONResponse({"error": str(error)}, 400)
         streams = bool(asked.pop("stream", False))
@@ -64,13 +64,17 @@ class Replica:
 
 
 def build(arguments: Mapping[str, str] | None = None) -> Any:
-    """The application, as `serve run` asks for it; arguments as texts: model, rows, capacity (of a
-    row, in tokens), threads, replicas. Raises ConfigError for others, and where Ray is missing.
+    """Return the application for `serve run`.
+
+    Args:
+      arguments: strings by name: model, rows, capacity (tokens per row), threads, replicas.
+
+    Raises ConfigError for other arguments, and if Ray is missing.
     """
     given = dict(arguments or {})
     for name in given:
         if name not in _ARGUMENTS:
-            raise ConfigError(f"no argument {name:.40}{nearest(name, _ARGUMENTS)}")
+            raise ConfigError(f"unknown argument {name:.40}{nearest(name, _ARGUMENTS)}")
     chosen = {**_ARGUMENTS, **given}
     try:
         from ray import serve
@@ -80,14 +84,14 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
     except ImportError as error:
         raise ConfigError(f"this needs Ray Serve ({error}): pip install 'jaxllm[ray]'") from None
     except ValueError as error:
-        raise ConfigError(f"rows, capacity, threads and replicas are whole numbers: {error}") from (
+        raise ConfigError(f"rows, capacity, threads and replicas must be integers: {error}") from (
             None
         )
     deployed = serve.deployment(
         Replica,
         name="jaxllm",
         num_replicas=replicas,
-        max_ongoing_requests=4 * rows,  # those that wait for a row wait here
+        max_ongoing_requests=4 * rows,  # more than rows: requests queue in the replica
         ray_actor_options={"num_cpus": threads},
     )
     return deployed.bind(chosen["model"], rows, capacity, threads)
@@ -96,7 +100,7 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
 def _checked(request: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in ("heard", "cancelled", "id"):
         if name in request:
-            raise SamplingError(f"a request has no {name}")
+            raise SamplingError(f"a request cannot have {name!r}")
     return request
 
 

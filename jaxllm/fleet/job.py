@@ -1,4 +1,4 @@
-"""What is to be done with rows, and everything that the answers depend on, by name."""
+"""A batch job: its settings, groups of rows, and everything that the answers depend on."""
 
 import dataclasses
 import hashlib
@@ -11,11 +11,11 @@ from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from jaxllm.fleet.rows import Row
 from jaxllm.whole import is_whole, whole
 
-SEED_BITS = 53  # which every reader of JSON keeps exactly
+SEED_BITS = 53  # exact in every JSON reader
 
 
 class Group(NamedTuple):
-    """Consecutive rows, answered as one: the number of the group, and its rows."""
+    """Consecutive rows that are answered together, and the group's number."""
 
     number: int
     rows: list[Row]
@@ -23,13 +23,21 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """task: its name in `tasks.TASKS`. options: for all rows, a row's own go before them.
+    """The settings of a batch job.
 
-    rows: how many run at once. group: how many rows are one unit of work, answered and kept as one.
-    threads: of each worker; the last bits can depend on all three. tries: how often a row may end
-    its worker before it counts as failed. timeout: seconds that a group, or a row that runs by
-    itself, may take before its worker is ended; None: any time. about: what else the answers depend
-    on, as the model's name: numbers and texts, for a run that goes on to be compared with.
+    The last bits of answers can depend on `rows`, `group` and `threads`.
+
+    Attributes:
+      task: a name in `tasks.TASKS`.
+      options: of all rows; a row's own options override them.
+      rows: rows that run at once.
+      group: rows per group, the unit of work.
+      threads: threads per worker.
+      tries: crashes of its worker after which a row counts as failed.
+      timeout: seconds after which the worker of a group, or of a row that runs alone, is killed;
+        None: no limit.
+      about: what else the answers depend on, such as the model's name, as JSON values. A resumed
+        run must have the same.
     """
 
     task: str
@@ -45,20 +53,20 @@ class Job:
         for name in ("rows", "group", "threads", "tries"):
             whole(name, getattr(self, name), 1, 1 << 20, CapacityError)
         if self.timeout is not None and not self.timeout > 0:
-            raise ConfigError(f"a timeout is of seconds above 0, got {self.timeout}")
+            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout}")
         if self.task == "generate" and not is_whole(self.options.get("seed", 0)):
             raise SamplingError(
                 f"the seed must be a number, got {self.options['seed']!r:.40}: rows that run again"
-                " draw as they drew before"
+                " have to repeat it"
             )
 
     def groups(self, rows: Sequence[Row]) -> list[Group]:
-        """The rows, so many a group."""
+        """Divide rows into groups of `group` rows."""
         starts = range(0, len(rows), self.group)
         return [Group(n, list(rows[i : i + self.group])) for n, i in enumerate(starts)]
 
     def facts(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """All that the answers depend on but for the weights, by name, as JSON keeps it."""
+        """Return all that the answers depend on, except the weights, as JSON values by name."""
         said = json.dumps(rows, ensure_ascii=False, sort_keys=True)
         facts = {
             "task": self.task,
@@ -73,14 +81,14 @@ class Job:
         try:
             kept: dict[str, Any] = json.loads(json.dumps(facts, allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"an option that JSON cannot keep: {error}") from None
+            raise ConfigError(f"an option is not a JSON value: {error}") from None
         return kept
 
 
 def seed_of(run: int, name: Any, copy: int = 0) -> int:
-    """A row's seed: the first 53 bits of a SHA-256 of the run's seed and the row's id.
+    """Return a row's seed: the first 53 bits of a SHA-256 of the run's seed and the row's id.
 
-    copy: how many rows before it have the same id.
+    copy: number of earlier rows with the same id.
     """
     key = [run, name, copy] if copy else [run, name]
     said = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()

@@ -1,8 +1,8 @@
-"""What is finished survives: a file that only grows, a line for each group that was answered.
+"""An append-only journal of finished groups, one line each.
 
-The first line says all that the answers depend on. A line begins with a checksum of the rest: what
-a kill has cut off, and what was changed, is as if it were not there, and is answered again. One
-process writes; a group counts once, by its first whole line.
+The first line has all that the answers depend on. Each line starts with a checksum of the rest:
+truncated or changed lines are ignored, and their groups are answered again. One process writes; if
+a group has several intact lines, the first counts.
 """
 
 import json
@@ -16,26 +16,30 @@ from jaxllm.errors import CheckpointError
 from jaxllm.files import open_regular, parse_json
 from jaxllm.fleet.worker import Answered
 
-_MARK = 9  # bytes of a checksum and a space
+_MARK = 9  # bytes of the checksum and a space
 
 
 class Place(NamedTuple):
-    """Where a line stands: its first byte, and how many there are."""
+    """The place of a line: its first byte and its size in bytes."""
 
     start: int
     size: int
 
 
 class Journal:
-    """Open for writing, after what is there."""
+    """A journal that is open for appending."""
 
     def __init__(
         self, path: Path, facts: Mapping[str, Any], say: Callable[[str], None] = lambda _: None
     ) -> None:
-        """facts: what the answers depend on, by name. say: told of lines that do not count.
+        """Open or create the journal.
 
-        Raises CheckpointError for another run's journal, with what differs by name, and where it
-        cannot be read or written.
+        Args:
+          facts: what the answers depend on, by name.
+          say: takes a message about damaged lines.
+
+        Raises CheckpointError for another run's journal, with the differences, and if it cannot be
+        read or written.
         """
         self.path, self.model = path, ""
         self.places: dict[int, Place] = {}
@@ -50,21 +54,21 @@ class Journal:
             self._append({"facts": facts})
 
     def put(self, answered: Answered) -> None:
-        """Keep a group's answers, unless they are there. They are on the disk when this returns.
+        """Append a group's answers, unless they are there. Returns after they are on the disk.
 
-        Raises CheckpointError for answers of another model than those before.
+        Raises CheckpointError if they are from another model than the answers before.
         """
         if self.model and answered.model != self.model:
             raise CheckpointError(
-                f"{self.path} has answers of another model, or of other versions or kernels: go on"
-                " with what it was begun with, or remove it"
+                f"{self.path} has answers from another model, version or kernels: use the same"
+                " ones, or remove it"
             )
         self.model = answered.model
         if answered.group not in self.places:
             self.places[answered.group] = self._append(answered._asdict())
 
     def rows(self, group: int) -> list[dict[str, Any]]:
-        """A group's answers. Raises CheckpointError where they cannot be read any more."""
+        """Read a group's answers. Raises CheckpointError if they were changed."""
         place = self.places[group]
         with open_regular(self.path) as file:
             file.seek(place.start)
@@ -75,7 +79,7 @@ class Journal:
         return rows
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file."""
         self._file.close()
 
     def _append(self, value: Mapping[str, Any]) -> Place:
@@ -92,7 +96,7 @@ class Journal:
         return place
 
     def _read(self, facts: Mapping[str, Any], say: Callable[[str], None]) -> int:
-        """Find the groups that are there; returns where the last whole line ends."""
+        """Index the groups in the file, and return the end of its last complete line."""
         end = damaged = 0
         with open_regular(self.path) as file:
             for number, line in enumerate(file):
@@ -101,7 +105,7 @@ class Journal:
                 found = _whole(line)
                 if number == 0:
                     if found is None:
-                        raise CheckpointError(f"{self.path} is no run's journal: remove it")
+                        raise CheckpointError(f"{self.path} is not a journal: remove it")
                     self._check(found.get("facts"), facts)
                 elif found is None:
                     damaged += 1
@@ -110,7 +114,7 @@ class Journal:
                     self.places.setdefault(found["group"], Place(end, len(line)))
                 end += len(line)
         if damaged:
-            say(f"{self.path}: {damaged} of its lines are not whole: their rows are run again")
+            say(f"{self.path}: {damaged} lines are damaged; their rows run again")
         return end
 
     def _check(self, before: Any, now: Mapping[str, Any]) -> None:
@@ -120,13 +124,12 @@ class Journal:
         names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
         told = "; ".join(f"{n} was {before.get(n)!r:.60}, is {now.get(n)!r:.60}" for n in names)
         raise CheckpointError(
-            f"{self.path} is of another run: {told}. Go on with what it was begun with, or name"
-            " another --out"
+            f"{self.path} belongs to another run: {told}. Use the same settings, or another --out"
         )
 
 
 def _whole(line: bytes) -> Any:
-    """What a line says; None where it is not what was written."""
+    """Parse a line; None if its checksum is wrong."""
     text = line[_MARK:-1]
     if line[:_MARK] != b"%08x " % zlib.crc32(text):
         return None

@@ -1,7 +1,7 @@
-"""Requests as they come, from any thread: one thread drives `LM.serve`, and all share its rows.
+"""A background server: one thread runs `LM.serve` for requests from any thread.
 
-A request joins the batch at the next step where a row is free, and leaves it when it ends or when
-nobody waits for it any more. Its text can be heard piece by piece.
+A request joins the batch at the next step with a free row, and leaves it when it ends or is
+cancelled. Its text can be streamed.
 """
 
 import asyncio
@@ -20,21 +20,21 @@ Asked = tuple[Mapping[str, Any], "Future[Completion]"]
 
 
 class Live:
-    """A model that answers until it is closed. rows, capacity: as of `LM.serve`."""
+    """A model that answers requests until it is closed. rows, capacity: as in `LM.serve`."""
 
     def __init__(self, lm: LM, *, rows: int = 8, capacity: int | None = None) -> None:
         self._lm, self._rows, self._capacity = lm, rows, capacity
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._open: dict[int, Future[Completion]] = {}  # of the thread alone
+        self._open: dict[int, Future[Completion]] = {}  # used by the thread only
         self._ended: BaseException | None = None
         self._thread = threading.Thread(target=self._drive, name="jaxllm-live", daemon=True)
         self._thread.start()
 
     def submit(self, request: Mapping[str, Any]) -> "Future[Completion]":
-        """The completion to come of a request of `LM.serve`, without `id`.
+        """Queue a request of `LM.serve`, without `id`, and return its future completion.
 
-        The future raises what is wrong with the request, a JaxllmError; RuntimeError where the
-        thread has ended.
+        The future raises a JaxllmError if the request is invalid, RuntimeError if the thread has
+        ended.
         """
         future: Future[Completion] = Future()
         self._asked.put((request, future))
@@ -43,15 +43,15 @@ class Live:
         return future
 
     async def pieces(self, request: Mapping[str, Any]) -> AsyncIterator[str | Completion]:
-        """The text piece by piece, and at last the whole completion. Whoever leaves early cancels.
+        """Yield the text in pieces, then the whole completion. Leaving early cancels the request.
 
-        Raises the JaxllmError of a request that cannot be answered.
+        Raises a JaxllmError if the request cannot be answered.
         """
         loop, gone = asyncio.get_running_loop(), threading.Event()
         heard: asyncio.Queue[str | Future[Completion]] = asyncio.Queue()
 
         def tell(item: "str | Future[Completion]") -> None:
-            with suppress(RuntimeError):  # whoever listened left, and closed the loop behind them
+            with suppress(RuntimeError):  # the consumer has left and closed its event loop
                 loop.call_soon_threadsafe(heard.put_nowait, item)
 
         self.submit({**request, "heard": tell, "cancelled": gone.is_set}).add_done_callback(tell)
@@ -63,7 +63,7 @@ class Live:
             gone.set()
 
     def close(self) -> None:
-        """Answer what was asked before, and end."""
+        """Answer the queued requests, then end the thread."""
         self._asked.put(None)
         self._thread.join()
 
@@ -77,14 +77,14 @@ class Live:
                 else:
                     future.set_result(answer)
             self._ended = RuntimeError("this model was closed")
-        except BaseException as error:  # of the machine, not of a request: all who wait are told
+        except BaseException as error:  # not the fault of one request: fail all that wait
             self._ended = RuntimeError(f"the model ended: {type(error).__name__}: {error}")
             for future in self._open.values():
                 future.set_exception(self._ended)
         self._refuse_all()
 
     def _requests(self) -> Iterator[dict[str, Any] | None]:
-        """What was asked; None where there is nothing and others run; waits where none does."""
+        """Yield queued requests; None if the queue is empty and others run. Wait if none run."""
         number = 0
         while True:
             try:
@@ -99,7 +99,7 @@ class Live:
             number += 1
 
     def _refuse_all(self) -> None:
-        """Tell those that were asked too late."""
+        """Fail the requests that came too late."""
         assert self._ended is not None
         while True:
             try:

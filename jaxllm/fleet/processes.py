@@ -1,8 +1,8 @@
-"""Workers as processes of this machine: spawned, each with cores of its own, and replaced.
+"""Workers as processes of this machine, each pinned to cores, and restarted after a crash.
 
-Each worker is a pool of one (`concurrent.futures`), so that a pool that breaks says which group its
-process had; the others go on. Weights in jaxllm's own form are mapped from their file: all workers
-read the same pages.
+Each worker is a pool of one process (`concurrent.futures`), so a broken pool identifies the group
+that it ran, and the others continue. Weights in jaxllm's native format are memory-mapped: all
+workers share the same pages.
 """
 
 import contextlib
@@ -25,12 +25,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.fleet.job import Group, Job
 from jaxllm.fleet.worker import Answered, Counted, Load, Worker, take_cores
 
-_HERE: list[Worker] = []  # of a worker's process: its one worker
+_HERE: list[Worker] = []  # in a worker process, its worker
 
 
 class Processes(NamedTuple):
-    """Groups over so many processes of this machine. say: told of those that end early. clock: by
-    which the job's timeout goes, in seconds.
+    """Answers groups in several processes of this machine.
+
+    say: takes messages about crashed and killed workers. clock: seconds, for the job's timeout.
     """
 
     load: Load
@@ -39,14 +40,14 @@ class Processes(NamedTuple):
     clock: Callable[[], float] = time.monotonic
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
-        """The groups as they finish. folder: for notes of what was begun, empty.
+        """Yield the groups as they finish. folder: an empty one, for crash counters.
 
-        Raises what loading the model raises, ConfigError where workers end before they are ready.
+        Raises what loading the model raises, ConfigError if workers crash while they load it.
         """
         waiting, tries = deque(groups), Counted(folder)
         cores = shares(self.workers, job.threads)
         pools: dict[int, ProcessPoolExecutor] = {}
-        busy: dict[Future[Any], tuple[int, Group | None]] = {}  # None: it loads
+        busy: dict[Future[Any], tuple[int, Group | None]] = {}  # None: it loads the model
         pids, since = dict[int, int](), dict[int, tuple[list[str], float]]()
         unready = 0
 
@@ -60,7 +61,7 @@ class Processes(NamedTuple):
             busy[pools[slot].submit(_load, self.load, job, tries)] = slot, None
 
         def give(slot: int) -> bool:
-            """Give a worker the next group; False where it has ended in between."""
+            """Give a worker the next group; False if it has crashed in between."""
             try:
                 busy[pools[slot].submit(_answered, waiting[0])] = slot, waiting[0]
             except BrokenProcessPool:
@@ -71,7 +72,7 @@ class Processes(NamedTuple):
             return True
 
         def end_late() -> None:
-            """End each worker that has been at one thing for too long: its group comes back."""
+            """Kill each worker that made no progress for too long; its group runs again."""
             for future, (slot, group) in busy.items():
                 if group is None or job.timeout is None or future.done():
                     continue
@@ -79,8 +80,8 @@ class Processes(NamedTuple):
                 if there != since[slot][0]:
                     since[slot] = there, now
                 elif now - since[slot][1] > job.timeout:
-                    since[slot] = there, math.inf  # it ends only once
-                    self.say(f"a worker had no answer in {job.timeout:g} s, and is ended")
+                    since[slot] = there, math.inf  # kill it only once
+                    self.say(f"a worker had no answer after {job.timeout:g} s and was killed")
                     os.kill(pids[slot], signal.SIGKILL)
 
         ending, stack = threading.Event(), contextlib.ExitStack()
@@ -92,22 +93,22 @@ class Processes(NamedTuple):
                 look = None if job.timeout is None else min(1.0, job.timeout / 4)
                 ready = wait(busy, timeout=look, return_when=FIRST_COMPLETED).done
                 if ending.is_set():
-                    threading.Event().wait()  # the process ends: its workers do not start again
+                    threading.Event().wait()  # the process ends: do not restart workers
                 end_late()
                 for done in ready:
                     slot, group = busy.pop(done)
                     ended = isinstance(done.exception(), BrokenProcessPool)
-                    found: Any = None if ended else done.result()  # or what loading raised
+                    found: Any = None if ended else done.result()  # raises what loading raised
                     if ended:
                         pools[slot].shutdown()
                         if group is not None:
                             waiting.appendleft(group)
                             lines = f"{group.rows[0].line} to {group.rows[-1].line}"
-                            self.say(f"a worker has ended; lines {lines} run again")
+                            self.say(f"a worker has crashed; lines {lines} run again")
                         elif (unready := unready + 1) > job.tries:
                             raise ConfigError(
-                                f"{unready} workers in a row ended before they had loaded the"
-                                " model: is there too little memory? Give fewer --workers"
+                                f"{unready} workers in a row crashed while they loaded the model,"
+                                " perhaps for lack of memory: use fewer --workers"
                             )
                     elif group is None:
                         unready, pids[slot], found = 0, found, None
@@ -122,25 +123,25 @@ class Processes(NamedTuple):
 
 
 class Here(NamedTuple):
-    """Groups in this process, one after the other: with all its cores, and without a net."""
+    """Runs groups sequentially in this process; a crash ends the run."""
 
     load: Load
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
-        """The groups in their order. Raises what loading the model raises."""
+        """Yield the groups in order. Raises what loading the model raises."""
         worker = Worker(self.load, job, Counted(folder))
         yield from map(worker.answered, groups)
 
 
 def available_cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def shares(workers: int, threads: int) -> list[list[int]]:
-    """Which cores each worker has: `threads` of its own, in turn where there are too few."""
+    """Return the cores of each worker: `threads` each, shared round-robin if there are too few."""
     cores = available_cores()
     return [
         sorted({cores[(worker * threads + i) % len(cores)] for i in range(threads)})
@@ -149,14 +150,14 @@ def shares(workers: int, threads: int) -> list[list[int]]:
 
 
 def _begin(cores: list[int], threads: int) -> None:
-    """The first thing in a worker's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver says what a Ctrl-C means
+    """Initialize a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     take_cores(cores, threads)
 
 
 def _end_with_parent() -> None:
-    """A pool's process waits for work for ever, also when nobody is left to send any."""
+    """Exit when the parent ends; otherwise the process would wait for work forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -164,10 +165,10 @@ def _end_with_parent() -> None:
 
 
 def _release(ending: threading.Event) -> str:
-    """End the workers and free their semaphores, when an interrupt ends this process.
+    """Kill the workers and free their semaphores when an interrupt ends this process.
 
-    It ends without finalizers, and multiprocessing would report what they leave. Returns "":
-    nothing is to be printed.
+    It ends without finalizers, and multiprocessing would report leaked semaphores. Returns "", so
+    nothing is printed.
     """
     ending.set()
     for child in multiprocessing.active_children():
@@ -177,7 +178,7 @@ def _release(ending: threading.Event) -> str:
 
 
 def _load(load: Load, job: Job, tries: Counted) -> int:
-    """The process that has loaded it: a Worker is not to be sent back."""
+    """Load the worker into this process, and return the process id."""
     _HERE[:] = [Worker(load, job, tries)]
     return os.getpid()
 

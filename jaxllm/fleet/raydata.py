@@ -1,7 +1,7 @@
-"""Workers as actors of Ray Data: the same groups, answered by the same code, on any machines.
+"""Workers as actors of Ray Data, on any machines, with the same groups and the same code.
 
-Ray starts the actors, restarts those that end and runs their groups again; what was begun how often
-is counted by an actor of its own. Its extra: pip install 'jaxllm[ray]'.
+Ray starts the actors, restarts crashed ones and runs their groups again; a separate actor counts
+crashes. Needs pip install 'jaxllm[ray]'.
 """
 
 import json
@@ -18,15 +18,16 @@ from jaxllm.fleet.job import Group, Job
 from jaxllm.fleet.rows import Row
 from jaxllm.fleet.worker import Answered, Load, Tries, Worker, take_cores
 
-LOCAL = "local"  # a Ray of our own on this machine, for as long as the run
-_BLOCKS = 4096  # of a dataset: each is an item of Ray's to schedule
-# Read where Ray is imported: no report of its use, no advice on how actors are made.
+LOCAL = "local"  # start Ray on this machine for this run
+_BLOCKS = 4096  # of a dataset; Ray schedules each block
+# Read when Ray is imported: no usage report, no warnings about actor creation.
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
 
 
 class RayData(NamedTuple):
-    """Groups over so many actors. address: of a cluster, "auto" for the one that is there, or
-    `LOCAL`. The model's path must lead to the same files everywhere.
+    """Answers groups in Ray actors. The model's path must lead to the same files on all machines.
+
+    address: of a cluster, "auto" for the running one, or `LOCAL`.
     """
 
     load: Load
@@ -34,12 +35,13 @@ class RayData(NamedTuple):
     address: str = LOCAL
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
-        """The groups as they finish. Raises ConfigError where Ray is not installed or does not
-        start, and for what loading the model raises.
+        """Yield the groups as they finish.
+
+        Raises ConfigError if Ray is missing or does not start, or the model cannot be loaded.
         """
         ray, own = started(self.address, self.workers * job.threads)
         try:
-            # What a dead actor had begun must be known after it: this one runs nothing, and lives.
+            # The counts must survive crashes: this actor runs nothing else.
             tries = ray.remote(num_cpus=0)(Kept).remote()
             items = [json.dumps([group.number, *group.rows]) for group in groups]
             data = ray.data.from_items(items, override_num_blocks=min(len(items), _BLOCKS))
@@ -61,9 +63,10 @@ class RayData(NamedTuple):
 
 
 def started(address: str, cores: int) -> tuple[Any, bool]:
-    """The module `ray`, connected, and whether this call did it: a Ray that runs here is taken.
+    """Return the module `ray`, connected, and whether this call connected it.
 
-    A local one has so many cores, no dashboard and no report of its use. Raises ConfigError.
+    An existing connection is used again. A local Ray gets `cores` cores, no dashboard and no usage
+    report. Raises ConfigError if Ray is missing or does not start.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -80,7 +83,7 @@ def started(address: str, cores: int) -> tuple[Any, bool]:
         return ray, False
     local = {"num_cpus": cores, "include_dashboard": False} if address == LOCAL else {}
     try:
-        with warnings.catch_warnings():  # JAX, of processes that are forked; these begin anew
+        with warnings.catch_warnings():  # JAX warns of forks, but Ray's processes start afresh
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -89,7 +92,7 @@ def started(address: str, cores: int) -> tuple[Any, bool]:
 
 
 class Kept:
-    """Tries, in an actor."""
+    """`Tries` in an actor."""
 
     def __init__(self) -> None:
         self._begun: dict[str, int] = {}
@@ -105,7 +108,7 @@ class Kept:
 
 
 class _Remote(NamedTuple):
-    """Tries that another actor keeps."""
+    """`Tries` that call a `Kept` actor."""
 
     actor: Any
 
@@ -117,8 +120,7 @@ class _Remote(NamedTuple):
 
 
 class _Actor:
-    """What Ray makes in each worker's process: the model is loaded when the first group comes, so
-    that what is wrong with it can be told."""
+    """A Ray actor. It loads the model with its first group, so it can return loading errors."""
 
     def __init__(self, load: Load, job: Job, tries: Any) -> None:
         take_cores((), job.threads)

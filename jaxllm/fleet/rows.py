@@ -1,9 +1,9 @@
-"""Rows to answer: JSON lines or Parquet in, each with a request, or with what is wrong with it.
+"""Input rows from JSON lines or Parquet, each with a request or an error.
 
-A line is a text, token ids, or an object with `prompt` (a text or ids), an `id` of its own if
-wanted, and options that are to differ for it. A row of Parquet is such an object, its nulls left
-out. With a `field` the rows are a data set as it is: that field is the prompt, others are left
-alone. A row that cannot be read is answered with its error; the others go on.
+A line is a text, token ids, or an object with `prompt` (a text or ids), an optional `id`, and
+options that override those of the job. A row of Parquet is such an object, without its nulls. With
+a `field` the rows are any data set: that field is the prompt, and the others are ignored. A row
+that cannot be read is answered with its error; it does not affect the others.
 """
 
 import json
@@ -16,13 +16,18 @@ from typing import Any, NamedTuple
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
 from jaxllm.files import parse_json, read_text, regular_size, split_lines
 
-MOST = 1 << 31  # bytes of a file of lines
+MOST = 1 << 31  # bytes of a JSON lines file
 
 
 class Row(NamedTuple):
-    """line: its number, from 1. id: its own, by default the number of its line. request: its prompt
-    and options; or the complaint why there is none. copy: how many rows before it have the same id,
-    for seeds of their own.
+    """An input row.
+
+    Attributes:
+      line: its number, from 1.
+      id: by default the line number.
+      request: prompt and options.
+      complaint: why there is no request, if so.
+      copy: number of earlier rows with the same id, so that their seeds differ.
     """
 
     line: int
@@ -33,10 +38,10 @@ class Row(NamedTuple):
 
 
 def read_rows(path: Path, field: str | None = None) -> list[Row]:
-    """The rows of a `.parquet` file, or of one of JSON lines.
+    """Read the rows of a `.parquet` or JSON lines file.
 
-    Raises CheckpointError for a file that cannot be read, ConfigError for Parquet without pyarrow
-    or without the column that is asked for.
+    Raises CheckpointError if the file cannot be read, ConfigError for Parquet if pyarrow or the
+    column is missing.
     """
     if path.suffix == ".parquet":
         return _numbered(_of_parquet(path, field))
@@ -44,12 +49,12 @@ def read_rows(path: Path, field: str | None = None) -> list[Row]:
 
 
 def read_lines(lines: Iterable[str], field: str | None = None) -> list[Row]:
-    """The row of each line that is not blank."""
+    """Return the row of each line that is not blank."""
     return _numbered(_of_line(n, line, field) for n, line in enumerate(lines, 1) if line.strip())
 
 
 def _numbered(rows: Iterable[Row]) -> list[Row]:
-    """The rows, with the number of each among those of its id."""
+    """Set `copy` of each row."""
     seen: Counter[str] = Counter()
     found = []
     for row in rows:
@@ -60,7 +65,7 @@ def _numbered(rows: Iterable[Row]) -> list[Row]:
 
 
 def import_pyarrow(path: Path) -> Any:
-    """`pyarrow.parquet`. Raises ConfigError, with the remedy, where it is not installed."""
+    """Import and return `pyarrow.parquet`. Raises ConfigError if it is not installed."""
     try:
         return import_module("pyarrow.parquet")
     except ImportError as error:
@@ -83,8 +88,10 @@ def _row(number: int, given: dict[str, Any], field: str | None) -> Row:
     name = number if name is None else name
     try:
         json.dumps([name, request], allow_nan=False)
-    except (TypeError, ValueError) as error:  # of Parquet: times, bytes, NaN
-        return Row(number, number, {}, f"line {number} is nothing that JSON could say: {error}")
+    except (TypeError, ValueError) as error:  # from Parquet: times, bytes, NaN
+        return Row(
+            number, number, {}, f"line {number} has values that JSON does not allow: {error}"
+        )
     if field is not None:
         request = {"prompt": request.get(field)}
     if (prompt := request.get("prompt")) is None:
@@ -98,7 +105,7 @@ def _row(number: int, given: dict[str, Any], field: str | None) -> Row:
             f" {prompt!r:.40}",
         )
     if request.get("seed") == "random":
-        return Row(number, name, {}, f"line {number}: the seed must be a number, for runs to equal")
+        return Row(number, name, {}, f"line {number}: the seed must be a number, to be repeatable")
     return Row(number, name, request)
 
 
@@ -111,7 +118,8 @@ def _of_parquet(path: Path, field: str | None) -> Iterator[Row]:
         names = file.schema_arrow.names
         if wanted not in names:
             raise ConfigError(
-                f"{path} has no column {wanted}, but {', '.join(names):.200}: name one with --field"
+                f"{path} has no column {wanted}: it has {', '.join(names):.200}. Name one with"
+                " --field"
             )
         kept = None if field is None else [name for name in ("id", field) if name in names]
         for batch in file.iter_batches(columns=kept):

@@ -1,8 +1,8 @@
-"""A whole run: rows in, every one answered once, the output in their order.
+"""A whole run: answers every row once and writes the output in input order.
 
-Answers go into a journal beside the output, `OUT.parts`, as their groups finish. When all are there
-the output is written in one piece and the journal goes. Whatever is killed, and whenever: the same
-call goes on, and the output has the bits that it would have had.
+Answers are appended to a journal in `OUT.parts` as their groups finish. At the end the output is
+written atomically and the journal is removed. After a kill, at any time, the same call resumes, and
+the output has the same bits as that of an uninterrupted run.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ JOURNAL = "journal"
 
 
 class Workers(Protocol):
-    """Where groups are answered: `Here`, `Processes`, `RayData`."""
+    """Answers groups: `Here`, `Processes`, `RayData`."""
 
     def answers(self, job: Job, groups: Sequence[Group], folder: Path) -> Iterator[Answered]:
-        """Each group once, in any order. folder: an empty one, for notes."""
+        """Yield each group once, in any order. folder: an empty one, for crash counters."""
 
 
 class Ran(NamedTuple):
-    """rows: in the output. failed: how many of these are errors."""
+    """The number of rows in the output, and of those that are errors."""
 
     rows: int
     failed: int
@@ -51,13 +51,15 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     show_progress: bool | None = None,
 ) -> Ran:
-    """Answer all rows into a new file.
+    """Answer all rows and write a new file.
 
-    out: `.parquet`, or else JSON lines. resume: go on with `OUT.parts`, if it is there. say: told
-    of what is noteworthy.
+    Args:
+      out: a `.parquet` file, otherwise JSON lines.
+      resume: continue from `OUT.parts`, if it exists.
+      say: takes messages to log.
 
-    Raises CheckpointError where `out` is there already, there is an unfinished run and `resume` is
-    not asked for; and what `answered` raises.
+    Raises CheckpointError if `out` exists, or if there is an unfinished run and `resume` is not
+    set; and what `answered` raises.
     """
     check_out(out)
     parts = out.with_name(f"{out.name}.parts")
@@ -66,7 +68,7 @@ def run(
         raise CheckpointError(f"{out} exists: name another file, or remove it")
     if unfinished and not resume:
         raise CheckpointError(
-            f"{parts} has an unfinished run: --resume goes on with it; or remove it"
+            f"{parts} has an unfinished run: continue it with --resume, or remove it"
         )
     failed = 0
 
@@ -77,7 +79,13 @@ def run(
             yield answer
 
     with answered(
-        rows, job, workers, parts, say=say, hint="--resume goes on", show_progress=show_progress
+        rows,
+        job,
+        workers,
+        parts,
+        say=say,
+        hint="continue with --resume",
+        show_progress=show_progress,
     ) as answers:
         write(out, counted(answers), job.task, rows)
     return Ran(len(rows), failed)
@@ -94,12 +102,17 @@ def answered(
     say: Callable[[str], None] = lambda _: None,
     show_progress: bool | None = None,
 ) -> Iterator[Iterator[Answer]]:
-    """The answers to all rows, in their order, when all are there. Those that are in `parts` are
-    not made again; it goes when the block ends well.
+    """Answer all rows, and yield an iterator over the answers in input order.
 
-    hint: how to go on, said where the process is ended. Raises ConfigError where there are no rows,
-    for a wrong task, and what `workers` raises; CheckpointError where `parts` cannot be written, is
-    in use, or has answers to other rows, or of another model or job (by name).
+    Answers in `parts` are used again. It is removed if the block ends without an error.
+
+    Args:
+      hint: how to resume, for the message when the process is interrupted.
+
+    Raises:
+      ConfigError: if there are no rows, for an invalid task, and what `workers` raises.
+      CheckpointError: if `parts` cannot be written, is in use, or has answers to other rows or from
+        another model or job.
     """
     check_task(job.task, job.options)
     if not rows:
@@ -113,7 +126,7 @@ def answered(
         left = [group for group in groups if group.number not in journal.places]
         done = len(rows) - sum(len(group.rows) for group in left)
         if done:
-            say(f"{parts}: {done} answers are there; {len(rows) - done} to go")
+            say(f"{parts}: {done} rows are done, {len(rows) - done} to go")
         stack.enter_context(
             process.saying(lambda: f"{done} of {len(rows)} answers are in {parts}; {hint}")
         )
@@ -133,7 +146,7 @@ def answered(
 
 @contextlib.contextmanager
 def _folder(parts: Path) -> Iterator[None]:
-    """A folder for a run; what fails before there is an answer leaves none behind."""
+    """Create a run's folder; remove it again if the run fails before there is an answer."""
     there = is_there(parts)
     try:
         parts.mkdir(exist_ok=True)
@@ -148,7 +161,7 @@ def _folder(parts: Path) -> Iterator[None]:
 
 
 def _lines(path: Path) -> int:
-    """How many lines a file begins with, of the first two."""
+    """Return the number of lines of a file, at most 2."""
     try:
         with open(path, "rb") as file:
             return len(list(islice(file, 2)))
@@ -157,9 +170,9 @@ def _lines(path: Path) -> int:
 
 
 def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:
-    """The answers in the order of the rows, as soon as those before are there; nothing is kept.
+    """Yield the answers in the order of the rows, as early as possible; nothing is saved.
 
-    Raises ConfigError for a wrong task, and what `workers` raises.
+    Raises ConfigError for an invalid task, and what `workers` raises.
     """
     check_task(job.task, job.options)
     early: dict[int, list[Answer]] = {}
@@ -173,7 +186,7 @@ def stream(rows: Sequence[Row], job: Job, workers: Workers) -> Iterator[Answer]:
 
 
 def _answers(workers: Workers, job: Job, groups: list[Group], folder: Path) -> Iterable[Answered]:
-    """Each group's answers, with a new folder for notes: what was begun before is another run's."""
+    """Yield each group's answers, with new crash counters: those of earlier runs do not count."""
     if not groups:
         return
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What can be done with rows: generate, score, embed. A table; each is a function of a group.
+"""The table of tasks: generate, score, embed. Each is a function of a group of rows.
 
-An answer is a dict of JSON values: the columns of its task, or `error`. Neighbours in a group may
-move a row's last bits, which is why groups are fixed; they decide nothing else.
+An answer is a dict of JSON values: the columns of its task, or `error`. The other rows of a group
+may change a row's last bits, and nothing else; therefore groups are fixed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,12 @@ Answer = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """run: the answers to rows, in their order. ready: raises a JaxllmError for options that the
-    model refuses. columns: of an answer, by their types in Arrow.
+    """A task.
+
+    Attributes:
+      run: returns the answers to rows, in order.
+      ready: raises a JaxllmError for options that the model does not support.
+      columns: Arrow types of the answer's columns.
     """
 
     run: Callable[[LM, Job, Sequence[Row]], list[Answer]]
@@ -31,9 +35,11 @@ class Task(NamedTuple):
 
 
 def check_task(task: str, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError or SamplingError for a task or an option that no model would take."""
+    """Raise ConfigError or SamplingError for a task or an option that no model supports."""
     if task not in TASKS:
-        raise ConfigError(f"a task is {', '.join(TASKS)}; got {task!r:.40}{nearest(task, TASKS)}")
+        raise ConfigError(
+            f"task must be {', '.join(TASKS)}: got {task!r:.40}{nearest(task, TASKS)}"
+        )
     if task == "generate":
         check_options(options, "serve")
         return
@@ -41,12 +47,12 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
         if name not in _OPTIONS[task]:
             known = ", ".join(_OPTIONS[task])
             raise ConfigError(
-                f"{task} has no option {name}, but {known}{nearest(name, _OPTIONS[task])}"
+                f"{task} has no option {name}, only {known}{nearest(name, _OPTIONS[task])}"
             )
 
 
 def generate(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
-    """Continuations, by continuous batching; a row without a seed draws with one of its id's."""
+    """Generate continuations by continuous batching. A row without a seed gets one from its id."""
     found = dict(lm.serve([_request(job, n, row) for n, row in enumerate(rows)], rows=job.rows))
     return [_continued(found[n]) for n in range(len(rows))]
 
@@ -70,8 +76,9 @@ def _continued(found: Completion | JaxllmError) -> Answer:
 
 
 def score(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
-    """The log-probability of each token but the first, and their sum. Texts of one adapter run
-    together, those of like lengths.
+    """Return the log-probability of each token but the first, and their sum.
+
+    Texts with the same adapter run together, batched by length.
     """
     answers, texts = dict[int, Answer](), dict[int, list[int]]()
     alike: dict[str | None, list[int]] = {}
@@ -93,7 +100,7 @@ def score(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
 
 
 def _scored(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]:
-    """Where a text's numbers are not finite, each runs by itself."""
+    """Score texts together; if that raises an error, score each by itself."""
     try:
         found = log_probs(lm.model, lm.params, texts, batch=batch)
     except JaxllmError as error:
@@ -111,7 +118,7 @@ def _scored(lm: LM, texts: Sequence[list[int]], batch: int) -> list[Answer]:
 
 
 def embed(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
-    """Hidden states, pooled. Where a text is refused, each of the group runs by itself."""
+    """Return pooled hidden states. If a text is invalid, each text of the group runs by itself."""
     try:
         for row in rows:
             _check_own(row, "embed", ())
@@ -127,11 +134,11 @@ def embed(lm: LM, job: Job, rows: Sequence[Row]) -> list[Answer]:
 def _check_own(row: Row, task: str, known: Sequence[str]) -> None:
     for name in row.request:
         if name not in ("prompt", *known):
-            raise SamplingError(f"line {row.line}: {task} takes no {name} of a row")
+            raise SamplingError(f"line {row.line}: {task} does not support {name} in a row")
 
 
 def _shortest(x_T: np.ndarray) -> list[float]:
-    """Float32 numbers in the fewest digits that say which they are."""
+    """Return float32 numbers as floats with the fewest digits that identify them."""
     return [float(str(x)) for x in x_T.astype(np.float32)]
 
 

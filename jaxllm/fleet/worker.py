@@ -1,10 +1,9 @@
-"""A worker: a model in a process of its own, and groups answered by it.
+"""A worker: a model that answers groups, usually in a separate process.
 
-A row may end the process that it runs in: memory that is not there, a kernel that faults. So a
-worker says what it begins before it does, to what outlives it (`Tries`). A group that has ended its
-worker too often has its rows run one by one; those that end it again and again have failed, and the
-others are answered without them, together as before. Nothing here imports JAX before the process
-has been given its cores.
+A row may crash its process: too little memory, a faulty kernel. So a worker counts each attempt
+before it starts, in a counter that survives the process (`Tries`). If a group has crashed too often
+its rows run one by one. Rows that keep crashing fail, and the others are answered together, without
+them. This module does not import JAX before the process is pinned to its cores.
 """
 
 import hashlib
@@ -20,13 +19,13 @@ if TYPE_CHECKING:
     from jaxllm.api import LM
 
 Load = Callable[[], "LM"]
-"""Loads the model, in the worker: a function that can be pickled, as functools.partial is."""
+"""Loads the model, in the worker: a picklable function, such as a functools.partial."""
 
-THREADS = "PJRT_NPROC"  # read once, when XLA's CPU client is made
+THREADS = "PJRT_NPROC"  # read once, when XLA's CPU client is created
 
 
 class Answered(NamedTuple):
-    """The answers to a group's rows, in their order, and whose they are (`identity`)."""
+    """The answers to a group's rows, in order, and the model's hash (`identity`)."""
 
     group: int
     model: str
@@ -34,17 +33,17 @@ class Answered(NamedTuple):
 
 
 class Tries(Protocol):
-    """How often something was begun and not ended, wherever; it outlives workers."""
+    """Counts attempts that were begun and not ended; it survives workers."""
 
     def begin(self, what: str) -> int:
-        """Count one more beginning; returns how many there were since the last `end`."""
+        """Count one more attempt, and return the number since the last `end`."""
 
     def end(self, what: str) -> None:
-        """It came to its end: nothing is counted any more."""
+        """Reset the count: the attempt came to its end."""
 
 
 class Counted:
-    """Tries in a folder: a file for each, as long as they are many. One machine's processes."""
+    """`Tries` in a folder, for processes of one machine: a file's size is its count."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,7 +62,7 @@ class Counted:
         (self._folder / what).unlink(missing_ok=True)
 
     def standing(self, group: int) -> list[str]:
-        """What of a group has begun and not ended: another list where there was progress."""
+        """Return the unfinished attempts of a group; a change means progress."""
         return sorted(x for x in os.listdir(self._folder) if x.partition(".")[0] == str(group))
 
 
@@ -71,7 +70,7 @@ class Worker:
     """A loaded model with a job."""
 
     def __init__(self, load: Load, job: Job, tries: Tries) -> None:
-        """Raises what loading raises, and a JaxllmError for options that the model refuses."""
+        """Load the model. Raises a JaxllmError also for options that it does not support."""
         from jaxllm.fleet.tasks import TASKS
 
         self._lm, self._job, self._tries = load(), job, tries
@@ -80,7 +79,7 @@ class Worker:
         self.model = identity(self._lm)
 
     def answered(self, group: Group) -> Answered:
-        """The answers to a group; an error in the place of each row that fails."""
+        """Answer a group; rows that fail have an error as their answer."""
         whole, answers = str(group.number), {n: _complaint(row) for n, row in enumerate(group.rows)}
         left = [n for n, answer in answers.items() if answer is None]
         found = self._together(whole, [group.rows[n] for n in left])
@@ -89,7 +88,7 @@ class Worker:
             answers |= {n: answer for n, answer in alone.items() if "error" in answer}
             left = [n for n in left if "error" not in alone[n]]
             found = self._together(f"{whole}.rest", [group.rows[n] for n in left])
-            if found is None:  # too much together, and not one by one
+            if found is None:  # they crash together, but not one by one
                 found = [self._answers([group.rows[n]])[0] for n in left]
             for what in (f"{whole}.rest", *(f"{whole}.{n}" for n in alone)):
                 self._tries.end(what)
@@ -102,22 +101,22 @@ class Worker:
         return Answered(group.number, self.model, named)
 
     def _together(self, what: str, rows: Sequence[Row]) -> list[dict[str, Any]] | None:
-        """The answers to rows; None where they failed together, or ended workers too often."""
+        """Answer rows together; None if that raised an error, or crashed too often."""
         if not rows:
             return []
         if self._tries.begin(what) > self._job.tries:
             return None
         try:
             return self._answers(rows)
-        except Exception:  # of which row, and why, is seen when they run one by one
+        except Exception:  # running them one by one shows which row failed, and why
             return None
 
     def _alone(self, what: str, row: Row) -> dict[str, Any]:
-        """A row by itself, to find out whether it fails: its answer, or its error."""
+        """Answer a row by itself: return its answer, or an error."""
         if self._tries.begin(what) > self._job.tries:
             late = self._job.timeout
-            or_late = "" if late is None else f", or had no answer in {late:g} s"
-            return {"error": f"line {row.line} ended its worker {self._job.tries} times{or_late}"}
+            or_late = "" if late is None else f", or had no answer after {late:g} s"
+            return {"error": f"line {row.line} crashed its worker {self._job.tries} times{or_late}"}
         try:
             (answer,) = self._answers([row])
         except Exception as error:
@@ -130,14 +129,14 @@ class Worker:
 
 
 def take_cores(cores: Sequence[int], threads: int) -> None:
-    """Keep this process to its cores and XLA to as many threads; before JAX is imported."""
+    """Pin this process to cores, and limit XLA's threads. Must run before JAX is imported."""
     os.environ[THREADS] = str(threads)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
 
 
 def identity(lm: "LM") -> str:
-    """Whose answers these are: every bit of the weights, configuration, formats, kernels, JAX."""
+    """Return a hash of weights, configuration, formats, kernels and JAX version."""
     import jax
 
     from jaxllm.cache.files import fingerprint

@@ -1,4 +1,4 @@
-"""The output: answers in the order of the input, JSON lines or Parquet, whole or not there."""
+"""The output: answers in input order, as JSON lines or Parquet, written atomically."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,17 +10,18 @@ from jaxllm.files import writing
 from jaxllm.fleet.rows import Row, import_pyarrow
 from jaxllm.fleet.tasks import TASKS, Answer
 
-_ROWS = 4096  # of a row group
+_ROWS = 4096  # per Parquet row group
 
 
 def line(answer: Answer) -> str:
-    """An answer as a line of JSON."""
+    """Return an answer as a line of JSON."""
     return json.dumps(answer, ensure_ascii=False) + "\n"
 
 
 def write(out: Path, answers: Iterable[Answer], task: str, rows: Sequence[Row]) -> None:
-    """Write all answers: Parquet where the name ends so, else JSON lines. Raises CheckpointError
-    where the file cannot be written.
+    """Write all answers as Parquet if the suffix is `.parquet`, else as JSON lines.
+
+    Raises CheckpointError if the file cannot be written.
     """
     if out.suffix == ".parquet":
         _write_parquet(out, answers, task, rows)
@@ -31,7 +32,7 @@ def write(out: Path, answers: Iterable[Answer], task: str, rows: Sequence[Row]) 
 
 
 def check_out(out: Path) -> None:
-    """Raise ConfigError where what the file's name asks for is not installed."""
+    """Raise ConfigError if the file's format needs a package that is not installed."""
     if out.suffix == ".parquet":
         import_pyarrow(out)
 
@@ -59,7 +60,7 @@ def _write_parquet(out: Path, answers: Iterable[Answer], task: str, rows: Sequen
 
 
 def _kind_of(rows: Sequence[Row]) -> str:
-    """The type of the ids: whole numbers where all are; else texts, JSON where not all are."""
+    """Return the type of the id column: int64 if all ids are integers, else string or JSON."""
     ids = [row.id for row in rows]
     whole = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
     return "int64" if whole else "string"

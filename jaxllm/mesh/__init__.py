@@ -1,31 +1,31 @@
-"""A model over many devices: a mesh is a property of the model, sharding a change of parameters.
+"""Models sharded over several devices: the mesh is a property of the model, sharding of its params.
 
-`Meshed` is a model like others: steps call its `apply`, which runs the same Flax module, built with
-the configuration of one device's share, inside one `jax.shard_map`, manual over all axes. Each
-device has its share of parameters, of the cache's segments and of the rows, and the module does not
-know of the others; so the kernels see arrays of their own. What needs a word from other devices is
-said by leaves around a share (`weights.leaves.parted`). Outside of `apply`, commits, sampling,
-beams, surgery and serving are ordinary compiled code on whole arrays that carry a sharding: logits
-come out whole, and the same random numbers choose the same tokens.
+`Meshed` has the same interface as any model: steps call its `apply`. It runs the same Flax module,
+built with one device's share of the configuration, inside one `jax.shard_map` that is manual over
+all axes. Each device holds a shard of the parameters, of the cache segments and of the rows, and
+the module does not see the other devices; so the kernels get plain local arrays. Weights that need
+communication are wrapped in a parallel weight class (`weights.leaves.parted`). Outside of `apply`,
+commits, sampling, beam search, cache edits and serving are ordinary compiled code on global arrays
+with a sharding: logits come out unsharded, and the same random numbers choose the same tokens.
 
-Training runs on it as it is: gradients are one device's (why: in `Layout.run`) and come back where
-the weights are, and there is what an optimiser keeps. With `fsdp` matrices are divided over `data`,
-too, and gathered one product at a time.
+Training needs no changes: gradients are the same as on one device (see `Layout.run` for the reason)
+and have the sharding of the weights, and so has the optimizer state. With `fsdp`, matrices are also
+sharded over `data` and gathered for one product at a time.
 
-axes: what users write, and the mesh of JAX's devices. rules: the table of shardings, made of what
-families say of themselves, and what of a configuration one device runs. placing: parameters cut and
-put there, one at a time as they are read. specs: where all else is that a model is given and gives
-back. fsdp: matrices in parts over `data`. joined: parameters whole again, to be written. beside:
-new adapters, to be trained. local: what one device computes with. layout: which axes divide a
-call's rows, layers and tokens, and the call. meshed: the model. counts: the collectives of a
-compiled program. sequence/: what is split by tokens, attention above all. pipeline/: layers in
-stages.
+axes: the mesh that users write, and JAX's mesh. rules: the table of partition rules, derived from
+each family's metadata, and the configuration that one device runs. placing: shards parameters while
+they are read, one tensor at a time. specs: `PartitionSpec`s of all other inputs and outputs of a
+model. fsdp: matrices sharded over `data`. joined: gathers parameters, to write them. beside: places
+new adapters for training. local: the parameters as one device uses them. layout: how a call is
+sharded over rows, layers and tokens, and the call itself. meshed: the model. counts: statistics of
+the collectives in a compiled program. sequence/: sharding by tokens, attention above all.
+pipeline/: layers in stages.
 
-To add an axis: its name in `axes.AXES` and field in `Axes` (order is nearness: the last are
-neighbours), what it divides as rows of `rules` or as specs, and what the module inside has to say
-over it as a leaf (`local`) or, where a whole stream is split, around the module's call
-(`Layout.run`). Meshes hash by their sizes, so what is compiled for one serves no other; on several
-devices no program is kept on disk (`programs`).
+To add an axis, add its name to `axes.AXES` and a field to `Axes` (the last axes get the nearest
+devices), then rows of `rules` or specs for what it shards. Communication inside the module goes
+into a weight class (`local`), or, for a sharded stream, around the module's call (`Layout.run`).
+Meshes hash by their sizes, so a program compiled for one is never used for another; with several
+devices, no program is saved to disk (`programs`).
 """
 
 import flax.linen as nn
@@ -52,23 +52,24 @@ def placed(
     exact: bool,
     fsdp: bool = False,
 ) -> tuple[nn.Module, Whole | None]:
-    """The model, and where its parameters go as they are read; None: nowhere in particular.
+    """Build the model, and the placer of its parameters; None: they stay where they are read.
 
-    Raises ConfigError for a mesh that cannot be, and for what excludes another.
+    Raises:
+        ConfigError: for an impossible mesh, or arguments that exclude each other.
     """
     if mesh is None:
         if several():
             raise ConfigError(
-                f"several processes run a model on a mesh of all {jax.device_count()} devices: give"
-                " --mesh (mesh=)"
+                "mesh is missing: several processes run one model on a mesh of all"
+                f" {jax.device_count()} devices. Set --mesh (mesh=)"
             )
         for name, asked in (("exact", exact), ("fsdp", fsdp)):
             if asked:
-                raise ConfigError(f"{name} is of a mesh: give mesh=, or leave it out")
+                raise ConfigError(f"{name} requires a mesh. Set mesh=, or drop {name}")
         check_place(place)
         return models.build(config, precision), None if place is None else Whole(place)
     if place is not None:
-        raise ConfigError("mesh= says where every array is, and so does place=: give one of them")
+        raise ConfigError("mesh= and place= cannot be combined: both place every array. Drop one")
     axes = mesh if isinstance(mesh, Axes) else parse(mesh)
     model = meshed(config, precision, axes, exact=exact, fsdp=fsdp)
     return model, model.reader()

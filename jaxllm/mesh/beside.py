@@ -1,7 +1,7 @@
-"""New adapters beside parameters that are on a mesh already, to be trained.
+"""Adapters for training, added to parameters that are already sharded on a mesh.
 
-What is new goes where its share of the weight is, and beside a pipeline's stacked weights it is
-stacked as they are.
+New matrices are placed where their shard of the weight is; for a pipeline's stacked weights they
+are stacked in the same way.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Around = Callable[[str, Any], Any]
 
 
 def beside(model: "Meshed", params: Params, around: Around) -> Params:
-    """`weights.paths.Placed.beside` of a model on a mesh."""
+    """Implement `weights.paths.Placed.beside` for a model on a mesh."""
     reader = model.reader()
 
     def leaf(path: str, weight: Any) -> Any:
@@ -36,14 +36,14 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
             return weight
         if any(x is weight for x in found):
             raise ConfigError(
-                f"the adapter is beside some of {', '.join(names)} and not others, which stand in"
-                " one place of a pipeline's stages: name them all, or use a mesh with stage=1"
+                f"the adapter targets only some of {', '.join(names)}, which share one place in the"
+                " stages of a pipeline. Target all of them, or use a mesh with stage=1"
             )
         _check(model, path, found[0])
         if len(every) == 1:
             return _unmeasured(reader.beside(path, found[0]))
         bare = [x.replace(weight=None) for x in found]
-        blank = jax.tree.map(jnp.zeros_like, bare[0])  # later stages may have an empty place
+        blank = jax.tree.map(jnp.zeros_like, bare[0])  # the place of a later stage may be empty
         bare += [blank] * (len(every) - len(names))
         each = [
             Shared.beside(reader, name, x)
@@ -59,31 +59,31 @@ def beside(model: "Meshed", params: Params, around: Around) -> Params:
 
 
 def _unmeasured(leaf: Any) -> Any:
-    """An adapted weight whose lengths change in training: they are measured when it is used."""
+    """Clear the norms of a DoRA weight: they change in training and are computed at each use."""
     if not isinstance(leaf, Adapted):
         return leaf
     return leaf.replace(norm=None, weight=_unmeasured(leaf.weight))
 
 
 def _check(model: "Meshed", path: str, adapted: Adapted) -> None:
-    """Raise ConfigError for what is not trained on this mesh."""
+    """Raise ConfigError for an adapter that cannot be trained on this mesh."""
     axes = model.axes
     for name, why in (
-        ("sequence", "drawn for rows of whole texts, and sequence divides them"),
-        ("stage", "drawn for all rows at once, and stages run them in microbatches"),
+        ("sequence", "drawn for whole texts, but the sequence axis splits them"),
+        ("stage", "drawn for all rows at once, but stages run them in microbatches"),
     ):
         if adapted.dropout and getattr(axes, name) > 1:
-            raise ConfigError(f"dropout is {why}: leave it out, or use a mesh with {name}=1")
+            raise ConfigError(f"dropout is {why}. Drop it, or use a mesh with {name}=1")
     if adapted.magnitude is None:
         return
     if axes.stage > 1:
         raise ConfigError(
-            "DoRA takes the lengths of a layer's rows, and stages have several layers in one place:"
-            " train LoRA, or use a mesh with stage=1"
+            "DoRA cannot be trained on stages: it needs each layer's row norms, but stages stack"
+            " several layers in one array. Train LoRA, or use a mesh with stage=1"
         )
     parts = axes.over(split_of(model.config, model.exact, path).over)
     if adapted.site == "rows" and parts > 1:
         raise ConfigError(
-            f"{path}: lengths of the columns of a table whose rows are divided are not trained:"
-            " leave it out of DoRA's targets, or use a mesh with tensor=1"
+            f"{path}: DoRA cannot train column norms of a table whose rows are sharded. Remove it"
+            " from DoRA's targets, or use a mesh with tensor=1"
         )

@@ -1,22 +1,20 @@
-"""What devices say to each other in a compiled program: its collectives, counted.
+"""Communication of a compiled program: its collectives, counted.
 
-`counts(jax.jit(f).lower(...).compile().as_text())`: what is in the body of a loop counts once.
+Use `counts(jax.jit(f).lower(...).compile().as_text())`. A collective in a loop body counts once.
 """
 
 import re
 from typing import NamedTuple
 
-# As XLA calls them; with "-start" where it has them run beside other work.
+# XLA's names; with "-start" if they run asynchronously.
 KINDS = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-_BITS = {"pred": 8, "bf16": 16}  # what its name does not say
+_BITS = {"pred": 8, "bf16": 16}  # dtypes whose name does not end in the number of bits
 _CALL = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 
 
 class Count(NamedTuple):
-    """Collectives of a kind: how many, the bytes that a device has of all their results, and of the
-    largest.
-    """
+    """Collectives of one kind, with the bytes on one device of all their results."""
 
     calls: int
     bytes: int
@@ -24,15 +22,13 @@ class Count(NamedTuple):
 
 
 def counts(text: str) -> dict[str, Count]:
-    """The collectives of a compiled program's text, by kind; a kind that it has none of is left
-    out.
-    """
+    """Count the collectives in a compiled program's text, by kind; kinds it lacks are omitted."""
     found: dict[str, Count] = {}
     for line in text.splitlines():
         if (call := _CALL.search(line)) is None:
             continue
         sizes = [_bytes(*array.groups()) for array in _ARRAY.finditer(call[1])]
-        # A call that is started says its operands before its results.
+        # The "-start" form lists operands before results.
         size = sum(sizes[len(sizes) // 2 :] if call[3] and call[2] != "all-reduce" else sizes)
         old = found.get(call[2], Count(0, 0, 0))
         found[call[2]] = Count(old.calls + 1, old.bytes + size, max(old.largest, size))
@@ -40,7 +36,7 @@ def counts(text: str) -> dict[str, Count]:
 
 
 def _bytes(name: str, bits: str | None, shape: str) -> int:
-    """Of an array as XLA writes it: `f32[2,3]`."""
+    """Return the bytes of an array in XLA's notation, such as `f32[2,3]`."""
     size = _BITS.get(name) or int(bits or 8)
     for axis in filter(None, shape.split(",")):
         size *= int(axis)

@@ -1,9 +1,9 @@
-"""Parameters of which devices with rows of their own have a part each (FSDP).
+"""Fully sharded data parallelism (FSDP): matrices that are also sharded over the axis `data`.
 
-What is kept of a matrix is divided over `data` along one axis of its own, beside what other axes of
-the mesh divide it by already. Inside `jax.shard_map` a device's part is `Scattered`: gathered for
-each product. So are the gradient, which comes back in the same parts, and with them all that an
-optimiser keeps. Vectors stay whole: they are small, and modules use them as they are.
+A stored matrix is split over `data` along one of its axes, in addition to the splits by other mesh
+axes. Inside `jax.shard_map` a device's part is a `Scattered`, gathered for each product. The
+gradient comes back in the same parts, and so does the optimizer state. Vectors are replicated: they
+are small, and modules use them directly.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ DATA = "data"
 
 
 class Divided(Shared):
-    """Where parameters go as they are read: of each matrix a device keeps its part alone."""
+    """Shards parameters as they are read, matrices over `data` as well."""
 
     def leaf(self, path: str, weight: Weight) -> Weight:
         return self._divided(path, super().leaf(path, weight))
@@ -59,10 +59,12 @@ class Divided(Shared):
 
 
 def over_data(path: str, leaf: Any, specs: Any, axes: Axes) -> Any:
-    """The specs of a leaf's pieces with `data` on an axis of each that it divides: the first that
-    nothing else does, or behind what else does.
+    """Add `data` to the specs of a weight's arrays, on one axis of each.
 
-    Raises ConfigError for a matrix of which no piece has such an axis.
+    That is the first axis that nothing else splits, or else one that is already split.
+
+    Raises:
+        ConfigError: for a matrix of which no array has an axis that `data` divides.
     """
     if leaf.ndim < 2 or axes.data == 1:
         return specs
@@ -73,17 +75,20 @@ def over_data(path: str, leaf: Any, specs: Any, axes: Axes) -> Any:
     found = [_with_data(x.shape, spec, axes) for x, spec in zip(pieces, named, strict=True)]
     if not any(spec is not None for spec in found):
         raise ConfigError(
-            f"{path}: no size of {leaf.shape} divides over data={axes.data}, as FSDP divides it:"
-            " use another size of data, or leave FSDP out"
+            f"{path}: FSDP cannot shard it: no axis of {leaf.shape} is divisible by"
+            f" data={axes.data}. Use another size of data, or drop FSDP"
         )
     chosen = [new or old for new, old in zip(found, named, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(leaf), chosen)
 
 
 def scattered(leaf: Any, specs: Any, axes: Axes) -> Any:
-    """What a device multiplies with, of its part of a leaf. specs: those of `over_data`.
+    """Wrap a device's part of a weight so that products gather it.
 
-    `Shares` become the share that is here, whether they are divided or not.
+    Each `Shares` is replaced by the local shard, whether it is split over `data` or not.
+
+    Args:
+        specs: as `over_data` returns them.
     """
     if _nests(leaf):
         mine = jax.tree.map(_shared, leaf.replace(weight=None), is_leaf=_is_shares)

@@ -1,7 +1,7 @@
-"""Parameters on a mesh as a model of one device has them: to be written, looked at, or changed.
+"""Parameters gathered from a mesh, as a model on one device has them: to write, inspect or change.
 
-Each is joined when it is wanted. Of several processes all join it together, and what is on its way
-to a file, a parameter at a time, is all that any of them has of the others' shares.
+Each is gathered when it is needed. Several processes gather it together; each of them then holds
+only the parameter that is being written, one at a time.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,12 @@ from jaxllm.weights.paths import Params, map_leaves
 
 
 def joined(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Params:
-    """The same of one device's form, a `Later` each: shares joined, each in its format, and layers
-    of stages apart.
+    """Return the parameters of the unsharded model, a `Later` each.
 
-    names: the paths of what stands in one place, one for each stage; None: an empty place.
+    Shards are merged in their own format, and the layers of pipeline stages are separated.
+
+    Args:
+        names: gives the paths of the entries of a stacked parameter, one per stage; None: empty.
     """
     found: Params = {}
     for name, value in params.items():
@@ -36,9 +38,9 @@ def joined(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Pa
 
 
 def _later(stage: int | None, _: str, leaf: Any) -> Later:
-    """A parameter, or the one of a stage that stands in it."""
+    """Return one parameter, or a stage's entry of a stacked one."""
 
-    def own(x: jax.Array) -> np.ndarray:  # cut by the host: what devices cut they may add up
+    def own(x: jax.Array) -> np.ndarray:  # sliced on the host: devices may slice by summing
         whole = np.asarray(fetched(x))
         return whole if stage is None else whole[stage]
 
@@ -53,7 +55,7 @@ def _later(stage: int | None, _: str, leaf: Any) -> Later:
 
 
 def _of_shares(x: Any) -> Any:
-    """Joined by the host, bit for bit: what devices join they may add up, and -0 is then 0."""
+    """Merge shards on the host, bit for bit: a device may merge by summing, and -0 becomes 0."""
     if not isinstance(x, Shares):
         return x
     if isinstance(x.parts, Leaf):

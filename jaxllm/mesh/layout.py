@@ -1,10 +1,10 @@
-"""How a call of a model is laid out on a mesh: which axes divide its rows, layers and tokens.
+"""How a call of a model is sharded: which mesh axes split its rows, layers and tokens.
 
-A layout (Shazeer et al. 2018, arXiv 1811.02084, section 3) says of each dimension of what is
-computed which axes of the mesh divide it. Here of a call that is rows, over `data` and `expert`;
-layers, in stages; tokens, over `sequence` (`sequence.ways`) and, between linears, over `tensor`
-(`sequence.megatron`). Each is nothing where its axis has size 1. What is left to a device is the
-module's own call on arrays of its own, inside the one `jax.shard_map` that is made here.
+A layout (Shazeer et al. 2018, arXiv 1811.02084, section 3) assigns mesh axes to each dimension of
+an array. For a call, rows are split over `data` and `expert`; layers over stages; tokens over
+`sequence` (`sequence.ways`) and, between linears, over `tensor` (`sequence.megatron`). An axis of
+size 1 does nothing. Each device then runs the module's own call on local arrays, inside the one
+`jax.shard_map` that is made here.
 """
 
 import dataclasses
@@ -32,41 +32,36 @@ from jaxllm.weights.paths import Params
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Of a call with tokens `[batch, columns]`.
-
-    table: the numbers of the layers that each stage has. picked: whether logits are of one column
-    of a row. mass: what is said of attention, as the model is asked for it. apart, parallel_logits:
-    as of `Meshed`.
-    """
+    """The sharding of one call."""
 
     config: ModelConfig
     axes: Axes
-    table: Table
+    table: Table  # the layer numbers of each stage
     batch: int
-    columns: int
-    picked: bool = False
-    mass: Any = False
-    apart: bool = False
-    parallel_logits: bool = False
+    columns: int  # tokens per row
+    picked: bool = False  # whether logits are of one column per row
+    mass: Any = False  # the attention mass that the call returns, as `attention_mass` of a model
+    apart: bool = False  # as in `Meshed`
+    parallel_logits: bool = False  # as in `Meshed`
 
     @property
     def rows(self) -> specs.Rows:
-        """The axes that divide rows."""
+        """The axes that split rows."""
         return specs.rows_over(self.axes, self.batch)
 
     @property
     def way(self) -> Way:
-        """What is done with tokens over `sequence`."""
+        """How tokens are split over `sequence`."""
         return Way(self.columns, self.axes.sequence, self.axes.exchange)
 
     @property
     def stream(self) -> Tokens | None:
-        """Which tokens devices of `tensor` have between linears; None: all."""
+        """The tokens that each device of `tensor` has between linears; None: all."""
         return megatron.tokens_of(self.axes, self.way.here)
 
     @property
     def vocabulary(self) -> Over:
-        """The axes over which logits are divided."""
+        """The axes that split logits."""
         return TOKENS if self.parallel_logits else ()
 
     def run(
@@ -76,11 +71,15 @@ class Layout:
         by_row: Mapping[str, Any],
         cached: Mapping[str, Any],
     ) -> Trace:
-        """The trace of the call, whole.
+        """Run the call on all devices and return its global trace.
 
-        apply: the module's own, which each device runs. by_row: what it is given for each row, by
-        name; cached: its `segments`, and its `memory` where it has one. Raises ConfigError for
-        attention mass of a split text.
+        Args:
+            apply: the module's own call, run by each device.
+            by_row: inputs for each row, by name.
+            cached: the call's `segments`, and its `memory` if it has one.
+
+        Raises:
+            ConfigError: for attention mass of a split text.
         """
         self.way.check(self.mass)
         by_row = self.way.laid_out(jax.tree.map(self._by_all, dict(by_row)))
@@ -99,10 +98,10 @@ class Layout:
             mesh=mesh_of(self.axes),
             in_specs=(local.specs, self._of_rows(by_row), self._of_cached(cached), P()),
             out_specs=self._of_trace(),
-            # The model's loops begin with constants, which would have to be said to vary. Without
-            # that, derivatives are those of the sum over devices of what each gives, of which each
-            # has its part: `psum` is its own transpose, an input that devices share is given the
-            # sum of their parts, an output that they share a part each. No leaf has its own.
+            # The model's loops start from constants, which would have to be marked as varying.
+            # Unchecked, derivatives are of the sum over devices of what each returns: `psum` is its
+            # own transpose, a replicated input gets the sum of the devices' parts, and each device
+            # gets a part of a replicated output's cotangent. So no weight needs its own rule.
             check_vma=False,
         )
         return self._joined(spread(local.params, by_row, cached, past))
@@ -133,9 +132,9 @@ class Layout:
         )
 
     def _joined(self, trace: Trace) -> Trace:
-        """The call's own trace, of what devices have found."""
+        """Assemble the trace of the call from the global arrays of `shard_map`."""
         trace = self.way.cut(trace, self.picked)
-        if self.parallel_logits:  # shares of a vocabulary that does not divide end beyond it
+        if self.parallel_logits:  # the shards of an indivisible vocabulary end beyond it
             trace = trace.replace(logits=trace.logits[..., : self.config.vocab_size])
         if not self.apart:
             seen = {n: self._by_all(getattr(trace, n)) for n in ("embeddings", "norm")}
@@ -153,7 +152,7 @@ class Layout:
 
 
 def _summed(trace: Trace) -> Trace:
-    """The trace with attention mass over the heads of all devices."""
+    """Sum attention mass over the heads of all devices."""
     layers = []
     for layer in trace.layers:
         mass = layer.attention.mass

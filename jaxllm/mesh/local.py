@@ -1,8 +1,8 @@
-"""What one device computes with: its share of each parameter, as the module inside takes it.
+"""The parameters of one device: its shard of each, in the form that the module takes.
 
-Outside of `jax.shard_map` a parameter is one array, or one of `Shares`, over the whole mesh; inside
-it is a weight of the module's own, with a leaf around it (`weights.leaves.parted`) where a product
-needs a word from other devices.
+Outside of `jax.shard_map` a parameter is one array over the whole mesh, or one of `Shares`. Inside,
+it is an ordinary weight of the module, wrapped in a parallel weight (`weights.leaves.parted`) if a
+product needs communication.
 """
 
 import dataclasses
@@ -34,33 +34,28 @@ from jaxllm.weights.paths import Params, flatten, map_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """A model's parameters on a mesh, as one device of it has them.
-
-    params: as `shard_map` is given them. rows: the axes over which the rows are split that
-    are computed. stream: which tokens a device has between linears (`sequence.megatron`); None:
-    all. exact, fsdp, parallel_logits: as of `Meshed`.
-    """
+    """The parameters of a sharded model, as one device has them."""
 
     config: ModelConfig
     axes: Axes
     exact: bool
     fsdp: bool
-    params: Params
-    rows: specs.Rows
-    stream: Tokens | None = None
+    params: Params  # global, as passed to `shard_map`
+    rows: specs.Rows  # the axes that split the rows of the call
+    stream: Tokens | None = None  # a device's tokens between linears (`megatron`); None: all
     parallel_logits: bool = False
 
     @cached_property
     def specs(self) -> Params:
-        """Where the arrays of each parameter are, as `jax.shard_map` takes it."""
+        """The `in_specs` of the parameters for `jax.shard_map`."""
         return map_leaves(self._spec, self.params)
 
     def __call__(self, params: Params) -> Params:
-        """Inside `shard_map`: what the module takes, of the parts that are here."""
+        """Convert local shards to the module's parameters, inside `shard_map`."""
         return map_leaves(self.leaf, params)
 
     def leaf(self, path: str, part: Any) -> Any:
-        """The same of one parameter."""
+        """Convert one parameter's shard."""
         split = split_of(self.config, self.exact, path)
         mine = self._said(split, path, self.share(path, part))
         if not split.stack or self.axes.expert == 1:
@@ -68,7 +63,7 @@ class Local:
         return Owned(mine, EXPERTS, apart=self.rows is not None and EXPERTS in self.rows)
 
     def share(self, path: str, part: Any) -> Any:
-        """What is here of one parameter, and nothing of what products of shares add up to."""
+        """Return the shard of one parameter, without the wrapper that reduces its products."""
         spec = self._where[path]
         if staged(self.config, self.axes, path):
             part = jax.tree.map(lambda x: x[0], part)
@@ -76,7 +71,7 @@ class Local:
         return scattered(part, spec, self.axes)
 
     def _said(self, split: Split, path: str, mine: Any) -> Any:
-        """A share with what its products need of other devices."""
+        """Wrap a shard in the parallel weight that its partition rule needs."""
         over, parts = split.over, self.axes.over(split.over)
         mine = _apart(mine, (self.rows or (), over if split.kind == "row" and parts > 1 else ()))
         if (
@@ -110,12 +105,12 @@ class Local:
 
 
 def staged(config: ModelConfig, axes: Axes, path: str) -> bool:
-    """Whether what is at `path` is one of each stage's, side by side."""
+    """Return whether the parameter at `path` is a stack with one entry per stage."""
     return axes.stage > 1 and path.startswith(f"{models.family(config.model_type).layers}.")
 
 
 def _apart(leaf: Any, apart: tuple[Over, Over]) -> Any:
-    """An adapted weight that is told over which axes devices have rows and columns of their own."""
+    """Set the mesh axes that split rows and columns in adapted weights."""
     if not isinstance(leaf, Adapted):
         return leaf
     return leaf.replace(apart=apart, weight=_apart(leaf.weight, apart))

@@ -1,4 +1,4 @@
-"""A model on a mesh: the same module, of one device's share of it, inside one `jax.shard_map`."""
+"""A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -37,28 +37,24 @@ from jaxllm.weights.precision import Precision
 
 
 class Meshed(nn.Module, Placed, InRounds):
-    """A model whose parameters and caches are spread over devices; in all else a model.
+    """A model whose parameters and caches are sharded over devices.
 
-    Steps call `apply` of it as of any other, with parameters from `shared` or `reader`, and what is
-    made of steps is as it was: what goes in and comes out are whole arrays with a sharding. What of
-    a call is whose is its `Layout`, what of the parameters its `Local`.
-
-    exact: see `weights.leaves.parted.Gathered`. course: how layers are run, in stages or in one.
-    fsdp: whether devices of `data` have parts of each matrix (`mesh.fsdp`). apart: whether each of
-    several processes has its own rows of what comes out, as a training wants it; otherwise each has
-    all, to be read on the host. parallel_logits: whether logits stay divided over the vocabulary.
-    Made by `meshed`, which checks.
+    Steps call `apply` as for any model, with parameters from `shared` or `reader`; inputs and
+    outputs are global arrays with a sharding. `Layout` describes how a call's arrays are sharded,
+    `Local` how the parameters are. Use `meshed` to make one: it checks the configuration.
     """
 
     config: ModelConfig
     precision: Precision
     axes: Axes
-    exact: bool = False
-    course: Stages = Stages(1)
-    fsdp: bool = False
+    exact: bool = False  # sum in the order of one device (`weights.leaves.parted.Gathered`)
+    course: Stages = Stages(1)  # runs the layers, in stages or in one
+    fsdp: bool = False  # shard matrices over `data` too (`mesh.fsdp`)
     remat: bool = False
+    # Each process keeps its own rows of the outputs, as training needs; otherwise every process
+    # gets all of them, to read on the host.
     apart: bool = False
-    parallel_logits: bool = False
+    parallel_logits: bool = False  # keep logits sharded over the vocabulary
 
     @nn.nowrap
     def apply(  # type: ignore[override]
@@ -74,7 +70,7 @@ class Meshed(nn.Module, Placed, InRounds):
         memory: tuple[Any, ...] = (),
         **given: Any,
     ) -> Trace:
-        """What the model's `__call__` gives, of the same. given: what else it takes, by row."""
+        """Return what the module's `__call__` returns. `given` are its further inputs by row."""
         by_row = {
             "token_BT": token_BT,
             "position_BT": position_BT,
@@ -102,7 +98,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @property
     def table(self) -> list[list[int | None]]:
-        """The numbers of the layers that each stage has, by place; None: an empty one."""
+        """The layer numbers of each stage, by place; None: an empty place."""
         return layers_of(self.config, self.axes.stage, self.course.chunks)
 
     @nn.nowrap
@@ -147,7 +143,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def shared(self, params: Params) -> Params:
-        """Parameters that are whole, as this model takes them."""
+        """Shard parameters of the unsharded model."""
         reader = self.reader()
         return reader.finished(map_leaves(reader.leaf, params))
 
@@ -162,9 +158,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def names(self, path: str) -> tuple[str | None, ...]:
-        """The paths of what stands side by side in the parameter at `path`, one for each stage;
-        None for one without a layer there.
-        """
+        """Return the unsharded paths of the parameter at `path`, one per stage; None: empty."""
         if not staged(self.config, self.axes, path):
             return (path,)
         layers = models.family(self.config.model_type).layers
@@ -174,7 +168,7 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def homes(self, path: str) -> list[str]:
-        """Return for each stage a path of what it has at `path`, or in the place before it."""
+        """Return the path of each stage's entry at `path`; if empty, in the place before."""
         names = self.names(path)
         if None not in names:
             return [name for name in names if name is not None]
@@ -198,11 +192,11 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def check_rows(self, rows: int) -> None:
-        fitted(self.axes, self.config)  # a training may have changed what experts take
+        fitted(self.axes, self.config)  # training may have changed the experts' capacity
         if rows % self.axes.data:
             raise ConfigError(
-                f"a batch of {rows} rows does not divide over data={self.axes.data}: train on"
-                " batches of a multiple of it, or with another mesh"
+                f"batch of {rows} rows is not divisible by data={self.axes.data}. Use a multiple of"
+                f" {self.axes.data} rows, or another mesh"
             )
 
     @nn.nowrap
@@ -211,13 +205,13 @@ class Meshed(nn.Module, Placed, InRounds):
 
     @nn.nowrap
     def reader(self) -> Shared:
-        """Where parameters go as they are read."""
+        """Return the placer that shards parameters as they are read."""
         kind = Divided if self.fsdp else Shared
         return kind(self.config, self.axes, self.exact, self.table)
 
     @nn.nowrap
     def local(self, params: Params, rows: specs.Rows, stream: Tokens | None = None) -> Local:
-        """What a device takes for these parameters, where it has such rows and tokens of a call."""
+        """Return one device's view of these parameters, for a call with such rows and tokens."""
         return Local(
             self.config,
             self.axes,
@@ -255,9 +249,14 @@ def meshed(
     microbatches: int | None = None,
     fsdp: bool = False,
 ) -> Meshed:
-    """A model on a mesh. chunks, microbatches: see `pipeline.stages.Stages`. fsdp: see `mesh.fsdp`.
+    """Make a sharded model.
 
-    Raises ConfigError where it does not divide, or devices are missing.
+    Args:
+        chunks: see `pipeline.stages.Stages`, also for microbatches.
+        fsdp: see `mesh.fsdp`.
+
+    Raises:
+        ConfigError: if the model does not fit the mesh, or there are too few devices.
     """
     axes = fitted(axes, config)
     check(share_of(config, axes), axes, exact)
@@ -274,7 +273,7 @@ def meshed(
 
 
 def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> None:
-    """Raises ConfigError where inputs are rounded in blocks, one of which would be cut."""
+    """Raise ConfigError if sharding would split a block of columns that are rounded together."""
     over = axes.over(HEADS)
     if not precision.int8_inputs or over == 1:
         return
@@ -283,14 +282,14 @@ def check_rounding(config: ModelConfig, precision: Precision, axes: Axes) -> Non
     for name, size in {"the heads' width": heads, **widths}.items():
         if size // over % ROUNDED:
             raise ConfigError(
-                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, and {name} {size}"
-                f" over tensor={over} would cut one: take the exact mode, which does not"
+                f"int8_inputs rounds inputs in blocks of {ROUNDED} columns, but {name} {size} over"
+                f" tensor={over} splits a block. Use exact=True, or a smaller tensor axis"
             )
 
 
 @cache
 def module_of(model: Meshed) -> nn.Module:
-    """The module that one device runs."""
+    """Return the module that one device runs."""
     inner: nn.Module = models.build(share_of(model.config, model.axes), model.precision)
     if model.axes.stage > 1:
         inner = inner.clone(course=model.course)

@@ -1,9 +1,9 @@
-"""Parameters on a mesh: each device's share is read, or cut, and put there, one tensor at a time.
+"""Sharding of parameters: each device's shard is read, or sliced, and placed, one tensor at a time.
 
-A float array whose shares are blocks of it is an ordinary `jax.Array` with a `NamedSharding`. Of
-any other weight (quantized, fused of several runs, of a vocabulary that does not divide) each share
-is a weight of its own, and they are `Shares`. Of an adapted weight the adapter's matrices are split
-beside it.
+If the shards of a float array are blocks of it, the parameter is an ordinary `jax.Array` with a
+`NamedSharding`. In all other cases (quantized, fused of several parts, a vocabulary that does not
+divide) each shard is a weight of its own, and the parameter is `Shares` of them. The matrices of an
+adapter are sharded like the weight that they adapt.
 """
 
 import contextlib
@@ -45,39 +45,42 @@ from jaxllm.weights.reading import Elsewhere, Whole
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How one parameter is cut. size: of its axis that is split, in so many `parts`."""
+    """How one parameter is split into `parts` shards."""
 
     path: str
     split: Split
-    size: int
+    size: int  # the length of the axis that is split
     parts: int
 
     @property
     def each(self) -> int:
-        """Of the axis, what a share has of each run."""
+        """Length of a shard in each fused part."""
         return -(-self.size // (self.split.runs * self.parts))
 
     @property
     def even(self) -> bool:
-        """Whether shares are blocks."""
+        """Whether shards are blocks of the array."""
         return self.split.runs == 1 and self.size % self.parts == 0
 
     def ranges(self, number: int) -> Iterator[tuple[int, int]]:
-        """What a share has, run by run; beyond the end there is nothing."""
+        """Yield a shard's range in each fused part; beyond the end, that of the last row."""
         for run in range(self.split.runs):
             begin = run * (self.size // self.split.runs) + number * self.each
             yield min(begin, self.size - 1), min(begin + self.each, self.size)
 
     def numbers(self, number: int) -> np.ndarray:
-        """The same as numbers, as many for each share: the last is repeated."""
+        """Return a shard's indices, the same number for each shard: the last index is repeated."""
         every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
         return np.pad(every, (0, self.each * self.split.runs - every.size), mode="edge")
 
     def share(self, weight: Weight, number: int) -> Weight:
-        """One of the shares. Raises ConfigError where the weight's format is not taken apart there:
-        by path and axes.
+        """Return one shard.
+
+        Raises:
+            ConfigError: if the weight's format cannot be sliced there; the message has path and
+                axes.
         """
-        if self.parts == 1:  # any format, whether it can be taken apart or not
+        if self.parts == 1:  # any format, sliceable or not
             return weight
         leaf = as_leaf(weight)
         with _named(self):
@@ -88,21 +91,21 @@ class Cut:
 
 
 def cut_of(path: str, shape: tuple[int, ...], split: Split, axes: Axes) -> Cut:
-    """Raises ConfigError for a size that does not divide, by path, size and axis."""
+    """Plan the split of a parameter. Raises ConfigError for a size that is not divisible."""
     size = shape[-1] if split.axis or len(shape) == 1 else shape[-2]
     parts = axes.over(split.over)
     if split.kind != "vocabulary" and size % (parts * split.runs):
         over = "x".join(split.over)
-        runs = f" in {split.runs} runs" if split.runs > 1 else ""
-        raise ConfigError(f"{path}: size {size}{runs} does not divide over {over}={parts}")
+        runs = f" in {split.runs} fused parts" if split.runs > 1 else ""
+        raise ConfigError(f"{path}: size {size}{runs} is not divisible by {over}={parts}")
     return Cut(path, split, size, parts)
 
 
 class Shared(Whole):
-    """Where parameters of a model go as they are read: to the devices of its mesh, by its rules."""
+    """Shards parameters over the devices of a mesh as they are read, by the partition rules."""
 
     def __init__(self, config: ModelConfig, axes: Axes, exact: bool, table: Table) -> None:
-        """table: the numbers of the layers that each stage has."""
+        """Store the rules' inputs. `table` has the layer numbers of each stage."""
         self._config, self._axes, self._exact = config, axes, exact
         self._prefix, self._table = models.family(config.model_type).layers, table
 
@@ -160,7 +163,7 @@ class Shared(Whole):
         mesh: Mesh,
     ) -> Weight:
         cut = cut_of(path, tensor.shape, split, self._axes)
-        stack = tensor.ndim == 3  # experts: rows are not along the first axis
+        stack = tensor.ndim == 3  # experts: rows are on the second axis
 
         def share(number: int) -> Weight:
             if split.axis == 1:
@@ -179,7 +182,7 @@ class Shared(Whole):
         return self._of(cut, tensor.shape, share, mesh)
 
     def _stack(self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]) -> Weight:
-        """Whole experts of a stack to the devices that have them, and then what all have."""
+        """Place whole experts on the devices that own them, then join them to one stack."""
         own, mesh = count // self._axes.expert, self._mesh(path)
         owners = [devices_of(mesh, EXPERTS, i) for i in range(self._axes.expert)]
         parts = [some(i * own, (i + 1) * own, o) for i, o in enumerate(owners) if is_here(o)]
@@ -190,13 +193,13 @@ class Shared(Whole):
         return joined
 
     def finished(self, params: Params) -> Params:
-        """With the layers of all stages side by side: `pipeline.stacked`."""
+        """Stack the layers of all stages (see `pipeline.stacked`)."""
         if len(self._table) == 1:
             return params
         return stacked(params, self._prefix, self._table, mesh_of(self._axes))
 
     def _mesh(self, path: str) -> Mesh:
-        """The devices among which a parameter is split: those of its stage."""
+        """Return the devices that split a parameter: those of its stage."""
         mesh, stage = mesh_of(self._axes), stage_of(path, self._prefix, self._table)
         return mesh if stage is None or len(self._table) == 1 else devices_of(mesh, AXIS, stage)
 
@@ -212,11 +215,11 @@ class Shared(Whole):
     def _of(
         self, cut: Cut, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
     ) -> Weight:
-        """A parameter of `shape`, whose shares are made one after the other."""
+        """Assemble a parameter of `shape` from its shards, which `share` makes one by one."""
         split, made = cut.split, dict[int, Any]()
 
         def once(number: int) -> Any:
-            """Devices that have the same share ask one after the other, in any order."""
+            """Make each shard once: replicas ask for it one by one, in any order."""
             if number not in made:
                 made[number] = share(number)
             return made[number]
@@ -249,7 +252,7 @@ class Shared(Whole):
         return Shares(parts, split.axis, split.runs, cut.size)
 
     def _nested(self, path: str, weight: Wrapped, split: Split) -> Weight:
-        """A weight with what is beside it, each cut by itself."""
+        """Shard a wrapped weight and each of its extra arrays separately."""
         if split.axis == 1 and self._axes.over(split.over) > 1:
             cut = cut_of(path, weight.shape, split, self._axes)
             for number in range(cut.parts):
@@ -268,7 +271,7 @@ class Shared(Whole):
         return found
 
     def _adapted(self, path: str, weight: Adapted, split: Split, inner: Weight) -> Adapted:
-        """An adapter's pieces beside a weight, `inner`, that is where it is to be."""
+        """Shard an adapter's matrices beside `inner`, a weight that is already in place."""
         measured = weight.magnitude is not None and weight.norm is None
         known = weight.replace(norm=weight.norms()) if measured else weight
         fields = {
@@ -284,7 +287,7 @@ class Shared(Whole):
 
 @contextlib.contextmanager
 def _named(cut: Cut) -> Iterator[None]:
-    """What is refused in the block is so by the parameter's path and the axes that divide it."""
+    """Prefix a ConfigError of the block with the parameter's path and the axes that split it."""
     try:
         yield
     except ConfigError as error:
@@ -293,7 +296,7 @@ def _named(cut: Cut) -> Iterator[None]:
 
 
 def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
-    """Rows of each matrix of a stack `[E, O, I]`."""
+    """Slice the rows of each matrix in a stack `[E, O, I]`."""
     experts, _, columns = stack.shape
     shape = (experts, end - begin, columns)
 
@@ -310,7 +313,7 @@ def within(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
 
 
 def everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """All of an array on each device."""
+    """Replicate an array on all devices."""
     sharding = NamedSharding(mesh, P())
     if not several():
         return jax.device_put(x, sharding)
@@ -319,7 +322,7 @@ def everywhere(mesh: Mesh, x: jax.Array) -> jax.Array:
 
 
 def spec_of(split: Split, ndim: int) -> P:
-    """Of an array whose shares are blocks of it."""
+    """Return the spec of an array whose shards are blocks of it."""
     if split is WHOLE:
         return P()
     at = ndim - (1 if split.axis or ndim == 1 else 2)
@@ -330,31 +333,31 @@ def spec_of(split: Split, ndim: int) -> P:
 
 
 def split_within(weight: Wrapped, name: str, split: Split) -> Split:
-    """How a field of a weight that nests goes, beside a weight that is split so."""
+    """Return the rule for a field of a wrapper whose weight has the rule `split`."""
     return split if name == "weight" or name in weight.alike else WHOLE
 
 
 def adapted_splits(weight: Adapted, split: Split) -> dict[str, Split]:
-    """How the pieces of an adapter go beside a weight that is split so."""
+    """Return the rules for the arrays of an adapter whose weight has the rule `split`."""
     fields = dict.fromkeys(("a", "b", "scale", "magnitude", "norm", "owner"), WHOLE)
     if split is WHOLE:
         return fields
     if split.axis == 1:
         return {**fields, "a": split}
-    if weight.site == "rows":  # whose magnitude is of columns
+    if weight.site == "rows":  # its magnitude is per column
         return {**fields, "b": split}
     several = weight.owner is not None  # magnitudes [n, O]
     if several and split.runs > 1 and weight.magnitude is not None:
         raise ConfigError(
-            "several adapters of DoRA beside one matrix of queries, keys and values cannot be split"
-            " over devices: load one of them"
+            "several DoRA adapters of a fused query, key and value matrix cannot be sharded. Load"
+            " only one of them"
         )
     vector = split._replace(kind="row") if several else split
     return {**fields, "b": split, "magnitude": vector, "norm": vector}
 
 
 def per_device(tree: Any) -> dict[int, int]:
-    """Bytes of a pytree's arrays on each device of this process, by its number."""
+    """Return the bytes of a pytree's arrays on each local device, by device id."""
     found: dict[int, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:

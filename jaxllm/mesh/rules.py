@@ -1,8 +1,8 @@
-"""The one table of shardings: for every parameter of every family, what of it a device has.
+"""The table of partition rules: how each parameter of each family is sharded.
 
-Rows are `(regex, Split)`, as everywhere that goes by path: the first that names a parameter wins,
-one that none names is refused. They are made of what a family's row says of itself (`Family.heads`,
-`channels`, `experts`, `norms`, `tables`), so that a new family brings its shardings with it.
+Rows are `(regex, Split)`, as in all tables by path: the first that matches a parameter wins, and a
+parameter without a match is refused. They are derived from a family's metadata (`Family.heads`,
+`channels`, `experts`, `norms`, `tables`), so a new family brings its shardings with it.
 """
 
 import copy
@@ -22,32 +22,30 @@ from jaxllm.weights.paths import first_match
 Over = tuple[str, ...]
 Kind = Literal["whole", "column", "row", "gathered", "vocabulary", "norm"]
 
-HEADS: Over = ("tensor", "copies")  # query heads, hidden numbers, tokens: all devices of both
+HEADS: Over = ("tensor", "copies")  # query heads, MLP channels, tokens: all devices of both
 GROUPS: Over = ("tensor",)  # key/value heads
 STAGES: Over = ("stage",)  # layers
 EXPERTS = "expert"
-TOKENS: Over = (*HEADS, *STAGES)  # of the vocabulary: all stages look them up, and make logits
+TOKENS: Over = (*HEADS, *STAGES)  # the vocabulary: all stages look tokens up and compute logits
 
 
 class Split(NamedTuple):
-    """What a device has of a parameter.
+    """How a parameter is sharded.
 
-    kind: "whole": all of it. "column": rows of a linear, outputs of its own (Megatron's column
-    parallel: columns of `[I, O]`). "row": columns, whose products are summed. "gathered": rows of
-    such a one, in the exact mode. "vocabulary": rows of a table, or of the head. "norm": of a norm
-    over all heads. over: the axes that divide it. runs: how many runs of all shares stand one after
-    the other in it, of each of which a device has its part. stack: whether it is of experts, whole
-    ones of which are divided over `EXPERTS` before.
+    Kinds: "whole": replicated. "column": output rows of a linear (Megatron's column parallel:
+    columns of `[I, O]`). "row": input columns, whose products are summed. "gathered": output rows
+    of such a linear, in the exact mode. "vocabulary": rows of the embedding table or of the head.
+    "norm": a norm over all heads.
     """
 
     kind: Kind = "whole"
-    over: Over = ()
-    runs: int = 1
-    stack: bool = False
+    over: Over = ()  # the mesh axes that split it
+    runs: int = 1  # fused parts, one after the other, each of which is sharded
+    stack: bool = False  # a stack of experts; whole experts are split over `EXPERTS` first
 
     @property
     def axis(self) -> int:
-        """0: what is split is rows `[..., O, I]`, or a vector; 1: columns."""
+        """0: split by rows of `[..., O, I]`, or a vector; 1: by columns."""
         return 1 if self.kind == "row" else 0
 
 
@@ -56,7 +54,7 @@ WHOLE = Split()
 
 @cache
 def rules(config: ModelConfig, exact: bool = False) -> tuple[tuple[str, Split], ...]:
-    """The table of a model's parameters."""
+    """Return the partition rules of a model's parameters."""
     return tuple((regex, split) for regex, split in _rules(config, exact))
 
 
@@ -83,7 +81,7 @@ def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
         else:
             kind: Kind = "gathered" if exact else "row"
             yield rf"{path}\.weight", Split(kind, over(member), stack=stack)
-            yield rf"{path}\.bias", WHOLE  # of the sum of all products: added once
+            yield rf"{path}\.bias", WHOLE  # added once, to the sum of all products
     yield rf"{layer}.*\.memory_gate", Split("column", HEADS)
     if f.router is not None:
         yield rf"{layer}{re.escape(f.router)}\.weight", WHOLE
@@ -92,57 +90,59 @@ def _rules(config: ModelConfig, exact: bool) -> Iterator[tuple[str, Split]]:
 
 @cache
 def split_of(config: ModelConfig, exact: bool, path: str) -> Split:
-    """What a device has of the parameter at `path`. Raises ConfigError where no rule names it."""
+    """Return the partition rule of the parameter at `path`. Raises ConfigError if there is none."""
     found = first_match(rules(config, exact), path)
     if found is None:
         raise ConfigError(
-            f"{path}: no rule says how it is split over devices ({config.model_type})"
+            f"{path}: no partition rule of {config.model_type} matches this parameter"
         )
     return found
 
 
 def fitted(axes: Axes, config: ModelConfig) -> Axes:
-    """The axes with `copies` as this model's key/value heads need them.
+    """Set `copies` as the model's key/value heads need it.
 
-    Raises ConfigError for what does not divide, by name, size and axis.
+    Raises:
+        ConfigError: for a size that is not divisible by its axis; the message names both.
     """
     over = axes.tensor * axes.copies
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     kind = config.long_attention(0)
     if kind is not None and kind.kind == "dilated" and over > 1:
         raise ConfigError(
-            "attention of kind 'dilated' goes by the numbers of its heads, which a part of them"
-            f" does not know: mesh {axes} must have tensor=1"
+            "attention of kind 'dilated' depends on head numbers, which a shard of the heads does"
+            f" not have: mesh {axes} must have tensor=1"
         )
     experts = getattr(config, "num_experts", 1)
     if experts % axes.expert:
         what = f"num_experts {experts}" if experts > 1 else f"{config.model_type} without experts"
-        raise ConfigError(f"{what} does not divide over expert={axes.expert}")
+        raise ConfigError(f"{what} is not divisible by expert={axes.expert}")
     apart = axes.over(("data", "sequence", "expert"))
     if getattr(config, "capacity_factor", None) is not None and apart > 1:
         raise ConfigError(
-            "capacity_factor counts the tokens of all rows, and each device has some of its own:"
-            " leave it out, or use a mesh with data=1, sequence=1 and expert=1"
+            "capacity_factor counts the tokens of all rows, but each device has only its own. Drop"
+            " it, or use a mesh with data=1, sequence=1 and expert=1"
         )
     counts = {"num_attention_heads": heads} | {
         name: getattr(config, name) for name in models.family(config.model_type).widths
     }
     for name, count in counts.items():
         if count % over:
-            raise ConfigError(f"{name} {count} does not divide over tensor={over}")
+            raise ConfigError(f"{name} {count} is not divisible by tensor={over}")
     if groups % over == 0:
         return dataclasses.replace(axes, tensor=over, copies=1)
     if over % groups:
         raise ConfigError(
-            f"num_key_value_heads {groups} does not divide over tensor={over}, nor {over} over them"
+            f"num_key_value_heads {groups} is not divisible by tensor={over}, nor {over} by"
+            f" {groups}"
         )
     return dataclasses.replace(axes, tensor=groups, copies=over // groups)
 
 
 def share_of(config: ModelConfig, axes: Axes) -> ModelConfig:
-    """The configuration of what one device runs: as many heads and hidden numbers as it has.
+    """Return the configuration that one device runs, with its share of heads and MLP channels.
 
-    No model's, so that what a whole model's numbers must satisfy is not asked of it.
+    It is not a valid configuration of a whole model, so it bypasses the checks.
     """
     over, share = axes.over(HEADS), copy.copy(config)
     counts = {
@@ -152,5 +152,5 @@ def share_of(config: ModelConfig, axes: Axes) -> ModelConfig:
     for name in models.family(config.model_type).widths:
         counts[name] = getattr(config, name) // over
     for name, count in counts.items():
-        object.__setattr__(share, name, count)  # frozen, and not yet seen by anybody
+        object.__setattr__(share, name, count)  # a frozen class, but a copy that is still private
     return share

@@ -1,6 +1,6 @@
-"""Where on a mesh the arrays are that a model is given and gives back: a `PartitionSpec` for each.
+"""`PartitionSpec`s for all inputs and outputs of a model on a mesh.
 
-rows: the axes over which rows of a batch are split, None where they are not.
+`rows` are always the axes that split the rows of a batch; None: rows are replicated.
 """
 
 import re
@@ -26,20 +26,21 @@ from jaxllm.weights.leaves.wrapped import Wrapped
 
 Rows = tuple[str, ...] | None
 KEYS_VALUES = r"(tail|frozen\.\d+)\.[kv]\."
-BY_MODEL = rf"{KEYS_VALUES}|memory\."  # what only the model reads
+BY_MODEL = rf"{KEYS_VALUES}|memory\."  # arrays that only the model reads, never the host
 MARKS = ("position_BS", "token_BS", "patched_BS")
-ROWS = (("data", "expert"), ("data",))  # the first of them that divides a batch
+ROWS = (("data", "expert"), ("data",))  # the first whose size divides the batch is used
 
 
 def rows_over(axes: Axes, batch: int) -> Rows:
-    """The axes over which so many rows are split: `data` and `expert` where those divide them, or
-    `data` alone; None: each device runs all of them.
+    """Return the axes that split a batch of rows; None: every device runs all rows.
+
+    These are `data` and `expert` if they divide it, or else `data` alone.
     """
     return next((over for over in ROWS if batch % axes.over(over) == 0), None)
 
 
 def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> Any:
-    """Raises ConfigError for a parameter that is whole where its shares are wanted."""
+    """Return the specs of a parameter's arrays. Raises ConfigError if it should be sharded."""
     if isinstance(leaf, Adapted):
         fields = {
             name: None if x is None else of_parameter(f"{path}.{name}", x, role, axes, rows)
@@ -69,29 +70,35 @@ def of_parameter(path: str, leaf: Any, split: Split, axes: Axes, rows: Rows) -> 
     size = leaf.shape[-1 if split.axis or leaf.ndim == 1 else -2]
     if isinstance(leaf, Leaf) or split.runs > 1 or size % parts:
         raise ConfigError(
-            f"{path} is whole, and this model takes shares of it: load it with mesh=, or take"
+            f"{path} is not sharded, but the model expects shards. Load it with mesh=, or pass"
             " model.shared(params)"
         )
     return spec_of(split, leaf.ndim)
 
 
 def groups(axes: Axes) -> tuple[str, ...]:
-    """The axes over which heads of a cache are split. What each stage of a pipeline has for layers
-    of its own stands side by side there: rows and slots are where they are without stages.
+    """Return the axes that split the heads of a cache.
+
+    The arrays of the pipeline stages are concatenated on this axis, so rows and slots stay where
+    they are without stages.
     """
     return (*STAGES, *GROUPS, *((SEQUENCE,) if axes.exchange else ()))
 
 
 def slot_axis(axes: Axes, slots: int) -> str | None:
-    """The axis over which so many slots are split, where they divide and are not split by heads."""
+    """Return the axis that splits `slots` slots; None: they are not split.
+
+    They are not if the axis does not divide them, or splits heads.
+    """
     if axes.sequence == 1 or axes.exchange or slots % axes.sequence:
         return None
     return SEQUENCE
 
 
 def by_all(x: jax.Array, axes: Axes, spec: P = P()) -> jax.Array:  # noqa: B008  a constant
-    """What is read on the host, by each of several processes: all of it for each of them, but for
-    what `spec` divides.
+    """Replicate an array that each of several processes reads on its host.
+
+    The axes in `spec` stay sharded.
     """
     if not several():
         return x
@@ -99,13 +106,14 @@ def by_all(x: jax.Array, axes: Axes, spec: P = P()) -> jax.Array:  # noqa: B008 
 
 
 def columns(name: str, axis: str | None) -> tuple[str | None, ...]:
-    """What comes after rows in the spec of what a model is given by row."""
+    """Return the axes after the rows in the spec of a by-row input."""
     return (axis,) if name.endswith(("_BT", "_BTD")) else ()
 
 
 def of_cache(path: str, array: Any, rows: Rows, axes: Axes) -> P:
-    """Of an array of a cache: keys, values and memories by key/value head, or by slots. What says
-    where tokens are is read on the host too, so each of several processes has all of it.
+    """Return the spec of a cache array: keys, values and memories by key/value head, or by slots.
+
+    Arrays that tell where tokens are get read on the host too, so every process has all of them.
     """
     if array.ndim == 0 or (several() and not re.match(BY_MODEL, path)):
         return P()
@@ -115,7 +123,7 @@ def of_cache(path: str, array: Any, rows: Rows, axes: Axes) -> P:
 
 
 def of_segment(segment: Segment, batch: int, rows: Rows, axes: Axes) -> Any:
-    """What all rows share is on every device of `rows`."""
+    """Return the specs of a segment. An array that all rows share is replicated over `rows`."""
     slots = slot_axis(axes, segment.position_BS.shape[1])
 
     def over(x: Any) -> Rows:
@@ -129,7 +137,7 @@ def of_segment(segment: Segment, batch: int, rows: Rows, axes: Axes) -> Any:
 
 
 def of_memory(config: ModelConfig, rows: Rows) -> tuple[Any, ...]:
-    """Of what layers keep beside keys and values; None for a layer that keeps nothing."""
+    """Return the specs of what layers store besides keys and values; None for nothing."""
     return tuple(
         jax.tree.map(lambda x: P(rows, GROUPS) if x.ndim else P(rows), config.memory(i))
         for i in range(config.num_hidden_layers)
@@ -147,10 +155,15 @@ def of_trace(
     vocabulary: Over,
     by_head: bool,
 ) -> Any:
-    """Of all that a model computes. split: the axis over which tokens are split. layers: of one
-    stage, beside which those of the others stand on the axis of heads or features (of mass: of
-    slots). picked: whether logits are of one column. vocabulary: the axes over which logits are
-    divided. by_head: whether mass is each head's.
+    """Return the specs of a model's trace.
+
+    Args:
+        split: the axis that splits tokens.
+        layers: the number of layers of one stage. The other stages' arrays are concatenated with
+            them on the axis of heads or features (for mass: slots).
+        picked: whether logits are of one column.
+        vocabulary: the axes that split logits.
+        by_head: whether mass is given for each head.
     """
     stream, each = P(rows, split), P(rows, split, STAGES)
     heads = P(rows, split, (*STAGES, *HEADS))

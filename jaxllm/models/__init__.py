@@ -1,12 +1,11 @@
-"""Flax modules that name parameters and call `ops`; a file's name is its `model_type`.
+"""Flax modules that name parameters and call `ops`; a family's file is named after `model_type`.
 
-gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe,
-smollm3: the families, a row each in `FAMILIES`; family: what a row says. decoder: what most of them
-are; layer_types: those whose layers see more or less; experts: those of which a token runs a part;
-modules: what names parameters; layers: what is computed; long/: attention that is not dense. A
-family's file has its configuration too, which says what its rotary settings and windows are
-(`ModelConfig.rotary`, `.window`). How its checkpoints are read, its table in `convert` says;
-docs/add_a_family.md goes through all of it.
+Families, one row each in `FAMILIES`: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral,
+olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3. family: the row type. decoder: the base of most
+families; layer_types: layers with full or sliding attention; experts: mixtures of experts. modules:
+shared Flax modules; layers: what layers compute; long/: long-context attention. A family's file
+also defines its configuration with rotary settings and windows (`ModelConfig.rotary`, `.window`).
+Its checkpoint mapping is a table in `convert`. docs/add_a_family.md covers all of it.
 """
 
 from functools import cache
@@ -61,7 +60,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family(model_type: str) -> Family:
-    """The row of a `model_type`. Raises ConfigError for one that there is not."""
+    """Return the row of a `model_type`. Raises ConfigError for an unknown one."""
     if model_type not in FAMILIES:
         raise ConfigError(
             f"model_type {model_type!r} is not supported (known: {', '.join(FAMILIES)})"
@@ -70,15 +69,15 @@ def family(model_type: str) -> Family:
 
 
 def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
-    """The module of this architecture: stateless, hashable, a valid static argument of `jax.jit`.
+    """Return the architecture's module: stateless, hashable, a valid static argument of `jax.jit`.
 
-    precision: float32 everywhere unless given.
+    precision: default float32 everywhere.
     """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"config must be a ModelConfig (lm.config), got {config!r:.60}")
     if not isinstance(precision, Precision | None):
         raise ConfigError(
-            f"precision must be a Precision, got {precision!r:.60}. Of one format:"
+            f"precision must be a Precision, got {precision!r:.60}. For one dtype, use"
             " Precision.uniform(dtype)"
         )
     module: Any = family(config.model_type).module
@@ -94,9 +93,9 @@ def run_layer(
     position_BT: jax.Array,
     length_B: jax.Array,
 ) -> Layer:
-    """What one layer makes of what the layers before it made of a text, without a cache.
+    """Run one layer on the output of the layers before it, without a cache.
 
-    params: the layer's own. Formats that a module has by its path do not apply here.
+    params: the layer's own. Precision overrides by module path do not apply here.
     """
     c: ModelConfig = model.config
     block = family(c.model_type).block
@@ -107,10 +106,10 @@ def run_layer(
 
 
 def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:
-    """Rebuild a configuration from `ModelConfig.to_dict`'s form.
+    """Rebuild a configuration from the output of `ModelConfig.to_dict`.
 
-    where: its place, for messages. Raises ConfigError for an unknown model type, and for missing,
-    unknown or impossible fields.
+    where: the source, for messages. Raises ConfigError for an unknown model type, and for missing,
+    unknown or invalid fields.
     """
     fields = dict(as_schema(data, dict[str, Any], where, ConfigError))
     model_type = fields.pop("model_type", None)
@@ -124,9 +123,9 @@ def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig
 
 @cache
 def param_shapes(model: nn.Module) -> Params:
-    """The form that `params` must have: a `jax.ShapeDtypeStruct` for every parameter.
+    """Return the structure that `params` must have, with a `jax.ShapeDtypeStruct` per parameter.
 
-    One layer of each form is traced, however many a configuration claims.
+    Only one layer of each kind is traced, however many layers a configuration has.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a Flax module (lm.model), got {model!r:.60}")
@@ -144,10 +143,10 @@ def param_shapes(model: nn.Module) -> Params:
 
 
 def _shapes_of(one: nn.Module) -> Params:
-    """The same of a model of one layer."""
+    """Return the parameter shapes of a model of one layer."""
 
     def forms() -> Params:
-        """Shapes and names of formats: what is kept between processes is plain."""
+        """Return shapes and dtype names: plain values, which `recalled` can store."""
         token_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         length_B = jax.ShapeDtypeStruct((1,), jnp.int32)
         key = jax.eval_shape(jax.random.key, 0)

@@ -1,7 +1,7 @@
-"""The decoder that most families are: rotary attention and a gated MLP, with norms around them.
+"""The decoder of most families: rotary attention and a gated MLP, with norms around them.
 
-A family of this kind is a configuration, which says its numbers, and a `Block`, which says where
-its norms are and what they are called. What a family has of its own stands in its own file.
+A family is a configuration, whose properties set scales, caps and biases, and a `Block`, which
+names its norms. Code for a single family is in its own file.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxllm.weights.precision import Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder. What is no field, a family whose arithmetic differs says as a property."""
+    """A decoder. A family whose arithmetic differs overrides properties."""
 
     rope: Rope
 
@@ -47,15 +47,15 @@ class DecoderConfig(ModelConfig):
             return complaints
         context = self.max_position_embeddings
         complaints = [
-            f"neighbor_window {rope.neighbor_window} of Self-Extend must be less than the context"
-            f" of {context} tokens, beyond which it extends"
+            f"Self-Extend's neighbor_window {rope.neighbor_window} must be less than the context of"
+            f" {context} tokens, which it extends"
             for rope in self._ropes()
             if (rope.neighbor_window or 0) >= context
         ]
         return complaints + [c for rope in self._ropes() for c in rope.complaints(self.head_dim)]
 
     def _ropes(self) -> tuple[Rope, ...]:
-        """Its rotary settings, whether a layer has them or not."""
+        """Return all rotary settings, whether or not a layer uses them."""
         return (self.rope,)
 
     def rotary(self, layer: int) -> Rope | None:
@@ -70,9 +70,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def context_length(self) -> int:
-        """Dynamic NTK scaling stretches the trained context by its factor as the text grows, and
-        Self-Extend counts farther tokens by groups.
-        """
+        """The trained context, extended by `dynamic` NTK scaling (its factor) or Self-Extend."""
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
         return self.rope.reach(int(self.max_position_embeddings * (stretch or 1.0)))
 
@@ -84,50 +82,52 @@ class DecoderConfig(ModelConfig):
 
     @property
     def biases(self) -> tuple[bool, bool, bool]:
-        """Whether queries, keys and values have a bias, attention's output, and the MLP."""
+        """Whether there are biases on q/k/v, on the attention output, and in the MLP."""
         return (False, False, False)
 
     @property
     def attention_scale(self) -> float:
-        """What scores are times."""
+        """Factor on attention scores."""
         return float(self.head_dim**-0.5)
 
     @property
     def attention_cap(self) -> float | None:
-        """What scores are bent to stay within."""
+        """Soft cap on attention scores."""
         return None
 
     @property
     def norm_plus(self) -> float:
-        """What is added to the weights of norms."""
+        """Offset added to norm weights."""
         return 0.0
 
     @property
     def embedding_scale(self) -> float:
-        """What the embeddings are times."""
+        """Factor on embeddings."""
         return 1.0
 
     @property
     def residual_scale(self) -> float:
-        """What is added to the stream is times this."""
+        """Factor on each sublayer's output before it is added to the stream."""
         return 1.0
 
     @property
     def logits_scale(self) -> float:
-        """What logits are times."""
+        """Factor on logits."""
         return 1.0
 
     @property
     def logits_cap(self) -> float | None:
-        """What logits are then bent to stay within."""
+        """Soft cap on logits, applied after the factor."""
         return None
 
 
 class Attention(nn.Module):
-    """Rotary attention whose query heads share key heads in groups.
+    """Rotary grouped-query attention.
 
-    qk_norm: what queries and keys are normalised over before they are turned, None: they are not.
-    out: what the output projection is called.
+    Attributes:
+        qk_norm: "each head" or "all heads": how queries and keys are normalized before rotation;
+            None: not at all.
+        out: Name of the output projection.
     """
 
     config: DecoderConfig
@@ -186,7 +186,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears side by side, one of them a gate, and a third: its input and its output."""
+    """Gated MLP: returns the input of its last linear, and its output."""
 
     config: DecoderConfig
     precision: Precision
@@ -205,10 +205,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a gated MLP, added to what came in, with norms around them.
+    """One layer: attention and a gated MLP with residual connections, and norms around them.
 
-    norms: what the norms are called before and after attention, before and after the MLP; None
-    where there is none. qk_norm: see `Attention`.
+    Attributes:
+        norms: Names of the norms before and after attention, before and after the MLP; None: no
+            norm.
+        qk_norm: See `Attention`.
     """
 
     config: DecoderConfig
@@ -239,7 +241,7 @@ class Block(nn.Module):
     def _mlp(
         self, x: jax.Array, scope: Scope
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """Its hidden numbers, its output and the router's scores; None for what it has not."""
+        """Return the MLP's hidden channels, output and router scores; None if it has no such."""
         hidden, y = MLP(self.config, self.precision, name="mlp")(x)
         return hidden, y, None
 
@@ -255,10 +257,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model: a table of tokens, blocks, a norm, and logits.
+    """The model: token embedding, blocks, final norm, and logits.
 
-    block: the class of its layers. tokens: what the table is called. remat, course: see
-    `layers.run_blocks`.
+    Attributes:
+        block: The class of its layers.
+        tokens: Name of the embedding table.
+        remat, course: See `layers.run_blocks`.
     """
 
     config: DecoderConfig
@@ -288,14 +292,16 @@ class Decoder(nn.Module):
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
-        length_B: length of the text each row belongs to (what rotary settings that follow the
-        length read). column_B: the one column of each row whose logits are wanted; None for all.
-        attention_mass: whether the trace says what every slot received.
-        embeddings_BTD: what stands in for the table's rows of `token_BT`. angles: the cosines and
-        sines of the new tokens for each of `ModelConfig.ropes`, each `[B, T, F]`, else computed
-        from their positions. mask_BTS: what each query sees of all slots and then the new tokens,
-        as `attend_masked` takes it, in place of what positions and the sliding window say; there is
-        no attention mass then. document_BT, memory, across: see `Scope`.
+        Args:
+            length_B: Length of the text of each row, for rotary settings that depend on it.
+            column_B: The one column of each row to compute logits for; None: all.
+            attention_mass: Whether the trace contains the attention that every slot received.
+            embeddings_BTD: Replaces the embeddings of `token_BT`.
+            angles: Cosines and sines of the new tokens for each of `ModelConfig.ropes`, each `[B,
+                T, F]`; None: computed from positions.
+            mask_BTS: What each query attends to of all slots and then the new tokens, as in
+                `attend_masked`. Replaces positions and sliding window; excludes attention mass.
+            document_BT, memory, across: See `Scope`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
@@ -318,7 +324,7 @@ class Decoder(nn.Module):
         return Trace(embeddings, layers, norm, ops.capped(logits, c.logits_cap))
 
     def normed(self, x: jax.Array) -> jax.Array:
-        """What the last layer put out, as logits are made of it."""
+        """Apply the final norm to the last layer's output."""
         y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name="norm")(x)
         return y
 
@@ -329,8 +335,10 @@ def family(
     aliases: tuple[str, ...] = (),
     embeddings: str = "embed_tokens",
 ) -> Family:
-    """The row of a family of this kind. embeddings: their stage's name, "embeddings" where they are
-    not what transformers' module `embed_tokens` puts out.
+    """Return the row of a family of this kind.
+
+    embeddings: name of their activation; "embeddings" if they are not the output of the module
+    `embed_tokens` in transformers.
     """
     block = module.block
     assert issubclass(block, Block)

@@ -1,8 +1,8 @@
-"""Mixtures of experts: in place of a layer's MLP many, of which each token runs a few.
+"""Mixtures of experts: an MLP of which each token uses a few of many experts.
 
-A router says of each token which, and what their outputs are times (Shazeer et al. 2017; Mixtral,
-Jiang et al. 2024). Experts are stacks `[E, O, I]`; `weights.experts` multiplies with them. What a
-token gets does not depend on what else is run with it, unless experts have a capacity.
+A router selects experts and weights for each token (Shazeer et al. 2017; Mixtral, Jiang et al.
+2024). Expert weights are stacked `[E, O, I]`, multiplied by `weights.experts`. A token's output
+does not depend on other tokens in the batch, unless experts have a capacity.
 """
 
 import dataclasses
@@ -31,10 +31,12 @@ Count = Annotated[int, Meta(ge=1, le=1 << 12)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig(DecoderConfig):
-    """A decoder with experts. num_experts_per_tok: how many of them a token runs.
+    """A decoder with experts.
 
-    capacity_factor: None, or no expert takes more tokens than this times an even share of those
-    that run at once; what is too much goes without (`within_capacity`). For training alone.
+    Attributes:
+        num_experts_per_tok: Experts per token.
+        capacity_factor: If not None, each expert takes at most this times its even share of the
+            tokens of one call, and drops the rest (`within_capacity`). For training only.
     """
 
     num_experts: Count
@@ -45,29 +47,30 @@ class MixtureConfig(DecoderConfig):
         complaints = super()._complaints()
         if not complaints and self.num_experts_per_tok > self.num_experts:
             complaints.append(
-                f"num_experts_per_tok ({self.num_experts_per_tok}) is more than num_experts"
+                f"num_experts_per_tok ({self.num_experts_per_tok}) exceeds num_experts"
                 f" ({self.num_experts})"
             )
         return complaints
 
     @property
     def expert_size(self) -> int:
-        """Hidden numbers of an expert."""
+        """Hidden channels of an expert."""
         return self.intermediate_size
 
     @property
     def renormalises(self) -> bool:
-        """Whether the weights of a token's experts add up to 1."""
+        """Whether the weights of a token's experts are normalized to sum to 1."""
         return True
 
     def routed(self, layer: int) -> bool:
-        """Whether a layer has experts; otherwise it has an MLP."""
+        """Whether a layer has experts, instead of an MLP."""
         return True
 
 
 def share_read(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
-    """The most of a parameter of so many axes that a step of so many tokens reads: of a stack the
-    experts that they run, if all run others.
+    """Return an upper bound on the fraction of a parameter with `ndim` axes that a step reads.
+
+    Less than 1 only for expert stacks, assuming that the `tokens` tokens share no expert.
     """
     if not isinstance(config, MixtureConfig) or ndim < 3:
         return 1.0
@@ -75,8 +78,10 @@ def share_read(config: ModelConfig, ndim: int, tokens: int = 1) -> float:
 
 
 def route(score_TE: jax.Array, count: int, renormalises: bool) -> tuple[jax.Array, jax.Array]:
-    """Of float32 scores the weights and the numbers of each token's experts, `[T, k]`, the best
-    first; of equal ones the first. The softmax is over all experts, as transformers has it.
+    """Return the weights and numbers of each token's experts, `[T, k]`, best first.
+
+    Ties go to the lower number. The softmax is over all experts, as in transformers. score_TE:
+    float32.
     """
     weight_Tk, expert_Tk = jax.lax.top_k(jax.nn.softmax(score_TE, axis=-1), count)
     if renormalises:
@@ -85,10 +90,10 @@ def route(score_TE: jax.Array, count: int, renormalises: bool) -> tuple[jax.Arra
 
 
 def within_capacity(expert_Tk: jax.Array, experts: int, factor: float) -> jax.Array:
-    """The numbers of experts with -1 for what an expert has no room for.
+    """Replace the expert number by -1 where an expert is over capacity.
 
-    Each takes ceil(factor T k / E). First choices go before second ones, and tokens in their order
-    (GShard, Lepikhin et al. 2020, algorithm 1).
+    The capacity is ceil(factor T k / E). First choices take precedence over second ones, then
+    earlier tokens over later ones (GShard, Lepikhin et al. 2020, algorithm 1).
     """
     T, k = expert_Tk.shape
     room = math.ceil(factor * T * k / experts)
@@ -106,20 +111,21 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, columns: int) -> jax.Array:
-        """Its weights `[E, O, I]`."""
+        """Return the weights `[E, O, I]`."""
         weight: jax.Array = leaf(self, "weight", self.experts, self.features, columns)
         return weight
 
 
 class Experts(nn.Module):
-    """MLPs with gates, of which each token runs some."""
+    """Gated MLPs, of which each token uses some."""
 
     config: MixtureConfig
     precision: Precision
 
     @nn.compact
     def __call__(self, x_TD: jax.Array, expert_Tk: jax.Array, weight_Tk: jax.Array) -> jax.Array:
-        """What a token's experts make of it, times their weights, added up: float32 `[T, D]`.
+        """Return the weighted sum of the outputs of each token's experts, float32 `[T, D]`.
+
         expert_Tk: -1 for none.
         """
         c, (T, D), k = self.config, x_TD.shape, expert_Tk.shape[1]
@@ -138,13 +144,13 @@ class Experts(nn.Module):
             return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
 
         x_TD = x_TD.astype(self.precision.activations_at(".".join(self.path)))
-        # Rows of one expert together: its weights are read once for all of them.
+        # Sort rows by expert, so that the weights of each are read once.
         expert_A = expert_Tk.reshape(-1)
         order_A = jnp.argsort(expert_A, stable=True)
         rows = x_TD[order_A // k], expert_A[order_A]
         sorted_AD = owner.run(*rows, run) if isinstance(owner, Owned) else run(*rows)
         y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(T, k, D)
-        # Devices add up their parts of what is weighed, one row a token, not k.
+        # Sum over devices after weighting: one row per token instead of k.
         return summed((y_TkD * weight_Tk[..., None]).sum(axis=1))
 
 
@@ -156,8 +162,9 @@ class Mixture(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, position_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weighted sum of what a token's experts make of it, and the router's scores, float32
-        `[B, T, E]`. Padding (position -1) runs none.
+        """Return the weighted sum of expert outputs, and the router's scores, float32 `[B, T, E]`.
+
+        Padding (position -1) uses no expert.
         """
         c, p = self.config, self.precision
         B, T, D = x.shape
@@ -168,12 +175,12 @@ class Mixture(nn.Module):
         if c.capacity_factor is not None:
             expert_Tk = within_capacity(expert_Tk, c.num_experts, c.capacity_factor)
         y_TD = Experts(c, p, name="experts")(x_TD, expert_Tk, weight_Tk)
-        # Of what is summed over devices, each may have its own tokens alone.
+        # After a reduce-scatter, a device has only its own tokens.
         return y_TD.astype(x.dtype).reshape(B, -1, D), score_TE.reshape(B, T, -1)
 
 
 class Block(decoder.Block):
-    """One layer, whose MLP may be a mixture."""
+    """One layer, with an MLP or a mixture of experts."""
 
     config: MixtureConfig
 
@@ -187,7 +194,7 @@ class Block(decoder.Block):
 
 
 def family(config: type[MixtureConfig], module: type[Decoder]) -> Family:
-    """The row of a family of this kind, whose layers without experts have linears of an MLP."""
+    """Return the row of an MoE family; its dense layers have the linears of an MLP."""
     row = decoder.family(config, module)
     stacks = (m._replace(linear=m.linear.replace("mlp.", "mlp.experts.")) for m in row.channels)
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""What is to be known of a family of models, beside the models themselves."""
+"""Metadata of a model family: module paths, shardable dimensions, config fields."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,11 +9,15 @@ from jaxllm.config import ModelConfig
 
 
 class Site(NamedTuple):
-    """Linears of a layer that multiply one input.
+    """Linears of a layer that share one input.
 
-    input: its name in `layers.Layer`. output: likewise, what the layer's part that they are in adds
-    to the stream. source: the module that makes the input, up to a product by element: a scale of
-    the input's channels can be taken out of it. A norm, or a linear whose last rows these are.
+    Attributes:
+        input: The input's name in `layers.Layer`.
+        linears: Their paths in the layer.
+        output: The name in `layers.Layer` of what their sublayer adds to the residual stream.
+        source: The module that produces the input, up to an elementwise product; a scale of the
+            input's channels can be divided out of its weights. A norm, or a linear whose last rows
+            produce it.
     """
 
     input: str
@@ -23,11 +27,13 @@ class Site(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A linear of a layer of which each head, or each channel, has a share of its own.
+    """A linear of a layer that can be sharded by head or by channel.
 
-    axis: 0 where that is rows, what it puts out, with the bias; 1 where it is columns. runs: how
-    many runs of all shares stand one after the other in it. grouped: whether it has shares of
-    key/value heads alone, none of query heads.
+    Attributes:
+        linear: Its path in the layer.
+        axis: 0 if output rows are sharded (with the bias), 1 if input columns are.
+        runs: Number of fused matrices, each of which is sharded by itself.
+        grouped: Whether it is sharded by key/value heads only, without query heads.
     """
 
     linear: str
@@ -38,19 +44,29 @@ class Member(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What is to be known of the models of one `model_type`.
+    """Metadata of the models of one `model_type`.
 
-    config, module: their classes. aliases: model_types of Hugging Face's that are this one under
-    another name. tokens, positions: the paths of the tables of tokens and of learned positions
-    (None: there is none). The rest is what stages are called: embeddings, norm, and within the
-    layers, whose path is `layers`, the norms before attention and before the MLP (None: there is
-    none), attention, the MLP's last linear, and what a layer of experts has in its place, their
-    router. block: the class of a layer. sites: its linears, in the order in which it runs them, of
-    which a layer may lack some; no experts. heads, channels: what goes together with a key/value
-    head and its query heads, or with a number of the MLP's hidden ones. experts: likewise with a
-    number of an expert's hidden ones, in families whose channels are not cut, and what their layers
-    without experts have. norms: over all heads at once. widths: the fields that say how many hidden
-    numbers there are.
+    Module paths are relative to the model, and within layers relative to the layer. None: the
+    family has no such module.
+
+    Attributes:
+        config, module: The classes of configuration and model.
+        tokens, positions: Paths of the token and learned-position tables.
+        embeddings, norm: Activation names of the embeddings and of the final norm's output.
+        layers: Path of the layers, without their number.
+        attention_norm, mlp_norm: The norms before attention and before the MLP.
+        attention: Activation name of attention's output.
+        mlp_down: The MLP's last linear.
+        block: The class of a layer.
+        sites: A layer's linears in execution order, without experts; a layer may lack some.
+        heads: Linears sharded by key/value head with its query heads.
+        channels: Linears sharded by hidden channel of the MLP.
+        experts: Likewise by hidden channel of each expert, in families whose channels are not
+            sharded, with the linears of their dense layers.
+        norms: Norms over all heads at once.
+        widths: The config fields with the number of hidden channels.
+        router: The router, in place of `mlp_down` in layers with experts.
+        aliases: Hugging Face model_types that are this one under another name.
     """
 
     config: type[ModelConfig]
@@ -76,5 +92,5 @@ class Family:
 
     @property
     def tables(self) -> tuple[str, ...]:
-        """The paths of all tables of which a token takes one row."""
+        """The paths of all embedding tables."""
         return (self.tokens,) if self.positions is None else (self.tokens, self.positions)

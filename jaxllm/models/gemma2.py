@@ -1,6 +1,6 @@
-"""Gemma 2 (Riviere et al. 2024): every other layer sees a window, scores and logits are bent.
+"""Gemma 2 (Riviere et al. 2024): alternating sliding-window layers, soft-capped scores and logits.
 
-Norms stand before and after attention and the MLP; their weights are kept less 1.
+There are norms before and after attention and the MLP; their stored weights are offset by -1.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jaxllm.models.layer_types import MixedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmaConfig(MixedConfig):
-    """What Gemma 2 and 3 share. query_pre_attn_scalar: queries are divided by its root."""
+    """Shared by Gemma 2 and 3. query_pre_attn_scalar: scores are divided by its square root."""
 
     query_pre_attn_scalar: Positive
     attention_bias: bool = False
@@ -44,7 +44,7 @@ class GemmaConfig(MixedConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig):
-    """Gemma 2. attn_logit_softcapping: what scores are bent to stay within."""
+    """Gemma 2. attn_logit_softcapping: soft cap on attention scores."""
 
     model_type: ClassVar[str] = "gemma2"
 

@@ -1,6 +1,6 @@
-"""Gemma 3, its text model (Kamath et al. 2025): Gemma 2 with normalised queries and keys.
+"""The text model of Gemma 3 (Kamath et al. 2025): Gemma 2 with normalized queries and keys.
 
-Layers that see a window have rotary settings of their own; nothing is bent.
+Sliding-window layers have separate rotary settings; attention scores are not soft-capped.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxllm.models.gemma2 import GemmaConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaConfig):
-    """Gemma 3. local_rope: of the layers that see a window."""
+    """Gemma 3. local_rope: rotary settings of sliding-window layers."""
 
     model_type: ClassVar[str] = "gemma3_text"
 

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), with Hugging Face's names for the parameters.
+"""GPT-2 (Radford et al. 2019), with Hugging Face's parameter names.
 
 Weights are `[out, in]` as everywhere here; the checkpoint's Conv1D matrices are transposed on
 loading.
@@ -33,7 +33,7 @@ from jaxllm.weights.precision import Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(ModelConfig):
-    """GPT-2: layer norm, learned absolute positions, plain MLP, biases everywhere."""
+    """GPT-2: layer norm, learned absolute positions, ungated MLP, biases everywhere."""
 
     model_type: ClassVar[str] = "gpt2"
 
@@ -42,7 +42,7 @@ class GPT2Config(ModelConfig):
 
     @property
     def position_limit(self) -> int:
-        """Positions are rows of a table."""
+        """The number of rows of the position table."""
         return self.max_position_embeddings
 
     def computes(self, layer: int) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ class GPT2Config(ModelConfig):
 
 
 class GPT2(nn.Module):
-    """The model: tables of tokens and of positions, blocks, a norm, and logits.
+    """The model: token and position embeddings, blocks, final norm, and logits.
 
     remat, course: see `layers.run_blocks`.
     """
@@ -88,9 +88,11 @@ class GPT2(nn.Module):
         document_BT: jax.Array | None = None,
         across: Across = ALONE,
     ) -> Trace:
-        """As `Llama.__call__`; `length_B` is not read. Positions past the table give NaN.
+        """Run tokens as `Decoder.__call__` does, but ignore `length_B`.
 
-        embeddings_BTD: of the tokens alone; the table of positions is added to them.
+        Positions past the table give NaN.
+
+        embeddings_BTD: of the tokens alone; position embeddings are added.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name="wte")(token_BT)
@@ -110,7 +112,7 @@ class GPT2(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and an MLP, each after a norm and added to what came in."""
+    """One layer: attention and an MLP, each after a norm, with residual connections."""
 
     config: GPT2Config
     precision: Precision
@@ -150,7 +152,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears: the input of the second, and its output."""
+    """Two linears: returns the input of the second, and its output."""
 
     config: GPT2Config
     precision: Precision
@@ -167,7 +169,7 @@ FAMILY = Family(
     module=GPT2,
     tokens="wte",
     positions="wpe",
-    embeddings="embeddings",  # the sum of both tables' rows
+    embeddings="embeddings",  # token plus position embeddings
     layers="h",
     attention_norm="ln_1",
     attention="attn",

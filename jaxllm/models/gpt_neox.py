@@ -1,6 +1,7 @@
-"""GPT-NeoX and Pythia (Black et al. 2022): attention beside the MLP, heads turned in part.
+"""GPT-NeoX and Pythia (Black et al. 2022): parallel attention and MLP, partial rotary embedding.
 
-Checkpoints keep queries, keys and values as one matrix, head by head; here they are apart.
+Checkpoints store queries, keys and values as one matrix, interleaved by head; here they are
+separate.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jaxllm.weights.precision import Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(DecoderConfig):
-    """GPT-NeoX. use_parallel_residual: the MLP reads what attention reads, not what it made."""
+    """GPT-NeoX. use_parallel_residual: attention and MLP have the same input."""
 
     model_type: ClassVar[str] = "gpt_neox"
 
@@ -32,7 +33,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 
 class MLP(nn.Module):
-    """Two linears: the input of the second, and its output."""
+    """Two linears: returns the input of the second, and its output."""
 
     config: GPTNeoXConfig
     precision: Precision
@@ -46,7 +47,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and an MLP, each after a norm, added to what came in."""
+    """One layer: attention and an MLP, each after a norm, with residual connections."""
 
     config: GPTNeoXConfig
     precision: Precision

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024): Llama with multipliers at four places."""
+"""Granite 3 (IBM 2024): Llama with scalar multipliers."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,8 +9,8 @@ from jaxllm.models.decoder import Decoder, DecoderConfig, family
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
-    """Granite. Embeddings and what is added to the stream are times their multipliers, scores too;
-    logits are divided by theirs.
+    """Granite. Embeddings, residual branches and scores have multipliers; logits are divided by
+    `logits_scaling`.
     """
 
     model_type: ClassVar[str] = "granite"

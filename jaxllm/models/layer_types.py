@@ -1,4 +1,4 @@
-"""Decoders whose layers differ: some see the whole text, others a window (`layer_types`)."""
+"""Decoders that mix layers with full and with sliding-window attention (`layer_types`)."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedConfig(DecoderConfig):
-    """A decoder of which some layers see a window. layer_types: which, one for each layer."""
+    """A decoder some of whose layers have a sliding window. layer_types: one per layer."""
 
     by_layer: ClassVar[tuple[str, ...]] = ("layer_types",)
 
@@ -22,11 +22,11 @@ class MixedConfig(DecoderConfig):
         complaints = super()._complaints()
         sliding = "sliding_attention" in self.layer_types
         if not complaints and sliding and self.sliding_window is None:
-            complaints.append("layers of sliding_attention need sliding_window")
+            complaints.append("layers of type sliding_attention need sliding_window")
         return complaints
 
     def slides(self, layer: int) -> bool:
-        """Whether a layer sees a window."""
+        """Whether a layer has a sliding window."""
         return self.layer_types[layer] == "sliding_attention"
 
     def window(self, layer: int) -> int | None:

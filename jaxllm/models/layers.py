@@ -1,4 +1,4 @@
-"""What layers compute, and what they are told: `attend` is the socket of attention's kinds."""
+"""What layers compute, and what they receive; `attend` dispatches on the kind of attention."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -18,12 +18,12 @@ from jaxllm.models.long.infini import Beside
 from jaxllm.ops.extended import attend_extended
 from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
 
-Angles = tuple[jax.Array, jax.Array]  # cosines and sines of each token, [B, T, F]
-Mass = bool | Literal["heads"]  # none, summed over queries and heads, or each one's weights
+Angles = tuple[jax.Array, jax.Array]  # cosines and sines per token, [B, T, F]
+Mass = bool | Literal["heads"]  # none, summed over queries and heads, or all weights
 
 
 class Attend(Protocol):
-    """Attention of a text of which other devices have some: see `Across`."""
+    """Attention over a text that is sharded over devices: see `Across`."""
 
     def __call__(
         self,
@@ -36,18 +36,20 @@ class Attend(Protocol):
         window: int | None,
         cap: float | None,
     ) -> tuple[jax.Array, ops.Part]:
-        """The heads `[B, T, N, H]`, and of the new tokens' keys and values what is kept here.
+        """Return the heads `[B, T, N, H]`, and the new keys and values that this device stores.
 
-        parts: what this device has, the new tokens last. The rest: see `attend`.
+        parts: what this device has, the new tokens last. Other arguments: see `attend`.
         """
 
 
 class Across(NamedTuple):
-    """What is done together with other devices, which have some of the tokens too.
+    """Hooks for layers whose tokens are sharded over devices.
 
-    attend: attention; None: this device has all that its heads need. whole: gives the tokens of
-    all, of the stream between linears, of which a device has some; None: it has them all. at_once:
-    whether attention waits for every device of the mesh, not for some who run the same layers.
+    Attributes:
+        attend: Attention; None: this device has all tokens that its heads need.
+        whole: Gathers the tokens of the residual stream between linears; None: not sharded.
+        at_once: Whether attention synchronizes all devices of the mesh, not only those that run the
+            same layers.
     """
 
     attend: Attend | None = None
@@ -59,15 +61,19 @@ ALONE = Across()
 
 
 class Scope(NamedTuple):
-    """What new tokens may attend to: the same for every layer.
+    """What new tokens may attend to, the same for every layer.
 
-    position_BT: int32, of the new tokens, -1 for padding. segments: of the cache, oldest first.
-    mask_BTS: what each query sees of all slots and then the new tokens, as `attend_masked` takes
-    it, in place of what positions and windows say. document_BT: int32, which document each new
-    token is of: it sees new tokens of its own alone, and all of the cache. mass: what to say of the
-    weights; nothing under a mask or with documents. angles: what queries and keys are turned by,
-    for each of `ModelConfig.ropes`. memory: what each layer keeps of the text before; empty for
-    none. across: what is done together with other devices.
+    Attributes:
+        position_BT: int32, of the new tokens, -1 for padding.
+        segments: Of the cache, oldest first.
+        mask_BTS: What each query attends to of all slots and then the new tokens, as in
+            `attend_masked`; replaces positions and windows.
+        mass: Which attention mass to return; none under a mask or with documents.
+        angles: Cosines and sines for each of `ModelConfig.ropes`.
+        document_BT: int32, the document of each new token, which attends to new tokens of the same
+            document only, and to all of the cache.
+        memory: Each layer's memory of earlier text; empty for none.
+        across: Hooks if tokens are sharded over devices.
     """
 
     position_BT: jax.Array
@@ -80,18 +86,21 @@ class Scope(NamedTuple):
     across: Across = ALONE
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """What linears read of the stream, `[B, T, D]`."""
+        """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
         return x if self.across.whole is None else self.across.whole(x)
 
 
 class Attended(NamedTuple):
     """What attention computes, in order.
 
-    q: `[B, T, N, H]`, after rotation. k, v: `[B, T, K, H]`, as the cache keeps them. heads: the
-    weighted sums of values, `[B, T, N, H]`. x: the same after the output projection, `[B, T, D]`.
-    mass: what every slot and new token received, float32 `[B, S + T]`, or what each head of each
-    query gave them, `[B, N, T, S + T]`; None unless asked for. memory: after these tokens, in kinds
-    that keep one.
+    Attributes:
+        q: `[B, T, N, H]`, after rotation.
+        k, v: `[B, T, K, H]`, in the cache's dtype.
+        heads: The weighted sums of values, `[B, T, N, H]`.
+        x: Their output projection, `[B, T, D]`.
+        mass: Attention received by every slot and new token, float32 `[B, S + T]`, or the weights
+            of each head and query, `[B, N, T, S + T]`; None unless requested.
+        memory: The memory after these tokens, if the kind of attention has one.
     """
 
     q: jax.Array
@@ -104,13 +113,17 @@ class Attended(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What a block computes, in order, each `[B, T, D]`; x: its output, with both parts added.
+    """What a block computes, in order, each `[B, T, D]`.
 
-    mlp_hidden: the input of the MLP's last linear, `[B, T, F]`: with `attention_norm`, `mlp_norm`
-    and `attention.heads` the inputs of all linears are here, as calibration needs them. A mixture
-    of experts has none: each of its experts sees tokens of its own.
-    memory: what the layer keeps of the text so far, `[B, ...]` (`ModelConfig.memory`). router: in
-    a mixture of experts, each token's score for each, float32 `[B, T, E]`.
+    Together, `attention_norm`, `attention.heads`, `mlp_norm` and `mlp_hidden` are the inputs of all
+    linears, as calibration needs them.
+
+    Attributes:
+        mlp_hidden: The input of the MLP's last linear, `[B, T, F]`; None in a mixture of experts,
+            whose experts have different tokens.
+        x: The block's output, including the residual.
+        memory: The layer's memory so far, `[B, ...]` (`ModelConfig.memory`).
+        router: In a mixture of experts, each token's scores, float32 `[B, T, E]`.
     """
 
     attention_norm: jax.Array
@@ -124,10 +137,11 @@ class Layer(NamedTuple):
 
 
 class Trace(struct.PyTreeNode):
-    """All that a model computes for some tokens; a jitted caller pays only for what it keeps.
+    """All activations of a forward pass; under `jit`, XLA removes those that are not used.
 
-    embeddings, norm (the final one): `[B, T, D]`. logits: float32 `[B, T, V]`, or `[B, 1, V]` where
-    one column was picked.
+    Attributes:
+        embeddings, norm: `[B, T, D]`; `norm` is the final norm's output.
+        logits: float32 `[B, T, V]`, or `[B, 1, V]` if one column was selected.
     """
 
     embeddings: jax.Array
@@ -137,35 +151,36 @@ class Trace(struct.PyTreeNode):
 
     @property
     def hidden_states(self) -> tuple[jax.Array, ...]:
-        """Embeddings, each block's output, the last after the final norm, as transformers has."""
+        """Embeddings, block outputs, and last the final norm, as in transformers."""
         return (self.embeddings, *(layer.x for layer in self.layers[:-1]), self.norm)
 
     @property
     def k(self) -> tuple[ops.Entries, ...]:
-        """The keys, one `[B, T, K, H]` a layer, as the cache keeps them."""
+        """Keys, one `[B, T, K, H]` per layer, in the cache's dtype."""
         return tuple(layer.attention.k for layer in self.layers)
 
     @property
     def v(self) -> tuple[ops.Entries, ...]:
-        """The values, likewise."""
+        """Values, one `[B, T, K, H]` per layer, in the cache's dtype."""
         return tuple(layer.attention.v for layer in self.layers)
 
     @property
     def reads(self) -> tuple[jax.Array, ...]:
-        """What is made of the last slots that are read, `[B, T, D]`; empty where all are read
-        before any new key is there.
+        """Outputs of the last cache reads, `[B, T, D]`, which writes wait for.
+
+        Empty if all slots are read before any new key is computed.
         """
         return (self.layers[-1].attention.x,)
 
     @property
     def memory(self) -> tuple[Any, ...]:
-        """What the layers keep beside keys and values; empty where none of them does."""
+        """The layers' memories; empty if none has one."""
         kept = tuple(layer.memory for layer in self.layers)
         return kept if any(x is not None for x in kept) else ()
 
     @property
     def attention_mass(self) -> tuple[jax.Array, ...] | None:
-        """What every slot and new token received in each layer; None unless asked for."""
+        """Attention received by every slot and new token, per layer; None unless requested."""
         mass = [layer.attention.mass for layer in self.layers]
         return tuple(m for m in mass if m is not None) or None
 
@@ -186,21 +201,26 @@ def attend(
     beside: Beside | None = None,
     extended: Rope | None = None,
 ) -> Attended:
-    """Softmax attention of one layer over what the cache holds of it, and the new tokens.
+    """Compute attention of one layer over its cached keys and values, and the new tokens.
 
-    q: `[B, T, N, H]`, k and v: `[B, T, K, H]`, all rotated where they are. project_out: of the
-    heads, `[B, T, N * H]` to `[B, T, D]`. cache_dtype: the cache's format where there is no cache.
-    window: how many of the last positions a query sees, itself included; None for all. cap: see
-    `ops.attend`. kind: of attention that is not dense, a row of `long.KINDS`. beside: what more a
-    kind that keeps a memory is given. extended: the layer's rotary settings where they are
-    Self-Extend's; not both.
+    Args:
+        q: `[B, T, N, H]`, rotated if the layer uses RoPE.
+        k, v: `[B, T, K, H]`, likewise.
+        project_out: Output projection, `[B, T, N * H]` to `[B, T, D]`.
+        cache_dtype: Dtype of keys and values if there is no cache.
+        window: How many of the last positions a query attends to, its own included; None: all.
+        cap: See `ops.attend`.
+        kind: Long-context attention, a row of `long.KINDS`; None: dense.
+        beside: Further inputs for a kind that has a memory.
+        extended: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
 
-    Raises ConfigError for Self-Extend under a mask, with documents, or with each head's weights;
-    for a text on many devices with a mask or mass.
+    Raises:
+        ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
+            devices with a mask or attention mass.
     """
     parts = [ops.Part(s.k[layer], s.v[layer], s.position_BS) for s in scope.segments]
-    # New keys and values are rounded as the cache will round them, so that a token attends to the
-    # same numbers whether they come from the cache or from the same chunk.
+    # Round new keys and values as the cache will, so that a token attends to the same numbers
+    # whether they come from the cache or from the same chunk.
     kept = parts[0].k_BSKH.dtype if parts else jnp.dtype(cache_dtype)
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
@@ -209,8 +229,8 @@ def attend(
         at, documents = scope.position_BT, scope.document_BT
         if mask_BTS is not None or scope.mass is not False:
             raise ConfigError(
-                "a text that is split over devices (sequence=) runs by positions alone, and says no"
-                " attention mass: use a mesh without sequence for masks and mass"
+                "a text that is sharded over devices (sequence=) supports neither masks nor"
+                " attention mass. Use a mesh without sequence"
             )
         out, new = scope.across.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
@@ -222,8 +242,8 @@ def attend(
         return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass, memory)
     if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
         raise ConfigError(
-            "Self-Extend (group_size, neighbor_window) runs by positions alone: no mask, no packed"
-            " documents, no exported graph. Use the model without it there"
+            "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
+            " exported graphs. Use the model without it"
         )
     if scope.document_BT is not None:
         mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
@@ -231,7 +251,7 @@ def attend(
         out, mass = attend_masked(q, parts, mask_BTS, scale=scale, cap=cap), None
     elif extended is not None:
         if scope.mass == "heads":
-            raise ConfigError("attention_weights are not there with Self-Extend; attention_mass is")
+            raise ConfigError("Self-Extend does not support attention_weights. Use attention_mass")
         at, summed = scope.position_BT, scope.mass is True
         out, mass = attend_extended(
             q, at, parts, rope=extended, scale=scale, window=window, cap=cap, mass=summed
@@ -246,9 +266,7 @@ def attend(
 
 
 class Course(Protocol):
-    """How layers are run one after another, where that is not all of them here and now: a frozen
-    dataclass, since it is a field of models.
-    """
+    """Runs the layers in another way, e.g. pipelined; a frozen dataclass, since models store it."""
 
     def __call__(
         self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
@@ -262,10 +280,9 @@ def run_blocks(
     remat: bool,
     course: Course | None = None,
 ) -> tuple[tuple[Layer, ...], jax.Array]:
-    """What each layer computes of a text, and what the last one puts out.
+    """Run the layers; return what each computes, and the output of the last.
 
-    remat: what a layer computes is computed again where its gradient needs it, and not kept until
-    then.
+    remat: recompute activations in the backward pass instead of storing them.
     """
     if course is not None:
         return course(blocks, x, scope, remat)
@@ -285,7 +302,7 @@ def _run_again(block: nn.Module, x: jax.Array, scope: Scope) -> Layer:
 def angles_of(
     config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[Angles, ...]:
-    """What tokens at these positions, of texts of these lengths, are turned by: see `Scope`."""
+    """Return cosines and sines for tokens at these positions, of texts of these lengths."""
     place_BT, segment = position_BT, config.segment_length
     if segment is not None:
         place_BT = jnp.where(position_BT >= 0, position_BT % segment, position_BT)

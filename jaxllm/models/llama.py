@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023) and Mistral, with Hugging Face's names for the parameters."""
+"""Llama (Touvron et al. 2023) and Mistral, with Hugging Face's parameter names."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from jaxllm.models.decoder import Block, Decoder, DecoderConfig, family
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Llama and its family: RMS norm, rotary positions, gated MLP, grouped-query attention.
+    """Llama-like models: RMS norm, rotary positions, gated MLP, grouped-query attention.
 
-    attention: of another kind than the dense one (`LongAttention`), which no published file has.
+    attention: long-context attention (`LongAttention`), which no published checkpoint has.
     """
 
     model_type: ClassVar[str] = "llama"
@@ -29,8 +29,8 @@ class LlamaConfig(DecoderConfig):
             return complaints
         if self.sliding_window is not None:
             complaints.append(
-                f"attention of kind {self.attention.kind!r} has segments and no sliding_window:"
-                " name one of them"
+                f"attention of kind {self.attention.kind!r} excludes sliding_window: remove one"
+                " of them"
             )
         segment = self.attention.segment_length
         if segment is not None and segment > self.max_position_embeddings:
@@ -40,20 +40,20 @@ class LlamaConfig(DecoderConfig):
             )
         if segment is not None and self.rope.follows_length:
             complaints.append(
-                f"rotary settings of type {self.rope.rope_type!r} follow the text's length, which"
-                " segments of a fixed length do not"
+                f"rotary settings of type {self.rope.rope_type!r} follow the text's length, but"
+                " segments have a fixed length"
             )
         if self.rope.extended:
             complaints.append(
-                f"attention of kind {self.attention.kind!r} reads long texts in its own way, and"
-                " Self-Extend (group_size, neighbor_window) in another: name one of them"
+                f"attention of kind {self.attention.kind!r} excludes Self-Extend (group_size,"
+                " neighbor_window): remove one of them"
             )
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         return complaints + self.attention.complaints(layers, heads)
 
     @property
     def context_length(self) -> int:
-        """With a memory there is no end of it: what is read at once is a segment."""
+        """Unlimited with a memory: only one segment is attended to at a time."""
         return super().context_length if self.segment_length is None else self.position_limit
 
     def window(self, layer: int) -> int | None:
@@ -69,7 +69,7 @@ class LlamaConfig(DecoderConfig):
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
-        if self.attention is None:  # models without it stand as they stood
+        if self.attention is None:  # keep the files of models without it unchanged
             return {name: value for name, value in fields.items() if name != "attention"}
         return {**fields, "attention": self.attention.to_dict()}
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al. 2024): Mistral with experts in the place of its MLPs."""
+"""Mixtral (Jiang et al. 2024): Mistral with experts in place of MLPs."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,7 +10,7 @@ from jaxllm.models.experts import Block, MixtureConfig, family
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MixtureConfig):
-    """Mixtral. intermediate_size is that of each expert."""
+    """Mixtral. intermediate_size: hidden channels of each expert."""
 
     model_type: ClassVar[str] = "mixtral"
 

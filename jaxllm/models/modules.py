@@ -1,7 +1,7 @@
-"""The modules that architectures share. Flax names parameters here and does nothing else.
+"""Flax modules that architectures share; they only name parameters.
 
-A module takes leaves as they are (array, quantized tensor, adapter): what a leaf is, `weights`
-knows. It finds its number format by its own path in `Precision`.
+A parameter may be an array, a quantized tensor or an adapter: `weights` handles the difference. A
+module looks up its dtypes in `Precision` by its own path.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from jaxllm.weights.precision import Precision
 
 
 def leaf(module: nn.Module, name: str, *shape: int) -> Any:
-    """The parameter `name` of `module`; its shape is declared for `param_shapes`."""
+    """Return the parameter `name` of `module`; declares its shape for `param_shapes`."""
     if module.is_initializing():
         return module.param(name, nn.initializers.zeros, shape, jnp.float32)
     value: Any = module.get_variable("params", name)
@@ -30,7 +30,7 @@ def leaf(module: nn.Module, name: str, *shape: int) -> Any:
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias` in the module's own number format, returned in x's (or `out`)."""
+    """`x @ weight.T + bias` in the module's dtypes, returned in x's dtype, or in `out`."""
 
     features: int
     bias: bool
@@ -42,13 +42,13 @@ class Linear(nn.Module):
 
     @nn.compact
     def term(self, features: int) -> tuple[Any, jax.Array | None]:
-        """The weight `[O, I]` and the bias, for so many features of x."""
+        """Return the weight `[O, I]` and the bias, for this number of input features."""
         weight = leaf(self, "weight", self.features, features)
         return weight, leaf(self, "bias", self.features) if self.bias else None
 
 
 def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
-    """Each of several `Linear`s of x, in one call of the kernels where their formats agree."""
+    """Apply several `Linear`s to x, in one kernel call if their dtypes agree."""
     precision, names = modules[0].precision, [".".join(module.path) for module in modules]
     dtypes = [precision.activations_at(name) for name in names]
     if len(set(dtypes)) > 1:
@@ -63,20 +63,20 @@ def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
 
 
 class Embedding(nn.Module):
-    """A table of vectors, which a tied model also uses as its output matrix."""
+    """An embedding table, which a tied model also uses as its output matrix."""
 
     rows: int
     features: int
 
     @nn.compact
     def __call__(self, index_BT: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the rows `[B, T, D]` and the table itself."""
+        """Return the rows `[B, T, D]` and the table itself."""
         weight = leaf(self, "weight", self.rows, self.features)
         return embed(weight, index_BT), weight
 
 
 class RMSNorm(nn.Module):
-    """plus: what is added to the weights."""
+    """RMS norm. plus: offset added to the weights."""
 
     eps: float
     plus: float = 0.0
@@ -98,14 +98,14 @@ class LayerNorm(nn.Module):
 
 
 def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
-    """One column of each row, `[B, 1, D]`; all of them where `column_B` is None."""
+    """Select one column of each row, `[B, 1, D]`; all if `column_B` is None."""
     if column_B is None:
         return x_BTD
     return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
 
 
 def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
-    """Float32 logits, from the embedding's own table where the two are tied, else by `lm_head`."""
+    """Return float32 logits, from the embedding table if tied, else from `lm_head`."""
     if config.tie_word_embeddings:
         return linear(x, table)
     return Linear(config.vocab_size, False, precision, out="float32", name="lm_head")(x)

@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo Team 2025): norms after attention and the MLP alone, and over queries and keys."""
+"""OLMo 2 (OLMo Team 2025): Llama with post-norms only, and normalized queries and keys."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,10 +1,10 @@
-"""Phi-3, 3.5 and 4 (Abdin et al. 2024): Llama; LongRoPE, and heads that may be turned in part.
+"""Phi-3, 3.5 and 4 (Abdin et al. 2024): Llama with LongRoPE and optional partial rotary embedding.
 
-Checkpoints keep queries, keys and values as one matrix, and gate and up; here they are apart.
-LongRoPE turns texts of up to `original_max_position_embeddings` tokens by one list and longer ones
-by another. transformers runs the whole text again when it crosses; here no generation begins that
-would (`ModelConfig.border`): a prompt beyond the border, or a text that ends at it. With the long
-list in the place of the short one there is no border, and short texts differ a little.
+Checkpoints store queries, keys and values as one matrix, and gate and up as another; here they are
+separate. LongRoPE uses one list of divisors for texts of up to `original_max_position_embeddings`
+tokens and another for longer ones. When a text crosses this length (`ModelConfig.border`),
+transformers runs all of it again; here a generation that would cross it is refused. Replacing the
+short list by the long one removes the limit, and changes outputs of short texts slightly.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): Llama whose queries and keys are normalised, each head of them."""
+"""Qwen3 (Yang et al. 2025): Llama with normalized queries and keys (per head)."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Yang et al. 2025): Qwen3 of which all layers, or some, have experts."""
+"""Qwen3-MoE (Yang et al. 2025): Qwen3 with experts in all layers, or in some."""
 
 import dataclasses
 from typing import Any, ClassVar, Literal
@@ -11,8 +11,11 @@ from jaxllm.models.experts import MixtureConfig, family
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(MixtureConfig):
-    """Qwen3-MoE. mlp_layer_types: which layers have experts, of moe_intermediate_size hidden
-    numbers each; the others have an MLP of intermediate_size.
+    """Qwen3-MoE.
+
+    Attributes:
+        mlp_layer_types: Which layers have experts ("sparse"), of moe_intermediate_size hidden
+            channels each; the others have an MLP of intermediate_size.
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
@@ -39,7 +42,7 @@ class Qwen3MoeConfig(MixtureConfig):
         return self.mlp_layer_types.index(self.mlp_layer_types[layer])
 
     def computes(self, layer: int) -> tuple[Any, ...]:
-        """Whether it has experts, in place of the first layer that is like it in this."""
+        """Return whether the layer has experts in place of `form`; otherwise as the base class."""
         return (self.routed(layer), *super().computes(layer)[1:])
 
     def window(self, layer: int) -> int | None:

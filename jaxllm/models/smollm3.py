@@ -1,4 +1,4 @@
-"""SmolLM3 (Bakouch et al. 2025): Llama of which some layers turn nothing (NoPE)."""
+"""SmolLM3 (Bakouch et al. 2025): Llama with RoPE disabled in some layers (NoPE)."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,7 +10,7 @@ from jaxllm.models.layer_types import MixedConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(MixedConfig):
-    """SmolLM3. turns: whether each layer turns its queries and keys."""
+    """SmolLM3. turns: whether each layer uses RoPE."""
 
     model_type: ClassVar[str] = "smollm3"
     by_layer: ClassVar[tuple[str, ...]] = (*MixedConfig.by_layer, "turns")

@@ -1,10 +1,10 @@
-"""Pure mathematics on arrays: knows neither caches nor parameters.
+"""Pure functions on arrays, independent of caches and parameters.
 
-attention: over segments, blockwise; extended: far tokens in groups; masked: under an explicit mask;
-dilated/: LongNet's, by gathering. entries: keys and values as they are kept, int8 or not. rope,
-norms, activations: what their names say. pooling: one vector for many. compressive: the memory of
-Infini-attention; buckets: tokens by the segments that they touch. varying: what differs among
-devices. likelihood: log-probabilities of tokens. native/: kernels in C++; pallas: one for GPUs.
+attention: blockwise, over segments; extended: Self-Extend; masked: under an explicit mask;
+dilated/: LongNet's. entries: keys and values as a cache stores them, int8 or not. rope, norms,
+activations. pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens
+grouped by segment. varying: varying axes of `shard_map`. likelihood: token log-probabilities.
+native/: C++ kernels; pallas: a GPU kernel.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

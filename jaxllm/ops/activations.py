@@ -1,4 +1,4 @@
-"""The nonlinearities that checkpoints name, one table from name to function."""
+"""Activation functions by their name in checkpoints."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,8 +1,8 @@
-"""Attention as a fold: an online softmax that absorbs keys and values part by part, block by block.
+"""Attention as a fold: an online softmax over keys and values, part by part and block by block.
 
-Nothing is concatenated and no score matrix is kept, so reading a cache costs memory that does not
-grow with its capacity, and blocks that nobody can see are skipped (Milakov & Gimelshein 2018;
-Rabe & Staats 2021). What a query sees is decided by positions alone, never by slot numbers.
+Nothing is concatenated and no score matrix is stored, so reading a cache takes memory independent
+of its capacity, and blocks that no query attends to are skipped (Milakov & Gimelshein 2018; Rabe &
+Staats 2021). Positions alone decide what a query attends to, never slot numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from jaxllm.ops import native
 from jaxllm.ops.entries import Entries, Int8Entries, dense
 from jaxllm.ops.varying import varying_as
 
-BLOCK = 256  # slots absorbed at a time: small enough to skip what is empty, large enough to be fast
+BLOCK = 256  # slots per block: small enough to skip empty ones, large enough to be fast
 
 
 class Part(NamedTuple):
     """Some keys and values: one cache segment, or the new tokens themselves.
 
-    k, v: `[B or 1, S, K, H]`; a part of one row is shared by all rows and never repeated.
-    position_BS: int32 `[B or 1, S]`, negative where nothing is to be seen; such slots may hold
-    anything.
+    Attributes:
+        k_BSKH, v_BSKH: `[B or 1, S, K, H]`; one row is shared by all rows and never repeated.
+        position_BS: int32 `[B or 1, S]`, negative in empty slots, whose entries are ignored.
     """
 
     k_BSKH: Entries
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Who asks: vectors grouped by the key head that they share, positions, and what they see."""
+    """Queries grouped by the key head that they share, with positions and visibility rules."""
 
     q_BTKGH: jax.Array
     position_BT: jax.Array
@@ -45,7 +45,7 @@ class Queries(NamedTuple):
     def of(
         cls, q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], **rules: Any
     ) -> "Queries":
-        """Those of all heads, to be asked of these parts. rules: scale, window and cap."""
+        """Group the queries of all heads by the key heads of `parts`. rules: scale, window, cap."""
         B, T, N, H = q_BTNH.shape
         K = parts[0].k_BSKH.shape[2]
         return cls(q_BTNH.reshape(B, T, K, N // K, H), position_BT, **rules)
@@ -60,7 +60,7 @@ class Softmax(NamedTuple):
 
     @property
     def log_BKGT(self) -> jax.Array:
-        """The logarithm of the denominator, -inf for a query that saw nothing."""
+        """Logarithm of the denominator (logsumexp); -inf for a query that has seen nothing."""
         seen = self.total_BKGT > 0
         log = finite(self.top_BKGT) + jnp.log(jnp.where(seen, self.total_BKGT, 1.0))
         return jnp.where(seen, log, -jnp.inf)
@@ -76,18 +76,23 @@ def attend(
     cap: float | None = None,
     mass: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Softmax attention of new tokens over all parts: `[B, T, N, H]` in q's dtype, and the mass.
+    """Compute softmax attention of new tokens over all parts.
 
-    A query at position p sees the slots with `0 <= position <= p`, and with a window only those
-    with `p - position < window`. Scores, softmax and sums are float32. A query that sees nothing
-    gives zeros, never NaN. N is a multiple of the parts' K heads (grouped-query attention,
-    Ainslie et al. 2023).
+    A query at position p attends to slots with `0 <= position <= p`, and with a window only to
+    those with `p - position < window`. Scores, softmax and sums are float32. A query that attends
+    to nothing gives zeros, never NaN. N is a multiple of the parts' K heads (grouped-query
+    attention, Ainslie et al. 2023).
 
-    cap: scores are bent to stay within it, `cap * tanh(score / cap)` (Gemma 2, section 2).
-    mass: also return what each slot of all parts received, float32 `[B, S]`: its softmax weights,
-    summed over heads and queries. Costs a second pass over the keys. None where it is not wanted.
+    Args:
+        cap: Soft cap on scores, `cap * tanh(score / cap)` (Gemma 2, section 2).
+        mass: Also return attention mass, at the cost of a second pass over the keys.
+
+    Returns:
+        The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
+            received,
+        summed over heads and queries, float32 `[B, S]`; None unless requested.
     """
-    alike = all(k.dtype == v.dtype for k, v, _ in parts)  # or the kernel does not take them
+    alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
     if not mass and alike and native.enabled():
         return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window, cap), None
     return _fold(q_BTNH, position_BT, parts, scale, window, cap, mass)
@@ -102,7 +107,7 @@ def _fold(
     cap: float | None,
     mass: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Attention in plain JAX: for every platform, and the meaning of the native kernel."""
+    """Compute attention in plain JAX, on any platform; the reference for the native kernel."""
     queries = Queries.of(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
     return fold([Look(queries)], parts, q_BTNH.dtype, mass=mass)
 
@@ -110,9 +115,9 @@ def _fold(
 def fold(
     looks: Sequence["Look"], parts: Sequence[Part], dtype: jnp.dtype, *, mass: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One softmax over all that several looks show of the parts: `[B, T, N, H]` and the mass.
+    """Compute one softmax over several views of the parts: heads `[B, T, N, H]`, and mass.
 
-    Every slot is shown to a query by one look at most. dtype: of what is returned.
+    Each slot is visible to a query in at most one view. dtype: of the heads.
     """
     state = softmax(looks, parts)
     out = finished(state, dtype)
@@ -127,13 +132,13 @@ def fold(
 
 
 def softmax(looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
-    """The softmax of queries that have looked at all of the parts."""
+    """Return the softmax state of queries after all of the parts."""
     state = varying_as(unseen(looks[0].queries), looks[0].queries.q_BTKGH, *parts)
     return looked(state, looks, parts)
 
 
 def looked(state: Softmax, looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
-    """The softmax of queries that have looked at these parts too."""
+    """Return the softmax state after these further parts."""
     for look in looks:
         for part in parts:
             state, _ = _walk(look.through(absorb), None, state, look.queries, part)
@@ -141,7 +146,7 @@ def looked(state: Softmax, looks: Sequence["Look"], parts: Sequence[Part]) -> So
 
 
 def unseen(queries: Queries) -> Softmax:
-    """The softmax of queries that have seen nothing."""
+    """Return the softmax state of queries that have seen nothing."""
     B, T, K, G, H = queries.q_BTKGH.shape
     return Softmax(
         jnp.full((B, K, G, T), -jnp.inf, jnp.float32),
@@ -151,7 +156,7 @@ def unseen(queries: Queries) -> Softmax:
 
 
 def finished(state: Softmax, dtype: jnp.dtype) -> jax.Array:
-    """What each query found, `[B, T, N, H]`; zeros for one that saw nothing."""
+    """Return the heads, `[B, T, N, H]`; zeros for a query that has seen nothing."""
     B, K, G, T, H = state.value_BKGTH.shape
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
     out_BKGTH = state.value_BKGTH / total[..., None]
@@ -167,7 +172,7 @@ def _in_place(
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
-    """On a CPU by the native kernel, which reads the parts where they lie."""
+    """Compute attention with the native kernel on a CPU, without copying the parts."""
 
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
         return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
@@ -183,7 +188,7 @@ def _in_place(
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
         out = native.attend(q, position_BT, pieces, scale=scale, window=window, cap=cap)
-        # What a kernel returns says nothing of the devices that it differs on.
+        # A kernel's outputs carry no varying axes.
         return varying_as(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
     @kernel.def_vmap
@@ -205,36 +210,37 @@ def _(scale: float, window: int | None, cap: float | None, primals: Any, tangent
     return _in_place(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
 
 
-# As a function of its own: a model's layers are alike, and it is traced for one of them.
+# Jitted, so that it is traced once for a model's equal layers.
 _traced_once = jax.jit(_in_place, static_argnums=(3, 4, 5))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:
-    """Which slots each query sees, bool `[B, T, S]`: the one formula behind every mask."""
+    """Return which slots each query attends to, bool `[B, T, S]`: the formula behind every mask."""
     q, k = q_position_BT[:, :, None], k_position_BS[:, None, :]
     seen = (k >= 0) & (k <= q)
     return seen if window is None else seen & (q - k < window)
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Scores bent to stay within `cap`; None: as they are."""
+    """Soft-cap scores to `cap`; None: no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-# What is done with a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
+# Processes a block of slots: `(state, queries, block, seen) -> (state, [B, S] or None)`.
 Visit = Callable[[Softmax, Queries, Part, jax.Array], tuple[Softmax, Any]]
 
 
 class Look(NamedTuple):
-    """Queries, and what they make of a block and of what they see of it (bool `[B, T, S]`) before
-    they attend to it; None: they take it as it is.
+    """Queries, and a transformation of each block and its visibility mask before they attend to it.
+
+    take: maps a block and bool `[B, T, S]` to the same; None: no transformation.
     """
 
     queries: Queries
     take: Callable[[Part, jax.Array], tuple[Part, jax.Array]] | None = None
 
     def through(self, visit: Visit) -> Visit:
-        """The visit of blocks as this look takes them."""
+        """Wrap a visit so that it receives transformed blocks."""
         take = self.take
         if take is None:
             return visit
@@ -250,9 +256,9 @@ class Look(NamedTuple):
 def _walk(
     visit: Visit, blank: Any, state: Softmax, queries: Queries, part: Part
 ) -> tuple[Softmax, list[jax.Array]]:
-    """Visit a part block by block; the state after it, and what the visits returned.
+    """Visit a part block by block; return the final state, and what the visits returned.
 
-    Blocks that nobody sees are left out and return `blank`.
+    Blocks that no query attends to are skipped and return `blank`.
     """
     slots = part.position_BS.shape[1]
     whole = slots // BLOCK if slots >= 2 * BLOCK else 0
@@ -287,11 +293,11 @@ def _walk(
 def absorb(
     state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
 ) -> tuple[Softmax, None]:
-    """The softmax with a block's weights and values added to it."""
+    """Add a block's weights and values to the softmax state."""
     v_BSKH = dense(block.v_BSKH)
-    # Zero times NaN is NaN: what an empty slot holds must not reach the sum.
+    # Zero times NaN is NaN: entries of empty slots must not reach the sum.
     used_BS = block.position_BS >= 0
-    if v_BSKH.shape[0] == 1:  # a slot that some row still uses holds a token
+    if v_BSKH.shape[0] == 1:  # a slot that any row still uses
         used_BS = used_BS.any(axis=0, keepdims=True)
     v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, jnp.zeros_like(v_BSKH))
     score_BKGTS = scores(queries, block, seen_BTS)
@@ -309,7 +315,7 @@ def absorb(
 def _receive(
     state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
 ) -> tuple[Softmax, jax.Array]:
-    """The weights that a block's slots have in the finished softmax, `[B, S]`."""
+    """Return the weights of a block's slots in the finished softmax, `[B, S]`."""
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
     score_BKGTS = scores(queries, block, seen_BTS)
     weight_BKGTS = jnp.exp(score_BKGTS - finite(state.top_BKGT)[..., None]) / total[..., None]
@@ -317,18 +323,18 @@ def _receive(
 
 
 def _slots(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
-    """Some of a part's slots."""
+    """Apply a slice of slots to a part."""
     taken: Part = jax.tree.map(take, part)
     return taken
 
 
 def finite(top: jax.Array) -> jax.Array:
-    """The largest scores; 0 for a query that has seen nothing yet."""
+    """Return the largest scores, or 0 for a query that has seen nothing yet."""
     return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
 def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
-    """What queries make of a block's keys, float32 `[B, K, G, T, S]`; -inf where unseen."""
+    """Return the scores of a block's keys, float32 `[B, K, G, T, S]`; -inf if not visible."""
     q, k = _same_dtype(queries.q_BTKGH, dense(block.k_BSKH))
     if k.shape[0] == 1:
         product = _product("BTKGH,SKH->BKGTS", q, k[0])
@@ -339,7 +345,7 @@ def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
 
 
 def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Values times weights, float32 `[B, K, G, T, H]`. dtype: what weights are rounded to."""
+    """Return the weighted sum of values, float32 `[B, K, G, T, H]`. dtype: of the weights."""
     w, v = _same_dtype(weight_BKGTS.astype(dtype), v_BSKH)
     if v.shape[0] == 1:
         return _product("BKGTS,SKH->BKGTH", w, v[0])
@@ -347,7 +353,7 @@ def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -
 
 
 def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both as they are if they agree, else both in float32: precision is never lost by mixing."""
+    """Cast both to float32 if their dtypes differ, so that mixing loses no precision."""
     if a.dtype == b.dtype:
         return a, b
     return a.astype(jnp.float32), b.astype(jnp.float32)

@@ -1,7 +1,7 @@
-"""Tokens in buckets, one for each segment of the text that they touch.
+"""Tokens grouped into buckets, one for each segment of the text that they touch.
 
-A segment is `position // segment_length`. Rows may begin anywhere in one, and have padding
-anywhere: what is one bucket of all rows may be another segment in each of them.
+A segment is `position // segment_length`. Rows may begin anywhere in a segment and have padding
+anywhere, so one bucket may be another segment in each row.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,11 @@ import jax.numpy as jnp
 class Buckets(NamedTuple):
     """Where T tokens lie in n buckets of W places.
 
-    column_BS: int32 `[B, n * W]`, the token of each place, whatever it is where there is none.
-    place_BT: int32, the place of each token. position_nBW: int32, -1 where there is no token.
-    segment_nB: int32, which segment of the row's text a bucket is.
+    Attributes:
+        column_BS: int32 `[B, n * W]`, the token of each place; arbitrary if there is none.
+        place_BT: int32, the place of each token.
+        position_nBW: int32, -1 if there is no token.
+        segment_nB: int32, the segment number of each bucket.
     """
 
     column_BS: jax.Array
@@ -24,7 +26,7 @@ class Buckets(NamedTuple):
     segment_nB: jax.Array
 
     def split(self, x_BTX: jax.Array) -> jax.Array:
-        """What tokens have, `[B, T, ...]`, by buckets: `[n, B, W, ...]`."""
+        """Group token arrays, `[B, T, ...]`, by bucket: `[n, B, W, ...]`."""
         n, B, W = self.position_nBW.shape
         if n * W == 1:
             return x_BTX[None]
@@ -32,7 +34,7 @@ class Buckets(NamedTuple):
         return jnp.moveaxis(found.reshape(B, n, W, *x_BTX.shape[2:]), 1, 0)
 
     def join(self, x_nBWX: jax.Array) -> jax.Array:
-        """The inverse, `[B, T, ...]`; padding has what some token has."""
+        """Undo `split`: `[B, T, ...]`; entries of padding are arbitrary."""
         n, B, W = self.position_nBW.shape
         x_BSX = jnp.moveaxis(x_nBWX, 0, 1).reshape(B, n * W, *x_nBWX.shape[3:])
         if n * W == 1:
@@ -45,15 +47,14 @@ def _like(index_BX: jax.Array, x_BSX: jax.Array) -> jax.Array:
 
 
 def most_segments(tokens: int, segment_length: int) -> int:
-    """How many segments so many tokens in a row can touch."""
+    """Return how many segments this number of consecutive tokens can touch."""
     return (tokens + 2 * segment_length - 2) // segment_length
 
 
 def in_buckets(position_BT: jax.Array, segment_length: int) -> Buckets:
-    """The buckets of tokens at these positions (-1: padding), which follow one another in each row.
+    """Return the buckets of tokens at these positions (-1: padding), consecutive in each row.
 
-    Tokens so far apart that they touch more segments than `most_segments` have no bucket: that is
-    for the caller to refuse.
+    Tokens that touch more than `most_segments` segments are not supported; the caller must check.
     """
     B, T = position_BT.shape
     n, W = most_segments(T, segment_length), min(T, segment_length)

@@ -1,26 +1,26 @@
 """The compressive memory of Infini-attention (Munkhdalai et al. 2024, arXiv 2404.07143, 2.1).
 
-What has left the segment that is read is kept as sums over its tokens, of one size however many
-there were: with sigma(x) = elu(x) + 1, M = sum of sigma(k)^T v and z = sum of sigma(k), and a query
-reads sigma(q) M / (sigma(q) z). Keys and queries are those before rotation. What the segment in
-hand adds depends, under every rule, on M and z as they were at its border alone, and is a sum over
-its tokens: it is kept apart from them, so that one token at a time, chunks of any length and the
-whole text at once give the same numbers.
+Finished segments are stored as sums over their tokens, of constant size. With
+sigma(x) = elu(x) + 1, M = sum of sigma(k)^T v and z = sum of sigma(k), and a query reads
+sigma(q) M / (sigma(q) z). Keys and queries are those before rotation. Under every rule, additions
+of the current segment depend only on M and z at its start, and are a sum over its tokens. They are
+stored separately, so that single tokens, chunks of any length and the whole text give the same
+numbers.
 
-The rules, for v' = what the memory at the border answers to k:
+The rules, with v' = the value that the memory at the segment's start returns for k:
 
 linear      M += sum sigma(k)^T v           z += sum sigma(k)                      (equation 4)
 delta       M += sum sigma(k)^T (v - v')    z += sum sigma(k)                      (equation 5)
 delta_once  M += sum sigma(k)^T v - r (sum sigma(k)^T v')     z = max(z, sum sigma(k))
 
-The published delta rule leaves M alone where a binding is there already, but z grows all the same:
-what is written twice is read halved. "delta_once" mends that. r = min(1, z / sum sigma(k)), number
-by number of z, is the share of what the segment writes that replaces what the memory has, and only
-that share has v' taken away; the rest is new, and z grows by it: z + (1 - r) sum sigma(k) is the
-maximum above. A binding that comes again changes neither, one with another value replaces the old,
-one whose key has nothing in common with the memory is added whole. It cannot diverge: M goes over
-into (1 - A) M and a sum, where A is r times sum sigma(k)^T sigma(k) / (sigma(k) z); A has no
-negative numbers and A z = r sum sigma(k) <= z, so its eigenvalues lie from 0 to 1.
+The published delta rule leaves M unchanged if a binding exists already, but still increases z, so a
+binding that is written twice is read at half its value. "delta_once" corrects this. For each entry
+of z, r = min(1, z / sum sigma(k)) is the share of the segment's writes that replaces old content;
+v' is subtracted for that share only. The rest is new and increases z by (1 - r) sum sigma(k), which
+gives the maximum above. A repeated binding changes neither M nor z, one with another value replaces
+the old, and one whose key has no overlap with the memory is added in full. The rule cannot diverge:
+M becomes (1 - A) M plus a sum, where A is r times sum sigma(k)^T sigma(k) / (sigma(k) z). A has no
+negative entries and A z = r sum sigma(k) <= z, so its eigenvalues are between 0 and 1.
 """
 
 from typing import Any, Literal, get_args
@@ -33,15 +33,18 @@ from jaxllm.ops.buckets import Buckets
 
 Update = Literal["linear", "delta", "delta_once"]
 UPDATES = get_args(Update)
-NOTHING = 1e-30  # what sums to less was never written
+NOTHING = 1e-30  # smaller sums mean that nothing was written
 
 
 class Memory(struct.PyTreeNode):
-    """What a layer keeps, one row each, float32 but for `segment_B`.
+    """The memory of a layer, one row per text, float32 except `segment_B`.
 
-    m_BKHH `[B, K, keys, values]`, z_BKH: of all finished segments. dm_BKHH, dz_BKH: what the
-    segment in hand adds. old_BKHH: its sum of sigma(k)^T v', under "delta_once" alone, whose share
-    is known at the end; else None. segment_B: int32, which segment is in hand.
+    Attributes:
+        m_BKHH, z_BKH: Of all finished segments; m is `[B, K, keys, values]`.
+        dm_BKHH, dz_BKH: Additions of the current segment.
+        segment_B: int32, the number of the current segment.
+        old_BKHH: The current segment's sum of sigma(k)^T v', whose share is known at its end; None
+            except under "delta_once".
     """
 
     m_BKHH: jax.Array
@@ -53,7 +56,7 @@ class Memory(struct.PyTreeNode):
 
 
 def form(heads: int, size: int, update: Update) -> Memory:
-    """The form of one row, of so many key heads: `jax.ShapeDtypeStruct`s."""
+    """Return the `jax.ShapeDtypeStruct`s of one row, for this number of key heads."""
     matrix: Any = jax.ShapeDtypeStruct((heads, size, size), jnp.float32)
     vector: Any = jax.ShapeDtypeStruct((heads, size), jnp.float32)
     number: Any = jax.ShapeDtypeStruct((), jnp.int32)
@@ -62,23 +65,27 @@ def form(heads: int, size: int, update: Update) -> Memory:
 
 
 def empty(rows: int, heads: int, size: int, update: Update) -> Memory:
-    """A memory of nothing."""
+    """Return a memory of nothing."""
     one = form(heads, size, update)
     zeros: Memory = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), one)
     return zeros
 
 
 def sigma(x: jax.Array) -> jax.Array:
-    """elu(x) + 1 in float32: exp(x) below zero, where elu(x) + 1 would lose its digits."""
+    """Return elu(x) + 1 in float32; below zero as exp(x), where elu(x) + 1 would cancel."""
     x = x.astype(jnp.float32)
     return jnp.where(x > 0, x + 1.0, jnp.exp(jnp.minimum(x, 0.0)))
 
 
 def read(memory: Memory, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the finished segments answer to queries before rotation: float32 `[B, T, N, H]`, and
-    where they answer at all, bool `[B, T, N]`; zeros elsewhere.
+    """Read finished segments with queries before rotation.
 
-    Query head n reads the memory of key head n // (N / K), as it does keys.
+    Query head n reads the memory of key head n // (N / K).
+
+    Returns:
+        Values, float32 `[B, T, N, H]`, and where the memory has content, bool `[B, T, N]`; values
+            are
+        zero elsewhere.
     """
     B, T, N, H = q_BTNH.shape
     K = memory.z_BKH.shape[1]
@@ -87,13 +94,14 @@ def read(memory: Memory, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fold(memory: Memory, into_B: jax.Array) -> Memory:
-    """The segment in hand becomes memory where it is not segment `into_B`, which is then in hand;
-    no row goes back.
+    """Add the current segment to the memory in rows that move on to segment `into_B`.
+
+    No row moves back.
     """
     m, z = memory.m_BKHH + memory.dm_BKHH, memory.z_BKH + memory.dz_BKH
     if memory.old_BKHH is not None:
         z = jnp.maximum(memory.z_BKH, memory.dz_BKH)
-        # Nothing was written: nothing is replaced, and `old` is zero there.
+        # If nothing was written, nothing is replaced: `old` is zero there.
         written = jnp.where(memory.dz_BKH > NOTHING, memory.dz_BKH, 1.0)
         share = jnp.minimum(1.0, memory.z_BKH / written)
         m = m - share[..., None] * memory.old_BKHH
@@ -105,7 +113,7 @@ def fold(memory: Memory, into_B: jax.Array) -> Memory:
 def write(
     memory: Memory, k_BTKH: jax.Array, v_BTKH: jax.Array, real_BT: jax.Array, update: Update
 ) -> Memory:
-    """The segment in hand with tokens added to it; k before rotation. Padding adds nothing."""
+    """Add tokens to the current segment; k before rotation. Padding adds nothing."""
     real_BT11 = real_BT[:, :, None, None]
     k_BTKH = jnp.where(real_BT11, sigma(k_BTKH), 0.0)
     v_BTKH = jnp.where(real_BT11, v_BTKH.astype(jnp.float32), 0.0)
@@ -124,7 +132,7 @@ def write(
 
 
 def at_border(memory: Memory) -> Memory:
-    """The memory as it was before the first token of the segment in hand."""
+    """Return the memory as it was at the start of the current segment."""
     begun: Memory = jax.tree.map(jnp.zeros_like, memory)
     return begun.replace(m_BKHH=memory.m_BKHH, z_BKH=memory.z_BKH, segment_B=memory.segment_B)
 
@@ -137,10 +145,9 @@ def compress(
     buckets: Buckets,
     update: Update,
 ) -> tuple[jax.Array, jax.Array, Memory]:
-    """Tokens read and then write, segment by segment: what `read` returns for each, and the memory
-    after them.
+    """Read and then write tokens by segment; return the outputs of `read`, and the new memory.
 
-    q, k before rotation. A scan over segments, through which gradients go.
+    q and k are those before rotation. A differentiable scan over segments.
     """
 
     def one(
@@ -165,7 +172,7 @@ def compress(
 
 
 def _ask(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the finished segments answer to sigma(q), and where they do; zeros elsewhere."""
+    """Read finished segments with sigma(q); return values and where there is content."""
     mass = _product("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
     there = mass > NOTHING
     found = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
@@ -174,7 +181,7 @@ def _ask(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    # Sums over a million tokens: no format between float32 and here, on any device.
+    # Sums over a million tokens need full float32, on any device.
     return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -1,7 +1,7 @@
-"""Keys and values as a cache keeps them: float arrays, or int8 with a scale a token and head.
+"""Keys and values as a cache stores them: float arrays, or int8 with a scale per token and head.
 
-Everything that moves slots about treats both as pytrees whose leaves are `[B, S, ...]`; only
-`dense` and `cast` know the difference.
+Code that moves slots treats both as pytrees whose leaves are `[B, S, ...]`; only `dense` and `cast`
+distinguish them.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,13 @@ from flax import struct
 
 
 class Int8Entries(struct.PyTreeNode):
-    """`value * scale`, symmetric: the largest magnitude of each token's head is 127 steps.
+    """Symmetric int8 values, `value * scale`; per token and head, the largest magnitude is 127.
 
-    value: int8 `[..., S, K, H]`. scale: float32 `[..., S, K]`, 0 where all is 0. The rounding error
-    is at most half a step, `scale / 2`. Not finite where what was rounded was not.
+    The rounding error is at most `scale / 2`. Not finite if the rounded numbers were not.
+
+    Attributes:
+        value: int8 `[..., S, K, H]`.
+        scale: float32 `[..., S, K]`; 0 if all values are 0.
     """
 
     value: jax.Array
@@ -39,20 +42,20 @@ Entries = jax.Array | Int8Entries
 
 
 def side_by_side(parts: Sequence[jax.Array], rows: int) -> jax.Array:
-    """Arrays `[rows or 1, S, ...]` as one `[rows, S, ...]`, one after the other along S."""
+    """Concatenate arrays `[rows or 1, S, ...]` along S to one `[rows, S, ...]`."""
     each = [jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in parts]
     return jnp.concatenate(each, axis=1)
 
 
 def dense(entries: Entries) -> jax.Array:
-    """The numbers themselves: int8 entries as float32, arrays as they are."""
+    """Dequantize int8 entries to float32; return arrays unchanged."""
     if isinstance(entries, Int8Entries):
         return entries.value.astype(jnp.float32) * entries.scale[..., None]
     return entries
 
 
 def cast(entries: Entries, dtype: Any) -> Entries:
-    """The entries in another format, a float dtype or int8; as they are if they have it."""
+    """Cast entries to a float dtype or int8; return them unchanged if they have it."""
     if entries.dtype == dtype:
         return entries
     x = dense(entries)

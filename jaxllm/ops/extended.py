@@ -1,8 +1,8 @@
-"""Self-Extend (Jin et al. 2024, arXiv 2401.01325): near tokens where they are, far ones in groups.
+"""Self-Extend (Jin et al. 2024, arXiv 2401.01325): grouped positions for far tokens.
 
-A cache keeps keys turned to the positions they have. So a query looks twice: once as it is, and
-once turned to its position among groups, at keys that are turned to theirs, block by block. Both
-looks are one softmax. The turned keys are never kept.
+Cached keys are rotated to their own positions. So queries attend in two views: unchanged, and
+rotated to their grouped position, against keys rotated to theirs, block by block. Both views share
+one softmax. The regrouped keys are never stored.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,15 @@ def attend_extended(
     cap: float | None = None,
     mass: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `ops.attend`, with tokens beyond rope.neighbor_window at grouped positions.
+    """Compute `ops.attend` with grouped positions for tokens beyond rope.neighbor_window.
 
-    q: turned to position_BT, keys of the parts to theirs, p. With G the group's size and w the
-    window, a query sees tokens at distances below w at p, and farther ones, itself at
-    `p // G + w - w // G`, at `p // G` (the paper's algorithm 1): the distances that it counts never
-    fall as the true ones grow, and those of far tokens are never below w, so none is shared across
-    the window's border. G = 1 is `ops.attend`.
+    With group size G and window w, a query attends to tokens at distances below w at their
+    positions p, and to farther ones at `p // G`, itself at `position // G + w - w // G` (the
+    paper's algorithm 1). Apparent distances never decrease as true ones grow, and those of far
+    tokens are at least w, so no distance is shared across the window's edge. G = 1 is `ops.attend`.
+
+    Args:
+        q_BTNH: Rotated to position_BT; the parts' keys to their positions.
     """
     G, w = rope.group_size, rope.neighbor_window
     assert G is not None and w is not None
@@ -47,7 +49,7 @@ def attend_extended(
     def grouped(block: Part, seen_BTS: jax.Array) -> tuple[Part, jax.Array]:
         k_BS = block.position_BS
         far_BTS = seen_BTS & (position_BT[:, :, None] - k_BS[:, None, :] >= w)
-        if block.k_BSKH.shape[0] == 1:  # one for all rows, at one position in all that have it
+        if block.k_BSKH.shape[0] == 1:  # shared: one position in all rows that have it
             k_BS = k_BS.max(axis=0, keepdims=True)
         turned = turn(dense(block.k_BSKH), k_BS // G - k_BS, rope, head_dim=H)
         return Part(turned, block.v_BSKH, block.position_BS), far_BTS

@@ -1,9 +1,8 @@
-"""Log-probabilities of given tokens, of logits that devices may each have a part of.
+"""Log-probabilities of given tokens, from logits whose vocabulary may be sharded.
 
-Where the vocabulary is divided, each device sums over its own tokens, and they tell each other
-numbers of a row alone (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Outside `jax.shard_map`
-the compiler makes that of these functions and of an array's sharding; inside it they are told the
-axes of the mesh.
+Each device sums over its own vocabulary; devices exchange one number per row (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3). Outside `jax.shard_map` the compiler derives this from shardings;
+inside, the caller passes the mesh axes.
 """
 
 from collections.abc import Callable
@@ -16,10 +15,11 @@ Over = tuple[str, ...]
 
 
 def log_likelihood(logits_XV: jax.Array, token_X: jax.Array, over: Over = ()) -> jax.Array:
-    """The natural log-probability of each row's token, `[..., V]` and `[...]` to `[...]`.
+    """Return the natural log-probability of each row's token, `[..., V]` and `[...]` to `[...]`.
 
-    over: axes of a mesh, inside `jax.shard_map`, whose devices have as many columns each, one after
-    the other; those beyond the vocabulary's end are -inf.
+    Args:
+        over: Mesh axes over which the columns are sharded in order and evenly, inside
+            `jax.shard_map`; columns beyond the vocabulary are -inf.
     """
     if not over:
         return picked(logits_XV, token_X) - jax.nn.logsumexp(logits_XV, axis=-1)
@@ -33,16 +33,16 @@ def log_likelihood(logits_XV: jax.Array, token_X: jax.Array, over: Over = ()) ->
 
 
 def picked(logits_XV: jax.Array, token_X: jax.Array) -> jax.Array:
-    """Each row's entry for its token."""
+    """Return each row's entry for its token."""
     return jnp.take_along_axis(logits_XV, token_X[..., None], axis=-1)[..., 0]
 
 
 def map_rows(function: Callable[[Any], Any], arrays: Any, among: int = 1) -> Any:
-    """`function` of arrays `[B, ...]` a few rows at a time, `[among, ...]`, and what it gives of
-    all, `[B, ...]`.
+    """Apply `function` to arrays `[B, ...]` in slices `[among, ...]`; return all, `[B, ...]`.
 
-    among: the devices that have rows of their own, B / among of them: one of each is computed with
-    at once. A loop over rows that are divided would gather them.
+    Args:
+        among: Number of devices over which rows are sharded. Each slice takes one row of each
+            device, since a loop over sharded rows would gather them.
     """
 
     def taken(x: jax.Array) -> jax.Array:

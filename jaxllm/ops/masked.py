@@ -1,6 +1,6 @@
-"""Attention under an explicit mask, as compilers of static graphs want it: one softmax, no loop.
+"""Attention under an explicit mask, as compilers of static graphs need it: one softmax, no loop.
 
-Elsewhere visibility is a comparison of positions (`ops.attend`); here the caller has made it.
+Elsewhere visibility is a comparison of positions (`ops.attend`); here the caller computes it.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,9 @@ def attention_weights(
     window: int | None,
     cap: float | None = None,
 ) -> jax.Array:
-    """The softmax weights of `ops.attend`, float32 `[B, N, T, S]` over the slots of all parts.
+    """Return the softmax weights of `ops.attend`, float32 `[B, N, T, S]` over all slots.
 
-    Zero where a query does not see a slot, and everywhere for one that sees nothing. All of them
-    are kept at once: B x N x T x S numbers.
+    Zero for slots that a query does not attend to. All B x N x T x S numbers are stored at once.
     """
     B, T, N, _ = q_BTNH.shape
     k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
@@ -43,10 +42,13 @@ def within_documents(
     *,
     window: int | None,
 ) -> jax.Array:
-    """The mask `[B, T, S]` of `ops.attend` over the slots of all parts, where the last part, the T
-    new tokens themselves, is several documents: a token sees there only those of its own.
+    """Return the mask `[B, T, S]` of `ops.attend` for new tokens of several documents.
 
-    document_BT: int32, which one; positions count from 0, or from where the cache ends, in each.
+    New tokens, the last part, attend to new tokens of their own document only, and to all other
+    parts.
+
+    Args:
+        document_BT: int32; in each document, positions start at 0, or at the end of the cache.
     """
     before = [
         jnp.broadcast_to(p.position_BS, (position_BT.shape[0], p.position_BS.shape[1]))
@@ -66,12 +68,15 @@ def attend_masked(
     scale: float,
     cap: float | None = None,
 ) -> jax.Array:
-    """Softmax attention over the slots of all parts, in order: `[B, T, N, H]` in q's dtype.
+    """Compute softmax attention over the slots of all parts, in order: `[B, T, N, H]` in q's dtype.
 
-    mask_BTS: bool, True where a query sees a slot; a query that sees nothing gives zeros, and what
-    lies in slots that nobody sees is not read. Or floats that are added to the scores: such slots
-    are read, so they must hold finite numbers, and a score that lies as far below a masked one as
-    the mask reaches loses to it. The parts' positions are not looked at. Float32 inside.
+    The parts' positions are ignored. Float32 inside.
+
+    Args:
+        mask_BTS: bool, True where a query attends to a slot. A query without slots gives zeros, and
+            slots without queries may hold anything. Or floats, added to the scores: masked slots
+            then must hold finite numbers, and their weights are zero only as far as the mask
+            dominates the scores.
     """
     B, T, N, H = q_BTNH.shape
     k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
@@ -90,7 +95,7 @@ def attend_masked(
 
 
 def _scores(q_BTNH: jax.Array, k_BSKH: jax.Array, scale: float) -> jax.Array:
-    """What each query makes of each key, float32 `[B, K, G, T, S]`."""
+    """Return the scores of all keys, float32 `[B, K, G, T, S]`."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H).astype(jnp.float32)

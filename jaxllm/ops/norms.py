@@ -1,4 +1,4 @@
-"""Normalisations over the last axis, computed in float32 whatever comes in."""
+"""Normalization over the last axis, computed in float32 for every input dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ def rms_norm(
     plus: float = 0.0,
     mean: jax.Array | None = None,
 ) -> jax.Array:
-    """`x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4).
+    """Return `x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4).
 
-    plus: what is added to the weights, in float32 (Gemma's are kept less 1). mean: of the squares,
-    `[..., 1]`, where x is a part of what it is of.
+    Args:
+        plus: Added to the weights in float32 (Gemma stores weights minus 1).
+        mean: Mean of squares, `[..., 1]`, if x is a shard of the normalized axis.
     """
     wide = x.astype(jnp.float32)
     if mean is None:
@@ -26,7 +27,10 @@ def rms_norm(
 
 
 def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
-    """`(x - mean) / sqrt(var + eps) * weight + bias`, in x's dtype (Ba et al. 2016, eq. 4)."""
+    """Return layer norm, in x's dtype (Ba et al. 2016, eq. 4).
+
+    That is `(x - mean) / sqrt(var + eps) * weight + bias`.
+    """
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)

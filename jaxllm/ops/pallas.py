@@ -1,11 +1,11 @@
-"""Products of few rows with integer weights on a GPU, by a Pallas kernel, which reads the integers.
+"""Few-row matmuls with integer weights on a GPU, by a Pallas kernel that reads the integers.
 
-In plain JAX the weights are widened first, which writes and reads two or four times their bytes.
-A program of the grid takes a block of weight rows and walks the groups of columns that share a
-scale: integers are exact in bfloat16, a group's products are added up in float32, then scaled.
+Plain JAX first dequantizes the weights, which writes and reads two to four times their bytes. A
+program of the grid takes a block of weight rows and loops over the groups of columns that share a
+scale: integers are exact in bfloat16; a group's products are summed in float32, then scaled.
 
-Taken where JAXLLM_PALLAS=1 says so: it is held to plain JAX in interpret mode, and has not been
-measured on a GPU (`scripts/bench_gpu.py` does that, with and without).
+Enabled by JAXLLM_PALLAS=1. It is tested against plain JAX in interpret mode, and has not been
+timed on a GPU (`scripts/bench_gpu.py` does that, with and without).
 """
 
 import functools
@@ -15,19 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-ROWS = 16  # of inputs: what a tensor core takes, others are zeros
-BLOCK = 16  # weight rows of a program: so few that small matrices keep a GPU busy
-HALF = 16  # bytes of 32 columns of four bits: see `weights.leaves.integers`
-CHUNK = 128  # columns that are taken at once where a row has one scale
+ROWS = 16  # input rows of a tensor core; missing ones are zeros
+BLOCK = 16  # weight rows per program: few, so that small matrices fill a GPU
+HALF = 16  # bytes of 32 four-bit columns: see `weights.leaves.integers`
+CHUNK = 128  # columns per step if a row has one scale
 
 
 def enabled() -> bool:
-    """Whether a GPU takes these products by Pallas."""
+    """Whether GPUs use the Pallas kernel."""
     return os.environ.get("JAXLLM_PALLAS", "0") == "1"
 
 
 def fits(x_RI: jax.Array, data: jax.Array) -> bool:
-    """Whether the kernel takes these: bfloat16 inputs of few rows, a matrix in whole blocks."""
+    """Whether the kernel supports these: bfloat16 inputs of few rows, weights in full blocks."""
     rows = 0 < x_RI.shape[0] <= ROWS and x_RI.dtype == jnp.bfloat16
     return rows and data.ndim == 2 and data.shape[0] % BLOCK == 0
 
@@ -42,17 +42,19 @@ def multiply(
     group: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`x @ weight.T`, float32 `[R, O]`, of a `QTensor`'s pieces; `fits` says of which.
+    """Return `x @ weight.T`, float32 `[R, O]`, for arrays of a `QTensor` that `fits` accepts.
 
-    x_RI: bfloat16. data, scale, zero: `[O, ...]` as `QTensor` has them. interpret: by plain JAX, on
-    any device, to test it.
+    Args:
+        x_RI: bfloat16.
+        data, scale, zero: `[O, ...]` as in `QTensor`.
+        interpret: Run in plain JAX on any device, for tests.
     """
-    from jax.experimental import pallas as pl  # which takes a while to import
+    from jax.experimental import pallas as pl  # slow to import
 
     (rows, columns), outputs = x_RI.shape, data.shape[0]
     width = data.shape[1] * 8 // bits
     x = jnp.pad(x_RI, ((0, ROWS - rows), (0, width - columns))).T
-    if bits == 4:  # the columns of low four bits, then those of high ones
+    if bits == 4:  # the columns in low four bits, then those in high ones
         x = x.reshape(-1, 2, HALF, ROWS).swapaxes(0, 1).reshape(width, ROWS)
     pieces = [scale] if zero is None else [scale, zero]
     spec = functools.partial(pl.BlockSpec, index_map=lambda i: (i, 0))

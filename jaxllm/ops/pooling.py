@@ -1,4 +1,4 @@
-"""One vector for many: pooling over tokens, and length one. Of numpy's arrays as of JAX's."""
+"""Pooling token vectors into one, and normalization; for NumPy and JAX arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,12 @@ Array = Any  # a jax or numpy array
 
 
 def pool(x_BTD: Array, mask_BT: Array, pooling: str) -> Array:
-    """One vector a row, float32 `[B, D]`: the mean over its real tokens, its last, or its first.
+    """Pool each row's vectors to float32 `[B, D]`: mean, last or first of its real tokens.
 
-    mask_BT: bool, True where a token is real; padding may stand anywhere and hold anything. A row
-    without a real token gives zeros. pooling: a name in `COUNTED`.
+    Args:
+        mask_BT: bool, True for real tokens; padding may be anywhere and hold anything. A row
+            without real tokens gives zeros.
+        pooling: A key of `COUNTED`.
     """
     counted_BT = COUNTED[pooling](mask_BT)
     sum_BD = x_BTD.astype("float32").sum(axis=1, where=counted_BT[:, :, None])
@@ -18,7 +20,7 @@ def pool(x_BTD: Array, mask_BT: Array, pooling: str) -> Array:
 
 
 def normalized(x_BD: Array) -> Array:
-    """Each row divided by its Euclidean norm; a row of zeros stays one."""
+    """Divide each row by its Euclidean norm; rows of zeros stay zero."""
     norm_B1 = (x_BD * x_BD).sum(axis=-1, keepdims=True) ** 0.5
     return x_BD / (norm_B1 + (norm_B1 == 0).astype(norm_B1.dtype))
 
@@ -27,7 +29,7 @@ def _first(mask_BT: Array) -> Array:
     return mask_BT & (mask_BT.cumsum(axis=1) == 1)
 
 
-# Which of the real tokens count.
+# Pooling name -> mask of the tokens to average, from the mask of real tokens.
 COUNTED: dict[str, Callable[[Array], Array]] = {
     "mean": lambda mask_BT: mask_BT,
     "last": lambda mask_BT: _first(mask_BT[:, ::-1])[:, ::-1],

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021), in the half-split layout of Hugging Face's Llama.
 
-Angles are float32 whatever the model is in: bfloat16 has eight bits, so position 257 would be 256.
+Angles are always float32: bfloat16 has eight bits, and would round position 257 to 256.
 """
 
 import math
@@ -20,10 +20,11 @@ def rope_angles(
     head_dim: int,
     max_position_embeddings: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines that `rotate` takes, each float32 `[B, T, F]`, F = width // 2.
+    """Return the cosines and sines for `rotate`, each float32 `[B, T, F]`, F = width // 2.
 
-    position_BT: int32; empty slots (-1) get some finite angle. length_B: the length of the whole
-    text that these tokens belong to; `dynamic` scaling and `longrope` alone depend on it.
+    Args:
+        position_BT: int32; empty slots (-1) get finite angles.
+        length_B: Length of the whole text of each row; only `dynamic` and `longrope` depend on it.
     """
     width, magnitude = rope.width(head_dim), 1.0
     if rope.rope_type == "dynamic":
@@ -43,7 +44,7 @@ def rope_angles(
 
 
 def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Array:
-    """Turn each pair `(x[i], x[i + F])` by its angle, i < F; what is beyond 2 F stays.
+    """Rotate each pair `(x[i], x[i + F])` by its angle, i < F; channels beyond 2 F stay.
 
     float32 inside, x's dtype out.
     """
@@ -51,16 +52,16 @@ def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Arr
     first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), (F, 2 * F), axis=-1)
     cos, sin = cos_BTF[:, :, None, :], sin_BTF[:, :, None, :]
     turned = [first * cos - second * sin, second * cos + first * sin]
-    if rest.shape[-1]:  # rows that x shares may be turned differently
+    if rest.shape[-1]:  # x may be shared by rows with different angles
         turned.append(jnp.broadcast_to(rest, (*turned[0].shape[:-1], rest.shape[-1])))
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 
 def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> jax.Array:
-    """Rotated keys at positions p as they would be at p + by; float32.
+    """Rotate rotated keys at positions p on to positions p + by; float32.
 
-    Rotations by one plane's angles add up, so this is `rotate` by the difference alone (its
-    magnitude is already in the keys). Not for settings that follow the text's length.
+    Rotations in a plane add up, so this is `rotate` by the difference alone; the keys already
+    contain its magnitude. Not for settings that depend on the text's length.
     """
     inverse_F, _ = inverse_frequencies(rope, head_dim=head_dim)
     angle_BSF = by_BS.astype(jnp.float32)[:, :, None] * jnp.asarray(inverse_F)[None, None]
@@ -68,13 +69,17 @@ def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> j
 
 
 def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float]:
-    """Radians per position of each rotary pair, and the factor on cosines and sines.
+    """Return radians per position of each rotary pair, and the factor on cosines and sines.
 
-    Returns (float32 `[F]`, float), F half the width that is turned, W. `default`: theta^(-2i/W).
-    `linear`: positions divided by the factor (Chen et al. 2023). `llama3`: long wavelengths divided
-    by the factor, short ones kept, a linear blend between (Meta's Llama 3.1 reference). `yarn`: the
-    blend by number of rotations, and the attention factor, of Peng et al. 2023 (sections 3.2, 3.4).
-    `divisors`: each pair's own.
+    With W the rotated width:
+
+    `default`: theta^(-2i/W). `linear`: positions divided by the factor (Chen et al. 2023).
+    `llama3`: long wavelengths divided by the factor, short ones unchanged, a linear blend between
+    (Meta's Llama 3.1 reference). `yarn`: the blend by number of rotations, and the attention
+    factor, of Peng et al. 2023 (sections 3.2, 3.4). `divisors`: a divisor for each pair.
+
+    Returns:
+        float32 `[W // 2]`, and a float.
     """
     width, magnitude = rope.width(head_dim), 1.0
     if rope.rope_type == "divisors":
@@ -90,19 +95,19 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
 
 
 def _frequencies(rope: Rope, width: int) -> np.ndarray:
-    """theta^(-2i/W), float64 `[W // 2]`."""
+    """Return theta^(-2i/W), float64 `[W // 2]`."""
     found: np.ndarray = rope.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
     return found
 
 
 def _divided(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.ndarray:
-    """Likewise, each divided by its own divisor; float32."""
+    """Return the frequencies, each divided by its divisor; float32."""
     assert divisors is not None
     return (_frequencies(rope, width) / np.asarray(divisors)).astype(np.float32)
 
 
 def longrope_magnitude(rope: Rope, max_position_embeddings: int) -> float:
-    """sqrt(1 + ln(f) / ln(L)), f the context over its original length L (Ding et al. 2024)."""
+    """Return sqrt(1 + ln(f) / ln(L)), f = context / original length L (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     original = _given(rope.original_max_position_embeddings)
@@ -135,7 +140,7 @@ def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the published remedy for a ramp of no width
+        high += 0.001  # as published, for a ramp of zero width
     interpolate = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return interpolate * inverse / _given(rope.factor) + (1 - interpolate) * inverse
 
@@ -156,7 +161,7 @@ def _yarn_magnitude(rope: Rope) -> float:
 def _dynamic_frequencies(
     rope: Rope, length_B: jax.Array, head_dim: int, max_position_embeddings: int
 ) -> jax.Array:
-    """NTK-aware scaling whose base grows with the text, as in transformers (`dynamic`)."""
+    """NTK-aware scaling with a base that grows with the text, as `dynamic` in transformers."""
     factor = _given(rope.factor)
     length = jnp.maximum(length_B, max_position_embeddings).astype(jnp.float32)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
@@ -166,5 +171,5 @@ def _dynamic_frequencies(
 
 
 def _given(value: float | None) -> float:
-    assert value is not None  # Rope has checked that its type's fields are there
+    assert value is not None  # checked by Rope
     return value

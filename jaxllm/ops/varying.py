@@ -1,6 +1,6 @@
-"""What differs from device to device inside `jax.shard_map`, as the types of its arrays say.
+"""Varying axes: the mesh axes along which an array differs between devices inside `jax.shard_map`.
 
-Outside of it nothing does, and these functions change nothing.
+Outside of `shard_map` there are none, and these functions change nothing.
 """
 
 from typing import Any, TypeVar
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def varying(*trees: Any) -> frozenset[str]:
-    """The axes of the mesh along which some array of these pytrees differs."""
+    """Return the mesh axes along which any array of these pytrees varies."""
     types = [jax.typeof(x).manual_axis_type for x in jax.tree.leaves(trees)]
     return frozenset().union(*(t.varying for t in types))
 
 
 def varying_as(x: T, *trees: Any) -> T:
-    """x, said to differ along all axes along which these do: as the carry of a loop must be."""
+    """Mark x as varying along all axes along which these pytrees vary, as loop carries need."""
     axes = varying(*trees)
 
     def cast(x: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
-"""The border of options: everything that may be asked of a generation, in one table.
+"""Generation options: one table that validates every source of options.
 
-`LM.generate`, `LM.stream`, requests to `LM.serve`, lines of a batch file, the commands' flags and
-generation_config.json are all checked by it, before anything is loaded or run. The names are those
-of Hugging Face; common names of other libraries are answered with ours.
+`LM.generate`, `LM.stream`, requests to `LM.serve`, lines of a batch file, command line flags and
+generation_config.json are all checked against it before anything is loaded or run. Options have
+Hugging Face's names; for common names of other libraries the error suggests ours.
 
-table: every option, with its type; values: what its values may be. check: whole requests against
-it.
+table: the options and their types. values: validators of single values. check: validation of whole
+requests.
 """
 
 from jaxllm.options.check import Kind, check_options, check_values, check_ways, row_options, way_of

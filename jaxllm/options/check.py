@@ -1,4 +1,4 @@
-"""The checks: unknown names, values, and options that do not go together."""
+"""Option checks: unknown names, invalid values and incompatible combinations."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -14,13 +14,12 @@ Kind = Literal["generate", "stream", "serve"]
 
 
 def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
-    """The options that were given (None is not), checked without a model, as they are used.
+    """Return the options that are not None, validated and normalized.
 
-    kind: what they are for. What only the model knows is checked later: whether ids are in its
-    vocabulary, whether a text fits into its context.
+    kind: the call that they are for. Checks that need the model come later: vocabulary and context.
 
-    Raises SamplingError, with all complaints, for unknown names (and says what may be meant),
-    values of the wrong type or out of range, and options that do not go together.
+    Raises SamplingError, with all complaints, for unknown names (with a suggestion), values of the
+    wrong type or out of range, and incompatible options.
     """
     chosen = check_values(options)
     check_ways(chosen, way_of(chosen, kind))
@@ -28,9 +27,9 @@ def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[s
 
 
 def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """The options that are not None, each by itself as it is used.
+    """Return the options that are not None, each validated and normalized by itself.
 
-    source: of the options, for messages. Raises SamplingError with all that are unknown or wrong.
+    source: a prefix for messages. Raises SamplingError with all unknown or invalid options.
     """
     chosen = {}
     wrong = [f"no option {name}{_meant(name)}" for name in options if name not in OPTIONS]
@@ -50,7 +49,7 @@ def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]
 
 
 def way_of(options: Mapping[str, Any], kind: Kind = "generate") -> str:
-    """Which way of decoding these options ask for. Raises SamplingError where they ask for two."""
+    """Return the decoding mode that options select. Raises SamplingError if they select two."""
     asked = {
         way
         for name, value in options.items()
@@ -59,28 +58,28 @@ def way_of(options: Mapping[str, Any], kind: Kind = "generate") -> str:
     }
     ways = [way for way in WAYS if way in asked]
     if len(ways) > 1:
-        raise SamplingError(f"{' and '.join(ways)} cannot be had at once")
+        raise SamplingError(f"{' and '.join(ways)} cannot be combined")
     if ways and kind == "stream":
-        raise SamplingError(f"stream gives one text as it is decoded, not {ways[0]}; use generate")
+        raise SamplingError(f"stream does not support {ways[0]}. Use generate")
     if ways and kind == "serve":
         named = [name for name in ways_options(ways[0]) if name in options]
-        raise SamplingError(f"{SERVE} takes no {named[0]}")
+        raise SamplingError(f"{SERVE} does not take {named[0]}")
     return ways[0] if ways else {"generate": PLAIN, "stream": STREAM, "serve": SERVE}[kind]
 
 
 def ways_options(way: str) -> list[str]:
-    """The options that only this way of decoding has."""
+    """Return the names of the options that only this decoding mode has."""
     return [name for name, option in OPTIONS.items() if option.ways == (way,)]
 
 
 def check_ways(options: Mapping[str, Any], way: str) -> None:
-    """Raise SamplingError for an option that this way of decoding does not take, or for two of
-    which one excludes the other."""
+    """Raise SamplingError for an option that this decoding mode does not take, or for two options
+    that exclude each other."""
     for name, value in options.items():
         option = OPTIONS[name]
         if way not in option.ways and not _same(value, option.default):
-            goes = "" if way in (STREAM, SERVE) else f", which goes with {' or '.join(option.ways)}"
-            raise SamplingError(f"{way} takes no {name}{goes}")
+            goes = "" if way in (STREAM, SERVE) else f", which requires {' or '.join(option.ways)}"
+            raise SamplingError(f"{way} does not take {name}{goes}")
     for one, other in (
         ("assistant_model", "prompt_lookup_num_tokens"),
         *(("sampler", name) for name in ("do_sample", "logits_processor", *PROCESSORS)),
@@ -88,11 +87,13 @@ def check_ways(options: Mapping[str, Any], way: str) -> None:
         if one in options and other in options:
             raise SamplingError(f"give {one} or {other}, not both")
     if options.get("batch_invariant") and options.get("num_return_sequences", 1) > 1:
-        raise SamplingError("batch_invariant takes one sequence a prompt: list the prompt twice")
+        raise SamplingError(
+            "batch_invariant requires num_return_sequences=1. Repeat the prompt in the list instead"
+        )
 
 
 def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:
-    """The options of one prompt among several: its own value where there is one for each."""
+    """Return the options of one prompt of a batch, taking its entry of each per-prompt list."""
 
     def own(name: str, value: Any) -> Any:
         per_row = OPTIONS[name].per_row and isinstance(value, list | tuple | np.ndarray)
@@ -106,7 +107,7 @@ def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, An
 def _meant(name: Any) -> str:
     if name in SPELLINGS:
         return f": {SPELLINGS[name]}"
-    return nearest(str(name), OPTIONS) or " (help(jaxllm.LM.generate) has them all)"
+    return nearest(str(name), OPTIONS) or " (help(jaxllm.LM.generate) lists all options)"
 
 
 def _same(value: Any, default: Any) -> bool:

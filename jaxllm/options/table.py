@@ -1,4 +1,4 @@
-"""The table: every option, its type, what it must be, what it does, and what it goes with."""
+"""Option table: the type, valid values, effect and decoding modes of every option."""
 
 import inspect
 import textwrap
@@ -46,12 +46,12 @@ _SAMPLING_WAYS = (PLAIN, STREAM, SERVE, BEAMS, DRAFTS, GUIDANCE)
 
 
 class Option(NamedTuple):
-    """What there is to know of an option.
+    """One option.
 
-    check: the value as it is used; its TypeError or ValueError says what is wrong. meaning: what
-    the value must be. help: what it does. default: the value without effect, or the usual one.
-    per_row: a list with a value for each prompt will do. from_file: generation_config.json may set
-    it. ways: of decoding that take it. asks: whether any value but the default asks for its way.
+    check: returns the normalized value; raises TypeError or ValueError for an invalid one. meaning:
+    the valid values. help: its effect. default: the neutral or usual value. per_row: whether a list
+    with one value per prompt is accepted. from_file: whether generation_config.json may set it.
+    ways: the decoding modes that take it. asks: whether any value but the default selects its mode.
     """
 
     check: Callable[[Any], Any]
@@ -68,21 +68,23 @@ _UP = "a whole number from 1 up"
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What `LM.generate`, `LM.stream` and `LM.serve` take, for editors, mypy and `OPTIONS`."""
+    """Options of `LM.generate`, `LM.stream` and `LM.serve`, for editors, mypy and `OPTIONS`."""
 
     max_new_tokens: Annotated[
         Ids | None,
         Option(
             one_or_each(lambda n: n if n is None else whole_number(1, MOST_TOKENS)(n)),
             f"a whole number from 1 to {MOST_TOKENS}, or one for each prompt",
-            "the end: so many tokens after the prompt (256, or what fits)",
+            "maximum number of new tokens (256, or fewer if the context is shorter)",
             per_row=True,
         ),
     ]
     eos_token_id: Annotated[
         Ids | None,
         Option(
-            ids, "a token id or a list of them", "the end: a token that ends the text, part of it"
+            ids,
+            "a token id or a list of them",
+            "token ids that end the text; included in the tokens",
         ),
     ]
     stop_strings: Annotated[
@@ -90,7 +92,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             texts,
             "a text or a list of them, none empty",
-            "the end: a text before which it ends",
+            "strings that end the text; the text excludes them",
             (),
         ),
     ]
@@ -99,7 +101,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             criteria,
             "a function of (text, token ids) so far, or a list of them",
-            "the end: Python that is asked after every token; (text, ids) -> bool",
+            "Python functions (text, ids) -> bool, called after every token; True ends the text",
             from_file=False,
         ),
     ]
@@ -108,7 +110,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             flag,
             "true or false",
-            "draw tokens; by default the best one, unless a temperature is given",
+            "sample tokens; the default is greedy, unless a temperature is given",
             ways=_SAMPLING_WAYS,
         ),
     ]
@@ -117,13 +119,13 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             one_or_each(seed),
             'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
-            "of the random numbers: the same seed, the same text",
+            "random seed; the same seed gives the same text",
             0,
             per_row=True,
             from_file=False,
         ),
     ]
-    # The processors of scores: each has its row beside its class.
+    # Logits processors; each is described next to its class.
     logit_bias: Mapping[Any, float] | Lists | None
     sequence_bias: Mapping[Any, float] | Lists | None
     repetition_penalty: Numbers | None
@@ -159,7 +161,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             instance(Sampler),
             "a jaxllm.Sampler",
-            "a chain of your own in place of all options of sampling",
+            "a custom sampler, instead of all sampling options",
             from_file=False,
             ways=_SAMPLING_WAYS,
         ),
@@ -169,27 +171,25 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             processors,
             "a list of Processors and functions of (scores [B, V], Context) in JAX",
-            "further processors, before temperature and what follows it",
+            "more processors, applied before temperature and the ones after it",
             from_file=False,
             ways=_SAMPLING_WAYS,
         ),
     ]
     num_return_sequences: Annotated[
         int | None,
-        Option(whole_number(1), _UP, "how many texts for each prompt", 1, ways=(PLAIN, BEAMS)),
+        Option(whole_number(1), _UP, "number of texts per prompt", 1, ways=(PLAIN, BEAMS)),
     ]
     num_beams: Annotated[
         int | None,
-        Option(
-            whole_number(1), _UP, "beam search with so many at a time", 1, asks=True, ways=(BEAMS,)
-        ),
+        Option(whole_number(1), _UP, "beam search: number of beams", 1, asks=True, ways=(BEAMS,)),
     ]
     length_penalty: Annotated[
         float | None,
         Option(
             number(),
             "a finite number",
-            "beam search: above 0 favours long texts",
+            "beam search: values above 0 favor long texts",
             1.0,
             ways=(BEAMS,),
         ),
@@ -199,7 +199,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             early,
             'false, true or "never"',
-            "beam search: when enough has been found",
+            "beam search: when to stop",
             False,
             ways=(BEAMS,),
         ),
@@ -209,7 +209,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             instance(Assistant),
             "a jaxllm.LM",
-            "speculative decoding: a smaller model of the same vocabulary",
+            "speculative decoding: a smaller draft model with the same vocabulary",
             from_file=False,
             asks=True,
             ways=(DRAFTS,),
@@ -220,7 +220,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             whole_number(1),
             _UP,
-            "speculative decoding: how many tokens assistant_model proposes at once",
+            "speculative decoding: tokens that assistant_model drafts per step",
             4,
             ways=(DRAFTS,),
         ),
@@ -230,7 +230,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             whole_number(1),
             _UP,
-            "speculative decoding: so many tokens are proposed from the text itself",
+            "speculative decoding: tokens drafted per step by lookup in the text itself",
             asks=True,
             ways=(DRAFTS,),
         ),
@@ -240,7 +240,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             whole_number(1),
             _UP,
-            "speculative decoding: how many last tokens are looked for in the text",
+            "speculative decoding: longest n-gram to look up, in tokens",
             3,
             ways=(DRAFTS,),
         ),
@@ -250,7 +250,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             number(0, 1),
             "a number from 0 to 1",
-            "contrastive search: how much likeness to the text costs",
+            "contrastive search: weight of the penalty for similarity to the text",
             asks=True,
             ways=(CONTRAST,),
         ),
@@ -260,7 +260,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             number(),
             "a finite number, 1 is off",
-            "classifier-free guidance: how far away from negative_prompt",
+            "classifier-free guidance: strength of the push away from negative_prompt",
             1.0,
             asks=True,
             ways=(GUIDANCE,),
@@ -271,7 +271,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             instance(str | Sequence | np.ndarray),
             "a text or token ids",
-            "classifier-free guidance: what not to say",
+            "classifier-free guidance: the prompt to steer away from",
             from_file=False,
             ways=(GUIDANCE,),
         ),
@@ -281,7 +281,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             whole_number(0),
             "a whole number from 0 (off) up",
-            "report so many of each step's likeliest tokens",
+            "number of likeliest tokens to report per step",
             0,
             from_file=False,
             ways=(PLAIN, STREAM),
@@ -294,10 +294,10 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             policy,
             f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.decode.loops.overflow",
-            "when the context is full: refuse, begin again from its recent half (slide), keep the"
-            " first tokens and a window (sinks), the recent and the most attended to (heavy),"
-            " sinks, recent and older ones by four in a slot (pooled; pooled-by-use), or where a"
-            " memory has them, no finished segments (segments)",
+            "when the context is full: refuse, restart from the recent half (slide), keep the first"
+            " tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks and"
+            " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
+            " finished segments that the model's memory holds (segments)",
             from_file=False,
             ways=(PLAIN, STREAM),
         ),
@@ -307,23 +307,21 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             instance(KVCache),
             "a jaxllm.KVCache",
-            "of one row; what the prompt shares with its text is not run again",
+            "a cache of one row; a prefix shared with the prompt is not recomputed",
             from_file=False,
             ways=(PLAIN, STREAM),
         ),
     ]
     chunk: Annotated[
         int | None,
-        Option(
-            whole_number(1), _UP, "tokens of a prompt that are run at once", 256, from_file=False
-        ),
+        Option(whole_number(1), _UP, "prefill chunk, in tokens", 256, from_file=False),
     ]
     adapter: Annotated[
         str | Sequence[str | None] | None,
         Option(
             one_or_each(lambda name: name if name is None else instance(str)(name)),
             "a text, or one for each prompt",
-            'which of the adapters that were loaded; "base" for none, by default the first',
+            'name of a loaded adapter; "base" for none; the default is the first',
             per_row=True,
             from_file=False,
         ),
@@ -333,7 +331,7 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             flag,
             "true or false",
-            "run each prompt by itself, so that its last bits do not depend on the others",
+            "run each prompt separately, so that rounding does not depend on the other prompts",
             False,
             from_file=False,
         ),
@@ -343,13 +341,13 @@ class GenerateOptions(TypedDict, total=False):
         Option(
             whole_number(-1),
             "a token id",
-            "accepted, and without effect: padding is known by its position, never by an id",
+            "accepted but ignored: padding is marked by position -1, not by an id",
         ),
     ]
 
 
 def _sampling(name: str) -> Option:
-    """A row of `PROCESSORS` as a row of this table."""
+    """Convert a row of `PROCESSORS` to a row of this table."""
     row = PROCESSORS[name]
 
     def check(value: Any) -> Any:
@@ -367,7 +365,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def described(function: Function) -> Function:
-    """The function with the table in place of OPTIONS in its docstring, and with its names in the
+    """Replace OPTIONS in the function's docstring by the table, and add the option names to the
     signature that `help` and editors show.
     """
     rows = (

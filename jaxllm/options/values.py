@@ -1,6 +1,6 @@
-"""What an option's value must be: each function gives it back as it is used.
+"""Validators of option values: each returns the normalized value.
 
-What is wrong is a TypeError or ValueError; the option's `meaning` says more than these could.
+An invalid value raises a bare TypeError or ValueError; the caller reports the option's `meaning`.
 """
 
 import inspect
@@ -22,12 +22,12 @@ Numbers = float | Sequence[float] | np.ndarray
 Ids = int | Sequence[int] | np.ndarray
 Lists = Sequence[Any] | np.ndarray
 Scores = Callable[[Any, Context], Any]  # (float32 [B, V], the text so far) -> float32 [B, V]
-Ends = Callable[[str | None, list[int]], bool]  # (text, ids) of a continuation so far -> end here
+Ends = Callable[[str | None, list[int]], bool]  # (text, ids) of a continuation so far -> stop here
 
 
 @runtime_checkable
 class Assistant(Protocol):
-    """A smaller model of the same vocabulary: an `LM`."""
+    """Draft model with the same vocabulary: an `LM`."""
 
     @property
     def model(self) -> Any: ...
@@ -36,7 +36,7 @@ class Assistant(Protocol):
 
 
 def whole_number(least: int, most: int = MOST_SEED) -> Callable[[Any], int]:
-    """A whole number from least to most."""
+    """Return a validator of integers from `least` to `most`."""
 
     def check(x: Any) -> int:
         if not is_whole(x) or not least <= operator.index(x) <= most:
@@ -47,7 +47,7 @@ def whole_number(least: int, most: int = MOST_SEED) -> Callable[[Any], int]:
 
 
 def one_or_each(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A value, or a list with one for each prompt."""
+    """Return a validator of one value, or of a list with one value per prompt."""
 
     def each(x: Any) -> Any:
         many = isinstance(x, list | tuple) or (isinstance(x, np.ndarray | jax.Array) and x.ndim)
@@ -57,7 +57,7 @@ def one_or_each(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def number(least: float = -math.inf, most: float = math.inf) -> Callable[[Any], float]:
-    """A finite number from least to most."""
+    """Return a validator of finite numbers from `least` to `most`."""
 
     def check(x: Any) -> float:
         if not is_number(x) or not math.isfinite(x) or not least <= x <= most:
@@ -68,7 +68,7 @@ def number(least: float = -math.inf, most: float = math.inf) -> Callable[[Any], 
 
 
 def instance(kind: Any) -> Callable[[Any], Any]:
-    """A value of this class, or one of several."""
+    """Return a validator of instances of a class or a union of classes."""
 
     def check(x: Any) -> Any:
         if not isinstance(x, kind):
@@ -79,12 +79,12 @@ def instance(kind: Any) -> Callable[[Any], Any]:
 
 
 def flag(x: Any) -> bool:
-    """True or False."""
+    """Return a bool."""
     return bool(instance(bool | np.bool_)(x))
 
 
 def texts(x: Any) -> tuple[str, ...]:
-    """A text or a list of them, none empty, as a tuple."""
+    """Return a non-empty text, or a list of them, as a tuple."""
     texts = (x,) if isinstance(x, str) else tuple(instance(list | tuple)(x))
     if not all(isinstance(text, str) and text for text in texts):
         raise TypeError
@@ -92,23 +92,23 @@ def texts(x: Any) -> tuple[str, ...]:
 
 
 def ids(x: Any) -> tuple[int, ...]:
-    """A token id or a list of them, as a tuple."""
+    """Return a token id, or a list of them, as a tuple."""
     ids = (x,) if is_whole(x) else tuple(instance(list | tuple | np.ndarray | jax.Array)(x))
     return tuple(whole_number(0, MOST_TOKENS)(token) for token in ids)
 
 
 def seed(x: Any) -> int | str:
-    """A seed of 64 bits, or that a random one is wanted."""
+    """Return a 64-bit seed, or "random"."""
     return x if isinstance(x, str) and x == "random" else whole_number(0, MOST_SEED)(x)
 
 
 def early(x: Any) -> bool | str:
-    """Beam search's `early_stopping`."""
+    """Return beam search's `early_stopping`: a bool or "never"."""
     return x if isinstance(x, str) and x == "never" else flag(x)
 
 
 def policy(x: Any) -> Overflow | None:
-    """What to do when a text outgrows its cache, by name or by itself."""
+    """Return an overflow policy, given by name or as an object."""
     if isinstance(x, str) and x in OVERFLOWS:
         return OVERFLOWS[x]
     policy: Overflow = instance(Overflow)(x)
@@ -116,7 +116,7 @@ def policy(x: Any) -> Overflow | None:
 
 
 def processors(x: Any) -> tuple[Any, ...]:
-    """A list of processors and functions of two arguments."""
+    """Return a list of processors and functions of two arguments, as a tuple."""
     found = tuple(instance(list | tuple)(x))
     if not all(isinstance(p, Processor) or takes_two(p) for p in found):
         raise TypeError
@@ -124,7 +124,7 @@ def processors(x: Any) -> tuple[Any, ...]:
 
 
 def criteria(x: Any) -> tuple[Ends, ...]:
-    """A function of two arguments or a list of them, as a tuple."""
+    """Return a function of two arguments, or a list of them, as a tuple."""
     found = tuple(x) if isinstance(x, list | tuple) else (x,)
     if not all(map(takes_two, found)):
         raise TypeError
@@ -132,10 +132,10 @@ def criteria(x: Any) -> tuple[Ends, ...]:
 
 
 def takes_two(x: Any) -> bool:
-    """Whether x can be called with two arguments, as far as Python shows its signature."""
+    """Return whether x can be called with two arguments, judging by its signature."""
     try:
         inspect.signature(x).bind(None, None)
-    except ValueError:  # it shows none
+    except ValueError:  # it has no signature
         return callable(x)
     except TypeError:
         return False

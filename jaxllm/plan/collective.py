@@ -1,7 +1,7 @@
-"""One kind of message between devices, and what it makes each of them send.
+"""A collective operation, and the bytes that each device sends for it.
 
-Rings: of n bytes an all-reduce over t devices sends 2 n (t - 1) / t from each, gathering or
-scattering n bytes n (t - 1) / t (Patarasuk and Yuan 2009).
+With ring algorithms over t devices an all-reduce of n bytes sends 2 n (t - 1) / t from each device;
+an all-gather or reduce-scatter sends n (t - 1) / t (Patarasuk and Yuan 2009).
 """
 
 import dataclasses
@@ -12,9 +12,13 @@ Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One that a program has `count` times. axis: the outermost that it is over, with all within it
-    that share its work; over: how many devices; bytes: of its result on each. times: how often a
-    loop runs it.
+    """A collective that a program contains `count` times.
+
+    Attributes:
+      axis: the outermost mesh axis that it runs over.
+      over: number of devices.
+      bytes: size of its result on each device.
+      times: number of times that a loop runs it.
     """
 
     what: str
@@ -27,17 +31,17 @@ class Collective:
 
     @property
     def calls(self) -> int:
-        """How many of them a step waits for."""
+        """The number of calls in a step."""
         return self.count * self.times
 
     @property
     def sent(self) -> float:
-        """Bytes that a device sends for all of them."""
+        """The bytes that a device sends for all calls."""
         share = (self.over - 1) / self.over
         parts = {
             "all-reduce": 2 * share,
             "all-gather": share,
-            "reduce-scatter": self.over * share,  # its result is a share
+            "reduce-scatter": self.over * share,  # its result is one shard
             "all-to-all": share,
             "collective-permute": 1.0,
         }

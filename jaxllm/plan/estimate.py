@@ -1,8 +1,8 @@
-"""What a step takes on devices' peaks, and what fits: lower bounds of time, from bytes and flops.
+"""Lower bounds of step times from peak rates, and the largest batch and context that fit.
 
-A step takes at least what reading its bytes takes, or its arithmetic, whichever is longer, and what
-its collectives take beside that (Pope et al. 2022, arXiv 2211.05102, section 3). Nothing here knows
-of overheads, or of communication that is hidden behind arithmetic.
+A step takes at least the time of its memory reads or of its arithmetic, whichever is longer, plus
+the time of its collectives (Pope et al. 2022, arXiv 2211.05102, section 3). Overheads, and overlap
+of communication with arithmetic, are ignored.
 """
 
 import dataclasses
@@ -25,16 +25,19 @@ from jaxllm.plan.hardware import Hardware
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 
-CHUNK = 256  # tokens of a prompt that run at once, as `prefill` has it
-SPARE = 0.9  # of a device's memory: the rest is the runtime's
+CHUNK = 256  # tokens of a prompt that run at once, as in `prefill`
+SPARE = 0.9  # usable share of a device's memory; the runtime needs the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is planned: a checkpoint in the formats of `precision`, on devices of one kind.
+    """A planning query: a checkpoint in the formats of `precision`, on devices of one kind.
 
-    batch: rows in all. context: tokens of each. exact: without partial sums. groups: microbatches
-    of a pipeline; None: as many as there are stages, if there are as many rows.
+    Attributes:
+      batch: rows over all devices.
+      context: tokens per row.
+      exact: deterministic sums, without partial sums over devices.
+      groups: microbatches of a pipeline; None: as many as stages, at most the number of rows.
     """
 
     opened: Checkpoint
@@ -48,20 +51,20 @@ class Asked:
 
     @property
     def microbatches(self) -> int:
-        """How many groups of rows a pipeline has in flight."""
+        """The number of microbatches in flight in a pipeline, while it decodes."""
         rows = traffic.rows_of(self.axes, self.batch)
         if self.groups is None:
             return min(self.axes.stage, rows)
         if rows % self.groups:
             raise ConfigError(
-                f"{rows} rows on each of data={self.axes.data} do not divide into {self.groups}"
+                f"{rows} rows on each of data={self.axes.data} are not divisible by {self.groups}"
                 " microbatches"
             )
         return self.groups
 
     @property
     def prompt_groups(self) -> int:
-        """The same of a chunk of a prompt (`pipeline.stages.Stages`)."""
+        """The number of microbatches of a prompt chunk (`pipeline.stages.Stages`)."""
         if self.groups is not None or self.axes.stage == 1:
             return self.microbatches
         rows = traffic.rows_of(self.axes, self.batch)
@@ -71,12 +74,14 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What it comes to, on the most loaded device. Bytes; seconds; rows and tokens.
+    """The estimates for the most loaded device, in bytes and seconds.
 
-    decode, prefill: the collectives of a token of each row, and of a chunk of a prompt. token_time:
-    a step of decoding; read_time, compute_time, traffic_time: its parts. prompt_time: of a whole
-    prompt of `context` tokens. idle: the share of its ticks in which a stage has nothing to do.
-    most_batch, most_context: with the other one as asked.
+    Attributes:
+      decode, prefill: collectives of a decoding step, and of a prompt chunk.
+      read_time, compute_time, traffic_time: the parts of a decoding step.
+      prompt_time: of a whole prompt of `context` tokens.
+      most_batch: largest number of rows at the given context.
+      most_context: largest context in tokens at the given batch.
     """
 
     asked: Asked
@@ -106,19 +111,19 @@ class Plan:
 
     @property
     def idle(self) -> float:
-        """(p - 1) / (m + p - 1): of the whole of a pipeline's ticks, of a chunk of a prompt."""
+        """The share of a prompt chunk's ticks in which a stage is idle: (p - 1) / (m + p - 1)."""
         p, m = self.stages, self.asked.prompt_groups
         return (p - 1) / (m + p - 1)
 
     @property
     def overhead(self) -> float:
-        """(p - 1) / m: the same of the ideal time, as Megatron's papers have it."""
+        """The idle time relative to the ideal time, (p - 1) / m, as in Megatron's papers."""
         return (self.stages - 1) / self.asked.prompt_groups
 
     @property
     def token_time(self) -> float:
-        """Of one token of each row: a group of rows passes all stages before its next token, and
-        each stage works on the other groups meanwhile. A tick reads a stage's weights once."""
+        """The time of a decoding step. A microbatch passes all stages before its next token; the
+        stages work on other microbatches meanwhile. A tick reads a stage's weights once."""
         groups, h = self.asked.microbatches, self.asked.hardware
         reading = (self.weights.read + self.cache / groups) / h.bandwidth
         tick = max(reading, self.compute_time / groups)
@@ -130,7 +135,7 @@ class Plan:
 
 
 def plan(asked: Asked) -> Plan:
-    """The plan. Raises ConfigError for what does not divide, by path, size and axis."""
+    """Return the plan. Raises ConfigError for sizes that do not divide, with path and axis."""
     _check(asked)
     held = _weights(asked)
     capacity = asked.context
@@ -142,7 +147,7 @@ def plan(asked: Asked) -> Plan:
     prefill = _traffic(asked, chunk)
     cache = _cache(asked, asked.batch, capacity)
     h = asked.hardware
-    ring = 1 if asked.axes.exchange else asked.axes.sequence  # slots that do not divide are on all
+    ring = 1 if asked.axes.exchange else asked.axes.sequence  # the context must be a multiple
     read = held.read + cache
     chunks = -(-asked.context // chunk)
     keys = _attention(asked, asked.context)
@@ -167,7 +172,7 @@ def plan(asked: Asked) -> Plan:
 
 
 def _check(asked: Asked) -> None:
-    """Raises ConfigError for a mesh on which such a model does not run (`mesh.meshed`)."""
+    """Raise ConfigError if the model does not run on the mesh (`mesh.meshed`)."""
     config, axes = asked.opened.config, asked.axes
     ways.check(share_of(config, axes), axes, asked.exact)
     megatron.check(axes, asked.exact)
@@ -208,7 +213,7 @@ def _traffic(asked: Asked, tokens: int) -> list[Collective]:
 
 
 def _flops(asked: Asked) -> float:
-    """Of one token's products with weights, on one device: two for each weight that it runs."""
+    """Return the flops of one token's matmuls on one device: two per active weight."""
     config, axes = asked.opened.config, asked.axes
     shapes = flatten(param_shapes(build(config)))
     active = sum(s.size * share_read(config, len(s.shape)) for _, s in shapes if len(s.shape) > 1)
@@ -217,13 +222,13 @@ def _flops(asked: Asked) -> float:
 
 
 def _fullest(asked: Asked) -> float:
-    """Return how many layers the fullest stage has, of an even share."""
+    """Return the number of layers of the largest stage, relative to an even share."""
     config, stages = asked.opened.config, asked.axes.stage
     return len(layers_of(config, stages)[0]) * stages / config.num_hidden_layers
 
 
 def _attention(asked: Asked, slots: int) -> float:
-    """Of one token's attention to so many slots, on one device."""
+    """Return the flops of one token's attention to `slots` slots, on one device."""
     config, axes = asked.opened.config, asked.axes
     heads = config.num_attention_heads * config.num_hidden_layers * _fullest(asked)
     among = axes.tensor * axes.copies * axes.stage * axes.sequence
@@ -231,7 +236,7 @@ def _attention(asked: Asked, slots: int) -> float:
 
 
 def _seconds(found: list[Collective], asked: Asked) -> float:
-    """Over the node's own link where an axis, with those within it, stays in a node."""
+    """Return the time of collectives; axes that fit into a node use its internal link."""
     h, axes = asked.hardware, asked.axes
     total = 0.0
     for c in found:
@@ -241,7 +246,7 @@ def _seconds(found: list[Collective], asked: Asked) -> float:
 
 
 def _most(needed: Callable[[int], int], h: Hardware) -> int:
-    """The largest number for which what is needed fits; 0 for none."""
+    """Return the largest number whose needed bytes fit into memory; 0 if none does."""
     room, high = h.memory * SPARE, 1
     if needed(1) > room:
         return 0

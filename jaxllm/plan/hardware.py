@@ -1,8 +1,8 @@
-"""What devices can do, by name or by numbers: all that a plan knows of a machine.
+"""Device specifications, by name or by numbers.
 
-The numbers are the makers' (data sheets; for the RTX card dense products with float32 sums, and
-PCIe x16 as the link; for TPUs also "How to Scale Your Model", Austin et al. 2025, table of chapter
-2): peaks, which nobody reaches. A plan is a bound, not a promise.
+The numbers are peak values from data sheets. For the RTX card: dense products with float32 sums,
+and PCIe x16 as the link. For TPUs also from "How to Scale Your Model" (Austin et al. 2025, table of
+chapter 2). Real programs do not reach them, so a plan is a bound.
 """
 
 import dataclasses
@@ -16,12 +16,16 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of device, and what joins several.
+    """A kind of device, and its links.
 
-    flops: of products in bfloat16, a second. memory: bytes a device has. bandwidth: of its memory,
-    bytes a second. link: what a device sends to others of its node at once, bytes a second in one
-    direction. node: how many devices that link joins. across: what it sends beyond them. latency:
-    seconds that a collective takes however little it moves.
+    Attributes:
+      flops: bfloat16 matmul flops per second.
+      memory: bytes per device.
+      bandwidth: of the memory, bytes per second.
+      link: bytes per second that a device sends within its node, in one direction.
+      node: number of devices in a node.
+      across: bytes per second that a device sends to other nodes.
+      latency: minimum seconds of a collective.
     """
 
     flops: float
@@ -61,10 +65,10 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Hardware))
 
 
 def hardware(text: str) -> Hardware:
-    """A device by its name, by numbers, or a name with some of its numbers changed.
+    """Parse a device: a name, numbers, or a name with some numbers changed.
 
-    As in `h100`, `h100,memory=94g`, or `flops=1t,memory=16g,bandwidth=20g,link=10g`. Numbers may
-    end in k, m, g, t or p, for powers of 1,000. Raises ConfigError for what is none of these.
+    Examples: `h100`, `h100,memory=94g`, or `flops=1t,memory=16g,bandwidth=20g,link=10g`. Numbers
+    may end in k, m, g, t or p, for powers of 1,000. Raises ConfigError for other texts.
     """
     named, *rest = [part.strip() for part in text.split(",")]
     known: dict[str, float] = {}
@@ -74,18 +78,18 @@ def hardware(text: str) -> Hardware:
         known = dataclasses.asdict(HARDWARE[named.lower()])
     else:
         raise ConfigError(
-            f"hardware {named!r:.40} is not known (known: {', '.join(HARDWARE)}; or numbers, as in"
-            " flops=1t,memory=16g,bandwidth=20g,link=10g)"
+            f"hardware {named!r:.40} is unknown: use {', '.join(HARDWARE)}, or numbers, as in"
+            " flops=1t,memory=16g,bandwidth=20g,link=10g"
         )
     for part in rest:
         name, equals, number = part.partition("=")
         found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)([kmgtp]?)b?", number.strip().lower())
         if not equals or name not in FIELDS or not found:
             raise ConfigError(
-                f"hardware: {part!r:.60} is not NAME=NUMBER with a name of {', '.join(FIELDS)}"
+                f"hardware: {part!r:.60} must be NAME=NUMBER, with NAME one of {', '.join(FIELDS)}"
             )
         known[name] = float(found[1]) * _UNITS[found[2]]
     lacking = [f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING]
     if missing := [name for name in lacking if name not in known]:
-        raise ConfigError(f"hardware: {', '.join(missing)} must be given too")
+        raise ConfigError(f"hardware: {', '.join(missing)} must be given")
     return Hardware(**known)

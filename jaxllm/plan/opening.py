@@ -1,22 +1,23 @@
-"""A checkpoint to plan with: opened as any other, or its configuration alone."""
+"""Opens a checkpoint for planning, or only its configuration."""
 
 from pathlib import Path
 
 from jaxllm.checkpoint import Checkpoint
 from jaxllm.convert.engine import read_config, unread_fields
 from jaxllm.files import read_json
-from jaxllm.loading import open_checkpoint, warn_unread
+from jaxllm.forms import open_checkpoint, warn_unread
 from jaxllm.weights.precision import Precision
 
 WEIGHTS = (".safetensors", ".msgpack", ".bin", ".gguf", ".pt", ".pth", ".h5")
 
 
 def opened_for(path: str | Path) -> Checkpoint:
-    """The checkpoint at `path`, as `jaxllm.load` takes it; of a config.json, or of a directory with
-    nothing else of a model, one without tensors, whose weights are in bfloat16 unless its `dtype`
-    says float32 or float16.
+    """Open the checkpoint at `path`, as in `jaxllm.load`.
 
-    Raises CheckpointError or ConfigError for what is none.
+    A config.json, or a directory without weight files, gives a checkpoint without tensors. Its
+    weights count as bfloat16, unless its `dtype` is float32 or float16.
+
+    Raises CheckpointError or ConfigError if there is no valid checkpoint.
     """
     if not isinstance(path, Path):
         alone = Path(path) / "config.json"

@@ -1,4 +1,4 @@
-"""Meshes for a number of devices: all that divide the model and fit, the best first."""
+"""A ranking of the meshes of a number of devices: those that fit first, then by the goal."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from jaxllm.mesh.rules import fitted
 from jaxllm.models.experts import MixtureConfig
 from jaxllm.plan.estimate import Asked, Plan, plan
 
-# What is wanted, and what is the less the better then.
+# Optimization goals, and the function to minimize for each.
 GOALS: dict[str, Callable[[Plan], float]] = {
     "latency": lambda p: p.token_time,
     "throughput": lambda p: -p.tokens_per_second,
@@ -19,8 +19,10 @@ GOALS: dict[str, Callable[[Plan], float]] = {
 
 
 def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
-    """Data x stage x sequence x expert x tensor for so many devices, where they divide the model
-    and its context: around a ring, or exchanged for heads. `estimate.plan` refuses some of them.
+    """Yield the meshes data x stage x sequence x expert x tensor that divide model and context.
+
+    Context parallelism is by ring attention or by Ulysses (`exchange`). `estimate.plan` rejects
+    some of the meshes.
     """
     config = asked.opened.config
     experts = config.num_experts if isinstance(config, MixtureConfig) else 1
@@ -32,7 +34,7 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
             continue
         for exchange in (False, True) if sequence > 1 else (False,):
             if not exchange and asked.context % sequence:
-                continue  # slots that do not divide are on all devices
+                continue  # the cache would be replicated
             axes = Axes(
                 data=data,
                 stage=stage,
@@ -48,16 +50,16 @@ def meshes(asked: Asked, devices: int) -> Iterator[Axes]:
 
 
 def check_goal(goal: str) -> None:
-    """Raise ConfigError for what no mesh is proposed for."""
+    """Raise ConfigError for an unknown goal."""
     if goal not in GOALS:
-        raise ConfigError(f"a mesh is proposed for {' or '.join(GOALS)}, got {goal!r:.40}")
+        raise ConfigError(f"the goal must be {' or '.join(GOALS)}, got {goal!r:.40}")
 
 
 def proposals(asked: Asked, devices: int, goal: str = "latency") -> list[Plan]:
-    """Their plans, those that fit before those that do not, the best by `goal` first.
+    """Return the plans of all meshes: those that fit in memory first, then sorted by `goal`.
 
-    Throughput is that of the batch asked for. Raises ConfigError for another goal, and where no
-    mesh of so many devices divides the model.
+    Throughput is that of the given batch. Raises ConfigError for another goal, and if no mesh of
+    `devices` devices divides the model.
     """
     check_goal(goal)
     found = []
@@ -68,7 +70,7 @@ def proposals(asked: Asked, devices: int, goal: str = "latency") -> list[Plan]:
             continue
     if not found:
         raise ConfigError(
-            f"no mesh of {devices} devices divides this model and its batch of {asked.batch}"
+            f"no mesh of {devices} devices divides this model and a batch of {asked.batch}"
         )
     return sorted(found, key=lambda p: (not p.fits, GOALS[goal](p), p.total))
 

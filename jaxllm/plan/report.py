@@ -1,4 +1,4 @@
-"""A plan as a table to read, or as plain values for JSON."""
+"""A plan as text, or as values for JSON."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,39 +10,38 @@ from jaxllm.plan.estimate import Plan
 
 
 def text(plan: Plan) -> str:
-    """All of a plan, in lines."""
+    """Format a plan as text."""
     asked, h = plan.asked, plan.asked.hardware
     lines = [
         f"{asked.opened.directory.name} on {asked.axes}, {asked.batch} rows of {asked.context}"
         " tokens",
         "",
         "bytes on each device",
-        f"  weights    {_size(plan.weights.held):>10}   of which a step reads"
-        f" {_size(plan.weights.read)}",
+        f"  weights    {_size(plan.weights.held):>10}   a step reads {_size(plan.weights.read)}",
         f"  cache      {_size(plan.cache):>10}",
         f"  working    {_size(plan.working):>10}   estimated, within a factor of"
-        f" {sizes.WITHIN:g} of what compiled steps hold",
-        f"  in all     {_size(plan.total):>10}   of {_size(h.memory)}:"
+        f" {sizes.WITHIN:g} of compiled steps",
+        f"  total      {_size(plan.total):>10}   of {_size(h.memory)}:"
         f" {'fits' if plan.fits else 'DOES NOT FIT'}",
         "",
-        "communication of a step of decoding, on each device",
+        "communication of a decoding step, on each device",
         *_collectives(plan.decode),
-        "communication of a chunk of a prompt",
+        "communication of a prompt chunk",
         *_collectives(plan.prefill),
     ]
     if plan.stages > 1:
         lines += [
             "",
             f"pipeline of {plan.stages} stages, {asked.prompt_groups} microbatches of a prompt:"
-            f" idle {plan.idle:.1%} of all ticks, which is {plan.overhead:.1%} of the ideal time",
+            f" idle in {plan.idle:.1%} of all ticks, {plan.overhead:.1%} of the ideal time",
         ]
     lines += [
         "",
-        "bounds from the devices' peaks",
-        f"  a token    {_time(plan.token_time):>10}   reading {_time(plan.read_time)}, arithmetic"
+        "bounds from the devices' peak rates",
+        f"  token      {_time(plan.token_time):>10}   reading {_time(plan.read_time)}, arithmetic"
         f" {_time(plan.compute_time)}, communication {_time(plan.traffic_time)}",
-        f"  all rows   {plan.tokens_per_second:>10,.0f}   tokens a second",
-        f"  a prompt   {_time(plan.prompt_time):>10}   of {asked.context} tokens in each row",
+        f"  all rows   {plan.tokens_per_second:>10,.0f}   tokens per second",
+        f"  prompt     {_time(plan.prompt_time):>10}   of {asked.context} tokens in each row",
         f"  largest    {plan.most_batch:>10,}   rows of {asked.context} tokens;"
         f" or {plan.most_context:,} tokens in {asked.batch} rows",
     ]
@@ -50,10 +49,8 @@ def text(plan: Plan) -> str:
 
 
 def ranking(plans: Sequence[Plan], count: int = 8) -> str:
-    """Several plans of one model, a line each."""
-    rows = [
-        ("mesh", "bytes a device", "a token", "tokens/s", "communication", "a prompt", "most rows")
-    ]
+    """Format several plans of one model, a line each."""
+    rows = [("mesh", "bytes/device", "token", "tokens/s", "communication", "prompt", "max rows")]
     rows += [
         (
             f"{plan.asked.axes}{'' if plan.fits else ' (does not fit)'}",
@@ -75,7 +72,7 @@ def ranking(plans: Sequence[Plan], count: int = 8) -> str:
 
 
 def values(plan: Plan) -> dict[str, Any]:
-    """A plan as plain values."""
+    """Return a plan as JSON values."""
     return {
         "mesh": str(plan.asked.axes),
         "batch": plan.asked.batch,

@@ -1,9 +1,9 @@
-"""Many requests on many replicas, simulated: continuous batching, shared prefixes, failures.
+"""Simulation of requests on replicas: continuous batching, shared prefixes, failures.
 
-A replica does one thing after the other, as `decode.batching` does: it takes in what fits, a
-prompt at a time, and then runs a token of every row. What each takes, `Machine` says, from a plan
-or from measurements; arrivals are a Poisson process. Nothing else is known here: no overheads, no
-network but what frozen segments take to move.
+As in `decode.batching`, a replica runs one operation at a time: it prefills waiting prompts one by
+one while there are free rows, then runs a decoding step of all rows. `Machine` gives their times,
+from a plan or from measurements. Arrivals are a Poisson process. Other overheads are ignored; the
+network only transfers frozen segments.
 """
 
 import dataclasses
@@ -20,8 +20,13 @@ from jaxllm.whole import whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests: `rate` a second, `count` in all. prompt: tokens of each, of which the first
-    `shared` are those of its group, one of `groups`. answer: tokens that each is given.
+    """The requests.
+
+    Attributes:
+      rate: requests per second.
+      count: number of requests.
+      prompt: tokens per prompt; the first `shared` are the same within each of `groups` groups.
+      answer: tokens per answer.
     """
 
     rate: float
@@ -42,10 +47,14 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What one replica takes, in seconds. prompt_time: of so many tokens of a prompt. step_time: of
-    a token of each of so many rows. rows: the most that run at once. prefixes: how many groups'
-    prefixes it keeps, frozen, those that were used last. move_time: of a prompt's keys and values
-    from one replica to another, as they are.
+    """The speed of a replica; times are in seconds.
+
+    Attributes:
+      prompt_time: of the prefill of this many tokens.
+      step_time: of a decoding step of this many rows.
+      rows: maximum number of rows that run at once.
+      prefixes: number of frozen group prefixes that it keeps, the most recently used ones.
+      move_time: to move a prompt's keys and values to another replica.
     """
 
     prompt_time: Callable[[int], float]
@@ -57,10 +66,15 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Replicas. prefilling: how many more do prompts alone, and hand frozen segments on; 0: each
-    does its own. by_prefix: whether a request goes to a replica that has its prefix, if that is not
-    the busier by more than `rows`; otherwise to the least busy. fails: (second, replica, seconds
-    until it is back) of each failure: what it ran begins anew elsewhere.
+    """The replicas, and how requests are routed.
+
+    Attributes:
+      prefilling: number of additional replicas that only prefill, and pass frozen segments on; 0:
+        each replica prefills its own prompts.
+      by_prefix: route a request to a replica that has its prefix, unless its load exceeds the
+        lowest load by more than `Machine.rows`; otherwise to the least loaded.
+      fails: (second, replica, seconds of downtime) of each failure. Its requests start again on
+        other replicas.
     """
 
     replicas: int
@@ -71,8 +85,8 @@ class Fleet:
 
 @dataclasses.dataclass
 class Request:
-    """One of them. first, end: when its first and its last token are there. computed: tokens of its
-    prompt that were run, again after a failure too.
+    """A request. first, end: times of its first and last token. computed: prompt tokens that were
+    run for it, including repetitions after failures.
     """
 
     number: int
@@ -82,19 +96,19 @@ class Request:
     end: float = math.inf
     done: int = 0
     computed: int = 0
-    ready: bool = False  # its prompt has been run elsewhere
+    ready: bool = False  # a prefilling replica has run its prompt
 
 
 class _Replica:
-    """What one is doing."""
+    """The state of a replica."""
 
     def __init__(self) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.kept: list[int] = []  # groups, the one that was used last at the end
-        self.free = 0.0  # when it has done what it is doing
-        self.down = -math.inf  # until when it is gone
-        self.life = 0  # how often it has failed: what it was doing before comes to nothing
+        self.kept: list[int] = []  # groups whose prefix it has, the most recently used last
+        self.free = 0.0  # time when it finishes its operation
+        self.down = -math.inf  # time until which it is down
+        self.life = 0  # number of failures; they cancel the operation that was running
 
     @property
     def load(self) -> int:
@@ -102,9 +116,9 @@ class _Replica:
 
 
 def simulate(workload: Workload, machine: Machine, fleet: Fleet) -> list[Request]:
-    """The requests, in the order of their arrival, as they were served."""
+    """Simulate the fleet, and return the requests in order of arrival, with their times."""
     if fleet.replicas < 1 or fleet.prefilling < 0:
-        raise ConfigError(f"a fleet has a replica at least, got {fleet}")
+        raise ConfigError(f"a fleet needs at least one replica, got {fleet}")
     return _Run(workload, machine, fleet).run()
 
 
@@ -136,7 +150,7 @@ class _Run:
         heapq.heappush(self.events, (when, self.count, happen))
 
     def arrive(self, request: Request, now: float) -> None:
-        """A request goes to a replica: that of its prefix, or the least busy that is there."""
+        """Route a request to a replica with its prefix, or to the least loaded one that is up."""
         pool = self.decoding if request.ready or not self.prefilling else self.prefilling
         there = [r for r in pool if r.down <= now]
         if not there:
@@ -152,18 +166,18 @@ class _Run:
         self.wake(least, now)
 
     def wake(self, replica: _Replica, now: float) -> None:
-        """Let a replica that is idle go on."""
+        """Start the next operation of a replica if it is idle."""
         if replica.free <= now:
             self.work(replica, now)
 
     def work(self, replica: _Replica, now: float) -> None:
-        """Do the next thing: take a prompt in if there is room, else a token of every row."""
+        """Start the next operation: a prefill if there is a free row, else a decoding step."""
         if replica.down > now or not replica.load:
             return
         alone = replica in self.prefilling
         if replica.waiting and (alone or len(replica.running) < self.machine.rows):
             request = replica.waiting.pop(0)
-            ready = request.ready  # elsewhere
+            ready = request.ready
             lasting = 0.0 if ready else self.machine.prompt_time(self.tokens(replica, request))
             replica.running.append(request)
             self.busy(replica, now + lasting, partial(self.prompted, replica, request))
@@ -172,7 +186,7 @@ class _Run:
         self.busy(replica, now + lasting, partial(self.stepped, replica, rows))
 
     def busy(self, replica: _Replica, until: float, then: Callable[[float], None]) -> None:
-        """Do something until then, and the next thing after it, unless it fails before."""
+        """Run an operation until `until`, then start the next, unless the replica fails before."""
         replica.free, life = until, replica.life
 
         def done(now: float) -> None:
@@ -183,7 +197,7 @@ class _Run:
         self.at(until, done)
 
     def tokens(self, replica: _Replica, request: Request) -> int:
-        """Those of its prompt that this replica has to run."""
+        """Return the number of prompt tokens to run, and update the replica's prefixes."""
         count = self.workload.prompt
         if self.machine.prefixes:
             if request.group in replica.kept:
@@ -206,7 +220,7 @@ class _Run:
             self.gain(replica, request, now)
 
     def gain(self, replica: _Replica, request: Request, now: float) -> None:
-        """A token, which may be the last."""
+        """Add a token to a request, which may be the last."""
         request.done += 1
         request.first = min(request.first, now)
         if request.done >= self.workload.answer:
@@ -214,7 +228,7 @@ class _Run:
             replica.running.remove(request)
 
     def fail(self, number: int, lasting: float, now: float) -> None:
-        """A replica is gone, with all that it had; its requests go to others, from the start."""
+        """Take a replica down with all its state; its requests start again on other replicas."""
         replica = self.decoding[number]
         lost = [*replica.running, *replica.waiting]
         replica.waiting, replica.running, replica.kept = [], [], []

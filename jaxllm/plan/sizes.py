@@ -1,8 +1,8 @@
-"""Bytes on each device: of weights and caches exactly, of what a step computes about.
+"""Bytes on each device: exact for weights and caches, estimated for temporaries of a step.
 
-What a device has of a weight is asked of the code that cuts weights (`placing.Cut`), with shapes in
-place of numbers. Where numbers decide what a format stores (bitmaps, packed bfloat16) it is counted
-as if no weight were 0 and no exponent rare, or by what the file has of them.
+The size of a device's shard comes from the code that shards weights (`placing.Cut`), applied to
+shapes. If the size of a format depends on the values (bitmaps, packed bfloat16), it is taken from
+the file, or computed as if no weight were 0 and no exponent rare.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ from jaxllm.weights.leaves.sparse import SPARE, SparseFormat
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 
-WITHIN = 1.75  # what a step holds is at most so many times `working`, and at least so small a part
+WITHIN = 1.75  # the memory of a compiled step is within this factor of `working`
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Bytes of one device's parameters. read: of which a step of one token a row reads so many."""
+    """Bytes of one device's parameters, and of those that a decoding step reads."""
 
     held: int
     read: int
@@ -46,24 +46,25 @@ class Weights:
 def weights(
     opened: Checkpoint, precision: Precision, axes: Axes, exact: bool, rows: int
 ) -> Weights:
-    """What the most loaded device has of a checkpoint's parameters in the formats of `precision`.
+    """Return the bytes of a checkpoint's parameters on the most loaded device.
 
-    rows: of a batch, for how many experts a step runs. Raises ConfigError for what does not divide.
+    rows: batch size; it determines how many experts a step reads. Raises ConfigError for sizes that
+    do not divide.
     """
     config = opened.config
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.family(config.model_type).tables
     prefix = f"{models.family(config.model_type).layers}."
-    own = layers_of(config, axes.stage)[0]  # the first stage has as many as any
+    own = layers_of(config, axes.stage)[0]  # no stage has more layers than the first
     held = read = 0
-    alike: dict[Any, int] = {}  # layers are: what one's share takes is found once
+    alike: dict[Any, int] = {}  # sizes by format and shape, since layers are alike
     for path, shape in shapes.items():
         split = split_of(config, exact, path)
         name = opened.formats.get(path) or precision.formats_at(path, shape.ndim)[-1]
         count = alike.get((name, split, shape.shape))
         if count is None:
             count = _bytes(opened, name, path, shape, split, axes)
-            if path not in opened.formats:  # whose numbers may decide
+            if path not in opened.formats:  # else the size may depend on the values
                 alike[name, split, shape.shape] = count
         if path.startswith(prefix) and int(path.removeprefix(prefix).split(".")[0]) not in own:
             continue
@@ -83,7 +84,7 @@ def _bytes(
     split: Split,
     axes: Axes,
 ) -> int:
-    """Of one device's share of a parameter in a format."""
+    """Return the bytes of one device's shard of a parameter in a format."""
     kept = list(shape.shape)
     if split.stack:
         kept[0] //= axes.expert
@@ -97,7 +98,7 @@ def _bytes(
 
 
 def _remade(opened: Checkpoint, path: str, name: str, shape: tuple[int, ...], parts: int) -> int:
-    """Of a share that is made anew of its numbers, of which some pieces' lengths are not known."""
+    """Return the bytes of a shard in a format whose array sizes depend on the values."""
     sparse = isinstance(parse(name), SparseFormat)
     blind, total = math.prod(shape) + SPARE if sparse else 0, 0
     for piece, (size, dtype) in parse(name).expected(shape).items():
@@ -115,7 +116,7 @@ def _size(tree: Any) -> int:
 
 
 def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capacity: int) -> int:
-    """Bytes of one device's part of a cache of so many rows with room for so many tokens."""
+    """Return the bytes of one device's part of a cache of `rows` rows of `capacity` tokens."""
     rows = rows_of(axes, rows)
     slot, memory = _row(share_of(config, axes), precision.cache)
     slot = slot // config.num_hidden_layers * len(layers_of(config, axes.stage)[0])
@@ -127,7 +128,7 @@ def cache(config: ModelConfig, precision: Precision, axes: Axes, rows: int, capa
 
 @functools.cache
 def _row(share: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Bytes of a slot's keys and values in all layers, and of a row's memory."""
+    """Return the bytes of a slot's keys and values in all layers, and of a row's memory."""
     made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
     return _size((made.tail.k, made.tail.v)), _size(made.memory)
 
@@ -141,16 +142,19 @@ def working(
     slots: int,
     groups: int = 1,
 ) -> int:
-    """About what a step of `tokens` new tokens a row holds beside weights and cache, in bytes,
-    where no kernels of ours run. groups: microbatches of a pipeline.
+    """Estimate the temporary bytes of a step of `tokens` new tokens per row, without our kernels.
 
-    What compiled programs hold (`memory_analysis`), by what it is: the new keys and values of all
-    layers, which are written at the end, where tokens are split beside a copy of the cache
-    (XLA knows no order between reading and writing it there); the stream and what is made of it on
-    the way, some eight of its size in float32, half of them of a device's own tokens where norms
-    and sums are split; the larger of what a layer makes of it, scores of a block of slots and their
-    weights beside the block itself, or hidden numbers of an MLP; and what experts make, whose loops
-    have room of their own. XLA:CPU widens what is narrower than float32.
+    The terms follow the `memory_analysis` of compiled programs. XLA:CPU widens types narrower than
+    float32. The terms are:
+      - the new keys and values of all layers, which are written at the end. If tokens are sharded
+        also a copy of the cache, since XLA does not order its reads and writes there.
+      - eight float32 arrays of the size of the residual stream. With sequence parallelism four of
+        them have only a device's own tokens.
+      - the larger of attention (scores and weights of a block of slots, and the block itself) and
+        the hidden activations of an MLP.
+      - the buffers of experts.
+
+    groups: microbatches of a pipeline.
     """
     local, share = rows_of(axes, rows), share_of(config, axes)
     here = Way(tokens, axes.sequence, axes.exchange).here
@@ -172,12 +176,12 @@ def working(
 
 
 def _block(slots: int) -> int:
-    """Slots that attention looks at together: fewer than two blocks are one (`ops.attention`)."""
+    """Return the slots per attention block; fewer than two blocks are one (`ops.attention`)."""
     return slots if slots < 2 * BLOCK else BLOCK
 
 
 def _experts(share: ModelConfig, axes: Axes, tokens: int) -> int:
-    """Of a layer of experts: rows, what is given and made, and both in blocks that are filled."""
+    """Return the bytes of a layer's expert buffers: routed rows, and the rows padded to blocks."""
     if not isinstance(share, MixtureConfig):
         return 0
     rows, own = tokens * share.num_experts_per_tok, share.num_experts // axes.expert

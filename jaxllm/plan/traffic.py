@@ -1,8 +1,8 @@
-"""What devices send each other in a step: its collectives, by kind, axis, number and bytes.
+"""The collectives of a step, by kind, axis, number and bytes.
 
-Counted as the compiled programs have them (`mesh.counts`), which the tests compare: sums and
-gathered logits are float32, as products are. Sums over the same devices that do not wait for each
-other are one, as XLA makes them.
+Tests compare them with compiled programs (`mesh.counts`). All-reduces and gathered logits are
+float32, like the results of matmuls. Independent all-reduces over the same devices count as one,
+since XLA combines them.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from jaxllm.weights.precision import Precision
 
 
 def rows_of(axes: Axes, rows: int) -> int:
-    """How many of so many rows a device runs."""
+    """Return how many of `rows` rows a device runs."""
     return rows // _among(axes, rows)
 
 
 def _among(axes: Axes, rows: int) -> int:
-    """How many devices have rows of their own."""
+    """Return the number of groups of devices with different rows."""
     return axes.over(rows_over(axes, rows) or ())
 
 
@@ -47,11 +47,14 @@ def step(
     exact: bool = False,
     groups: int = 1,
 ) -> list[Collective]:
-    """The collectives of running so many tokens of so many rows against a cache of so many slots,
-    the logits of one of each row.
+    """Return the collectives of a step of `tokens` tokens per row, with the logits of one of them.
 
-    groups: microbatches that a pipeline runs. Of experts' buffers those for even routes are
-    counted, and of a split prompt a chunk that `sequence` divides.
+    Expert buffers are those for balanced routing; with context parallelism, `tokens` counts as
+    divisible by `sequence`.
+
+    Args:
+      slots: of the cache.
+      groups: microbatches of a pipeline.
     """
     among = _among(axes, rows)
     each = _Step(config, precision, axes, rows // among, among, tokens, slots, exact, groups)
@@ -60,7 +63,7 @@ def step(
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """rows: of a device. among: how many have rows of their own."""
+    """A step. rows: of a device. among: number of groups of devices with different rows."""
 
     config: ModelConfig
     precision: Precision
@@ -74,12 +77,12 @@ class _Step:
 
     def all(self) -> Iterator[Collective]:
         text = self.text
-        # Whether any slot is filled is said with it, but among stages: XLA names the groups of both
-        # otherwise there, and does not see that they are the same.
+        # XLA combines "is any slot filled" with this collective. With stages it does not: it writes
+        # the groups of the two in different forms.
         alone = text.marks and self.axes.stage > 1
         said = self.tokens + (text.marks and not alone)
-        yield Collective("which columns are real", "all-reduce", "data", self.among, 1, said)
-        yield Collective("whether a row is cached", "all-reduce", "data", self.among, int(alone), 1)
+        yield Collective("padding mask", "all-reduce", "data", self.among, 1, said)
+        yield Collective("is any slot filled", "all-reduce", "data", self.among, int(alone), 1)
         yield from self.ends()
         yield from self.layers()
         if self.axes.stage > 1:
@@ -100,12 +103,12 @@ class _Step:
 
     @property
     def width(self) -> int:
-        """Bytes of a number of what layers are given."""
+        """The bytes per activation."""
         return np.dtype(self.precision.activations).itemsize
 
     @property
     def columns(self) -> int:
-        """Tokens of a row that a device runs."""
+        """The tokens of a row that a device runs."""
         return Way(self.tokens, self.axes.sequence, self.axes.exchange).here
 
     @property
@@ -116,24 +119,22 @@ class _Step:
 
     @property
     def routed(self) -> int:
-        """How many of them have experts."""
+        """The number of these layers that have experts."""
         config = self.config
         return sum(map(config.routed, self.run)) if isinstance(config, MixtureConfig) else 0
 
     @property
     def turns(self) -> int:
-        """How often a device runs its layers: in each tick of a pipeline."""
+        """The number of times that a device runs its layers: the ticks of a pipeline."""
         return self.groups + self.axes.stage - 1 if self.axes.stage > 1 else 1
 
     @property
     def each(self) -> int:
-        """Tokens that layers run at once."""
+        """The tokens that layers run at once."""
         return -(-self.rows // self.groups) * self.columns
 
     def ends(self) -> Iterator[Collective]:
-        """The vocabulary is split over tensor and stages, of which each has tokens of its own or
-        all: what one of them has of others' rows is summed among its likes.
-        """
+        """Yield those of embeddings and logits; the vocabulary is sharded over tensor and stage."""
         c, p, over = self.config, self.axes.stage, self.tensor * self.axes.stage
         axis = "stage" if self.axes.stage > 1 else "tensor"
         table = parse(self.precision.format_at(f"{family(c.model_type).tokens}.weight", 2)).exact_in
@@ -141,9 +142,9 @@ class _Step:
         if self.streams:
             own = whole // self.tensor
             yield Collective("embeddings", "reduce-scatter", "tensor", self.tensor, 1, own)
-            yield Collective("embeddings of stages", "all-reduce", "stage", p, 1, own)
+            yield Collective("embeddings over stages", "all-reduce", "stage", p, 1, own)
             norm = self.rows * self.columns * c.hidden_size * self.width
-            yield Collective("last norm", "all-gather", "tensor", self.tensor, 1, norm)
+            yield Collective("final norm", "all-gather", "tensor", self.tensor, 1, norm)
         else:
             yield Collective("embeddings", "all-reduce", axis, over, 1, whole)
         logits = self.rows * -(-c.vocab_size // over) * over * 4
@@ -151,11 +152,11 @@ class _Step:
 
     @property
     def streams(self) -> bool:
-        """Whether norms and sums are split by tokens."""
+        """Whether norms and sums are sharded by tokens (sequence parallelism)."""
         return self.axes.stream and self.columns > 1 and self.columns % self.tensor == 0
 
     def layers(self) -> Iterator[Collective]:
-        """Two sums a layer, or what the exact mode gathers in their place."""
+        """Yield two all-reduces per layer, or the all-gathers that replace them in exact mode."""
         c, t = self.config, self.tensor
         count, routed = len(self.run), self.routed
         out = self.each * c.hidden_size * 4
@@ -170,7 +171,7 @@ class _Step:
                 yield self._layer(f"{what}: outputs", "all-gather", number, whole)
         elif self.streams:
             read = self.each * c.hidden_size * self.width
-            yield self._layer("attention, MLP: read", "all-gather", 2 * count, read)
+            yield self._layer("attention, MLP: inputs", "all-gather", 2 * count, read)
             yield self._layer("attention, MLP", "reduce-scatter", 2 * count, out // t)
         elif getattr(c, "use_parallel_residual", False):  # neither waits for the other
             yield self._layer("attention and MLP", "all-reduce", count, 2 * out)
@@ -182,7 +183,7 @@ class _Step:
             yield from self.norms(count)
 
     def norms(self, count: int) -> Iterator[Collective]:
-        """Of norms over all heads each token's sum of squares, or what is normed, and weights."""
+        """Yield those of norms over all heads: sums of squares; if exact, inputs and weights."""
         c, copies = self.config, self.axes.copies > 1
         squares = self.each * 4
         for member in family(c.model_type).norms:
@@ -196,7 +197,7 @@ class _Step:
                 wide = self.each * features * self.width
                 yield self._layer(what, "all-gather", count, wide, over)
                 yield self._layer(f"{what}: weights", "all-gather", count, weights, over)
-            elif copies:  # which keys' devices are fewer
+            elif copies:  # keys are sharded over fewer devices than queries
                 yield self._layer(what, "all-reduce", count, squares, over)
         if not self.exact and not copies:
             both = squares * len(family(c.model_type).norms)
@@ -211,38 +212,39 @@ class _Step:
         p, own = self.axes.stage, self.tensor if self.streams else 1
         token = self.config.hidden_size * self.width
         block = self.each // own * token
-        yield Collective("stages", "collective-permute", "stage", p, 1, block, self.turns)
+        yield Collective("stage outputs", "collective-permute", "stage", p, 1, block, self.turns)
         whole = self.rows * self.columns // own * token
-        yield Collective("last output", "all-reduce", "stage", p, 1, whole)
+        yield Collective("last stage's output", "all-reduce", "stage", p, 1, whole)
 
     def experts(self) -> Iterator[Collective]:
-        """Rows go to their experts and back, in buffers of half as much again as an even share; of
-        what is more uneven, more. Where rows do not divide, each device runs its own experts.
+        """Yield the all-to-alls to experts and back, or an all-reduce if rows do not divide.
+
+        Buffers are 1.5 times an even share; less balanced routing needs more than is counted here.
         """
         c, e = self.config, self.axes.expert
         count, sum_ = self.routed, self.room * c.hidden_size * 4
         if self.among < self.axes.data * e:
-            yield Collective("experts' rows", "all-reduce", "expert", e, count, sum_, self.turns)
+            yield Collective("expert outputs", "all-reduce", "expert", e, count, sum_, self.turns)
             return
         given = self.room * c.hidden_size * self.width
         for what, size in (
             ("to experts", given),
-            ("which", 4 * self.room),
+            ("expert ids", 4 * self.room),
             ("from experts", sum_),
         ):
             yield Collective(what, "all-to-all", "expert", e, count, size, self.turns)
         if self.room < e * self.chosen:
-            yield Collective("the fullest", "all-reduce", "expert", e, count, 4, self.turns)
+            yield Collective("largest expert load", "all-reduce", "expert", e, count, 4, self.turns)
 
     @property
     def chosen(self) -> int:
-        """How many rows experts are given: of each token one for each of its experts."""
+        """The number of rows for experts: tokens times experts per token."""
         k = self.config.num_experts_per_tok if isinstance(self.config, MixtureConfig) else 1
         return self.each * k
 
     @property
     def room(self) -> int:
-        """Rows that a device's experts run in all."""
+        """The rows that a device's experts run in total."""
         e = self.axes.expert
         if e == 1 or self.among < self.axes.data * e:
             return self.chosen

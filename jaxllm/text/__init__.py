@@ -1,10 +1,10 @@
 """Text in and out of a model: tokenizers, incremental detokenization, chat templates.
 
-tokenizer: ids and back, whatever kind of file it comes from; reader: the text of a continuation as
-it grows, detokenizer: the pieces of it, stop: where it ends. formats: Hugging Face's files, spm:
-SentencePiece's, byte_level: vocab.json and merges.txt; written: any as Hugging Face's. chat:
-templates; sandbox, syntax, budget: what a template may do, and for how long. bounds, regexes: what
-a tokenizer's file may ask for.
+tokenizer: text to ids and back, for any kind of file; reader: the streamed text of a continuation;
+detokenizer: its pieces; stop: stop strings. formats: Hugging Face's files; spm: SentencePiece
+models; byte_level: vocab.json and merges.txt; written: writes any of them in Hugging Face's format.
+chat: chat templates; sandbox, syntax, budget: their sandbox and limits. bounds, regexes: limits on
+a tokenizer's files.
 """
 
 from jaxllm.text.chat import ChatTemplate

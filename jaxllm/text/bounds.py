@@ -1,7 +1,7 @@
-"""What a tokenizer.json may ask of the `tokenizers` library: its schema, and bounds on its work.
+"""Schema and limits of a tokenizer.json, before it is passed to the `tokenizers` library.
 
-The library takes what it is given: it has no bound on a text that grows tenfold at each of thirty
-normalizers, nor on a regular expression.
+The library has no limits of its own: neither on a text that grows tenfold in each of thirty
+normalizers, nor on regular expressions.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from jaxllm.files import as_schema
 from jaxllm.text.regexes import check_regex
 
 MAX_STEPS = 64  # of normalizers, of pre-tokenizers and of decoders
-MAX_GROWTH = 64  # of a text on its way through them
-MAX_PIECE = 1 << 12  # characters of a piece, or of what is put into a text
+MAX_GROWTH = 64  # factor by which they may lengthen a text
+MAX_PIECE = 1 << 12  # characters of a piece, or of an inserted text
 MAX_ADDED = 1 << 17
 MAX_CHARACTERS = (
     1 << 23
-)  # of all pieces: the library's tries take 100 bytes for each; 2**21 are usual
+)  # of all pieces: the library's tries use 100 bytes per character; 2**21 are usual
 
 _Piece = Annotated[str, Meta(max_length=MAX_PIECE)]
 _Id = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -28,7 +28,7 @@ _SEQUENCES = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "de
 
 
 class _Model(msgspec.Struct):
-    """What pieces there are, and how they join; the library reads the rest."""
+    """The pieces and their merges; the library reads the other fields."""
 
     vocab: dict[_Piece, _Id] | list[tuple[_Piece, float]]
     type: str | None = None
@@ -40,7 +40,7 @@ class _Model(msgspec.Struct):
 
 
 class _Added(msgspec.Struct):
-    """A token that is found in the text before anything else."""
+    """A token that is matched before all others."""
 
     id: _Id
     content: _Piece
@@ -48,7 +48,7 @@ class _Added(msgspec.Struct):
 
 
 class _Tree(msgspec.Struct):
-    """A tokenizer.json; its normalizer, pre-tokenizer and decoder are walked step by step."""
+    """A tokenizer.json; its normalizer, pre-tokenizer and decoder are checked step by step."""
 
     model: _Model
     added_tokens: Annotated[list[_Added], Meta(max_length=MAX_ADDED)] = []
@@ -58,14 +58,15 @@ class _Tree(msgspec.Struct):
 
 
 def check_tree(tree: dict[str, Any], where: str) -> None:
-    """Raise CheckpointError for what is malformed, and for what might be run without an end."""
+    """Raise CheckpointError if a tokenizer.json is malformed or its work is not bounded."""
     pieces: _Tree = as_schema(tree, _Tree, where)
     vocab = pieces.model.vocab
     names = vocab if isinstance(vocab, dict) else (piece for piece, _ in vocab)
     total = sum(map(len, names)) + sum(len(token.content) for token in pieces.added_tokens)
     if total > MAX_CHARACTERS:
         raise CheckpointError(
-            f"{where}: its pieces have {total:,} characters; at most {MAX_CHARACTERS:,} are read"
+            f"{where}: the pieces are too long: got {total:,} characters in total, expected at most"
+            f" {MAX_CHARACTERS:,}"
         )
     for part, within in _SEQUENCES.items():
         growth = 1.0
@@ -75,16 +76,16 @@ def check_tree(tree: dict[str, Any], where: str) -> None:
                 raise CheckpointError(f"{where}: {part} has more than {MAX_STEPS} steps")
         if growth > MAX_GROWTH:
             raise CheckpointError(
-                f"{where}: {part} can make a text more than {MAX_GROWTH} times as long"
+                f"{where}: {part} can lengthen a text by more than a factor of {MAX_GROWTH}"
             )
 
 
 def _steps(step: Any, within: str, where: str) -> Iterator[dict[str, Any]]:
-    """A step, or those of a sequence of them, one after the other."""
+    """Yield a step, or the steps of a (nested) sequence."""
     if step is None:
         return
     if not isinstance(step, dict):
-        raise CheckpointError(f"{where} should be an object, got {step!r:.60}")
+        raise CheckpointError(f"{where} must be an object: got {step!r:.60}")
     if within not in step:
         yield step
         return
@@ -93,10 +94,10 @@ def _steps(step: Any, within: str, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any], where: str) -> float:
-    """How many times as long a step can make a text; its regex and its texts are checked."""
+    """Return the factor by which a step can lengthen a text; checks its regex and strings."""
     texts = [text for text in step.values() if isinstance(text, str)]
     if any(len(text) > MAX_PIECE for text in texts):
-        raise CheckpointError(f"{where}: a step puts in more than {MAX_PIECE} characters")
+        raise CheckpointError(f"{where}: a step has a text of more than {MAX_PIECE} characters")
     pattern = step.get("pattern")
     regex = pattern.get("Regex") if isinstance(pattern, dict) else None
     if regex is not None:
@@ -104,6 +105,6 @@ def _growth(step: dict[str, Any], where: str) -> float:
     content = step.get("content")
     if step.get("type") == "Replace" and isinstance(content, str):
         if regex is not None or not isinstance(pattern, dict):
-            return 1.0 + len(content)  # it may match nothing, between any two characters
+            return 1.0 + len(content)  # it may match the empty string between any two characters
         return max(1.0, len(content) / max(1, len(str(pattern.get("String", "")))))
     return 2.0 if step.get("type") == "ByteLevel" else 1.0

@@ -1,7 +1,7 @@
-"""What a chat template may use up: time, the size of a value, and characters in all.
+"""Limits of a chat template: time, size of a value, and total number of characters.
 
-The checks are of two kinds: a value that has been made is charged for its size, and an operation
-whose result could be out of all proportion to its operands is refused before it runs.
+There are two kinds of checks: each new value is charged for its size, and an operation whose result
+could be far larger than its operands is rejected before it runs.
 """
 
 import re
@@ -19,7 +19,7 @@ from jaxllm.errors import TemplateError
 MAX_ITEMS = 1 << 18
 MAX_BITS = 1 << 12
 MAX_WIDTH = 9999
-# A text may pass through this many values (a macro, a trim, a concatenation) on its way out.
+# Each text may be copied this often (a macro, a trim, a concatenation) on its way to the output.
 TOTAL_PER_OUTPUT = 32
 
 _PLAIN = (int, float, type(None), Undefined, Namespace)
@@ -27,12 +27,13 @@ _SEQUENCES: Any = (list, tuple, type({}.keys()), type({}.values()), type({}.item
 
 
 class Budget:
-    """The limits of one rendering, and what is left of them. Every method may raise TemplateError.
+    """The limits of one rendering and their use so far. Every method may raise TemplateError.
 
     Args:
-      max_output: characters in any one value; `TOTAL_PER_OUTPUT` times as many in all.
-      max_seconds: of this thread on a processor, from construction on: a machine that is busy with
-        other things refuses nothing that an idle one renders.
+      max_output: maximum characters in any one value; the total may be `TOTAL_PER_OUTPUT` times
+        that.
+      max_seconds: maximum CPU time of this thread since construction, so that the load of the
+        machine does not matter.
     """
 
     def __init__(self, *, max_output: int, max_seconds: float) -> None:
@@ -47,7 +48,7 @@ class Budget:
             raise TemplateError(f"it ran for more than {self._max_seconds:g} seconds")
 
     def weigh(self, value: Any) -> Any:
-        """Return a value that the template made, after its size has been charged."""
+        """Charge a value that the template made for its size, and return it."""
         self.tick()
         if isinstance(value, GeneratorType):
             return self.pace(value)
@@ -58,11 +59,11 @@ class Budget:
         if isinstance(value, str):
             self._total += len(value)
             if self._total > (limit := TOTAL_PER_OUTPUT * self.max_output):
-                raise TemplateError(f"it made more than {limit:,} characters in all")
+                raise TemplateError(f"it made more than {limit:,} characters in total")
         return value
 
     def pace(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """Yield the items of an iterable, charging each for time and all of them for their size."""
+        """Yield the items of an iterable; checks the time and the total size at each."""
         size = 0
         for item in iterable:
             self.tick()
@@ -71,9 +72,10 @@ class Budget:
             yield item
 
     def size(self, value: Any, *, printed: bool = False) -> int:
-        """Return the characters and items in a value, shared parts counted each time.
+        """Return the number of characters and items in a value; shared parts count every time.
 
-        printed: refuse what is no data. A function's text says where it lies in memory.
+        Args:
+          printed: raise for anything but data: the text of a function reveals its address.
         """
         if isinstance(value, str):
             return len(value)
@@ -90,28 +92,28 @@ class Budget:
             elif isinstance(part, _SEQUENCES):
                 waiting += part
             elif printed and not isinstance(part, _PLAIN):
-                raise TemplateError(f"it prints a {type(part).__name__}, which has no text")
+                raise TemplateError(f"it prints a {type(part).__name__}, which is not data")
             self.check_items(items + len(waiting))
             self.check_size(size)
         return size + items
 
     def text(self, value: Any) -> str:
-        """Return the text of a value, which must be data."""
+        """Return `str(value)`; the value must be data."""
         self.size(value, printed=True)
         return str(value)
 
     def check_size(self, size: int) -> None:
-        """Refuse a value of more than `max_output` characters."""
+        """Reject a value of more than `max_output` characters."""
         if size > self.max_output:
             raise TemplateError(f"it made a value of more than {self.max_output:,} characters")
 
     def check_items(self, count: int) -> None:
-        """Refuse a collection of more than `MAX_ITEMS` items, those of its items included."""
+        """Reject a collection of more than `MAX_ITEMS` items, nested ones included."""
         if count > MAX_ITEMS:
             raise TemplateError(f"it made a collection of more than {MAX_ITEMS:,} items")
 
     def check_product(self, left: Any, right: Any) -> None:
-        """Refuse to repeat a string or a sequence too often."""
+        """Reject a string or sequence that is repeated too often."""
         times, value = (left, right) if isinstance(left, int) else (right, left)
         if isinstance(times, int) and isinstance(value, str | list | tuple):
             self.check_size(self.size(value) * times)
@@ -119,18 +121,18 @@ class Budget:
                 self.check_items(len(value) * times)
 
     def check_power(self, base: Any, exponent: Any) -> None:
-        """Refuse an integer power of more than `MAX_BITS` bits."""
+        """Reject an integer power of more than `MAX_BITS` bits."""
         if not (isinstance(base, int) and isinstance(exponent, int)):
             return
         if base.bit_length() * exponent > MAX_BITS:
             raise TemplateError(f"it made a number of more than {MAX_BITS} bits")
 
     def check_join(self, separator: str, items: list[Any]) -> None:
-        """Refuse a join that is too long."""
+        """Reject a join that is too long."""
         self.check_size(self.size(items) + len(separator) * len(items))
 
     def check_method(self, text: str, method: str, args: list[Any]) -> None:
-        """Refuse a string method that pads too far or replaces little by much."""
+        """Reject a string method whose padding or replacement is too long."""
         for arg in args:
             if isinstance(arg, int):
                 self.check_size(arg)
@@ -139,12 +141,12 @@ class Budget:
             self.check_size(len(text) + text.count(old) * max(len(new) - len(old), 0))
 
     def check_percent(self, text: str, values: Any) -> None:
-        """Refuse `text % values` that pads too far or repeats its values too often."""
+        """Reject `text % values` that pads too far or repeats its values too often."""
         self._check_width(re.search(r"%[^%a-zA-Z]*(\d{5}|\*)", text) is None)
         self.check_size(text.count("%") * self.size(values))
 
     def check_format(self, text: str, values: list[Any]) -> None:
-        """Refuse `text.format(...)` that pads too far or repeats its values too often."""
+        """Reject `text.format(...)` that pads too far or repeats its values too often."""
         for _, _, spec, _ in Formatter().parse(text):
             self._check_width(not spec or ("{" not in spec and not re.search(r"\d{5}", spec)))
         self.check_size(text.count("{") * self.size(values))

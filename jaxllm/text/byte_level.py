@@ -1,8 +1,8 @@
 """Byte-level BPE: its 256 symbols, and GPT-2's `vocab.json` with `merges.txt`.
 
-Each byte is written as one printable character, so that a vocabulary of text can hold any bytes:
-printable Latin-1 stands for itself, the other bytes take the characters from U+0100 on, in order
-(Radford et al., 2019, section 2.2, and the encoder published with it).
+Each byte is written as one printable character, so that a vocabulary of strings can hold any bytes:
+printable Latin-1 characters represent themselves, the other bytes are mapped to the characters from
+U+0100 on, in order (Radford et al., 2019, section 2.2, and the encoder published with it).
 """
 
 from pathlib import Path
@@ -20,14 +20,14 @@ BYTE_OF_SYMBOL = {
 
 
 def symbols_to_bytes(token: str) -> bytes:
-    """Return the bytes that a token stands for; a token with any other character is plain text."""
+    """Return the bytes of a token; a token with any other character is encoded as UTF-8."""
     if all(symbol in BYTE_OF_SYMBOL for symbol in token):
         return bytes(BYTE_OF_SYMBOL[symbol] for symbol in token)
     return token.encode()
 
 
 def read_byte_level(directory: Path, *, add_prefix_space: bool) -> dict[str, Any]:
-    """Return the `tokenizer.json` tree of the `vocab.json` and `merges.txt` in a directory.
+    """Read `vocab.json` and `merges.txt` from a directory as a `tokenizer.json` tree.
 
     Raises:
       CheckpointError: a file is malformed, or the vocabulary lacks a byte (text would be lost).

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as the one text that a model was trained to continue.
+"""Chat templates: render a conversation as the prompt that a model was trained to continue.
 
-A template is code from a checkpoint, so it runs in a `Sandbox` that is built anew for each
-rendering and stops it by itself, on any thread.
+A template is code from a checkpoint, so it runs in a `Sandbox`. Each rendering gets a new one, and
+its limits work on any thread.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,17 +24,17 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A well-formed chat template, and the limits under which it runs.
+    """A well-formed chat template with the limits of its execution.
 
-    * `special_tokens` are variables that it finds beside the messages: `("bos_token", "<s>")`.
-    * `max_output` bounds, in characters, its output and every value it makes on the way.
-    * `max_seconds` bounds the time on a processor. It is read at every turn of a loop, every call
-      and every value that is built, in whichever thread renders. What lies between two readings is
-      one operation on values of at most `max_output` characters and 262,144 items, or the
-      compilation of at most 65,536 characters of source.
+    * `special_tokens` are variables for the template, besides messages: `("bos_token", "<s>")`.
+    * `max_output` limits the characters of the output and of every intermediate value.
+    * `max_seconds` limits the CPU time of the rendering thread. The clock is checked in every loop
+      iteration, at every call and for every new value. Between two checks there is one operation on
+      values of at most `max_output` characters and 262,144 items, or the compilation of at most
+      65,536 characters of source.
 
     Raises:
-      TemplateError: the source is not a template.
+      TemplateError: the source is not a valid template.
     """
 
     source: str
@@ -48,13 +48,13 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, path: str | Path, *, name: str = "default") -> Self:
-        """Return the chat template of a checkpoint's directory.
+        """Return the chat template of a checkpoint directory.
 
-        `chat_template.jinja` counts before the `chat_template` of `tokenizer_config.json`, which is
-        a template, or a list of `{"name", "template"}` of which `name` is taken.
+        `chat_template.jinja` overrides `chat_template` in `tokenizer_config.json`, which is a
+        template, or a list of `{"name", "template"}` from which `name` is selected.
 
         Raises:
-          TemplateError: there is none, none of that name, or it is malformed.
+          TemplateError: there is no template of that name, or it is malformed.
           CheckpointError: a file is malformed.
         """
         directory = Path(path)
@@ -76,18 +76,21 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """Return the text of a conversation, ending where the model is to answer.
+        """Return the text of a conversation, up to the start of the model's answer.
 
-        A message has a `role` and a `content` (a string or a list of parts; it may be missing
-        beside `tool_calls`). Its `reasoning_content` may be called `thinking` or `reasoning`, as in
-        transformers: templates find it under the first two names. `variables` (`tools`,
-        `documents`, ...) are plain data like JSON, and may replace the special tokens. The output
-        already begins with whatever the template begins with: encode it with `parse_special=True`
-        and without `bos=True`.
+        The template writes its own special tokens: encode the output with `parse_special=True` and
+        without `bos=True`.
+
+        Args:
+          messages: each has a `role` and a `content` (a string or a list of parts, optional with
+            `tool_calls`). `reasoning_content` may also be called `thinking` or `reasoning`, as in
+            transformers; the template gets it under the first two names.
+          variables: plain JSON-like data (`tools`, `documents`, ...); it can override the special
+            tokens.
 
         Raises:
-          TemplateError: no such messages, data that is not plain, the template refused or failed,
-            or it exceeded a limit.
+          TemplateError: invalid messages or variables; or the template raised an error, failed, or
+            exceeded a limit.
         """
         _check_messages(messages)
         given = {
@@ -119,7 +122,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_source(directory: Path) -> str | None:
-    """The chat template that a checkpoint's directory names "default"; None where there is none.
+    """Return the chat template "default" of a checkpoint directory, or None if there is none.
 
     Raises:
       TemplateError, CheckpointError: a file is malformed.
@@ -142,7 +145,7 @@ def _read_templates(directory: Path) -> dict[str, str]:
                 continue
             case _:
                 raise TemplateError(
-                    f"{path}: chat_template should be a string or a list of names and templates"
+                    f"{path}: chat_template must be a string or a list of names and templates"
                 )
     if is_there(path := directory / "chat_template.jinja"):
         named["default"] = read_text(inside(directory, path.name))
@@ -151,7 +154,7 @@ def _read_templates(directory: Path) -> dict[str, str]:
 
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list | tuple):
-        raise TemplateError(f"messages should be a list of messages, got {type(messages).__name__}")
+        raise TemplateError(f"messages must be a list: got {type(messages).__name__}")
     for index, message in enumerate(messages):
         match message:
             case {"role": str(), "content": str() | list() | tuple() | None}:
@@ -162,12 +165,12 @@ def _check_messages(messages: Any) -> None:
         if isinstance(message, Mapping):
             got = ", ".join(f"{key}: {type(value).__name__}" for key, value in message.items())
         raise TemplateError(
-            f"message {index} should have a role and a content that are strings, got {got[:200]!r}"
+            f"message {index} must have a role and a content that are strings: got {got[:200]!r}"
         )
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """Return a copy in which there is nothing but JSON's types: an object's methods are code."""
+    """Return a copy with JSON types only, since methods of other objects are code."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -187,7 +190,7 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
 
 @contextmanager
 def _one_line_errors(what: str) -> Iterator[None]:
-    """Turn whatever a template provokes into a TemplateError of one printable line."""
+    """Convert any error of a template to a TemplateError of one printable line."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Text from token ids, one at a time: what can be printed now, and never half a character.
+"""Incremental detokenization: text from token ids, one at a time, never half a character.
 
-Tokens that are bytes go through an incremental UTF-8 decoder. Any other token is decoded beside the
-one before it, because only its neighbour says whether its leading space belongs to the text; what
-the neighbour adds is cut off again. The work per token does not grow with the text.
+Byte tokens go through an incremental UTF-8 decoder. Any other token is decoded together with the
+previous one, which determines whether a leading space is part of the text; the text of the previous
+token is then removed. The work per token does not grow with the text.
 """
 
 import codecs
@@ -18,10 +18,10 @@ class Detokenizer:
     """The text of a growing sequence of token ids.
 
     * The pieces of ids that encode a text, concatenated, are `tokenizer.decode` of all the ids.
-    * A character appears in the piece that completes it. Bytes that cannot become a character
-      appear as U+FFFD as soon as that is certain: after at most three more tokens.
-    * Special tokens are left out, as in `decode`; with `skip_special=False` they appear as written.
-    * After `prompt`, the text goes on where the prompt's ends (in Llama, with a leading space).
+    * A character appears in the piece that completes it. Invalid bytes appear as U+FFFD as soon as
+      they are known to be invalid: after at most three more tokens.
+    * Special tokens are skipped, as in `decode`; with `skip_special=False` they appear as written.
+    * With `prompt`, the text continues the prompt's (in Llama, with a leading space).
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Detokenizer:
             self.push(index)
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes, "" while a character is incomplete.
+        """Return the text that this token completes, or "" while a character is incomplete.
 
         Raises:
-          TokenError: the id is not a token of the tokenizer; the state is as before.
+          TokenError: the id is not a token of the tokenizer; the state is unchanged.
         """
         raw = self._tokenizer.token_bytes(token_id)
         if int(token_id) in self._skipped:
@@ -51,7 +51,7 @@ class Detokenizer:
         return self.flush() + self._decode([*previous, token_id])[len(before) :]
 
     def flush(self) -> str:
-        """Return what is left at the end: U+FFFD where a character was never completed, else ""."""
+        """Return the rest at the end: U+FFFD for an incomplete character, else ""."""
         rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return rest

@@ -1,8 +1,8 @@
-"""The three forms in which checkpoints ship tokenizers, all read as one `tokenizer.json` tree.
+"""The three file formats of tokenizers, all read as one `tokenizer.json` tree.
 
-What the configuration files add (special tokens, which token begins a text) is merged into that
-tree here, so that nothing above needs to know where a tokenizer came from. `auto_map`,
-`tokenizer_class` and every other field that names code is ignored.
+The configuration files (special tokens, begin-of-text token) are merged into that tree here, so
+that its users need not know the format. `auto_map`, `tokenizer_class` and all other fields that
+name code are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,18 +28,18 @@ TOKENIZER_FILES = (
 )
 ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
-# What a role's token is called where no file says (GPT-2's own tokenizer_config.json does not).
+# The usual token of a role that no file names (as in GPT-2's own tokenizer_config.json).
 _USUAL_NAMES = {"bos": ("<s>", "<|endoftext|>"), "eos": ("</s>", "<|endoftext|>")}
 _FORMS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 
 
 @dataclass(frozen=True)
 class TokenizerTree:
-    """A tokenizer as data: what `tokenizers` reads, and what it does not know.
+    """A tokenizer as data: the tree for `tokenizers`, and settings outside it.
 
     `tree` has the structure of a `tokenizer.json`; every added token in it has its final id.
-    `roles` maps each of `ROLES` to its token's text, where the checkpoint has one. `adds_bos` is
-    what the checkpoint says of the beginning of a prompt.
+    `roles` maps those of `ROLES` that the checkpoint defines to the token's text. `adds_bos`:
+    whether prompts of this checkpoint start with a begin-of-text token.
     """
 
     tree: dict[str, Any]
@@ -48,12 +48,12 @@ class TokenizerTree:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The tokenizer's files in a directory, to be copied with it."""
+    """Return the tokenizer files in a directory, for copying them with a checkpoint."""
     return [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
 
 
 def find_form(directory: Path) -> tuple[str, ...] | None:
-    """Return the names of the files of the first form that is complete in a directory."""
+    """Return the file names of the first format that is complete in a directory, or None."""
     for names in _FORMS:
         if all(is_there(directory / name) for name in names):
             return names
@@ -61,7 +61,7 @@ def find_form(directory: Path) -> tuple[str, ...] | None:
 
 
 def read_tree(directory: Path) -> TokenizerTree:
-    """Return the tokenizer in a directory.
+    """Read the tokenizer in a directory.
 
     Raises:
       CheckpointError: there is none, or one of its files is malformed or contradicts another.
@@ -93,8 +93,8 @@ def read_tree(directory: Path) -> TokenizerTree:
         index = known.setdefault(content, token["id"])
         if index != token["id"] or names.setdefault(index, content) != content:
             raise CheckpointError(
-                f"{directory}: the configuration says that {content!r} is token {token['id']}, but "
-                f"{names[index]!r} is token {index} in {form[0]}"
+                f"{directory}: contradictory ids: {content!r} is {token['id']} in the"
+                f" configuration, but {names[index]!r} is {index} in {form[0]}"
             )
     roles = _find_roles(directory, config, known, default=own_roles)
     special = {*roles.values(), *_listed_special(directory, config)}
@@ -109,13 +109,13 @@ def read_tree(directory: Path) -> TokenizerTree:
 
 
 def token_text(value: Any) -> str | None:
-    """Return the text of a token written as a string or as an AddedToken's fields, else None."""
+    """Return the text of a token given as a string or as AddedToken fields, else None."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return `{"bos_token": "<s>", ...}` as the configuration files in a directory name them.
+    """Read `{"bos_token": "<s>", ...}` from the configuration files in a directory.
 
     Raises:
       CheckpointError: a file is malformed.
@@ -143,7 +143,7 @@ def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
 
 
 def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what `added_tokens.json` and `added_tokens_decoder` declare, the latter first."""
+    """Read `added_tokens.json` and `added_tokens_decoder`; the latter takes precedence."""
     declared: dict[str, dict[str, Any]] = {}
     if is_there(path := directory / "added_tokens.json"):
         ids = as_schema(read_json(inside(directory, path.name)), dict[str, int], str(path))
@@ -152,7 +152,7 @@ def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[
     decoder = config.get("added_tokens_decoder") or {}
     path = directory / "tokenizer_config.json"
     if not isinstance(decoder, dict):
-        raise CheckpointError(f"{path}: added_tokens_decoder should be an object")
+        raise CheckpointError(f"{path}: added_tokens_decoder must be an object")
     for key, fields in decoder.items():
         text = token_text(fields)
         if text is None or not (key.isascii() and key.isdecimal() and len(key) < 10):
@@ -168,7 +168,7 @@ def _listed_special(directory: Path, config: dict[str, Any]) -> set[str]:
     for field in ("additional_special_tokens", "extra_special_tokens"):
         values = config.get(field) or []
         if not isinstance(values, list | dict):
-            raise CheckpointError(f"{directory}: {field} should be a list or an object")
+            raise CheckpointError(f"{directory}: {field} must be a list or an object")
         texts = (token_text(v) for v in (values.values() if isinstance(values, dict) else values))
         listed |= {text for text in texts if text is not None}
     return listed
@@ -177,14 +177,14 @@ def _listed_special(directory: Path, config: dict[str, Any]) -> set[str]:
 def _find_roles(
     directory: Path, config: dict[str, Any], known: Mapping[str, int], *, default: dict[str, str]
 ) -> dict[str, str]:
-    """Return role -> text; a named token that the vocabulary lacks has no id, so no role."""
+    """Return role -> text; a token that is not in the vocabulary gets no role."""
     roles = {}
     for role in ROLES:
         field = f"{role}_token"
         if field in config:
             content = token_text(config[field])
             if content is None and config[field] not in (None, "", False):
-                raise CheckpointError(f"{directory}: {field} should be a token, a string or null")
+                raise CheckpointError(f"{directory}: {field} must be a token, a string or null")
         else:
             usual = (name for name in _USUAL_NAMES.get(role, ()) if name in known)
             content = default.get(role) or next(usual, None)
@@ -199,9 +199,9 @@ def _merge_added(
     special: Iterable[str],
     known: Mapping[str, int],
 ) -> list[dict[str, Any]]:
-    """Return all added tokens by id; special ones match the text as written, before normalization.
+    """Return all added tokens by id; special ones are matched before normalization.
 
-    A character that a configuration makes its padding ("!") stays a character.
+    A single character that a configuration uses for padding ("!") does not become special.
     """
     merged = dict(declared) | {token["content"]: token for token in added}
     for content in special:
@@ -214,7 +214,7 @@ def _merge_added(
 
 
 def _begins_with(tree: dict[str, Any], bos: str | None) -> bool:
-    """Whether the tree's post-processor puts this token before a single text."""
+    """Return whether the tree's post-processor prepends this token to a single text."""
     processor = tree.get("post_processor")
     if not isinstance(processor, dict):
         return False

@@ -1,7 +1,8 @@
-"""Regular expressions of a tokenizer.json, which the `tokenizers` library matches by backtracking.
+"""Safety check of the regular expressions in a tokenizer.json.
 
-There is no bound on its steps, so what could take many is refused by its form, before it is built:
-any text is then matched in time at most quadratic in its length. Published patterns are far within.
+The `tokenizers` library matches them by backtracking, without a limit on steps. So a pattern that
+could need many is rejected by its structure; all others match any text in at most quadratic time.
+Published patterns are far below the limits.
 """
 
 import re
@@ -13,10 +14,10 @@ from jaxllm.errors import CheckpointError
 MAX_LENGTH = 2000
 MAX_REPEAT = 1000
 MAX_DEPTH = 20
-MAX_WAYS = 256  # in which the short optional parts of one alternative may be taken together
-_SHORT = 16  # what varies by more counts as unbounded
+MAX_WAYS = 256  # combinations of the short optional parts of one alternative
+_SHORT = 16  # repeats with more possible counts are treated as unbounded
 
-# Oniguruma's syntax, as far as it is read here; whatever else there is, is refused.
+# The supported part of Oniguruma's syntax; anything else is rejected.
 _ESCAPE = re.compile(
     r"\\(?:[pP]\{\^?\w{1,40}\}|x[0-9a-fA-F]{2}|x\{[0-9a-fA-F]{1,8}\}|u[0-9a-fA-F]{4}"
     r"|[AzZbBG]|[^\w]|[dDsSwWhHRXnrtfvae])"
@@ -29,9 +30,10 @@ _QUANTIFIER = re.compile(r"[*+?]|\{(\d{1,6})?(,)?(\d{1,6})?\}")
 
 @dataclass(frozen=True)
 class _Item:
-    """A part of an alternative, repeated from `least` to `most` times (None: without end).
+    """A part of an alternative, repeated from `least` to `most` times (None: no limit).
 
-    branches: of a group; empty for one character. asserts: matches no text, only its place.
+    branches: the alternatives of a group; empty for one character. asserts: whether it is a
+    zero-width assertion.
     """
 
     least: int
@@ -41,43 +43,44 @@ class _Item:
 
     @property
     def varies(self) -> int:
-        """In how many ways more than one it can be repeated; without end: more than `_SHORT`."""
+        """Number of possible repeat counts minus one; above `_SHORT` if there is no limit."""
         return MAX_REPEAT if self.most is None else self.most - self.least
 
     @property
     def fails(self) -> bool:
-        """Whether it can fail to match, so that what stands before it is tried in other ways."""
+        """Whether it can fail to match, which makes the engine backtrack into earlier parts."""
         some = not self.branches or any(any(i.fails for i in branch) for branch in self.branches)
         return self.asserts or (self.least > 0 and some)
 
     @property
     def rigid(self) -> bool:
-        """Whether it has just one way to match what it matches."""
+        """Whether it can match a given text in only one way."""
         inner = [item for branch in self.branches for item in branch]
         return not self.varies and len(self.branches) < 2 and all(i.rigid for i in inner)
 
 
 def check_regex(regex: str, where: str) -> None:
-    """Raise CheckpointError, naming `where`, for a regex that might be matched without an end."""
+    """Raise CheckpointError, naming `where`, if matching a regex may take too long."""
     try:
         branches = _Reader(regex).read()
         for branch in branches:
             _check(branch, fails=False)
     except ValueError as error:
-        raise CheckpointError(f"{where}: the regex {regex!r:.80} is refused: {error}") from None
+        raise CheckpointError(f"{where}: the regex {regex!r:.80} is rejected: {error}") from None
 
 
 def _check(branch: tuple[_Item, ...], *, fails: bool) -> tuple[int, int]:
-    """The unbounded repeats that are tried again and again, and the ways of the short ones.
+    """Return the number of unbounded repeats that can backtrack, and of ways of the short ones.
 
-    fails: whether what follows the branch can fail.
+    Args:
+      fails: whether the part after the branch can fail.
     """
     unbounded, ways = 0, 1
     for item in reversed(branch):
         if item.most != 1 and not all(i.rigid for b in item.branches for i in b):
-            raise ValueError("it repeats a group that has several ways to match")
+            raise ValueError("it repeats a group that can match in several ways")
         if item.most != 1 and len(item.branches) > 1:
-            raise ValueError("it repeats a choice")
+            raise ValueError("it repeats alternatives")
         inner = [_check(b, fails=fails or item.asserts) for b in item.branches]
         unbounded += max((n for n, _ in inner), default=0)
         ways *= sum(n for _, n in inner) or 1
@@ -87,18 +90,18 @@ def _check(branch: tuple[_Item, ...], *, fails: bool) -> tuple[int, int]:
             ways *= 1 + item.varies
         fails = fails or item.fails
     if unbounded > 1:
-        raise ValueError("what follows two unbounded repeats can fail")
+        raise ValueError("the part after two unbounded repeats can fail")
     if ways > MAX_WAYS:
-        raise ValueError(f"one alternative can be taken in more than {MAX_WAYS} ways")
+        raise ValueError(f"one alternative can match in more than {MAX_WAYS} ways")
     return unbounded, ways
 
 
 class _Reader:
-    """Reads a regex into items. Raises ValueError for what it does not know."""
+    """Parser of a regex into items. Raises ValueError for unsupported syntax."""
 
     def __init__(self, regex: str) -> None:
         if len(regex) > MAX_LENGTH:
-            raise ValueError(f"it has {len(regex):,} characters, at most {MAX_LENGTH:,} are read")
+            raise ValueError(f"got {len(regex):,} characters, expected at most {MAX_LENGTH:,}")
         self.regex, self.at = regex.removeprefix("(?i)"), 0
 
     def read(self) -> tuple[tuple[_Item, ...], ...]:
@@ -126,7 +129,7 @@ class _Reader:
             assert found is not None
             self.at = found.end()
             if self.regex[self.at : self.at + 1] in ("?", "*"):
-                raise ValueError(f"{self.regex[found.start() : self.at + 2]} is not read here")
+                raise ValueError(f"{self.regex[found.start() : self.at + 2]} is not supported")
             branches = self._branches(depth + 1)
             self._expect(")")
             return _Item(1, 1, branches, asserts=found[0] in ("(?=", "(?!", "(?<=", "(?<!"))
@@ -161,8 +164,8 @@ class _Reader:
                 least = int(found[1] or 0)
                 most = int(found[3]) if found[3] else (None if found[2] else least)
                 if most is not None and most < least:
-                    raise ValueError(f"{found[0]} repeats less often than often")
-                # {n}? is optional in this syntax, {n,m}+ a repeat of a repeat.
+                    raise ValueError(f"{found[0]} has a minimum above its maximum")
+                # In Oniguruma {n}? is optional, and {n,m}+ repeats a repeat.
                 lazy = self.regex[self.at : self.at + 1] == "?"
                 self.at += lazy
                 yield (0 if lazy else least), most
@@ -172,16 +175,16 @@ class _Reader:
             yield simple
 
     def _class(self, depth: int = 0) -> None:
-        """A class of characters, which may have others in it."""
+        """Skip a character class, which may be nested."""
         if depth > MAX_DEPTH:
             raise ValueError(f"its classes are nested more than {MAX_DEPTH} deep")
         self.at += 1
         self.at += self.regex[self.at : self.at + 1] == "^"
         if self.regex[self.at : self.at + 1] == "]":
-            raise ValueError("a class of characters begins with ]: write \\]")
+            raise ValueError("a character class begins with ]: write \\]")
         while (char := self.regex[self.at : self.at + 1]) != "]":
             if not char:
-                raise ValueError("a class of characters has no end")
+                raise ValueError("a character class is not closed")
             if char == "[":
                 if posix := _POSIX.match(self.regex, self.at):
                     self.at = posix.end()
@@ -196,7 +199,7 @@ class _Reader:
     def _escape(self) -> str:
         found = _ESCAPE.match(self.regex, self.at)
         if found is None:
-            raise ValueError(f"{self.regex[self.at : self.at + 2]!r} is not read here")
+            raise ValueError(f"{self.regex[self.at : self.at + 2]!r} is not supported")
         self.at = found.end()
         return found[0][1:]
 

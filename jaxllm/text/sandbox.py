@@ -1,9 +1,9 @@
-"""Running a chat template that nobody has vouched for: jinja2's sandbox with a meter in it.
+"""Sandbox for untrusted chat templates: jinja2's sandbox with limits on time and memory.
 
-jinja2's sandbox keeps a template from reaching Python, not from using it up. A signal would work on
-the main thread only, and a thread cannot be killed, so the meter is in the template itself: before
-it is compiled, its syntax tree is rewritten so that every turn of a loop, every call and every
-value that is built passes through a `Budget`. Between two of those points lies one operation of the
+jinja2's sandbox keeps a template from reaching Python, but does not limit its resources. A signal
+would work on the main thread only, and a thread cannot be killed, so the checks are in the template
+itself: its syntax tree is rewritten before compilation so that every loop iteration, every call and
+every new value passes through a `Budget`. Between two checks there is one operation of the
 interpreter on values of bounded size, which cannot be interrupted but is short.
 """
 
@@ -25,7 +25,7 @@ from jaxllm.errors import TemplateError
 from jaxllm.text.budget import MAX_WIDTH, Budget
 from jaxllm.text.syntax import CONCATENATE, PACE, WEIGH, GenerationTag, Metered
 
-# Compiling cannot be interrupted; this much takes a second. Templates in use have up to 30,000.
+# Compiling cannot be interrupted; this size takes a second. Real templates have up to 30,000.
 MAX_SOURCE = 1 << 16
 
 # fmt: off
@@ -54,9 +54,9 @@ _METHODS: dict[type, tuple[str, ...]] = {
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one rendering: Hugging Face's conventions, and a budget to keep within.
+    """The jinja2 environment of one rendering: Hugging Face's conventions, limited by a budget.
 
-    Only the filters and methods of the tables above exist.
+    Only the filters and methods in the tables above exist.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -98,7 +98,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Return the template's output.
 
         Raises:
-          TemplateError: the budget is used up. Whatever else a template can provoke comes as it is.
+          TemplateError: the budget is exceeded. Other errors of the template are not converted.
         """
         pieces, length = [], 0
         for piece in self.from_string(source).generate(variables):
@@ -158,7 +158,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def _of_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter whose value is made a text first."""
+        """Return a filter that converts its value to text first."""
 
         def filtered(value: Any, *args: Any, **kwargs: Any) -> Any:
             return function(self.budget.text(value), *args, **kwargs)
@@ -166,7 +166,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return filtered
 
     def _raise_exception(self, message: Any) -> None:
-        raise TemplateError(f"it refused the messages: {self.budget.text(message)}")
+        raise TemplateError(f"it rejected the messages: {self.budget.text(message)}")
 
     def _concatenate(self, parts: list[Any]) -> str:
         texts = [self.budget.text(part) for part in parts]
@@ -218,7 +218,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """A namespace that cannot pass for anything else, nor print what it holds."""
+    """A namespace without private attributes, whose text hides its content."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -237,7 +237,7 @@ class _Namespace(Namespace):
 
 @jinja2.pass_context
 def _printed(context: Context, value: Any) -> str:
-    """Return what `{{ value }}` prints; jinja2 would print constants while compiling, unmetered."""
+    """Return the text of `{{ value }}`; jinja2 itself would convert constants unmetered."""
     environment: Any = context.environment
     return str(environment.budget.weigh(environment.budget.text(value)))
 
@@ -252,5 +252,5 @@ def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 def _strftime_now(format: str) -> str:
     if re.search(r"\d{4}", format):
-        raise TemplateError("it formats a date with an absurd width")
+        raise TemplateError("it formats a date with a width above 999")
     return datetime.now().strftime(format)

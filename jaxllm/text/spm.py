@@ -1,9 +1,9 @@
 """SentencePiece models as `tokenizer.json` trees.
 
-A SentencePiece BPE model has no list of merges: at each step it joins the neighbours whose
+A SentencePiece BPE model has no list of merges: each step merges the adjacent pieces whose
 concatenation is the piece with the highest score (Kudo and Richardson, 2018, arXiv:1808.06226).
-A merge for every way to split a piece, ordered by the piece's score, does the same. Control,
-unknown and byte pieces are no one's concatenation, so text never becomes one of them.
+One merge for every split of a piece, ordered by the piece's score, is equivalent. Control, unknown
+and byte pieces have no merges, so text never becomes one of them.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from jaxllm.files import read_bytes
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BPE = 2
-# Every place to cut a piece at is looked at: published models have 2**21 of them.
+# Every split of every piece is tried: published models have 2**21 of them.
 _MAX_PIECE, _MAX_TOTAL = 1 << 10, 1 << 23
 NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 3, 4, 5, 6  # kinds of pieces
 
 
 def read_sentencepiece(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the `tokenizer.json` tree of a SentencePiece BPE model, and its role -> token table.
+    """Read a SentencePiece BPE model as a `tokenizer.json` tree and a role -> token table.
 
     Raises:
       CheckpointError: not a SentencePiece model, or one that a `tokenizers` BPE cannot reproduce.
@@ -60,10 +60,12 @@ def tree_of_pieces(
     dummy_prefix: bool,
     strips: bool,
 ) -> dict[str, Any]:
-    """The `tokenizer.json` tree of pieces with scores and kinds, in the order of their ids.
+    """Return the `tokenizer.json` tree of pieces with scores and kinds, in the order of their ids.
 
-    unknown: the id of the piece for what no other can write. dummy_prefix: whether a space is put
-    before a text. strips: whether spaces that stand at an end or beside another are dropped.
+    Args:
+      unknown: the id of the unknown piece.
+      dummy_prefix: whether a space is prepended to a text.
+      strips: whether leading, trailing and repeated spaces are removed.
     """
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -98,20 +100,20 @@ def tree_of_pieces(
 
 
 def check_lengths(pieces: Sequence[str], where: str) -> None:
-    """Raise CheckpointError for pieces of more characters than published models have."""
+    """Raise CheckpointError for pieces that are longer than in any published model."""
     longest, total = max(map(len, pieces), default=0), sum(map(len, pieces))
     if longest > _MAX_PIECE or total > _MAX_TOTAL:
         raise CheckpointError(
-            f"{where}: its pieces have {total:,} characters, the longest {longest:,}; at most"
-            f" {_MAX_TOTAL:,} and {_MAX_PIECE:,} are read"
+            f"{where}: the pieces are too long: got {total:,} characters in total and {longest:,}"
+            f" in one, expected at most {_MAX_TOTAL:,} and {_MAX_PIECE:,}"
         )
 
 
 def derive_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the merges that build these pieces, the highest score first.
+    """Return the merges that build these pieces, highest score first.
 
-    Among the ways to build one piece, the one with the longest left half comes first: for a run of
-    one character that is also the leftmost.
+    Among the merges for one piece, the one with the longest left half comes first: in a run of one
+    character that is also the leftmost.
     """
     merges = [
         (-score, -cut, piece[:cut], piece[cut:])
@@ -123,9 +125,9 @@ def derive_merges(scores: dict[str, float]) -> list[tuple[str, str]]:
 
 
 def added_token(index: int, content: str, *, special: bool) -> dict[str, Any]:
-    """Return an entry of `added_tokens`, to be found in the text as it is written.
+    """Return an entry of `added_tokens`; a special one is matched before normalization.
 
-    A user-defined piece is matched after normalization, since it may hold the escaped space.
+    A user-defined piece is matched after normalization, since it may contain the escaped space.
     """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     return {"id": index, "content": content, **flags, "normalized": not special, "special": special}
@@ -150,12 +152,12 @@ def _check_supported(
     complaints = [
         complaint
         for complaint, is_wrong in (
-            ("it is no BPE model (unigram, word or char)", trainer.model_type != _BPE),
+            ("it is not a BPE model but unigram, word or char", trainer.model_type != _BPE),
             ("it has no pieces", not pieces),
             ("two of its pieces are equal", len(names) != len(pieces)),
             ("its unknown piece is out of range", not 0 <= trainer.unk_id < len(pieces)),
             ("it has UNUSED pieces", UNUSED in kinds),
-            # The charsmap of `tokenizers` treats decomposed characters unlike SentencePiece's.
+            # The charsmap of `tokenizers` differs from SentencePiece's for decomposed characters.
             ("it normalizes characters", bool(normalizer.precompiled_charsmap)),
             ("it writes spaces as suffixes", trainer.treat_whitespace_as_suffix),
             ("it does not escape spaces", not normalizer.escape_whitespaces),
@@ -172,6 +174,6 @@ def _check_supported(
     ]
     if complaints:
         raise CheckpointError(
-            f"{path} cannot be used: {'; '.join(complaints)}. Ship a tokenizer.json beside it, "
+            f"{path} is not supported: {'; '.join(complaints)}. Add a tokenizer.json next to it, "
             "for example with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )

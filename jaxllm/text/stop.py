@@ -1,4 +1,4 @@
-"""Stop strings: found wherever they begin and end in the tokens, and never shown."""
+"""Stop strings: matched across token boundaries, and never part of the output."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,22 @@ from jaxllm.errors import SamplingError
 
 
 class StopStrings:
-    """A text given in pieces and passed on in pieces, up to the first of some strings.
+    """A filter of streamed text that ends it before the first stop string.
 
-    What may be the beginning of a stop string is held back until it is known not to be.
+    Text that may be the start of a stop string is held back until it is known not to be.
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        """Raises SamplingError for an empty string, or what is not a string."""
+        """Raises SamplingError for an empty string, or a value that is not a string."""
         for string in strings:
             if not isinstance(string, str) or not string:
-                raise SamplingError(f"stop_strings must be non-empty texts, got {string!r}")
+                raise SamplingError(f"stop_strings must be non-empty strings: got {string!r}")
         self.strings = tuple(strings)
         self.found = False
         self._held = ""
 
     def push(self, text: str) -> str:
-        """Take more text; returns what is certain to come before any stop string."""
+        """Add text; returns what certainly precedes any stop string."""
         if self.found:
             return ""
         self._held += text
@@ -32,7 +32,7 @@ class StopStrings:
         return self._release(len(self._held) - self._doubtful())
 
     def flush(self) -> str:
-        """The rest, when no more text comes."""
+        """Return the held-back text at the end."""
         return "" if self.found else self._release(len(self._held))
 
     def _release(self, end: int) -> str:
@@ -40,7 +40,7 @@ class StopStrings:
         return text
 
     def _doubtful(self) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """Return the number of characters at the end that may start a stop string."""
         longest = max(map(len, self.strings), default=1) - 1
         return next(
             (

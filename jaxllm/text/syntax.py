@@ -1,6 +1,6 @@
-"""A chat template's syntax tree, rewritten so that what it does can be metered as it runs.
+"""Rewrites a chat template's syntax tree so that its work is metered as it runs.
 
-The rewriting puts filters of the sandbox around what is there already; the template means the same.
+The rewriting wraps nodes in filters of the sandbox; the meaning of the template does not change.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.visitor import NodeTransformer
 
-# The space keeps these names out of a template's own syntax.
+# The space makes these names impossible to write in a template.
 WEIGH, PACE, CONCATENATE = " weigh", " pace", " concatenate"
 
 
 class Metered(NodeTransformer):
-    """Passes loops, outputs and every expression that builds a value through the budget."""
+    """Wraps loops, outputs and every expression that builds a value in budget filters."""
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
         return nodes.Const(node.data, lineno=node.lineno)
@@ -44,7 +44,7 @@ class Metered(NodeTransformer):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`: marks what the model said, for training; here it only groups."""
+    """`{% generation %}`: marks the model's answers for training; here it only groups."""
 
     tags = {"generation"}  # noqa: RUF012
 

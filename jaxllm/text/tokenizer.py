@@ -1,8 +1,8 @@
-"""Text to token ids and back: a thin value over the `tokenizers` library.
+"""Text to token ids and back: a thin immutable wrapper around the `tokenizers` library.
 
-What is a special token is never decided by the text: two objects are built from the checkpoint's
-files, the second when it is wanted, and only that one, behind `parse_special=True`, knows how
-control tokens are written.
+Plain text never becomes a special token: two library objects are built from the checkpoint's files,
+the second on demand, and only that one, used with `parse_special=True`, recognizes the spelling of
+control tokens.
 """
 
 import operator
@@ -28,22 +28,21 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a directory holds the files of a tokenizer, in any of the three forms."""
+    """Return whether a directory has the files of a tokenizer, in any of the three formats."""
     return find_form(Path(path)) is not None
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Tokenizer:
-    """A checkpoint's tokenizer, immutable and free to be shared by threads.
+    """A checkpoint's tokenizer, immutable and thread-safe.
 
-    * `encode` adds no token that was not asked for, and without `parse_special=True` no text
-      becomes a special token (the unknown one alone stands for what the vocabulary cannot write).
-    * Ids are those of the checkpoint: no token is added, renumbered or dropped. `vocab_size` is one
-      more than the largest; the model's embedding may be larger.
-    * `bos_id`, `eos_id`, `pad_id`, `unk_id` are None where the checkpoint has no such token.
-    * `adds_bos` says whether the checkpoint wants prompts to begin with `bos_id`; `encode` does not
-      act on it.
-    * Encoding is deterministic and whole: a file's dropout, truncation and padding are off.
+    * `encode` adds no token unless requested, and without `parse_special=True` no text becomes a
+      special token (except the unknown token, for text outside the vocabulary).
+    * Ids are those of the checkpoint: no token is added, renumbered or dropped. `vocab_size` is the
+      largest id plus one; the model's embedding may be larger.
+    * `bos_id`, `eos_id`, `pad_id`, `unk_id` are None if the checkpoint has no such token.
+    * `adds_bos`: whether prompts of the checkpoint start with `bos_id`; `encode` ignores it.
+    * Encoding is deterministic and complete: a file's dropout, truncation and padding are off.
     """
 
     vocab_size: int
@@ -61,21 +60,21 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
-        """Return the tokenizer of a checkpoint's directory.
+        """Read the tokenizer of a checkpoint directory.
 
-        Read in this order: `tokenizer.json`; `vocab.json` with `merges.txt` (GPT-2's byte-level
-        BPE); `tokenizer.model` (SentencePiece BPE). Special tokens come from
+        Uses the first that exists: `tokenizer.json`; `vocab.json` with `merges.txt` (GPT-2's
+        byte-level BPE); `tokenizer.model` (SentencePiece BPE). Special tokens come from
         `tokenizer_config.json`, `special_tokens_map.json` and `added_tokens.json`.
 
         Raises:
-          CheckpointError: none of these is there, or a file is malformed or contradicts another.
+          CheckpointError: none of these exists, or a file is malformed or contradicts another.
         """
         directory = Path(path)
         return cls.from_tree(directory, read_tree(directory))
 
     @classmethod
     def from_tree(cls, directory: Path, source: TokenizerTree) -> Self:
-        """Return the tokenizer of a tree. directory: whence it is, for its name and for messages.
+        """Return the tokenizer of a tree; `directory` gives its name, also for messages.
 
         Raises:
           CheckpointError: the tree is malformed.
@@ -112,28 +111,28 @@ class Tokenizer:
         if "merges" in tree["model"] and len(without["model"]["merges"]) < len(
             tree["model"]["merges"]
         ):
-            _ = made._parsing  # what was left out may be what is wrong with the file
+            _ = made._parsing  # an omitted merge may be the malformed one
         return made
 
     @cached_property
     def _parsing(self) -> tokenizers.Tokenizer:
-        """The one that knows how special tokens are written: few texts need it, none that is
-        generated from plain ones."""
+        """The library object that recognizes special tokens, built when a text first needs it."""
         return self._whole()
 
     def encode(
         self, text: str, *, bos: bool = False, eos: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """Return the ids of a text, between `bos_id` and `eos_id` where they are asked for.
+        """Return the ids of a text, optionally with `bos_id` before and `eos_id` after.
 
-        With `parse_special`, special tokens that are written out in the text become control tokens:
-        for a chat template's output, not for what a user typed.
+        With `parse_special`, special tokens spelled out in the text become control tokens: use it
+        for the output of chat templates, not for user input.
 
         Raises:
-          TokenError: not a string of Unicode scalar values, or a token that the tokenizer lacks.
+          TokenError: the text is not a string of Unicode scalar values, or the tokenizer lacks the
+            requested bos or eos token.
         """
         if not isinstance(text, str):
-            raise TokenError(f"text to encode should be a string, got {type(text).__name__}")
+            raise TokenError(f"text to encode must be a string: got {type(text).__name__}")
         tokenizer = self._parsing if parse_special else self._plain
         with _library_errors(TokenError, f"{self!r} cannot encode this text"):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -142,7 +141,7 @@ class Tokenizer:
         return [*begin, *ids, *end]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of some ids, without special tokens unless they are wanted.
+        """Return the text of ids, by default without special tokens.
 
         Bytes that are not UTF-8 become U+FFFD.
 
@@ -154,7 +153,7 @@ class Tokenizer:
         return tokenizer.decode(checked, skip_special_tokens=skip_special)
 
     def token(self, index: int) -> str:
-        """Return how the vocabulary writes a token ("\u2581the", "<0x0A>"), for people to read.
+        """Return a token as the vocabulary spells it ("\u2581the", "<0x0A>"), for display.
 
         Raises:
           TokenError: the id is not a token of this tokenizer.
@@ -162,13 +161,13 @@ class Tokenizer:
         return self._tokens[self._checked(index)]
 
     def id(self, token: str) -> int | None:
-        """Return the id of a token written as the vocabulary writes it, None if there is none."""
+        """Return the id of a token as the vocabulary spells it, None if there is none."""
         return self._parsing.token_to_id(token)
 
     def token_bytes(self, index: int) -> bytes | None:
-        """Return the raw bytes that a token stands for, None where it stands for text.
+        """Return the raw bytes of a token, or None if it represents text.
 
-        All tokens of a byte-level vocabulary are bytes; elsewhere only the byte-fallback ones are.
+        All tokens of a byte-level vocabulary are bytes; in others only byte-fallback tokens are.
 
         Raises:
           TokenError: the id is not a token of this tokenizer.
@@ -190,7 +189,7 @@ class Tokenizer:
             number = operator.index(index)
         except TypeError as error:
             kind = type(index).__name__
-            raise TokenError(f"a token id should be an integer, got {kind}") from error
+            raise TokenError(f"a token id must be an integer: got {kind}") from error
         if number not in self._tokens:
             raise TokenError(f"token id {number} is not in the vocabulary of {self!r}")
         return number
@@ -213,7 +212,7 @@ def _build(directory: Path, text: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _library_errors(kind: type[JaxllmError], what: str) -> Iterator[None]:
-    """Turn what `tokenizers` raises, its Rust panics included, into an error of ours."""
+    """Convert errors of `tokenizers`, including Rust panics, to a jaxllm error."""
     try:
         yield
     except BaseException as error:
@@ -223,10 +222,10 @@ def _library_errors(kind: type[JaxllmError], what: str) -> Iterator[None]:
 
 
 def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any]:
-    """Return a tree with the same ids in which no text can be one of these tokens.
+    """Return a tree with the same ids in which no text can become one of the tokens in `hidden`.
 
-    The tokens get the names that stand beside them, which nobody can guess, and BPE loses the
-    merges that would make one.
+    The tokens are renamed to the random values of `hidden`, and BPE merges that involve one are
+    removed.
     """
     model = dict(tree["model"])
     if isinstance(model["vocab"], dict):
@@ -243,9 +242,9 @@ def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str,
 
 
 def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
-    """Whether a merge, as a text or as a pair, has to do with none of these tokens.
+    """Return whether a merge, a string or a pair, involves none of these tokens.
 
-    What is no merge stays, for the tokenizer's own reader to refuse.
+    A malformed merge is kept, for the `tokenizers` library to reject.
     """
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if len(parts) != 2:

@@ -1,4 +1,4 @@
-"""A tokenizer as the files of Hugging Face's form, for checkpoints that keep it in another."""
+"""Writes a tokenizer in Hugging Face's format, for checkpoints that store it in another."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from jaxllm.text.formats import TokenizerTree
 
 
 def write_tokenizer(source: TokenizerTree, template: str | None, directory: Path) -> list[Path]:
-    """Write tokenizer.json, tokenizer_config.json and, where there is a template, its file.
+    """Write tokenizer.json, tokenizer_config.json and, if given, the template; returns their paths.
 
-    transformers reads them too, and begins a text as the checkpoint wants it. Returns their paths.
+    transformers can read them, and then prepends the begin-of-text token if `adds_bos` is set.
 
     Raises:
       CheckpointError: one cannot be written.
@@ -37,7 +37,7 @@ def write_tokenizer(source: TokenizerTree, template: str | None, directory: Path
 
 
 def _beginning(bos: str, index: int) -> dict[str, Any]:
-    """A post-processor that puts this token before a text."""
+    """Return a post-processor that prepends this token to a text."""
     token, first = (
         {"SpecialToken": {"id": bos, "type_id": 0}},
         {"Sequence": {"id": "A", "type_id": 0}},

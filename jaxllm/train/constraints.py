@@ -1,7 +1,7 @@
-"""Pruned models in training: zeros that stay zero, and pruning little by little.
+"""Constraints for training pruned models: zeros that stay zero, and gradual pruning.
 
-A constraint is applied after the optimiser's update, whatever its momentum and decay would do.
-Sparse leaves need none of this: of them only the stored values are trained.
+A constraint is applied after the optimizer's update, so momentum and decay cannot undo it. Sparse
+weights need none: only their stored values are trained.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from jaxllm.train.trained import ALL, Rules, Trained
 from jaxllm.weights.paths import first_match
 from jaxllm.whole import whole
 
-LEAST = 0.1  # of a matrix that is zero, for it to have been pruned
+LEAST = 0.1  # share of zeros from which a matrix counts as pruned
 
 
 @dataclasses.dataclass(frozen=True)
 class KeepZeros:
-    """What was zero before the update is zero after it. paths: of the matrices that this holds."""
+    """Keeps what was zero before an update at zero, in the matrices at `paths`."""
 
     paths: tuple[str, ...]
 
@@ -33,15 +33,19 @@ class KeepZeros:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PruneGradually:
-    """Weights of least magnitude become zero and stay so, every few steps some more.
+    """Gradual magnitude pruning (Zhu and Gupta 2017, arXiv 1710.01878); pruned weights stay zero.
 
-    Zhu and Gupta 2017 (arXiv 1710.01878). paths: of the matrices. sparsity: at the end, a share of
-    each matrix or N:M of each M neighbours of a row. begin, end: the steps of the first and of the
-    last pruning, from 0; every: steps from one to the next. first: the share that is pruned first.
-    Of a matrix of n weights exactly `int(n * share)` are zero, or as many in each M neighbours as
-    the share makes of M, rounded down.
+    Of a matrix of n weights exactly `int(n * share)` are zero; with N:M sparsity `int(M * share)`
+    of each M neighbors.
 
-    Raises ConfigError for steps that are none, and a first share that is not below the last.
+    Attributes:
+      paths: of the matrices.
+      sparsity: at the end, a share of each matrix, or N:M of each M neighbors in a row.
+      begin, end: steps of the first and of the last pruning, counted from 0.
+      every: steps from one pruning to the next.
+      first: share that the first pruning removes.
+
+    Raises ConfigError for invalid steps, and for a first share that is not below the last.
     """
 
     paths: tuple[str, ...]
@@ -57,13 +61,13 @@ class PruneGradually:
         whole("steps between prunings", self.every, 1, None, ConfigError)
         if not 0 <= self.first < self.sparsity.fraction:
             raise ConfigError(
-                f"gradual pruning begins with a share from 0 to below {self.sparsity.fraction:.4g},"
-                f" its last one, got {self.first}"
+                f"the first share of gradual pruning must be at least 0 and below its last one,"
+                f" {self.sparsity.fraction:.4g}: got {self.first}"
             )
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What is pruned each time, from `begin` to `end`."""
+        """The share that each pruning reaches, from `begin` to `end`."""
         times = range(self.begin, self.end + self.every, self.every)
         return tuple(
             gradual(
@@ -78,7 +82,7 @@ class PruneGradually:
 
     def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained:
         shares = self.shares
-        # The last time comes at `end`, whether or not it is a multiple of `every` after `begin`.
+        # The last pruning is at `end`, even if `end - begin` is not a multiple of `every`.
         at = jnp.where(step == self.end, len(shares) - 1, (step - self.begin) // self.every)
         now = (step >= self.begin) & (step <= self.end)
         now &= ((step - self.begin) % self.every == 0) | (step == self.end)
@@ -95,23 +99,23 @@ class PruneGradually:
         else:
             score_GM = jnp.abs(weight_OI).reshape(-1, self.sparsity.pattern[1])
         size = score_GM.shape[1]
-        # The last share of N:M is 1 - N / M, whose product with M may be a little too small.
+        # The last share of N:M is 1 - N / M; its product with M may be rounded down.
         counts = np.array([int(size * share + 1e-6) for share in shares], np.int32)
         gone = _lowest(score_GM, jnp.asarray(counts)[at])
         return jnp.where(gone.reshape(weight_OI.shape), 0.0, weight_OI)
 
 
 def keep_zeros(trained: Trained, rules: Rules = ALL, *, least: float = LEAST) -> KeepZeros:
-    """The constraint for a model that was pruned: for its matrices of which so much is zero.
+    """Return the constraint for a pruned model: its matrices with at least `least` zeros.
 
-    rules: which matrices are looked at. Raises ConfigError where none of them has zeros.
+    rules: which matrices are examined. Raises ConfigError if none of them has enough zeros.
     """
     matrices = dict(_matrices(trained, rules))
     paths = tuple(p for p, x in matrices.items() if float((x == 0).mean()) >= least)
     if not paths:
         raise ConfigError(
-            f"no zeros to keep: of {len(matrices)} trained matrices none has {least:.0%} of zeros."
-            " Is the model pruned, and not already sparse?"
+            f"no zeros to keep: none of {len(matrices)} trained matrices has {least:.0%} zeros."
+            " Is the model pruned, and not yet in a sparse format?"
         )
     return KeepZeros(paths)
 
@@ -119,14 +123,14 @@ def keep_zeros(trained: Trained, rules: Rules = ALL, *, least: float = LEAST) ->
 def prune_gradually(
     trained: Trained, target: str, *, begin: int, end: int, every: int, rules: Rules = ALL
 ) -> PruneGradually:
-    """The constraint for the matrices that `rules` choose. target: `50%`, `0.5` or `2:4`.
+    """Return the constraint for the matrices that `rules` select. target: `50%`, `0.5` or `2:4`.
 
-    Raises ConfigError for another target, for columns that are no multiple of M, where no matrix is
-    chosen, and for steps that are none.
+    Raises ConfigError for another target, invalid steps, a number of columns that M does not
+    divide, and if no matrix is selected.
     """
     sparsity, matrices = parse(target), dict(_matrices(trained, rules))
     if not matrices:
-        raise ConfigError("no matrix to prune: the rules choose none that is trained")
+        raise ConfigError("no matrix to prune: the rules select no trained matrix")
     for path, matrix in matrices.items():
         sparsity.check(matrix.shape[-1], path)
     return PruneGradually(
@@ -143,8 +147,8 @@ def _where_zero(before: jax.Array, after: jax.Array) -> jax.Array:
 
 
 def _lowest(score_GM: jax.Array, count: jax.Array) -> jax.Array:
-    """Which of each M scores `[G, M]` are the `count` lowest, of equal ones the first."""
-    if score_GM.shape[1] <= 64:  # neighbours: the ranks themselves
+    """Return a mask of the `count` lowest of each M scores `[G, M]`; ties go to the first."""
+    if score_GM.shape[1] <= 64:  # N:M groups: compare ranks
         return lowest_of(score_GM, count)
     ordered = jnp.sort(score_GM, axis=1)
     bound = jnp.take(ordered, jnp.maximum(count - 1, 0), axis=1)[:, None]

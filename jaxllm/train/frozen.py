@@ -1,8 +1,8 @@
-"""Weights that are not trained, as a step of training multiplies with them.
+"""Frozen weights in a training step.
 
-A gradient passes through them to their inputs alone. They are expanded for it once it is there, and
-not before: XLA would otherwise hold the expanded weights of all layers at once. In bfloat16 both
-sides of the gradient's product are bfloat16, as in PyTorch.
+Only their inputs have gradients. A quantized weight is dequantized for the backward pass after the
+gradient arrives: otherwise XLA would hold the dequantized weights of all layers at once. In
+bfloat16 both operands of the backward product are bfloat16, as in PyTorch.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxllm.weights.paths import Params, map_leaves, own_name
 
 
 class Frozen(Wrapped, struct.PyTreeNode):
-    """A matrix `[O, I]`, an array or a leaf, that has no gradient of its own."""
+    """A matrix `[O, I]`, an array or a weight type, without a gradient."""
 
     kind = "frozen/"
     nests = True
@@ -46,10 +46,9 @@ class Frozen(Wrapped, struct.PyTreeNode):
 
 
 def frozen(rest: Params, names: Names = own_name) -> Params:
-    """What is not trained with a `Frozen` around each matrix that nothing trained lies in.
+    """Wrap each matrix that contains nothing trained in `Frozen`.
 
-    names: of a path, what stands side by side there (`Placed.names`): matrices of several stages
-    have one axis more.
+    names: as `Placed.names`; matrices stacked over pipeline stages have one more axis.
     """
     return map_leaves(lambda path, leaf: _around(leaf, 3 if len(names(path)) > 1 else 2), rest)
 
@@ -69,12 +68,12 @@ def _has_holes(leaf: Any) -> bool:
 
 
 def _ready(x_RI: jax.Array, weight: Any) -> Any:
-    """A weight of which nothing is expanded before x is there."""
+    """Return the weight with its expansion ordered after x."""
     return weight if as_leaf(weight).has_kernels else after(x_RI, weight)
 
 
 def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
-    """`linear` of the two, with the gradient of the dense product for x."""
+    """Return `linear(x, weight)`, whose gradient for x is that of the dense product."""
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:

@@ -1,7 +1,7 @@
-"""An Infini-attention model made from a dense one, to be trained on (arXiv 2404.07143, 2.1).
+"""Conversion of a dense model to Infini-attention, for further training (arXiv 2404.07143, 2.1).
 
-Within the first segment it computes what the model did, bit for bit. Beyond it the gates begin
-nearly shut: sigmoid(-4) is a share of 0.018 of the memory, and the gradient is as large.
+Within the first segment the outputs are unchanged, bit for bit. Beyond it the gates start nearly
+closed: the memory has a share of sigmoid(-4) = 0.018, and the gradient is as small.
 """
 
 import dataclasses
@@ -19,23 +19,27 @@ from jaxllm.weights.leaves.arrays import DTYPES
 from jaxllm.weights.precision import exactly
 from jaxllm.whole import whole
 
-GATE = -4.0  # beta; at the -100 of some implementations nothing is ever learned
-GATE_RATE = 0.01  # of beta; at the rate of the rest gates do not leave where they began
+GATE = -4.0  # beta; at -100, as in some implementations, the gates never learn
+GATE_RATE = 0.01  # of beta; at the rate of the other parameters gates hardly move
 
 
 def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[str, float], ...]:
-    """What `Optimizer.rates` is for such a model; none for others. Raises ConfigError for a rate
-    that there is no gate for.
+    """Return `Optimizer.rates` for the gates of an Infini-attention model; () for other models.
+
+    Raises ConfigError if a rate is given for a model without gates.
     """
     if config.segment_length is not None:
         return ((r".*\.memory_gate", GATE_RATE if rate is None else rate),)
     if rate is not None:
-        raise ConfigError(f"this {config.model_type} has no gates for --gate-lr: jaxllm infini")
+        raise ConfigError(
+            f"--gate-lr needs a model with Infini-attention, and this {config.model_type} has none:"
+            " convert it with jaxllm infini"
+        )
     return ()
 
 
 def as_update(name: str) -> Update:
-    """The rule of that name. Raises ConfigError where there is none."""
+    """Return the update rule of that name. Raises ConfigError if there is none."""
     found = next((update for update in UPDATES if update == name), None)
     if found is None:
         raise ConfigError(f"update must be one of {', '.join(UPDATES)}, got {name!r:.40}")
@@ -45,16 +49,20 @@ def as_update(name: str) -> Update:
 def with_memory(
     lm: LM, segment_length: int, *, update: Update = "linear", gate: float = GATE
 ) -> LM:
-    """The model with a compressive memory in every layer, in its own formats; the tokenizer stays.
+    """Return the model with a compressive memory in every layer; formats and tokenizer stay.
 
-    segment_length: tokens that are attended to as they are. update: see `ops.compressive`. gate:
-    beta of every head. Raises ConfigError for another family, a sliding window, segments longer
-    than the context, and a model that has a kind of long attention already.
+    Args:
+      segment_length: tokens per segment, within which attention is exact.
+      update: see `ops.compressive`.
+      gate: initial beta of every head.
+
+    Raises ConfigError for another family, a sliding window, segments longer than the context, and
+    a model that already has a kind of long attention.
     """
     if not isinstance(lm.config, LlamaConfig):
-        raise ConfigError(f"a {lm.config.model_type} cannot have a memory: a llama can")
+        raise ConfigError(f"a {lm.config.model_type} cannot have a memory: only llama models can")
     if lm.config.attention is not None:
-        raise ConfigError(f"this model has attention of kind {lm.config.attention.kind!r} already")
+        raise ConfigError(f"this model already has {lm.config.attention.kind!r} attention")
     as_update(update)
     length = whole("segment_length", segment_length, 1, error=ConfigError)
     kind = LongAttention(kind="infini", segment_length=length, update=update)

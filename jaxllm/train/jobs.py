@@ -1,6 +1,6 @@
-"""A training as a value: of a model each kind makes a `Job`, which the one loop runs.
+"""Training jobs: each kind of training makes a `Job` of a model, which one loop runs.
 
-All weights and adapters are here; `fake.job`, `distill.job` and `prompts` have the other kinds.
+This module has full fine-tuning and LoRA; `fake.job`, `distill.job` and `prompts` have the others.
 """
 
 import dataclasses
@@ -41,12 +41,15 @@ _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training to be run.
+    """A training job.
 
-    lm: what is trained, `params` as they start. like: the same in the formats that the model runs
-    in, where these are others; what is trained is kept in float32 all the same. rules: what is
-    trained. given: arrays for the objective. finish: writes what came of it into a directory. data,
-    held_out: in place of those that it is run on, where a teacher has said more of them.
+    Attributes:
+      lm, params: the model, and its parameters at the start.
+      like: the parameters in the compute dtype, if it differs; master weights are float32 anyway.
+      rules: which parameters are trained.
+      given: further arrays for the objective.
+      finish: writes the result into a directory.
+      data, held_out: replace those of `run`, if a teacher's outputs were added to them.
     """
 
     lm: LM
@@ -74,9 +77,11 @@ def full(
     objective: Objective | None = None,
     constraint: Constraint | None = None,
 ) -> Job:
-    """All weights, or those that `rules` name. dtype: what the model runs in and is written in.
+    """Train all weights, or those that `rules` select.
 
-    lm: in float32, since what is trained begins from these numbers.
+    Args:
+      lm: in float32, since the master weights start as its parameters.
+      dtype: of computation and of the result.
     """
     dtype = dtype_name("dtype", dtype)
     precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
@@ -97,12 +102,14 @@ def full(
 
 
 def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = None) -> Job:
-    """An adapter beside the weights, which stay as they are, in any format. The result is PEFT's
-    directory.
+    """Train an adapter; the weights, in any format, are frozen. The result is a PEFT directory.
 
-    seed: of what is drawn. start: an adapter of this configuration to begin with, in place of a
-    new one. Raises ConfigError for targets that are not there, and for a start of other modules,
-    ranks or scales.
+    Args:
+      seed: of the initialization.
+      start: an adapter of this configuration to continue from.
+
+    Raises ConfigError for target modules that the model does not have, and for a `start` with other
+    modules, ranks or scales.
     """
     key = jax.random.key(check_seed(seed))
     if start is None:
@@ -129,14 +136,14 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
 
 
 def _adapters_of(leaf: Any) -> Any:
-    """What stands beside a weight, without it."""
+    """Return the adapters of a weight, without the weight."""
     return leaf.replace(weight=_adapters_of(leaf.weight)) if isinstance(leaf, Adapted) else None
 
 
 def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
-    """The constraint that what is zero in a pruned model's matrices stays zero.
+    """Return the constraint that keeps the zeros of a pruned model's matrices.
 
-    Raises ConfigError where none of them has zeros.
+    Raises ConfigError if no matrix has enough zeros.
     """
     return keep_zeros(trainable(lm.params), rules)
 
@@ -156,9 +163,12 @@ def run(
     show_progress: bool | None = None,
     say: Say = lambda _: None,
 ) -> Run:
-    """Run a job. directory: where its state is kept, from which an interrupted one goes on; the
-    caller removes it (`forget`) when the result is written. remat: keep no block's inside for its
-    gradient. The others as `loop.train` takes them, and what it raises.
+    """Run a job. The other arguments and the errors are those of `loop.train`.
+
+    Args:
+      directory: where the state is saved, to resume from. The caller removes it (`forget`) after
+        writing the result.
+      remat: recompute the inside of each block in the backward pass (gradient checkpointing).
     """
     model = in_training(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
@@ -185,31 +195,29 @@ def run(
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """A model of which, on a mesh, nobody reads on the host what comes out."""
+    """Return the model; on a mesh its outputs stay sharded, since the host does not read them."""
     return model.clone(apart=True) if isinstance(model, Placed) else model
 
 
 def shared(model: nn.Module, params: Params) -> Params:
-    """Parameters of a model of one device as `model` takes them."""
+    """Shard single-device parameters if `model` is on a mesh."""
     return model.shared(params) if isinstance(model, Placed) else params
 
 
 def everywhere(model: nn.Module, tree: V) -> V:
-    """What is trained beside a model's own parameters, where the model runs."""
+    """Replicate arrays that are not the model's parameters over its mesh, if it is on one."""
     return model.everywhere(tree) if isinstance(model, Placed) else tree
 
 
 def alone(lm: LM) -> LM:
-    """A model on one device, whatever it was on: its parameters whole, on the host; of several
-    processes on the host of each.
-    """
+    """Return the model for one device, with its parameters gathered on the host of each process."""
     if not isinstance(lm.model, Placed):
         return lm
     return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
 
 
 def spread_as(lm: LM, other: LM) -> LM:
-    """A model of one device on the mesh of another model, if that is on one."""
+    """Shard a single-device model like another model, if that is on a mesh."""
     if not isinstance(other.model, Placed):
         return lm
     model = other.model.like(lm.config).clone(precision=lm.model.precision)
@@ -217,14 +225,14 @@ def spread_as(lm: LM, other: LM) -> LM:
 
 
 def forget(directory: Path) -> None:
-    """Remove the state that a run has kept there: its result is written."""
+    """Remove the saved state of a run, after its result is written."""
     journal = Journal(directory)
     with journal.kept():
         journal.forget()
 
 
 def told(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
-    """What a model says after a prompt, greedily: a line for people."""
+    """Return a function from parameters to a greedy continuation of a prompt, as one line."""
 
     def sample(params: Params) -> str:
         found = dataclasses.replace(lm, params=params).generate(prompt, max_new_tokens=tokens)

@@ -1,9 +1,9 @@
-"""A run's state on disk, so that a killed run goes on bit for bit where it was.
+"""Training checkpoints: a killed run resumes bit for bit from its saved state.
 
-One file with all that goes from step to step, replaced when the next one is complete. What it
-belongs to is in its digest: another model, other data or another setting finds nothing there. The
-settings in `FREE` may differ: a run can be prolonged, and continue at a lower rate. Of several
-processes the first has the file; both ways an array at a time goes through all of them.
+One file holds the state between steps, and is replaced when the next one is complete. Its digest
+covers the model, the data and the settings: a run with others does not find it. The settings in
+`FREE` may differ: a run can be prolonged, or resumed at a lower rate. With several processes the
+first one holds the file; arrays are gathered and broadcast one at a time.
 """
 
 import dataclasses
@@ -30,20 +30,20 @@ from jaxllm.weights.later import Later, leaf_of, now
 from jaxllm.weights.paths import Params, Placed, named_arrays
 
 _STATE, _BEST = "state", "best"
-_EARLIER = "earlier"  # the state before the last one, until that one was good for a step
+_EARLIER = "earlier"  # the state before the last one, until a step from the last one was finite
 
 
-# Settings that a continued run may change; the state of a step does not depend on them.
+# Settings that a resumed run may change; the state of a step does not depend on them.
 FREE = frozenset({"steps", "lr", "eval_steps", "save_steps", "patience"})
 _LONGEST = 40  # characters of a setting that a message shows
 
 
 def settings_of(setup: Setup, plan: Any, **more: object) -> dict[str, str]:
-    """Return what a run depends on, by name, as text.
+    """Return the settings that a run depends on, by name, as text.
 
     Args:
-      setup: the model is taken as on one device: a state continues on any mesh.
-      plan: a `loop.Plan`. Like the optimizer it counts field by field.
+      setup: its model is taken without its mesh, since a state can be resumed on any mesh.
+      plan: a `loop.Plan`. Like the optimizer it is compared field by field.
       more: other settings by name, such as the digests of the data.
     """
     model = setup.model.plain() if isinstance(setup.model, Placed) else setup.model
@@ -57,11 +57,11 @@ def settings_of(setup: Setup, plan: Any, **more: object) -> dict[str, str]:
 
 
 def journal_of(params: Params, given: Any, settings: Mapping[str, str], directory: Path) -> Journal:
-    """Return where a run keeps what is finished. Reads all weights once.
+    """Return the journal of a run's states. Reads all weights once.
 
     Args:
       params, given: the parameters at the start, and the arrays of the objective.
-      settings: as `settings_of` returns them; those in `FREE` do not count.
+      settings: as `settings_of` returns them; those in `FREE` are not part of the digest.
       directory: holds the files.
     """
     fixed = [f"{name}={value}" for name, value in settings.items() if name not in FREE]
@@ -70,7 +70,7 @@ def journal_of(params: Params, given: Any, settings: Mapping[str, str], director
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str], *, free: bool) -> list[str]:
-    """Return the settings that are not what they were, in words: those in `FREE`, or the others."""
+    """Return the changed settings as text: those in `FREE`, or the others."""
     found = []
     for name in (n for n in {**before, **now} if (n in FREE) == free):
         pair = before.get(name, "missing"), now.get(name, "missing")
@@ -92,15 +92,15 @@ def check_unused(journal: Journal, settings: Mapping[str, str]) -> None:
 
     if what := told(complaint):
         raise CheckpointError(
-            f"{journal.directory} holds the state of another run: {what}. Give what it was started"
-            f" with (only {', '.join(sorted(FREE))} may change), write elsewhere, or remove it."
+            f"{journal.directory} holds the state of another run: {what}. Use the same settings"
+            f" (only {', '.join(sorted(FREE))} may change), write elsewhere, or remove it."
         )
 
 
 def keep(journal: Journal, state: TrainState, facts: dict[str, Any], form: Form) -> None:
-    """Keep a state, and facts that JSON can hold. Raises CheckpointError where that cannot be.
+    """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
 
-    The state before it stays until `confirm` or `fall_back`.
+    The previous state stays until `confirm` or `fall_back`.
     """
     journal.move(_STATE, _EARLIER)
     floats, whole = {}, {}
@@ -113,12 +113,12 @@ def keep(journal: Journal, state: TrainState, facts: dict[str, Any], form: Form)
 
 
 def confirm(journal: Journal) -> None:
-    """Drop the state before the one that is kept: a step from this one was finite."""
+    """Remove the previous state: a step from the last one was finite."""
     journal.remove(_EARLIER)
 
 
 def fall_back(journal: Journal) -> None:
-    """Drop the state that is kept for the one before it: no step from it is finite, at any rate."""
+    """Replace the last state by the previous one: no learning rate makes its next step finite."""
     if not journal.move(_EARLIER, _STATE):
         journal.remove(_STATE)
 
@@ -126,8 +126,9 @@ def fall_back(journal: Journal) -> None:
 def kept(
     journal: Journal, blank: TrainState, form: Form
 ) -> tuple[TrainState, dict[str, Any]] | None:
-    """The state that was kept, and the facts; None where there is none. blank: one of its form, on
-    the same devices.
+    """Load the saved state and its facts; None if there is none.
+
+    blank: a state with the same shapes and shardings.
     """
     found = _kept(journal, _STATE) or _kept(journal, _EARLIER)
     if found is None:
@@ -141,19 +142,19 @@ def kept(
 
 
 def keep_best(journal: Journal, trained: Trained, form: Form) -> None:
-    """Keep what is best so far."""
+    """Save the best trained arrays so far."""
     journal.put(_BEST, form.later(trained))
 
 
 def kept_best(journal: Journal, blank: TrainState, form: Form) -> Trained | None:
-    """What was best when it was kept last."""
+    """Load the best trained arrays; None if none are saved."""
     found = _kept(journal, _BEST)
     return None if found is None else form.spread(found[0], blank.trained)
 
 
 def _kept(journal: Journal, key: str) -> tuple[dict[str, Later], dict[str, Any]] | None:
-    """The arrays that the first process has in a file, to be read by all together, and the facts;
-    None where it has none.
+    """Return the arrays in the first process's file, to be read by all processes together, and the
+    facts; None if there is no file.
     """
     there: dict[str, Any] = {}
 

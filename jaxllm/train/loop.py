@@ -1,8 +1,8 @@
-"""The loop: steps, what is measured on the way, and an end that loses nothing.
+"""The training loop: steps, evaluations, and checkpoints to resume from.
 
-A step is a pure function of the state, the number of its batch and the run's key. So a run that is
-killed and goes on from its last kept state ends with the same bits as one that was not. A run that
-continues with more steps or another rate is the steps done, then steps of the new settings.
+A step is a pure function of the state, its batch number and the run's key. So a run that is killed
+and resumed from its last saved state ends with the same bits as an uninterrupted one. A run can be
+resumed with more steps or another learning rate, which then apply to the remaining steps.
 """
 
 import dataclasses
@@ -40,29 +40,33 @@ from jaxllm.train.trained import ALL, Rules, Trained, join, split
 from jaxllm.weights.paths import Params, Placed, later, names_of
 from jaxllm.whole import check_seed, whole
 
-KEEP_SECONDS = 30.0  # between two states that are kept,
-KEEP_SHARE = 20  # and so many times what keeping the last one took
-_SPEED = 20  # steps over which the speed is taken
+KEEP_SECONDS = 30.0  # at least, between two saved states,
+KEEP_SHARE = 20  # and this many times the duration of the last save
+_SPEED = 20  # steps over which the speed is averaged
 MOST_STEPS = (1 << 31) - 1  # steps are counted in int32
-_PREPARING = 0x5EED  # apart from the keys of steps
+_PREPARING = 0x5EED  # makes keys that differ from those of steps
 
 Say = Callable[[str], None]
-# Told the parameters, the rows of a step `[A, B, T]` and its key: the rows that it is to run.
+# Maps parameters, the rows of a step `[A, B, T]` and a key to the rows to train on.
 Prepare = Callable[[Params, Rows, jax.Array], Rows]
-# Takes the records so far and the held-out loss before the first step.
+# Takes the records so far and the validation loss before the first step.
 Report = Callable[[Sequence["Record"], float | None], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long, and what is looked at on the way.
+    """The length of a run, and how often it is evaluated and saved.
 
-    steps: of the optimiser. gradient_accumulation_steps: batches a step. seed: of the run's key.
-    eval_steps: steps between two measurements of the held-out loss, None for one at the end.
-    patience: so many of these without a better one end the run, whose result is then the best; None
-    for never. save_steps: steps between two checkpoints, None for none.
+    Attributes:
+      steps: optimizer steps.
+      gradient_accumulation_steps: batches per step.
+      seed: of the run's key.
+      eval_steps: steps between evaluations; None for one at the end.
+      patience: evaluations without a better one after which the run ends and returns the best; None
+        for no early stopping.
+      save_steps: steps between checkpoints; None for none.
 
-    Raises ConfigError for what is no whole number from 1 up (of the seed: from 0).
+    Raises ConfigError for values that are not integers of at least 1 (the seed: at least 0).
     """
 
     steps: int
@@ -82,9 +86,15 @@ class Plan:
 
 
 class Record(NamedTuple):
-    """What a step measured. step: from 1. loss: a token, in nats where it is a likelihood. weight:
-    what it was divided by, as a rule tokens. norm: of the gradient. held_out: the loss of what is
-    not trained on, after the step, where it was measured. also: what the objective shows beside.
+    """The metrics of a step.
+
+    Attributes:
+      step: number of the step, from 1.
+      loss: per token, in nats if it is a likelihood.
+      weight: divisor of the loss, usually the number of labels.
+      norm: global norm of the gradient.
+      held_out: validation loss after the step, if it was evaluated.
+      also: the objective's further metrics.
     """
 
     step: int
@@ -96,8 +106,11 @@ class Record(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of it. before: the held-out loss before the first step. params: those after step
-    `best` where patience was asked for, else those of the last step.
+    """The result of a run.
+
+    Attributes:
+      params: after step `best` if the plan has patience, else after the last step.
+      before: validation loss before the first step.
     """
 
     params: Params
@@ -124,28 +137,34 @@ def train(
     show_progress: bool | None = None,
     say: Say = lambda _: None,
 ) -> Run:
-    """Train parameters on data; those that are given stay as they are.
+    """Train parameters on data; the given arrays are not modified.
 
-    rules, like: what is trained, and the formats that it runs in, as `trained.split` has them.
-    given: for the objective. held_out: what the loss is measured on as it stands. prepare: changes
-    rows on the host before a step, as a pure function (samples of the model itself, say).
-    directory: where the state is kept, by default nowhere; a run continues from a state that is
-    there, also with other values of the settings in `keeping.FREE`. report: is called after each
-    measurement, whenever the state is kept, and at the end, also if that is an error. checkpoint:
-    is called with the parameters and the step every `plan.save_steps` steps. sample: a text of the
-    parameters, said after each measurement. say: takes a line for people.
+    Args:
+      rules, like: which parameters are trained and their compute dtype, as in `trained.split`.
+      given: further arrays for the objective.
+      held_out: validation data.
+      prepare: a pure function that changes rows on the host before a step (on-policy samples, say).
+      directory: where the state is saved; default: nowhere. A run resumes from a state in it; the
+        settings in `keeping.FREE` may differ.
+      report: called after each evaluation and each save, and at the end, also after a loss that is
+        not finite.
+      checkpoint: called with the parameters and the step every `plan.save_steps` steps.
+      sample: returns a text generated with the parameters, logged after each evaluation.
+      say: takes a line to log.
 
-    Raises ConfigError where there is nothing to train or to train on, CheckpointError where the
-    state cannot be kept, NonFiniteError as soon as a loss or a gradient is not finite. The last
-    state that was kept stays then, if a step from it was finite: another rate can continue there.
+    Raises:
+      ConfigError: if there is nothing to train or no data.
+      CheckpointError: if the state cannot be saved.
+      NonFiniteError: as soon as a loss or gradient is not finite. The last saved state stays if a
+        step from it was finite, so the run can be resumed with another learning rate.
     """
     if not data.tokens:
-        raise ConfigError("there is nothing to learn: no label of the data counts")
+        raise ConfigError("the data has no labels to learn: all of them are ignored")
     if plan.patience is not None and held_out is None:
-        raise ConfigError("patience needs held-out data, whose loss it waits for")
+        raise ConfigError("patience needs validation data (held_out)")
     if isinstance(setup.model, Placed):
         setup.model.check_rows(data.batch(0).token_BT.shape[0])
-    named = prepare if dataclasses.is_dataclass(prepare) else None  # a function has no value
+    named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
     settings = settings_of(
         setup, plan, rules=rules, prepare=named, data=data.digest,
         held_out=None if held_out is None else held_out.digest,
@@ -178,13 +197,13 @@ def train(
         if journal.directory is None or not saved[0]:
             return done
         where = f"the state after step {saved[0]} is in {journal.directory}"
-        return f"{done}; {where}, from which the same goes on"
+        return f"{done}; {where}: the same command resumes from it"
 
     with journal.kept():
         state, records, before, best = _continued(journal, state, form, plan, settings, say)
         if held_out is not None and before is None:
             before = loss(state.trained)
-            say(f"before: held-out loss {before:.4f}")
+            say(f"before training: held-out loss {before:.4f}")
         saved, pace = [len(records)], _Pace()
         keeps = journal.directory is not None
         bar = noted_bar("train", plan.steps, show_progress, len(records))
@@ -238,11 +257,11 @@ def _continued(
     settings: dict[str, str],
     say: Say,
 ) -> tuple[TrainState, list[Record], float | None, Trained | None]:
-    """Return the state to begin with, the records so far, the held-out loss before all, and what
-    was best: those that were kept, if there are any. state: before the first step.
+    """Return the saved state, the records so far, the initial validation loss, and the best arrays;
+    if nothing is saved, the given state.
 
-    Raises CheckpointError for the state of another run, ConfigError if it is after more steps than
-    are asked for.
+    Raises CheckpointError for the state of another run, ConfigError if it has more steps than the
+    plan.
     """
     found = kept(journal, state, form)
     if found is None:
@@ -253,15 +272,15 @@ def _continued(
     if len(records) > plan.steps:
         raise ConfigError(
             f"steps must be at least {len(records)}, got {plan.steps}: the state in"
-            f" {journal.directory} is after that many. Ask for more, or remove it."
+            f" {journal.directory} has that many. Ask for more, or remove it."
         )
     changed = "".join(f"; {x}" for x in differences(facts["settings"], settings, free=True))
-    say(f"going on after step {len(records)} of {plan.steps}{changed}")
+    say(f"resuming after step {len(records)} of {plan.steps}{changed}")
     return state, records, facts["before"], kept_best(journal, state, form)
 
 
 def _rows(data: Data, step: int, accumulate: int) -> Rows:
-    """The batches of a step, `[A, B, T]`."""
+    """Return the batches of a step, `[A, B, T]`."""
     batches = [data.batch(step * accumulate + n) for n in range(accumulate)]
     rows: Rows = jax.tree.map(lambda *x: np.stack(x), *batches)
     return rows
@@ -279,13 +298,13 @@ def _is_due(step: int, plan: Plan) -> bool:
 
 
 def _best(records: list[Record]) -> Record | None:
-    """The record with the least held-out loss, of equal ones the first."""
+    """Return the record with the lowest validation loss, the first of equal ones."""
     measured = [r for r in records if r.held_out is not None]
     return min(measured, key=lambda r: r.held_out or 0.0, default=None)
 
 
 def _has_waited(records: list[Record], patience: int | None) -> bool:
-    """Whether so many measurements have not been better than the best."""
+    """Return whether `patience` evaluations have passed since the best one."""
     best = _best(records)
     if patience is None or best is None:
         return False
@@ -301,56 +320,56 @@ def _in_words(record: Record) -> str:
 
 def _diverged(record: Record, journal: Journal) -> str:
     what = "loss" if not math.isfinite(record.loss) else "gradient"
-    remedy = "Try a lower lr: the run then starts again, since no earlier state was kept."
+    remedy = "Try a lower lr: the run then starts again, since no earlier state was saved."
     if told(lambda: "there" if journal.parts() else ""):
         remedy = (
             f"An earlier state is in {journal.directory}: the same run with a lower lr continues"
             " from there."
         )
     return (
-        f"the {what} of step {record.step} is not finite: got {record.loss:g}, and the step was not"
-        f" taken. {remedy}"
+        f"the {what} of step {record.step} is not finite: got loss {record.loss:g}; the step was"
+        f" not applied. {remedy}"
     )
 
 
 class _Pace:
-    """What clocks say: how fast it goes, and when a state is to be kept again."""
+    """Timing: the training speed, and when to save the state again."""
 
     def __init__(self) -> None:
         self._began = 0.0
-        self._steps: list[tuple[float, float]] = []  # seconds and tokens of each
+        self._steps: list[tuple[float, float]] = []  # seconds and labels of each
         self._saved, self._pause = time.monotonic(), KEEP_SECONDS
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start timing a step."""
         self._began = time.monotonic()
 
     def end(self, record: Record) -> None:
-        """It has ended."""
+        """Stop timing a step."""
         taken = time.monotonic() - self._began, record.weight
         self._steps = [*self._steps[-_SPEED:], taken] if record.step > 1 else []
 
     @property
     def speed(self) -> float:
-        """Tokens that counted a second over the last steps, without the first, which compiles."""
+        """Labels per second over the last steps, without the first, which compiles."""
         seconds, weight = (sum(column) for column in zip((0.0, 0.0), *self._steps, strict=True))
         return weight / seconds if seconds else 0.0
 
     def note(self, record: Record) -> str:
-        """What a bar says of a step that has just ended."""
+        """Return the text of the progress bar after a step."""
         return f"{_in_words(record).partition(': ')[2]}{self.words}"
 
     @property
     def words(self) -> str:
-        """The speed, once there is one."""
+        """The speed as text, if it is known."""
         return f", {self.speed:,.0f} tokens/s" if self._steps else ""
 
     def is_time(self) -> bool:
-        """Whether a state should be kept now."""
+        """Return whether the state should be saved now."""
         return time.monotonic() - self._saved > self._pause
 
     def time(self, save: Callable[[], None]) -> None:
-        """Keep a state, and note when the next is to be kept."""
+        """Save the state, and schedule the next save."""
         began = time.monotonic()
         save()
         self._saved = time.monotonic()

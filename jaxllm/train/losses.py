@@ -1,6 +1,6 @@
-"""Losses as pure functions of logits: a sum and what it is to be divided by, never a mean.
+"""Losses as pure functions of logits: a sum and its divisor, never a mean.
 
-Sums of several batches add up; a mean of means would weigh tokens by the batch they came in.
+Sums of several batches add up; a mean of means would weight tokens by the size of their batch.
 """
 
 import jax
@@ -11,9 +11,9 @@ from jaxllm.train.data.rows import IGNORED
 
 
 def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ()) -> jax.Array:
-    """The log-probability of each label, float32 `[B, T]`; 0 where it is `IGNORED`.
+    """Return the log-probability of each label, float32 `[B, T]`; 0 where it is `IGNORED`.
 
-    over: as of `ops.likelihood`.
+    over: as in `ops.likelihood`.
     """
     counted_BT = label_BT != IGNORED
     safe_BT = jnp.where(counted_BT, label_BT, 0)
@@ -24,10 +24,10 @@ def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ())
 def cross_entropy(
     logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ()
 ) -> tuple[jax.Array, jax.Array]:
-    """The negative log-likelihood of all labels in nats, and how many count, float32 each.
+    """Return the summed negative log-likelihood in nats, and the number of labels, float32 each.
 
-    Labels are what follows the token of their column; `IGNORED` ones count nothing. Where none
-    counts both are 0. over: as of `ops.likelihood`.
+    A label is the token that follows the token of its column. `IGNORED` labels do not count; if
+    there are no others, both results are 0. over: as in `ops.likelihood`.
     """
     counted = (label_BT != IGNORED).sum().astype(jnp.float32)
     return -log_likelihoods(logits_BTV, label_BT, over).sum(), counted

@@ -1,4 +1,4 @@
-"""What is made small: a pure function of parameters and rows, around the pass that generates."""
+"""Objectives: pure functions of parameters and rows around the inference forward pass."""
 
 import dataclasses
 from typing import Any, NamedTuple, Protocol
@@ -14,9 +14,9 @@ from jaxllm.weights.paths import Params, for_sums
 
 
 class Measured(NamedTuple):
-    """Sums over rows, float32 scalars: the loss is `total / weight`, of all rows together.
+    """Sums over rows, float32 scalars: the loss is `total / weight`.
 
-    also: further sums by name, divided by the same weight, to be shown and not made small.
+    also: further sums by name, divided by the same weight; they are logged, not minimized.
     """
 
     total: jax.Array
@@ -25,10 +25,11 @@ class Measured(NamedTuple):
 
 
 class Objective(Protocol):
-    """A frozen dataclass: what it says is static in the compiled step.
+    """A frozen dataclass, whose fields are static in the compiled step.
 
-    given: the arrays that it needs beside the parameters, an argument of the compiled step. key:
-    for what it draws.
+    Args of a call:
+      given: further arrays that it needs, an argument of the compiled step.
+      key: for its random numbers.
     """
 
     def __call__(
@@ -45,11 +46,15 @@ def run(
     whole: bool = False,
     **asked: Any,
 ) -> Trace:
-    """The forward pass over rows whose documents do not see each other.
+    """Run the forward pass over rows whose documents do not attend to each other.
 
-    segments: of a cache that all of them see. whole: whether each device of a mesh is to have the
-    logits of all tokens, and not its part of the vocabulary, which does for sums. asked: what else
-    `steps.run` takes. Models that keep a memory have one document in a row (`Dataset.check`).
+    Models with a compressive memory need one document a row (`Dataset.check`).
+
+    Args:
+      segments: cache segments that all documents attend to.
+      whole: on a mesh, gather the logits of the whole vocabulary on every device. Losses do not
+        need it: they sum over sharded logits.
+      asked: other arguments of `steps.run`.
     """
     if model.config.segment_length is None:
         asked["document_BT"] = rows.document_BT
@@ -65,7 +70,7 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """Cross-entropy with the labels, in nats a token."""
+    """Cross-entropy with the labels, in nats per token."""
 
     def __call__(
         self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array

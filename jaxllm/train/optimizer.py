@@ -1,4 +1,4 @@
-"""Optimisers as a value: which of optax's methods, its rate over the steps, what decays."""
+"""Optimizers as values: an optax method, its learning rate schedule and its weight decay."""
 
 import dataclasses
 import math
@@ -18,20 +18,22 @@ from jaxllm.whole import is_number, is_whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) with a rate that warms up and goes down.
+    """AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
 
-    steps: of the whole run. lr: the peak of the learning rate; at 0 nothing moves. warmup: the
-    share of the steps in which the rate rises to it in a line. schedule: what it does then:
-    "cosine" or "linear" down to `floor` times the peak, or "constant". max_grad_norm: the largest
-    norm of all gradients together, None for any. weight_decay: of matrices and tables; norms,
-    biases and other vectors do not decay. rates: rows `(regex, peak)` over the paths of what is
-    trained, as `weights.paths` has them, for what has a rate of its own: it goes up and down as the
-    others do, and does not decay.
+    A run that is resumed with another `steps` or `lr` (`train.keeping.FREE`) uses the new values
+    from its next step on: the rate of step `n` is their `rate_at(n)`, whatever came before.
 
-    A run that continues with another `steps` or `lr` (`train.keeping.Settings`) takes both from its
-    next step on: the rate of step `n` is `rate_at(n)` of the new values, whatever came before.
+    Attributes:
+      steps: steps of the whole run.
+      lr: peak learning rate; at 0 nothing changes.
+      warmup: share of the steps in which the rate rises linearly to the peak.
+      schedule: after warmup, "cosine" or "linear" down to `floor * lr`, or "constant".
+      max_grad_norm: largest global norm of the gradient; None for no clipping.
+      weight_decay: of matrices and embeddings; norms, biases and other vectors do not decay.
+      rates: rows `(regex, peak)` over trained paths, as in `weights.paths`, for parameters with
+        another peak rate. They follow the same schedule and do not decay.
 
-    Raises ConfigError for what is no such number.
+    Raises ConfigError for values out of range.
     """
 
     steps: int
@@ -66,8 +68,9 @@ class Optimizer:
             raise ConfigError("; ".join(complaints))
 
     def _wrong_rates(self) -> list[str]:
-        """What is wrong with the rows of `rates`, which become tuples. Raises ConfigError for a
-        broken regex.
+        """Make tuples of the rows of `rates`, and return complaints about them.
+
+        Raises ConfigError for an invalid regex.
         """
         if not isinstance(self.rates, tuple | list) or not all(
             isinstance(row, tuple | list) and len(row) == 2 for row in self.rates
@@ -84,11 +87,11 @@ class Optimizer:
         ]
 
     def rate_at(self, step: jax.Array) -> jax.Array:
-        """The rate of step `step`, of which the first is 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         return self.lr * self._share_at(step)
 
     def _share_at(self, step: jax.Array) -> jax.Array:
-        """Return the rate of a step as a share of the peak."""
+        """Return the learning rate of a step as a share of the peak."""
         step, warm = jnp.asarray(step, jnp.float32), round(self.warmup * self.steps)
         done = (step - warm) / max(1, self.steps - warm)
         share = self.floor + (1 - self.floor) * SCHEDULES[self.schedule](jnp.clip(done, 0, 1))
@@ -96,7 +99,7 @@ class Optimizer:
         return jnp.where(step < warm, rising, share)
 
     def made(self) -> Any:
-        """optax's transformation. Raises ConfigError where optax is not installed."""
+        """Return the optax transformation. Raises ConfigError if optax is not installed."""
         optax = check_optax()
         norm = self.max_grad_norm
         clip = [] if norm is None else [optax.clip_by_global_norm(norm)]
@@ -114,9 +117,7 @@ class Optimizer:
         }
 
     def _at_own_rates(self, updates: Trained, _: Any) -> Trained:
-        """AdamW's updates are proportional to the rate: those of another rate are times their
-        ratio.
-        """
+        """Scale updates by the ratio of the rates: AdamW's updates are proportional to the rate."""
         return {path: update * self._ratio(path) for path, update in updates.items()}
 
     def _ratio(self, path: str) -> float:
@@ -125,11 +126,11 @@ class Optimizer:
 
     @property
     def _reference(self) -> float:
-        """The peak that AdamW runs with: `lr`, or 1 if others are relative to it and it is 0."""
+        """The peak rate that AdamW runs with: `lr`, or 1 if that is 0 and there are `rates`."""
         return self.lr or (1.0 if self.rates else 0.0)
 
 
-# What the numbers of an optimiser must be; none of these is true of NaN.
+# The ranges of an optimizer's numbers; every check is false for NaN.
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "lr": ("at least 0", lambda x: 0 <= x < math.inf),
     "warmup": ("from 0 to 1", lambda x: 0 <= x <= 1),
@@ -143,12 +144,12 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 
 
 def decays(trained: Trained) -> dict[str, bool]:
-    """What weight decay applies to: matrices and tables alone, not scales of groups."""
+    """Return which arrays decay: matrices and embeddings, but not scales of groups."""
     return {path: x.ndim >= 2 and not path.endswith(".scale") for path, x in trained.items()}
 
 
 def check_optax() -> Any:
-    """optax. Raises ConfigError where it is not installed."""
+    """Import and return optax. Raises ConfigError if it is not installed."""
     try:
         import optax
     except ImportError:
@@ -156,7 +157,7 @@ def check_optax() -> Any:
     return optax
 
 
-# What a rate does after it has warmed up: from 1 to 0 over the rest of the steps, from 0 to 1.
+# The rate after warmup: maps the share of steps done, 0 to 1, to a factor from 1 down to 0.
 SCHEDULES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "cosine": lambda done: 0.5 * (1 + jnp.cos(jnp.pi * done)),
     "linear": lambda done: 1 - done,

@@ -1,16 +1,15 @@
-"""Training after a prefix that is run once, and prompts that are themselves trained.
+"""Training after a frozen prefix that is run once, and training of prompts.
 
 A frozen prefix is the segments of a committed cache of one row: every row of every batch attends to
-them by reference and goes on after them. The prefix has the keys and values of the model that ran
-it. That is the same as running it in each step where what is trained does not touch them: weights
-and adapters of the last layer but for its keys and values, of the head; or an adapter that is meant
-for what comes after the prefix alone, as serving goes on from a cache too. Where it does touch
-them, running the prefix anew gives another loss and another gradient.
+them by reference and continues after them. Its keys and values are those of the model before
+training. This equals running the prefix in each step if the trained parameters do not affect them
+(the head, the last layer without its keys and values), or if the result is only used after the
+cached prefix. Otherwise running the prefix again gives another loss and another gradient.
 
-A trained prompt is a segment of one row too: of embeddings (Lester et al. 2021, arXiv 2104.08691),
-run once a step however many rows there are, or of the keys and values themselves (Li and Liang
-2021, arXiv 2101.00190). It lies in the parameters under `prompt`, and what comes of it is an
-ordinary cache.
+A trained prompt is also a segment of one row: of embeddings (prompt tuning, Lester et al. 2021,
+arXiv 2104.08691), run once per step for all rows, or of keys and values (prefix tuning, Li and
+Liang 2021, arXiv 2101.00190). It is in the parameters under `prompt`; the result is an ordinary
+cache.
 """
 
 import dataclasses
@@ -39,14 +38,14 @@ from jaxllm.whole import check_ids
 
 PROMPT = "prompt"
 _ENTRIES = tuple(field.name for field in dataclasses.fields(Segment))
-PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # the prompt is trained, the model is not
+PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # train the prompt, freeze the model
 
 
 def run_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> steps.Segments:
-    """The prefix run once: what `AfterPrefix` is given.
+    """Run a prefix once and return its segments, for `AfterPrefix`.
 
-    Raises TokenError for an empty one and for ids outside the vocabulary, CacheMismatchError for
-    models that keep a memory beside the cache.
+    Raises TokenError for an empty prefix and for ids outside the vocabulary, CacheMismatchError for
+    models with a compressive memory.
     """
     token_1P = _row(model, tokens)
     cache = init_cache(model, 1, token_1P.shape[1])
@@ -54,16 +53,16 @@ def run_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> steps
 
 
 def segments_of(cache: KVCache) -> steps.Segments:
-    """What a committed cache of one row holds, without its empty room.
+    """Return the segments of a committed cache of one row, without its free slots.
 
-    Raises CacheMismatchError for several rows, an empty cache, or a memory beside it.
+    Raises CacheMismatchError for several rows, an empty cache, or a compressive memory.
     """
     check_usable(cache)
     check_no_memory(cache, "training on a prefix")
     if cache.batch != 1 or not int(cache.length_B[0]):
         raise CacheMismatchError(
-            f"training goes on from a cache of one row with a text in it, this has {cache.batch}"
-            f" of {np.asarray(cache.length_B).tolist()} tokens"
+            "a prefix for training must be a cache of one row that is not empty: got"
+            f" {cache.batch} of {np.asarray(cache.length_B).tolist()} tokens"
         )
     tail: Segment = jax.tree.map(lambda x: x[:, : int(cache.cursor)], cache.tail)
     return tuple(s for s in (*cache.frozen, tail) if s.position_BS.shape[1])
@@ -71,22 +70,23 @@ def segments_of(cache: KVCache) -> steps.Segments:
 
 @dataclasses.dataclass(frozen=True)
 class AfterPrefix:
-    """Cross-entropy of rows that go on after a prefix, after a trained prompt, or after both.
+    """Cross-entropy of rows that follow a prefix, a trained prompt, or both.
 
-    given: the segments of the prefix (`run_prefix`), or None. The prompt, where `params` have one,
-    comes after it. Each document of a row sees them and itself. A document's first token is not
-    learned, as ever: where the prefix begins with the begin-of-text token, documents should not.
+    The prompt, if `params` have one, comes after the prefix. Each document of a row attends to both
+    and to itself. As always, the first token of a document is not learned; if the prefix starts
+    with the begin-of-text token, documents should not.
 
-    Raises ConfigError, while it is compiled, for int8 caches, which have no gradient.
+    Args of a call:
+      given: the segments of the prefix (`run_prefix`), or None.
+
+    Raises ConfigError, at compile time, for int8 caches, which have no gradient.
     """
 
     def __call__(
         self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
     ) -> Measured:
         if model.precision.cache == "int8":
-            raise ConfigError(
-                "what is rounded to int8 has no gradient: train with a cache of floats"
-            )
+            raise ConfigError("an int8 cache has no gradient: train with a float cache")
         segments: steps.Segments = tuple(given or ())
         if PROMPT in params:
             made = _prompt(model, params, segments)
@@ -99,16 +99,16 @@ class AfterPrefix:
 
 
 def check_room(model: nn.Module, prefix: int, width: int) -> None:
-    """Raise CapacityError where a prefix, with a prompt, and a row are longer than the context."""
+    """Raise CapacityError if prefix, prompt and row together exceed the context."""
     if prefix + width > model.config.context_length:
         raise CapacityError(
             f"a prefix of {prefix} tokens and rows of {width} columns exceed the model's context of"
-            f" {model.config.context_length}: ask for narrower rows"
+            f" {model.config.context_length}: use shorter rows"
         )
 
 
 def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) -> Params:
-    """The parameters with a prompt of embeddings, at first those of these tokens."""
+    """Return the parameters with a prompt of embeddings, initialized with those of `tokens`."""
     token_1P = _row(model, tokens)
     path = family(model.config.model_type).tokens.split(".")
     table = params
@@ -121,8 +121,9 @@ def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) ->
 
 
 def with_trained_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> Params:
-    """The parameters with a prompt of keys and values, at first those that these tokens have at the
-    beginning of a text. `2 * layers * kv heads * head_dim` numbers a token, to a soft prompt's D.
+    """Return the parameters with a prompt of keys and values, initialized with those of `tokens`.
+
+    A token has `2 * layers * kv heads * head_dim` numbers; in a soft prompt it has D.
     """
     (segment,) = run_prefix(model, params, tokens)
 
@@ -138,20 +139,22 @@ def with_trained_prefix(model: nn.Module, params: Params, tokens: Sequence[int])
 
 
 def without_prompt(params: Params) -> Params:
-    """The model's own parameters."""
+    """Return the parameters without the prompt."""
     return {name: value for name, value in params.items() if name != PROMPT}
 
 
 def prompt_cache(
     model: nn.Module, params: Params, *, capacity: int, prefix: KVCache | None = None
 ) -> KVCache:
-    """A cache of one row whose text is the trained prompt, to generate from, fork and save.
+    """Return a cache of one row that holds the trained prompt, to generate from, fork and save.
 
-    Its slots have the ids of the tokens that the prompt began as, so that `LM.generate` takes a
-    prompt that begins with these, and are marked as patched: they hold other keys and values.
-    prefix: the cache that the prompt was trained after, which stays as it is.
+    Its slots have the ids of the tokens that initialized the prompt, so `LM.generate` accepts text
+    that starts with them. They are marked as patched, since their keys and values differ.
 
-    Raises ConfigError where the parameters have no prompt, CapacityError where it does not fit.
+    Args:
+      prefix: the cache that the prompt was trained after; it is not modified.
+
+    Raises ConfigError if the parameters have no prompt, CapacityError if it does not fit.
     """
     if PROMPT not in params:
         raise ConfigError("these parameters have no trained prompt")
@@ -164,13 +167,13 @@ def prompt_cache(
 
 
 def next_position(segments: steps.Segments) -> jax.Array:
-    """The position that follows all of them, int32; 0 after none."""
+    """Return the position after all segments, int32; 0 if there are none."""
     last = [s.position_BS.max() for s in segments]
     return jnp.stack(last).max() + 1 if last else jnp.zeros((), jnp.int32)
 
 
 def _prompt(model: nn.Module, params: Params, past: steps.Segments) -> Delta:
-    """The trained prompt after `past`, as a segment of one row. Differentiable in the prompt."""
+    """Return the trained prompt after `past` as a segment of one row, differentiably."""
     prompt = params[PROMPT]
     token_1P = prompt["tokens"][None]
     position_1P = next_position(past) + jnp.arange(token_1P.shape[1], dtype=jnp.int32)[None]
@@ -198,9 +201,9 @@ _prompt_of = jax.jit(_prompt, static_argnums=0)
 
 
 def _row(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
-    """The ids, int32 `[1, P]`. Raises TokenError for none, or what the model does not know."""
+    """Return the ids, int32 `[1, P]`. Raises TokenError for no ids or invalid ones."""
     token_P = np.asarray(tokens)
     if token_P.ndim != 1 or not token_P.size or token_P.dtype.kind not in "iu":
-        raise TokenError(f"a prefix is a list of at least one token id, got {tokens!r:.60}")
+        raise TokenError(f"a prefix must be a list of at least one token id, got {tokens!r:.60}")
     check_ids(token_P, model.config.vocab_size, "the prefix: ")
     return token_P.astype(np.int32)[None]

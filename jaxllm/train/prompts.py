@@ -1,7 +1,7 @@
-"""Jobs around a prefix: any training after it, and prompts as what is trained.
+"""Jobs with a prefix: any training after a frozen prefix, and training of prompts.
 
-What comes of a prompt is a cache file: `load_cache` reads it, `LM.generate(cache=...)` and
-`jaxllm generate --prompt-cache` go on from it, for texts that begin with the prompt's first tokens.
+A trained prompt is written as a cache file. `load_cache` reads it; `LM.generate(cache=...)` and
+`jaxllm generate --prompt-cache` continue from it, for texts that start with its initial tokens.
 """
 
 import dataclasses
@@ -28,21 +28,20 @@ from jaxllm.train.prefix import (
 )
 from jaxllm.weights.paths import Params, Placed
 
-# What of a prompt is trained, by name: its embeddings, or its keys and values.
+# The kinds of trained prompts: embeddings, or keys and values ("entries").
 KINDS = {"embeddings": with_soft_prompt, "entries": with_trained_prefix}
 
 
 def after(job: Job, prefix: Sequence[int]) -> Job:
-    """The job with all rows after these tokens, which its model runs once, as it is before training
-    and without an adapter. Its result is meant for that cache: make it with the model alone, and
-    generate from it with the result.
+    """Return the job with all rows after a prefix, which is run once, by the model before training.
 
-    Raises ConfigError for another loss than that of the next token, and what `run_prefix` raises.
+    Use the result with that cache: make the cache with the original model, without an adapter, and
+    generate from it with the trained one.
+
+    Raises ConfigError for losses other than `NextToken`, and what `run_prefix` raises.
     """
     if not isinstance(job.objective, NextToken):
-        raise ConfigError(
-            f"a prefix goes with the loss of the next token, not with {job.objective!r:.60}"
-        )
+        raise ConfigError(f"a prefix needs the next-token loss, got {job.objective!r:.60}")
     params = job.lm.params if job.like is None else job.like
     given = run_prefix(job.lm.model, params, prefix)
     return dataclasses.replace(job, objective=AfterPrefix(), given=given)
@@ -51,21 +50,26 @@ def after(job: Job, prefix: Sequence[int]) -> Job:
 def prompt(
     lm: LM, tokens: Sequence[int], *, kind: str = "embeddings", prefix: KVCache | None = None
 ) -> Job:
-    """A prompt that begins as these tokens; the model stays as it is. The result is a cache file.
+    """Train a prompt that is initialized with `tokens`; the model is frozen.
 
-    kind: a name in `KINDS`. prefix: a committed cache of one row that the prompt comes after.
+    The result is a cache file.
+
+    Args:
+      kind: a name in `KINDS`.
+      prefix: a committed cache of one row that the prompt comes after.
+
     Raises ConfigError for another kind, and what `with_soft_prompt` and `segments_of` raise.
     """
     if kind not in KINDS:
-        raise ConfigError(f"a prompt is trained in its {' or '.join(KINDS)}, got {kind!r:.40}")
+        raise ConfigError(f"the kind of a prompt must be {' or '.join(KINDS)}, got {kind!r:.40}")
     before = 0 if prefix is None else int(prefix.length_B[0])
     many = isinstance(lm.model, Placed)
     if many and prefix is not None:
-        raise ConfigError("a prompt after a prefix is trained on one device: leave out the mesh")
+        raise ConfigError("a prompt after a prefix cannot be trained on a mesh: drop --mesh")
     if many and kind == "entries" and lm.model.kept()[0] < lm.config.num_hidden_layers:
         raise ConfigError(
-            "keys and values of stages stand side by side: train embeddings, or use a mesh with"
-            " stage=1"
+            "a prompt of keys and values cannot be trained in pipeline stages: train embeddings, or"
+            " use a mesh with stage=1"
         )
     params = KINDS[kind](lm.model, lm.params, tokens)
 

@@ -1,10 +1,10 @@
-"""Keeping a mixture's experts in use while it trains: the auxiliary loss, and a capacity.
+"""Load balancing of mixtures of experts in training: the auxiliary loss and expert capacity.
 
-The loss of Switch (Fedus et al. 2021, equations 4 to 6): experts times the sum over them of the
-share of choices that fell on each and the mean probability it was given. With k choices a token it
-is k where all are used alike. transformers sums over all layers before it multiplies ("pooled"):
-an expert that one layer prefers and another shuns looks as if all were well. The mean of each
-layer's own loss sees both, and is the other choice here.
+The loss is that of Switch (Fedus et al. 2021, equations 4 to 6): the number of experts times the
+sum over experts of (share of routed tokens) x (mean router probability). With k experts per token
+it is k if the load is balanced. transformers averages over all layers before it multiplies
+("pooled"), so imbalances in different layers can cancel out. The mean of the layers' losses sees
+them; `by_layer` selects it.
 """
 
 import dataclasses
@@ -28,10 +28,12 @@ from jaxllm.weights.paths import Params
 def router_loss(
     scores: Sequence[jax.Array], real_BT: jax.Array, count: int, *, by_layer: bool = False
 ) -> jax.Array:
-    """The auxiliary loss, a float32 scalar: of all layers pooled, or the mean of theirs.
+    """Return the auxiliary loss, a float32 scalar: of all layers pooled, or the mean over layers.
 
-    scores: `[B, T, E]` of each layer with a router. real_BT: which tokens are no padding; only they
-    count. count: experts a token.
+    Args:
+      scores: router logits `[B, T, E]` of each layer with experts.
+      real_BT: mask of the tokens that are not padding; only these count.
+      count: experts per token.
     """
     used, given = zip(*(_shares(x_BTE, real_BT, count) for x_BTE in scores), strict=True)
     used_LE, given_LE = jnp.stack(used), jnp.stack(given)
@@ -41,7 +43,7 @@ def router_loss(
 
 
 def _shares(x_BTE: jax.Array, real_BT: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Of each expert the choices a token, and its mean probability, `[E]`."""
+    """Return the choices per token and the mean probability of each expert, `[E]`."""
     p_BTE = jax.nn.softmax(x_BTE.astype(jnp.float32), axis=-1)
     _, expert_BTk = jax.lax.top_k(p_BTE, count)
     real_BT1 = real_BT[..., None].astype(jnp.float32)
@@ -53,10 +55,9 @@ def _shares(x_BTE: jax.Array, real_BT: jax.Array, count: int) -> tuple[jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Balanced:
-    """Cross-entropy with the labels, and `factor` times the auxiliary loss of the batch.
+    """Cross-entropy plus `factor` times the auxiliary loss of the batch, logged as `router`.
 
-    The latter is shown as `router`. Like transformers' it is each batch's own: accumulated batches
-    have the mean of theirs, by tokens.
+    As in transformers, accumulated batches have separate auxiliary losses, averaged over tokens.
     """
 
     factor: float
@@ -74,18 +75,18 @@ class Balanced:
 
 
 def check_experts(config: ModelConfig, factor: float, capacity: float | None) -> None:
-    """Raise ConfigError for a factor or a capacity out of range, or without experts."""
+    """Raise ConfigError if factor or capacity are out of range, or the model has no experts."""
     if not factor and capacity is None:
         return
     if not isinstance(config, MixtureConfig) or not any(
         config.routed(i) for i in range(config.num_hidden_layers)
     ):
         raise ConfigError(
-            f"a router's loss and a capacity are for mixtures of experts: this {config.model_type}"
-            " has none"
+            f"router loss and expert capacity need a mixture of experts: this {config.model_type}"
+            " has no experts"
         )
     if not 0 <= factor < float("inf"):
-        raise ConfigError(f"the router's loss is times a number above 0, got {factor}")
+        raise ConfigError(f"the factor of the router loss must be finite and >= 0, got {factor}")
     if capacity is not None:
         dataclasses.replace(config, capacity_factor=capacity)
 
@@ -93,10 +94,11 @@ def check_experts(config: ModelConfig, factor: float, capacity: float | None) ->
 def balanced(
     job: Job, factor: float = 0.0, *, by_layer: bool = False, capacity: float | None = None
 ) -> Job:
-    """The job with the auxiliary loss added to its own, and with a capacity of the experts while
-    it trains (`MixtureConfig.capacity_factor`); what it writes has none.
+    """Return the job with the auxiliary loss, and with an expert capacity during training.
 
-    Raises ConfigError as `check_experts`, and for a job of another loss than the text's.
+    The result that the job writes has no capacity limit (`MixtureConfig.capacity_factor`).
+
+    Raises ConfigError as `check_experts`, and for losses other than `NextToken`.
     """
     config = job.lm.config
     check_experts(config, factor, capacity)
@@ -109,5 +111,5 @@ def balanced(
     if not factor:
         return job
     if not isinstance(job.objective, NextToken):
-        raise ConfigError("a router's loss is added to that of the text alone")
+        raise ConfigError("the router loss can only be added to the next-token loss")
     return dataclasses.replace(job, objective=Balanced(factor, by_layer))

@@ -1,4 +1,4 @@
-"""Next tokens learned in stages, by a schedule of microbatches."""
+"""The next-token loss of a pipelined model, by a schedule of microbatches."""
 
 import dataclasses
 from typing import Any
@@ -19,23 +19,27 @@ from jaxllm.weights.paths import Params
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """`objective.NextToken` of a model in stages: the same loss and gradient, of which a stage
-    holds no more microbatches at once than its schedule says (`mesh.pipeline.schedule`).
+    """`objective.NextToken` for a pipelined model, with the same loss and gradient.
+
+    The schedule limits how many microbatches a stage holds at once (`mesh.pipeline.schedule`).
     """
 
     schedule: str
     microbatches: int
 
     def of(self, model: nn.Module) -> Passes:
-        """How it is computed. Raises ConfigError for a model without stages, or another name."""
+        """Return how the loss is computed.
+
+        Raises ConfigError for a model without stages, or an unknown schedule.
+        """
         if not isinstance(model, Meshed):
-            raise ConfigError(f"schedule {self.schedule!r} is of a mesh with stage=2 or more")
+            raise ConfigError(f"schedule {self.schedule!r} needs a mesh with stage=2 or more")
         return passes(model, _summed, self.schedule, self.microbatches)
 
     def __call__(
         self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
     ) -> Measured:
-        """Raises ConfigError for a model without stages, and for rows that do not divide."""
+        """Raises ConfigError for a model without stages, or rows that do not divide evenly."""
         how = self.of(model)
         counted = (rows.label_BT != IGNORED).sum().astype(jnp.float32)
         return Measured(summed_loss(how, params, rows), counted)

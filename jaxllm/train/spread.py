@@ -1,5 +1,6 @@
-"""What is trained on a mesh as arrays of one device's form, and back: a state that is kept has one
-form, and another mesh, or none, goes on from it.
+"""Conversion of a sharded training state to the single-device layout, and back.
+
+A saved state has the single-device layout, so it can be resumed on another mesh or on none.
 """
 
 import dataclasses
@@ -21,10 +22,11 @@ from jaxllm.weights.paths import Params, named_arrays, names_of
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How what a model trains stands for arrays of one device's form.
+    """Maps a model's trained arrays to the arrays of the single-device layout.
 
-    names: of each path of what is trained, the paths of what it holds (`Placed.names`). shares: of
-    paths whose shares are no blocks, `Shares` with a `Hole`.
+    Attributes:
+      names: for each trained path, the single-device paths that it holds (`Placed.names`).
+      shares: for paths with uneven shards, `Shares` with a `Hole`.
     """
 
     names: dict[str, tuple[str | None, ...]]
@@ -32,7 +34,7 @@ class Form:
 
     @classmethod
     def of(cls, model: nn.Module, rest: Params) -> "Form":
-        """Of a model, and what is not trained of its parameters, with holes."""
+        """Return the layout of a model, given its parameters with holes for the trained ones."""
         found, _ = named_arrays(rest, is_leaf=lambda x: isinstance(x, Hole | Shares))
         shares = {p: x for p, x in found if isinstance(x, Shares) and isinstance(x.parts, Hole)}
         paths = [path for path, x in found if isinstance(x, Hole)] + [*shares]
@@ -41,17 +43,17 @@ class Form:
 
     @property
     def whole_names(self) -> set[str]:
-        """The paths of all of it in a model of one device."""
+        """All trained paths in the single-device layout."""
         return {name for names in self.names.values() for name in names if name is not None}
 
     def map(self, function: Callable[[Trained], Any], tree: Any) -> Any:
-        """A tree with each dict of all that is trained changed."""
+        """Apply a function to each dict of trained arrays in a tree."""
         return jax.tree.map(
             lambda x: function(x) if self._is_trained(x) else x, tree, is_leaf=self._is_trained
         )
 
     def blank(self, trained: Trained) -> dict[str, Any]:
-        """The same without its numbers, of which each is a 0."""
+        """Return a dict of the single-device layout with 0 in place of each array."""
         return {
             name: 0 if jax.tree.leaves(x) else x
             for path, x in trained.items()
@@ -60,13 +62,11 @@ class Form:
         }
 
     def later(self, trained: Trained) -> dict[str, Any]:
-        """Arrays of one device's form, a `Later` each."""
+        """Return arrays of the single-device layout, each as a `Later`."""
         return dict(self._later(trained))
 
     def spread(self, whole: Any, like: Any) -> Any:
-        """A tree of arrays of one device's form, some of them `Later`, in this one, where the
-        arrays of `like` are.
-        """
+        """Shard a tree of single-device arrays, some of them `Later`, as the arrays of `like`."""
         nodes, structure = jax.tree.flatten(like, is_leaf=self._is_trained)
         names = self.whole_names
         given = jax.tree.leaves(whole, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names)
@@ -82,7 +82,7 @@ class Form:
     def _later(self, trained: Trained) -> Iterator[tuple[str, Any]]:
         for path, x in trained.items():
             names, shares = self.names[path], self.shares.get(path)
-            if not jax.tree.leaves(x):  # what an optimiser of some paths has for the others
+            if not jax.tree.leaves(x):  # optimizer state of paths that the optimizer masks
                 yield from ((name, x) for name in names if name is not None)
                 continue
             for stage, name in enumerate(names):
@@ -96,7 +96,7 @@ class Form:
             if (shares := self.shares.get(path)) is None:
                 return array
             rows = math.prod(shares.parts.shape[-1 - array.ndim :][:2])
-            found = np.zeros((rows, *array.shape[1:]), array.dtype)  # nothing reads what is beyond
+            found = np.zeros((rows, *array.shape[1:]), array.dtype)  # padding rows are never read
             found[shares.places(array.ndim)] = array
             return found
 
@@ -112,8 +112,11 @@ class Form:
 
 
 def _whole(x: jax.Array, stage: tuple[int, int] | None, places: np.ndarray | None) -> Later:
-    """An array of one device's form. stage: the number of the stage whose it is and how many rows
-    each has, where all of them have rows of `x`. places: of its rows among those of its shares.
+    """Return an array of the single-device layout.
+
+    Args:
+      stage: if stages are concatenated in `x`, the stage's number and the rows of each stage.
+      places: with uneven shards, the indices of the array's rows among those of its shards.
     """
     rows = x.shape[0] if stage is None else stage[1]
 
@@ -127,7 +130,7 @@ def _whole(x: jax.Array, stage: tuple[int, int] | None, places: np.ndarray | Non
 
 
 def _placed(array: Any, like: jax.Array) -> jax.Array:
-    """An array of the host where another is, in its format."""
+    """Put a host array where `like` is, with its dtype."""
     mine = array.astype(like.dtype)
     if several():
         return jax.make_array_from_callback(mine.shape, like.sharding, lambda index: mine[index])

@@ -1,7 +1,7 @@
-"""The one compiled step: gradients of accumulated batches, the optimiser's update, a check.
+"""The compiled training step: gradient accumulation, optimizer update, check for finite values.
 
-What is trained is kept and updated in float32; the model runs in its own formats. A step whose loss
-or gradient is not finite changes nothing.
+Trained parameters are kept and updated in float32; the model runs in its compute dtype. A step
+whose loss or gradient is not finite changes nothing.
 """
 
 import zlib
@@ -25,7 +25,7 @@ from jaxllm.weights.paths import Params, Placed, map_leaves, names_of, put
 
 
 class TrainState(struct.PyTreeNode):
-    """All that goes from step to step. step: int32, how many are done."""
+    """The state between steps. step: int32, number of steps done."""
 
     trained: Trained
     optimizer: Any
@@ -33,8 +33,13 @@ class TrainState(struct.PyTreeNode):
 
 
 class Metrics(struct.PyTreeNode):
-    """What a step measured, float32 scalars. norm: of the gradient, before it was clipped. weight:
-    what the loss was divided by, as a rule tokens. finite: whether the state was changed.
+    """The metrics of a step, float32 scalars.
+
+    Attributes:
+      weight: divisor of the loss, usually the number of labels.
+      norm: global norm of the gradient before clipping.
+      finite: bool, whether the step was applied.
+      also: the objective's further metrics.
     """
 
     loss: jax.Array
@@ -45,19 +50,19 @@ class Metrics(struct.PyTreeNode):
 
 
 class Transformation(Protocol):
-    """What makes an optimiser, and can be compared: `optimizer.Optimizer`, or one of your own."""
+    """A dataclass that makes an optax optimizer: `optimizer.Optimizer` or your own."""
 
     def made(self) -> Any: ...
 
 
 class Constraint(Protocol):
-    """What the trained must be after each update, given what it was before: a frozen dataclass."""
+    """A frozen dataclass that corrects the trained arrays after each update."""
 
     def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained: ...
 
 
 class Setup(NamedTuple):
-    """What a compiled step is made for: all of it hashes by value."""
+    """The static arguments of a compiled step, hashed by value."""
 
     model: nn.Module
     objective: Objective
@@ -66,9 +71,9 @@ class Setup(NamedTuple):
 
 
 def start(trained: Trained, setup: Setup) -> TrainState:
-    """The state before the first step. The arrays are copies: steps write into the state.
+    """Return the state before the first step, with copies of the arrays, since steps donate them.
 
-    On a mesh what an optimiser keeps of an array is where the array is.
+    On a mesh the optimizer state of an array has the sharding of the array.
     """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
     state = TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
@@ -79,8 +84,9 @@ def start(trained: Trained, setup: Setup) -> TrainState:
 
 
 def _said(x: jax.Array) -> jax.sharding.Sharding:
-    """Where an array is, as a compiled step will say it when it gives it back: the second step
-    would be compiled anew if that were said otherwise.
+    """Return an array's sharding in the form in which a compiled step returns it.
+
+    Any other form of the same sharding would make the second step compile again.
     """
     where = x.sharding
     if not isinstance(where, NamedSharding):
@@ -99,11 +105,14 @@ def _said(x: jax.Array) -> jax.sharding.Sharding:
 def train_step(
     state: TrainState, rest: Params, given: Any, rows: Rows, key: jax.Array, *, setup: Setup
 ) -> tuple[TrainState, Metrics]:
-    """One step over `rows` `[A, B, T]`, A batches whose gradients are added up: `(state, metrics)`.
+    """Run one step and return `(state, metrics)`; the given state is donated.
 
-    The gradient is that of the sum of all losses over the sum of all weights: it does not matter
-    how tokens were divided among batches. key: of the run; each step and batch has its own. The
-    state that is given is used up.
+    The gradient is that of the sum of all losses divided by the sum of all weights, so it does not
+    depend on how tokens are divided among batches.
+
+    Args:
+      rows: `[A, B, T]`, A batches whose gradients are accumulated.
+      key: of the run; each step and batch folds in its own number.
     """
     optax = check_optax()
     key = jax.random.fold_in(key, state.step)
@@ -133,9 +142,7 @@ def train_step(
 
         summed, _ = jax.lax.scan(add, blank, (rows, jnp.arange(batches)))
     measured, gradient = summed
-    weight = jnp.where(
-        measured.weight == 0, 1.0, measured.weight
-    )  # nothing counts: nothing is lost
+    weight = jnp.where(measured.weight == 0, 1.0, measured.weight)  # without labels the loss is 0
     gradient = jax.tree.map(lambda g: g / weight, gradient)
     norm = optax.tree.norm(gradient)
     with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
@@ -159,13 +166,14 @@ def train_step(
 def measure(
     trained: Trained, rest: Params, given: Any, rows: Rows, key: jax.Array, *, setup: Setup
 ) -> Measured:
-    """The objective of one batch `[B, T]` as it stands, without what only training draws."""
+    """Evaluate the objective on one batch `[B, T]`, without the randomness of training."""
     return setup.objective(setup.model, join(trained, rest), given, rows, key)
 
 
 def as_trained(params: Params, key: jax.Array, step: jax.Array) -> Params:
-    """The parameters with each leaf as a step of training multiplies with it: what it draws goes by
-    its path, whatever other leaves there are.
+    """Return the parameters with each weight in its training form (`Leaf.training`).
+
+    Random numbers depend on the path of the weight and not on the other weights.
     """
 
     def change(path: str, leaf: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Parameters taken apart, into what is trained and the rest, and put together again.
+"""Partition of the parameters into trained and frozen ones, and its inverse.
 
-What is trained is a flat dict of float32 arrays by path. So the optimiser, a checkpoint and a rule
-see the same names, whether an array is a weight of its own or a piece of a leaf. On a mesh it has
-the path and the rank of its parameter, too: the shares of one that is no block of each device, and
-those of a pipeline's stages, follow one another along the first axis (`whole`).
+The trained parameters are a flat dict of float32 arrays by path. So the optimizer, a checkpoint and
+a rule use the same names, whether an array is a whole weight or a field of a weight type. On a mesh
+an array keeps the path and the rank of its parameter: uneven shards, and the shards of pipeline
+stages, are concatenated along the first axis.
 """
 
 import dataclasses
@@ -23,32 +23,33 @@ from jaxllm.weights.paths import Params, first_match, flatten, named_arrays, own
 
 Trained = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
-Names = Callable[[str], tuple[str | None, ...]]  # of a path, on a mesh: `Placed.names`
+Names = Callable[[str], tuple[str | None, ...]]  # from a path on a mesh, as `Placed.names`
 ALL: Rules = ((".*", True),)
-_PARTS = ".parts"  # of `Shares`
+_PARTS = ".parts"  # the field of `Shares`
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Hole:
-    """Where an array was taken out. dtype, shape: those that it goes back in."""
+    """A placeholder for an array that was taken out, with the dtype and shape to restore."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def trainable(params: Mapping[str, Any]) -> Trained:
-    """The arrays that training can change, by path: floats, and of a leaf what it says (`trained`).
+    """Return the arrays that training can change, by path and in their own dtypes.
 
-    The arrays are those of `params`, in their own formats.
+    These are all float arrays; of a weight type only the fields that its `trained` lists.
     """
     found = dict(_open(params, ""))
     return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
 def check_rules(opened: Checkpoint, rules: Rules) -> None:
-    """Raise ConfigError for a rule that no parameter of a checkpoint of floats matches. Of other
-    checkpoints `split` sees it, whose leaves have paths of their own.
+    """Raise ConfigError if a rule matches no parameter of a float checkpoint.
+
+    Quantized checkpoints have more paths: `split` checks those after loading.
     """
     for regex, _ in rules:
         compile_pattern(regex, "the rules")
@@ -60,16 +61,19 @@ def check_rules(opened: Checkpoint, rules: Rules) -> None:
 def split(
     params: Params, rules: Rules = ALL, like: Params | None = None, names: Names = own_name
 ) -> tuple[Trained, Params]:
-    """What is trained, in float32 (the masters), and the rest, with a `Hole` for each of them.
+    """Return the trained arrays in float32 (master weights), and the parameters with a `Hole` in
+    place of each of them.
 
-    rules: rows `(regex, whether)` over the paths of `trainable`, as `weights.paths` has them; the
-    first that matches counts, what no row matches stays. like: the same parameters in the formats
-    that the rest has and that the trained go back in, where these are others. names: of a model on
-    a mesh, what rules go by.
+    Args:
+      rules: rows `(regex, train)` over the paths of `trainable`, as in `weights.paths`. The first
+        match decides; parameters without a match are frozen.
+      like: the same parameters in the compute dtype, if it differs from that of `params`.
+      names: on a mesh, maps a path to the paths that the rules match.
 
-    Raises ConfigError where nothing is left to train, a row matches nothing, or a weight is to be
-    trained of which nothing can be; on a mesh, where a row is of some of the layers that stand in
-    one place of a pipeline's stages.
+    Raises:
+      ConfigError: if nothing is trained, a rule matches nothing, or a rule selects a weight that
+        cannot be trained; on a mesh, if a rule selects only some of the layers that pipeline stages
+        store as one array.
     """
     known = trainable(params)
     _check_formats(params, known, rules)
@@ -77,7 +81,7 @@ def split(
     paths = [n for path in (*known, *dict(flatten(params))) for n in names(path) if n is not None]
     _check_match(rules, paths, known)
     if not chosen:
-        raise ConfigError("there is nothing to train: the rules leave every parameter as it is")
+        raise ConfigError("there is nothing to train: the rules freeze every parameter")
     shares = {
         path.removesuffix(_PARTS) for path, _ in named_arrays(params)[0] if path.endswith(_PARTS)
     }
@@ -95,13 +99,13 @@ def _check_match(rules: Rules, paths: Iterable[str], known: Iterable[str]) -> No
     for regex, _ in rules:
         if not any(first_match([(regex, True)], path) for path in paths):
             raise ConfigError(
-                f"no parameter that can be trained has a path like {regex!r:.80}; there are"
+                f"rule {regex!r:.80} matches no trainable parameter: there are"
                 f" {', '.join(list(known)[:3]) or 'none'}, ..."
             )
 
 
 def _in_rows(x: jax.Array, axes: int) -> jax.Array:
-    """What stands along so many axes before an array's own, one after the other in its first."""
+    """Merge the first `axes` axes of an array into the one after them."""
     return x if axes == 0 else x.reshape(-1, *x.shape[axes + 1 :])
 
 
@@ -109,26 +113,26 @@ def _is_chosen(rules: Rules, names: Sequence[str]) -> bool:
     found = {bool(first_match(rules, name)) for name in names}
     if len(found) > 1:
         raise ConfigError(
-            f"the rules train some of {', '.join(names)} and not others, which stand in one place"
-            " of a pipeline's stages: name them all, or use a mesh with stage=1"
+            f"the rules train some of {', '.join(names)} and not others, but pipeline"
+            " stages store them as one array: select all of them, or use a mesh with stage=1"
         )
     return found.pop()
 
 
 def _check_formats(params: Params, known: Trained, rules: Rules) -> None:
-    """Raise ConfigError, by name, for integers that the rules would train."""
+    """Raise ConfigError if the rules select an integer weight."""
     for path, leaf in flatten(params):
         if not isinstance(leaf, Leaf) or any(f"{name}.".startswith(f"{path}.") for name in known):
             continue
         if first_match(rules, path):
             raise ConfigError(
                 f"{path} is {leaf.format}, which cannot be trained: dequantize the model first,"
-                " train an adapter on it, or leave it out by a rule"
+                " train an adapter on it, or exclude it with a rule"
             )
 
 
 def join(trained: Trained, rest: Params) -> Params:
-    """The parameters again: what is trained goes back in the format that it was taken out in."""
+    """Return the whole parameters again, with the trained arrays in their compute dtype."""
     named, structure = _named(rest)
     joined = [
         trained[path].astype(x.dtype).reshape(x.shape) if isinstance(x, Hole) else x
@@ -139,7 +143,7 @@ def join(trained: Trained, rest: Params) -> Params:
 
 
 def _named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """`named_arrays`, with the names of `trainable`."""
+    """Return `named_arrays` with the names that `trainable` gives."""
     named, structure = named_arrays(tree, is_leaf=lambda x: isinstance(x, Hole))
     return [(path.removesuffix(_PARTS), x) for path, x in named], structure
 

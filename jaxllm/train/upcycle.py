@@ -1,7 +1,7 @@
-"""A mixture of experts made from a dense model, to be trained on (Komatsuzaki et al. 2022).
+"""Sparse upcycling: a mixture of experts from a dense model (Komatsuzaki et al. 2022).
 
-Every expert begins as the MLP, the router as noise. With the weights of a token's experts adding up
-to 1, the mixture computes what the model did, whoever is chosen, up to the rounding of that sum.
+Every expert starts as a copy of the MLP, the router as noise. The weights of a token's experts sum
+to 1, so the outputs are unchanged, whichever experts are chosen, up to rounding of that sum.
 """
 
 import dataclasses
@@ -31,17 +31,20 @@ DEVIATION = 0.02  # of the router's weights
 
 
 def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
-    """The mixture, in the formats of the model: Mixtral of a Llama or Mistral, Qwen3-MoE of a
-    Qwen3. The tokenizer stays.
+    """Return the mixture: Mixtral for a Llama or Mistral, Qwen3-MoE for a Qwen3.
 
-    seed: of the router's weights, of a standard deviation of 0.02. Memory beside the model: its
-    MLPs, once for each expert. Raises ConfigError for another family, for what the mixture's has no
-    word for, and for numbers that cannot be.
+    Formats and tokenizer stay. Needs memory for one more copy of the MLPs per expert.
+
+    Args:
+      seed: of the router's weights, which have a standard deviation of 0.02.
+
+    Raises ConfigError for another family, for features that the mixture's family lacks, and for
+    invalid numbers of experts.
     """
     known = {type_: make for type_, make in _MAKERS.items() if isinstance(lm.config, type_)}
     if not known:
         raise ConfigError(
-            f"a {lm.config.model_type} has no mixture to become: llama, mistral and qwen3 have"
+            f"a {lm.config.model_type} cannot be upcycled: only llama, mistral and qwen3 can"
         )
     make = next(iter(known.values()))
     config = make(lm.config, num_experts=experts, num_experts_per_tok=per_token)
@@ -61,12 +64,12 @@ def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
 def _copies(count: int, where: str, path: str, leaf: Any) -> Any:
     name = format_of(leaf)
     if as_leaf(leaf).composed or not can_stack(name):
-        raise ConfigError(f"{where}{path} is {name}, which experts cannot be: dequantize first")
+        raise ConfigError(f"{where}{path} is {name}, which experts do not support: dequantize it")
     return jax.tree.map(lambda x: jnp.repeat(x[None], count, axis=0), leaf)
 
 
 def _in_order(params: Params, config: MixtureConfig) -> Params:
-    """Names in the order in which the model has them."""
+    """Return the parameters in the order of the model's definition."""
     shapes = models.param_shapes(models.build(config))
 
     def ordered(like: Params, found: Params) -> Params:
@@ -79,7 +82,7 @@ def _in_order(params: Params, config: MixtureConfig) -> Params:
 
 
 def _shared(config: ModelConfig, mixture: type[MixtureConfig], **more: Any) -> dict[str, Any]:
-    """The fields of both, and `more`."""
+    """Return the config fields that both families have, and `more`."""
     fields = {f.name for f in dataclasses.fields(mixture)}
     mine = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {**{k: v for k, v in mine.items() if k in fields}, **more}
@@ -87,16 +90,16 @@ def _shared(config: ModelConfig, mixture: type[MixtureConfig], **more: Any) -> d
 
 def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:
     if config.attention_bias or config.mlp_bias:
-        raise ConfigError("Mixtral's linears have no biases, and this model's have")
+        raise ConfigError("Mixtral does not support biases, which this model has")
     if config.attention is not None:
-        raise ConfigError(f"Mixtral has no attention of kind {config.attention.kind!r}")
+        raise ConfigError(f"Mixtral does not support {config.attention.kind!r} attention")
     return MixtralConfig(**_shared(config, MixtralConfig, **numbers))
 
 
 def _qwen3_moe(config: Qwen3Config, **numbers: int) -> Qwen3MoeConfig:
     layers = range(config.num_hidden_layers)
     if len({config.window(i) for i in layers}) > 1:
-        raise ConfigError("all layers of a Qwen3-MoE see one window, and this model's do not")
+        raise ConfigError("Qwen3-MoE needs the same window in all layers: this model's differ")
     more = {
         "moe_intermediate_size": config.intermediate_size,
         "norm_topk_prob": True,

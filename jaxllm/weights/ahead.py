@@ -1,7 +1,7 @@
-"""Weights that are looked through for NaN by threads, beside whatever else has to be done.
+"""Background scan of weights for NaN, in threads, while other work runs.
 
-`begin` needs no JAX: a command that knows its checkpoint looks through it, and has the system map
-its pages, while JAX is imported. What is found is told where it always was: when it is loaded.
+`begin` needs no JAX: a command with a known checkpoint starts the scan, which also maps the file's
+pages, while JAX is imported. The result is reported as always, when the weight is loaded.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from jaxllm.weights.files import FLOATS, first_non_finite, open_tensors
 from jaxllm.weights.lazy import LazyTensor
 
 Tensors = dict[str, LazyTensor]
-RUN = 1 << 28  # bytes that one call looks at, where tensors are smaller
+RUN = 1 << 28  # bytes that one call scans, of several tensors if they are smaller
 
 _begun: dict[Path, Future[tuple[object, Tensors]]] = {}
 
 
 def scanned(tensors: Mapping[str, LazyTensor], threads: int = 2) -> Tensors:
-    """The same tensors; threads have begun to find the first number of each that is not finite."""
+    """Start threads that look for non-finite numbers; return tensors with their results."""
     found: dict[str, Future[int | None]] = {n: Future() for n, t in tensors.items() if _new(t)}
-    runs = iter(_runs({name: tensors[name] for name in found}))  # whose `next` is atomic
+    runs = iter(_runs({name: tensors[name] for name in found}))  # its `next` is atomic
 
     def look() -> None:
         for run in runs:
@@ -36,7 +36,7 @@ def scanned(tensors: Mapping[str, LazyTensor], threads: int = 2) -> Tensors:
                 clean = first_non_finite(_joined(list(arrays.values())), block=RUN) is None
                 for name, array in arrays.items():
                     found[name].set_result(None if clean else first_non_finite(array))
-            except BaseException as error:  # told to whoever asks
+            except BaseException as error:  # raised where the result is read
                 for name in run:
                     found[name].set_exception(error)
 
@@ -49,10 +49,10 @@ def scanned(tensors: Mapping[str, LazyTensor], threads: int = 2) -> Tensors:
 
 
 def _runs(tensors: Tensors) -> list[list[str]]:
-    """Names of tensors of one format that lie end to end, so many that few calls look at all.
+    """Group names of adjacent tensors of one dtype, so that a few calls scan them all.
 
-    A thread that has to ask for Python's lock again after each small piece gets nowhere beside one
-    that imports.
+    A thread that has to reacquire Python's lock after each small piece makes no progress next to
+    one that imports modules.
     """
     runs: list[list[str]] = []
     end, size, dtype = 0, 0, None
@@ -67,14 +67,13 @@ def _runs(tensors: Tensors) -> list[list[str]]:
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """Arrays that lie end to end as one, without a copy."""
+    """View adjacent arrays as one, without a copy."""
     size = sum(array.size for array in arrays)
     return np.lib.stride_tricks.as_strided(arrays[0].reshape(-1), (size,), writeable=False)
 
 
 def begin(directory: str) -> None:
-    """Look through the checkpoint in a directory, if it is one of ours; says nothing, waits for
-    nothing."""
+    """Start to scan the checkpoint in a directory, if it is a native one; never waits."""
     file = Path(directory) / "model.safetensors"
     future: Future[tuple[object, Tensors]] = Future()
 
@@ -83,7 +82,7 @@ def begin(directory: str) -> None:
             identity = _identity(file)
             tensors = open_tensors(inside(Path(directory), file.name), mapped=True)
             future.set_result((identity, scanned(tensors, threads=1)))
-        except (OSError, JaxllmError) as error:  # which opening it will meet again
+        except (OSError, JaxllmError) as error:  # loading will raise it again
             future.set_exception(error)
 
     try:
@@ -96,9 +95,10 @@ def begin(directory: str) -> None:
 
 
 def mapped(file: Path) -> Tensors:
-    """The tensors of a safetensors file in memory's map, those that `begin` began with once.
+    """Return the tensors of a memory-mapped safetensors file, with the scan if `begin` started one.
 
-    Raises CheckpointError for a file that is not well-formed safetensors.
+    Raises:
+        CheckpointError: for a file that is not well-formed safetensors.
     """
     begun = _begun.pop(file, None)
     if begun is not None and begun.exception() is None:
@@ -113,6 +113,6 @@ def _new(tensor: LazyTensor) -> bool:
 
 
 def _identity(file: Path) -> object:
-    """What a file that has been replaced or written to does not share with what it was."""
+    """Return facts that change when a file is replaced or written to."""
     about = os.stat(file)
     return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

@@ -1,10 +1,10 @@
-"""Whether several processes have the same weights, in every number.
+"""Checks that several processes have the same weights, in every number.
 
-Processes of one machine that opened one file have, and read nothing for it. Copies are compared in
-full, since one number that differs changes what is said, and a sample would not find it: each copy
-is read once, by the processes that share it, a part each, beside what loading reads. A block is
-summed up by CRC-32, against accidents and not forgery: one number that differs in it is always
-found, several but for one case in 4 billion. Nothing that was read is kept.
+Processes on one machine that opened the same file do, and read nothing. Other copies are compared
+in full: a single different number changes the output, and a sample would miss it. Each copy is read
+once more, in parts by the processes that share it. Blocks are compared by CRC-32, against accidents
+and not forgery: a single different number is always detected, several are missed once in 4 billion
+cases. Nothing that was read is kept.
 """
 
 import os
@@ -21,19 +21,24 @@ from jaxllm.progress import bytes_bar
 from jaxllm.weights.files import bytes_of
 from jaxllm.weights.lazy import LazyTensor
 
-THREADS = 2  # one sums up while another one's bytes come
-NAMED = 3  # of the tensors that differ
-_RUNNING = Path("/proc/sys/kernel/random/boot_id")  # one machine, whatever containers are on it
+THREADS = 2  # one computes a checksum while the other reads
+NAMED = 3  # how many differing tensors an error names
+_RUNNING = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine
 
 Tensors = Mapping[str, LazyTensor]
 Sums = dict[str, int]
 
 
 def check_same(tensors: Tensors, path: Path, show_progress: bool | None = None) -> None:
-    """Compare the tensors of a checkpoint with those of other processes; one alone has none.
+    """Compare a checkpoint's tensors with those of the other processes, if there are any.
 
-    All have the same names, shapes and formats. path: the checkpoint's directory or file. Raises
-    ConfigError in all processes, with what differs and where.
+    All processes have the same names, shapes and dtypes.
+
+    Args:
+        path: the checkpoint's directory or file.
+
+    Raises:
+        ConfigError: in all processes, with the differing tensors and processes.
     """
     if not distributed.several():
         return
@@ -45,12 +50,13 @@ def check_same(tensors: Tensors, path: Path, show_progress: bool | None = None) 
     mine = shared_out(tensors, len(sharing))[sharing.index(number)]
     found = distributed.each(sums_of({name: tensors[name] for name in mine}, show_progress))
     if complaint := differences(list(zip(copies, found, strict=True))):
-        raise ConfigError(f"processes must have the same of everything: {complaint}")
+        raise ConfigError(f"all processes must use identical inputs: {complaint}")
 
 
 def copy_of(path: Path) -> list[Any]:
-    """What only processes have that see the same files of one machine; nothing where it is not
-    known which machine this is.
+    """Return facts shared only by processes that see the same files on one machine.
+
+    Empty if the machine cannot be identified.
     """
     if not is_there(_RUNNING):
         return []
@@ -61,7 +67,7 @@ def copy_of(path: Path) -> list[Any]:
 
 
 def shared_out(tensors: Tensors, processes: int) -> list[list[str]]:
-    """Names of about as many bytes for each of so many processes."""
+    """Divide the names among the processes, with about the same number of bytes for each."""
     parts: list[list[str]] = [[] for _ in range(processes)]
     sizes = [0] * processes
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
@@ -72,7 +78,7 @@ def shared_out(tensors: Tensors, processes: int) -> list[list[str]]:
 
 
 def sums_of(tensors: Tensors, show_progress: bool | None = None) -> Sums:
-    """A CRC-32 of each tensor's blocks' CRC-32s."""
+    """Return a CRC-32 of each tensor's bytes."""
     total = sum(tensor.nbytes for tensor in tensors.values())
     with bytes_bar("comparing weights", total, show_progress) as advance:
 
@@ -89,8 +95,10 @@ def sums_of(tensors: Tensors, show_progress: bool | None = None) -> Sums:
 
 
 def differences(found: Sequence[tuple[Any, Sums]]) -> str:
-    """What copies have that is not as process 0's has it, in words. found: of each process its
-    copy, and what it has summed up of it.
+    """Describe in words how the copies differ from that of process 0.
+
+    Args:
+        found: the copy of each process, and the checksums that it computed.
     """
     whole: list[Sums] = []
     for copy, own in found:
@@ -101,5 +109,5 @@ def differences(found: Sequence[tuple[Any, Sums]]) -> str:
         if apart := sorted(name for name, x in whole[0].items() if sums[name] != x):
             more = f" and {len(apart) - NAMED} more" if len(apart) > NAMED else ""
             named = f"{', '.join(apart[:NAMED])}{more}"
-            said.append(f"the weights {named} in process {number} are not those in process 0")
+            said.append(f"the weights {named} in process {number} differ from those in process 0")
     return "; ".join(said)

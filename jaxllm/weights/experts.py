@@ -1,8 +1,8 @@
-"""Products of rows with one matrix each, of stacks of them `[E, O, I]`: the experts of a mixture.
+"""Products of rows with one matrix each of a stack `[E, O, I]`: the experts of a mixture.
 
-Natively the matrices are read where they lie, those that are asked for alone; a run of rows of one
-expert reads it once, so whoever has many rows sorts them first. In plain JAX a loop takes one
-matrix after the other out of the stack. Derivatives are those of `jax.lax.ragged_dot`.
+The native kernels read only the matrices that are selected. A run of rows for one expert reads it
+once, so callers with many rows sort them first. In plain JAX a loop takes one matrix after the
+other from the stack. Derivatives are those of `jax.lax.ragged_dot`.
 """
 
 import math
@@ -25,24 +25,27 @@ from jaxllm.weights.linear import round_to_int8
 Stacks = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
 _SHARES = Partial | Gathered | Scattered
-BLOCK = 128  # rows that are multiplied with a matrix at once, at most
+BLOCK = 128  # maximum number of rows that are multiplied with a matrix at once
 
 
 def expert_linears(
     x_AI: jax.Array, stacks: Sequence[Weight], expert_A: jax.Array, *, int8_inputs: bool = False
 ) -> list[jax.Array]:
-    """`x[a] @ stack[expert[a]].T` for each of the stacks `[E, O, I]`: float32 `[A, O]`.
+    """Return `x[a] @ stack[expert[a]].T` for each of the stacks `[E, O, I]`: float32 `[A, O]`.
 
-    expert_A: int32; where it is no number of an expert (-1), the result is 0. Formats and
-    int8_inputs: as for `linear`, whose bits a row has, whatever else is multiplied with it.
+    Formats and int8_inputs: as for `linear`. A row has the bits that `linear` gives it, whatever
+    else is multiplied with it.
+
+    Args:
+        expert_A: int32 expert numbers; for any other number (-1) the result is 0.
     """
     for stack in map(as_leaf, stacks):
         if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
-            raise ValueError(f"experts {stack.shape} do not fit x of shape {x_AI.shape}")
+            raise ValueError(f"expert stack {stack.shape} does not match x of shape {x_AI.shape}")
         if isinstance(stack, _SHARES):
-            continue  # what they have a share of is looked at when it multiplies
+            continue  # the weight inside is checked when it multiplies
         if stack.composed or not can_stack(stack.format):
-            raise ConfigError(f"experts cannot be {stack.format}: they are {STACKED}")
+            raise ConfigError(f"format of experts must be {STACKED}, got {stack.format}")
     if any(isinstance(stack, _SHARES) for stack in stacks):
 
         def whole(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
@@ -69,7 +72,7 @@ def _multiply(digits: int) -> Callable[..., Products]:
     def _(primals: Any, tangents: Any) -> Any:
         leaves, form = jax.tree.flatten(primals[:2])
         slopes = jax.tree.leaves(tangents[:2])
-        # Experts that are not trained cost nothing here.
+        # Frozen experts cost nothing here.
         moving = [i for i, slope in enumerate(slopes) if not isinstance(slope, SymbolicZero)]
 
         def smooth(*moved: jax.Array) -> Products:
@@ -100,7 +103,7 @@ def _on_each_platform(
 
 
 def _lies_ready(leaf: Leaf) -> bool:
-    """Whether the kernels take its pieces as they are: nothing is made of a whole stack."""
+    """Return whether the kernels take the arrays as stored, without a copy of the whole stack."""
     if not leaf.has_kernels:
         return False
     matrix, pieces = leaf.matrix(), leaf.pieces().values()
@@ -114,7 +117,7 @@ def _kernel(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -
     inputs = "int8" if digits == 1 else "bfloat16" if x_AI.dtype == jnp.bfloat16 else "float32"
     matrices = [as_leaf(stack).matrix() for stack in stacks]
     paths = [native.path(matrix.kind, inputs) for matrix in matrices]
-    share = x_AI.shape[0] / stacks[0].shape[0]  # of an expert: by shape, not by what is routed
+    share = x_AI.shape[0] / stacks[0].shape[0]  # rows per expert, by shape and not by routing
     many = all(p.beyond == "many" and p.rows is not None and share > p.rows for p in paths)
     columns = stacks[0].shape[2]
     found = native.experts(x_AI, expert_A, matrices, columns=columns, digits=digits, many=many)
@@ -122,29 +125,30 @@ def _kernel(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -
 
 
 def _plain(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
-    """In plain JAX: for every platform, and the meaning of all the others."""
+    """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
     x_AI = round_to_int8(x_AI) if digits == 1 else x_AI
     return tuple(_in_blocks(x_AI, stack, expert_A) for stack in stacks)
 
 
 def blocks_of(rows: int, experts: int) -> tuple[int, int]:
-    """How many rows of one expert are multiplied at once, and the most such blocks that there are:
-    of each expert the last may be short.
+    """Return how many rows of one expert a block has, and the maximum number of blocks.
+
+    The last block of each expert may be short.
     """
     width = min(BLOCK, 1 << max(0, math.ceil(math.log2(max(rows, 1) / experts))))
     return width, min(rows, rows // width + experts)
 
 
 def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array:
-    """Blocks of rows of one expert, one after the other."""
+    """Multiply blocks of rows of one expert, one after the other."""
     A, E = x_AI.shape[0], stack.shape[0]
     width, count = blocks_of(A, E)
     known_A = (expert_A >= 0) & (expert_A < E)
-    expert_A = jnp.where(known_A, expert_A, E)  # whose rows are in no block
+    expert_A = jnp.where(known_A, expert_A, E)  # the rows of expert E are in no block
     rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]
     blocks_E = -(-rows_E // width)
     end_E = jnp.cumsum(blocks_E)
-    # A row's place in its expert: how many of its expert come before it.
+    # A row's place in its expert: how many rows of that expert come before it.
     order_A = jnp.argsort(expert_A, stable=True)
     first_E = jnp.cumsum(rows_E) - rows_E
     place_A = jnp.zeros(A, jnp.int32).at[order_A].set(jnp.arange(A, dtype=jnp.int32))
@@ -164,7 +168,7 @@ def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array
 
 
 def _smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
-    """The same products, of whose derivatives none passes over all matrices for each row."""
+    """Return the same products, whose derivatives do not read all matrices for each row."""
     return tuple(
         _plain(3, x_AI, (stack,), expert_A)[0]
         if isinstance(stack, Leaf)
@@ -181,7 +185,7 @@ def _ragged(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.A
     order_A = jnp.argsort(expert_A, stable=True)
     if x_AI.dtype != stack_EOI.dtype:
         x_AI, stack_EOI = x_AI.astype(jnp.float32), stack_EOI.astype(jnp.float32)
-    # In x's own format, so that the gradient's products are too; the value is not taken from here.
+    # In x's dtype, so that the gradient's products are too; the value is not used.
     sorted_AO = jax.lax.ragged_dot(x_AI[order_A], stack_EOI.swapaxes(1, 2), rows_E)
     y_AO = sorted_AO[jnp.argsort(order_A)].astype(jnp.float32)
     return jnp.where(known_A[:, None], y_AO, 0.0)

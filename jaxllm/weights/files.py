@@ -1,8 +1,8 @@
-"""Safetensors files, tensor by tensor: what is in one, reading it lazily, writing it in a stream.
+"""Safetensors files, tensor by tensor: headers, lazy reading, and writing as a stream.
 
-A header is believed when it has the declared form and its tensors are the rest of the file, end to
-end. What is written here has every tensor on a 64-byte boundary, so that it can be mapped into
-memory and used as it lies.
+A header is accepted if it fits its schema and its tensors fill the rest of the file without gaps.
+Files that we write have every tensor on a 64-byte boundary, so that it can be memory-mapped and
+used in place.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from jaxllm.weights.lazy import LazyTensor
 MAX_HEADER = 1 << 25  # 200,000 tensors
 ALIGNMENT = 64  # bytes: what XLA:CPU needs to use a buffer without copying it
 BLOCK = 4 << 20  # bytes that are written at a time, about
-_AROUND = 1 << 16  # bytes that Linux maps, of what is cached, around a page that is touched
-_FILLER = "__align."  # names of the tensors that only fill gaps: the format allows no holes
+_AROUND = 1 << 16  # bytes of cached pages that Linux maps around a page fault
+_FILLER = "__align."  # name prefix of tensors that only fill gaps: the format allows no holes
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -52,7 +52,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """What a header says of a tensor; offsets are from the header's end."""
+    """A header's entry for one tensor; offsets are relative to the header's end."""
 
     dtype: str
     shape: Annotated[list[_Count], msgspec.Meta(max_length=8)]
@@ -60,7 +60,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Header(NamedTuple):
-    """A safetensors file's header: metadata, tensors in the order of the file, where they begin."""
+    """A safetensors header: metadata, entries in file order, and the byte where tensors begin."""
 
     metadata: dict[str, str]
     entries: dict[str, _Entry]
@@ -71,12 +71,14 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
-    """What a safetensors file holds, by name, in the order of the file; nothing is read yet.
+    """Return the tensors of a safetensors file by name, in file order; nothing is read yet.
 
-    mapped: tensors are views of the file mapped into memory (which must not change meanwhile);
-    otherwise each `read()` fills a buffer of its own, aligned so that XLA can take it over.
+    Args:
+        mapped: make tensors views of the memory-mapped file (which must not change meanwhile).
+            Otherwise each `read()` fills a new buffer, aligned so that XLA can take it over.
 
-    Raises CheckpointError for a file that is not well-formed safetensors.
+    Raises:
+        CheckpointError: for a file that is not well-formed safetensors.
     """
     header = read_header(path)
     whole = map_file(path) if mapped else None
@@ -93,37 +95,38 @@ def open_tensors(path: Path, *, mapped: bool = False) -> dict[str, LazyTensor]:
 
 
 def tensor_at(path: Path, begin: int, dtype: np.dtype, shape: tuple[int, ...]) -> LazyTensor:
-    """The tensor that begins at that byte of a file, row by row, in the machine's byte order."""
+    """Return the tensor at this byte of a file, row by row, in the machine's byte order."""
     end = begin + math.prod(shape) * dtype.itemsize
     return _between(begin, end, dtype, shape, _reader(path), lambda: None)
 
 
 def mapped_at(whole: mmap.mmap, begin: int, dtype: Any, shape: tuple[int, ...]) -> LazyTensor:
-    """The tensor that lies at `begin` of a file that `map_file` mapped, which is not copied."""
+    """Return the tensor at `begin` of a file that `map_file` mapped, without a copy."""
     dtype = np.dtype(dtype)
     end = begin + math.prod(shape) * dtype.itemsize
     return _between(begin, end, dtype, shape, _viewer(whole), _releaser(whole, begin, end))
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array, not yet filled, that XLA:CPU can use where it lies."""
+    """Return an uninitialized array that XLA:CPU can use without a copy."""
     dtype = np.dtype(dtype)
     raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     return raw[-raw.ctypes.data % ALIGNMENT :][: raw.size - ALIGNMENT].view(dtype).reshape(shape)
 
 
 def read_header(path: Path) -> Header:
-    """The header of a safetensors file, checked against the file's size.
+    """Read the header of a safetensors file, and check it against the file's size.
 
-    Raises CheckpointError for a file that is not well-formed safetensors.
+    Raises:
+        CheckpointError: for a file that is not well-formed safetensors.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, MAX_HEADER):
             raise CheckpointError(
-                f"{path}: not a safetensors file: a header of {length:,} bytes in a file of"
-                f" {size:,} (at most {MAX_HEADER:,} are read)"
+                f"{path}: not a safetensors file: header of {length:,} bytes in a file of"
+                f" {size:,} (the maximum is {MAX_HEADER:,})"
             )
         text = file.read(length)
     where = f"{path}: its safetensors header"
@@ -134,17 +137,18 @@ def read_header(path: Path) -> Header:
     end = 0
     for name, entry in entries.items():
         if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{where}: {name} is {entry.dtype!r:.40}, which is not known")
+            raise CheckpointError(f"{where}: {name} has unknown dtype {entry.dtype!r:.40}")
         nbytes = math.prod(entry.shape) * _DTYPES[entry.dtype].itemsize
         if entry.data_offsets != (end, end + nbytes):
             raise CheckpointError(
-                f"{where}: {name}, {entry.dtype} {entry.shape}, should be at {end} to"
-                f" {end + nbytes}, and is at {entry.data_offsets}"
+                f"{where}: offsets of {name}, {entry.dtype} {entry.shape}: got"
+                f" {entry.data_offsets}, expected {(end, end + nbytes)}"
             )
         end += nbytes
     if 8 + length + end != size:
         raise CheckpointError(
-            f"{where} speaks of {8 + length + end:,} bytes, the file has {size:,}: cut off?"
+            f"{where} describes {8 + length + end:,} bytes, but the file has {size:,}. It may be"
+            " truncated: download it again"
         )
     return Header(metadata, entries, 8 + length)
 
@@ -157,11 +161,14 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Write a safetensors file, one block of a tensor in memory at a time.
+    """Write a safetensors file, with one block of a tensor in memory at a time.
 
-    aligned: each starts on a 64-byte boundary, which takes tensors of our own that fill the gaps;
-    a file for other programs is better without. The file appears under its name only when it is
-    complete. progress: told of bytes written.
+    The file appears under its name only when it is complete.
+
+    Args:
+        aligned: start each tensor on a 64-byte boundary, with extra tensors that fill the gaps;
+            pass False for files that other programs read.
+        progress: called with the number of bytes written.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     # Tensors of odd sizes come last: what precedes them needs no filling.
@@ -188,12 +195,13 @@ def write_tensors(
 
 
 def first_non_finite(array: np.ndarray, block: int = 1 << 17) -> int | None:
-    """The flat index of the first NaN or infinity in a float array, or None.
+    """Return the flat index of the first NaN or infinity in a float array, or None.
 
-    block: how many numbers are looked at at once; by default what stays in a processor's cache.
+    A float's bits grow with its magnitude, so the maximum shows whether any number is beyond the
+    finite ones: compared as unsigned integers for negative floats, as signed ones for the others.
 
-    A float's bits grow with its magnitude, so the largest of them says whether any is beyond the
-    finite ones: as unsigned numbers for negative floats, as signed ones for the others.
+    Args:
+        block: how many numbers are checked at once; the default fits a processor's cache.
     """
     size = array.dtype.itemsize
     unsigned, signed = np.dtype(f"u{size}"), np.dtype(f"i{size}")
@@ -208,9 +216,7 @@ def first_non_finite(array: np.ndarray, block: int = 1 << 17) -> int | None:
 
 
 def digest(tensors: Mapping[str, np.ndarray], header: str = "") -> str:
-    """A SHA-256 of a text and of arrays, in the order of their names: of each its name, its
-    format, its shape and every bit.
-    """
+    """Return the SHA-256 of a text and of arrays by name: names, dtypes, shapes and all bits."""
     found = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
@@ -224,13 +230,13 @@ def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[s
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A file mapped into memory, to be read only. Raises CheckpointError where it cannot be."""
+    """Memory-map a file for reading. Raises CheckpointError if that fails."""
     with open_regular(path) as file:
         try:
             whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: it is empty by now
+        except (OSError, ValueError) as error:  # ValueError: the file has become empty
             raise CheckpointError(f"cannot read {path}: {error}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # a wish: 2 MB pages read a little faster
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # a hint: 2 MB pages read a little faster
         with contextlib.suppress(OSError):
             whole.madvise(mmap.MADV_HUGEPAGE)
     return whole
@@ -244,7 +250,7 @@ def _between(
     raw: Callable[[int, int], np.ndarray],
     release: Callable[[], None],
 ) -> LazyTensor:
-    """The tensor that lies there. raw: the bytes between two places in the file."""
+    """Return the tensor between two bytes of a file. `raw` returns the bytes of a range."""
 
     def read() -> np.ndarray:
         return raw(begin, end).view(dtype).reshape(shape)
@@ -271,8 +277,9 @@ def _viewer(whole: mmap.mmap) -> Callable[[int, int], np.ndarray]:
 
 
 def _releaser(whole: mmap.mmap | None, begin: int, end: int) -> Callable[[], None]:
-    """Drops the pages that hold the tensor; a later read takes them from the file again, also
-    what its neighbours have of them.
+    """Return a function that drops the pages of a tensor from memory.
+
+    A later read gets them from the file again, also the parts that belong to its neighbors.
     """
     first = begin // _AROUND * _AROUND
 
@@ -308,7 +315,7 @@ def _fill(raw: np.ndarray, file: io.BufferedReader, begin: int, path: Path) -> N
 
 
 def bytes_of(tensor: LazyTensor) -> "Iterator[memoryview[int]]":
-    """A tensor's bytes, about `BLOCK` at a time."""
+    """Yield a tensor's bytes, about `BLOCK` at a time."""
     written = 0
     for block in tensor.blocks(max(BLOCK // max(tensor.columns * tensor.dtype.itemsize, 1), 1)):
         assert block.dtype == tensor.dtype

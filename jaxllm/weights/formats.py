@@ -1,25 +1,25 @@
-"""The formats that a weight can have, by name; `as_format` makes any leaf of any other.
+"""The weight formats by name; `as_format` converts any weight to any of them.
 
 float32, bfloat16, float16     arrays
 bf16-packed                    bfloat16 in 12 bits, losslessly
-int8                           8 bits, a scale a row
-int8-g64                       8 bits, a scale for each 64 columns (32, 64 or 128)
-int8-g16                       8 bits, a scale for each 16 columns: GGUF's Q6_K alone
-int4-g64                       4 bits, the same; int4 alone means int4-g64
-int3-g64, int2-g64             3 and 2 bits, the same
+int8                           8 bits, one scale per row
+int8-g64                       8 bits, one scale per 64 columns (32, 64 or 128)
+int8-g16                       8 bits, one scale per 16 columns; only from GGUF's Q6_K
+int4-g64                       4 bits, likewise; int4 means int4-g64
+int3-g64, int2-g64             3 and 2 bits, likewise
 ...-zp                         with a zero point
-...-f16                        float16 scales in place of float32
-nf4                            4 bits in the levels of QLoRA's NormalFloat, blocks of 64, their
-                               absmax in 8 bits (double quantization); nf4-f32: absmax in float32
-bfloat16-2:4                   no more than 2 of each 4 columns are not 0: 9 bits a weight
-bfloat16-bitmap                any are not 0: a bit for each and 16 for those
-float32-..., int8-...          2:4 and bitmap of other numbers; int8 with a scale a row
+...-f16                        with float16 scales instead of float32
+nf4                            4 bits, the levels of QLoRA's NormalFloat, in blocks of 64 whose
+                               absmax has 8 bits (double quantization); nf4-f32: absmax in float32
+bfloat16-2:4                   at most 2 of each 4 columns are nonzero: 9 bits a weight
+bfloat16-bitmap                any columns are nonzero: 1 bit per weight, 16 more if nonzero
+float32-..., int8-...          2:4 and bitmap of other dtypes; int8 with one scale per row
 
-What is made of other weights has theirs after a slash:
-ordered/int4-g64               columns in an order in which those of a group lie together
-offset/int4-g32-zp             a number for each group is added (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
+Composite formats name the format of their inner weight after a slash:
+ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
+offset/int4-g32-zp             a float offset per group (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
 rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
-static/int8                    multiplied by inputs rounded on a grid found beforehand
+static/int8                    inputs are quantized on a calibrated grid
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ from jaxllm.weights.leaves import (
 from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
 from jaxllm.weights.leaves.leaf import Format, Leaf
 
-Weight = jax.Array | Leaf  # what stands in the parameters
+Weight = jax.Array | Leaf  # any weight in a dict of parameters
 
-# A row for each kind of leaf: the format that a name means, None where it means another kind.
+# A row for each type of weight: parses its format's name, and returns None for other names.
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     packed.parse,
@@ -54,7 +54,7 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
     nf4.parse,
     sparse.parse,
 )
-# Likewise for leaves composed of others, whose format a row reads by the function that it is given.
+# Likewise for composite weights: a row parses the inner format with the function that it is passed.
 COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
     factored.parse,
     ordered.parse,
@@ -64,7 +64,7 @@ COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = 
 
 
 def parse(name: Any) -> Format:
-    """A format by its name. Raises ConfigError for an unknown name."""
+    """Return the format with this name. Raises ConfigError for an unknown name."""
     if isinstance(name, str):
         for parser in PARSERS:
             if (found := parser(name)) is not None:
@@ -73,7 +73,7 @@ def parse(name: Any) -> Format:
             if (found := reader(name, parse)) is not None:
                 return found
     raise ConfigError(
-        f"a weight format is one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
+        f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), nf4, nf4-f32,"
         f" bfloat16-2:4, bfloat16-bitmap (or float32-, int8-), got {name!r:.40}"
     )
@@ -83,17 +83,18 @@ STACKED = "arrays, int8, int4, int3, int2 or nf4"
 
 
 def can_stack(name: str) -> bool:
-    """Whether a stack of matrices can have this format: each of its pieces is one of pieces."""
+    """Return whether a stack of matrices can have this format: its arrays are then stacks."""
     return isinstance(parse(name), arrays.Float | integers.Integer | nf4.NormalFloat)
 
 
-# Of what these keep a share is made anew: its numbers decide what is stored of them.
+# The sizes of their arrays depend on the weight's values, so their shards are quantized anew.
 REMADE = packed.Bfloat16Packed | sparse.SparseFormat
 
 
 def form(name: str, shape: tuple[int, ...]) -> Any:
-    """A weight of `shape` in a format as `jax.eval_shape` has it: shapes and dtypes alone. None for
-    a format that makes shares of its weights anew (`REMADE`).
+    """Return a weight of `shape` as `jax.eval_shape` does: shapes and dtypes only.
+
+    None for a format whose shards are quantized anew (`REMADE`).
     """
     format = parse(name)
     if isinstance(getattr(format, "inner", format), REMADE):
@@ -103,9 +104,7 @@ def form(name: str, shape: tuple[int, ...]) -> Any:
 
 
 def apart(name: str) -> tuple[int, ...]:
-    """The axes, 0 rows and 1 columns, along which what a format makes of a part of a matrix is the
-    part of what it makes of all of it.
-    """
+    """Return the axes, 0 rows and 1 columns, along which slicing and quantizing commute."""
     found = parse(name)
     if isinstance(found, arrays.Float):
         return (0, 1)
@@ -113,28 +112,32 @@ def apart(name: str) -> tuple[int, ...]:
 
 
 def dense(weight: Weight, dtype: Any = None) -> jax.Array:
-    """The numbers of a weight as an array: of integers float32, of packed ones bfloat16."""
+    """Return a weight as an array; by default float32 for integers, bfloat16 if packed."""
     return as_leaf(weight).dense(dtype)
 
 
 def format_of(weight: Weight) -> str:
-    """The name of the format that a weight has, in full."""
+    """Return the full name of a weight's format."""
     return as_leaf(weight).format
 
 
 def as_format(weight: Weight, name: str) -> Weight:
-    """A matrix or a stack of them, `[..., O, I]`, in the format `name`; as it is where it has it.
+    """Convert a matrix or a stack of them, `[..., O, I]`, to the format `name`.
 
-    Memory beside the result: one block of rows in float32. Raises ConfigError for an unknown name
-    or a matrix whose numbers the format cannot keep (`bf16-packed` keeps bfloat16 only).
+    A weight that has the format is returned unchanged. Memory besides the result: one block of rows
+    in float32.
+
+    Raises:
+        ConfigError: for an unknown name, or a matrix whose values the format cannot hold
+            (`bf16-packed` holds only bfloat16).
     """
     wanted = parse(name)
     if format_of(weight) == wanted.name:
         return weight
     if isinstance(wanted, sparse.SparseFormat) and format_of(weight) == wanted.dtype:
-        return sparse.sparse_of(weight, wanted.pattern)  # integers stay the ones that were chosen
+        return sparse.sparse_of(weight, wanted.pattern)  # keeps the integer codes
     array = dense(weight)
     if wanted.name not in DTYPES and array.ndim < 2:
-        raise ConfigError(f"{name} is a format of matrices, got shape {array.shape}")
+        raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")
     made: Weight = wanted.make(array)
     return made

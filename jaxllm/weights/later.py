@@ -1,4 +1,4 @@
-"""Weights that are had when they are wanted: one after the other they take the room of one."""
+"""Lazily gathered weights, to bound peak memory to one weight."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from jaxllm.weights.leaves.leaf import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """A weight that `read()` gives, on the host; of several processes, which all read it together,
-    on the host of each.
+    """A weight that `read()` gathers to the host.
 
-    form: what it is, with `jax.ShapeDtypeStruct` in the place of arrays.
+    Several processes read it together, each to its host.
+
+    `form` is the weight with `jax.ShapeDtypeStruct` in place of arrays.
     """
 
     read: Callable[[], Any]
@@ -25,18 +26,20 @@ class Later:
 
 
 def now(weight: Any) -> Any:
-    """A weight, be it there already or to be read."""
+    """Return the weight, read if it is lazy."""
     return weight.read() if isinstance(weight, Later) else weight
 
 
 def leaf_of(weight: Any) -> Leaf:
-    """The same as a leaf; of one that is to be read its form."""
+    """Return the weight as a leaf; for a lazy one its `form`."""
     return as_leaf(weight.form if isinstance(weight, Later) else weight)
 
 
 def tensors_of(weight: Any) -> dict[str, LazyTensor]:
-    """Its pieces by name, to be written. Of a `Later` each is read as it is: of what is no array,
-    of whose pieces only it itself knows the shapes, all is read once for these, and once for each.
+    """Return the weight's arrays by name, as lazy tensors to be written.
+
+    A `Later` is read once for each array. If it is no array it is read once more, since only the
+    weight itself has the shapes of its arrays.
     """
     if not isinstance(weight, Later):
         return {name: LazyTensor.of(np.asarray(x)) for name, x in as_leaf(weight).pieces().items()}

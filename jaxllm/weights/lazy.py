@@ -1,6 +1,6 @@
-"""Tensors that are read when they are wanted: in files, in memory, or made of others.
+"""Lazy tensors: read when needed, from files, from memory or computed from others.
 
-What reads, converts or quantizes passes these on, so that one block at a time is in memory.
+Reading, conversion and quantization pass them on, so only one block at a time is in memory.
 """
 
 import dataclasses
@@ -9,25 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-ROWS = 512  # of a tensor that are read at a time, where some of their columns are wanted
+ROWS = 512  # rows that are read at a time if only some of their columns are needed
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is wanted: `read()` gives an array of `shape` and `dtype`.
-
-    release: says that what was read has been copied, so that its memory may go. parts: `blocks` of
-    a tensor of which less than the whole can be read; cut: `rows` of one. found: waits for what
-    `first_non_finite` says of it, where that has been begun elsewhere.
-    """
+    """A tensor that is read when needed: `read()` returns an array of `shape` and `dtype`."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
-    release: Callable[[], None] = lambda: None
-    parts: Callable[[int], Iterator[np.ndarray]] | None = None
+    release: Callable[[], None] = lambda: None  # what was read is copied; its memory may be freed
+    parts: Callable[[int], Iterator[np.ndarray]] | None = None  # `blocks`, if partial reads work
+    # Waits for the result of a `first_non_finite` that was started elsewhere.
     found: Callable[[], int | None] | None = None
-    cut: Callable[[int, int], "LazyTensor"] | None = None
+    cut: Callable[[int, int], "LazyTensor"] | None = None  # `rows`, if partial reads work
 
     @property
     def ndim(self) -> int:
@@ -39,13 +35,13 @@ class LazyTensor:
 
     @classmethod
     def of(cls, array: np.ndarray) -> "LazyTensor":
-        """One that is in memory already."""
+        """Wrap an array that is in memory."""
         return cls(array.dtype, array.shape, lambda: array)
 
     def blocks(self, rows: int) -> Iterator[np.ndarray]:
-        """`[..., I]` as blocks `[n, I]` of `rows` rows, the last of fewer, to be read in turn.
+        """Yield `[..., I]` in order as blocks `[n, I]` of `rows` rows, the last one shorter.
 
-        A block's memory may go when the next is asked for: copy what is to stay.
+        A block's memory may be freed when the next one is read: copy what you keep.
         """
         if self.parts is not None:
             return self.parts(rows)
@@ -59,15 +55,16 @@ class LazyTensor:
         return self.shape[-1] if self.shape else 1
 
     def astype(self, dtype: np.dtype) -> "LazyTensor":
-        """The same numbers in another format, converted when read."""
+        """Convert to another dtype, when read."""
         return self if dtype == self.dtype else self.changed(dtype, lambda x, _: x.astype(dtype))
 
     def changed(
         self, dtype: np.dtype, change: Callable[[np.ndarray, int], np.ndarray]
     ) -> "LazyTensor":
-        """The same shape with the numbers that `change(part, first)` makes of what is read.
+        """Apply `change(part, first)` to what is read; the shape stays.
 
-        first: the flat index of the part's first number.
+        Args:
+            change: gets an array and the flat index of its first number.
         """
 
         def parts(rows: int) -> Iterator[np.ndarray]:
@@ -79,14 +76,14 @@ class LazyTensor:
         return LazyTensor(dtype, self.shape, lambda: change(self.read(), 0), self.release, parts)
 
     def rows(self, begin: int, end: int) -> "LazyTensor":
-        """Those along the first axis, from `begin` to before `end`."""
+        """Slice the first axis."""
         if self.cut is not None:
             return self.cut(begin, end)
         shape = (end - begin, *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
 
     def columns_from(self, begin: int, end: int) -> "LazyTensor":
-        """Those along the last axis, from `begin` to before `end`."""
+        """Slice the last axis."""
         shape = (*self.shape[:-1], end - begin)
 
         def parts(rows: int) -> Iterator[np.ndarray]:
@@ -100,17 +97,17 @@ class LazyTensor:
         return LazyTensor(self.dtype, shape, read, self.release, parts)
 
     def taken(self, index: np.ndarray) -> "LazyTensor":
-        """Rows along the first axis by number."""
+        """Take rows along the first axis by index."""
         shape = (len(index), *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[index], self.release)
 
     def transposed(self) -> "LazyTensor":
-        """The matrix transposed, in row-major order, when read."""
+        """Transpose a matrix, in row-major order, when read."""
         return LazyTensor(self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T))
 
 
 def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """One below the other along the first axis; of one format, and one shape but for that axis."""
+    """Concatenate along the first axis tensors of one dtype whose other axes are equal."""
     if len(tensors) == 1:
         return tensors[0]
     shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
@@ -118,7 +115,7 @@ def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """Tensors of one format and shape as one, with an axis before theirs."""
+    """Stack tensors of one dtype and shape along a new first axis."""
     shape = (len(tensors), *tensors[0].shape)
     whole = _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
     return dataclasses.replace(whole, cut=lambda begin, end: stacked(tensors[begin:end]))
@@ -127,7 +124,7 @@ def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
 def _one_by_one(
     tensors: Sequence[LazyTensor], shape: tuple[int, ...], read: Callable[[], np.ndarray]
 ) -> LazyTensor:
-    """The tensor that several make, whose rows are theirs one after the other."""
+    """Make one tensor of several, whose rows follow one another."""
 
     def parts(rows: int) -> Iterator[np.ndarray]:
         for tensor in tensors:
@@ -137,5 +134,5 @@ def _one_by_one(
         for tensor in tensors:
             tensor.release()
 
-    # What has one axis is one row, and its parts would be shorter ones.
+    # A tensor with one axis is one row, and its blocks would be shorter rows.
     return LazyTensor(tensors[0].dtype, shape, read, release, parts if len(shape) > 1 else None)

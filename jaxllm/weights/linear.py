@@ -1,8 +1,8 @@
-"""Products with weights, whatever kinds of leaves they are: by the kernels or in plain JAX.
+"""Products with weights of any type: by native kernels or in plain JAX.
 
-Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU as many rows as
-were measured to be faster so go through the kernels of `ops.native`, which read the weights as they
-are stored; everywhere else XLA has the same product in plain JAX.
+Weights are `[out, in]`: a row is one dot product. Accumulation is float32. On a CPU, the kernels of
+`ops.native` run the numbers of rows for which they measured faster, and read the weights in their
+stored form; in all other cases XLA runs the same product in plain JAX.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxllm.weights.formats import Weight, as_leaf
 from jaxllm.weights.leaves.arrays import product
 from jaxllm.weights.leaves.leaf import Leaf, up
 
-ROUNDED = 512  # columns of x that share a scale where inputs are rounded
+ROUNDED = 512  # columns of x that share a scale if inputs are rounded to int8
 
 Weights = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
@@ -27,16 +27,16 @@ Products = tuple[jax.Array, ...]
 def linear(
     x: jax.Array, weight_OI: Weight, bias_O: jax.Array | None = None, *, int8_inputs: bool = False
 ) -> jax.Array:
-    """`x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
+    """Return `x @ weight.T + bias` over the last axis of x: `[..., I]` to `[..., O]`, float32.
 
-    Where the formats of x and weight differ, both are widened to float32; only where there is no
-    kernel, products of more than 16 rows of bfloat16 with quantized weights take the weights
-    rounded to bfloat16. With kernels, the bits of a row do not depend on how many rows are
-    multiplied with it, up to as many as the kernel takes (`native.path`); nor, beyond that, where
-    a matrix unit takes over.
+    If the dtypes of x and weight differ, both are widened to float32. The exception: without a
+    kernel, more than 16 rows of bfloat16 multiply quantized weights that are rounded to bfloat16.
+    With kernels, a row's bits do not depend on how many rows are multiplied with it, up to the
+    kernel's limit (`native.path`); nor beyond it, if a matrix unit takes over.
 
-    int8_inputs: round x to int8 in blocks of 512 columns where the weights are integers (dynamic
-    quantization): less arithmetic, not exact.
+    Args:
+        int8_inputs: round x to int8 in blocks of 512 columns if the weights are integers (dynamic
+            quantization): less arithmetic, not exact.
     """
     return linears(x, [(weight_OI, bias_O)], int8_inputs=int8_inputs)[0]
 
@@ -44,12 +44,12 @@ def linear(
 def linears(
     x: jax.Array, terms: Sequence[tuple[Weight, jax.Array | None]], *, int8_inputs: bool = False
 ) -> list[jax.Array]:
-    """`linear` of one x with each weight and bias, which the kernels do in one call."""
+    """Apply `linear` with each weight and bias to one x; the kernels do it in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     leaves = [as_leaf(weight) for weight, _ in terms]
     for leaf in leaves:
         if leaf.shape[1] != x.shape[-1]:
-            raise ValueError(f"a weight of shape {leaf.shape} does not fit x of shape {x.shape}")
+            raise ValueError(f"weight shape {leaf.shape} does not match x of shape {x.shape}")
     rounded = [int8_inputs and leaf.rounds_inputs and x.dtype != jnp.int8 for leaf in leaves]
     composed = any(leaf.composed for leaf in leaves)
     if len(terms) > 1 and (composed or len(set(rounded)) > 1):
@@ -61,21 +61,21 @@ def linears(
     results = []
     for y_RO, (_, bias_O) in zip(products, terms, strict=True):
         y_RO = y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]
-        # Of a sum over devices each may have some rows (`leaves.parted.Partial`).
+        # After a reduce-scatter each device has only some rows (`leaves.parted.Partial`).
         shape = x.shape[:-1] if len(y_RO) == len(x_RI) else (*x.shape[:-2], -1)
         results.append(y_RO.reshape(*shape, y_RO.shape[-1]))
     return results
 
 
 def embed(weight_VD: Weight, token_BT: jax.Array) -> jax.Array:
-    """Rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an id outside the table."""
+    """Return rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an invalid id."""
     return as_leaf(weight_VD).take(token_BT)
 
 
 def _multiply(digits: int) -> Callable[..., Products]:
-    """The product, with the derivative of the plain one, whichever path computed the value.
+    """Return the product, whose derivative is that of the plain one, whichever path runs.
 
-    Rounding inputs has no slope: the derivative passes through it (Bengio et al. 2013).
+    Rounded inputs have no gradient; the derivative passes straight through (Bengio et al. 2013).
     """
 
     @jax.custom_jvp
@@ -86,7 +86,7 @@ def _multiply(digits: int) -> Callable[..., Products]:
     def _(primals: Any, tangents: Any) -> Any:
         return multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
 
-    # A model has the same product in every layer: as a function of its own it is traced but once.
+    # A model has the same product in every layer: jitted, it is traced only once.
     return jax.jit(multiply)
 
 
@@ -97,7 +97,7 @@ def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Product
     ways = [_way(x_RI, weight, digits) for weight in weights]
     if len(set(ways)) > 1:
         found: dict[int, jax.Array] = {}
-        for way in dict.fromkeys(ways):  # those of one way in one call
+        for way in dict.fromkeys(ways):  # weights of one path in one call
             mine = [i for i, other in enumerate(ways) if other is way]
             some = _on_each_platform(x_RI, tuple(weights[i] for i in mine), digits)
             found.update(zip(mine, some, strict=True))
@@ -114,13 +114,13 @@ def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Product
 
 
 def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
-    """How a CPU multiplies these."""
+    """Choose how a CPU multiplies these."""
     leaf, rows = as_leaf(weight), x_RI.shape[0]
     if not native.enabled() or not leaf.has_kernels:
         return _plain
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
     if x_RI.dtype == jnp.int8 and leaf.rounds_inputs:
-        return _kernel  # whose sums are exact, for any number of rows
+        return _kernel  # its sums are exact, for any number of rows
     path = native.path(leaf.matrix().kind, inputs)
     if rows > 0 and (path.rows is None or rows <= path.rows):
         return _kernel
@@ -130,7 +130,7 @@ def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products
 
 
 def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = False) -> Products:
-    """Rows by the native kernel; batched over x alone, they are more rows of the same product."""
+    """Multiply with the native kernel; under `vmap` over x alone, the batch becomes more rows."""
 
     @jax.custom_batching.custom_vmap
     def call(x_RI: jax.Array, weights: Weights) -> Products:
@@ -155,12 +155,12 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = Fals
 
 
 def _many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
-    """Rows by the native kernel for many of them."""
+    """Multiply many rows with the native kernel for a matrix unit."""
     return _kernel(digits, x_RI, weights, many=True)
 
 
 def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:
-    """Many rows: the weights are expanded natively, for XLA's own product."""
+    """Multiply many rows: the weights are dequantized natively, and XLA runs the product."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
     products = []
@@ -176,13 +176,13 @@ def _on_gpu(x_RI: jax.Array, weights: Weights) -> Products:
 
 
 def _plain(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
-    """The products in plain JAX: for every platform, and the meaning of all the others."""
+    """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
     return tuple(as_leaf(weight).product(x_RI) for weight in weights)
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:
-    """x as int8 with a scale for each 512 columns stands for it: float32 of the same shape.
+    """Round x to int8 with a scale for each 512 columns, and return it dequantized: float32.
 
     The kernels round to the same integers, bit for bit: by the same operations in the same order.
     """

@@ -1,11 +1,11 @@
-"""Parameters by name: a nested dict of leaves, addressed by dotted paths, changed by ordered rules.
+"""Parameters by name: a nested dict of weights, addressed by dotted paths.
 
 A path is the Hugging Face name without its model prefix: `layers.3.self_attn.q_proj.weight`.
 
-Rules are rows `(regex, value)`, the same for precision, quantization and whatever else goes by
-path. A regex names a parameter or a module by its whole path, and a module stands for all that is
-in it: `layers\\.0` is all of layer 0, `.*mlp\\.down_proj` one linear of each layer,
-`lm_head\\.weight` one parameter. The first row that names a path or something that it lies in wins.
+Rules are rows `(regex, value)`, the same for precision, quantization and all other settings by
+path. A regex matches the whole path of a parameter or of a module, and a module stands for all its
+parameters: `layers\\.0` is all of layer 0, `.*mlp\\.down_proj` one linear of each layer,
+`lm_head\\.weight` one parameter. The first row that matches a path or one of its modules wins.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,153 +20,159 @@ from jaxllm.files import compile_pattern
 Params = dict[str, Any]
 V = TypeVar("V")
 
-# Told an array's path, and the array, says where it is to be: a device, a sharding, or None for
-# where it is. A quantized weight has several, `....weight.data` and so on.
+# Of a path and its array, returns where to put it: a device, a sharding, or None to leave it. A
+# quantized weight has several arrays, `....weight.data` and so on.
 Place = Callable[[str, jax.Array], Any]
 
 
 class Placed:
-    """A model that says where the arrays of its caches are to be.
+    """Interface of a model whose parameters and caches are sharded over devices.
 
-    writer: what writes new entries into a cache's tail, as `cache.write.at_cursor` does, where that
-    would not do; compared by value.
+    `writer`, compared by value, writes new entries into a cache's tail in place of
+    `cache.write.at_cursor`.
     """
 
     writer: Callable[..., Any] | None = None
 
     def place(self, path: str, array: Any) -> jax.sharding.Sharding:
-        """Of the one at `path`, whose shape `array` has."""
+        """Return the sharding of the cache array at `path`, which has the shape of `array`."""
         raise NotImplementedError
 
     def splits(self, columns: int) -> bool:
-        """Whether devices each have some of so many columns."""
+        """Return whether the devices split the tokens of rows with `columns` columns."""
         raise NotImplementedError
 
     def names(self, path: str) -> tuple[str | None, ...]:
-        """The paths, in a model of one device, of what the parameter at `path` holds: one, or of a
-        pipeline one for each stage, None for a stage that has nothing there.
+        """Return the unsharded model's paths of the parameter at `path`.
+
+        That is one path, or in a pipeline one for each stage, None for a stage that has nothing
+        there.
         """
         raise NotImplementedError
 
     def later(self, params: Params) -> Params:
-        """Parameters as a model of one device has them, each to be had when it is wanted."""
+        """Return the unsharded model's parameters, each to be gathered when it is read."""
         raise NotImplementedError
 
     def whole(self, params: Params) -> Params:
-        """The same on the host, all of them; of several processes on the host of each."""
+        """Gather all parameters to the host; with several processes, to the host of each."""
         return map_leaves(lambda _, leaf: leaf.read(), self.later(params))
 
     def shared(self, params: Params) -> Params:
-        """Parameters that are whole, as this model takes them."""
+        """Shard parameters of the unsharded model."""
         raise NotImplementedError
 
     def everywhere(self, tree: V) -> V:
-        """Arrays that are none of its parameters (a prompt that is trained), all of each where any
-        of it runs.
-        """
+        """Replicate arrays that are not parameters (such as a trained prompt) on all devices."""
         raise NotImplementedError
 
     def like(self, config: Any) -> Any:
-        """A model of another configuration that is spread as this one is.
+        """Return a model of another configuration, sharded as this one is.
 
-        Raises ConfigError where it cannot be.
+        Raises:
+            ConfigError: if it cannot be sharded so.
         """
         raise NotImplementedError
 
     def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
-        """Parameters with something new beside them (an adapter), which goes where it is to be.
+        """Add an adapter to sharded parameters, and place its arrays.
 
-        around: the leaf that stands for one at a path of a model of one device; that itself where
-        nothing is beside it. Raises ConfigError where it has no place.
+        Args:
+            around: wraps the weight at a path of the unsharded model; returns a weight without an
+                adapter unchanged.
+
+        Raises:
+            ConfigError: if an adapter cannot be placed.
         """
         raise NotImplementedError
 
     def with_parallel_logits(self) -> Any:
-        """The same, whose logits stay divided over the vocabulary where it is divided, for what
-        makes sums over it; itself where sums are to be made in the order of one device.
+        """Return the model with logits that stay sharded over the vocabulary, for sums over it.
+
+        Returns itself if its vocabulary is not sharded, or sums must be in the order of one device.
         """
         raise NotImplementedError
 
     def among(self, rows: int) -> int:
-        """How many devices have rows of their own, of so many."""
+        """Return how many devices split `rows` rows."""
         raise NotImplementedError
 
     def check_rows(self, rows: int) -> None:
-        """Raises ConfigError for a batch to be trained on whose rows do not divide."""
+        """Raise ConfigError if a training batch of `rows` rows cannot be split."""
         raise NotImplementedError
 
     def plain(self) -> Any:
-        """The model of one device."""
+        """Return the unsharded model."""
         raise NotImplementedError
 
     def kept(self) -> tuple[int, int]:
-        """How many arrays of keys a cache of it has, and of how many key/value heads each is."""
+        """Return how many arrays of keys a cache has, and the number of key/value heads in each."""
         raise NotImplementedError
 
     def stacks(self) -> tuple[tuple[int | None, ...], ...]:
-        """Of a pipeline the numbers of each stage's layers, in the order of a cache's arrays; None
-        where there is none; empty where each array is one layer's.
+        """Return the layer numbers of each pipeline stage, in the order of a cache's arrays.
+
+        None marks an empty place. The result is empty if each array belongs to one layer.
         """
         raise NotImplementedError
 
     def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Of arrays as a cache of it has them, `[B, S, K, H]`, those of each layer."""
+        """Split cache arrays `[B, S, K, H]` of stacked stages into one array per layer."""
         raise NotImplementedError
 
 
 def of_one_device(model: Any, params: Params) -> Params:
-    """A model's parameters as a model of one device has them: on the host, where it is placed."""
+    """Return the unsharded model's parameters: on the host, if the model is sharded."""
     return model.whole(params) if isinstance(model, Placed) else params
 
 
 def later(model: Any, params: Params) -> Params:
-    """The same with a `Later` in the place of each, where the model is placed: one after the other
-    they take no more room than the largest.
+    """Return the same with a `Later` for each parameter of a sharded model.
+
+    Read one after the other, they take no more memory than the largest.
     """
     return model.later(params) if isinstance(model, Placed) else params
 
 
 def by_layer(model: Any, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Of what a model's cache keeps, `[B, S, K, H]`, what each layer does."""
+    """Return one array `[B, S, K, H]` per layer, from the arrays in a model's cache."""
     return model.by_layer(kept) if isinstance(model, Placed) else list(kept)
 
 
 def for_sums(model: Any) -> Any:
-    """A model of whose logits only sums over the vocabulary are wanted: no device need have all."""
+    """Return the model for sums over the vocabulary: no device needs all logits."""
     return model.with_parallel_logits() if isinstance(model, Placed) else model
 
 
 def among_of(model: Any, rows: int) -> int:
-    """How many devices have rows of their own, of so many that a model is given."""
+    """Return how many devices split `rows` rows of the model's input."""
     return model.among(rows) if isinstance(model, Placed) else 1
 
 
 def own_name(path: str) -> tuple[str | None, ...]:
-    """The names of a parameter of one device's model."""
+    """Return the path of a parameter of an unsharded model, as `Placed.names` does."""
     return (path,)
 
 
 def names_of(model: Any) -> Callable[[str], tuple[str | None, ...]]:
-    """Of the path of a model's parameter, those in a model of one device of what it holds."""
+    """Return the function from a parameter's path to the unsharded model's paths."""
     return model.names if isinstance(model, Placed) else own_name
 
 
 class InRounds:
-    """A model in stages, through which groups of rows go one behind the other.
-
-    stages: how many, and how many groups.
-    """
+    """Interface of a pipelined model that decodes groups of rows, one in each stage."""
 
     @property
     def stages(self) -> int:
+        """Number of stages, and of groups."""
         raise NotImplementedError
 
     def groups(self, rows: int) -> np.ndarray | None:
-        """The group of each of so many rows, `[B]`; None: they do not divide, and go together."""
+        """Return the group of each row, int32 `[B]`; None: rows are not divisible into groups."""
         raise NotImplementedError
 
     def flight(self, rows: int) -> jax.Array:
-        """What is on its way between stages, before anything is."""
+        """Return the activations between stages before the first tick."""
         raise NotImplementedError
 
     def tick(
@@ -179,12 +185,18 @@ class InRounds:
         token_B: jax.Array,
         position_B: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Each stage's layers of its group, at tick `number`: logits `[B, V]`, of which those of
-        the group that has gone through are some, what is on its way, and the last segment with new
-        keys and values.
+        """Run each stage's layers on its group, at tick `number`.
 
-        start: the slot of each row's first token. token_B: of the group that enters, its newest
-        ones. position_B: of each row's token that is on its way, -1: none.
+        Args:
+            flight: the activations between stages.
+            start: the slot of each row's first token.
+            token_B: the newest tokens; those of the group that enters are used.
+            position_B: position of each row's token in the pipeline; -1: none.
+
+        Returns:
+            Logits `[B, V]`, valid for the group that leaves the last stage; the activations between
+            stages;
+            the last segment with the new keys and values.
         """
         raise NotImplementedError
 
@@ -200,7 +212,7 @@ def flatten(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -> Params:
-    """A dict of the same form whose leaves are `function(path, leaf)`."""
+    """Return a dict with the same keys whose leaves are `function(path, leaf)`."""
 
     def visit(node: Mapping[str, Any], prefix: str) -> Params:
         return {
@@ -216,9 +228,10 @@ def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -
 def named_arrays(
     tree: Any, prefix: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """The arrays of any pytree by dotted path, in order, and the tree they hang on.
+    """List the arrays of any pytree with their dotted paths, and return its structure too.
 
-    is_leaf: what counts as an array, too.
+    Args:
+        is_leaf: marks other objects that count as arrays.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     named = [(".".join([prefix, *map(_word, path)]).strip("."), leaf) for path, leaf in found]
@@ -226,24 +239,24 @@ def named_arrays(
 
 
 def check_params(params: Any) -> None:
-    """Raise ConfigError for what is no dict of parameters."""
+    """Raise ConfigError for anything but a dict of parameters."""
     if not isinstance(params, Mapping):
         got = type(params).__name__ if hasattr(params, "apply") else f"{params!r:.60}"
-        raise ConfigError(f"params must be a dict of arrays, got {got}. Of an LM give lm.params")
+        raise ConfigError(f"params must be a dict of arrays, got {got}. For an LM pass lm.params")
     if params.keys() == {"params"}:
         raise ConfigError(
-            'params must be the parameters alone, got {"params": ...}. Give what is under "params"'
+            'params must be the parameters alone, got {"params": ...}. Pass the value of "params"'
         )
 
 
 def check_place(place: Any) -> None:
-    """Raise ConfigError for what is no `Place`, nor None."""
+    """Raise ConfigError for anything but a `Place` or None."""
     if place is not None and not callable(place):
         raise ConfigError(f"place must be a function of (path, array), got {place!r:.60}")
 
 
 def put(tree: V, place: Place | None, prefix: str = "") -> V:
-    """The tree with each of its arrays where `place` says. prefix: what comes before each path."""
+    """Put each array of a tree where `place` returns. `prefix` precedes each path."""
     check_place(place)
     if place is None:
         return tree
@@ -254,14 +267,14 @@ def put(tree: V, place: Place | None, prefix: str = "") -> V:
 
 
 def _word(key: Any) -> str:
-    """One key of a path: of a dict, a dataclass or a sequence."""
+    """Return one key of a path: of a dict, a dataclass or a sequence."""
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
 
 def first_match(rules: Iterable[tuple[str, V]], path: str) -> V | None:
-    """The value of the first rule that names `path` or a module that it lies in, or None.
+    """Return the value of the first rule that matches `path` or one of its modules, or None.
 
-    In time linear in both, whatever the regex. Raises ConfigError for a broken one.
+    Takes time linear in both, for any regex. Raises ConfigError for an invalid one.
     """
     names = path.split(".")
     around = [".".join(names[:n]) for n in range(len(names), 0, -1)]

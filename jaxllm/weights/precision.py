@@ -1,6 +1,6 @@
-"""Number formats as one frozen value: of the weights, the activations and the cache.
+"""Number formats of weights, activations and cache, as one frozen value.
 
-Norms, rotary angles, softmax, accumulation and logits are float32 whatever is chosen here.
+Norms, rotary angles, softmax, accumulation and logits are always float32.
 """
 
 import dataclasses
@@ -22,15 +22,11 @@ CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Override:
-    """What one module does differently; None means as everywhere else.
+    """What one module does differently; None means no difference."""
 
-    weights: any format of `weights.formats`. activations: the format to which it rounds its input.
-    output: that to which it rounds its result, by default the same.
-    """
-
-    weights: str | None = None
-    activations: str | None = None
-    output: str | None = None
+    weights: str | None = None  # any format of `weights.formats`
+    activations: str | None = None  # the dtype to which it rounds its input
+    output: str | None = None  # the dtype to which it rounds its result; default: the same
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", format_name(self.weights))
@@ -44,29 +40,25 @@ class Override:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Formats of the weights, of the activations between modules, and of keys and values cached.
+    """Formats of weights, of activations between modules, and of cached keys and values.
 
-    weights: of all that `quantize` leaves alone. quantize: what matrices are quantized to, as
-    `weights.quantize.quantize` takes it. cache: also "int8", with a scale for each token and head.
-
-    int8_inputs: linears with integer weights round their input to int8 in blocks of 512 columns
-    (dynamic quantization): less arithmetic, and the one choice here that is not exact. A head that
-    is the tokens' table keeps its input.
-
-    overrides: ordered rules `(regex, Override)`, of `weights.paths`: `("layers.0",
-    Override(weights="float32"))` covers all of layer 0, `(".*mlp.down_proj", ...)` one linear of
-    each layer; a row that is silent on a field is passed over for it. A module computes in its own
-    activations format and hands its result back in the format of the stream it was given.
-
-    Formats are names, short ones too ("bf16"), or dtypes of NumPy, JAX or PyTorch, and are kept as
-    full names. Raises ConfigError for an unknown format or a broken regex.
+    Formats are names, short ones too ("bf16"), or dtypes of NumPy, JAX or PyTorch; they are stored
+    as full names. An invalid format or regex raises ConfigError.
     """
 
-    weights: str = "float32"
+    weights: str = "float32"  # of all parameters that `quantize` leaves alone
     activations: str = "float32"
-    cache: str = "float32"
+    cache: str = "float32"  # also "int8", with a scale for each token and head
+    # The rules by which matrices are quantized, as `weights.quantize.quantize` takes them.
     quantize: str | tuple[tuple[str, str | None], ...] | None = None
+    # Linears with integer weights round their input to int8 in blocks of 512 columns (dynamic
+    # quantization): less arithmetic, and the one choice here that is not exact. A head that is the
+    # token table keeps its input.
     int8_inputs: bool = False
+    # Ordered rules of `weights.paths`: `("layers.0", Override(weights="float32"))` covers all of
+    # layer 0, `(".*mlp.down_proj", ...)` one linear of each layer. A row that leaves a field None
+    # is skipped for that field. A module computes in its own activation format and returns its
+    # result in the format of its input stream.
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,28 +74,30 @@ class Precision:
 
     @classmethod
     def uniform(cls, dtype: str) -> "Precision":
-        """The same format everywhere; `dtype` as `load` takes it."""
+        """Return a Precision with one format for all; `dtype` as `load` takes it."""
         dtype = dtype_name("dtype", dtype)
         return cls(weights=dtype, activations=dtype, cache=dtype)
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "precision") -> "Precision":
-        """From what JSON holds, as `dataclasses.asdict` gives it; fields may be left out.
+        """Read a Precision from JSON data as `dataclasses.asdict` writes it; fields may be missing.
 
-        where: its place, for messages. Raises ConfigError for an unknown field or a wrong value.
+        Args:
+            where: the data's place, for error messages.
+
+        Raises:
+            ConfigError: for an unknown field or a wrong value.
         """
         precision: Precision = as_schema(data, cls, where, ConfigError)
         return precision
 
     def in_dtype(self, dtype: str) -> "Precision":
-        """With weights, activations and cache in one format, as `load` takes it; what is quantized
-        stays so.
-        """
+        """Set one format for weights, activations and cache; quantization rules stay."""
         dtype = dtype_name("dtype", dtype)
         return dataclasses.replace(self, weights=dtype, activations=dtype, cache=dtype)
 
     def unquantized(self) -> "Precision":
-        """With no weights quantized, by `quantize` or by an override."""
+        """Remove all weight quantization, by `quantize` or by an override."""
         rows = [
             (regex, o if o.weights in DTYPES else dataclasses.replace(o, weights=None))
             for regex, o in self.overrides
@@ -111,7 +105,7 @@ class Precision:
         return dataclasses.replace(self, quantize=None, overrides=tuple(rows))
 
     def format_at(self, path: str, ndim: int) -> str:
-        """The format in which the parameter at `path` is kept."""
+        """Return the format in which the parameter at `path` is stored."""
         override = self._override(path, "weights")
         if override is not None:
             return override if override in DTYPES or ndim >= 2 else self.weights
@@ -119,7 +113,7 @@ class Precision:
         return quantized or self.weights
 
     def cast(self, path: str, weight: Weight) -> Weight:
-        """The parameter at `path` in the format that it is kept in; as it is where it has it."""
+        """Convert the parameter at `path` to its format, if it has another one."""
         if format_of(weight) == parse(self.format_at(path, weight.ndim)).name:
             return weight
         for name in self.formats_at(path, weight.ndim):
@@ -127,18 +121,17 @@ class Precision:
         return weight
 
     def formats_at(self, path: str, ndim: int) -> tuple[str, ...]:
-        """The formats that the parameter at `path` goes through, one after the other: the last is
-        the one that it is kept in."""
+        """Return the formats to convert the parameter at `path` to; the last one is stored."""
         name = self.format_at(path, ndim)
         first = parse(name).exact_in == self.weights == "bfloat16"
         return ("bfloat16", name) if first and name != "bfloat16" else (name,)
 
     def activations_at(self, module: str) -> jnp.dtype:
-        """The format in which `module` (a dotted path) takes its input."""
+        """Return the dtype in which `module` (a dotted path) takes its input."""
         return jnp.dtype(self._override(module, "activations") or self.activations)
 
     def output_at(self, module: str) -> str | None:
-        """The format in which `module` hands its result back; None: as the stream it was given."""
+        """Return the dtype in which `module` returns its result; None: that of its input stream."""
         return self._override(module, "output")
 
     def _override(self, path: str, what: str) -> str | None:
@@ -147,18 +140,18 @@ class Precision:
 
 
 def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
-    """Quantization rules as a value that hashes. Raises what `rules_of` raises."""
+    """Return quantization rules as a hashable value. Raises as `rules_of` does."""
     rows, rules = rules_of(rules), format_name(rules)
     return rules if isinstance(rules, str) else tuple(rows)
 
 
 def exactly(params: Params, precision: Precision) -> Precision:
-    """The same but for the weights, of which each is kept in the format that it has.
+    """Return a Precision that keeps each of these parameters in its present format.
 
-    Matrices that differ by their layer's number alone have one rule where they have one format.
+    Matrices that differ only in their layer number share one rule if they have one format.
     """
     leaves = {path: (leaf.ndim, format_of(leaf)) for path, leaf in flatten(params)}
-    kinds: dict[str, set[str]] = {}  # the formats of all that a general rule names
+    kinds: dict[str, set[str]] = {}  # the formats of all matrices that a general rule matches
     for path, (ndim, name) in leaves.items():
         if ndim >= 2:
             kinds.setdefault(_any_layer(path), set()).add(name)
@@ -178,16 +171,16 @@ def exactly(params: Params, precision: Precision) -> Precision:
 
 
 def _any_layer(path: str) -> str:
-    """A regex for the path, whatever the numbers in it."""
+    """Return a regex that matches the path with any layer number."""
     return re.sub(r"(?<=\.)\d+(?=\\)", r"\\d+", re.escape(path))
 
 
 def cast(params: Params, precision: Precision) -> Params:
-    """The parameters with every leaf in the format that `precision` keeps it in."""
+    """Convert every weight to the format that `precision` gives it."""
     check_params(params)
     if not isinstance(precision, Precision):
         raise ConfigError(
-            f"precision must be a Precision, got {precision!r:.60}. Of one format:"
+            f"precision must be a Precision, got {precision!r:.60}. For one format use"
             " Precision.uniform(dtype)"
         )
     return map_leaves(precision.cast, params)
@@ -199,6 +192,6 @@ def _check_fields(instance: Any) -> None:
 
 
 def _name_format(instance: Any, name: str, *more: str) -> None:
-    """Write the field's number format by its full name."""
+    """Replace a field's dtype by its full name."""
     found = dtype_name(f"precision: {name}", getattr(instance, name), *more)
     object.__setattr__(instance, name, found)

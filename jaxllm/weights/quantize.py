@@ -16,18 +16,19 @@ Rules = str | Sequence[tuple[str, str | None]]
 POSITIONS: tuple[str, str | None] = (
     r"wpe\.weight",
     None,
-)  # a table of positions is small, and added to everything
-# A router is small, and what it gets wrong goes to another expert.
+)  # the position table is small, and its errors reach every token
+# A router is small, and its errors send tokens to other experts.
 ROUTER: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
-# What the name of a format alone stands for: the table of tokens and the head take 8 bits where the
-# other matrices take fewer, as in llama.cpp's mixtures; they are not pruned where these are.
+# If a format's name stands for all rules: the token table and the head keep 8 bits if the other
+# matrices have fewer, as in llama.cpp's mixtures, and they are never pruned.
 _TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
 
 
 def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
-    """The ordered rows that `rules` stands for.
+    """Return the ordered rows that `rules` stands for.
 
-    Raises ConfigError for a row of another form, a broken regex or an unknown format.
+    Raises:
+        ConfigError: for a malformed row, an invalid regex or an unknown format.
     """
     rules = format_name(rules)
     if isinstance(rules, str):
@@ -47,28 +48,33 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
 
 
 def format_at(rules: Rules, path: str, ndim: int) -> str | None:
-    """The format that `rules` gives the leaf at `path`; None to leave it, as every vector is.
+    """Return the format that `rules` gives the leaf at `path`; None for any vector.
 
-    Raises ConfigError for a stack of matrices (experts) that would have one of a matrix alone.
+    Raises:
+        ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
     found = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
     name = None if found is None or ndim < 2 else found[0]
     if name is not None and ndim > 2 and not can_stack(name):
-        raise ConfigError(f"{path}: experts cannot be {name}: give them {STACKED} by a rule")
+        raise ConfigError(f"{path}: experts cannot be {name}. Add a rule that makes them {STACKED}")
     return name
 
 
 def quantize(params: Params, rules: Rules) -> Params:
-    """The parameters with their matrices in the formats that the first matching rule names.
+    """Convert each matrix to the format of the first rule that matches it. Norms and biases stay.
 
-    rules: ordered rows `(regex, format or None)` as `weights.paths` reads them, such as
-    `[(r"lm_head", None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
-    `weights.formats`; or the name of one format for all matrices ("int8", "int4", "bf16-packed"),
-    where 4 bits or fewer leave the tokens' table and the head at 8, "int8-2:4" and its like leave
-    them as int8 and its like, and nothing changes the positions' table or a router of experts.
-    Norms and biases stay.
+    Memory besides the result: one block of rows.
 
-    Raises ConfigError as `rules_of` does. Memory beside the result: one block of rows.
+    Args:
+        rules: ordered rows `(regex, format or None)` as in `weights.paths`, such as `[(r"lm_head",
+            None), (r"layers\\.0", "int8"), (r".*", "int4-g64")]`, with formats as in
+            `weights.formats`. Or one format's name for all matrices ("int8", "int4",
+            "bf16-packed"). With a name, the position table and MoE routers are left alone; formats
+            of 4 bits or fewer keep the token table and the head at 8 bits; "int8-2:4" and other
+            sparse formats keep them in their dense dtype.
+
+    Raises:
+        ConfigError: as `rules_of` does.
     """
 
     check_params(params)
@@ -81,6 +87,6 @@ def quantize(params: Params, rules: Rules) -> Params:
 
 
 def dequantize(params: Params) -> Params:
-    """The parameters with every leaf an array: float32 for integers, bfloat16 for packed ones."""
+    """Convert every weight to an array: float32 for integers, bfloat16 for `bf16-packed`."""
     check_params(params)
     return map_leaves(lambda _, leaf: jnp.asarray(dense(leaf)), params)

@@ -1,7 +1,7 @@
-"""A parameter from a file, in the format that it is kept in: block by block where that is another.
+"""Loads a parameter from a file in its stored format: block by block if that is another one.
 
-Of a tensor that is kept as it lies nothing is copied. Of any other there is never more in memory
-than what has been made of it and the block of rows that is being changed.
+A tensor that is kept unchanged is not copied. For any other, memory holds only the result and the
+block of rows that is being converted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,31 +19,29 @@ from jaxllm.weights.paths import Params, Place, put
 
 
 class Elsewhere:
-    """In the place of a parameter of which this process has nothing, until all have come."""
+    """Placeholder for a parameter of which this process has no part, until all are loaded."""
 
 
 class Whole:
-    """Where parameters go as they are read: each of them whole, where `place` says."""
+    """Places parameters as they are read, unsharded, where `place` says."""
 
     def __init__(self, place: Place | None = None) -> None:
         self._place = place
 
     def here(self, path: str) -> bool:
-        """Whether this process has anything of the parameter at `path`; others read what it has
-        not.
-        """
+        """Return whether this process has a part of the parameter at `path`, and so reads it."""
         return True
 
     def leaf(self, path: str, weight: Weight) -> Weight:
-        """The parameter at `path`, where it is to be."""
+        """Put the parameter at `path` in its place."""
         return put(weight, self._place, path)
 
     def beside(self, path: str, weight: Weight) -> Weight:
-        """The same of one that has come, now that something may stand beside it (an adapter)."""
+        """Put an adapter in its place, beside a weight that is already placed."""
         return weight
 
     def finished(self, params: Params) -> Params:
-        """All parameters, when the last has come."""
+        """Complete the parameters after the last one was placed."""
         return params
 
     def tensor(
@@ -53,8 +51,10 @@ class Whole:
         read: Callable[[LazyTensor], Weight],
         apart: tuple[int, ...],
     ) -> Weight:
-        """The same of what `read` makes of a tensor. apart: the axes along which it makes of a part
-        of it the part of what it makes of all of it (`formats.apart`).
+        """Put in its place what `read` makes of a tensor.
+
+        Args:
+            apart: the axes along which slicing commutes with `read` (`formats.apart`).
         """
         return self.leaf(path, read(tensor))
 
@@ -62,10 +62,13 @@ class Whole:
 def read_leaf(
     path: str, tensor: LazyTensor, formats: Sequence[str], complaints: list[str]
 ) -> Weight:
-    """The tensor in the last of `formats`, after those before it (`Precision.formats_at`).
+    """Read the tensor in the last of `formats`, converted through those before it.
 
-    complaints: what is wrong with its numbers is added: NaN or infinity, or too large for a
-    narrower format. path: the name in them.
+    Args:
+        path: its name in complaints.
+        formats: as `Precision.formats_at` returns them.
+        complaints: gets a message for NaN or infinity, and for numbers that overflow a narrower
+            dtype.
     """
     name = formats[-1]
     if name == tensor.dtype.name and name in DTYPES:
@@ -83,7 +86,7 @@ def read_leaf(
 def _numbers(
     path: str, tensor: LazyTensor, dtypes: Sequence[np.dtype], complaints: list[str]
 ) -> Iterator[np.ndarray]:
-    """Blocks of its rows in the last of `dtypes`; what is float64 becomes float32 first."""
+    """Yield blocks of the tensor's rows in the last of `dtypes`; float64 becomes float32 first."""
     done = 0
     for block in tensor.blocks(ROWS):
         bad = first_non_finite(block)
@@ -93,7 +96,7 @@ def _numbers(
             block = block.astype(np.float32)
         for dtype in dtypes:
             if dtype == np.float32:
-                break  # what takes the numbers widens them
+                break  # the caller widens them
             narrower = jnp.finfo(dtype).max < jnp.finfo(block.dtype).max
             block = np.asarray(jax.device_put(block, may_alias=True).astype(dtype))
             if narrower and bad is None and first_non_finite(block) is not None:
@@ -104,12 +107,12 @@ def _numbers(
 def _complain(
     path: str, block: np.ndarray, bad: int | None, first: int, complaints: list[str]
 ) -> None:
-    """Say, once, that a number is not finite. first: the index of the block's first."""
+    """Report, once, a number that is not finite. `first` is the index of the block's first."""
     if bad is not None and not any(text.startswith(f"{path} holds ") for text in complaints):
         complaints.append(f"{path} holds {block.reshape(-1)[bad]} at index {first + bad}")
 
 
 def _once(complaints: list[str], text: str) -> None:
-    """Blocks may be read twice."""
+    """Add a complaint once: blocks may be read twice."""
     if text not in complaints:
         complaints.append(text)

@@ -245,11 +245,11 @@ def test_rules_of_our_own_name_what_is_adapted(tiny: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"target_modules": ("c_attn",)}, "'c_attn' is in none of this model's modules; there are"),
-        ({"rules": ((r"nothing", True),)}, "choose no module; there are"),
+        ({"target_modules": ("c_attn",)}, "'c_attn' matches no module of this model; expected one of"),
+        ({"rules": ((r"nothing", True),)}, "select no module; expected one of"),
         ({"r": 0}, "r must be a whole number >= 1"),
         ({"target_modules": "("}, "target_modules"),
-        ({"layers_to_transform": 1}, "go with a list of target_modules"),
+        ({"layers_to_transform": 1}, "require a list of target_modules"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of kaiming, gaussian"),
     ],
 )
@@ -270,7 +270,7 @@ def test_an_adapter_over_an_adapter_is_refused(
             again(model.config, once, three["x"])
     with pytest.raises(ConfigError, match="no adapter to merge"):
         merged(model.config, params)
-    with pytest.raises(ConfigError, match="choose the one"):
+    with pytest.raises(ConfigError, match="Choose the one"):
         merged(model.config, with_adapters(model.config, params, three))
-    with pytest.raises(ConfigError, match="can be called 'base'"):
+    with pytest.raises(ConfigError, match="adapter name 'base' is reserved"):
         with_adapters(model.config, params, {"base": three["x"]})

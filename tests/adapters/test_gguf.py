@@ -133,21 +133,21 @@ def test_what_is_one_matrix_there_and_several_here_has_no_form(tmp_path: Path) -
     for name, module in {"q_proj": "attn_qkv", "gate_proj": "ffn_up"}.items():
         lora = LoraConfig(r=2, target_modules=[name])
         adapter = random_adapter(model.config, params, lora)
-        with pytest.raises(ConfigError, match=f"blk.0.{module}.weight is several linears here"):
+        with pytest.raises(ConfigError, match=f"blk.0.{module}.weight is fused in GGUF"):
             write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
 
 
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
-    "a model": (lambda w: w.add_type("model"), "are no LoRA adapter's"),
+    "a model": (lambda w: w.add_type("model"), "not a LoRA adapter"),
     "another architecture": (lambda w: w.add_string("general.architecture", "gpt2"), "'gpt2'"),
-    "no alpha": (lambda w: w.kv_data[0].pop("adapter.lora.alpha"), "alpha None is no number"),
+    "no alpha": (lambda w: w.kv_data[0].pop("adapter.lora.alpha"), "alpha must be a finite number, got None"),
     "a norm": (
         lambda w: w.add_tensor("blk.0.attn_norm.weight", np.ones(40, np.float32)),
-        "blk.0.attn_norm has an adapter",
+        "blk.0.attn_norm cannot have an adapter",
     ),
     "a module that is not there": (
         lambda w: w.add_tensor("blk.7.attn_q.weight.lora_a", np.ones((3, 40), np.float32)),
-        r"blk\.7\.attn_q\.weight has an adapter",
+        r"blk\.7\.attn_q\.weight cannot have an adapter",
     ),
     "one of two": (
         lambda w: w.tensors[0].pop("blk.0.ffn_down.weight.lora_b"), "lora_b is missing",
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
             w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
             w.add_tensor("blk.0.attn_q.weight.lora_b", np.ones((9, 3), np.float32)),
         ),
-        "are no adapter of a matrix",
+        "do not match weight",
     ),
     "numbers that are none": (
         lambda w: (

@@ -186,7 +186,7 @@ def test_what_was_trained_apart_is_one_module_of_peft(
     assert_close(ours, peft_logits(theirs))
     alone = LoraConfig(r=2, target_modules=("q_proj",), use_dora=True)
     adapter = random_adapter(twin.config, twin.params, alone)
-    with pytest.raises(ConfigError, match=r"DoRA beside .*q_proj alone has no form in PEFT"):
+    with pytest.raises(ConfigError, match=r"DoRA on .*q_proj alone cannot be written for PEFT"):
         write_adapter(tmp_path / "dora", adapter, twin.config)
 
 
@@ -253,19 +253,19 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
             "use_qalora is not supported (got True); ",
         ),
         ({"of_the_future": 3}, "of_the_future is not supported (got 3)"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' requires a modified base"),
         ({"target_modules": None}, "target_modules is missing"),
-        ({"target_modules": ["c_attn"]}, "not an adapter of this model: target_modules: 'c_attn'"),
-        ({"target_modules": r"q_proj(?=x"}, "target_modules: 'q_proj(?=x' is no valid regex"),
+        ({"target_modules": ["c_attn"]}, "not an adapter for this model: target_modules: 'c_attn'"),
+        ({"target_modules": r"q_proj(?=x"}, "target_modules: 'q_proj(?=x' is not a valid regex"),
         (
             {"target_modules": r"(?=m)((\w|\w\w|\.)+)+y"},
             r"target_modules takes too long: '(?=m)((\\w|\\w\\w|\\.)+)+y'",
         ),
-        ({"r": 3}, "q_proj.lora_A.weight has shape (2, 40), this model wants (3, 40)"),
+        ({"r": 3}, "q_proj.lora_A.weight has shape (2, 40), expected (3, 40)"),
         ({"r": 1.5}, "r must be a whole number"),
         ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
-        ({"target_modules": ["q_proj"]}, "up_proj.lora_A.weight is nothing that its configuration"),
-        ({"target_modules": ["k_proj"]}, "is an adapter of another model: it has"),
+        ({"target_modules": ["q_proj"]}, "up_proj.lora_A.weight is not covered by its adapter_config"),
+        ({"target_modules": ["k_proj"]}, "is an adapter for another model: no tensor"),
     ],
 )
 def test_what_the_configuration_asks_for_in_vain_is_refused(
@@ -318,7 +318,7 @@ def test_files_that_are_none_or_broken_are_refused(
     table = np.zeros((131, 40), np.float32)
     prefix = "base_model.model.model.embed_tokens.base_layer.weight"
     save_file({**tensors, prefix: table}, tmp_path / WEIGHTS)
-    with pytest.raises(CheckpointError, match="the adapter brings one of its own"):
+    with pytest.raises(CheckpointError, match="differs from this model's embedding"):
         read_adapter(tmp_path, config, twins["llama"].params)
     with pytest.raises(CheckpointError, match="already holds an adapter"):
         write_adapter(written, read_adapter(written, config), config)

@@ -85,7 +85,7 @@ def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> N
         load_cache(_written(tmp_path / "less", less, load_file(file)), model, params)
     ids = tokens(1, 9)[0].tolist()
     assert load_cache(file, model, params, prefix=ids[:4]).tokens() == ids
-    with pytest.raises(CacheMismatchError, match="row 0 is not this prefix: 3 of its 4 tokens"):
+    with pytest.raises(CacheMismatchError, match="begin with this prefix: only 3 of its 4"):
         load_cache(file, model, params, prefix=[*ids[:3], 130])
     with pytest.raises(CacheMismatchError, match="9 of its 10"):
         load_cache(file, model, params, prefix=[*ids, 1])
@@ -111,7 +111,7 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
         with pytest.raises(CheckpointError):
             load_cache(tmp_path / "d", model, params)
     save_file({"x": np.zeros(1)}, tmp_path / "other")
-    with pytest.raises(CheckpointError, match="not a file that save_cache wrote"):
+    with pytest.raises(CheckpointError, match="not written by save_cache"):
         load_cache(tmp_path / "other", model, params)
     arrays = load_file(file)
     for name, array in {"0.k.1": np.zeros((1, 9, 2, 5), np.float32), "0.token_BS": None}.items():
@@ -147,15 +147,15 @@ def _written(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) 
 
 # What a header may not say, and what the refusal names; digests are brought up to date.
 HEADERS: dict[str, tuple[dict[str, Any], str]] = {
-    "an earlier cursor": ({"cursor": 3}, "its cursor is 3, its tail has 9 slots"),
+    "an earlier cursor": ({"cursor": 3}, "cursor is 3, but the tail has 9 slots"),
     "a negative cursor": ({"cursor": -3}, "cursor must be a whole number >= 0, got -3"),
     "a capacity beyond the machine": ({"capacity": 10**9}, "this machine has"),
     "a capacity beyond int32": ({"capacity": 10**12}, "capacity must be a whole number <= "),
     "a smaller capacity": ({"capacity": 8}, "9 slots are used, more than 8"),
     "an unknown field": ({"colour": 1}, "unknown field colour"),
     "a missing field": ({"segments": None}, "segments"),
-    "another kind": ({"weights": 5}, "weights must be a text, got 5"),
-    "an older version": ({"version": 1}, "version 1 of the format"),
+    "another kind": ({"weights": 5}, "weights must be a string, got 5"),
+    "an older version": ({"version": 1}, "format version 1"),
     "a field of the model": ({"config": {"colour": 1}}, "the cache's config has"),
     "another dtype": ({"cache_dtype": "float8"}, "cache dtype must be one of"),
     "no segments": ({"segments": 0}, "segments must be"),
@@ -191,7 +191,7 @@ def test_tensors_that_no_cache_has_are_refused(tmp_path: Path) -> None:
         ("0.token_BS", arrays["0.token_BS"] + 131, "is outside the vocabulary of 131"),
         ("0.position_BS", arrays["0.position_BS"] + 1, "not below next_position_B"),
         ("next_position_B", arrays["next_position_B"] + (1 << 25), "next_position_B is above"),
-        ("0.k.0", arrays["0.k.0"][:1], "its tail is not of 2 rows"),
+        ("0.k.0", arrays["0.k.0"][:1], "the tail does not have the 2 rows"),
         ("next_position_B", arrays["next_position_B"][:0], "next_position_B is missing"),
         ("extra", np.zeros(1), "extra is not part of this cache"),
     ):

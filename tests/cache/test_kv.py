@@ -81,7 +81,7 @@ def test_caches_are_equal_where_they_hold_the_same(lm: Any) -> None:
 def test_what_is_no_size_is_refused_by_name_before_it_is_asked_for(lm: Any) -> None:
     model, _ = lm
     for sizes in ((1, 2.5), (1, 2**50), (2**40, 1), (True, 4), (1, "8"), (1, 0), (2**20, 2**30)):
-        with pytest.raises(CapacityError, match=r"whole number from 1|would take"):
+        with pytest.raises(CapacityError, match=r"whole number from 1|needs"):
             jaxllm.init_cache(model.config, *sizes)
     assert jaxllm.init_cache(model.config, np.int64(1), np.int32(8)).capacity == 8
     half = build(model.config, Precision.uniform("float16"))
@@ -120,9 +120,7 @@ def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) 
     model, params = lm
     other, _ = random_model("llama", max_position_embeddings=64)
     cache = jaxllm.init_cache(other.config, 1, 8)
-    with pytest.raises(
-        CacheMismatchError, match=r"max_position_embeddings is 64, the model's is 97"
-    ):
+    with pytest.raises(CacheMismatchError, match=r"max_position_embeddings is 64, expected 97"):
         jaxllm.forward(model, params, cache, [[1]])
     with pytest.raises(ConfigError, match="int8"):
         jaxllm.init_cache(model.config, 1, 8, dtype="int4")

@@ -131,7 +131,7 @@ def test_heavy_hitters_equal_a_sort_by_hand() -> None:
         positions = np.asarray(kept.position_BS)[row]
         assert sorted(positions[positions >= 0].tolist()) == expected
     assert heavy_hitters(cache, mass, heavy=99, recent=3).length_B.tolist() == [12, 12]
-    with pytest.raises(CacheMismatchError, match="the mass is"):
+    with pytest.raises(CacheMismatchError, match="attention mass has"):
         heavy_hitters(cache, mass[:, :5], heavy=1, recent=1)
     with pytest.raises(CapacityError, match="heavy must be a whole number from 0 "):
         heavy_hitters(cache, mass, heavy=-1, recent=1)

@@ -165,7 +165,7 @@ def test_what_cannot_be_pooled_is_refused_by_name(made: Any) -> None:
     _, cache = made
     with pytest.raises(CapacityError, match="ratio must be a whole number from 1"):
         pool(cache, ratio=0, sinks=0, recent=0)
-    with pytest.raises(CacheMismatchError, match="the mass is"):
+    with pytest.raises(CacheMismatchError, match="attention mass has"):
         pool(cache, ratio=2, sinks=0, recent=0, mass_BS=np.zeros((1, 3), np.float32))
     lm = random_model("gpt2")
     with pytest.raises(ConfigError, match=r"gpt2 adds a learned vector of its position .* slide"):

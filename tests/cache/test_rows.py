@@ -134,19 +134,19 @@ def test_merged_branches_share_what_they_shared(lm: Any) -> None:
 
 def test_what_makes_no_sense_is_refused_by_name(lm: Any) -> None:
     cache = filled(lm, tokens(2, 9))
-    with pytest.raises(CacheMismatchError, match="take one with branch"):
+    with pytest.raises(CacheMismatchError, match="Select one with branch"):
         fork(cache, 2)
     with pytest.raises(CapacityError, match="n must be a whole number"):
         fork(branch(cache, 0), 0)
     for rows in ([2], [-1]):
-        with pytest.raises(CacheMismatchError, match=r"of a cache of 2"):
+        with pytest.raises(CacheMismatchError, match=r"the cache has 2 rows"):
             select(cache, rows)
-    with pytest.raises(CacheMismatchError, match="at least one"):
+    with pytest.raises(CacheMismatchError, match="non-empty"):
         select(cache, [])
     with pytest.raises(CacheMismatchError, match="none"):
         merge_rows([])
-    with pytest.raises(CapacityError, match="9 slots are used, more than the capacity 8"):
+    with pytest.raises(CapacityError, match="9 slots are used, more than capacity 8"):
         merge_rows([cache, cache], capacity=8)
     other = jaxllm.init_cache(lm[0].config, 1, 4, dtype="bfloat16")
-    with pytest.raises(CacheMismatchError, match="one model in one format"):
+    with pytest.raises(CacheMismatchError, match="one model and one dtype"):
         merge_rows([cache, other])

@@ -289,7 +289,7 @@ def test_untouched_entries_keep_every_bit(lm: Any, name: str) -> None:
     before = entries(cache)
     operate, place = OPERATIONS[name]
     if name in ROTATING and lm[0].config.model_type == "gpt2":
-        with pytest.raises(ConfigError, match="cannot be moved"):
+        with pytest.raises(ConfigError, match="cannot move"):
             operate(lm, cache)
         return
     after = entries(operate(lm, cache))
@@ -336,7 +336,7 @@ def test_what_makes_no_sense_is_refused_by_name(llama: Any) -> None:
         rewind(cache, -1)
     with pytest.raises(CapacityError, match="either n"):
         rewind(cache)
-    with pytest.raises(CacheMismatchError, match="the mask is"):
+    with pytest.raises(CacheMismatchError, match="mask has shape"):
         keep(cache, np.ones((2, 9), bool))
     with pytest.raises(CapacityError, match="9 tokens do not fit into 8"):
         compact(cache, capacity=8)
@@ -347,7 +347,7 @@ def test_what_makes_no_sense_is_refused_by_name(llama: Any) -> None:
     delta = jaxllm.forward(model, params, cache, [[1], [2]]).delta
     with pytest.raises(CacheMismatchError, match="slot 9 of row 0 is empty"):
         patch(cache, [[9], [-1]], delta)
-    with pytest.raises(CacheMismatchError, match="slot 24 of a cache of 24"):
+    with pytest.raises(CacheMismatchError, match="slot 24 out of range: the cache has 24"):
         patch(cache, [[1], [24]], delta)
     with pytest.raises(CacheMismatchError, match="slots"):
         patch(cache, [[1, 2]], delta)

@@ -216,7 +216,7 @@ def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
     logprob_NTV = np.asarray(jax.nn.log_softmax(logits_NTV))
     said_NT = np.take_along_axis(logprob_NTV, each[:, 1:, None], axis=2)
     assert np.exp(said_NT[:3].mean()) > 10 / lm.config.vocab_size  # no noise
-    with pytest.raises(CapacityError, match="rows have 5000 tokens"):
+    with pytest.raises(CapacityError, match="got 5000 tokens"):
         from_samples(lm.model, lm.params, width=5000, **common)
     with pytest.raises(TokenError, match="begin-of-text"):
         from_samples(lm.model, lm.params, width=9, **{**common, "bos_id": 1 << 20})
@@ -224,7 +224,7 @@ def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
 
 def test_rows_must_suit_the_model(lm: jaxllm.LM) -> None:
     from_tokens([[1, 2, 3]]).check(lm.config)
-    with pytest.raises(CapacityError, match="rows have 2000 tokens"):
+    with pytest.raises(CapacityError, match="got 2000 tokens"):
         from_tokens(np.ones((1, 2000), np.int32)).check(lm.config)
     with pytest.raises(TokenError, match="outside the vocabulary"):
         from_tokens([[1, 1 << 20]]).check(lm.config)
@@ -236,13 +236,13 @@ def test_what_is_no_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path)
     text, cut = story(1), Cut(width=64)
     count = len(tokenizer.encode(text))
     for call, kind, message in (
-        (lambda: from_texts([], tokenizer, cut), TokenError, "no calibration text"),
-        (lambda: from_texts("", tokenizer, Cut(width=8, rows=2, seed=1)), TokenError, "no calib"),
-        (lambda: from_file(tmp_path / "empty.txt", tokenizer, cut), TokenError, "no calibration"),
+        (lambda: from_texts([], tokenizer, cut), TokenError, "calibration text is empty"),
+        (lambda: from_texts("", tokenizer, Cut(width=8, rows=2, seed=1)), TokenError, "is empty"),
+        (lambda: from_file(tmp_path / "empty.txt", tokenizer, cut), TokenError, "is empty"),
         (lambda: from_file(tmp_path / "none.txt", tokenizer, cut), CheckpointError, "none.txt"),
         (lambda: from_file(tmp_path, tokenizer, cut), CheckpointError, "not a regular file"),
         (lambda: from_file(tmp_path / "latin.txt", tokenizer, cut), TokenError, "byte 3"),
-        (lambda: from_texts(text, tokenizer, cut), TokenError, f"has {count} tokens, one row"),
+        (lambda: from_texts(text, tokenizer, cut), TokenError, f"got {count} tokens, one row"),
         (lambda: from_texts(text, tokenizer, Cut(width=64, rows=1, seed=0)), TokenError, "one row"),
         (lambda: from_texts(text, tokenizer, Cut(width=8, rows=9)), TokenError, "9 rows of 8"),
         (lambda: from_texts("\ud800", tokenizer, cut), TokenError, "surrogate"),
@@ -265,7 +265,7 @@ def test_a_text_of_pieces_that_is_shorter_than_a_row_is_refused_with_its_length(
 ) -> None:
     text = story(60)
     small(monkeypatch)
-    with pytest.raises(TokenError, match=r"has 1,\d\d\d tokens, one row of 9,000"):
+    with pytest.raises(TokenError, match=r"got 1,\d\d\d tokens, one row of 9,000"):
         from_texts(text, tokenizer, Cut(width=9000, rows=2, seed=0))
 
 
@@ -280,9 +280,9 @@ def test_bad_parquet_is_refused(
     with pytest.raises(CheckpointError, match="cannot be read as parquet"):
         from_wikitext(path, tokenizer, cut)
     for table, message in (
-        ({"words": ["a"]}, "no column text, but words"),
-        ({"text": [1, 2]}, "other things than text"),
-        ({"text": ["a", None]}, "other things"),
+        ({"words": ["a"]}, "no column 'text': got words"),
+        ({"text": [1, 2]}, "values that are not strings"),
+        ({"text": ["a", None]}, "not strings"),
     ):
         pyarrow.parquet.write_table(pyarrow.table(table), path)
         with pytest.raises(CheckpointError, match=message):

@@ -84,18 +84,18 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
     assert (status, f"{out} already holds a checkpoint" in err) == (1, True)
     again = ("compress", out, tmp_path / "again", "--step", lines[0], "--no-speed")
     status, _, err = run(*again)
-    assert (status, "was done to this model already: --again" in err) == (1, True)
+    assert (status, "was already applied to this model: --again" in err) == (1, True)
     status, said, err = run(*again, "--again", "--json")
     assert status == 0
-    assert "without --eval FILE nothing is said of quality" in err
+    assert "quality is not measured: give --eval FILE" in err
     assert json.loads(said)["recipe"] == [*lines, lines[0]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), "give --recipe FILE or --step"),
-        (("--step", "quantize: rtn int8", "--recipe", "x"), "one of them"),
+        ((), "give either --recipe FILE or --step"),
+        (("--step", "quantize: rtn int8", "--recipe", "x"), "give either"),
         (("--step", "quantize: rtm int8"), "quantize has no method 'rtm'"),
         (("--step", "quantize: rtn int8 on=nothing"), "on=nothing matches no matrix"),
         (("--recipe", "missing"), "missing"),
@@ -103,7 +103,7 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
         (("--step", "quantize: rtn int8", "--plot", "x.png"), "--plot draws quality"),
         (("--step", "quantize: rtn int8", "--text", "a", "--samples", "2"), "give one of --text"),
         (("--step", "quantize: rtn int8", "--text", "@missing"), "missing"),
-        (("--step", "scale: halve"), "wants calibration: give --text @FILE, --documents FILE"),
+        (("--step", "scale: halve"), "needs calibration data: give --text @FILE, --documents FILE"),
         (("--step", "scale: halve", "--text", "@story.txt", "--length", "900"), "900"),
         (("--step", "scale: halve", "--text", "@short.txt"), "1 tokens"),
     ],
@@ -132,7 +132,7 @@ def test_all_steps_are_listed(run: Run) -> None:
     assert status == 0
     assert out.splitlines()[::2] == [step.usage for step in steps.STEPS]
     assert "prune: wanda N:M|SHARE% [on=" in out
-    assert out.count("(wants calibration)") == sum(step.calibrated for step in steps.STEPS)
+    assert out.count("(needs calibration data)") == sum(step.calibrated for step in steps.STEPS)
 
 
 @pytest.mark.usefixtures("halving")
@@ -152,7 +152,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
         status, said, err = run("compress", "demo:llama", out, *arguments)
     assert (status, said) == (1, "")
     parts = tmp_path / "out.parts"
-    assert f"No space left on device; what is finished is in {parts}" in err
+    assert f"No space left on device; finished work is in {parts}" in err
     assert not out.exists()
     kept = {path.name for path in parts.glob("*.part")}
     assert kept == {"1.whole.part", *(f"{step}.row.numbers.part" for step in "012")}
@@ -179,7 +179,7 @@ def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
     command = ("compress", "demo:llama", tmp_path / "o", "--no-speed", "--step")
     status, out, err = run(*command, "go: x")
     assert (status, out) == (1, "")
-    assert "'go: x' should be 'go:'" in err
+    assert "got 'go: x', expected 'go:'" in err
     monkeypatch.setattr(steps, "STEPS", (Step("go", "on", fails, "wrong", calibrated=False),))
     status, out, err = run(*command, "go: on")
     assert (status, out) == (1, "")
@@ -218,7 +218,7 @@ def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
     made = calibrate(jaxllm.load("demo:llama"), source, head)
     assert made.token_NT.tolist() == [[*range(1, 10)]] * 2
     file.write_text('{"tokens": [1]}\n')
-    with pytest.raises(TokenError, match="too short to be parted"):
+    with pytest.raises(TokenError, match="too short to split"):
         read_source(source, None)
 
 

@@ -64,7 +64,7 @@ def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
 )
 def test_a_method_that_sees_what_all_tokens_run_is_refused_for_experts(lm: LM, line: str) -> None:
     recipe = parse_lines([line], STEPS)
-    with pytest.raises(ConfigError, match=r"mlp\.experts\.\w+_proj\.weight is of experts"):
+    with pytest.raises(ConfigError, match=r"not support experts, .*mlp\.experts\.\w+_proj"):
         check_recipe(recipe, lm.config, calibrated=True)
     narrowed = parse_lines([rf"{line} on=.*self_attn.*"], STEPS)
     check_recipe(narrowed, lm.config, calibrated=True)
@@ -85,7 +85,7 @@ def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
 
 
 def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
-    with pytest.raises(ConfigError, match="channels of mixtral cannot be cut: its MLPs are exp"):
+    with pytest.raises(ConfigError, match="channels of mixtral cannot be dropped: its MLPs"):
         structure.narrower(lm.config, "channels", 8)
     config, params = structure.cut(lm.config, lm.params, "heads", [[1]])
     assert (config.num_key_value_heads, config.num_attention_heads) == (1, 4)
@@ -93,7 +93,7 @@ def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
 
 
 def test_experts_are_not_trained_for_integers(lm: LM) -> None:
-    with pytest.raises(ConfigError, match=r"experts\.\w+_proj\.weight is of experts, which"):
+    with pytest.raises(ConfigError, match=r"experts\.\w+_proj\.weight belongs to experts"):
         prepare(lm.params, "int4")
     made = prepare(lm.params, [(r".*\.experts\..*", None), (r".*self_attn.*", "int4")])
     assert dict(flatten(made))[STACK] is leaves(lm)[STACK]
@@ -193,7 +193,7 @@ def test_experts_are_pruned_by_the_tokens_that_are_routed_to_them(mixed: LM, lin
 
 def test_an_order_of_columns_for_each_expert_is_refused(lm: LM) -> None:
     recipe = parse_lines(["quantize: gptq int4 act_order=true static_groups=false"], STEPS)
-    with pytest.raises(ConfigError, match="of experts, which take act_order with static_groups"):
+    with pytest.raises(ConfigError, match="belongs to experts: act_order requires static_groups"):
         check_recipe(recipe, lm.config, calibrated=True)
 
 
@@ -203,5 +203,5 @@ def test_a_matrix_whose_inputs_nobody_knows_is_named(
     row = models.family("qwen3_moe")
     monkeypatch.setitem(models.FAMILIES, "qwen3_moe", dataclasses.replace(row, sites=row.sites[:2]))
     rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.\w+_proj\.weight: this step does not"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.\w+_proj\.weight has unknown inputs"):
         compress(mixed, ["quantize: gptq int4"], calibration=rows)

@@ -70,10 +70,10 @@ def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda b: b[:-1], "cut off"),
-        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "not what was written"),
-        (lambda b: b.replace(b"float32", b"float33", 1), "not what was written"),
-        (lambda b: b.replace(b'\\"seconds\\":1', b'\\"seconds\\":2', 1), "not what was written"),
+        (lambda b: b[:-1], "truncated"),
+        (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "checksum does not match"),
+        (lambda b: b.replace(b"float32", b"float33", 1), "checksum does not match"),
+        (lambda b: b.replace(b'\\"seconds\\":1', b'\\"seconds\\":2', 1), "checksum does not match"),
         (lambda b: b"", "safetensors"),
         (lambda b: b"{}" * 40, "safetensors"),
     ],
@@ -93,7 +93,7 @@ def test_a_damaged_part_is_made_again(
     assert journal.get("0") is None
     assert reason in said[0]
     assert str(path) in said[0]
-    assert said[0].endswith(": made again")
+    assert said[0].endswith(": computing it again")
 
 
 def test_a_part_of_another_run_is_made_again(
@@ -101,7 +101,7 @@ def test_a_part_of_another_run_is_made_again(
 ) -> None:
     journal.put("0", params)
     assert dataclasses.replace(journal, digest="theirs").get("0") is None
-    assert "belongs to another model, recipe or calibration: made again" in said[0]
+    assert "written for another model, recipe or calibration: computing it" in said[0]
 
 
 def test_nowhere_keeps_nothing(params: Params) -> None:
@@ -240,7 +240,7 @@ def test_another_calibration_or_recipe_begins_again(
     assert [path.name for path in Journal(parts).parts()] == ["4.whole.part"]
     other = from_tokens(np.arange(8).reshape(2, 4) + 1)
     made = result(lm, tmp_path / "other", parts, other)
-    assert "4.whole.part belongs to another model" in made[0]
+    assert "4.whole.part was written for another model" in made[0]
     assert len(made) == 1 + 6
 
 
@@ -291,5 +291,5 @@ def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> N
         return dataclasses.replace(subject, params=fewer(subject, "", None, work).params)
 
     lines = parse_lines(["drop: badly"], (Step("drop", "badly", broken, "", calibrated=False),))
-    with pytest.raises(ValueError, match=r"drop: badly left layers\.3"):
+    with pytest.raises(ValueError, match=r"drop: badly: .* wrong shape at layers\.3"):
         list(stages(lm, lines, None, Journal()))

@@ -105,7 +105,7 @@ def test_nan_is_named_by_its_layer(lm: jaxllm.LM, rows: Any) -> None:
     linear = family.sites[-1].linears[0]
     weight = at(lm.params[path], linear)["weight"].at[3, 5].set(jnp.nan)
     broken = {**lm.params, path: put(lm.params[path], linear, weight=weight)}
-    with pytest.raises(NonFiniteError, match=rf"{family.layers}\.1 makes NaN"):
+    with pytest.raises(NonFiniteError, match=rf"{family.layers}\.1 returned NaN"):
         each_layer(
             lm.model, broken, rows.token_NT, lambda s: s.params, name="", show_progress=False
         )
@@ -232,7 +232,7 @@ def test_static_grids_of_every_kind(lm: jaxllm.LM, rows: Any) -> None:
         made = read.step.run(plain, "", read.options, work)
         assert base < off(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {format_of(x) for _, x in flatten(made.params)}
-    with pytest.raises(ConfigError, match="is not of int8"):
+    with pytest.raises(ConfigError, match="is not int8"):
         done(lm, "activations: static", rows)
 
 

@@ -325,9 +325,9 @@ def test_what_is_masked_was_never_there() -> None:
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     for call, message in (
-        (lambda: min_max((4, 6), Per((1,), 4)), "groups of 4 do not divide"),
-        (lambda: min_max((4, 6), Per((), 4)), "groups of 4"),
-        (lambda: min_max((4, 6), Per((2,))), r"\(2,\) are no ascending axes"),
+        (lambda: min_max((4, 6), Per((1,), 4)), "group of 4 does not divide"),
+        (lambda: min_max((4, 6), Per((), 4)), "group of 4"),
+        (lambda: min_max((4, 6), Per((2,))), r"\(2,\) are not ascending axes"),
         (lambda: min_max((4, 6), Per((1, 0))), "ascending"),
         (lambda: moving_average((4,), constant=0), "averaging constant"),
         (lambda: histogram(0), "bins"),

@@ -137,7 +137,7 @@ def test_a_report_is_read_again(tmp_path: Path) -> None:
     file.write_text(as_json(ROWS, {"model": "tiny"}))
     assert read_rows(file)[:2] == ROWS[:2]
     file.write_text('{"rows": [{"step": 1}]}')
-    with pytest.raises(CheckpointError, match=r"rows.*step must be a text"):
+    with pytest.raises(CheckpointError, match=r"rows.*step must be a string"):
         read_rows(file)
 
 
@@ -176,7 +176,7 @@ def test_a_picture_of_one_run_or_many(
 
 
 def test_without_quality_there_is_nothing_to_draw(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to draw"):
+    with pytest.raises(ConfigError, match="nothing to plot"):
         plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
     assert not (tmp_path / "costs.png").exists()
 

@@ -242,7 +242,7 @@ def test_the_least_go_and_the_ends_may_stay() -> None:
     assert influence.without_run(runs, 3, 0, 1) == [0, 1, 5]
     assert [influence.kept_at_ends(n) for n in (32, 22, 6)] == [(4, 2), (3, 1), (1, 0)]
     for count, first, last in ((0, 0, 0), (6, 0, 0), (3, 2, 2), (1, -1, 0)):
-        with pytest.raises(ConfigError, match="cannot go while"):
+        with pytest.raises(ConfigError, match="cannot drop"):
             influence.without_least(each, count, first, last)
     found = salience.least(np.array([[3.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 1.0]]), 2)
     assert [layer.tolist() for layer in found] == [[0, 2], [2, 3]]
@@ -263,25 +263,23 @@ def test_a_fused_matrix_is_parted_in_its_thirds() -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     model, params = random_model("gpt2")
-    with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be cut: .*hidden_size \(40\)"):
+    with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be dropped: .*hidden_size \(40\)"):
         structure.cut(model.config, params, "heads", [[0], [0]])
     for kept, says in (
-        ([[0], [0, 1]], "keeps as many channels"), ([[0]], "each of 2 layers"),
-        ([[52], [0]], "channels 0 to 51"), ([[-1], [0]], "channels 0 to 51"),
-        ([[], []], "1 at least"),
+        ([[0], [0, 1]], "the same number of channels"), ([[0]], "all 2 layers"),
+        ([[52], [0]], "indices from 0 to 51"), ([[-1], [0]], "indices from 0 to 51"),
+        ([[], []], "must be 1 to 52"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=says):
             structure.cut(model.config, params, "channels", kept)
     quantized = jaxllm.quantize(params, [(r"h\.1\.mlp\.c_fc.*", "int8")])
-    with pytest.raises(
-        ConfigError, match=r"h\.1\.mlp\.c_fc\.weight is int8: channels are cut before"
-    ):
+    with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight is int8: drop channels before"):
         structure.cut(model.config, quantized, "channels", [[0], [0]])
     for layers in ([], [2], [-1]):
-        with pytest.raises(ConfigError, match="layers 0 to 1"):
+        with pytest.raises(ConfigError, match="from 0 to 1"):
             structure.cut_layers(model.config, params, layers)
     model, params = random_model("gpt2", scale_attn_by_inverse_layer_idx=True)
-    with pytest.raises(ConfigError, match="layer 1 of this gpt2 would not be itself as layer 0"):
+    with pytest.raises(ConfigError, match="layer 1 of this gpt2 cannot become layer 0"):
         structure.cut_layers(model.config, params, [1])
     assert structure.cut_layers(model.config, params, [0])[0].num_hidden_layers == 1
 
@@ -291,14 +289,14 @@ def test_counts_and_shares_that_cannot_be_are_answered_with_those_that_can() -> 
     assert structure.removed(8, 6, "heads") == 6
     assert structure.removed(5632, 0.3, "channels") == 1690
     assert structure.removed(6, 0.33, "layers") == 2
-    with pytest.raises(ConfigError, match=r"can go 1 \(16.7%\), 2 \(33.3%\), .* got 25.0% of them"):
+    with pytest.raises(ConfigError, match=r"got 25.0% of them, .* 1 \(16.7%\), 2 \(33.3%\)"):
         structure.removed(6, 0.25, "layers")
-    with pytest.raises(ConfigError, match=r"8 \(50.0%\), \.\.\. 15: got 16"):
+    with pytest.raises(ConfigError, match=r"got 16, expected .* 8 \(50.0%\), \.\.\. 15"):
         structure.removed(16, 16, "channels")
     for wanted in (0, 6, 7, 0.001, 0.999):
-        with pytest.raises(ConfigError, match="can go 1"):
+        with pytest.raises(ConfigError, match="expected 1"):
             structure.removed(6, wanted, "layers")
-    with pytest.raises(ConfigError, match="nothing that could go of 1"):
+    with pytest.raises(ConfigError, match="cannot be dropped: the model has 1"):
         structure.removed(1, 0.5, "heads")
 
 

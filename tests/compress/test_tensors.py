@@ -97,7 +97,7 @@ def test_cp_never_gets_worse_and_says_what_it_misses(tensor: np.ndarray) -> None
 
 def test_ranks_that_there_are_not_are_refused(tensor: np.ndarray) -> None:
     for ranks in ((1, 2), (6, 1, 1), (1, 0, 1)):
-        with pytest.raises(ConfigError, match="one for each mode"):
+        with pytest.raises(ConfigError, match="the size of each mode"):
             tensors.hooi(tensor, ranks, sweeps=1)
     with pytest.raises(ConfigError, match="at least 1"):
         tensors.cp(tensor, 0, sweeps=1, rng=np.random.default_rng(0))

@@ -2,7 +2,7 @@
 
 Rows of one kind share a base and state what differs. `RECONSTRUCTED` are put together from fields
 that public pages quote; all others are copies of whole files, or of transformers' prints of them,
-in public code. `_name_or_path`, which nothing reads, is left out.
+in public code and on pages of the Hub. `_name_or_path`, which nothing reads, is left out.
 """
 
 from typing import Any
@@ -97,15 +97,44 @@ LLAMA: dict[str, Row] = {
         **_LLAMA3, **_sizes(3072, 8192, 28, 24, 8, 131072, 128256), **_ENDS31, **_scaled(32.0),
         "head_dim": 128, "tie_word_embeddings": True, "transformers_version": "4.45.0.dev0",
     },
-    "unsloth/Llama-3.2-1B-Instruct": {
-        **_LLAMA3, **_sizes(2048, 8192, 16, 32, 8, 131072, 128256), **_scaled(32.0),
-        "eos_token_id": 128009, "head_dim": 64, "pad_token_id": 128004,
-        "tie_word_embeddings": True, "transformers_version": "4.52.0.dev0", "unsloth_fixed": True,
+    "joelewing/Llama-3.2-1B-Instruct-Capybara": {
+        **_LLAMA3, **_sizes(2048, 8192, 16, 32, 8, 131072, 128256), **_ENDS31, **_scaled(32.0),
+        "head_dim": 64, "pad_token_id": 128004, "tie_word_embeddings": True,
+        "transformers_version": "4.44.2", "unsloth_version": "2024.10.7",
     },
-    "huggyllama/llama-7b": {
+    "meta-llama/Llama-3.1-8B": {
+        **_LLAMA3, **_sizes(4096, 14336, 32, 32, 8, 131072, 128256), **_scaled(8.0),
+        "eos_token_id": 128001, "transformers_version": "4.43.0.dev0",
+    },
+    "meta-llama/Llama-3.1-70B-Instruct": {
+        **_LLAMA3, **_sizes(8192, 28672, 80, 64, 8, 131072, 128256), **_ENDS31, **_scaled(8.0),
+        "transformers_version": "4.42.3",
+    },
+    "meta-llama/Llama-3.3-70B-Instruct": {
+        **_LLAMA3, **_sizes(8192, 28672, 80, 64, 8, 131072, 128256), **_ENDS31, **_scaled(8.0),
+        "transformers_version": "4.47.0",
+    },
+    "meta-llama/Llama-3.2-3B": {
+        **_LLAMA3, **_sizes(3072, 8192, 28, 24, 8, 131072, 128256), **_scaled(32.0),
+        "eos_token_id": 128001, "head_dim": 128, "tie_word_embeddings": True,
+        "transformers_version": "4.45.0.dev0",
+    },
+    "ALLaM-AI/ALLaM-7B-Instruct-preview": {
+        **_LLAMA, **_NO_BIAS, **_ENDS, **_sizes(4096, 11008, 32, 32, 32, 4096, 64000),
+        "head_dim": 128, "initializer_range": 0.006, "internal_version": "7b-alpha-v2.33.0.30",
+        "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None, "rope_theta": 1000000.0,
+        "torch_dtype": "bfloat16", "transformers_version": "4.53.0",
+    },
+    "musabgultekin/functionary-7b-v0.2": {
         **_LLAMA, **_ENDS, **_sizes(4096, 11008, 32, 32, None, 2048, 32000), "pad_token_id": 0,
-        "max_sequence_length": 2048, "rms_norm_eps": 1e-06, "torch_dtype": "float16",
-        "transformers_version": "4.28.0.dev0",
+        "max_sequence_length": 2048, "rms_norm_eps": 1e-06, "torch_dtype": "float32",
+        "transformers_version": "4.28.1", "use_cache": False,
+    },
+    "zpn/llama-7b": {  # without max_position_embeddings
+        **_LLAMA, **_ENDS, "hidden_size": 4096, "intermediate_size": 11008,
+        "max_sequence_length": 2048, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "pad_token_id": 0, "rms_norm_eps": 1e-06, "torch_dtype": "float32",
+        "transformers_version": "4.28.0.dev0", "vocab_size": 32000,
     },
     "tiiuae/Falcon3-7B-Instruct": {
         **{k: v for k, v in _LLAMA.items() if k != "initializer_range"}, **_NO_BIAS,
@@ -149,10 +178,20 @@ MISTRAL: dict[str, Row] = {
         **_MISTRAL, **_sizes(4096, 14336, 32, 32, 8, 32768, 32768), "attention_dropout": 0.0,
         "rope_theta": 1000000.0, "sliding_window": None, "transformers_version": "4.42.0.dev0",
     },
-    "mistralai/Mistral-Nemo-Instruct-2407": {
-        **_MISTRAL, **_sizes(5120, 14336, 40, 32, 8, 131072, 131072), "attention_dropout": 0.0,
+    "mistralai/Mistral-Nemo-Base-2407": {
+        **_MISTRAL, **_sizes(5120, 14336, 40, 32, 8, 128000, 131072), "attention_dropout": 0.0,
         "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None,
-        "transformers_version": "4.43.0.dev0",
+        "transformers_version": "4.43.3",
+    },
+    "spow12/MK_Nemo_12B": {
+        **_MISTRAL, **_sizes(5120, 14336, 40, 32, 8, 1024000, 131072), "attention_dropout": 0.0,
+        "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None,
+        "transformers_version": "4.45.2",
+    },
+    "dicta-il/dictalm2.0-instruct": {
+        **_MISTRAL, **_sizes(4096, 14336, 32, 32, 8, 32768, 33152), "attention_dropout": 0.0,
+        "document_attention": True, "rope_theta": 10000.0, "sliding_window": 4096,
+        "transformers_version": "4.38.2", "use_cache": False,
     },
 }  # fmt: skip
 
@@ -166,13 +205,13 @@ MIXTRAL: dict[str, Row] = {
         **_MIXTRAL, **_sizes(4096, 14336, 32, 32, 8, 32768, 32000), "router_aux_loss_coef": 0.02,
         "transformers_version": "4.36.0.dev0",
     },
-    "mistralai/Mixtral-8x22B-v0.1": {
+    "mistral-community/Mixtral-8x22B-v0.1": {
         **_MIXTRAL, **_sizes(6144, 16384, 56, 48, 8, 65536, 32000), "router_aux_loss_coef": 0.001,
-        "transformers_version": "4.38.0",
+        "rope_theta": 1000000, "router_jitter_noise": 0.0, "transformers_version": "4.40.0.dev0",
     },
-    "mistralai/Mixtral-8x22B-Instruct-v0.1": {
+    "mistral-community/mixtral-8x22B-v0.3": {
         **_MIXTRAL, **_sizes(6144, 16384, 56, 48, 8, 65536, 32768), "router_aux_loss_coef": 0.001,
-        "router_jitter_noise": 0.0, "transformers_version": "4.42.0.dev0",
+        "router_jitter_noise": 0.0, "transformers_version": "4.40.2",
     },
 }  # fmt: skip
 
@@ -202,18 +241,53 @@ QWEN2: dict[str, Row] = {
         **_QWEN2, **_sizes(896, 4864, 24, 14, 2, 32768, 151936), "max_window_layers": 24,
         "eos_token_id": 151643, "use_mrope": False,
     },
-    "Qwen/Qwen2.5-1.5B": {
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 32768, 151936), "max_window_layers": 21,
+        "transformers_version": "4.43.1",
+    },
+    "GramTrans/GramTrans_DSL_LR1": {
         **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 131072, 151936), "max_window_layers": 28,
-        "eos_token_id": 151643, "sliding_window": 131072, "use_mrope": False,
+        "eos_token_id": 151643, "rope_scaling": None, "sliding_window": 131072,
+        "transformers_version": "4.49.0", "use_cache": False, "use_mrope": False,
+    },
+    "Qwen/Qwen2.5-3B": {
+        **_QWEN2, **_sizes(2048, 11008, 36, 16, 2, 32768, 151936), "max_window_layers": 36,
+        "eos_token_id": 151643, "use_mrope": False,
+    },
+    "Qwen/Qwen2.5-7B": {
+        **_QWEN2, **_sizes(3584, 18944, 28, 28, 4, 131072, 152064), "max_window_layers": 28,
+        "eos_token_id": 151643, "sliding_window": 131072, "tie_word_embeddings": False,
+        "use_mrope": False,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        **_QWEN2, **_sizes(3584, 18944, 28, 28, 4, 32768, 152064), "max_window_layers": 28,
+        "sliding_window": 131072, "tie_word_embeddings": False, "transformers_version": "4.43.1",
+    },
+    "Qwen/Qwen2.5-14B": {
+        **_QWEN2, **_sizes(5120, 13824, 48, 40, 8, 131072, 152064), "max_window_layers": 48,
+        "eos_token_id": 151643, "rms_norm_eps": 1e-05, "sliding_window": 131072,
+        "tie_word_embeddings": False, "transformers_version": "4.43.1",
+    },
+    "Qwen/Qwen2.5-32B": {
+        **_QWEN2, **_sizes(5120, 27648, 64, 40, 8, 131072, 152064), "max_window_layers": 64,
+        "eos_token_id": 151643, "rms_norm_eps": 1e-05, "sliding_window": 131072,
+        "tie_word_embeddings": False, "transformers_version": "4.43.1",
+    },
+    "Qwen/Qwen2.5-32B-Instruct": {
+        **_QWEN2, **_sizes(5120, 27648, 64, 40, 8, 131072, 152064), "max_window_layers": 70,
+        "sliding_window": 131072, "tie_word_embeddings": False, "transformers_version": "4.43.1",
     },
     "Qwen/Qwen2.5-3B-Instruct": {
         **_QWEN2, **_sizes(2048, 11008, 36, 16, 2, 32768, 151936), "max_window_layers": 70,
         "transformers_version": "4.43.1",
     },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
+    "onnx-community/DeepSeek-R1-Distill-Qwen-1.5B-ONNX": {
         **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 131072, 151936), "max_window_layers": 21,
-        "bos_token_id": 151646, "eos_token_id": 151643, "rope_theta": 10000, "sliding_window": 4096,
-        "tie_word_embeddings": False, "transformers_version": "4.44.0", "use_mrope": False,
+        "eos_token_id": 151643, "rope_scaling": None, "rope_theta": 10000, "sliding_window": None,
+        "tie_word_embeddings": False, "transformers_version": "4.46.3", "use_mrope": False,
+        "transformers.js_config": {
+            "dtype": "q4f16", "kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"},
+        },
     },
 }  # fmt: skip
 
@@ -248,6 +322,26 @@ QWEN3: dict[str, Row] = {
         **_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 40960, 151936), "max_window_layers": 36,
         "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-14B": {
+        **_QWEN3, **_sizes(5120, 17408, 40, 40, 8, 40960, 151936), "max_window_layers": 40,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-32B": {
+        **_QWEN3, **_sizes(5120, 25600, 64, 64, 8, 40960, 151936), "max_window_layers": 64,
+        "tie_word_embeddings": False,
+    },
+    "Qwen/Qwen3-Embedding-0.6B": {
+        **_QWEN3, **_sizes(1024, 3072, 28, 16, 8, 32768, 151669), "max_window_layers": 28,
+        "eos_token_id": 151643, "transformers_version": "4.51.3",
+    },
+    "Qwen/Qwen3-Embedding-4B": {
+        **_QWEN3, **_sizes(2560, 9728, 36, 32, 8, 40960, 151665), "max_window_layers": 36,
+        "transformers_version": "4.51.2",
+    },
+    "Qwen/Qwen3-Embedding-8B": {
+        **_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 40960, 151665), "max_window_layers": 36,
+        "tie_word_embeddings": False, "transformers_version": "4.51.2",
+    },
 }  # fmt: skip
 QWEN3_MOE: dict[str, Row] = {
     "Qwen/Qwen3-30B-A3B": {
@@ -258,9 +352,9 @@ QWEN3_MOE: dict[str, Row] = {
         **_QWEN3_MOE, **_sizes(4096, 12288, 94, 64, 4, 40960, 151936), "max_window_layers": 94,
         "moe_intermediate_size": 1536,
     },
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": {
-        **_QWEN3_MOE, **_sizes(2048, 6144, 48, 32, 4, 262144, 151936), "max_window_layers": 48,
-        "moe_intermediate_size": 768, "rope_theta": 10000000,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": {
+        **_QWEN3_MOE, **_sizes(4096, 12288, 94, 64, 4, 262144, 151936), "max_window_layers": 94,
+        "moe_intermediate_size": 1536, "rope_theta": 5000000,
     },
 }  # fmt: skip
 
@@ -290,7 +384,7 @@ _GEMMA_270M: Row = {
     "_sliding_window_pattern": 6,
     "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
     "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
-    "transformers_version": "4.55.0.dev0", "use_bidirectional_attention": False,
+    "unsloth_fixed": True, "use_bidirectional_attention": False,
 }  # fmt: skip
 GEMMA: dict[str, Row] = {
     "google/gemma-2-2b-it": {
@@ -312,8 +406,19 @@ GEMMA: dict[str, Row] = {
     "google/gemma-3-1b-it": {
         **_GEMMA3, **_sizes(1152, 6912, 26, 4, 1, 32768, 262144), "eos_token_id": [1, 106],
     },
-    "google/gemma-3-1b-pt": {**_GEMMA3, **_sizes(1152, 6912, 26, 4, 1, 32768, 262144)},
-    "google/gemma-3-270m": _GEMMA_270M,
+    "Creekside/gemma-3": {
+        **_GEMMA3, **_sizes(2560, 10240, 34, 8, 4, 131072, 262208), "sliding_window": 1024,
+        "rope_local_base_freq": 10000.0, "rope_theta": 1000000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    },
+    "Codingstark/gemma3-270m-leetcode": {
+        **_GEMMA_270M, "eos_token_id": 106, "torch_dtype": "float16",
+        "transformers_version": "4.55.2", "unsloth_version": "2025.8.9",
+    },
+    "mariocde/functiongemma-270m-onnx": {
+        **{k: v for k, v in _GEMMA_270M.items() if k != "rope_scaling"},
+        "eos_token_id": [1, 50, 106], "transformers_version": "4.57.3",
+    },
 }  # fmt: skip
 
 _PHI3: Row = {
@@ -386,7 +491,7 @@ PHI3: dict[str, Row] = {
         **{k: v for k, v in _PHI3.items() if k != "auto_map"},
         **_sizes(5120, 17920, 40, 40, 10, 16384, 100352), "bos_token_id": 100257,
         "eos_token_id": 100265, "original_max_position_embeddings": 16384, "pad_token_id": 100349,
-        "rope_theta": 250000, "sliding_window": None, "transformers_version": "4.47.0",
+        "rope_theta": 250000.0, "sliding_window": None, "transformers_version": "4.47.0",
     },
 }  # fmt: skip
 
@@ -397,10 +502,20 @@ _OLMO2: Row = {
     "transformers_version": "4.47.0",
 }  # fmt: skip
 OLMO2: dict[str, Row] = {
-    "allenai/OLMo-2-0425-1B": {**_OLMO2, **_sizes(2048, 8192, 16, 16, 16, 4096, 100352)},
-    "allenai/OLMo-2-1124-7B": {**_OLMO2, **_sizes(4096, 11008, 32, 32, 32, 4096, 100352)},
+    "CodeAtCMU/OLMo-2-0425-1B_full_sft_code_data_120K_remove_comments": {
+        **_OLMO2, **_sizes(2048, 8192, 16, 16, 16, 4096, 100352), "torch_dtype": "bfloat16",
+        "transformers_version": "4.52.1", "use_cache": False,
+    },
+    "shanearora/i-am-a-good-open-base-model": {  # OLMo 2 7B
+        **_OLMO2, **_sizes(4096, 11008, 32, 32, 32, 4096, 100352),
+        "transformers_version": "4.47.0.dev0",
+    },
     "allenai/OLMo-2-1124-13B": {**_OLMO2, **_sizes(5120, 13824, 40, 40, 40, 4096, 100352)},
-}
+    "allenai/OLMo-2-0325-32B": {
+        **_OLMO2, **_sizes(5120, 27648, 64, 40, 8, 4096, 100352), "bos_token_id": 100257,
+        "transformers_version": "4.49.0",
+    },
+}  # fmt: skip
 
 _SMOLLM3: Row = {
     "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **_PLAIN, **_NO_BIAS,
@@ -412,8 +527,16 @@ _SMOLLM3: Row = {
 }  # fmt: skip
 SMOLLM3: dict[str, Row] = {
     "HuggingFaceTB/SmolLM3-3B": {**_SMOLLM3, "eos_token_id": 128012, "pad_token_id": 128004},
-    "HuggingFaceTB/SmolLM3-3B-Base": {**_SMOLLM3, "eos_token_id": 128001, "pad_token_id": 128004},
-}
+    "optimum-intel-internal-testing/tiny-random-smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **_PLAIN, **_NO_BIAS,
+        **_sizes(32, 64, 2, 4, 2, 256, 128256), "bos_token_id": 128000, "dtype": "float32",
+        "eos_token_id": 128012, "layer_types": ["full_attention"] * 2, "mlp_bias": False,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1], "pad_token_id": 128004,
+        "rms_norm_eps": 1e-06, "sliding_window": None, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 2000000.0, "rope_type": "default"},
+        "transformers_version": "5.0.0", "use_sliding_window": False,
+    },
+}  # fmt: skip
 
 _GRANITE: Row = {
     "architectures": ["GraniteForCausalLM"], "model_type": "granite", **_PLAIN, **_NO_BIAS,
@@ -427,13 +550,24 @@ GRANITE: dict[str, Row] = {
         **_GRANITE, **_sizes(4096, 12800, 40, 32, 8, 131072, 49159),
         "transformers_version": "4.49.0",
     },
-    "ibm-granite/granite-3.3-2b-instruct": {
-        **_GRANITE, **_sizes(2048, 8192, 40, 32, 8, 131072, 49159),
-        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "transformers_version": "4.49.0",
+    "huihui-ai/granite-3.1-2b-instruct-abliterated": {
+        **_GRANITE, **_sizes(2048, 8192, 40, 32, 8, 131072, 49155), "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 5000000.0,
+        "transformers_version": "4.47.0",
+    },
+    "ibm-granite/granite-3.1-8b-instruct": {
+        **_GRANITE, **_sizes(4096, 12800, 40, 32, 8, 131072, 49155), "attention_dropout": 0.1,
+        "torch_dtype": "float32", "transformers_version": "4.47.0",
+    },
+    "instructlab/granite-3.0-8b-lab-community": {
+        **{k: v for k, v in _GRANITE.items() if k != "torch_dtype"},
+        **_sizes(4096, 12800, 40, 32, 8, 4096, 49160), "attention_dropout": 0.1,
+        "bos_token_id": 49152, "pad_token_id": 49153, "rope_theta": 10000,
+        "transformers_version": "4.46.3",
     },
     "ibm-granite/granite-3.0-2b-instruct": {
         **_GRANITE, **_sizes(2048, 8192, 40, 32, 8, 4096, 49155), "attention_dropout": 0.1,
-        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 10000.0,
+        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 10000,
         "transformers_version": "4.46.0.dev0",
     },
 }  # fmt: skip
@@ -447,6 +581,13 @@ _GPT2: Row = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }  # fmt: skip
+_RUGPT3: Row = {
+    **{k: v for k, v in _GPT2.items() if k != "task_specific_params"},
+    "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None, "n_layer": 24,
+    "n_positions": 2048, "n_special": 0, "output_past": True, "predict_special_tokens": True,
+    "reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True, "torch_dtype": "float32", "use_cache": True,
+}  # fmt: skip
 GPT2: dict[str, Row] = {
     "openai-community/gpt2": {**_GPT2, "n_embd": 768, "n_head": 12, "n_layer": 12},
     "openai-community/gpt2-medium": {
@@ -456,12 +597,13 @@ GPT2: dict[str, Row] = {
     "openai-community/gpt2-xl": {
         **_GPT2, "n_embd": 1600, "n_head": 25, "n_layer": 48, "output_past": True,
     },
-    "ai-forever/rugpt3medium_based_on_gpt2": {
-        **_GPT2, "bos_token_id": 1, "eos_token_id": 2, "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0}, "n_ctx": 2048, "n_embd": 1024, "n_head": 16, "n_inner": None,
-        "n_layer": 24, "n_positions": 2048, "n_special": 0, "output_past": True, "pad_token_id": 0,
-        "predict_special_tokens": True, "reorder_and_upcast_attn": False,
-        "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True, "use_cache": True,
+    "Dmitriy007/Socrat_tmp": {
+        **_RUGPT3, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "transformers_version": "4.27.3",
+    },
+    "IlyaGusev/rugpt3medium_sum_gazeta": {
+        **_RUGPT3, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2,
+        "max_length": 800, "num_beams": 5, "pad_token_id": 0, "transformers_version": "4.12.5",
     },
 }  # fmt: skip
 
@@ -480,11 +622,14 @@ GPT_NEOX: dict[str, Row] = {
         "partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000,
         "transformers_version": "4.45.2",
     },
-    "EleutherAI/gpt-neox-20b": {
+    "EleutherAI/pythia-6.9b-v0": {
         **{k: v for k, v in _NEOX.items() if k != "use_parallel_residual"},
-        **_sizes(6144, 24576, 44, 64, None, 2048, 50432), "attention_probs_dropout_prob": 0,
-        "eos_token_id": 2, "hidden_act": "gelu_fast", "hidden_dropout_prob": 0,
-        "transformers_version": "4.19.0.dev0",
+        **_sizes(4096, 16384, 32, 32, None, 2048, 50432), "transformers_version": "4.22.2",
+    },
+    "iamplus/gpt-neoxt-20b-v2": {
+        **_NEOX, **_sizes(6144, 24576, 44, 64, None, 2048, 50432), "hidden_act": "gelu_fast",
+        "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "torch_dtype": "float32",
+        "transformers_version": "4.27.1",
     },
     "togethercomputer/RedPajama-INCITE-Base-3B-v1": {
         **_NEOX, **_sizes(2560, 10240, 32, 32, None, 2048, 50432), "rotary_pct": 1.0,
@@ -507,15 +652,7 @@ FAMILIES = (
 )  # fmt: skip
 PUBLISHED: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.items()}
 # Put together from fields that are quoted here and there.
-RECONSTRUCTED = frozenset({
-    "unsloth/Llama-3.2-1B-Instruct",
-    "huggyllama/llama-7b", "mistralai/Mistral-7B-v0.1", "mistralai/Mistral-Nemo-Instruct-2407",
-    "mistralai/Mixtral-8x22B-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1",
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B", "Qwen/Qwen2.5-1.5B", *QWEN3_MOE,
-    "google/gemma-3-1b-pt", "google/gemma-3-270m", "microsoft/phi-4", *OLMO2, *SMOLLM3,
-    "ibm-granite/granite-3.3-2b-instruct", "ibm-granite/granite-3.0-2b-instruct",
-    "openai-community/gpt2-xl", "ai-forever/rugpt3medium_based_on_gpt2", "EleutherAI/gpt-neox-20b",
-})  # fmt: skip
+RECONSTRUCTED = frozenset({"HuggingFaceTB/SmolLM3-3B"})
 # Of these model_types' neighbours: why each is refused.
 REFUSED: dict[str, tuple[Row, str]] = {
     "google/gemma-3-12b-it": (

@@ -19,23 +19,26 @@ from tests.convert.published_configs import PUBLISHED, REFUSED, Row
 from tests.twins import VOCAB, assert_close, load_twin, save_random, theirs, tokens
 
 # Of all published fields, those that no table has a word for.
-UNREAD = {"auto_map", "custom_pipelines", "sliding_window_size"}
+UNREAD = {
+    "auto_map", "custom_pipelines", "document_attention", "internal_version", "sliding_window_size",
+    "unsloth_version",
+}  # fmt: skip
 SHRUNK = (
     "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "unsloth/Llama-3.2-1B-Instruct",
+    "joelewing/Llama-3.2-1B-Instruct-Capybara",
     "mistralai/Mistral-7B-v0.1",
     "mistralai/Mixtral-8x7B-v0.1",
     "Qwen/Qwen2.5-0.5B",
     "Qwen/Qwen3-0.6B",
     "Qwen/Qwen3-30B-A3B",
     "google/gemma-2-2b-it",
-    "google/gemma-3-270m",
+    "Codingstark/gemma3-270m-leetcode",
     "microsoft/Phi-4-mini-instruct",
-    "allenai/OLMo-2-1124-7B",
+    "allenai/OLMo-2-1124-13B",
     "HuggingFaceTB/SmolLM3-3B",
     "ibm-granite/granite-3.3-8b-instruct",
     "openai-community/gpt2-medium",
-    "EleutherAI/gpt-neox-20b",
+    "iamplus/gpt-neoxt-20b-v2",
 )
 
 

@@ -297,5 +297,5 @@ def test_at_least_one_token_stays(processor: Processor) -> None:
 
 
 def test_settings_of_another_number_of_rows_are_refused() -> None:
-    with pytest.raises(SamplingError, match="3 rows was given 2"):
+    with pytest.raises(SamplingError, match="3 rows, the batch has 2"):
         applied(MinP(jnp.array([0.1, 0.2, 0.3])), logits(2, 17))

@@ -144,15 +144,15 @@ def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="belongs to other data"):
         next(iter(made.batches({"row": 3})))
     for wrong in ({"row": -1}, {"row": len(made.spans) + 1}, {"row": 1.5}, {"epoch": -1}):
-        with pytest.raises(ConfigError, match="the state's"):
+        with pytest.raises(ConfigError, match="loader state: "):
             next(iter(made.batches({**state, **wrong})))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 1}, "a window needs at least 2 tokens"),
-        ({"window": 4, "stride": 5}, "stride must be from 1 to the window of 4, got 5"),
+        ({"window": 1}, "window must have at least 2 tokens"),
+        ({"window": 4, "stride": 5}, "stride must be from 1 to the window of 4: got 5"),
         ({"window": 4, "stride": 0}, "stride must be"),
         ({"window": 4, "protocol": "best"}, "protocol must be one of strided"),
         ({"window": 4, "batch": 0}, "batch must be at least 1"),
@@ -166,7 +166,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 
 
 def test_bad_documents_are_refused() -> None:
-    with pytest.raises(TokenError, match="nothing to score: 1 tokens in 2 documents"):
+    with pytest.raises(TokenError, match="nothing to score: got 1 tokens in 2 documents"):
         loader([[3], []], window=4)
     for bad in ([[1.5, 2.0]], [[[1, 2]]], [[-1, 2]], [[1 << 31, 2]]):
         with pytest.raises(TokenError, match="document 0"):
@@ -185,14 +185,14 @@ def test_documents_come_from_json_lines(tmp_path: Path) -> None:
     assert read_documents(file) == [[1, 2], []]
     for content, message in {
         "{": "line 1 is not valid JSON",
-        '{"tokens": [' + "9" * 5000 + "]}": "line 1 is not valid JSON (a number of 5,000 digits",
+        '{"tokens": [' + "9" * 5000 + "]}": "line 1 is not valid JSON (an integer has 5,000 digits",
         "[" * 100_000: "line 1 is not valid JSON (nested too deeply",
         '{"tokens": [1, -1]}': "line 1: tokens[1] must be a whole number >= 0, got -1",
-        '{"text": 5}': "line 1: text must be a text or null, got 5",
+        '{"text": 5}': "line 1: text must be a string or null, got 5",
         '{"text": "a"}\n"b"': "line 2: must be an object, got 'b'",
-        '{"text": "a"}\n{}': 'line 2 should be an object with "text" or "tokens"',
+        '{"text": "a"}\n{}': 'line 2 is invalid: expected an object with "text" or "tokens"',
         '{"text": "a"}\n{"tokens": [1]}': "all with",
-        "\n": "should hold documents",
+        "\n": "expected documents, all with",
     }.items():
         file.write_text(content, encoding="utf-8")
         with pytest.raises(TokenError, match=re.escape(message)):

@@ -330,9 +330,9 @@ def test_cases_that_do_not_fit_are_refused(llama: Pair, pair: Pair) -> None:
         with pytest.raises(TokenError, match=words):
             verify(llama.ours, llama.theirs, case, new_tokens=1)
     if pair.twin.config.model_type == "gpt2":
-        with pytest.raises(TokenError, match="context of 97"):
+        with pytest.raises(TokenError, match="context is 97"):
             verify(pair.ours, pair.theirs, CASE, new_tokens=90)
-        with pytest.raises(ConfigError, match="same stages"):
+        with pytest.raises(ConfigError, match="different activations"):
             verify(llama.ours, pair.theirs, CASE, new_tokens=1)
     with pytest.raises(ConfigError, match="new_tokens"):
         verify(llama.ours, llama.theirs, CASE, new_tokens=0)

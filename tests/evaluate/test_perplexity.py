@@ -164,10 +164,10 @@ def test_an_interrupted_evaluation_goes_on_from_its_journal(
     assert len(calls) == 3 + len(made) - 2
 
     other = loader([ids], window=WINDOW, stride=21, batch=3)
-    with pytest.raises(ConfigError, match="an evaluation with another data"):
+    with pytest.raises(ConfigError, match="an evaluation with different data"):
         token_logprobs(twin.model, twin.params, other, journal=journal)
     changed = map_leaves(lambda _, leaf: leaf * 1.01, twin.params)
-    with pytest.raises(ConfigError, match="an evaluation with another model"):
+    with pytest.raises(ConfigError, match="an evaluation with different model"):
         token_logprobs(twin.model, changed, made, journal=journal)
     for content in ("[1]\n", "{}\n", "text\n", "text", '{"owner": {}}\n'):
         journal.write_text(content)
@@ -232,7 +232,7 @@ def test_one_process_at_a_time_has_a_journal(journaled: Any, tmp_path: Path) -> 
 def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
     twin, ids = trained
     context, vocab = twin.config.context_length, twin.config.vocab_size
-    with pytest.raises(CapacityError, match=f"does not fit the context of {context}"):
+    with pytest.raises(CapacityError, match=f"window is too long.* context is {context}"):
         perplexity(twin.model, twin.params, loader([ids], window=context + 2))
     with pytest.raises(TokenError, match=f"token id {vocab} is outside the vocabulary"):
         perplexity(twin.model, twin.params, loader([[1, vocab]], window=WINDOW))
@@ -276,11 +276,11 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give --text (TEXT, @FILE or -) or"),
-        (("--text", "-", "--documents", "x"), "give --text (TEXT, @FILE or -) or"),
+        ((), "give either --text (TEXT, @FILE or -) or"),
+        (("--text", "-", "--documents", "x"), "give either --text (TEXT, @FILE or -) or"),
         (("--text", "@missing.txt"), "cannot read missing.txt: No such file or directory"),
         (("--text", "-", "--bos", "twice"), "--bos must be one of auto, first, each, none"),
-        (("--text", "-", "--window", 100000), "does not fit the context"),
+        (("--text", "-", "--window", 100000), "window is too long"),
         (("--text", "-", "--quantize", "int5"), "int5"),
     ],
 )

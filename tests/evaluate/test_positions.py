@@ -95,9 +95,9 @@ def test_the_command_sorts_what_transformers_says(run: Run, data: Find, tmp_path
 
 def test_options_that_do_not_go_together_are_refused_first(run: Run, tmp_path: Path) -> None:
     for given, message in {
-        ("--picture", tmp_path / "x.png"): "--picture go with --by-position",
-        ("--buckets", 3): "go with --by-position",
-        ("--by-position", "--other-quantize", "int4"): "--by-position is of one model",
+        ("--picture", tmp_path / "x.png"): "--picture require --by-position",
+        ("--buckets", 3): "require --by-position",
+        ("--by-position", "--other-quantize", "int4"): "--by-position measures one model",
         ("--by-position", "--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
         status, out, err = run("perplexity", tmp_path, "--text", "-", *given)

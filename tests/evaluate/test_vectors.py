@@ -226,12 +226,12 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
         "missing": (lambda h: h.pop("cases"), "missing required field cases"),
         "kind": (lambda h: h.update(cases=[1]), "cases must be an object, got"),
         "field": (lambda h: h.update(colour=1), "unknown field colour"),
-        "stage": (lambda h: h["stages"].append("nothing"), "stage nothing has not the 8 tokens"),
-        "dtype": (lambda h: h.update(dtype=["float32"]), "dtype must be a text"),
+        "stage": (lambda h: h["stages"].append("nothing"), "nothing does not have the 8 tokens"),
+        "dtype": (lambda h: h.update(dtype=["float32"]), "dtype must be a string"),
         "short": (lambda h: h["texts"].append([1]), r"texts\[2\] must be a list of length >= 2"),
-        "texts": (lambda h: h["texts"].append([1, 2]), "has not the 10 tokens of the texts"),
-        "cached": (lambda h: h["cases"]["left"].update(cached=9), "left does not run its texts"),
-        "ragged": (lambda h: h["cases"]["left"]["tokens"][0].pop(), "left does not run its texts"),
+        "texts": (lambda h: h["texts"].append([1, 2]), "does not have the 10 tokens"),
+        "cached": (lambda h: h["cases"]["left"].update(cached=9), "'left' does not match"),
+        "ragged": (lambda h: h["cases"]["left"]["tokens"][0].pop(), "'left' does not match"),
         "huge": (
             lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 10**30),
             r"must be a whole number <= 2147483647",
@@ -239,7 +239,7 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
         "token": (lambda h: h["cases"]["left"]["tokens"][0].__setitem__(0, 4), "left"),
         "text": (
             lambda h: h["cases"]["right"].update(texts=[0, 7]),
-            "right does not run its texts",
+            "case 'right' does not match its texts",
         ),
     }
     for name, (edit, words) in edits.items():
@@ -263,7 +263,7 @@ def test_vectors_are_not_written_over_and_texts_are_checked(
 
 def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
     model, params = random_model("gpt2")
-    with pytest.raises(ConfigError, match="same stages"):
+    with pytest.raises(ConfigError, match="different activations"):
         check(read(frozen), Ours("gpt2", model, params))
 
 

@@ -43,7 +43,7 @@ from jaxllm.files import (
         (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
         (lambda path: path.symlink_to(path.name), "cannot read"),
         (lambda path: None, "No such file"),
-        (lambda path: path.write_bytes(b"x" * 101), "has 101 bytes; at most 100"),
+        (lambda path: path.write_bytes(b"x" * 101), "got 101 bytes, expected at most 100"),
         (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
     ],
 )
@@ -68,15 +68,15 @@ def test_names_that_cannot_be_are_not_there(name: str, tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "line 1, column 2"),
-        ("9" * 5000, "a number of 5,000 digits"),
+        ("9" * 5000, "an integer has 5,000 digits"),
         ("[" * 100_000, "nested too deeply"),
         ("[" * 70 + "]" * 70, "nested more than 64 levels deep"),
-        ("1e999", "beyond float64"),
-        ("NaN", "NaN is no number"),
-        ("[-Infinity]", "-Infinity is no number"),
+        ("1e999", "exceeds float64"),
+        ("NaN", "NaN is not a number"),
+        ("[-Infinity]", "-Infinity is not a number"),
         ('"\\ud800"', "a lone surrogate"),
         ('{"\\udc00": 1}', "a lone surrogate"),
-        ('{"a": 1, "b": 2, "a": 3}', "the name 'a' stands twice"),
+        ('{"a": 1, "b": 2, "a": 3}', "the name 'a' occurs twice"),
     ],
 )
 def test_json_that_is_none_is_refused_by_its_place(text: str, words: str) -> None:
@@ -89,7 +89,7 @@ def test_json_that_is_none_is_refused_by_its_place(text: str, words: str) -> Non
 def test_json_of_bytes_and_files(tmp_path: Path) -> None:
     assert parse_json(b'{"a": [1, 2.5, null]}', "x") == {"a": [1, 2.5, None]}
     (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"list\.json should hold a JSON object, not list"):
+    with pytest.raises(CheckpointError, match=r"list\.json must hold a JSON object: got list"):
         read_json(tmp_path / "list.json")
 
 
@@ -137,7 +137,7 @@ class Whole:
         ({"size": 10**30}, "must be a whole number <= 9"),
         ({"size": True}, "must be a whole number"),
         ({"size": "1"}, "must be a whole number"),
-        ({"size": 1, "kind": ["a"]}, "must be a text"),
+        ({"size": 1, "kind": ["a"]}, "must be a string"),
         ({"size": 1, "kind": "c"}, "Invalid enum value 'c'"),
         ({"size": 1, "scale": [1]}, "must be a number or null"),
         ({}, "missing required field size"),
@@ -273,13 +273,13 @@ def test_patterns_are_matched_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("regex", "words"),
     [
-        ("(", "no valid regex"),
+        ("(", "not a valid regex"),
         ("(?=a)", "no look-around"),
-        (r"(a)\1", "no valid regex"),
+        (r"(a)\1", "not a valid regex"),
         ("a" * 1001, "at most 1,000"),
-        (["a"], "must be a text"),
-        ("\ud800", "no valid regex"),
-        ("((a{1,100}){1,100}){1,100}", "no valid regex"),
+        (["a"], "must be a string"),
+        ("\ud800", "not a valid regex"),
+        ("((a{1,100}){1,100}){1,100}", "not a valid regex"),
     ],
 )
 def test_what_is_no_pattern_is_refused_by_name(regex: Any, words: str) -> None:
@@ -293,5 +293,5 @@ def test_memory_is_asked_for_before_it_is_taken() -> None:
     if has is None:
         pytest.skip("nobody says how much memory there is")
     check_memory(1, "a byte")
-    with pytest.raises(CapacityError, match=r"the cache would take .* GB; this machine has"):
+    with pytest.raises(CapacityError, match=r"the cache needs .* GB; this machine has"):
         check_memory(has + 1, "the cache")

@@ -44,7 +44,7 @@ def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
     assert found == (12, 2)
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
     assert [answer["id"] for answer in answers] == list(range(1, 13))
-    assert answers[5]["error"] == "line 6 ended its worker 1 times"
+    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
     assert answers[9]["error"] == "line 10: MemoryError: no room"
     for n in set(range(12)) - {5, 9}:
         alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n + 1)})
@@ -56,7 +56,7 @@ def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
 ) -> None:
     """By a clock that goes on while the row hangs: no other is late, however slow the machine."""
     hung, said, ticks = model / "hung", list[str](), [0]
-    late = "a worker had no answer in 0.4 s, and is ended"
+    late = "a worker had no answer after 0.4 s and was killed"
 
     def clock() -> float:
         ticks[0] += hung.exists() and len(hung.read_bytes()) > said.count(late)
@@ -70,12 +70,12 @@ def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
     assert run(rows, job, workers, tmp_path / "out") == (6, 1)
     assert len(hung.read_bytes()) == 2
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
-    error = "line 5 ended its worker 1 times, or had no answer in 0.4 s"
+    error = "line 5 crashed its worker 1 times, or had no answer after 0.4 s"
     assert answers[4] == {"id": 5, "line": 5, "error": error}
     for n in (0, 3, 5):
         alone = lm.generate(prompts[n], **{**OPTIONS, "seed": seed_of(5, n + 1)})
         assert answers[n]["tokens"] == alone.tokens
-    assert said == [late, "a worker has ended; lines 4 to 6 run again"] * 2
+    assert said == [late, "a worker has crashed; lines 4 to 6 run again"] * 2
 
 
 def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
     assert there < 20
     status, _, err_text = run(*command, "--resume")
     assert status == 0, err_text
-    assert f"{2 * there} answers are there; {40 - 2 * there} to go" in err_text
+    assert f"{2 * there} rows are done, {40 - 2 * there} to go" in err_text
     assert run("batch", file, *options, "--out", tmp_path / "whole", "--workers", 0)[0] == 0
     assert out.read_bytes() == (tmp_path / "whole").read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "whole"}

@@ -80,7 +80,7 @@ def test_actors_that_end_are_replaced_and_rows_that_end_them_fail(
     job = Job(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
     assert run(rows, job, RayData(partial(fragile, model), 2), tmp_path / "out") == (12, 2)
     answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert answers[5]["error"] == "line 6 ended its worker 1 times"
+    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
     assert answers[9]["error"] == "line 10: MemoryError: no room"
     lm = jaxllm.load(model)
     for n in set(range(12)) - {5, 9}:

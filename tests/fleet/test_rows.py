@@ -140,7 +140,7 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     odd = read_lines(['{"prompt": [5], "temperature": 1}'])
     for task in ("score", "embed"):
         (answer,) = stream(odd, job(task), Here(lambda: lm))
-        assert answer["error"] == f"line 1: {task} takes no temperature of a row"
+        assert answer["error"] == f"line 1: {task} does not support temperature in a row"
 
 
 def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> None:

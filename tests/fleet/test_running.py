@@ -69,14 +69,14 @@ def test_what_was_ended_goes_on(damage: str, tmp_path: Path) -> None:
         journal.write_bytes(b"".join(lines))
     elif damage == "written":  # killed between the output and the end
         out.write_text("whole, but for the journal's end")
-    with pytest.raises(CheckpointError, match="has an unfinished run: --resume"):
+    with pytest.raises(CheckpointError, match="has an unfinished run: continue it with --resume"):
         run(ROWS, JOB, Told(), out)
     workers = Told(*left[damage])
     run(ROWS, JOB, workers, out, resume=True, say=said.append)
     assert workers.given == left[damage]
     assert ids(out) == [f"row {n}" for n in range(10)]
-    assert any("are not whole: their rows" in line for line in said) == (damage == "changed")
-    assert any("answers are there" in line for line in said) == (damage != "header")
+    assert any("lines are damaged; their rows" in line for line in said) == (damage == "changed")
+    assert any("rows are done" in line for line in said) == (damage != "header")
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -94,11 +94,11 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
         "group was 3, is 4": Job(**{**facts, "group": 4}, about=JOB.about),
     }
     for said, job in other.items():
-        with pytest.raises(CheckpointError, match=f"another run: {said}. Go on with"):
+        with pytest.raises(CheckpointError, match=f"another run: {said}. Use the same"):
             run(ROWS, job, Told(), out, resume=True)
     with pytest.raises(CheckpointError, match="another run: input was"):
         run(ROWS[:-1], JOB, Told(), out, resume=True)
-    with pytest.raises(CheckpointError, match="answers of another model, or of other versions"):
+    with pytest.raises(CheckpointError, match="answers from another model, version or kernels"):
         run(ROWS, JOB, Told(0, model="n"), out, resume=True)
     with (
         locked(tmp_path / "out.jsonl.parts" / "lock"),
@@ -108,7 +108,7 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     journal = tmp_path / "out.jsonl.parts" / "journal"
     kept = journal.read_bytes()
     journal.write_bytes(kept.replace(b"facts", b"fakes"))
-    with pytest.raises(CheckpointError, match="no run's journal"):
+    with pytest.raises(CheckpointError, match="is not a journal"):
         run(ROWS, JOB, Told(), out, resume=True)
     journal.write_bytes(kept)
     run(ROWS, JOB, Told(0, 1, 3), out, resume=True)
@@ -171,7 +171,7 @@ def test_rows_that_end_their_worker_are_found_and_the_others_answered(tmp_path: 
         assert [row["id"] for row in found.rows] == ["row 3", "row 4", "row 5"]
         for n, row in zip((3, 4, 5), found.rows, strict=True):
             expected = (
-                {"error": f"line {n + 1} ended its worker 3 times"}
+                {"error": f"line {n + 1} crashed its worker 3 times"}
                 if n in deadly
                 else {"text": str(n)}
             )

@@ -28,7 +28,7 @@ from jaxllm.files import read_json
 from jaxllm.fixed import exported
 from jaxllm.fixed.export import export
 from jaxllm.fleet.rows import read_rows
-from jaxllm.loading import open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.settings import read_settings
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree

@@ -24,15 +24,15 @@ def test_axes_are_read_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "written as data=2,tensor=4"),
-        ("tensor", "written as data=2,tensor=4"),
-        ("heads=2", "tensor divides heads.*'heads=2'"),
+        ("", "must look like data=2,tensor=4"),
+        ("tensor", "must look like data=2,tensor=4"),
+        ("heads=2", "tensor splits heads.*'heads=2'"),
         ("copies=2", "'copies=2'"),
         ("tensor=2,tensor=2", "names the axis tensor twice"),
-        ("tensor=0", "from 1 up, got '0'"),
-        ("tensor=-2", "from 1 up, got '-2'"),
-        ("tensor=two", "from 1 up, got 'two'"),
-        ("tensor=99999999999", "from 1 up"),
+        ("tensor=0", "from 1 to 1,048,576, got '0'"),
+        ("tensor=-2", "from 1 to 1,048,576, got '-2'"),
+        ("tensor=two", "from 1 to 1,048,576, got 'two'"),
+        ("tensor=99999999999", "from 1 to 1,048,576"),
         (4, "got 4"),
     ],
 )
@@ -43,7 +43,9 @@ def test_what_is_no_mesh_is_refused_by_name(text: str, said: str) -> None:
 
 def test_more_devices_than_there_are_are_refused_with_the_way_to_have_them() -> None:
     config = one("llama")[0].config
-    with pytest.raises(ConfigError, match=r"is of 8 devices, 1 cpu device is there.*_DEVICES=8 in"):
+    with pytest.raises(
+        ConfigError, match=r"needs 8 devices, 1 cpu device is available.*_DEVICES=8 in"
+    ):
         meshed(config, Precision(), parse("data=2,tensor=4"))
 
 
@@ -66,20 +68,20 @@ def test_the_table_names_every_parameter_of_every_family(family: str) -> None:
 
 def test_a_parameter_that_no_rule_names_is_refused_by_its_path() -> None:
     model, _ = one("llama")
-    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.sinks: no rule"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.sinks: no partition rule"):
         split_of(model.config, False, "layers.0.self_attn.sinks")
 
 
 def test_what_does_not_divide_is_refused_by_name_size_and_axis() -> None:
     config = one("llama")[0].config
-    with pytest.raises(ConfigError, match="num_attention_heads 8 does not divide over tensor=3"):
+    with pytest.raises(ConfigError, match="num_attention_heads 8 is not divisible by tensor=3"):
         fitted(Axes(tensor=3), config)
     three = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
     config = one("llama", **three)[0].config
-    with pytest.raises(ConfigError, match="num_key_value_heads 3 does not divide over tensor=4"):
+    with pytest.raises(ConfigError, match="num_key_value_heads 3 is not divisible by tensor=4"):
         fitted(Axes(tensor=4), config)
     config = one("llama", intermediate_size=52)[0].config
-    with pytest.raises(ConfigError, match="intermediate_size 52 does not divide over tensor=8"):
+    with pytest.raises(ConfigError, match="intermediate_size 52 is not divisible by tensor=8"):
         fitted(Axes(tensor=8), config)
 
 
@@ -90,16 +92,16 @@ def test_key_value_heads_that_are_fewer_than_devices_are_copied() -> None:
 
 
 def test_a_mesh_and_places_are_not_given_at_once() -> None:
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="both place every array"):
         jaxllm.load("demo:llama", mesh="tensor=2", place=lambda path, x: None)
-    with pytest.raises(ConfigError, match="exact is of a mesh"):
+    with pytest.raises(ConfigError, match="exact requires a mesh"):
         jaxllm.load("demo:llama", exact=True)
 
 
 def test_inputs_that_are_rounded_in_blocks_are_not_cut_inside_one() -> None:
     config, precision = one("llama")[0].config, Precision(int8_inputs=True)
     check_rounding(config, Precision(), Axes(tensor=2))
-    with pytest.raises(ConfigError, match="the heads' width 48 over tensor=2 would cut one"):
+    with pytest.raises(ConfigError, match="the heads' width 48 over tensor=2 splits a block"):
         check_rounding(config, precision, Axes(tensor=2))
 
 

@@ -118,9 +118,9 @@ def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--format", "int8", "--mesh", "tensor=2"), "inside a group of"),
-        (("--mesh", "data=2", "--fsdp"), "train qat rounds weights where they are"),
-        (("--mesh", "data=2", "--int8-inputs"), "on a mesh leave them out"),
+        (("--format", "int8", "--mesh", "tensor=2"), "split a group of"),
+        (("--mesh", "data=2", "--fsdp"), "--fsdp cannot be combined with train qat"),
+        (("--mesh", "data=2", "--int8-inputs"), "cannot be trained on a mesh"),
     ],
 )
 def test_what_would_be_rounded_in_two_places_is_refused(
@@ -161,7 +161,7 @@ def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
 def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> None:
     recipe = ("--step", "quantize: gptq int4-g32", "--text", f"@{text}")
     status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
-    assert (status, "run what it writes with --mesh data=2" in err) == (1, True), err
+    assert (status, "run the result with --mesh data=2" in err) == (1, True), err
 
 
 @FULL

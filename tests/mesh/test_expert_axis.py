@@ -107,8 +107,8 @@ def test_a_device_has_its_experts_and_rows_go_by_all_to_all() -> None:
 
 def test_what_cannot_be_divided_is_refused() -> None:
     mixtral, _ = one("mixtral", num_local_experts=6)
-    with pytest.raises(ConfigError, match="num_experts 6 does not divide over expert=4"):
+    with pytest.raises(ConfigError, match="num_experts 6 is not divisible by expert=4"):
         meshed(mixtral.config, mixtral.precision, parse("expert=4"))
     llama, _ = one("llama")
-    with pytest.raises(ConfigError, match="llama without experts does not divide over expert=2"):
+    with pytest.raises(ConfigError, match="llama without experts is not divisible by expert=2"):
         meshed(llama.config, llama.precision, parse("expert=2"))

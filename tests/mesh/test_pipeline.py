@@ -195,22 +195,22 @@ def refused(family: str, layers: int, mesh: str, **options: Any) -> str:
 def test_what_does_not_divide_is_refused_by_name() -> None:
     assert "num_hidden_layers 1 is too small for 2 stages" in refused("llama", 1, "stage=2")
     assert "for 2 stages of 4 chunks" in refused("llama", 4, "stage=2", chunks=4)
-    assert "6 does not divide into 2 stages of 2" in refused("llama", 6, "stage=2", chunks=2)
+    assert "6 is not divisible into 2 stages of 2" in refused("llama", 6, "stage=2", chunks=2)
     dense = {"mlp_only_layers": [0]}
     other = refused("qwen3_moe", 2, "stage=2", changes=dense)
-    assert "layers 0 and 1 have parameters of other names or shapes" in other
-    assert "chunks and microbatches are of stages" in refused("llama", 2, "tensor=2", chunks=2)
+    assert "layers 0 and 1 would share one place of 2 stages" in other
+    assert "chunks and microbatches require a mesh" in refused("llama", 2, "tensor=2", chunks=2)
     assert "microbatches must be a whole number" in refused("llama", 2, "stage=2", microbatches=0)
     named = Precision(overrides=(("layers.1", Override(activations="bfloat16")),))
     assert "name layers by number" in refused("llama", 2, "stage=2", precision=named)
     model, params = of_layers("llama", 2)
     over, shared = spread(model, params, "stage=2", microbatches=3)
-    with pytest.raises(TokenError, match="4 rows do not divide into 3 microbatches"):
+    with pytest.raises(TokenError, match="4 rows are not divisible into 3 microbatches"):
         steps.forward(over, shared, None, tokens(4, 5))
     mixed = map_leaves(
         lambda path, x: x.astype(jnp.bfloat16) if path.endswith("1.mlp.up_proj.weight") else x,
         params,
     )
     over = meshed(model.config, model.precision, parse("stage=2"))
-    with pytest.raises(ConfigError, match=r"layers.0/layers.1.mlp.up_proj.weight are kept as"):
+    with pytest.raises(ConfigError, match=r"layers.0/layers.1.mlp.up_proj.weight share one place"):
         over.shared(mixed)

@@ -130,10 +130,12 @@ def test_what_a_stage_waits_for_lies_where_it_looks(name: str, p: int, m: int, v
 def test_schedules_are_refused_where_there_is_nothing_to_schedule() -> None:
     model, params = of_layers("llama", 2)
     over, _ = spread(model, params, "tensor=2")
-    with pytest.raises(ConfigError, match="load the model with stage=2"):
+    with pytest.raises(ConfigError, match="Load the model with stage=2"):
         passes(over, summed, "1f1b", 2)
     over, shared = spread(model, params, "stage=2")
     with pytest.raises(ConfigError, match="must be one of gpipe, 1f1b, got 'zero'"):
         passes(over, summed, "zero", 2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="8 rows of a device do not divide into 3 microbatches"):
+    with pytest.raises(
+        ConfigError, match="8 rows per device are not divisible into 3 microbatches"
+    ):
         summed_loss(passes(over, summed, "1f1b", 3), shared, batch(8, 5))

@@ -121,7 +121,7 @@ def test_shares_of_quantized_weights_take_what_is_planned(
 
 def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
     model, params = one("llama", Precision(quantize="int4"))  # MLPs of 56, in groups of 64
-    said = r"layers\.0\.mlp\.down_proj\.weight over tensorxcopies=2: .* inside a group of 64"
+    said = r"layers\.0\.mlp\.down_proj\.weight over tensorxcopies=2: .* split a group of 64"
     with pytest.raises(ConfigError, match=said):
         spread(model, params, "tensor=2")
     with pytest.raises(ConfigError, match=said):
@@ -284,7 +284,7 @@ def test_hardware_is_a_name_or_numbers() -> None:
         ("h900", "known: a100, h100"),
         ("flops=1t", "memory, bandwidth, link must be given"),
         ("h100,memory=lots", "NAME=NUMBER"),
-        ("h100,speed=1g", "NAME=NUMBER with a name of flops"),
+        ("h100,speed=1g", "NAME=NUMBER, with NAME one of flops"),
         ("h100,memory=0", "memory must be at least 1"),
     ):
         with pytest.raises(ConfigError, match=said):

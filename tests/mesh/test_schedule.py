@@ -78,7 +78,7 @@ def test_a_schedule_is_drawn_a_line_a_stage() -> None:
 def test_what_comes_too_early_or_twice_is_refused() -> None:
     good = one_f_one_b(2, 2)
     first = good.ticks[0]
-    with pytest.raises(ConfigError, match=r"stage 0 did Job.*before"):
+    with pytest.raises(ConfigError, match=r"stage 0 repeats Job"):
         dataclasses.replace(good, ticks=(first, first))
     with pytest.raises(ConfigError, match=r"stage 1 does .* before stage 0 has done"):
         Schedule(2, 1, 1, ((Job(True, 0), Job(True, 0)),))
@@ -87,7 +87,7 @@ def test_what_comes_too_early_or_twice_is_refused() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 microbatches are no multiple of 4 stages"):
+    with pytest.raises(ConfigError, match=r"multiple of 4 stages .*, got 6"):
         one_f_one_b(4, 6, 2)
     for sizes in ((0, 1), (1, 0), (2, 2.5), (2, 2, 0)):
         with pytest.raises(ConfigError):

@@ -335,22 +335,24 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
 def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> None:
     model, params = one("llama")
     many = over(model, "data=3")
-    with pytest.raises(ConfigError, match=r"4 rows does not divide over data=3"):
+    with pytest.raises(ConfigError, match=r"4 rows is not divisible by data=3"):
         steps_of(many, many.shared(params), 1)
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight: no size of .131, 40.*data=7"):
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight: FSDP .* no axis of .131, 40.*data=7"
+    ):
         over(model, "data=7", True).shared(params)
     staged = over(model, "stage=2")
     for options, words in (
         ({"lora_dropout": 0.1}, r"dropout is drawn for all rows.*stage=1"),
-        ({"layers_to_transform": [0]}, r"beside some of layers\.0.* stage=1"),
-        ({"use_dora": True}, r"DoRA takes the lengths.*stage=1"),
+        ({"layers_to_transform": [0]}, r"targets only some of layers\.0.* stage=1"),
+        ({"use_dora": True}, r"DoRA cannot be trained on stages.*stage=1"),
     ):
         config = LoraConfig(target_modules=("q_proj",), **options)
         adapter = fresh(model.config, params, config, jax.random.key(0))
         with pytest.raises(ConfigError, match=words):
             staged.beside(staged.shared(params), around(model.config, adapter))
         if config.use_dora:
-            with pytest.raises(ConfigError, match=r"lengths of the rows of layers"):
+            with pytest.raises(ConfigError, match=r"needs the row norms of layers"):
                 fresh(model.config, staged.shared(params), config, jax.random.key(0))
     with pytest.raises(ConfigError, match=r"train some of layers\.0.* stage=1"):
         split(staged.shared(params), ((r"layers\.0", True),), None, staged.names)

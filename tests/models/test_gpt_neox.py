@@ -64,5 +64,5 @@ def test_rotary_settings_are_read_in_every_spelling() -> None:
         assert read_config({**said, **spelling})[0] == expected
     with pytest.raises(ConfigError, match=r"rotary_pct 0.75 differs from partial_rotary_factor"):
         read_config({**said, **both, "partial_rotary_factor": 0.5})
-    with pytest.raises(ConfigError, match=r"turns 3 numbers, which are no pairs"):
+    with pytest.raises(ConfigError, match=r"rotates 3 dimensions; expected an even number"):
         read_config({**said, "rotary_pct": 0.4})

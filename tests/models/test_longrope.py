@@ -79,7 +79,7 @@ CROSSING: dict[str, Callable[[Twin], object]] = {
 
 @pytest.mark.parametrize("way", CROSSING)
 def test_no_way_of_decoding_crosses_the_border(twin: Twin, way: str) -> None:
-    with pytest.raises(CapacityError, match=r"cannot go on to 4\d.*long_factor in config\.json"):
+    with pytest.raises(CapacityError, match=r"cannot grow to 4\d.*long_factor in config\.json"):
         CROSSING[way](twin)
 
 
@@ -102,7 +102,7 @@ def test_a_served_request_that_would_cross_is_refused_alone(twin: Twin) -> None:
     ]
     events = list(serve(twin.model, twin.params, requests, rows=2, capacity=64))
     (refusal,) = (event for event in events if event.id == "crossing")
-    assert "cannot go on to 41" in str(refusal.error)
+    assert "cannot grow to 41" in str(refusal.error)
     assert sum(event.token is not None for event in events if event.id == "short") == 6
 
 
@@ -155,7 +155,7 @@ def test_no_step_crosses_the_border_silently(twin: Twin, step: str) -> None:
     """Up to it there is one list of angles, and a text that begins beyond it has the other."""
     cache = jaxllm.init_cache(twin.config, 1, 64)
     _, short = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30))
-    with pytest.raises(CapacityError, match=r"cannot go on to 4\d"):
+    with pytest.raises(CapacityError, match=r"cannot grow to 4\d"):
         STEPS[step](twin, short)
     _, long = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 45))
     STEPS[step](twin, long)
@@ -166,7 +166,7 @@ def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
     scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
     changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
     model, params = random_model("llama", **changes)
-    told = r"the model's rotary angles stretch with every token past 16 \(dynamic\)"
+    told = r"the model's rotary angles change with every token beyond 16 \(dynamic NTK\)"
     with pytest.warns(UserWarning, match=told):
         jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=9)
     jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=5)  # up to it, the same for all

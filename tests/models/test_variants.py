@@ -71,7 +71,7 @@ def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
         changes = {"rope_parameters": {key: settings} if key else settings}
         assert message in refused(family, tmp_path / str(number), changes)
     head = {"architectures": [f"{family}ForSequenceClassification"]}
-    assert "which is no plain causal model" in refused(family, tmp_path / "b", head)
+    assert "expected a plain causal model" in refused(family, tmp_path / "b", head)
 
 
 OWN: list[tuple[str, dict[str, Any], str]] = [

@@ -84,5 +84,5 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             Workload(**{**vars(LOAD), **changes})
-    with pytest.raises(ConfigError, match="a replica at least"):
+    with pytest.raises(ConfigError, match="at least one replica"):
         simulate(LOAD, MACHINE, Fleet(replicas=0))

@@ -33,7 +33,7 @@ def test_what_is_typed_into_the_first_all_answer(
     both = [start(port, 2, number, *asked, "--mesh", "tensor=2") for number in (0, 1)]
     assert both[1].stdin is not None
     both[1].stdin.write("Something else\n")
-    assert ended(both[0], TALK) == (0, said, "forgotten\n")
+    assert ended(both[0], TALK) == (0, said, "all messages removed\n")
     assert ended(both[1])[:2] == (0, "")
 
 

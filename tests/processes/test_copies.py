@@ -25,7 +25,7 @@ def test_one_bit_of_one_number_is_found_wherever_it_is(at: int) -> None:
     one, two = (sums_of(tensors(a=array[:5], w=x)) for x in (array, other))
     assert one["a"] == two["a"] and one["w"] != two["w"]
     assert differences([(HERE, one), (THERE, two)]) == (
-        "the weights w in process 1 are not those in process 0"
+        "the weights w in process 1 differ from those in process 0"
     )
     assert differences([(HERE, one), (THERE, dict(one))]) == ""
 
@@ -43,7 +43,7 @@ def test_what_shares_a_copy_reads_a_part_each_and_all_is_compared() -> None:
     for name in sizes:
         wrong = {**whole, name: whole[name] ^ 1}
         said = differences([(HERE, first), (HERE, second), (THERE, wrong)])
-        assert said == f"the weights {name} in process 2 are not those in process 0"
+        assert said == f"the weights {name} in process 2 differ from those in process 0"
     every = {name: x ^ 1 for name, x in whole.items()}
     assert "a, b, c and 2 more in process 2" in differences(
         [(HERE, first), (HERE, second), (THERE, every)]

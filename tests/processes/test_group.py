@@ -31,9 +31,9 @@ def test_a_group_is_an_address_a_count_and_a_number() -> None:
         (AT, 2, None, "--process"),
         (AT, 0, 0, "--processes must be from 1"),
         (AT, 1 << 30, 0, "--processes must be from 1"),
-        (AT, 2, 2, "--process must be from 0 to 1 in a group of 2, got 2"),
-        (AT, 2, -1, "--process must be from 0 to 1 in a group of 2, got -1"),
-        ("auto", 2, None, "auto finds"),
+        (AT, 2, 2, "--process must be from 0 to 1 with --processes 2, got 2"),
+        (AT, 2, -1, "--process must be from 0 to 1 with --processes 2, got -1"),
+        ("auto", 2, None, "auto detects"),
     ],
 )
 def test_what_is_no_group_is_refused_before_anything_starts(
@@ -51,7 +51,7 @@ def test_what_is_no_group_is_refused_before_anything_starts(
             ["--distributed", AT, "--processes", 2, "--process", 0, "convert", "x"],
             "convert is work",
         ),
-        (["--processes", 2, "generate"], "go with --distributed"),
+        (["--processes", 2, "generate"], "require --distributed"),
     ],
 )
 def test_the_command_refuses_them_in_one_line(
@@ -144,11 +144,11 @@ RPC: /xla.coordination.CoordinationService/RegisterTask
     [
         (
             SILENT,
-            "processes 1, 2 of the group of 3 processes at 10.0.0.1:7070 gave no sign of life",
+            "processes 1, 2 of the group of 3 processes at 10.0.0.1:7070 sent no heartbeat",
         ),
         (GONE, "process 0 of the group"),
         (ABSENT, "was not complete within"),
-        (TWICE, "two processes are --process 1"),
+        (TWICE, "two processes have --process 1"),
         ("Gloo all-reduce failed: Connection closed by peer", "another process of the group"),
     ],
 )

@@ -95,7 +95,7 @@ def test_two_processes_train_as_one_and_go_on_from_its_state(
     assert kind in COMPUTED or training.run(str(model), out, kind=kind, stop=1) is None
     found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
     assert found[:-1] == [None] * (len(hows) - 1)
-    assert found[-1]["said"].startswith("going on after step ")
+    assert found[-1]["said"].startswith("resuming after step ")
     assert_as_alone(found[-1], expected, out, alone, kind)
     assert not out.with_name("out.parts").exists()
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".taught")
@@ -189,4 +189,4 @@ def test_processes_with_other_data_refuse_each_other(
     for process in [start(port, 2, n, *given, cwd=folder) for n, folder in enumerate(folders)]:
         status, _, err = ended(process)
         assert status == 1, err
-        assert "processes must have the same of everything: data: " in err
+        assert "all processes must use identical inputs: data: " in err

@@ -200,7 +200,7 @@ def test_variables_are_copied_as_plain_data() -> None:
 
 def test_what_a_template_says_is_one_line() -> None:
     template = ChatTemplate("{{ raise_exception('no\n\x1b[31mway ' ~ 'x' * 9999) }}")
-    with pytest.raises(TemplateError, match=r"refused the messages: no \[31mway x") as error:
+    with pytest.raises(TemplateError, match=r"rejected the messages: no \[31mway x") as error:
         template.render(HI)
     assert str(error.value).isprintable()
     assert len(str(error.value)) < 400

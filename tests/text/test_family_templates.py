@@ -295,9 +295,9 @@ def test_dates_are_todays(tmp_path: Path) -> None:
 def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
     saved(GEMMA_2, tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
-    with pytest.raises(TemplateError, match="refused the messages: There is no system role"):
+    with pytest.raises(TemplateError, match="rejected the messages: There is no system role"):
         ours.render(TALKS["a system"])
-    with pytest.raises(TemplateError, match="refused the messages: Roles must take turns"):
+    with pytest.raises(TemplateError, match="rejected the messages: Roles must take turns"):
         ours.render(TALKS["two users"])
 
 

@@ -102,7 +102,7 @@ def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> 
         ("", (), "there is no data to train on"),
         ('{"text": "a b c"}\n{"words": "d"}\n', (), "line 2"),
         ('{"prompt": "a b c", "completion": ""}\n', (), "line 1: the completion is empty"),
-        ('{"tokens": [5, 6, 7], "labels": [-100, -100, -100]}\n', (), "none is learned"),
+        ('{"tokens": [5, 6, 7], "labels": [-100, -100, -100]}\n', (), "no token is marked"),
         ("x", ("--keep-zeros",), "no zeros to keep"),
     ],
 )
@@ -125,9 +125,9 @@ def test_bad_input_is_one_clear_line(
 
 
 EARLY = (
-    ("full", ("--epochs", "nan"), "--epochs must be a number above 0: got nan"),
-    ("full", ("--epochs", "inf"), "--epochs must be a number above 0: got inf"),
-    ("full", ("--epochs", 0), "--epochs must be a number above 0: got 0.0"),
+    ("full", ("--epochs", "nan"), "--epochs must be a finite number above 0: got nan"),
+    ("full", ("--epochs", "inf"), "--epochs must be a finite number above 0: got inf"),
+    ("full", ("--epochs", 0), "--epochs must be a finite number above 0: got 0.0"),
     ("full", ("--lr", -1), "lr must be at least 0, got -1"),
     ("full", ("--lr", "nan"), "lr must be at least 0, got nan"),
     ("full", ("--schedule", "cosin"), "schedule must be one of cosine, linear, constant"),
@@ -135,30 +135,30 @@ EARLY = (
     ("full", ("--warmup", 2), "warmup must be from 0 to 1"),
     ("full", ("--weight-decay", "nan"), "weight_decay must be at least 0, got nan"),
     ("full", ("--eval-split", 1), "--eval-split must be from 0 to below 1: got 1.0"),
-    ("full", ("--eval-split", 0, "--patience", 1), "--patience waits for the held-out loss"),
+    ("full", ("--eval-split", 0, "--patience", 1), "--patience requires an evaluation loss"),
     ("full", ("--length", 5000), "--length must be at most 512"),
-    ("full", ("--only", "layer.0"), "no parameter that can be trained has a path like"),
+    ("full", ("--only", "layer.0"), "matches no trainable parameter"),
     ("full", ("--only", "("), "the rules"),
-    ("full", ("--router-loss", 0.1), "are for mixtures of experts"),
-    ("full", ("--gate-lr", 0.1), "has no gates for --gate-lr"),
-    ("full", ("--pipeline", "gpipe"), "--pipeline is of a mesh with stages"),
+    ("full", ("--router-loss", 0.1), "need a mixture of experts"),
+    ("full", ("--gate-lr", 0.1), "--gate-lr needs a model with Infini-attention"),
+    ("full", ("--pipeline", "gpipe"), "--pipeline requires stages"),
     ("full", ("--mesh", "tensr=2"), "tensr"),
     ("full", ("--eval-data", "missing.txt"), "cannot read missing.txt"),
-    ("full", ("--resume",), "--resume needs the state of a run"),
-    ("lora", ("--target-modules", "q_prj"), "'q_prj' is in none of this model's modules"),
+    ("full", ("--resume",), "--resume requires the state of a run"),
+    ("lora", ("--target-modules", "q_prj"), "'q_prj' matches no module of this model"),
     ("lora", ("--target-modules", ".*[", "-r", 2), "target_modules"),
-    ("lora", ("--target-modules", "a.*", "--target-modules", "b"), "must be names, or one regex"),
+    ("lora", ("--target-modules", "a.*", "--target-modules", "b"), "must be names or one regex"),
     ("lora", ("--rank-pattern", "down_proj"), "--rank-pattern must be REGEX=NUMBER"),
     ("lora", ("--layers-to-transform", "3-1"), "must be numbers or ranges"),
     ("lora", ("--lora-dropout", 1.5), "lora_dropout"),
-    ("qat", ("--format", "bf16-packed"), "no format of integers"),
-    ("distill", (), "give --student DIR, or what of the teacher stays"),
-    ("distill", ("--layers", 9), "of 2 layers 1 to 2 can stay"),
+    ("qat", ("--format", "bf16-packed"), "is not an integer format"),
+    ("distill", (), "the student must be either --student DIR"),
+    ("distill", ("--layers", 9), "must keep 1 to 2 layers"),
     ("distill", ("--layers", 1, "--written", 600), "exceed the teacher's context of 512"),
-    ("full", ("--rate", 1), "no option --rate: it is called --lr"),
-    ("full", ("--held-out=0.1",), "no option --held-out: it is called --eval-split"),
-    ("lora", ("--target", "q_proj"), "no option --target: it is called --target-modules"),
-    ("lora", ("--dropout", 0.1), "no option --dropout: it is called --lora-dropout"),
+    ("full", ("--rate", 1), "no such option: --rate. Use --lr"),
+    ("full", ("--held-out=0.1",), "no such option: --held-out. Use --eval-split"),
+    ("lora", ("--target", "q_proj"), "no such option: --target. Use --target-modules"),
+    ("lora", ("--dropout", 0.1), "no such option: --dropout. Use --lora-dropout"),
     ("full", ("--dropout", 0.1), "No such option: --dropout"),
 )
 
@@ -235,12 +235,12 @@ def test_a_finished_run_is_prolonged(run: Run, text: Path, tmp_path: Path) -> No
     assert early.read_bytes() == first
     assert not any(safetensors.numpy.load(first)[k].any() for k in _names(first, "lora_B"))
     status, _, err = run(*common, "--steps", 3)
-    assert (status, "give --resume to continue that" in err) == (1, True), err
+    assert (status, "give --resume to continue the run" in err) == (1, True), err
     status, _, err = run(*common, "--steps", 3, "--resume", "--seed", 1)
     assert (status, "seed was 0, is 1" in err) == (1, True), err
     status, _, err = run(*common, "--steps", 3, "--resume", "--warmup", 0.05)
     assert status == 0, err
-    assert "going on after step 2 of 3; steps was 2, is 3" in err
+    assert "resuming after step 2 of 3; steps was 2, is 3" in err
     found = json.loads(report.read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3]
     assert found["total_steps"] == 3

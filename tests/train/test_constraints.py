@@ -228,15 +228,15 @@ def test_bad_input_is_one_clear_line() -> None:
     trained, _ = split(params)
     steps = {"begin": 0, "end": 4, "every": 2}
     for make, said in (
-        (lambda: keep_zeros(trained), "no zeros to keep: of 9 trained matrices none has 10%"),
-        (lambda: prune_gradually(trained, "half", **steps), "a share is between 0 and 100%"),
-        (lambda: prune_gradually(trained, "2:64", **steps), "no multiple of 64"),
+        (lambda: keep_zeros(trained), "no zeros to keep: none of 9 trained matrices has 10%"),
+        (lambda: prune_gradually(trained, "half", **steps), "share must be between 0 and 100%"),
+        (lambda: prune_gradually(trained, "2:64", **steps), "not a multiple of 64"),
         (lambda: prune_gradually(trained, "0.5", **steps, rules=(("norm", True),)), "no matrix"),
         (lambda: prune_gradually(trained, "0.5", begin=4, end=4, every=1), "end of pruning must"),
         (lambda: prune_gradually(trained, "0.5", begin=0, end=4, every=0), "between prunings"),
         (
             lambda: PruneGradually(paths=(), sparsity=Sparsity(0.5), first=0.6, **steps),
-            "begins with a share from 0 to below 0.5",
+            "at least 0 and below its last one, 0.5",
         ),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -154,26 +154,26 @@ def nothing_learned() -> Examples:
         (lambda: from_ids([]), TokenError, "no data to train on"),
         (lambda: from_examples([]), TokenError, "no data to train on"),
         (lambda: from_examples([Example(np.arange(3), np.ones(2, bool))]), TokenError, "3 tokens"),
-        (lambda: from_ids([[1, 2**32 + 5]]), TokenError, "example 0 has the id 4294967301"),
-        (lambda: from_ids([np.array([1, -2])]), TokenError, "example 0 has the id -2"),
+        (lambda: from_ids([[1, 2**32 + 5]]), TokenError, "example 0 has token id 4294967301"),
+        (lambda: from_ids([np.array([1, -2])]), TokenError, "example 0 has token id -2"),
         (lambda: from_ids([[1], [1.5, 2.5]]), TokenError, "example 1 must be an array of integers"),
         (lambda: from_ids([[[1, 2], [3, 4]]]), TokenError, r"got shape \(2, 2\)"),
         (lambda: from_ids([[1, 2**70]]), TokenError, "example 0 must be an array of integers"),
         (lambda: from_ids([["a"]]), TokenError, "example 0 must be an array of integers"),
         (lambda: from_ids([None]), TokenError, "got NoneType"),
-        (lambda: from_ids(5), TokenError, "give a list of texts"),  # type: ignore[arg-type]
+        (lambda: from_ids(5), TokenError, "examples must be a list"),  # type: ignore[arg-type]
         (lambda: from_examples([5]), TokenError, "example 0 must be an Example"),  # type: ignore[list-item]
         (
             lambda: from_examples([Example(np.arange(2), np.array([0.0, 1.0]))]),
             TokenError,
-            "marks of what is learned must be True or False",
+            "the loss mask must be bool",
         ),
         (lambda: from_examples([prompted(2, 3)], long="nope"), ConfigError, "long must be one of"),  # type: ignore[arg-type]
         (lambda: from_ids([[1, 2]], bos=2**31), TokenError, "bos must be a whole number"),
-        (lambda: Dataset(nothing_learned(), 8), TokenError, "every token is only read"),
+        (lambda: Dataset(nothing_learned(), 8), TokenError, "no token is marked to be learned"),
         (lambda: Dataset(from_ids([[1], []]), 8), TokenError, "no example has a token"),
-        (lambda: Dataset(from_ids([[1, 2]]), 0), ConfigError, "width of a row must"),
-        (lambda: Dataset(from_ids([[1, 2]]), 8, 0), ConfigError, "rows of a batch must"),
+        (lambda: Dataset(from_ids([[1, 2]]), 0), ConfigError, "row width must"),
+        (lambda: Dataset(from_ids([[1, 2]]), 8, 0), ConfigError, "batch size must"),
         (lambda: Dataset(from_ids([[1, 2]]), 8).batch(-1), ConfigError, "batch must"),
     ],
 )

@@ -76,4 +76,4 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
             assert 0 < most < 3e-4, path
     status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:],
                          "--gate-lr", 0.1)  # fmt: skip
-    assert (status, "has no gates for --gate-lr" in err) == (1, True), err
+    assert (status, "--gate-lr needs a model with Infini-attention" in err) == (1, True), err

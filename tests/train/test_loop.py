@@ -100,7 +100,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
             run(directory, prepare=stop)
     said: list[str] = []
     again = run(directory, say=said.append)
-    assert said[0] == "going on after step 5 of 6"
+    assert said[0] == "resuming after step 5 of 6"
     assert bits(again.params) == bits(whole.params)
     assert again.records == whole.records
 
@@ -141,7 +141,7 @@ def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
         held_out=Texts(), say=said.append,
     )  # fmt: skip
     assert said[0] == (
-        f"going on after step {STEPS} of 9; steps was 6, is 9; lr was 0.02, is 0.01;"
+        f"resuming after step {STEPS} of 9; steps was 6, is 9; lr was 0.02, is 0.01;"
         " eval_steps was None, is 2"
     )
     assert bits(found.params) == own_loop((STEPS, SETUP.optimizer), (9, longer))
@@ -172,7 +172,7 @@ def test_a_lower_rate_continues_after_divergence(
         run(tmp_path, setup=SETUP._replace(optimizer=wild), report=report)
     assert reports[-1] == [1, 2, 3, 4]
     found = run(tmp_path, setup=SETUP._replace(optimizer=calm), say=said.append)
-    assert said[0] == "going on after step 3 of 6; lr was 1e+30, is 0.001"
+    assert said[0] == "resuming after step 3 of 6; lr was 1e+30, is 0.001"
     assert bits(found.params) == own_loop((3, wild), (STEPS, calm))
 
 
@@ -220,7 +220,7 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
     monkeypatch.setattr(loop, "keep", real)
     said: list[str] = []
     assert bits(run(tmp_path, say=said.append).params) == bits(run().params)
-    assert said[0] == "going on after step 2 of 6"
+    assert said[0] == "resuming after step 2 of 6"
 
 
 def test_bad_plans_are_refused() -> None:
@@ -232,9 +232,9 @@ def test_bad_plans_are_refused() -> None:
         with pytest.raises(ConfigError, match="seed must be a whole number from 0 "):
             Plan(steps=1, seed=seed)  # type: ignore[arg-type]
     assert Plan(steps=np.int64(3)) == Plan(steps=3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="patience needs held-out data"):
+    with pytest.raises(ConfigError, match="patience needs validation data"):
         run(plan=Plan(steps=2, patience=1))
-    with pytest.raises(ConfigError, match="no label of the data counts"):
+    with pytest.raises(ConfigError, match="the data has no labels to learn"):
         train(PARAMS, Texts(tokens=0), SETUP, Plan(steps=1))
 
 

@@ -38,7 +38,7 @@ def test_each_loss_is_drawn_and_named(
     plot(records, 6.5, tmp_path / "losses.png", "losses")
     (axes,) = drawn[0].axes
     lines = {str(line.get_label()): line for line in axes.lines}
-    np.testing.assert_array_equal(lines["trained on, each step"].get_ydata(), losses)
+    np.testing.assert_array_equal(lines["training loss"].get_ydata(), losses)
     assert len(lines) == labels == len(axes.get_legend_handles_labels()[0])
     assert lines["held out"].get_xdata()[0] == 0
     assert all(tick == round(tick) for tick in axes.get_xticks())

@@ -228,15 +228,15 @@ def test_bad_input_is_one_clear_line() -> None:
     int8 = model.clone(precision=Precision(cache="int8"))
     two = jaxllm.init_cache(model, 2, 4)
     for make, error, said in (
-        (lambda: run_prefix(model, params, []), TokenError, "a prefix is a list of at least one"),
+        (lambda: run_prefix(model, params, []), TokenError, "a prefix must be a list"),
         (lambda: run_prefix(model, params, [131]), TokenError, "the prefix: token id 131"),
-        (lambda: segments_of(two), CacheMismatchError, "a cache of one row with a text in it"),
+        (lambda: segments_of(two), CacheMismatchError, "a cache of one row that is not empty"),
         (lambda: check_room(model, 90, 8), CapacityError, "a prefix of 90 tokens and rows of 8"),
         (lambda: prompt_cache(model, params, capacity=4), ConfigError, "no trained prompt"),
         (
             lambda: AfterPrefix()(int8, params, None, rows(), KEY),
             ConfigError,
-            "rounded to int8 has no gradient",
+            "int8 cache has no gradient",
         ),
     ):
         with pytest.raises(error, match=said) as caught:

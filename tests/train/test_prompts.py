@@ -47,7 +47,7 @@ def test_any_training_may_come_after_a_prefix(lm: jaxllm.LM) -> None:
     assert found.objective == AfterPrefix()
     assert [s.token_BS.tolist() for s in found.given] == [[begin]]
     assert found.params is job.params
-    with pytest.raises(ConfigError, match="goes with the loss of the next token"):
+    with pytest.raises(ConfigError, match="needs the next-token loss"):
         after(found, begin)
     with pytest.raises(ConfigError, match="in its embeddings or entries, got 'words'"):
         prompt(lm, begin, kind="words")

@@ -206,20 +206,20 @@ def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ([{"text": "a"}, {"txt": "b"}], r"line 2 should be an object with .* it has none"),
-        ([{"text": "a"}, 5], "line 2 should be an object with"),
+        ([{"text": "a"}, {"txt": "b"}], r"line 2 must be an object with .* got none"),
+        ([{"text": "a"}, 5], "line 2 must be an object with"),
         ([{"text": "a"}, {"text": ""}], "line 2: the text is empty"),
         ([{"text": "a"}, {"tokens": [1]}], "line 2 has tokens, .*line 1 has text"),
-        ([{"text": "a", "prompt": "b"}], "line 1 should be .* it has prompt, text"),
-        ([{"prompt": "a"}], "line 1 should be .* it has prompt"),
+        ([{"text": "a", "prompt": "b"}], "line 1 must be .* got prompt, text"),
+        ([{"prompt": "a"}], "line 1 must be .* got prompt"),
         ([{"prompt": "a", "completion": ""}], "line 1: the completion is empty"),
-        ([{"text": 5}], "line 1: text must be a text or null, got 5"),
-        ([{"tokens": [1], "labels": [2]}], "line 1: labels are the tokens themselves"),
-        ([{"tokens": [1, 2], "labels": [1]}], "line 1: labels are the tokens themselves"),
+        ([{"text": 5}], "line 1: text must be a string or null, got 5"),
+        ([{"tokens": [1], "labels": [2]}], "line 1: each label must equal its token"),
+        ([{"tokens": [1, 2], "labels": [1]}], "line 1: each label must equal its token"),
         ([{"tokens": []}], "line 1: the text is empty"),
         ([{"messages": TALK[:2]}], 'line 1: no message with the role "assistant"'),
         ([{"messages": [{"role": "assistant"}]}], "line 1: message 0 should have"),
-        ([], "no data to train on: .*data.jsonl has no line"),
+        ([], "no data to train on: all lines of .*data.jsonl are blank"),
     ],
 )
 def test_what_is_wrong_in_a_line_is_said(tmp_path: Path, lines: list[Any], said: str) -> None:

@@ -99,7 +99,7 @@ def test_what_is_none_is_refused() -> None:
     for name in ("offset/int8", "offset/bfloat16"):
         with pytest.raises(ConfigError, match="integers in groups"):
             parse(name)
-    with pytest.raises(ConfigError, match="a GGUF file brings it"):
+    with pytest.raises(ConfigError, match="it comes from GGUF files"):
         parse("offset/int4-g32-zp").make(jnp.zeros((2, 32)))
     given = pieces("offset/int4-g32-zp")
     given[".offset"][0, 0] = np.inf
@@ -127,7 +127,7 @@ def test_groups_of_16() -> None:
     taken = embed(leaf, jnp.array([[3, ROWS]]))
     np.testing.assert_array_equal(taken[0, 0], numbers[1, 3])
     assert np.isnan(taken[0, 1]).all()
-    with pytest.raises(ConfigError, match="a GGUF file brings it"):
+    with pytest.raises(ConfigError, match="it comes from GGUF files"):
         parse("int8-g16").make(jnp.zeros((2, 32)))
     for piece, wrong in {".first": np.nan, ".second": np.inf}.items():
         bad = {name: array.copy() for name, array in found.items()}

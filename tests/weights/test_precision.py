@@ -124,7 +124,7 @@ def test_unknown_formats_and_broken_patterns_are_refused() -> None:
         Precision(weights="int3")
     with pytest.raises(ConfigError, match="activations must be one of"):
         Override(activations="double")
-    with pytest.raises(ConfigError, match="no valid regex"):
+    with pytest.raises(ConfigError, match="not a valid regex"):
         Precision(overrides=(("(", Override()),))
     with pytest.raises(ConfigError, match="cache dtype"):
         jaxllm.init_cache(random_model("gpt2")[0].config, 1, 4, dtype="int3")

@@ -13,7 +13,7 @@ import jaxllm
 from jaxllm import Override, Precision
 from jaxllm.checkpoint import in_memory, load_params, open_native, save
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.loading import open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.weights.files import open_tensors, write_tensors
 from jaxllm.weights.formats import as_format, dense, format_of, parse
 from jaxllm.weights.lazy import LazyTensor
@@ -89,10 +89,10 @@ def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -
         assert np.asarray(back).tobytes() == np.asarray(array).tobytes()
     assert weight.nbytes < 0.77 * array.nbytes
     assert np.isnan(np.asarray(weight.take(jnp.array([300]))).astype(np.float32)).all()
-    with pytest.raises(ConfigError, match="losslessly, got float32"):
+    with pytest.raises(ConfigError, match="requires bfloat16 weights, got float32"):
         as_format(array.astype(jnp.float32), "bf16-packed")
     wide = jnp.exp(jnp.linspace(-60, 60, 4096)).reshape(8, 512).astype(jnp.bfloat16)
-    with pytest.raises(ConfigError, match="outside any 16 consecutive"):
+    with pytest.raises(ConfigError, match="outside any 16"):
         as_format(wide, "bf16-packed")
 
 
@@ -107,7 +107,7 @@ def test_sixteen_exponents_in_a_row_need_no_escape_of_packed_bfloat16(least: int
 
 
 def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
-    with pytest.raises(ConfigError, match="needs columns"):
+    with pytest.raises(ConfigError, match="requires a matrix with columns"):
         as_format(jnp.ones((4, 0)), "int8")
     assert as_format(jnp.ones((0, 4)), "int8").shape == (0, 4)
 
@@ -233,7 +233,7 @@ def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: An
     for name, index, value in (
         (".escape_begin", 1, 10**6), (".escape_begin", 0, 1), (".base", (), 250),
     ):  # fmt: skip
-        with pytest.raises(CheckpointError, match="escapes do not fit"):
+        with pytest.raises(CheckpointError, match=r"escapes .* do not match"):
             crafted("bf16-packed", item(name, index, value), "bfloat16")
 
 

@@ -1,5 +1,5 @@
-"""What a model is calibrated on.
+"""Calibration data.
 
-calibration: rows of tokens, and where they came from. cutting: how a text becomes rows. corpora:
+calibration: rows of tokens, and their source. cutting: cuts a text into rows. corpora: reads
 WikiText as published.
 """

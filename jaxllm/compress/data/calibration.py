@@ -1,6 +1,6 @@
-"""Calibration data: rows of token ids of one length, and where they came from.
+"""Calibration data: rows of token ids of equal length, and their source.
 
-`check` holds them against a model's configuration; `cutting` says how a text becomes rows.
+`check` validates them against a model's configuration; `cutting` cuts a text into rows.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ SEPARATOR = "\n\n"  # between texts, and between the rows of WikiText
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibration:
-    """Rows to run a model on: token_NT, int32; source, JSON-able, says what they are made of."""
+    """Calibration rows. token_NT: int32 ids. source: where they came from, as JSON-able values."""
 
     token_NT: np.ndarray
     source: Mapping[str, Any]
@@ -44,18 +44,18 @@ class Calibration:
 
     @property
     def width(self) -> int:
-        """T, the tokens of a row."""
+        """T, the number of tokens in a row."""
         return int(self.token_NT.shape[1])
 
     @cached_property
     def digest(self) -> str:
-        """The same for the same rows, wherever they came from."""
+        """A hash of the rows, whatever their source."""
         sha = hashlib.sha256(repr(self.token_NT.shape).encode())
         sha.update(self.token_NT.astype("<i4").tobytes())
         return sha.hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """What a report or a file remembers of it."""
+        """Return a JSON-able description for reports and files."""
         rows, width = self.token_NT.shape
         return {"rows": rows, "width": width, "digest": self.digest, **self.source}
 
@@ -65,47 +65,47 @@ class Calibration:
         """
         if self.width > config.context_length:
             raise CapacityError(
-                f"calibration rows have {self.width} tokens, the model's context has"
-                f" {config.context_length}: ask for shorter rows"
+                f"calibration rows are too long: got {self.width} tokens, expected at most the"
+                f" model's context of {config.context_length}"
             )
         check_ids(self.token_NT, config.vocab_size, "calibration: ")
 
 
 def from_texts(texts: str | Iterable[str], tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
-    """Rows of a text, or of several joined by blank lines.
+    """Cut rows from a text, or from several joined by blank lines.
 
-    Raises TokenError where there is no text, one shorter than a row, or no tokenizer.
+    Raises TokenError if the text is shorter than a row, or the model has no tokenizer.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     try:
         content = SEPARATOR.join(texts).encode()
     except UnicodeEncodeError as error:
-        raise TokenError(f"calibration: a lone surrogate is no text ({error.reason})") from None
+        raise TokenError(f"calibration text has a lone surrogate ({error.reason})") from None
     source = {"kind": "texts", "documents": len(texts)}
     return _of_bytes(content, tokenizer, cut, source)
 
 
 def from_file(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
-    """Rows of a text file, UTF-8, taken as it is. Memory: the rows and a piece of text.
+    """Cut rows from a UTF-8 text file. Memory: the rows and a piece of the text.
 
-    Raises CheckpointError for an unreadable file and what `from_texts` raises.
+    Raises CheckpointError for an unreadable file, and what `from_texts` raises.
     """
     with mapped(path) as content:
         return _of_bytes(content, tokenizer, cut, {"kind": "text", "file": path.name})
 
 
 def from_wikitext(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
-    """Rows of WikiText as published: `.raw`, or `.parquet` with a column `text`.
+    """Cut rows from WikiText as published: `.raw`, or `.parquet` with a column `text`.
 
-    Either gives the rows of the dataset, joined by blank lines, as papers do. Raises ConfigError
-    where pyarrow is missing and what `from_file` raises.
+    The dataset's rows are joined by blank lines, as papers do. Raises ConfigError if pyarrow is
+    missing, and what `from_file` raises.
     """
     content = SEPARATOR.join(read_wikitext(path)).encode()
     return _of_bytes(content, tokenizer, cut, {"kind": "wikitext", "file": path.name})
 
 
 def from_documents(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
-    """Rows of JSON lines: of the texts joined by blank lines, or of the tokens joined by nothing.
+    """Cut rows from JSON lines: texts are joined by blank lines, token ids end to end.
 
     Raises what `from_texts` and `evaluate.likelihood.data.read_documents` raise.
     """
@@ -118,13 +118,15 @@ def from_documents(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibra
 
 
 def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
-    """Rows of token ids as they are given, `[N, T]`.
+    """Return rows of token ids `[N, T]` as calibration data.
 
-    Raises TokenError for what is no such array, rows of unequal lengths, or no rows.
+    Raises TokenError for rows of unequal lengths, no rows, or anything but token ids.
     """
     token_NT = whole_array("calibration rows", rows, TokenError)
     if token_NT.ndim != 2 or not token_NT.size:
-        raise TokenError(f"calibration rows must be [N, T], none of them 0, got {token_NT.shape}")
+        raise TokenError(
+            f"calibration rows have shape {token_NT.shape}, expected [N, T], N, T >= 1"
+        )
     check_ids(token_NT, 1 << 31, "calibration: ")
     return Calibration(token_NT.astype(np.int32), dict(source or {"kind": "tokens"}))
 
@@ -142,15 +144,23 @@ def from_samples(
     show_progress: bool | None = None,
     **sampling: Any,
 ) -> Calibration:
-    """Rows that the model says by itself after a begin-of-text token: calibration without data.
+    """Sample rows from the model itself, each after a begin-of-text token: no data needed.
 
-    As in LLM-QAT (arXiv 2305.17888, section 2.1). A row goes on through end-of-text tokens. bos:
-    whether it begins with the token that it was made from. batch: rows at once; any number gives
-    the same rows but for the rounding of sums. sampling: as for `make_sampler` (temperature,
-    top_k, ...); by default the model's own distribution.
+    As in LLM-QAT (arXiv 2305.17888, section 2.1). Rows do not stop at end-of-text tokens.
 
-    Raises CapacityError for rows longer than the context, ConfigError for numbers below one, what
-    `make_sampler` and `generate` raise for the rest.
+    Args:
+        bos_id: Token to start from.
+        rows: N, the number of rows.
+        width: T, the number of tokens in a row.
+        seed: Random seed.
+        bos: Whether rows include the begin-of-text token.
+        batch: Rows at a time; it changes the result only through the rounding of sums.
+        sampling: Options of `make_sampler` (temperature, top_k, ...); by default tokens are drawn
+            from the model's own distribution.
+
+    Raises:
+        CapacityError: If rows are longer than the context.
+        ConfigError: If a number is too small, or a sampling option is invalid.
     """
     for name, number, least in (("rows", rows, 1), ("width", width, 1 + bos), ("batch", batch, 1)):
         whole(name, number, least, None, ConfigError)
@@ -184,7 +194,9 @@ def _of_bytes(
     content: Any, tokenizer: Tokenizer | None, cut: Cut, source: dict[str, Any]
 ) -> Calibration:
     if tokenizer is None:
-        raise TokenError("calibration text needs a tokenizer, and the model has none: give tokens")
+        raise TokenError(
+            "calibration text needs a tokenizer, but the model has none: pass token ids"
+        )
     source = {**source, "bytes": len(content)}
     return _cut(Encoded(content, tokenizer, cut), tokenizer, cut, source)
 
@@ -203,5 +215,5 @@ def _bos(tokenizer: Tokenizer | None, cut: Cut) -> list[int]:
     if not cut.bos:
         return []
     if tokenizer is None or tokenizer.bos_id is None:
-        raise TokenError("the tokenizer has no begin-of-text token for calibration rows")
+        raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")
     return [tokenizer.bos_id]

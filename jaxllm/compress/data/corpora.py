@@ -1,4 +1,4 @@
-"""WikiText as it is published: the plain `.raw` file, or parquet as the hub has it."""
+"""Reader of WikiText as published: a plain `.raw` file, or parquet from the Hugging Face Hub."""
 
 from importlib import import_module
 from pathlib import Path
@@ -11,12 +11,16 @@ MOST = 1 << 31  # bytes of a .raw file: WikiText-103 has 540 million
 
 
 def read_wikitext(path: Path) -> list[str]:
-    """The rows of the dataset: a line each, with its newline; "" for a blank line.
+    """Read the rows of the dataset: a line each, with its newline; "" for a blank line.
 
-    path: `.parquet` with a column `text`, or else text. `"\\n\\n".join` of them is the text over
-    which papers evaluate.
+    Papers evaluate on the text `"\\n\\n".join(rows)`.
 
-    Raises ConfigError where pyarrow is missing, CheckpointError for what cannot be read.
+    Args:
+        path: A `.parquet` file with a column `text`; any other suffix means plain text.
+
+    Raises:
+        ConfigError: If pyarrow is missing.
+        CheckpointError: If the file cannot be read.
     """
     if path.suffix == ".parquet":
         return _parquet(path)
@@ -30,17 +34,17 @@ def _parquet(path: Path) -> list[str]:
         parquet: Any = import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
-            f"reading {path.name} needs pyarrow ({error}): pip install 'jaxllm[data]'"
+            f"{path.name} requires pyarrow ({error}): pip install 'jaxllm[data]'"
         ) from None
     regular_size(path)
     try:
         file = parquet.ParquetFile(path)
         if "text" not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
-            raise CheckpointError(f"{path} has no column text, but {names:.200}")
+            raise CheckpointError(f"{path} has no column 'text': got {names:.200}")
         column = file.read(columns=["text"]).column("text").to_pylist()
     except (OSError, import_module("pyarrow").ArrowException) as error:
         raise CheckpointError(f"{path} cannot be read as parquet: {error!s:.200}") from None
     if not all(isinstance(row, str) for row in column):
-        raise CheckpointError(f"{path}: the column text holds other things than text")
+        raise CheckpointError(f"{path}: the column 'text' holds values that are not strings")
     return column

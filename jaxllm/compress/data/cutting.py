@@ -1,7 +1,7 @@
-"""Rows of tokens cut out of a text that may be far longer than they are.
+"""Cuts a text of any length into rows of tokens.
 
-A text is looked at in pieces, each encoded by itself when a row needs it: the first rows of a file
-of any size, or rows at random places in it, take as long as their own tokens.
+A text is split into pieces, and a piece is encoded only when a row needs it: the cost of a few rows
+from a large file, at its beginning or at random places, depends on the rows alone.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from jaxllm.files import open_regular, regular_size
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.whole import whole
 
-WHOLE = 1 << 21  # bytes of a text that are encoded in one piece
-PART = 1 << 14  # bytes of a piece of a longer one, at least
-TOKEN_BYTES = 16  # more than a token takes, for how much text is enough
-MARK = b"\xef\xbb\xbf"  # a byte order mark is no text
+WHOLE = 1 << 21  # largest text in bytes that is encoded in one piece
+PART = 1 << 14  # smallest piece of a longer text, in bytes
+TOKEN_BYTES = 16  # upper estimate of bytes per token
+MARK = b"\xef\xbb\xbf"  # byte order mark, skipped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How rows are cut out of a text.
+    """How to cut rows out of a text.
 
-    width: T. rows: N; None for all that there are, None only without a seed. seed: None for rows
-    side by side from the beginning, what is left at the end dropped; a number for N rows that each
-    begin at a random token (as GPTQ draws them). bos: whether each row begins with the
-    begin-of-text token, T - 1 tokens of text after it.
+    width: T, tokens per row. rows: N; None for as many as fit, which requires seed=None. seed: None
+    for consecutive rows from the beginning, dropping the remainder; a number for N rows that each
+    begin at a random token (as GPTQ draws them). bos: whether each row is the begin-of-text token
+    and T - 1 tokens of text.
 
     Raises ConfigError for rows or tokens below one, or a seed without a number of rows.
     """
@@ -48,11 +48,11 @@ class Cut:
         if self.seed is not None:
             whole("seed", self.seed, 0, None, ConfigError)
             if self.rows is None:
-                raise ConfigError("rows drawn by a seed need a number of rows")
+                raise ConfigError("rows is None with a seed: pass the number of rows to draw")
 
 
 class Pieces:
-    """Token ids of a text, piece by piece; a piece is encoded when it is first asked for."""
+    """Token ids of a text, piece by piece."""
 
     def __init__(self, ids: Sequence[np.ndarray]) -> None:
         self._ids = ids
@@ -64,18 +64,19 @@ class Pieces:
         return self._ids[number]
 
     def after(self, number: int) -> Iterator[np.ndarray]:
-        """This piece and those after it."""
+        """Iterate over the pieces from this one on."""
         return (self[n] for n in range(number, len(self)))
 
 
 class Encoded(Pieces):
-    """Pieces of UTF-8, each encoded by itself; a text of up to `WHOLE` bytes is one piece.
+    """Pieces of UTF-8 text, each encoded separately on access; up to `WHOLE` bytes are one piece.
 
-    Pieces end with a line. Where two meet, a token may differ from those of the whole text.
+    Pieces end at the end of a line if possible. At a boundary, tokens may differ from those of the
+    whole text.
     """
 
     def __init__(self, content: Any, tokenizer: Tokenizer, cut: Cut) -> None:
-        """content: bytes, or a file's as `mapped` gives them."""
+        """content: bytes, or a mapped file from `mapped`."""
         self._content, self._tokenizer = content, tokenizer
         start = len(MARK) if content[: len(MARK)] == MARK else 0
         self._ends = [start, *_ends(content, start, _piece(len(content), cut))]
@@ -99,7 +100,7 @@ class Encoded(Pieces):
 
 
 def cut_rows(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
-    """Rows of `width` tokens, int32 `[N, width]`. Raises TokenError for too short a text."""
+    """Cut rows, int32 `[N, width]`. Raises TokenError if the text is too short."""
     return (_side_by_side if cut.seed is None else _drawn)(pieces, width, cut)
 
 
@@ -118,15 +119,15 @@ def _side_by_side(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
 
 
 def _drawn(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
-    """Each row from a random piece, at a random token, on into the next pieces where it is long.
+    """Draw each row from a random token of a random piece; it may continue into the next pieces.
 
-    Of one piece this is a uniform draw among all places where a whole row is left.
+    With a single piece the draw is uniform over all positions where a whole row fits.
     """
     assert cut.rows is not None
     rng, refused = np.random.default_rng(cut.seed), 0
     rows: list[np.ndarray] = []
     while len(rows) < cut.rows:
-        if not len(pieces) or refused > 100 * cut.rows:  # a text of hardly a row
+        if not len(pieces) or refused > 100 * cut.rows:  # the text is hardly longer than a row
             pieces = Pieces([np.concatenate([np.zeros(0, np.int32), *pieces.after(0)])])
             _check_long_enough(len(pieces[0]), width, 1)
             refused = 0
@@ -138,13 +139,13 @@ def _drawn(pieces: Pieces, width: int, cut: Cut) -> np.ndarray:
         found = _at_least(start + width, pieces, number)
         if starts > 0 and len(found) >= start + width:
             rows.append(found[start : start + width])
-        else:  # near the end of the text
+        else:  # too close to the end of the text
             refused = refused + 1 if len(pieces) > 1 else 101 * cut.rows
     return np.stack(rows)
 
 
 def _at_least(count: int, pieces: Pieces, number: int) -> np.ndarray:
-    """The tokens of a piece, and of as many after it as it takes; fewer at the end of the text."""
+    """Join pieces from `number` on until they have `count` tokens, or the text ends."""
     found = [pieces[number]]
     while (count := count - len(found[-1])) > 0 and (number := number + 1) < len(pieces):
         found.append(pieces[number])
@@ -153,17 +154,17 @@ def _at_least(count: int, pieces: Pieces, number: int) -> np.ndarray:
 
 def _check_long_enough(count: int, width: int, rows: int) -> None:
     if not count:
-        raise TokenError("there is no calibration text: it has no tokens")
+        raise TokenError("calibration text is empty: it has no tokens")
     if count < width * rows:
         wanted = "one row" if rows == 1 else f"{rows:,} rows"
         raise TokenError(
-            f"the calibration text has {count:,} tokens, {wanted} of {width:,} need"
-            f" {width * rows:,}: give a longer text, or ask for fewer or shorter rows"
+            f"calibration text is too short: got {count:,} tokens, {wanted} of {width:,} need"
+            f" {width * rows:,}. Use a longer text, or fewer or shorter rows"
         )
 
 
 def _piece(size: int, cut: Cut) -> int:
-    """Bytes of a piece: room for all rows that lie side by side, for one where they are drawn."""
+    """Return the piece size in bytes: enough for all consecutive rows, or for one random row."""
     if cut.seed is not None:
         return WHOLE if size <= WHOLE else max(cut.width * TOKEN_BYTES, PART)
     wanted = WHOLE if cut.rows is None else cut.rows * cut.width * TOKEN_BYTES
@@ -171,9 +172,9 @@ def _piece(size: int, cut: Cut) -> int:
 
 
 def _ends(content: Any, start: int, size: int) -> Iterator[int]:
-    """Where pieces of about `size` bytes end: after a line, or else after a space or a character.
+    """Yield the ends of pieces of about `size` bytes: after a line, else a space, else a character.
 
-    The last is up to twice as long.
+    The last piece is up to twice as long.
     """
     while len(content) - start > 2 * size:
         end = start + size
@@ -182,7 +183,7 @@ def _ends(content: Any, start: int, size: int) -> Iterator[int]:
                 end = found + 1
                 break
         else:
-            while end > start + 1 and content[end] & 0xC0 == 0x80:  # within a character
+            while end > start + 1 and content[end] & 0xC0 == 0x80:  # inside a UTF-8 character
                 end -= 1
         yield (start := end)
     if start < len(content):
@@ -191,7 +192,7 @@ def _ends(content: Any, start: int, size: int) -> Iterator[int]:
 
 @contextmanager
 def mapped(path: Path) -> Iterator[Any]:
-    """The bytes of a file, where they lie. Raises CheckpointError for what is no regular file."""
+    """Memory-map a file's bytes. Raises CheckpointError unless it is a regular file."""
     if not regular_size(path):
         yield b""
         return

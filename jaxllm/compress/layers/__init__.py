@@ -1,6 +1,6 @@
-"""A text layer by layer.
+"""Layerwise calibration.
 
-stream: what comes into a layer, and what its linears see. moments: sums over a linear's inputs.
-routed: what each expert of a mixture sees.
-scaling: scales taken out of what makes an input and put into its weights (SmoothQuant, AWQ).
+stream: the loop over layers, and the inputs of a layer and of its linears. moments: statistics of a
+linear's inputs. routed: the inputs of each expert. scaling: channel scales moved from activations
+to weights (SmoothQuant, AWQ).
 """

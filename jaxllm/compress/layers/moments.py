@@ -1,4 +1,4 @@
-"""What is to be known of a linear's inputs: sums over all tokens of a calibration text."""
+"""Statistics of a linear's inputs: sums over all tokens of the calibration data."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxllm.weights.linear import linear
 class Moments(struct.PyTreeNode):
     """Sums over tokens x `[I]`, float32.
 
-    count: of tokens. gram_II: of `x x^T`. abs_I: of |x|. peak_I: the largest |x|.
+    count: number of tokens. gram_II: sum of `x x^T`. abs_I: sum of |x|. peak_I: the largest |x|.
     """
 
     count: jax.Array
@@ -24,18 +24,18 @@ class Moments(struct.PyTreeNode):
 
     @classmethod
     def none(cls, columns: int) -> "Moments":
-        """Of no tokens."""
+        """Return the statistics of no tokens."""
         return cls(
             jnp.float32(0),
             jnp.zeros((columns, columns)),
             jnp.zeros(columns),
-            jnp.zeros(columns),  # an array of its own: each is given away
+            jnp.zeros(columns),  # a separate array, since each is donated
         )
 
     def add(self, x_RI: jax.Array) -> "Moments":
-        """With more tokens."""
+        """Add tokens."""
         size_RI = jnp.abs(x_RI.astype(jnp.float32))
-        gram_II = linear(x_RI.T, x_RI.T)  # by the kernels where they are faster
+        gram_II = linear(x_RI.T, x_RI.T)  # uses the kernels where they are faster
         return Moments(
             self.count + x_RI.shape[0],
             self.gram_II + gram_II,
@@ -45,7 +45,7 @@ class Moments(struct.PyTreeNode):
 
     @property
     def norm_I(self) -> jax.Array:
-        """The root of each channel's sum of squares."""
+        """L2 norm of each channel over all tokens."""
         return jnp.sqrt(jnp.diagonal(self.gram_II))
 
     @property
@@ -53,7 +53,7 @@ class Moments(struct.PyTreeNode):
         return self.abs_I / self.count
 
     def scaled(self, scale_I: jax.Array) -> "Moments":
-        """Those of `x * scale`."""
+        """Return the statistics of `x * scale`."""
         return Moments(
             self.count,
             self.gram_II * scale_I[:, None] * scale_I[None],
@@ -63,18 +63,18 @@ class Moments(struct.PyTreeNode):
 
 
 def check(moments: Moments, where: str) -> Moments:
-    """The same. where: for the message. Raises NonFiniteError where an input is not finite."""
+    """Return the statistics. Raises NonFiniteError, naming `where`, if an input is not finite."""
     bad_I = ~np.isfinite(np.asarray(moments.abs_I))
     if bad_I.any() or not np.isfinite(np.asarray(jnp.trace(moments.gram_II))):
         raise NonFiniteError(
-            f"{where}: the inputs of {int(bad_I.sum()) or 'some'} of {len(bad_I)} channels hold NaN"
-            " or infinity, so that nothing can be learnt from them"
+            f"{where}: inputs of {int(bad_I.sum()) or 'some'} of {len(bad_I)} channels hold NaN or"
+            " infinity, so calibration is impossible"
         )
     return moments
 
 
 def grams(moments: Moments, group: int, width: int) -> jax.Array:
-    """Blocks `[G, group, group]` on the Gram matrix's diagonal, of columns padded to `width`."""
+    """Return the diagonal blocks `[G, group, group]` of the Gram matrix, padded to `width`."""
     pad = width - moments.gram_II.shape[0]
     gram_II: Any = jnp.pad(moments.gram_II, ((0, pad), (0, pad)))
     blocks = gram_II.reshape(width // group, group, width // group, group)

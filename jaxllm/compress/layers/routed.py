@@ -1,4 +1,4 @@
-"""What experts see of a calibration text: each the tokens that are routed to it, and no others."""
+"""Inputs of experts: each expert sees only the calibration tokens that are routed to it."""
 
 import dataclasses
 from functools import partial
@@ -18,9 +18,9 @@ from jaxllm.weights.paths import Params
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routed:
-    """The tokens of a text as they come into a layer's mixture.
+    """The input tokens of one MoE layer.
 
-    x_RD: float32. expert_Rk: the numbers of the experts that each token runs.
+    x_RD: float32. expert_Rk: the experts that each token is routed to.
     """
 
     path: str
@@ -30,20 +30,22 @@ class Routed:
     dtype: str
 
     def count(self, expert: int) -> int:
-        """How many tokens run an expert."""
+        """Return the number of tokens routed to an expert."""
         return int((self.expert_Rk == expert).any(axis=1).sum())
 
     def moments(self, expert: int) -> Moments:
-        """Of what comes into an expert's gate and up. Raises NonFiniteError as `check` does."""
+        """Return the input statistics of an expert's gate and up. Raises what `check` raises."""
         return self._folded(expert, ())
 
     def hidden_moments(self, expert: int, gate: Weight, up: Weight) -> Moments:
-        """Of what comes into its down, with such matrices `[F, D]` of gate and up."""
+        """Return the input statistics of its down, given gate and up `[F, D]`."""
         return self._folded(expert, (dense(gate, self.dtype), dense(up, self.dtype)))
 
     def _folded(self, expert: int, both: tuple[jax.Array, ...]) -> Moments:
-        """Where no token runs the expert, as if all numbers of its inputs were alike: rounding one
-        column then says nothing about another.
+        """Accumulate an expert's statistics.
+
+        Without any token they are those of uncorrelated inputs of equal size, so columns are
+        rounded independently.
         """
         columns = both[0].shape[0] if both else self.x_RD.shape[1]
         x_RD = self.x_RD[(self.expert_Rk == expert).any(axis=1)]
@@ -53,15 +55,15 @@ class Routed:
         found, act = Moments.none(columns), self.config.hidden_act
         size = min(BATCH, len(self.x_RD))
         for begin in range(0, len(x_RD), size):
-            some = x_RD[begin : begin + size]  # of one size, that it is compiled once
+            some = x_RD[begin : begin + size]  # always the same size, to compile once
             some = np.pad(some, ((0, size - len(some)), (0, 0)))
             found = _added(found, jnp.asarray(some, self.dtype), both, act)
-        found = found.replace(count=jnp.float32(len(x_RD)))  # rows of zeros are no tokens
+        found = found.replace(count=jnp.float32(len(x_RD)))  # without the rows of padding
         return check(found, f"{self.path}.mlp.experts.{expert}")
 
 
 def routed(stage: Stage, config: MixtureConfig, params: Params) -> Routed:
-    """The text as the layer's mixture gets it, with such parameters of the layer."""
+    """Return the inputs of the layer's experts, computed with these parameters of the layer."""
     x_RD = stage.entries(params, "mlp_norm").reshape(-1, config.hidden_size)
     score_RE = stage.entries(params, "router").reshape(-1, config.num_experts)
     _, expert_Rk = route(jnp.asarray(score_RE), config.num_experts_per_tok, False)

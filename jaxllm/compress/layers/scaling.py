@@ -1,8 +1,8 @@
-"""Scales of channels, taken out of what makes a linear's input and put into its weights.
+"""Channel scales, folded out of the module that produces a linear's input and into its weights.
 
-What the model computes stays as it was: only what is hard to round changes places. SmoothQuant
-(Xiao et al. 2023, arXiv 2211.10438) evens out activations, AWQ (Lin et al. 2024, arXiv 2306.00978)
-protects the weights of channels that matter.
+The model computes the same function; only the rounding errors of quantization change. SmoothQuant
+(Xiao et al. 2023, arXiv 2211.10438) makes activations easier to quantize, AWQ (Lin et al. 2024,
+arXiv 2306.00978) protects the weights of important channels.
 """
 
 from functools import partial
@@ -20,14 +20,14 @@ from jaxllm.weights.leaves.integers import Integer, QTensor
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params
 
-RATIOS = 20  # of AWQ's search, from 0 to 19/20
-TOKENS = 1 << 12  # that its search runs
+RATIOS = 20  # exponents that AWQ's search tries: 0 to 19/20
+TOKENS = 1 << 12  # calibration tokens that the search uses
 
 
 def foldable(params: Params, site: Site) -> bool:
-    """Whether a scale of the site's input can be taken out of what makes it.
+    """Return whether a scale of the site's input can be folded into the module that produces it.
 
-    Values that several query heads share cannot be scaled for each of them.
+    Values that several query heads share cannot be scaled for each head.
     """
     if site.source is None:
         return False
@@ -36,10 +36,10 @@ def foldable(params: Params, site: Site) -> bool:
 
 
 def fold(params: Params, site: Site, scale_I: jax.Array) -> tuple[Params, jax.Array]:
-    """The layer with the site's inputs divided by a scale of each channel, its weights multiplied.
+    """Divide the site's inputs by a scale per channel, and multiply its weights by it.
 
-    Returns the scale too: where a norm's weights are stored in 16 bits, it is the one that it then
-    really has.
+    Returns the layer's new parameters and the effective scale, which differs slightly from
+    `scale_I` if a norm's weights are stored in 16 bits.
     """
     assert site.source is not None
     source = at(params, site.source)
@@ -57,7 +57,7 @@ def fold(params: Params, site: Site, scale_I: jax.Array) -> tuple[Params, jax.Ar
 
 
 def smoothing(weights: list[Weight], moments: Moments, alpha: float) -> jax.Array:
-    """SmoothQuant's scale `[I]`: `max|x|^alpha / max|w|^(1 - alpha)`, the latter over all rows."""
+    """Return SmoothQuant's scale `[I]`: `max|x|^alpha / max|w|^(1 - alpha)`, w over all rows."""
     largest = [jnp.abs(dense(w, jnp.float32)).max(0) for w in weights]
     weight_I = jnp.maximum(jnp.stack(largest).max(0), 1e-5)
     scale_I = moments.peak_I**alpha / weight_I ** (1 - alpha)
@@ -65,8 +65,11 @@ def smoothing(weights: list[Weight], moments: Moments, alpha: float) -> jax.Arra
 
 
 class Searched(NamedTuple):
-    """AWQ's choice: a scale of each channel, from this power of its mean magnitude. loss: of the
-    part's output, and with no scale at all."""
+    """AWQ's result.
+
+    scale_I: scale of each channel. ratio: exponent of the mean magnitude. loss: mean squared error
+    of the site's output. plain: that error without a scale.
+    """
 
     scale_I: jax.Array
     ratio: float
@@ -75,14 +78,14 @@ class Searched(NamedTuple):
 
 
 def search(stage: Stage, params: Params, site: Site, moments: Moments, to: Integer) -> Searched:
-    """The scale with which the site's rounded weights change the part's output least.
+    """Find the scale that minimizes the change of the site's output due to rounded weights.
 
-    Of `mean|x|^r` for r = 0, 1/20, ... 19/20, evened out to a geometric middle of 1. The error is
-    the mean square over a part of the calibration text.
+    Tries `mean|x|^r` for r = 0, 1/20, ... 19/20, normalized by `candidate`. The error is the mean
+    square over a part of the calibration data.
     """
     rows = max(1, TOKENS // stage.x_NTD.shape[1])
     weights = {linear: dense(at(params, linear)["weight"]) for linear in site.linears}
-    layer = stage.dense(params)  # once, not for each ratio
+    layer = stage.dense(params)  # dequantize once, not for each ratio
     wanted = stage.entries(layer, site.output, rows)
     best: Searched | None = None
     for step in range(RATIOS):
@@ -99,22 +102,22 @@ def search(stage: Stage, params: Params, site: Site, moments: Moments, to: Integ
 
 
 def candidate(mean_abs_I: jax.Array, ratio: float) -> jax.Array:
-    """`x^ratio`, divided by the root of its largest times its least."""
+    """Return `s = x^ratio`, divided by `sqrt(max(s) min(s))`."""
     scale_I = jnp.maximum(mean_abs_I**ratio, 1e-4)
     return scale_I / jnp.sqrt(scale_I.max() * scale_I.min())
 
 
 @partial(jax.jit, static_argnums=2)
 def _as_rounded(weight_OI: jax.Array, scale_I: jax.Array, to: Integer) -> jax.Array:
-    """What the weight becomes where it is rounded with its columns scaled."""
+    """Round a weight with scaled columns, then undo the scale."""
     leaf = to.make(weight_OI.astype(jnp.float32) * scale_I[None])
     return (leaf.dense() / scale_I[None]).astype(weight_OI.dtype)
 
 
 def _divided(leaf: Weight, scale_I: jax.Array) -> Weight:
-    """A vector, or a matrix's rows, the last of which these are, divided by a scale each."""
+    """Divide a vector's elements, or a matrix's last rows, by a scale each."""
     scale = jnp.pad(scale_I, (leaf.shape[0] - scale_I.shape[0], 0), constant_values=1.0)
-    if isinstance(leaf, QTensor):  # rounding a row is the same whatever the row is times
+    if isinstance(leaf, QTensor):  # scaling a row does not change how it rounds
         divided = leaf.scale.astype(jnp.float32) / scale[:, None]
         return leaf.replace(scale=divided.astype(leaf.scale.dtype))
     by = scale if leaf.ndim == 1 else scale[:, None]
@@ -122,5 +125,5 @@ def _divided(leaf: Weight, scale_I: jax.Array) -> Weight:
 
 
 def _kept(weight: Weight) -> str:
-    """The format of the numbers of a weight that is changed."""
+    """Return the dtype in which to store a weight after changing it."""
     return str(dense(weight).dtype) if isinstance(weight, Leaf) else str(weight.dtype)

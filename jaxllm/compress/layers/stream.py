@@ -1,8 +1,9 @@
-"""A calibration text layer by layer: what comes into a layer, what its linears see, what comes out.
+"""The layerwise calibration loop: runs the calibration data through one layer at a time.
 
 Memory is bounded by one layer: the inputs of all rows `[N, T, D]` on the host, a batch of them on
-the device. A layer is compressed part by part, each part seeing what the compressed ones before it
-make of the text (as GPTQ's `true_sequential`), and then run once more for the next one's inputs.
+the device. Within a layer, groups of linears with the same input are compressed in order, each
+calibrated on the outputs of the compressed ones before it (GPTQ's `true_sequential`). Then the
+layer runs once more to produce the next layer's inputs.
 """
 
 import dataclasses
@@ -25,16 +26,17 @@ from jaxllm.progress import steps_bar
 from jaxllm.weights.leaves.leaf import Leaf
 from jaxllm.weights.paths import Params, map_leaves
 
-BATCH = 1 << 11  # tokens that run at once
+BATCH = 1 << 11  # tokens per batch
 
-Change = Callable[["Stage"], Params]  # of a layer: its parameters as they are to be
+Change = Callable[["Stage"], Params]  # returns the new parameters of a layer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """A layer, and what all rows of the text are when they come into it.
+    """A layer and its inputs for all calibration rows.
 
-    path: of the layer's parameters, such as `layers.3`. params: they, as they came. x_NTD: float32.
+    path: path of the layer's parameters, such as `layers.3`. params: the original parameters.
+    x_NTD: the inputs, float32.
     """
 
     model: nn.Module
@@ -45,43 +47,43 @@ class Stage:
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """The layer's linears by their inputs, in the order in which it runs them; no experts."""
+        """The layer's linears grouped by their inputs, in the order they run, without experts."""
         sites = models.family(self.model.config.model_type).sites
         return tuple(site for site in sites if has(self.params, site.linears[0]))
 
     def moments(self, params: Params, site: Site) -> Moments:
-        """Of the inputs of a site's linears, with such parameters of the layer.
+        """Return the input statistics of a site's linears, given the layer's parameters.
 
-        Raises NonFiniteError where they are NaN or infinite.
+        Raises NonFiniteError if an input is NaN or infinite.
         """
         columns = at(params, site.linears[0])["weight"].shape[1]
         found = self.fold(params, _moments, site.input, Moments.none(columns))
         return check(found, f"{self.path}.{site.linears[0]}")
 
     def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
-        """`state = function(state, x)` for batches `[b, T, ...]` of the trace's entry `name`."""
+        """Fold `state = function(state, x)` over batches `[b, T, ...]` of a trace entry."""
         run = partial(_folded, self.model, self._like, function, name, self.dense(params))
         for x_BTD in self.batches():
             state = run(state, x_BTD)
         return state
 
     def entries(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
-        """The trace's entry `name` of the first so many rows (None: all), float32 `[N, T, ...]`."""
+        """Return a trace entry of the first `rows` rows (None: all), float32 `[N, T, ...]`."""
         run = partial(_entry, self.model, self._like, name, self.dense(params))
         some = [np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)]
         return np.concatenate(some)
 
     def batches(self, rows: int | None = None) -> Iterator[jax.Array]:
-        """The inputs of the first so many rows in batches of one size."""
+        """Yield the inputs of the first `rows` rows in batches of equal size."""
         x_NTD = self.x_NTD[:rows]
         size = _divisor(len(x_NTD), max(1, BATCH // x_NTD.shape[1]))
         for begin in range(0, len(x_NTD), size):
             yield jnp.asarray(x_NTD[begin : begin + size])
 
     def dense(self, params: Params) -> Params:
-        """What leaves stand for, so that one program runs a layer whatever has become of it.
+        """Dequantize the weights, so that one compiled program runs the layer in any format.
 
-        Arrays are as they are: of what is dense nothing is computed again.
+        Plain arrays are returned unchanged.
         """
         dtype = self.model.precision.activations
         return map_leaves(lambda _, x: x.dense(dtype) if isinstance(x, Leaf) else x, params)
@@ -102,11 +104,15 @@ def each_layer(
     done: Callable[[int], Params | None] = lambda _: None,
     show_progress: bool | None = None,
 ) -> Params:
-    """The parameters with every layer as `change` makes it, from the first to the last.
+    """Return the parameters with `change` applied to every layer, from first to last.
 
-    token_NT: int32 ids, every row as long. name: what is being done, for the progress bar. done: a
-    layer's parameters where they are finished already. Raises NonFiniteError where a layer makes
-    NaN of the text.
+    Args:
+        token_NT: int32 ids, rows of equal length.
+        name: Label of the progress bar.
+        done: Returns a layer's parameters if an earlier run finished it, else None.
+
+    Raises:
+        NonFiniteError: If a layer's output is NaN or infinite.
     """
     family = models.family(model.config.model_type)
     x_NTD = _embedded(model, params, token_NT)
@@ -120,20 +126,20 @@ def each_layer(
             x_NTD = stage.entries(found[path], "x")
             _give_back(params[path])
             if not np.isfinite(x_NTD).all():
-                raise NonFiniteError(f"{path} makes NaN or infinity of the calibration text")
+                raise NonFiniteError(f"{path} returned NaN or infinity for the calibration data")
             advance()
     return found
 
 
 def at(params: Params, path: str) -> Params:
-    """The parameters of the module at a dotted path."""
+    """Return the parameters of the module at a dotted path."""
     for name in path.split("."):
         params = params[name]
     return params
 
 
 def has(params: Params, path: str) -> bool:
-    """Whether there is a module with a weight at a dotted path."""
+    """Return whether a dotted path names a module with a weight."""
     for name in path.split("."):
         if name not in params:
             return False
@@ -142,7 +148,7 @@ def has(params: Params, path: str) -> bool:
 
 
 def put(params: Params, path: str, **leaves: Any) -> Params:
-    """The same parameters with other leaves in the module at `path`."""
+    """Return the parameters with some leaves of the module at `path` replaced."""
     first, _, rest = path.partition(".")
     if not first:
         return {**params, **leaves}
@@ -150,9 +156,9 @@ def put(params: Params, path: str, **leaves: Any) -> Params:
 
 
 def _give_back(params: Params) -> None:
-    """A layer as it came is not looked at again: what lies in a file need not stay in memory.
+    """Release the memory of a layer's original weights if a file backs it: they are done with.
 
-    What is not in one piece in this machine's memory, on a GPU or on several devices, stays.
+    Arrays on a GPU or on several devices are left alone.
     """
     for array in jax.tree.leaves(params):
         if [device.platform for device in array.devices()] != ["cpu"]:
@@ -170,12 +176,12 @@ def _embedded(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndar
 
 
 def _divisor(count: int, most: int) -> int:
-    """The largest divisor of `count` that is at most `most`."""
+    """Return the largest divisor of `count` up to `most`."""
     return next(n for n in range(min(count, most), 0, -1) if count % n == 0)
 
 
 def _where(rows: int, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Positions `[B, T]` and lengths `[B]` of whole rows."""
+    """Return the positions `[B, T]` and lengths `[B]` of rows without padding."""
     position_BT = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     return position_BT, jnp.full((rows,), tokens, jnp.int32)
 
@@ -183,14 +189,14 @@ def _where(rows: int, tokens: int) -> tuple[jax.Array, jax.Array]:
 @partial(jax.jit, static_argnums=0)
 def _embeddings(model: nn.Module, params: Params, token_BT: jax.Array) -> jax.Array:
     trace: Any = model.apply({"params": params}, token_BT, *_where(*token_BT.shape))
-    return trace.embeddings.astype(jnp.float32)  # the rest is not computed
+    return trace.embeddings.astype(jnp.float32)  # XLA drops the rest
 
 
 def _traced(model: nn.Module, layer: int, name: str, params: Params, x_BTD: jax.Array) -> jax.Array:
     x = x_BTD.astype(model.precision.activations)
     trace = models.run_layer(model, layer, params, x, *_where(*x.shape[:2]))
     entry: jax.Array = attrgetter(name)(trace)
-    return entry.reshape(*entry.shape[:2], -1)  # heads side by side
+    return entry.reshape(*entry.shape[:2], -1)  # concatenate heads
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -1,6 +1,6 @@
-"""What is done to one matrix, by what is known of its inputs.
+"""Algorithms that compress one matrix, given statistics of its inputs.
 
-surgery: GPTQ and SparseGPT. clip: how far a range is cut. pruning: magnitude and Wanda. sparsity:
-which weights are to be zero. lowrank: two thin matrices for one. tensors: Tucker and CP, an
+surgery: GPTQ and SparseGPT. clip: search for clipped ranges. pruning: magnitude and Wanda.
+sparsity: sparsity patterns and masks. lowrank: low-rank factorization. tensors: Tucker and CP, an
 experiment.
 """

@@ -1,4 +1,4 @@
-"""How far a group's range may be cut, so that rounding what remains is worth what it cuts off."""
+"""Rounding to nearest, with a search for the clipped range of each group."""
 
 from functools import partial
 
@@ -9,18 +9,21 @@ from jaxllm.compress.layers.moments import Moments, grams
 from jaxllm.weights.leaves.integers import Integer, QTensor
 from jaxllm.weights.leaves.leaf import up
 
-STEPS = 20  # to the half of the range, as AWQ tries it
-BLOCK = 128  # rows at a time
+STEPS = 20  # down to half of the range, as in AWQ
+BLOCK = 128  # rows per batch
 
 
 def rounded(
     weight_OI: jax.Array, to: Integer, moments: Moments | None = None, *, clip: bool = False
 ) -> QTensor:
-    """The weight rounded to the nearest codes of `to`.
+    """Round a weight to the nearest codes of `to`.
 
-    clip: with each group's range cut to where the error is least, of 1, 19/20, ... 11/20 of it: of
-    what the inputs make of the group, `sum (x . (w' - w))^2` (Lin et al. 2024, arXiv 2306.00978),
-    or without moments of the weights themselves. One range a row takes all columns for a group.
+    Args:
+        clip: Shrink each group's range to the fraction (1, 19/20, ... 11/20) with the least error.
+        moments: With them the error is that of the group's output, `sum (x . (w' - w))^2` (Lin et
+            al. 2024, arXiv 2306.00978), else the squared error of the weights.
+
+    A format with one scale per row treats all columns as one group.
     """
     if not clip:
         return to.make(weight_OI)
@@ -43,7 +46,7 @@ def rounded(
 def _searched(
     w_OGg: jax.Array, gram_Ggg: jax.Array, to: Integer
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes, scales and zero points of the range with the least error of those tried."""
+    """Return codes, scales and zero points of the range with the least error."""
 
     def tried(shrink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         scale, zero = to.grid(w_OGg, shrink)

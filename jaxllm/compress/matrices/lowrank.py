@@ -1,15 +1,15 @@
-"""Low rank: the two thin matrices that replace one, and how thin they may be.
+"""Low-rank factorization of a matrix, and the choice of ranks.
 
-Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. A
-method decides in which measure the result is nearest: `plain` in that of the weights, `scaled` in
-that of the weights times the size of their inputs, `whitened` in that of the outputs themselves.
-Of the models in BENCHMARKS.md the last costs every one the least, the others about as much as each
-other; int4 costs less than any of them, for fewer bytes.
+Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. The
+methods minimize different errors: `plain` that of the weights, `scaled` that of the weights times
+the size of their inputs, `whitened` that of the outputs. On the models in BENCHMARKS.md, `whitened`
+loses the least quality and the other two are about equal; int4 loses less than any of them, in
+fewer bytes.
 
-Each is a projection, `W_k = U_k U_k^T W`, on the principal directions U of `W M W^T`: M is 1, or
-the inputs' squared sizes, or their Gram matrix X^T X, and then U are those of the outputs. This is
-the papers' `svd(W S) inv(S)`, `S S^T = M`, with no factor of M to find or to invert: M may be
-singular.
+Each is a projection, `W_k = U_k U_k^T W`, on the principal directions U of `W M W^T`. M is the
+identity, the diagonal of the inputs' squared sizes, or their Gram matrix X^T X (then U are the
+principal directions of the outputs). This equals the papers' `svd(W S) inv(S)` with `S S^T = M`,
+but S is neither computed nor inverted, so M may be singular.
 """
 
 import heapq
@@ -24,11 +24,10 @@ from jaxllm.weights.leaves.factored import Factored, LowRank
 
 
 class Spectrum(NamedTuple):
-    """A decomposed matrix: `weight = left_OR @ right_RI`, R the shorter side.
+    """A decomposed matrix: `weight = left_OR @ right_RI`, where R is the shorter side.
 
-    left_OR: orthonormal, the most important direction first. sigma_R: what each direction counts in
-    the method's measure, the singular values of `W S`; those below the 1e-8th part of the largest
-    are noise.
+    left_OR: orthonormal columns, the most important first. sigma_R: singular values of `W S` (see
+    the module); values below 1e-8 times the largest are noise.
     """
 
     left_OR: np.ndarray
@@ -37,20 +36,19 @@ class Spectrum(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix, `[O, I]`."""
+        """Shape of the matrix, `[O, I]`."""
         return self.left_OR.shape[0], self.right_RI.shape[1]
 
 
 def plain(weight_OI: np.ndarray) -> Spectrum:
-    """The singular value decomposition. Raises ConfigError for numbers that are not finite."""
+    """Return the singular value decomposition. Raises ConfigError if a weight is not finite."""
     return _principal(weight_OI, np.ones(weight_OI.shape[1]))
 
 
 def scaled(weight_OI: np.ndarray, mean_abs_I: np.ndarray, *, alpha: float) -> Spectrum:
-    """ASVD (arXiv 2312.05821): that of `W diag(s)`, s = mean |x|^alpha; the paper's alpha is 0.5.
+    """Decompose as ASVD (arXiv 2312.05821): `W diag(s)`, s = (mean |x|)^alpha, in the paper 0.5.
 
-    mean_abs_I: mean |x_j| of each input. Raises ConfigError where all are zero, or a number is not
-    finite.
+    mean_abs_I: mean |x_j| of each input. Raises ConfigError if all are zero or one is not finite.
     """
     size_I = _finite("mean |x|", mean_abs_I)
     _check_inputs(weight_OI, size_I.shape, size_I.max(initial=0))
@@ -58,11 +56,11 @@ def scaled(weight_OI: np.ndarray, mean_abs_I: np.ndarray, *, alpha: float) -> Sp
 
 
 def whitened(weight_OI: np.ndarray, gram_II: np.ndarray) -> Spectrum:
-    """SVD-LLM (arXiv 2403.07378): that of `W S`, where S is the Cholesky factor of X^T X.
+    """Decompose as SVD-LLM (arXiv 2403.07378): `W S`, where S is the Cholesky factor of X^T X.
 
-    Of all matrices of a rank the result has the nearest outputs, and their distance is what the
-    spectrum leaves out: `||X (W - W_k)^T|| = error(spectrum, k)`. Raises ConfigError where all
-    inputs are zero, or a number is not finite.
+    Truncation gives the rank-k matrix with the least output error, which is
+    `||X (W - W_k)^T|| = error(spectrum, k)`. Raises ConfigError if all inputs are zero or a number
+    is not finite.
     """
     g_II = _finite("X^T X", gram_II)
     for side in (g_II.shape[:1], g_II.shape[1:]):
@@ -71,10 +69,10 @@ def whitened(weight_OI: np.ndarray, gram_II: np.ndarray) -> Spectrum:
 
 
 def _principal(weight_OI: np.ndarray, measure: np.ndarray) -> Spectrum:
-    """By the eigenvectors of `W M W^T`. measure: M `[I, I]`, or its diagonal `[I]`."""
+    """Decompose by the eigenvectors of `W M W^T`. measure: M `[I, I]`, or its diagonal `[I]`."""
     w_OI = _finite("the weight", weight_OI)
     basis_OR = None
-    if w_OI.shape[0] > w_OI.shape[1]:  # its columns span no more than these
+    if w_OI.shape[0] > w_OI.shape[1]:  # an orthonormal basis of its columns
         basis_OR, w_OI = np.linalg.qr(w_OI)
     by_RI = w_OI * measure if measure.ndim == 1 else w_OI @ measure
     squares_R, left = np.linalg.eigh(by_RI @ w_OI.T)
@@ -83,12 +81,12 @@ def _principal(weight_OI: np.ndarray, measure: np.ndarray) -> Spectrum:
 
 
 def error(spectrum: Spectrum, rank: int) -> float:
-    """How far the nearest matrix of a rank is, in the method's measure (Eckart and Young)."""
+    """Return the error of the best rank-`rank` approximation (Eckart and Young)."""
     return float(np.sqrt((spectrum.sigma_R[rank:] ** 2).sum()))
 
 
 def factors(spectrum: Spectrum, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[O, K]` and `[K, I]`, float64: a column of the one is as long as its row of the other."""
+    """Return factors `[O, K]` and `[K, I]`, float64, with column and row norms balanced."""
     right_KI = spectrum.right_RI[:rank]
     root_K = np.sqrt(np.linalg.norm(right_KI, axis=1))
     safe_K = np.where(root_K == 0, 1, root_K)
@@ -96,61 +94,67 @@ def factors(spectrum: Spectrum, rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_factored(spectrum: Spectrum, rank: int, inner: str) -> Factored:
-    """The leaf of a rank, its factors in the format `inner`. Raises ConfigError for no such."""
+    """Return the low-rank weight, its factors in the format `inner`.
+
+    Raises ConfigError for an invalid rank or format.
+    """
     if not 0 < rank <= len(spectrum.sigma_R):
         raise ConfigError(
-            f"a rank of {spectrum.shape} is from 1 to {len(spectrum.sigma_R)}: {rank}"
+            f"rank of {spectrum.shape} out of range: got {rank}, expected 1 to"
+            f" {len(spectrum.sigma_R)}"
         )
     return _format(rank, inner).of(*factors(spectrum, rank))
 
 
 def gains(shape: tuple[int, int], rank: int) -> bool:
-    """Whether two factors of a rank have fewer numbers than the matrix `[O, I]`."""
+    """Return whether two factors of this rank have fewer elements than the matrix `[O, I]`."""
     return rank * (shape[0] + shape[1]) < shape[0] * shape[1]
 
 
 def rank_of_energy(sigma_R: np.ndarray, energy: float) -> int:
-    """The least rank that keeps a share of the squared spectrum, of 1 at most.
+    """Return the smallest rank that keeps a fraction `energy` of the squared singular values.
 
-    It may be one at which nothing is gained (`gains`).
+    The factors may have more elements than the matrix (see `gains`).
     """
     if not 0 < energy <= 1:
-        raise ConfigError(f"an energy to keep is above 0 and at most 1, got {energy}")
+        raise ConfigError(f"energy out of range: got {energy}, expected above 0 and at most 1")
     kept_R = np.cumsum(sigma_R**2)
-    # Sums round: all of the energy is what is left of it in them.
+    # The sums round, so energy 1 means the last of them.
     return int(np.searchsorted(kept_R, energy * kept_R[-1] * (1 - 1e-15))) + 1
 
 
 def rank_of_share(shape: tuple[int, int], share: float) -> int:
-    """The rank at which the factors have a share of the matrix's numbers, at most.
+    """Return the largest rank whose factors have at most this share of the matrix's elements.
 
-    Raises ConfigError for a share that is not between 0 and 1, or too small for one rank.
+    Raises ConfigError if the share is not between 0 and 1, or too small for rank 1.
     """
     if not 0 < share < 1:
-        raise ConfigError(f"a share of the numbers to keep is between 0 and 1, got {share}")
+        raise ConfigError(f"share to keep out of range: got {share}, expected between 0 and 1")
     if rank := int(shape[0] * shape[1] * share / (shape[0] + shape[1])):
         return rank
-    raise ConfigError(f"{share} of the numbers of a matrix {shape} is less than rank 1 takes")
+    raise ConfigError(f"share {share} is too small: rank 1 of a matrix {shape} needs more")
 
 
 def rank_of_bytes(shape: tuple[int, int], inner: str, most: int) -> int:
-    """The largest rank whose factors take so many bytes in the format `inner`, padding counted.
+    """Return the largest rank whose factors fit into `most` bytes in the format `inner`.
 
-    Raises ConfigError where rank 1 takes more.
+    Bytes include padding. Raises ConfigError if rank 1 does not fit.
     """
     ranks = range(1, min(shape) + 1)
     fitting = sum(1 for rank in ranks if factor_bytes(shape, rank, inner) <= most)
     if not fitting:
-        raise ConfigError(f"{most} bytes are fewer than rank 1 of {shape} takes in {inner}")
-    return fitting  # bytes never fall as the rank grows
+        raise ConfigError(f"{most} bytes are too few for rank 1 of a matrix {shape} in {inner}")
+    return fitting  # bytes never decrease with the rank
 
 
 def factor_bytes(shape: tuple[int, int], rank: int, inner: str) -> int:
-    """What both factors take in the format `inner`. Raises ConfigError where numbers decide it."""
+    """Return the bytes of both factors. Raises ConfigError if they depend on the values."""
     total = 0
     for piece, dtype in _format(rank, inner).expected(shape).values():
         if None in piece:
-            raise ConfigError(f"how many bytes {inner} takes depends on the numbers")
+            raise ConfigError(
+                f"size of {inner} depends on the values: expected a format of fixed size"
+            )
         total += int(np.prod([n or 0 for n in piece])) * np.dtype(dtype).itemsize
     return total
 
@@ -158,27 +162,31 @@ def factor_bytes(shape: tuple[int, int], rank: int, inner: str) -> int:
 def share_ranks(
     sigmas: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, int]], budget: int
 ) -> dict[str, int | None]:
-    """A rank for each of a model's matrices, by name, that together have `budget` numbers at most.
+    """Allocate ranks to a model's matrices so that together they have at most `budget` elements.
 
-    sigmas: each one's singular values, the largest first. Every matrix begins with rank 1. The next
-    rank goes where it lowers the squared error most for each number that it costs, as a share of
-    that matrix's own spectrum: the relative errors of all outputs count alike, however large they
-    are. A matrix for which one rank more would gain nothing is left whole instead (None), which
-    costs what it has now.
+    Greedy: every matrix starts at rank 1. The next rank goes to the matrix whose relative squared
+    error it lowers most per element, so all outputs count equally, however large they are. A matrix
+    for which one more rank would save nothing is kept dense (None) and costs its own size.
 
-    Raises ConfigError where the budget does not cover rank 1 of all.
+    Args:
+        sigmas: Singular values of each matrix, the largest first.
+        shapes: `[O, I]` of each matrix.
+        budget: Number of elements.
+
+    Raises:
+        ConfigError: If the budget does not cover rank 1 of all matrices.
     """
     ranks: dict[str, int | None] = dict.fromkeys(sigmas, 1)
     left = budget - sum(map(sum, shapes.values()))
     if left < 0:
-        raise ConfigError(f"a budget of {budget} numbers is {-left} short of rank 1 for all")
+        raise ConfigError(f"budget of {budget} elements is {-left} short of rank 1 for all")
     steps = {name: _steps(sigmas[name], shapes[name]) for name in sigmas}
     waiting = [(*step, name) for name in sigmas if (step := next(steps[name], None))]
     heapq.heapify(waiting)
     while waiting:
         _, cost, rank, name = heapq.heappop(waiting)
         if cost > left:
-            continue  # and with it all of this matrix's later ones
+            continue  # this drops the matrix's later ranks too
         left -= cost
         ranks[name] = rank or None
         if step := next(steps[name], None):
@@ -187,7 +195,7 @@ def share_ranks(
 
 
 def _steps(sigma_R: np.ndarray, shape: tuple[int, int]) -> Iterator[tuple[float, int, int]]:
-    """From rank 1 up: less what each gains a number, what it costs, the rank (0: left whole)."""
+    """Yield (negative gain per element, cost, rank) from rank 2 up; rank 0 is the dense matrix."""
     energy_R = sigma_R**2 / max((sigma_R**2).sum(), np.finfo(np.float64).tiny)
     cost, rank = sum(shape), 1
     while gains(shape, rank + 1):
@@ -212,6 +220,8 @@ def _finite(what: str, array: np.ndarray) -> np.ndarray:
 
 def _check_inputs(w_OI: np.ndarray, shape: tuple[int, ...], size: float) -> None:
     if shape != w_OI.shape[1:]:
-        raise ConfigError(f"statistics of {shape} inputs for a matrix of {w_OI.shape[1:]}")
+        raise ConfigError(
+            f"input statistics have shape {shape}, expected {w_OI.shape[1:]} of the matrix"
+        )
     if not size > 0:
-        raise ConfigError("the inputs are all zero: there is nothing to be near to")
+        raise ConfigError("all inputs are zero: the approximation is undefined")

@@ -1,4 +1,4 @@
-"""Which weights of a model are set to zero, without changing the others: magnitude and Wanda."""
+"""Pruning that leaves the remaining weights unchanged: magnitude and Wanda."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,13 @@ from jaxllm.weights.formats import Weight, dense
 
 
 def by_magnitude(weight: Weight, sparsity: Sparsity) -> jax.Array:
-    """The weight without its smallest entries, counted over the whole matrix."""
+    """Zero the smallest weights of the matrix."""
     array = jnp.asarray(dense(weight))
     return _without(array, lowest(np.abs(np.asarray(array, np.float32)), sparsity, rows=False))
 
 
 def wanda(weight: Weight, moments: Moments, sparsity: Sparsity) -> jax.Array:
-    """The weight without, in each row, the entries of least `|w_ij| ||x_j||`.
+    """Zero the weights with the smallest `|w_ij| ||x_j||` in each row.
 
     Sun et al. 2024, arXiv 2306.11695.
     """
@@ -28,16 +28,16 @@ def wanda(weight: Weight, moments: Moments, sparsity: Sparsity) -> jax.Array:
 
 
 def below(weight: Weight, bound: float) -> jax.Array:
-    """The weight without what is smaller than `bound`."""
+    """Zero the weights whose magnitude is below `bound`."""
     array = jnp.asarray(dense(weight))
     return jnp.where(jnp.abs(array.astype(jnp.float32)) < bound, jnp.zeros((), array.dtype), array)
 
 
 def bound_of(weights: Iterable[Weight], fraction: float) -> float:
-    """The magnitude that a fraction of all entries of all weights lies below, exactly.
+    """Return the exact magnitude below which a fraction of all elements of all weights lies.
 
-    Of equal magnitudes all stay. Memory: one matrix, for the bits of a float32 are in the order of
-    their numbers: the upper half of them is counted first, and then the lower half of one value.
+    Ties at the threshold are not below it. Memory: one matrix. The bits of positive float32 numbers
+    sort like the numbers, so this counts the upper 16 bits first, then the lower 16 of one bin.
     """
     found = list(weights)
     high = sum((_counts(_bits(w) >> 16) for w in found), np.zeros(1 << 16, np.int64))
@@ -53,7 +53,7 @@ def bound_of(weights: Iterable[Weight], fraction: float) -> float:
 
 
 def _bits(weight: Weight) -> np.ndarray:
-    """Of the magnitudes."""
+    """Return the float32 bits of the magnitudes."""
     array = np.abs(np.asarray(dense(weight, jnp.float32))).reshape(-1)
     return array.view(np.uint32)
 

@@ -1,4 +1,4 @@
-"""Which weights are to be zero: a fraction of them, or all but N in each M neighbours of a row."""
+"""Sparsity: a fraction of zeros, or N:M (N of M adjacent weights in a row are kept)."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from jaxllm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Sparsity:
-    """fraction: of weights that become zero. pattern: (N, M), at most N of each M columns of a row
-    are kept; None where any may be."""
+    """fraction: share of weights to zero. pattern: (N, M), to keep at most N of each M columns of a
+    row; None for any pattern."""
 
     fraction: float
     pattern: tuple[int, int] | None = None
@@ -23,42 +23,39 @@ class Sparsity:
         return f"{self.fraction:.4g}" if self.pattern is None else "{}:{}".format(*self.pattern)
 
     def check(self, columns: int, where: str) -> None:
-        """Raise ConfigError where rows of so many columns cannot be parted into groups of M."""
+        """Raise ConfigError if rows of `columns` cannot be split into groups of M."""
         if self.pattern is not None and columns % self.pattern[1]:
-            raise ConfigError(f"{where} has {columns} columns, no multiple of {self.pattern[1]}")
+            raise ConfigError(f"{where} has {columns} columns: not a multiple of {self.pattern[1]}")
 
 
 def parse(text: str) -> Sparsity:
-    """`50%`, `0.5` (half become zero) or `2:4` (two of each four stay). Raises ConfigError."""
+    """Parse `50%`, `0.5` (zero half) or `2:4` (keep two of each four). Raises ConfigError."""
     if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
         n, m = int(found[1]), int(found[2])
         if 0 < n < m and m in (2, 4, 8, 16, 32, 64):
             return Sparsity(1 - n / m, (n, m))
-        raise ConfigError(f"of N:M stay N, 0 < N < M, M a power of two up to 64, got {text!r}")
+        raise ConfigError(f"N:M must have 0 < N < M, and M a power of two up to 64: got {text!r}")
     try:
         return Sparsity(share(text))
     except ConfigError as error:
-        raise ConfigError(f"N:M such as 2:4, or {error}") from None
+        raise ConfigError(f"sparsity must be N:M such as 2:4, or a share: {error}") from None
 
 
 def share(text: str) -> float:
-    """A share, as `25%` or `0.25`, of a whole that neither stays nor goes entirely.
-
-    Raises ConfigError for what is none.
-    """
+    """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
     number = text.removesuffix("%")
     if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
         found = float(number) / (100 if text.endswith("%") else 1)
         if 0 < found < 1:
             return found
-    raise ConfigError(f"a share is between 0 and 100%, such as 25% or 0.25, got {text!r:.40}")
+    raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
 
 
 def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:
-    """Which weights have the lowest scores, bool `[O, I]`: exactly as many as the sparsity says.
+    """Return a mask of the lowest scores, bool `[O, I]`, with exactly the sparsity's count.
 
-    rows: int(I * fraction) of each row; else int(O * I * fraction) of the matrix. A pattern decides
-    within its groups. Of equal scores the first ones are lowest.
+    rows: select int(I * fraction) of each row, else int(O * I * fraction) of the matrix. A pattern
+    selects within its groups instead. Ties go to the first.
     """
     if sparsity.pattern is not None:
         n, m = sparsity.pattern
@@ -77,9 +74,9 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
 
 @jax.jit
 def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
-    """Which of each M scores are the `count` lowest, bool `[N, M]`: of equal ones the first.
+    """Return a mask of the `count` lowest of each M scores, bool `[N, M]`; ties go to the first.
 
-    Each is compared with one after the other, in a sort's place: M is small. NaN is highest.
+    Compares all pairs instead of sorting, since M is small. NaN counts as highest.
     """
     score_NM = jnp.where(jnp.isnan(score_NM), jnp.inf, score_NM)
     place_1M = jnp.arange(score_NM.shape[1])[None]
@@ -95,11 +92,12 @@ def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
 
 
 def gradual(step: int, *, begin: int, end: int, first: float, last: float) -> float:
-    """The sparsity at a step of training, from `first` before `begin` to `last` from `end` on.
+    """Return the sparsity at a training step: `first` until `begin`, `last` from `end` on.
 
-    `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta 2017).
+    Between them it is `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta
+    2017).
     """
     if not begin < end:
-        raise ConfigError(f"gradual pruning begins before it ends, got {begin} and {end}")
+        raise ConfigError(f"gradual pruning must begin before it ends: got {begin} and {end}")
     done = min(max((step - begin) / (end - begin), 0.0), 1.0)
     return last + (first - last) * (1 - done) ** 3

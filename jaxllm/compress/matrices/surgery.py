@@ -1,13 +1,13 @@
-"""The optimal brain surgeon in blocks of columns: GPTQ, SparseGPT, and both at once.
+"""Optimal brain surgeon in blocks of columns: GPTQ, SparseGPT, and both at once.
 
-Columns of a weight are changed one after the other, rounded or set to zero, and what each change
-does to the layer's output is taken back by the columns that are still free (Frantar et al. 2022,
-arXiv 2210.17323; 2023, arXiv 2301.00774). With `H = 2/n sum x x^T` and `inv(H) = U^T U`, column i's
-error is `e = (w_i - q_i) / U_ii`, and the columns after it lose `e U_i`. Then
-`sum |e|^2 = trace((W - Q) H (W - Q)^T)`, which the tests hold it to.
+Columns of a weight are rounded or zeroed one after the other, and the columns that are not yet
+processed compensate the change of the layer's output (Frantar et al. 2022, arXiv 2210.17323; 2023,
+arXiv 2301.00774). With `H = 2/n sum x x^T` and `inv(H) = U^T U`, column i's error is
+`e = (w_i - q_i) / U_ii`, and `e U_i` is subtracted from the columns after it. Then
+`sum |e|^2 = trace((W - Q) H (W - Q)^T)`, which the tests check.
 
-Unlike the reference, a group's scale is that of the weights as all columns before it, also of the
-same block, have left them.
+Unlike the reference implementation, a group's scale is computed from weights that all earlier
+columns have updated, including those of the same block.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ MOST_DAMPING = 1.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Factor:
-    """What the inputs say about the columns.
+    """The factor U of the inverse Hessian of a linear's inputs.
 
     u_II: float32, upper triangular, `inv(H) = U^T U` of the damped H in the order of `order_I`.
-    dead_I: channels that were zero throughout, in the weight's own order. damping: of H's mean
-    diagonal, what was added to it.
+    order_I: the order in which columns are processed. dead_I: channels that are always zero, in the
+    original order. damping: what was added to H's diagonal, as a fraction of its mean.
     """
 
     u_II: np.ndarray
@@ -44,10 +44,10 @@ class Factor:
 
 
 def factor(gram_II: Any, count: float, *, damping: float = 0.01, act_order: bool = False) -> Factor:
-    """The factor of the inputs' Gram matrix `sum x x^T` of `count` tokens.
+    """Factor the inverse Hessian, given the inputs' Gram matrix `sum x x^T` of `count` tokens.
 
-    act_order: columns of larger inputs first. Where H is not positive definite, the damping is
-    raised tenfold until it is. Raises NonFiniteError where nothing helps.
+    act_order: process columns with larger inputs first. The damping is raised tenfold until H is
+    positive definite. Raises NonFiniteError if it never is.
     """
     h_II = np.array(gram_II, np.float64)
     h_II *= 2 / max(count, 1)
@@ -67,12 +67,12 @@ def factor(gram_II: Any, count: float, *, damping: float = 0.01, act_order: bool
         if added >= MOST_DAMPING:
             break
         added = min(max(added, 1e-4) * 10, MOST_DAMPING)
-    raise NonFiniteError("the inputs' Gram matrix has no inverse, however much it is damped")
+    raise NonFiniteError("Gram matrix of the inputs is singular even with the largest damping")
 
 
 def _inverse_root(h_II: np.ndarray) -> np.ndarray | None:
-    """U of `inv(h) = U^T U`, in h's memory; None where h is not positive definite."""
-    root, info = lapack.dpotrf(h_II.T, lower=1, overwrite_a=1)  # by columns: h's own transpose
+    """Return U with `inv(h) = U^T U`, overwriting h; None if h is not positive definite."""
+    root, info = lapack.dpotrf(h_II.T, lower=1, overwrite_a=1)  # LAPACK is column-major
     if info == 0:
         root, info = lapack.dpotri(root, lower=1, overwrite_c=1)
     if info == 0:
@@ -83,10 +83,10 @@ def _inverse_root(h_II: np.ndarray) -> np.ndarray | None:
 
 
 class Solved(NamedTuple):
-    """A weight after surgery.
+    """A processed weight.
 
-    value_OI: float32. codes_OI, scale_OG, zero_OG: what they are the values of, where rounded to
-    integers. group_I: which of the G each column has. error: `sum |e|^2`.
+    value_OI: float32. codes_OI, scale_OG, zero_OG: its integer form, if quantized. group_I: each
+    column's group, of G. error: `sum |e|^2`.
     """
 
     value_OI: jax.Array
@@ -105,14 +105,20 @@ def solve(
     sparsity: Sparsity | None = None,
     static_groups: bool = True,
 ) -> Solved:
-    """The weight rounded `to` integers, made sparse, or both, each column's error compensated.
+    """Quantize a weight `to` integers, prune it, or both, compensating each column's error.
 
-    Weights that are zero stay so. static_groups: with columns in another order, groups are of
-    neighbours as they lie, with scales found before the first column is changed; else they are of
-    neighbours in that order. Raises ConfigError for N:M of columns in another order.
+    Weights that are zero stay zero.
+
+    Args:
+        static_groups: Matters only with `act_order`. If true, groups are adjacent columns in the
+            original order, with scales computed before the first column is changed; else groups are
+            adjacent in the processing order.
+
+    Raises:
+        ConfigError: For N:M sparsity with `act_order`.
     """
     if sparsity is not None and sparsity.pattern and (np.diff(by.order_I) < 0).any():
-        raise ConfigError(f"{sparsity.name} is of neighbouring columns: not in another order")
+        raise ConfigError(f"{sparsity.name} needs adjacent columns: incompatible with act_order")
     rows, columns = weight_OI.shape
     w_OI = np.array(weight_OI, np.float32)
     w_OI[:, by.dead_I] = 0
@@ -122,7 +128,7 @@ def solve(
     group_I = by.order_I // size if static else np.arange(columns) // size
     count = -(-columns // size)
     scale_GO, zero_GO = jnp.zeros((count, rows)), jnp.zeros((count, rows), jnp.uint8)
-    number_I = np.full(width, count, np.int32)  # what is added is of one group more
+    number_I = np.full(width, count, np.int32)  # padding belongs to an extra group
     number_I[:columns] = group_I
     if to is not None:
         scale_GO = scale_GO.astype(to.scale)
@@ -242,7 +248,7 @@ def _least(
     columns: int,
     fraction: float,
 ) -> jax.Array:
-    """What becomes zero of a block without a pattern: what costs least, of all its rows."""
+    """Return the mask of the cheapest weights in a block, over all rows; without a pattern."""
     real_C = begin + jnp.arange(BLOCK) < columns
     score_CO = jnp.where(zero_CO, 0.0, w_CO**2 / jnp.diagonal(u_CC)[:, None] ** 2)
     score_CO = jnp.where(real_C[:, None], score_CO, jnp.inf)
@@ -254,7 +260,7 @@ def _least(
 def _chosen(
     i: jax.Array, w_CO: jax.Array, gone_CO: jax.Array, u_CC: jax.Array, pattern: tuple[int, int]
 ) -> jax.Array:
-    """Of N:M, what becomes zero of the M columns that begin at i, where such a group begins."""
+    """Extend the mask of zeros by the N:M group that begins at column i, if one does."""
     n, m = pattern
 
     def choose() -> jax.Array:
@@ -276,7 +282,7 @@ def _scaled(
     zero_GO: jax.Array,
     to: Integer,
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales, with those of the group that begins at column i, where one does."""
+    """Set the scales of the group that begins at column i, if one does."""
     size = to.group
     assert size is not None
 

@@ -1,11 +1,11 @@
-"""Tucker and CP decompositions of stacked matrices, such as one kind of all layers `[L, O, I]`.
+"""Tucker and CP decompositions of stacked matrices, such as one kind from all layers `[L, O, I]`.
 
-An experiment, and no format of weights: what it finds is multiplied out again before a model runs.
-Both share bases between layers, which pays where layers resemble each other. CP's rank may be above
-the number of inputs, so that its matrices keep their full rank; but each layer then multiplies with
-more numbers than it had: that saves bytes and no time.
+An experiment, not a weight format: the result is multiplied out before a model runs. Both share
+bases between layers, which helps if layers are similar. CP's rank may exceed the number of inputs,
+so its matrices can keep their full rank; but then each layer multiplies more elements than before,
+which saves bytes and no time.
 
-Float64 on the host. Kolda and Bader 2009 (SIAM Review 51) is where the names come from.
+Float64 on the host. Terms follow Kolda and Bader 2009 (SIAM Review 51).
 """
 
 import string
@@ -19,9 +19,9 @@ from jaxllm.errors import ConfigError
 
 class Tucker(NamedTuple):
     """`tensor = core x_1 U_1 x_2 U_2 ...`: a core `[r_1, r_2, ...]`, and for each mode a basis
-    `[n, r]` whose columns are orthonormal.
+    `[n, r]` with orthonormal columns.
 
-    As they are, the square of what it misses is `|tensor|^2 - |core|^2`.
+    Because of that, the squared error is `|tensor|^2 - |core|^2`.
     """
 
     core: np.ndarray
@@ -29,11 +29,11 @@ class Tucker(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Number of elements of the decomposition."""
         return int(self.core.size + sum(basis.size for basis in self.bases))
 
     def dense(self) -> np.ndarray:
-        """The tensor itself."""
+        """Return the tensor."""
         tensor = self.core
         for mode, basis in enumerate(self.bases):
             tensor = times(tensor, basis, mode)
@@ -41,19 +41,19 @@ class Tucker(NamedTuple):
 
 
 class CP(NamedTuple):
-    """A sum of R outer products: for each mode a factor `[n, R]`, and what was missed, as a share
-    of the tensor's norm, after each sweep."""
+    """A sum of R outer products: for each mode a factor `[n, R]`, and the relative error after each
+    sweep."""
 
     factors: tuple[np.ndarray, ...]
     errors: tuple[float, ...] = ()
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
+        """Number of elements of the decomposition."""
         return sum(factor.size for factor in self.factors)
 
     def dense(self) -> np.ndarray:
-        """The tensor itself."""
+        """Return the tensor."""
         modes = string.ascii_lowercase[: len(self.factors)]
         tensor: np.ndarray = np.einsum(
             f"{','.join(f'{mode}R' for mode in modes)}->{modes}", *self.factors, optimize=True
@@ -62,20 +62,20 @@ class CP(NamedTuple):
 
 
 def unfold(tensor: np.ndarray, mode: int) -> np.ndarray:
-    """The matrix `[n, everything else]` of one mode."""
+    """Unfold a tensor along one mode into a matrix `[n, everything else]`."""
     return np.moveaxis(tensor, mode, 0).reshape(tensor.shape[mode], -1)
 
 
 def times(tensor: np.ndarray, matrix: np.ndarray, mode: int) -> np.ndarray:
-    """`tensor x_mode matrix`: the matrix `[m, n]` applied to every fibre of a mode of n."""
+    """Return `tensor x_mode matrix`: the matrix `[m, n]` applied to every fiber of the mode."""
     return np.moveaxis(np.tensordot(matrix, tensor, axes=(1, mode)), 0, mode)
 
 
 def hosvd(tensor: np.ndarray, ranks: Sequence[int]) -> Tucker:
-    """Tucker by the leading left singular vectors of each unfolding (De Lathauwer et al. 2000).
+    """Compute Tucker by leading left singular vectors of unfoldings (De Lathauwer et al. 2000).
 
-    Misses at most sqrt(number of modes) times what the best of these ranks does. Raises ConfigError
-    for ranks that are not from 1 to the size of their mode.
+    The error is at most sqrt(number of modes) times the best for these ranks. Raises ConfigError
+    unless each rank is from 1 to the size of its mode.
     """
     wide = _checked(tensor, ranks)
     bases = tuple(_leading(unfold(wide, mode), rank) for mode, rank in enumerate(ranks))
@@ -83,9 +83,9 @@ def hosvd(tensor: np.ndarray, ranks: Sequence[int]) -> Tucker:
 
 
 def hooi(tensor: np.ndarray, ranks: Sequence[int], *, sweeps: int) -> Tucker:
-    """`hosvd`, made better: each basis in turn is the best for the others.
+    """Refine `hosvd`: optimize each basis in turn for the others.
 
-    What it misses never grows from one sweep to the next. Raises what `hosvd` raises.
+    The error never grows from one sweep to the next. Raises what `hosvd` raises.
     """
     wide = _checked(tensor, ranks)
     bases = list(hosvd(wide, ranks).bases)
@@ -97,21 +97,21 @@ def hooi(tensor: np.ndarray, ranks: Sequence[int], *, sweeps: int) -> Tucker:
 
 
 def tucker_error(tensor: np.ndarray, found: Tucker) -> float:
-    """The norm of what it misses, by the norms of the tensor and of the core."""
+    """Return the norm of the error, from the norms of the tensor and of the core."""
     squared = (np.asarray(tensor, np.float64) ** 2).sum() - (found.core**2).sum()
     return float(np.sqrt(max(squared, 0.0)))
 
 
 def cp(tensor: np.ndarray, rank: int, *, sweeps: int, rng: np.random.Generator) -> CP:
-    """CP by alternating least squares: each factor in turn is the best for the others.
+    """Compute CP by alternating least squares: optimize each factor in turn for the others.
 
-    It begins with the leading singular vectors of each unfolding, and random columns from `rng`
-    where a mode has fewer than `rank`. What it misses never grows, and may be that of a local
-    minimum. Raises ConfigError for a rank below 1.
+    Starts from the leading singular vectors of each unfolding, and random columns from `rng` where
+    a mode has fewer than `rank`. The error never grows, but may reach only a local minimum. Raises
+    ConfigError for a rank below 1.
     """
     wide = np.asarray(tensor, np.float64)
     if rank < 1:
-        raise ConfigError(f"a CP rank is at least 1, got {rank}")
+        raise ConfigError(f"CP rank must be at least 1: got {rank}")
     factors = [_first(unfold(wide, mode), rank, rng) for mode in range(wide.ndim)]
     squared, errors = float((wide**2).sum()), []
     for _ in range(sweeps):
@@ -133,7 +133,7 @@ def _core(tensor: np.ndarray, bases: Sequence[np.ndarray]) -> np.ndarray:
 
 def _leading(matrix: np.ndarray, rank: int) -> np.ndarray:
     left, _, _ = np.linalg.svd(matrix, full_matrices=False)
-    if rank > left.shape[1]:  # a mode longer than all the others together
+    if rank > left.shape[1]:  # the mode is longer than the product of the others
         left, _, _ = np.linalg.svd(matrix, full_matrices=True)
     return left[:, :rank]
 
@@ -144,7 +144,7 @@ def _first(matrix: np.ndarray, rank: int, rng: np.random.Generator) -> np.ndarra
 
 
 def _contracted(tensor: np.ndarray, factors: Sequence[np.ndarray], mode: int) -> np.ndarray:
-    """Every mode but one multiplied with its factor, a column of each at a time: `[n, R]`."""
+    """Contract every mode but one with its factor, column by column: `[n, R]`."""
     modes = string.ascii_lowercase[: tensor.ndim]
     others = [f"{m}R" for i, m in enumerate(modes) if i != mode]
     product: np.ndarray = np.einsum(
@@ -157,7 +157,7 @@ def _contracted(tensor: np.ndarray, factors: Sequence[np.ndarray], mode: int) ->
 
 
 def _hadamard(factors: Sequence[np.ndarray]) -> np.ndarray:
-    """The product, number by number, of the factors' Gram matrices `[R, R]`."""
+    """Return the elementwise product of the factors' Gram matrices `[R, R]`."""
     product: np.ndarray = np.prod([factor.T @ factor for factor in factors], axis=0)
     return product
 
@@ -167,7 +167,7 @@ def _checked(tensor: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
         1 <= rank <= n for rank, n in zip(ranks, tensor.shape, strict=False)
     ):
         raise ConfigError(
-            f"Tucker ranks are one for each mode of {tensor.shape}, from 1 to its size, got"
+            f"Tucker ranks must be from 1 to the size of each mode of {tensor.shape}: got"
             f" {tuple(ranks)}"
         )
     return np.asarray(tensor, np.float64)

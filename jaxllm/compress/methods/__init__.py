@@ -1,6 +1,7 @@
-"""The functions of the table of steps.
+"""The compression methods that the registry names.
 
-formats: each matrix by itself. calibrated: by what a text makes of its inputs. activations: what
-inputs are rounded to. experts: each by the tokens that are routed to it. walk: layer by layer,
-those that a rule names. factoring: two thin matrices. smaller: fewer heads, channels, layers.
+formats: round to nearest, and changes of format. calibrated: GPTQ, SparseGPT, AWQ, SmoothQuant,
+Wanda, magnitude. activations: static input quantization. experts: calibration per expert. walk: the
+layerwise loop, and the matrices that a rule matches. factoring: low rank. smaller: fewer heads,
+channels or layers.
 """

@@ -1,4 +1,4 @@
-"""The grid on which a linear's inputs are rounded, found once from a text: static quantization."""
+"""Static quantization of a linear's inputs: scale and zero point come from calibration data."""
 
 from typing import Annotated
 
@@ -22,9 +22,11 @@ LEVELS = Levels(LEAST, MOST)
 
 
 class StaticInputs(On, frozen=True):
-    """range: from the least input to the largest (minmax), their moving averages (average), all but
-    a few (percentile), or what rounds with the least squared error (histogram) or the least error
-    to the power 2.4 (grid). percent: how many a percentile keeps. symmetric: 0 has code 0.
+    """Options of static input quantization.
+
+    range: minmax (smallest to largest input), average (their moving averages), percentile, or the
+    range that minimizes the squared error (histogram) or the error to the power 2.4 (grid).
+    percent: share of inputs that percentile keeps. symmetric: zero point 0.
     """
 
     range: str = "minmax"
@@ -36,7 +38,7 @@ RANGES = ("minmax", "average", "percentile", "histogram", "grid")
 
 
 def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -> Subject:
-    """Round inputs of int8 weights to int8, on one grid for all that a linear is given."""
+    """Round inputs of int8 weights to int8, with one scale and zero point per linear."""
 
     def change(stage: Stage) -> Params:
         params = stage.params
@@ -46,23 +48,23 @@ def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -
                 weight = at(params, linear)["weight"]
                 if not isinstance(weight, QTensor) or not fits(parse(weight.format)):
                     raise ConfigError(
-                        f"{stage.path}.{linear} is not of int8, whose inputs can be rounded:"
-                        " quantize: rtn int8 before it"
+                        f"{stage.path}.{linear} is not int8, which static inputs require: add"
+                        " 'quantize: rtn int8' before this step"
                     )
                 params = put(params, linear, weight=Static.of(weight, found.scale, found.zero))
         return params
 
-    return layer_by_layer(subject, work, f"ranges of inputs, {options.range}", change)
+    return layer_by_layer(subject, work, f"input ranges, {options.range}", change)
 
 
 def check_static(shapes: object, argument: str, options: StaticInputs) -> None:
-    """Raise ConfigError for a range that there is not."""
+    """Raise ConfigError for an unknown range."""
     if options.range not in RANGES:
-        raise ConfigError(f"range is one of {', '.join(RANGES)}, got {options.range!r:.40}")
+        raise ConfigError(f"range must be one of {', '.join(RANGES)}: got {options.range!r:.40}")
 
 
 def _grid(stage: Stage, params: Params, site: Site, options: StaticInputs) -> Parameters:
-    """Scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
+    """Find scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
     where = f"{stage.path}.{site.linears[0]}"
     if options.range in ("percentile", "histogram"):
         counted = stage.fold(params, observe, site.input, histogram())

@@ -1,4 +1,4 @@
-"""Steps that go through a model layer by layer, by what a text makes of each linear's inputs."""
+"""GPTQ, SparseGPT, Wanda, magnitude pruning, AWQ and SmoothQuant."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,8 +23,10 @@ from jaxllm.weights.paths import Params, first_match, map_leaves
 
 
 class Gptq(On, frozen=True):
-    """act_order: columns of larger inputs first. static_groups: groups stay of neighbours then.
-    damping: of the mean diagonal of H, what is added to it.
+    """Options of GPTQ.
+
+    act_order: process columns with larger inputs first. static_groups: with act_order, groups are
+    still adjacent columns. damping: added to H's diagonal, as a fraction of its mean.
     """
 
     act_order: bool = False
@@ -33,33 +35,33 @@ class Gptq(On, frozen=True):
 
 
 class SparseGpt(On, frozen=True):
-    """quantize: a format of integers that what stays is rounded to as well. damping: as GPTQ's."""
+    """quantize: integer format for the remaining weights; "" keeps them. damping: as GPTQ's."""
 
     quantize: str = ""
     damping: Fraction = 0.01
 
 
 class Awq(On, frozen=True):
-    """clip: also cut ranges, except of what `keep` names."""
+    """clip: also clip ranges, except of linears that match the regex `keep`."""
 
     clip: bool = True
     keep: str = r".*(q_proj|k_proj|c_attn)"
 
 
 class Smooth(On, frozen=True):
-    """alpha: how much of the difficulty goes over to the weights."""
+    """alpha: migration strength, from 0 (scale by weights only) to 1 (by activations only)."""
 
     alpha: Fraction = 0.5
 
 
 class Magnitude(On, frozen=True):
-    """scope: layer, the same part of each matrix; model, the smallest of all matrices."""
+    """scope: "layer" prunes the same share of each matrix, "model" the smallest weights overall."""
 
     scope: str = "layer"
 
 
 def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
-    """Round to integers column by column, the later ones making up for the earlier."""
+    """Quantize to integers column by column; later columns compensate earlier errors."""
     to = integers(argument)
 
     def prepare(moments: Moments, where: str) -> Linear:
@@ -81,7 +83,7 @@ def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
 
 
 def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -> Subject:
-    """Set to zero what costs least, the other columns taking over what it did."""
+    """Zero the weights that cost least; later columns compensate."""
     sparsity = parse_sparsity(argument)
     to = integers(options.quantize) if options.quantize else None
 
@@ -103,15 +105,15 @@ def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -
 def _factored(
     moments: Moments, where: str, damping: float, work: Work, act_order: bool = False
 ) -> Factor:
-    """What GPTQ takes of a site's inputs. Says so where they had to be damped more than asked."""
+    """Factor the inverse Hessian of a site's inputs. Logs if more damping than asked was needed."""
     by = factor(moments.gram_II, float(moments.count), damping=damping, act_order=act_order)
     if by.damping > damping:
-        work.say(f"{where}: H is not positive definite, damped by {by.damping:.3g}")
+        work.say(f"{where}: H is not positive definite, damping raised to {by.damping:.3g}")
     return by
 
 
 def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
-    """Set to zero, in each row, the least of weight times norm of input."""
+    """Zero the smallest |weight| x input norm in each row."""
     sparsity = parse_sparsity(argument)
 
     def prepare(moments: Moments, where: str) -> Linear:
@@ -121,7 +123,7 @@ def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
 
 
 def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
-    """Set to zero the smallest weights: of each matrix, or of all of them."""
+    """Zero the smallest weights of each matrix, or of all matrices together."""
     sparsity = parse_sparsity(argument)
     leaves = single(subject.params, options.on, "prune: magnitude")
     bound: float | None = None
@@ -139,7 +141,7 @@ def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -
 
 
 def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
-    """Round to integers with channels scaled so that those that matter lose least."""
+    """Quantize to integers, with channels scaled so that important ones lose less."""
     to = integers(argument)
 
     def change(stage: Stage) -> Params:
@@ -161,7 +163,7 @@ def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
 
 
 def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) -> Subject:
-    """Even out activations before they are rounded; what the model computes stays."""
+    """Scale channels so that activations are easier to quantize; the outputs stay the same."""
 
     def change(stage: Stage) -> Params:
         params = stage.params
@@ -178,39 +180,39 @@ def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) ->
 
 
 def integers(name: str) -> Integer:
-    """A format of integers by its name. Raises ConfigError for another."""
+    """Parse an integer format. Raises ConfigError for any other."""
     found = parse(name)
     if not isinstance(found, Integer):
-        raise ConfigError(f"{name} rounds to no integers, as int8, int4-g64 or int3-g128-zp do")
+        raise ConfigError(f"{name} is not an integer format such as int8, int4-g64 or int3-g128-zp")
     return found
 
 
 def check_gptq(shapes: Shapes, argument: str, options: Gptq) -> None:
-    """Raise ConfigError for experts whose columns would each be in an order of their own."""
+    """Raise ConfigError for experts with act_order and static_groups=false: orders would differ."""
     ordered = options.act_order and not options.static_groups and integers(argument).group
     for path in matched(shapes, options.on, argument):
         if ordered and len(shapes[path]) > 2:
-            raise ConfigError(f"{path} is of experts, which take act_order with static_groups=true")
+            raise ConfigError(f"{path} belongs to experts: act_order requires static_groups=true")
 
 
 def check_pattern(shapes: Shapes, argument: str, options: On) -> None:
-    """Raise ConfigError for a matrix whose rows cannot be parted into groups of M."""
+    """Raise ConfigError for a matrix whose rows cannot be split into groups of M."""
     sparsity = parse_sparsity(argument)
     for path in matched(shapes, options.on, argument):
         sparsity.check(shapes[path][-1], path)
 
 
 def check_magnitude(shapes: Shapes, argument: str, options: Magnitude) -> None:
-    """Raise ConfigError as `check_pattern` does, and for a scope that there is not."""
+    """Raise ConfigError as `check_pattern` does, and for an invalid scope."""
     check_pattern(shapes, argument, options)
     if options.scope not in ("layer", "model"):
-        raise ConfigError(f"scope is layer or model, got {options.scope!r:.40}")
+        raise ConfigError(f"scope must be layer or model: got {options.scope!r:.40}")
     if options.scope == "model" and parse_sparsity(argument).pattern:
-        raise ConfigError(f"{argument} is of neighbours, not of the smallest of a model")
+        raise ConfigError(f"scope=model requires a share such as 50%: got {argument}")
 
 
 def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGpt) -> None:
-    """Raise ConfigError as `check_pattern` does, and for a format that rounds to no integers."""
+    """Raise ConfigError as `check_pattern` does, and for a format that is not integer."""
     check_pattern(shapes, argument, options)
     if options.quantize:
         integers(options.quantize)
@@ -223,7 +225,7 @@ def by_inputs(
     name: str,
     prepare: Callable[[Moments, str], Linear],
 ) -> Subject:
-    """Every matrix that the rule names, changed by the moments of its inputs, part after part."""
+    """Change every matrix that the rule matches, given the statistics of its inputs."""
 
     def change(stage: Stage) -> Params:
         params = stage.params

@@ -1,4 +1,4 @@
-"""Steps that change each expert by what the tokens make that are routed to it."""
+"""Calibrated changes of experts: each is calibrated on the tokens routed to it."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,13 +13,13 @@ from jaxllm.models.experts import MixtureConfig
 from jaxllm.weights.formats import Weight
 from jaxllm.weights.paths import Params, first_match
 
-Linear = Callable[[str, Weight], Weight]  # of a matrix at a path, what it becomes
+Linear = Callable[[str, Weight], Weight]  # (path, weight) to the new weight
 EXPERTS = "mlp.experts"
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def chosen_stacks(stage: Stage, rule: str) -> list[str]:
-    """Which stacks of a layer's experts a path rule names. Raises ConfigError as `check_single`."""
+    """Return the expert stacks of a layer that match a rule. Raises what `check_single` raises."""
     if "experts" not in stage.params.get("mlp", {}):
         return []
     paths = {name: f"{stage.path}.{EXPERTS}.{name}.weight" for name in NAMES}
@@ -36,10 +36,11 @@ def by_expert(
     prepare: Callable[[Moments, str], Linear],
     say: Callable[[str], None],
 ) -> Params:
-    """Each expert's matrices changed by the moments of its own inputs, one after the other.
+    """Change each expert's matrices, given the statistics of its own inputs.
 
-    What comes into its last linear is what its first two, as they have become, make. An expert that
-    no token runs is changed as if its inputs were all alike, and `say` is told of it.
+    The inputs of an expert's down projection are computed with its changed gate and up. Experts
+    without any token are changed as if their inputs were uncorrelated and of equal size, and are
+    logged.
     """
     config = stage.model.config
     assert isinstance(config, MixtureConfig)
@@ -63,8 +64,8 @@ def by_expert(
                 made[name].append(one[name])
     if idle := [str(e) for e in range(config.num_experts) if not tokens.count(e)]:
         say(
-            f"{stage.path}: no token of the calibration text runs experts {', '.join(idle)}:"
-            " each number of theirs is taken by itself (rounding is to the nearest)"
+            f"{stage.path}: no calibration token is routed to experts {', '.join(idle)}:"
+            " they fall back to round-to-nearest"
         )
     for name, matrices in made.items():
         whole = jax.tree.map(lambda *x: jnp.stack(x), *matrices)

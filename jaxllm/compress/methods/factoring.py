@@ -1,4 +1,4 @@
-"""Steps that put two thin matrices in the place of one."""
+"""Low-rank factorization of a model's matrices: SVD, ASVD, SVD-LLM."""
 
 import dataclasses
 import re
@@ -30,12 +30,12 @@ from jaxllm.weights.formats import Weight, dense, format_of, parse
 from jaxllm.weights.paths import Params, map_leaves
 
 Decompose = Callable[[np.ndarray, Moments], Spectrum]
-Ranks = dict[str, int | None]  # by path; None: the matrix is left whole
+Ranks = dict[str, int | None]  # by path; None keeps the matrix dense
 
 
 class Factor(On, frozen=True):
-    """format: of both factors, by default that of the matrix. ranks: even, each matrix by itself;
-    spread, those of all together where they lower relative errors most.
+    """format: of both factors; "" means that of the matrix. ranks: "even" chooses each matrix's
+    rank separately, "spread" allocates ranks where they lower relative errors most.
     """
 
     format: str = ""
@@ -43,14 +43,16 @@ class Factor(On, frozen=True):
 
 
 class Asvd(Factor, frozen=True):
-    """alpha: the power to which an input's size counts."""
+    """alpha: exponent of an input's size."""
 
     alpha: Fraction = 0.5
 
 
 class Size(NamedTuple):
-    """How thin, by one of these. rank: of each matrix. kept: the share of its numbers that stays.
-    energy: the share of its squared singular values that does.
+    """How to choose a matrix's rank; one field is set.
+
+    rank: the rank itself. kept: share of the matrix's elements that the factors have. energy: share
+    of the squared singular values that they keep.
     """
 
     rank: int | None = None
@@ -58,7 +60,7 @@ class Size(NamedTuple):
     energy: float | None = None
 
     def of(self, spectrum: Spectrum) -> int:
-        """The rank of one matrix."""
+        """Return the rank of one matrix."""
         if self.energy is not None:
             return lowrank.rank_of_energy(spectrum.sigma_R, self.energy)
         if self.kept is not None:
@@ -68,9 +70,9 @@ class Size(NamedTuple):
 
 
 def size(text: str) -> Size:
-    """`64`, a rank; `80%` of the numbers stay; `energy:95%` of the squared singular values do.
+    """Parse `64` (a rank), `80%` (of the elements), `energy:95%` (of the squared singular values).
 
-    Raises ConfigError for what is none of them.
+    Raises ConfigError for anything else.
     """
     if re.fullmatch(r"[1-9]\d{0,6}", text):
         return Size(rank=int(text))
@@ -78,14 +80,16 @@ def size(text: str) -> Size:
         energy = text.removeprefix("energy:")
         return Size(kept=share(text)) if energy == text else Size(energy=share(energy))
     except ConfigError as error:
-        raise ConfigError(f"a rank such as 64, energy:95%, or {error}") from None
+        raise ConfigError(
+            f"size must be a rank such as 64, a share, or energy:95%: {error}"
+        ) from None
 
 
 SIZE = Argument("RANK|KEPT%|energy:KEPT%", size)
 
 
 def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
-    """The matrices of a rank that are nearest to the weights."""
+    """Replace matrices by the low-rank factors nearest to the weights."""
     leaves, wanted = single(subject.params, options.on, "factor: svd"), size(argument)
     with steps_bar("SVD", len(leaves), work.show_progress) as done:
 
@@ -110,7 +114,7 @@ def svd(subject: Subject, argument: str, options: Factor, work: Work) -> Subject
 
 
 def asvd(subject: Subject, argument: str, options: Asvd, work: Work) -> Subject:
-    """The same, with each input's weights counted by its size (ASVD)."""
+    """Replace matrices by low-rank factors, weighting each column by its input's size (ASVD)."""
 
     def decompose(w_OI: np.ndarray, moments: Moments) -> Spectrum:
         return lowrank.scaled(w_OI, np.asarray(moments.mean_abs_I), alpha=options.alpha)
@@ -119,7 +123,7 @@ def asvd(subject: Subject, argument: str, options: Asvd, work: Work) -> Subject:
 
 
 def svdllm(subject: Subject, argument: str, options: Factor, work: Work) -> Subject:
-    """The matrices of a rank whose outputs are nearest (SVD-LLM)."""
+    """Replace matrices by the low-rank factors with the nearest outputs (SVD-LLM)."""
 
     def decompose(w_OI: np.ndarray, moments: Moments) -> Spectrum:
         return lowrank.whitened(w_OI, np.asarray(moments.gram_II))
@@ -128,20 +132,22 @@ def svdllm(subject: Subject, argument: str, options: Factor, work: Work) -> Subj
 
 
 def check(shapes: Shapes, argument: str, options: Factor) -> None:
-    """Raise ConfigError for a rank that a matrix has not, a share less than rank 1 takes, ranks
-    spread where there is nothing to share out, and factors of no format.
+    """Raise ConfigError for a rank above a matrix's own, a share too small for rank 1, ranks=spread
+    without a share, and an unknown format.
     """
     wanted = size(argument)
     if options.ranks == "spread" and wanted.kept is None:
-        raise ConfigError("ranks=spread shares out what is KEPT%, such as 80%")
+        raise ConfigError("ranks=spread requires a share KEPT%, such as 80%")
     if options.format:
         parse(f"rank1/{options.format}")
     for path in matched(shapes, options.on, argument):
         shape = shapes[path]
         if len(shape) != 2:
-            raise ConfigError(f"{path} is a stack of matrices {shape}: name others with on=")
+            raise ConfigError(f"{path} is a stack of matrices {shape}: exclude it with on=")
         if wanted.rank is not None and wanted.rank > min(shape):
-            raise ConfigError(f"{path} {shape} has no rank {wanted.rank}, the most is {min(shape)}")
+            raise ConfigError(
+                f"{path} {shape}: rank {wanted.rank} is above the maximum {min(shape)}"
+            )
         if wanted.kept is not None:
             lowrank.rank_of_share((shape[0], shape[1]), wanted.kept)
 
@@ -171,7 +177,7 @@ def _by_inputs(
 def _spread_by_inputs(
     subject: Subject, wanted: Size, options: Factor, work: Work, name: str, decompose: Decompose
 ) -> Ranks:
-    """Ranks by what the model, as it is, makes of the text."""
+    """Allocate ranks, with inputs computed by the unchanged model."""
     assert work.calibration is not None
     sigmas: dict[str, np.ndarray] = {}
 
@@ -200,11 +206,11 @@ def _spread(sigmas: dict[str, np.ndarray], shapes: Shapes, wanted: Size) -> Rank
 def _factored(
     path: str, weight: Weight, spectrum: Spectrum, rank: int | None, options: Factor, work: Work
 ) -> Weight:
-    """The factors; the weight as it is, and said, where they would have no fewer numbers."""
+    """Return the factors; or the weight itself, with a log line, if they would not be smaller."""
     if rank is None:
         return weight
     if not lowrank.gains(spectrum.shape, rank):
-        work.say(f"{path}: rank {rank} of {spectrum.shape} saves nothing, it is left whole")
+        work.say(f"{path}: rank {rank} of {spectrum.shape} saves nothing, kept dense")
         return weight
     return lowrank.as_factored(spectrum, rank, options.format or format_of(weight))
 

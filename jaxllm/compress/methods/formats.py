@@ -1,4 +1,4 @@
-"""Steps that change the format of each matrix by itself, and of what it is multiplied with."""
+"""Methods without calibration: round to nearest, changes of format, dynamic int8 inputs."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from jaxllm.weights.quantize import POSITIONS, ROUTER, Rules, format_at
 
 
 class Everywhere(On, frozen=True):
-    """on: a path rule, by default all matrices. clip: cut each range of integers to where the
-    weights' squared error is least.
+    """on: as in `On`, by default all matrices. clip: clip each integer range to minimize the
+    weights' squared error.
     """
 
     on: str = ".*"
@@ -24,10 +24,10 @@ class Everywhere(On, frozen=True):
 
 
 def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Subject:
-    """Round to nearest: each weight to the nearest number of its group's grid.
+    """Round each weight to the nearest value of its format.
 
-    For all matrices it is `quantize(params, argument)`, which leaves the table of tokens and the
-    head at 8 bits where the rest has 4.
+    With the default rule this is `quantize(params, argument)`, which keeps embeddings and the LM
+    head at 8 bits if the rest has 4.
     """
     plain = options.on == Everywhere().on
     rules: Rules = argument if plain else [POSITIONS, ROUTER, (options.on, argument)]
@@ -48,7 +48,7 @@ def rtn(subject: Subject, argument: str, options: Everywhere, work: Work) -> Sub
 
 
 def store(subject: Subject, argument: str, options: On, work: Work) -> Subject:
-    """The same numbers in another format, so far as it has them."""
+    """Convert weights to another format; values may round."""
 
     def change(path: str, leaf: Weight) -> Weight:
         chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
@@ -58,7 +58,7 @@ def store(subject: Subject, argument: str, options: On, work: Work) -> Subject:
 
 
 def inside(weight: Weight, name: str) -> Weight:
-    """The weight in the format `name`; of one that is composed of others, these are."""
+    """Convert a weight to the format `name`; for one composed of others, convert those."""
     if not as_leaf(weight).composed or parse(name).name.count("/"):
         return as_format(weight, name)
 
@@ -72,6 +72,6 @@ def inside(weight: Weight, name: str) -> Weight:
 
 
 def int8_inputs(subject: Subject, argument: str, options: Options, work: Work) -> Subject:
-    """Inputs of integer weights are rounded to int8 as they come (dynamic quantization)."""
+    """Round inputs of integer weights to int8 at run time (dynamic quantization)."""
     precision = dataclasses.replace(subject.precision, int8_inputs=True)
     return dataclasses.replace(subject, precision=precision)

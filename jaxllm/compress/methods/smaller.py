@@ -1,4 +1,4 @@
-"""Steps after which a model has fewer heads, channels or layers."""
+"""Structured pruning: methods that drop heads, channels or layers."""
 
 import dataclasses
 import re
@@ -17,16 +17,16 @@ Ends = Annotated[int, msgspec.Meta(ge=-1)]
 
 
 class Groups(Options, frozen=True):
-    """by: what a group counts for (`compress/salience.py`): the size of its weights, times that of
-    their inputs, or the first or second order of the loss.
+    """by: criterion of importance: the size of a group's weights, that times the size of their
+    inputs, or the change of the loss to first or second order (see `structure.salience`).
     """
 
     by: Salience = "inputs"
 
 
 class Layers(Options, frozen=True):
-    """by: influence of single layers, or angle of a run. first, last: how many at either end stay;
-    -1 as in the paper, 4 and 2 of 32.
+    """by: influence of single layers, or angle of a run. first, last: layers at either end that
+    are never dropped; -1 as in LLM-Pruner, 4 and 2 of 32.
     """
 
     by: Literal["influence", "angle"] = "influence"
@@ -35,22 +35,22 @@ class Layers(Options, frozen=True):
 
 
 def heads(subject: Subject, argument: str, options: Groups, work: Work) -> Subject:
-    """Cut key/value heads with the query heads that share them."""
+    """Drop key/value heads with the query heads that share them."""
     return _narrower(subject, "heads", argument, options, work)
 
 
 def channels(subject: Subject, argument: str, options: Groups, work: Work) -> Subject:
-    """Cut channels of the MLPs."""
+    """Drop channels of the MLPs."""
     return _narrower(subject, "channels", argument, options, work)
 
 
 def layers(subject: Subject, argument: str, options: Layers, work: Work) -> Subject:
-    """Cut layers that change the stream least.
+    """Drop the layers that change the residual stream least.
 
-    Raises ConfigError where modules have formats by path: another layer would have the number.
+    Raises ConfigError if modules have formats by path, since the remaining layers are renumbered.
     """
     if any(row.activations or row.output for _, row in subject.precision.overrides):
-        raise ConfigError("layers are cut before modules are given formats by path")
+        raise ConfigError("layers cannot be dropped after modules were given formats by path")
     assert work.calibration is not None
     model, count, token_NT = subject.model, subject.config.num_hidden_layers, _rows(work)
     gone = structure.removed(count, amount(argument), "layers")
@@ -65,13 +65,13 @@ def layers(subject: Subject, argument: str, options: Layers, work: Work) -> Subj
     else:
         measured = influence.angular_distance(model, subject.params, token_NT, gone)
         kept = influence.without_run(measured, gone, first, last)
-    work.say(f"layers {', '.join(str(i) for i in range(count) if i not in kept)} go")
+    work.say(f"dropping layers {', '.join(str(i) for i in range(count) if i not in kept)}")
     config, params = structure.cut_layers(subject.config, subject.params, kept)
     return dataclasses.replace(subject, config=config, params=params)
 
 
 def amount(text: str) -> float | int:
-    """How much of something goes: `25%` of it, or 2. Raises ConfigError."""
+    """Parse how much to drop: `25%`, or a count such as 2. Raises ConfigError."""
     return int(text) if re.fullmatch(r"[1-9]\d{0,6}", text) else share(text)
 
 
@@ -80,7 +80,7 @@ def _narrower(
 ) -> Subject:
     total = structure.groups(subject.config, kind)
     gone = structure.removed(total, amount(argument), kind)
-    structure.narrower(subject.config, kind, total - gone)  # refused before the work
+    structure.narrower(subject.config, kind, total - gone)  # raises before the work
     found = salience.salience(
         subject.model,
         subject.params,

@@ -1,4 +1,4 @@
-"""A step that changes a model layer by layer, and keeps each as soon as it is done."""
+"""The layerwise loop of a step with resume, and the matrices that a rule matches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxllm.weights.paths import Params, first_match, flatten
 def layer_by_layer(
     subject: Subject, work: Work, name: str, change: Callable[[Stage], Params]
 ) -> Subject:
-    """Each layer changed once, and kept in the journal as soon as it is."""
+    """Change each layer once, and save it in the journal as soon as it is finished."""
     assert work.calibration is not None
 
     def kept(stage: Stage) -> Params:
@@ -36,10 +36,9 @@ def layer_by_layer(
 
 
 def chosen_of(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
-    """The sites of which a path rule names linears, with those, in the order of the layer.
+    """Return each site with its linears that match a rule, in the order they run; no routers.
 
-    Raises ConfigError as `check_single` does, and for a matrix that the rule names of which nobody
-    says what comes into it. Routers stay as they are.
+    Raises ConfigError as `check_single` does, and for a matching matrix whose inputs are unknown.
     """
     found = []
     known = {linear for site in stage.sites for linear in site.linears}
@@ -49,7 +48,9 @@ def chosen_of(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
         if leaf.ndim != 2 or linear == router or not first_match([(rule, True)], named):
             continue
         if linear not in known:
-            raise ConfigError(f"{named}: this step does not know its inputs: leave it out of on=")
+            raise ConfigError(
+                f"{named} has unknown inputs, which this step needs: exclude it with on="
+            )
     for site in stage.sites:
         paths = {linear: f"{stage.path}.{linear}.weight" for linear in site.linears}
         linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
@@ -60,7 +61,7 @@ def chosen_of(stage: Stage, rule: str) -> list[tuple[Site, list[str]]]:
 
 
 def single(params: Params, rule: str, where: str) -> dict[str, Weight]:
-    """The matrices that a path rule names. Raises ConfigError for none, and as `check_single`."""
+    """Return the matrices that match a rule. Raises ConfigError for none, or as `check_single`."""
     leaves = dict(flatten(params))
     found = {path: leaves[path] for path in matched(shapes_of(params), rule, where)}
     for path, leaf in found.items():
@@ -69,10 +70,10 @@ def single(params: Params, rule: str, where: str) -> dict[str, Weight]:
 
 
 def check_single(path: str, weight: Weight) -> None:
-    """Raise ConfigError for a weight that is made of others: a step would multiply it out."""
+    """Raise ConfigError for a weight composed of others: changing it would make it dense."""
     leaf = as_leaf(weight)
     if leaf.composed:
         raise ConfigError(
-            f"{path} is {leaf.format}: this step is for single matrices, so it comes before what"
-            " makes others of them"
+            f"{path} is {leaf.format}, expected a single matrix: put this step before the one that"
+            " changed it"
         )

@@ -1,5 +1,5 @@
-"""Ranges that integers cover.
+"""Observers: find the range of values that integers should cover.
 
-observers: what is remembered of a stream to find one. histograms: the one that remembers more than
-two numbers. ranges: the grid of a range, and numbers on it.
+observers: min-max, moving average and grid search. histograms: the histogram observer. ranges:
+scale and zero point of a range, and rounding with them.
 """

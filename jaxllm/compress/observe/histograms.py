@@ -1,7 +1,7 @@
-"""A histogram of a stream whose range is not known before, and the ranges that are read from it.
+"""Histogram observer: a histogram of a stream of unknown range, and ranges derived from it.
 
-The steps are those of torch.ao.quantization's HistogramObserver, so that ranges are the same. It is
-of a whole tensor; `jax.vmap` makes one for each channel.
+It reproduces the arithmetic of torch.ao.quantization's HistogramObserver, so the ranges agree. One
+histogram covers a whole tensor; `jax.vmap` makes one per channel.
 """
 
 from functools import partial
@@ -15,18 +15,18 @@ from jaxllm.compress.observe.ranges import Range
 from jaxllm.errors import ConfigError
 from jaxllm.whole import whole
 
-FINER = 16  # parts that a bin is cut into where the range grows
-SEARCH = 100_000  # steps of the search: each moves one end by a hundred thousandth of the mass
+FINER = 16  # parts of a bin when the range grows
+SEARCH = 100_000  # search steps: each moves one end by 1e-5 of the mass
 
 Carry = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 class Histogram(Observer):
-    """How many numbers fell into each of B bins of equal width from `low` to `high`.
+    """Counts of values in B bins of equal width from `low` to `high`.
 
-    count_B: float32, whole numbers until the range grows and bins are redistributed. low, high:
-    float32, the least and greatest number met; inf, -inf before. Where both are the same number,
-    the bins reach from one less to one more.
+    count_B: float32, integral until the range grows and bins are redistributed. low, high: float32,
+    smallest and largest value seen; inf, -inf before any. If both are equal, the bins reach from
+    one less to one more.
     """
 
     low: jax.Array
@@ -51,7 +51,7 @@ class Histogram(Observer):
         )
 
     def _over(self, low: jax.Array, high: jax.Array) -> jax.Array:
-        """The counts over a wider range: a bin's parts go where their middles are."""
+        """Redistribute the counts over a wider range: parts of bins move by their centers."""
         bins = self.count_B.shape[0]
         width = (self.high - self.low) / (bins * FINER)
         middle_M = _line(self.low, self.high, bins * FINER)[:-1] + 0.5 * width
@@ -63,26 +63,26 @@ class Histogram(Observer):
         return jnp.where(self.low == self.high, single_B, spread_B)
 
     def percentile(self, percent: jax.Array | float) -> Range:
-        """The range with so many percent of the numbers in it, and half of the others on each side.
+        """Return the central range with `percent` of the values.
 
-        Exact to a bin's width: within a bin numbers count as evenly spread. Usual: 99.9, 99.99,
-        99.999. Raises ConfigError for a number that is not above 0 and at most 100.
+        Exact to a bin's width, since values in a bin count as uniform. Usual: 99.9, 99.99, 99.999.
+        Raises ConfigError unless `percent` is above 0 and at most 100.
         """
         if not isinstance(percent, jax.Array) and not 0 < percent <= 100:
-            raise ConfigError(f"a percentile is above 0 and at most 100, got {percent!r}")
+            raise ConfigError(f"percentile must be above 0 and at most 100: got {percent!r}")
         return _percentile(self, jnp.asarray(percent, jnp.float32))
 
     def least_error(self, count: int) -> Range:
-        """The range, of bins, whose rounding to `count` levels has a small expected squared error.
+        """Return the range whose rounding to `count` levels has a small expected squared error.
 
-        torch's search: beginning with all, the end that costs more bins for the same mass moves
-        inwards, until the error grows. Raises ConfigError for fewer than two levels.
+        torch's search over bins: starting with all, move the end that drops more bins for the same
+        mass inwards, until the error grows. Raises ConfigError for fewer than two levels.
         """
         return _least_error(self, whole("levels", count, 2, None, ConfigError))
 
 
 def histogram(bins: int = 2048) -> Histogram:
-    """An empty histogram. Raises ConfigError for no bins."""
+    """Return an empty histogram. Raises ConfigError for fewer than one bin."""
     bins = whole("bins", bins, 1, None, ConfigError)
     return Histogram(
         non_finite_P=jnp.zeros((), jnp.int32),
@@ -141,11 +141,11 @@ def _least_error(state: Histogram, count: int) -> Range:
 
 
 def _error(state: Histogram, count: int, start: jax.Array, end: jax.Array) -> jax.Array:
-    """The expected squared error with `count` levels over bins `start` to `end`.
+    """Return the expected squared error with `count` levels over bins `start` to `end`.
 
-    A level stands for a stretch of equal length around it, the first and last also for all beyond
-    them; within a bin numbers are evenly spread. As torch computes it, the integral over a bin that
-    lies in one level being the first's upper part, plus the last's lower, minus a whole one.
+    A level covers an interval of equal length around it, the first and last also everything beyond
+    them; values in a bin count as uniform. Computed as in torch: the integral over a bin within one
+    level is the upper part of its first level, plus the lower part of its last, minus a whole one.
     """
     bins = state.count_B.shape[0]
     width = (state.high - state.low) / bins
@@ -166,18 +166,18 @@ def _error(state: Histogram, count: int, start: jax.Array, end: jax.Array) -> ja
 
 
 def _ends(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the first bin begins and the last ends (as torch.histc: a single number is widened)."""
+    """Return the limits of the bins; like torch.histc, widen the range of a single value."""
     single = (low == high).astype(jnp.float32)
     return low - single, high + single
 
 
 def _bin(x: jax.Array, low: jax.Array, high: jax.Array, bins: int) -> jax.Array:
-    """The bin of each number, in the arithmetic of torch.histc."""
+    """Return the bin of each value, in the arithmetic of torch.histc."""
     low, high = _ends(low, high)
     return jnp.clip(((x - low) * bins / (high - low)).astype(jnp.int32), 0, bins - 1)
 
 
 def _line(low: jax.Array, high: jax.Array, parts: int) -> jax.Array:
-    """`parts + 1` numbers from low to high, in the arithmetic of torch.linspace."""
+    """Return `parts + 1` points from low to high, in the arithmetic of torch.linspace."""
     k, step = jnp.arange(parts + 1).astype(jnp.float32), (high - low) / parts
     return jnp.where(k < (parts + 1) // 2, low + step * k, high - step * (parts - k))

@@ -1,9 +1,9 @@
-"""Observers: what is remembered of activations or weights to find the range that integers cover.
+"""Observers of activations or weights, which find the range that integers should cover.
 
-An observer is a small pytree: `state = observe(state, x)` for each array of a stream, and at the
-end `state.range()` gives the range for `ranges.parameters`. All of it runs inside `jit` and
-`lax.scan`. NaN and infinity are left out of every range and counted; `check` raises for them.
-`histograms` has the observer that remembers more than two numbers.
+An observer is a small pytree: call `state = observe(state, x)` for each array of a stream, then
+`state.range()` returns the range for `ranges.parameters`. All of it works inside `jit` and
+`lax.scan`. NaN and infinity are excluded from ranges and counted; `check` raises if there were any.
+`histograms` has the histogram observer.
 """
 
 from typing import Any, TypeVar
@@ -25,19 +25,19 @@ from jaxllm.compress.observe.ranges import (
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.whole import whole
 
-MOST = 1 << 30  # counted NaN and infinities: one array more does not overflow
+MOST = 1 << 30  # largest count of NaN and infinities: adding another array cannot overflow
 
 
 class Observer(struct.PyTreeNode):
-    """What observers have in common.
+    """Base class of observers.
 
-    non_finite_P: int32, how many NaN and infinities were met, up to about `MOST`.
+    non_finite_P: int32, number of NaN and infinities seen, saturating near `MOST`.
     """
 
     non_finite_P: jax.Array
 
     def after(self, x: jax.Array, real: jax.Array) -> Any:
-        """The state after x; real: bool, of x's shape, which of its numbers are to be met."""
+        """Return the state after x. real: bool, of x's shape, which elements to observe."""
         raise NotImplementedError
 
 
@@ -45,11 +45,11 @@ State = TypeVar("State", bound=Observer)
 
 
 class Extremes(Observer):
-    """The least and the greatest number, of all arrays or as a moving average.
+    """Minimum and maximum, of all arrays or as a moving average.
 
-    low_P, high_P: float32; inf and -inf before anything was met. averaging: the constant c of
-    `low += c * (the array's least - low)`, which begins at the first array's; None for the least
-    of all.
+    low_P, high_P: float32; inf and -inf before any value. averaging: the constant c of
+    `low += c * (the array's minimum - low)`, which starts at the first array's; None for the
+    minimum of all arrays.
     """
 
     low_P: jax.Array
@@ -76,10 +76,10 @@ class Extremes(Observer):
 
 
 class Grid(Observer):
-    """Errors of rounding within ranges that shrink step by step: a second pass over the stream.
+    """Grid search over shrinking ranges by rounding error, in a second pass over the stream.
 
-    low_P, high_P: the range that the first pass found. error_KP: float32, the sum of
-    `|x - rounded x| ** power` for range k, which is `1 - k / steps` times the whole one.
+    low_P, high_P: the range of the first pass. error_KP: float32, the sum of
+    `|x - rounded x| ** power` for range k, which is `1 - k / steps` times the full one.
     """
 
     low_P: jax.Array
@@ -92,7 +92,7 @@ class Grid(Observer):
     steps: int = struct.field(pytree_node=False)
 
     def range(self) -> Range:
-        """The range with the least error; of several the widest."""
+        """Return the range with the least error, the widest of several."""
         shrunk_P = 1 - self.error_KP.argmin(0).astype(jnp.float32) / self.steps
         return Range(shrunk_P * self.low_P, shrunk_P * self.high_P)
 
@@ -116,9 +116,9 @@ class Grid(Observer):
 
 
 def min_max(shape: tuple[int, ...], per: Per = TENSOR) -> Extremes:
-    """The least and greatest number of a stream of arrays of `shape` (torch's MinMaxObserver).
+    """Return an observer of minimum and maximum (torch's MinMaxObserver).
 
-    Only the axes of `per` must have these sizes in every array. Raises what `Per.shape` raises.
+    shape: of the arrays; only the axes of `per` must agree. Raises what `Per.shape` raises.
     """
     return _extremes(shape, per, None)
 
@@ -126,13 +126,13 @@ def min_max(shape: tuple[int, ...], per: Per = TENSOR) -> Extremes:
 def moving_average(
     shape: tuple[int, ...], per: Per = TENSOR, *, constant: float = 0.01
 ) -> Extremes:
-    """Moving averages of each array's least and greatest (torch's MovingAverageMinMaxObserver).
+    """Return an observer of moving averages (torch's MovingAverageMinMaxObserver).
 
     constant: torch's `averaging_constant`. Raises ConfigError unless it is above 0 and at most 1,
     and what `Per.shape` raises.
     """
     if not 0 < constant <= 1:
-        raise ConfigError(f"the averaging constant must be above 0, at most 1, got {constant}")
+        raise ConfigError(f"averaging constant must be above 0 and at most 1: got {constant}")
     return _extremes(shape, per, float(constant))
 
 
@@ -146,16 +146,17 @@ def grid(
     shrink: float = 0.8,
     power: float = 2.4,
 ) -> Grid:
-    """The search for the range with the least error of rounding, as in GPTQ's `quant.py`.
+    """Return an observer that searches the range with the least rounding error.
 
-    found: what another observer with the same `per` found, the widest range that is tried;
-    `int(steps * shrink)` are, the error being `|x - rounded x| ** power`. The defaults are GPTQ's.
+    It tries `int(steps * shrink)` ranges by the error `|x - rounded x| ** power`, as GPTQ's
+    `quant.py`, with its defaults. found: the widest range, from another observer with the same
+    `per`.
 
     Raises ConfigError unless there is a step and `shrink` is above 0 and at most 1.
     """
     whole("steps", steps, 1, None, ConfigError)
     if not 0 < shrink <= 1 or not int(steps * shrink):
-        raise ConfigError(f"shrink must leave a step of {steps} and be at most 1, got {shrink}")
+        raise ConfigError(f"shrink must be at most 1 and leave one of {steps} steps: got {shrink}")
     low_P, high_P = jnp.minimum(found.low, 0.0), jnp.maximum(found.high, 0.0)
     return Grid(
         non_finite_P=jnp.zeros(low_P.shape, jnp.int32),
@@ -172,10 +173,10 @@ def grid(
 
 @jax.jit
 def observe(state: State, x: jax.Array, real: jax.Array | None = None) -> State:
-    """The state after one more array.
+    """Return the state after one more array.
 
-    real: bool, which of its numbers are to be met, all of them by default; broadcasts against it
-    from the left (`[B, T]` of tokens for activations `[B, T, D]`).
+    real: bool, which elements to observe, by default all; broadcasts against x from the left (such
+    as `[B, T]` for activations `[B, T, D]`).
     """
     if not x.size:
         return state
@@ -186,7 +187,7 @@ def observe(state: State, x: jax.Array, real: jax.Array | None = None) -> State:
 
 
 def check(state: Observer, path: str) -> None:
-    """Raise NonFiniteError where NaN or infinity was met; path: of what, for the message."""
+    """Raise NonFiniteError, naming `path`, if NaN or infinity was observed."""
     bad_P = np.asarray(state.non_finite_P)
     if bad_P.any():
         first = tuple(map(int, np.argwhere(bad_P)[0]))
@@ -198,13 +199,13 @@ def check(state: Observer, path: str) -> None:
 
 
 def finite(x: jax.Array, real: jax.Array, shared: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Which of the real numbers are finite, bool, and how many are not along axes, int32 `[*P]`."""
+    """Return a mask of the finite `real` elements, and the count of others, int32 `[*P]`."""
     sound = jnp.isfinite(x)
     return sound & real, (~sound & real).sum(shared, dtype=jnp.int32)
 
 
 def counted(before_P: jax.Array, more_P: jax.Array) -> jax.Array:
-    """A count that stops where it would overflow."""
+    """Add counts, saturating instead of overflowing."""
     return jnp.minimum(before_P, MOST) + jnp.minimum(more_P, MOST)
 
 
@@ -220,7 +221,7 @@ def _extremes(shape: tuple[int, ...], per: Per, averaging: float | None) -> Extr
 
 
 def _averaged(old_P: jax.Array, new_P: jax.Array, constant: float) -> jax.Array:
-    """`old + constant * (new - old)`; the other one where one of them was never met."""
+    """Return `old + constant * (new - old)`; if one of them is not finite, the other."""
     mean_P = old_P + constant * (new_P - old_P)
     met_P = jnp.where(jnp.isfinite(old_P), mean_P, new_P)
     return jnp.where(jnp.isfinite(new_P), met_P, old_P)

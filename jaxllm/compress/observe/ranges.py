@@ -1,7 +1,7 @@
-"""Integers for real numbers: what shares a scale, and the scale and zero point that a range has.
+"""Affine quantization parameters: granularity, and the scale and zero point of a range.
 
-`x` is stood for by `q = clip(round(x / scale) + zero, least, most)`, which means
-`(q - zero) * scale`. Zero is always one of the numbers that can be meant.
+`x` is encoded as `q = clip(round(x / scale) + zero, least, most)` and decoded as
+`(q - zero) * scale`. Zero is always representable.
 """
 
 import dataclasses
@@ -15,38 +15,38 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.whole import whole
 
-EPS = float(np.finfo(np.float32).eps)  # the least scale that there is, as in torch.ao
+EPS = float(np.finfo(np.float32).eps)  # smallest scale, as in torch.ao
 
 
 @dataclasses.dataclass(frozen=True)
 class Per:
-    """What of an array has a scale of its own.
+    """Granularity of scales: which elements of an array share one.
 
-    axes: each index along these axes (ascending; may count from the end). group: of the last of
-    them, so many consecutive indices together. `Per()` is one scale for all; `Per((0,))` one for
-    each row of a weight `[O, I]`, `Per((0, 1), 64)` one for each 64 of its columns; `Per((-1,))`
-    one for each channel of activations `[..., D]`.
+    axes: a scale for each index along these axes (ascending; may count from the end). group: number
+    of consecutive indices of the last of them that share a scale. `Per()` is one scale per tensor;
+    `Per((0,))` one per row of a weight `[O, I]`, `Per((0, 1), 64)` one per 64 columns of a row;
+    `Per((-1,))` one per channel of activations `[..., D]`.
     """
 
     axes: tuple[int, ...] = ()
     group: int | None = None
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """P: the shape of the scales of an array of `shape`.
+        """Return P, the shape of the scales for an array of `shape`.
 
-        Raises ConfigError for an axis that is not there and for a group that does not divide.
+        Raises ConfigError for a missing axis, or a group that does not divide the last axis.
         """
         kept = tuple(shape[axis] for axis in self._axes(shape))
         if self.group is None:
             return kept
         if not kept or self.group < 1 or kept[-1] % self.group:
-            raise ConfigError(f"groups of {self.group} do not divide axes {self.axes} of {shape}")
+            raise ConfigError(f"group of {self.group} does not divide axes {self.axes} of {shape}")
         return (*kept[:-1], kept[-1] // self.group)
 
     def split(self, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
-        """x with groups in an axis of their own, and the axes over which a scale is shared.
+        """Reshape x so that groups are an axis, and return the axes that share a scale.
 
-        Reduced over these, it has shape P; nothing is moved.
+        Reducing over these axes gives shape P; no data moves.
         """
         self.shape(x.shape)
         kept, shape = self._axes(x.shape), list(x.shape)
@@ -58,7 +58,7 @@ class Per:
         return x.reshape(shape), tuple(shared)
 
     def spread(self, values_P: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Values `[*P]` so that they broadcast against an array of `shape`."""
+        """Reshape values `[*P]` to broadcast against an array of `shape`."""
         axes = self._axes(shape)
         if self.group is not None:
             values_P = jnp.repeat(values_P, self.group, axis=-1)
@@ -68,7 +68,7 @@ class Per:
         axes = tuple(axis % len(shape) if shape else axis for axis in self.axes)
         there = all(-len(shape) <= axis < len(shape) for axis in self.axes)
         if not there or list(axes) != sorted(set(axes)):
-            raise ConfigError(f"{self.axes} are no ascending axes of an array {shape}")
+            raise ConfigError(f"axes {self.axes} are not ascending axes of an array {shape}")
         return axes
 
 
@@ -78,28 +78,28 @@ ROW = Per((0,))
 
 
 class Range(NamedTuple):
-    """The least and the greatest number that are to be met, float32 `[*P]`; inf, -inf for none."""
+    """The smallest and largest value to represent, float32 `[*P]`; inf, -inf for none."""
 
     low: jax.Array
     high: jax.Array
 
 
 class Levels(NamedTuple):
-    """The least and the greatest integer."""
+    """The smallest and largest integer."""
 
     least: int
     most: int
 
 
 class Parameters(NamedTuple):
-    """scale: float32 `[*P]`, positive. zero: int32 `[*P]`, the integer that means 0."""
+    """scale: float32 `[*P]`, positive. zero: zero point, int32 `[*P]`."""
 
     scale: jax.Array
     zero: jax.Array
 
 
 def levels(bits: int, *, symmetric: bool) -> Levels:
-    """The integers of so many bits: -128 to 127 for 8, but symmetric ones -127 to 127.
+    """Return the integer range for a number of bits: -128 to 127 for 8; -127 to 127 if symmetric.
 
     Raises ConfigError unless there are 2 to 16 bits.
     """
@@ -109,11 +109,11 @@ def levels(bits: int, *, symmetric: bool) -> Levels:
 
 @partial(jax.jit, static_argnames=("to", "symmetric"))
 def parameters(found: Range, to: Levels, *, symmetric: bool) -> Parameters:
-    """Scales and zero points with which the integers `to` cover the range and 0.
+    """Return scales and zero points such that the integers `to` cover the range and 0.
 
-    Those of torch.ao.quantization's observers. affine: `scale = (high - low) / (most - least)`.
-    symmetric: the zero point is 0 and `scale = max(-low, high) / ((most - least) / 2)`. A scale is
-    at least `EPS`; where nothing was met it is 1.
+    As torch.ao.quantization's observers. Affine: `scale = (high - low) / (most - least)`.
+    Symmetric: the zero point is 0 and `scale = max(-low, high) / ((most - least) / 2)`. A scale is
+    at least `EPS`, and 1 for an empty range.
     """
     steps = float(to.most - to.least)
     low, high = jnp.minimum(found.low, 0.0), jnp.maximum(found.high, 0.0)
@@ -129,10 +129,10 @@ def parameters(found: Range, to: Levels, *, symmetric: bool) -> Parameters:
 
 @partial(jax.jit, static_argnames="to")
 def codes(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
-    """The integers that stand for x, int32; the parameters broadcast against it.
+    """Quantize x to int32 codes; `given` must broadcast against x.
 
-    Divided by the scale, as `weights.leaves.integers` divides: times its inverse, one code in a
-    thousand would be another.
+    Divides by the scale as `weights.leaves.integers` does: multiplying by the inverse would change
+    one code in a thousand.
     """
     steps = jnp.round(x.astype(jnp.float32) / given.scale) + given.zero.astype(jnp.float32)
     return jnp.clip(steps, to.least, to.most).astype(jnp.int32)
@@ -140,5 +140,5 @@ def codes(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
 
 @partial(jax.jit, static_argnames="to")
 def rounded(x: jax.Array, given: Parameters, to: Levels) -> jax.Array:
-    """The numbers that the integers for x mean, float32."""
+    """Quantize and dequantize x, float32."""
     return (codes(x, given, to) - given.zero).astype(jnp.float32) * given.scale

@@ -1,5 +1,5 @@
-"""Heads, channels and layers as wholes.
+"""Structured pruning of heads, channels and layers.
 
-structure: cutting them away. salience: what a head or a channel counts for. influence: what a layer
-does to the stream.
+structure: removes them. salience: importance of heads and channels. influence: importance of
+layers.
 """

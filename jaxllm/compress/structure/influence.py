@@ -1,7 +1,7 @@
-"""Influence: how much a layer, or a run of layers, changes the stream that goes through it.
+"""Influence: how much a layer, or a run of layers, changes the residual stream.
 
-Two measures, between the stream x_l before a layer and after it: block influence of single layers,
-1 - cos, over all tokens (ShortGPT, arXiv 2403.03853), and the angle of a run of n layers,
+Two measures compare the stream before and after. Block influence of single layers is 1 - cos, over
+all tokens (ShortGPT, arXiv 2403.03853). The angular distance of a run of n layers is
 arccos(cos) / pi, at the last token of each row (arXiv 2403.17887).
 """
 
@@ -17,13 +17,14 @@ from jaxllm.compress.structure.salience import trace
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.paths import Params
 
-_ROWS = 16  # at once
+_ROWS = 16  # rows per batch
 
 
 def block_influence(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:
-    """1 less the mean cosine of what comes into each layer and what comes out, `[layers]`.
+    """Return 1 minus the mean cosine of each layer's input and output, `[layers]`.
 
-    token_NT: int32 ids, whole rows. Raises NonFiniteError where the model makes NaN of them.
+    token_NT: int32 ids, without padding. Raises NonFiniteError if the model returns NaN or
+    infinity.
     """
     return 1 - _cosines(model, params, token_NT, 1).mean(axis=(1, 2))
 
@@ -31,24 +32,25 @@ def block_influence(model: nn.Module, params: Params, token_NT: np.ndarray) -> n
 def angular_distance(
     model: nn.Module, params: Params, token_NT: np.ndarray, count: int
 ) -> np.ndarray:
-    """The mean angle, as a share of a half turn, by which each run of `count` layers turns the
-    stream at the last token: `[layers - count + 1]`, by the first layer of the run.
+    """Return the angular distance of each run of `count` layers, `[layers - count + 1]`.
 
-    Raises ConfigError for a run of no layer or of all, and what `block_influence` raises.
+    It is the mean angle between the stream before and after the run at the last token, divided by
+    pi, indexed by the run's first layer. Raises ConfigError for a run of none or all layers, and
+    what `block_influence` raises.
     """
     if not 1 <= count < model.config.num_hidden_layers:
         raise ConfigError(
-            f"a run is of 1 to {model.config.num_hidden_layers - 1} layers, got {count}"
+            f"run length must be 1 to {model.config.num_hidden_layers - 1} layers: got {count}"
         )
     last = _cosines(model, params, token_NT, count)[:, :, -1]
     return np.asarray(np.arccos(np.clip(last, -1, 1)).mean(axis=1) / np.pi)
 
 
 def without_least(influence_L: np.ndarray, count: int, first: int, last: int) -> list[int]:
-    """The layers that stay when the `count` of least influence go, all at once.
+    """Return the layers that remain without the `count` least influential ones.
 
-    first, last: how many at either end stay whatever their influence. Raises ConfigError where too
-    few are left to choose from.
+    first, last: number of layers at either end that are always kept. Raises ConfigError if too few
+    are left to choose from.
     """
     inner = _inner(len(influence_L), count, first, last)
     gone = sorted(inner, key=lambda layer: influence_L[layer])[:count]
@@ -56,9 +58,9 @@ def without_least(influence_L: np.ndarray, count: int, first: int, last: int) ->
 
 
 def without_run(distance_R: np.ndarray, count: int, first: int, last: int) -> list[int]:
-    """The layers that stay when the run of `count` layers that turns the stream least goes.
+    """Return the layers that remain without the run of `count` layers of least distance.
 
-    distance_R: as `angular_distance` gives it. The rest is as in `without_least`.
+    distance_R: from `angular_distance`. The rest is as in `without_least`.
     """
     layers = len(distance_R) + count - 1
     inner = _inner(layers, count, first, last)
@@ -67,7 +69,7 @@ def without_run(distance_R: np.ndarray, count: int, first: int, last: int) -> li
 
 
 def kept_at_ends(layers: int) -> tuple[int, int]:
-    """How many first and last layers LLM-Pruner (arXiv 2305.11627) leaves alone: 4 and 2 of 32."""
+    """Return how many first and last layers LLM-Pruner (arXiv 2305.11627) keeps: 4, 2 of 32."""
     return round(layers * 4 / 32), round(layers * 2 / 32)
 
 
@@ -75,13 +77,13 @@ def _inner(layers: int, count: int, first: int, last: int) -> range:
     inner = range(first, layers - last)
     if min(first, last) < 0 or not 0 < count <= len(inner) or count == layers:
         raise ConfigError(
-            f"{count} of {layers} layers cannot go while the first {first} and the last {last} stay"
+            f"cannot drop {count} of {layers} layers and keep the first {first} and last {last}"
         )
     return inner
 
 
 def _cosines(model: nn.Module, params: Params, token_NT: np.ndarray, apart: int) -> np.ndarray:
-    """Of the stream before and after each run of `apart` layers, float64 `[runs, N, T]`."""
+    """Return cosines of the stream `apart` layers apart, float64 `[runs, N, T]`."""
     size = gcd(len(token_NT), _ROWS)
     parts = [
         np.asarray(_cosines_of(model, params, jnp.asarray(token_NT[i : i + size]), apart))
@@ -89,7 +91,9 @@ def _cosines(model: nn.Module, params: Params, token_NT: np.ndarray, apart: int)
     ]
     found = np.concatenate(parts, axis=1).astype(np.float64)
     if not np.isfinite(found).all():
-        raise NonFiniteError("the model makes NaN or infinity of the text: no influence of layers")
+        raise NonFiniteError(
+            "the model returned NaN or infinity: the influence of layers is undefined"
+        )
     return found
 
 

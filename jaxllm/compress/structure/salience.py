@@ -1,11 +1,11 @@
-"""Saliences: what the loss would lose with a head or a channel, by its weights and their slopes.
+"""Salience: estimates how much the loss depends on a head or a channel.
 
-A group's salience is the sum of those of its weights, of all linears that it has a share in.
+A group's salience is the sum of that of its weights, in all linears that it is part of.
 
 magnitude   |w|
 inputs      |w| ||x||, with the norm of the weight's input over all tokens (as Wanda, 2306.11695)
-first       |w g|, g the slope of the loss: its change to first order (Molchanov et al. 2017)
-second      |w g - w F w / 2|, F the mean square of each row's slopes (LLM-Pruner, 2305.11627)
+first       |w g|, g the gradient of the loss: first-order change (Molchanov et al. 2017)
+second      |w g - w F w / 2|, F the mean squared gradient over rows (LLM-Pruner, 2305.11627)
 
 The loss is the mean cross-entropy of next tokens, in nats.
 """
@@ -32,7 +32,7 @@ from jaxllm.weights.paths import Params, map_leaves
 
 Salience = Literal["magnitude", "inputs", "first", "second"]
 SALIENCES: tuple[Salience, ...] = ("magnitude", "inputs", "first", "second")
-_ROWS = 16  # at once, where nothing is kept for a slope
+_ROWS = 16  # rows per batch, if no gradient is needed
 
 Arrays = dict[str, Any]  # by path
 
@@ -46,11 +46,16 @@ def salience(
     *,
     show_progress: bool | None = None,
 ) -> np.ndarray:
-    """What each group of each layer counts for, float64 `[layers, groups]`.
+    """Return the salience of each group in each layer, float64 `[layers, groups]`.
 
-    token_NT: int32 ids, whole rows; "magnitude" does not look at them. Memory, beside the model:
-    for slopes twice the weights that are looked at, in float32. Raises ConfigError for a quantized
-    weight, NonFiniteError where the model makes NaN of the text.
+    Memory besides the model: for gradients, two float32 copies of the weights concerned.
+
+    Args:
+        token_NT: int32 ids, without padding; "magnitude" ignores them.
+
+    Raises:
+        ConfigError: For a quantized weight.
+        NonFiniteError: If the model returns NaN or infinity.
     """
     config, name = model.config, models.family(model.config.model_type).layers
     table = {
@@ -66,12 +71,12 @@ def salience(
         axes = [axis for axis in range(part.ndim) if axis != share.axis]
         found[number] += part.sum(axis=tuple(axes))
     if not np.isfinite(found).all():
-        raise NonFiniteError(f"the model makes NaN or infinity of the text: no salience by {by}")
+        raise NonFiniteError(f"the model returned NaN or infinity: salience by {by} is undefined")
     return found
 
 
 def least(salience_LG: np.ndarray, count: int) -> list[np.ndarray]:
-    """The groups of each layer without the `count` of least salience; of equals, the first go."""
+    """Return each layer's groups without the `count` least salient; of ties the first go."""
     order = np.argsort(salience_LG, axis=1, kind="stable")
     return [np.sort(layer[count:]) for layer in order]
 
@@ -84,10 +89,10 @@ def slopes(
     *,
     show_progress: bool | None = None,
 ) -> tuple[Arrays, Arrays]:
-    """Means over rows of the loss's slope by each of `weights`, and of its square: float32."""
+    """Return the loss gradient for each of `weights` and its square, float32 means over rows."""
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in weights.items()}
     sums: tuple[Arrays, Arrays] = (zeros, {path: jnp.zeros_like(x) for path, x in zeros.items()})
-    with steps_bar("slopes of the loss", len(token_NT), show_progress) as done:
+    with steps_bar("gradients of the loss", len(token_NT), show_progress) as done:
         for row in token_NT:
             sums = _add_slopes(model, params, weights, jnp.asarray(row)[None], sums)
             done()
@@ -108,7 +113,7 @@ def _of_weights(
         return size
     if by == "inputs":
         norms = _input_norms(model, params, token_NT)
-        # A bias has no input but 1, in every token.
+        # The input of a bias is 1 for every token.
         ones = np.sqrt(float(token_NT.size))
         return {p: w * (norms[p][None] if w.ndim == 2 else ones) for p, w in size.items()}
     g, squares = slopes(model, params, weights, token_NT, show_progress=show_progress)
@@ -119,7 +124,7 @@ def _of_weights(
 
 
 def _input_norms(model: nn.Module, params: Params, token_NT: np.ndarray) -> Arrays:
-    """The norm of each input `[I]` of every linear in a layer, over all tokens."""
+    """Return the norm over all tokens of each input `[I]` of every linear in a layer."""
     size = gcd(len(token_NT), _ROWS)
     parts = [
         _squares(model, params, jnp.asarray(token_NT[i : i + size]))
@@ -136,7 +141,7 @@ def _squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arrays:
     for number, layer in enumerate(trace(model, params, token_BT).layers):
         for site in family.sites:
             x = attrgetter(site.input)(layer)
-            if x is None:  # a layer of experts has no such linear
+            if x is None:  # an MoE layer has no such linear
                 continue
             squared_I = (x.astype(jnp.float32) ** 2).sum(axis=(0, 1)).reshape(-1)
             paths = [f"{family.layers}.{number}.{linear}.weight" for linear in site.linears]
@@ -159,7 +164,7 @@ def _add_slopes(
 
 
 def trace(model: nn.Module, params: Params, token_BT: jax.Array) -> Trace:
-    """All that the model computes for whole rows, without a cache."""
+    """Run rows without padding and without a cache, and return the trace."""
     return run(model, params, (), token_BT, _positions(token_BT))[0]
 
 

@@ -1,9 +1,9 @@
-"""Structure: heads, MLP channels and layers cut away whole; what is left is a smaller model.
+"""Structured pruning: removes heads, MLP channels and layers, and returns a smaller model.
 
-A key/value head goes with all query heads that share it, so that their ratio stays. What belongs to
-a head or a channel the family's table says (`Family.heads`, `Family.channels`). A configuration has
-one number of heads and one of channels for all layers, so each layer loses as many, of its own
-choice. GPT-2 keeps its heads: its configuration, and transformers' model, have
+A key/value head goes with all query heads that share it, so their ratio stays. `Family.heads` and
+`Family.channels` list the parameters of a head and of a channel. A configuration has one number of
+heads and of channels for all layers, so each layer loses equally many, but may choose which. Heads
+of GPT-2 cannot be removed, because its configuration, and transformers' model, require
 hidden_size = heads x head_dim.
 """
 
@@ -28,7 +28,7 @@ Smaller = tuple[ModelConfig, Params]
 
 
 class _Width(NamedTuple):
-    """A kind of group. count: of a layer's groups. changed: the fields with so many of them."""
+    """A kind of group. count: groups per layer. changed: config fields for a number of groups."""
 
     count: Callable[[ModelConfig], int]
     members: Callable[[Family], tuple[Member, ...]]
@@ -49,54 +49,56 @@ _WIDTHS: dict[Kind, _Width] = {
 
 
 def groups(config: ModelConfig, kind: Kind) -> int:
-    """How many groups each layer has: key/value heads, or channels."""
+    """Return the number of groups per layer: key/value heads, or channels."""
     return _WIDTHS[kind].count(config)
 
 
 def narrower(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
-    """The configuration with so many groups in each layer.
+    """Return the configuration with `count` groups in each layer.
 
-    Raises ConfigError for a family that has no such configuration, and for a number that is not
-    from 1 to as many as there are.
+    Raises ConfigError if the family does not support it, or `count` is not from 1 to the present
+    number.
     """
     width = _WIDTHS[kind]
     if not width.members(models.family(config.model_type)):
-        raise ConfigError(f"{kind} of {config.model_type} cannot be cut: its MLPs are experts")
+        raise ConfigError(f"{kind} of {config.model_type} cannot be dropped: its MLPs are experts")
     if kind == "heads" and models.family(config.model_type).norms:
         raise ConfigError(
-            f"heads of {config.model_type} cannot be cut: its queries and keys are normalized over"
-            " all heads at once, which those that stay would not be"
+            f"heads of {config.model_type} cannot be dropped: queries and keys are normalized over"
+            " all heads together"
         )
     attention = config.long_attention(0)
     if kind == "heads" and attention is not None:
         raise ConfigError(
-            f"heads with attention of kind {attention.kind!r} cannot be cut: what each of them sees"
-            " goes by its number"
+            f"heads with attention of kind {attention.kind!r} cannot be dropped: the pattern of a"
+            " head depends on its index"
         )
     if not 1 <= count <= width.count(config):
-        raise ConfigError(f"of {width.count(config)} {kind} 1 at least stay, got {count}")
+        raise ConfigError(f"{kind} to keep must be 1 to {width.count(config)}: got {count}")
     try:
         return dataclasses.replace(config, **width.changed(config, count))
     except ConfigError as error:
-        raise ConfigError(f"{kind} of {config.model_type} cannot be cut: {error}") from None
+        raise ConfigError(f"{kind} of {config.model_type} cannot be dropped: {error}") from None
 
 
 def cut(
     config: ModelConfig, params: Params, kind: Kind, kept: Sequence[Sequence[int] | np.ndarray]
 ) -> Smaller:
-    """The model with only the groups `kept` of each layer, in their order.
+    """Return the model with only the groups `kept` in each layer, in their order.
 
-    kept: numbers of groups, for each layer as many. Raises ConfigError as `narrower` does, for
-    groups that there are not, and for a quantized weight.
+    kept: indices of groups, equally many for each layer. Raises ConfigError as `narrower` does, for
+    an index out of range, and for a quantized weight.
     """
     chosen = [np.unique(np.asarray(layer, int)) for layer in kept]
     count = groups(config, kind)
     if len(chosen) != config.num_hidden_layers or {len(layer) for layer in chosen} != {
         len(chosen[0])
     }:
-        raise ConfigError(f"each of {config.num_hidden_layers} layers keeps as many {kind}")
+        raise ConfigError(
+            f"all {config.num_hidden_layers} layers must keep the same number of {kind}"
+        )
     if any(layer.min(initial=0) < 0 or layer.max(initial=0) >= count for layer in chosen):
-        raise ConfigError(f"a layer has the {kind} 0 to {count - 1}")
+        raise ConfigError(f"{kind} to keep must be indices from 0 to {count - 1}")
     smaller = narrower(config, kind, len(chosen[0]))
     found = dict(params)
     for number, layer in enumerate(chosen):
@@ -109,20 +111,22 @@ def cut(
 
 
 def cut_layers(config: ModelConfig, params: Params, kept: Sequence[int]) -> Smaller:
-    """The model with only the layers `kept`, in their order.
+    """Return the model with only the layers `kept`, in their order.
 
-    Raises ConfigError for layers that there are not, and where a layer would compute another thing
-    in its new place (an attention window, or a scale, that goes by a layer's number).
+    Raises ConfigError for missing layers, and if a layer would compute something else at its new
+    index (an attention window, or a scale, may depend on the index).
     """
     numbers, count = sorted(set(kept)), config.num_hidden_layers
     if not numbers or numbers[0] < 0 or numbers[-1] >= count:
-        raise ConfigError(f"some of the layers 0 to {count - 1} stay, got {list(kept)}")
+        raise ConfigError(
+            f"layers to keep must be from 0 to {count - 1}, at least one: got {list(kept)}"
+        )
     cut = config.with_layers(numbers)
     for place, number in enumerate(numbers):
         if cut.computes(place) != config.computes(number):
             raise ConfigError(
-                f"layer {number} of this {config.model_type} would not be itself as layer {place}:"
-                " what it computes depends on its number"
+                f"layer {number} of this {config.model_type} cannot become layer {place}: what it"
+                " computes depends on its index"
             )
     name = models.family(config.model_type).layers
     layers = {f"{name}.{i}": params[f"{name}.{number}"] for i, number in enumerate(numbers)}
@@ -131,9 +135,9 @@ def cut_layers(config: ModelConfig, params: Params, kept: Sequence[int]) -> Smal
 
 
 class Share(NamedTuple):
-    """What groups have of one parameter: `index_Gn` `[groups, n]` along `axis` of `array`.
+    """The part of each group in one parameter: `index_Gn` `[groups, n]` along `axis` of `array`.
 
-    module, name: where it is in its layer.
+    module, name: the parameter's place in its layer.
     """
 
     module: str
@@ -144,7 +148,7 @@ class Share(NamedTuple):
 
 
 def shares(config: ModelConfig, kind: Kind, layer: Params, path: str) -> Iterator[Share]:
-    """All that the groups of a layer have. path: the layer's, for messages.
+    """Yield the parts of a layer's groups in every parameter. path: the layer's, for messages.
 
     Raises ConfigError for a quantized weight.
     """
@@ -153,11 +157,11 @@ def shares(config: ModelConfig, kind: Kind, layer: Params, path: str) -> Iterato
         for name, array in at(layer, member.linear).items():
             if isinstance(array, Leaf):
                 raise ConfigError(
-                    f"{path}.{member.linear}.{name} is {format_of(array)}: {kind} are cut before"
-                    " weights are quantized"
+                    f"{path}.{member.linear}.{name} is {format_of(array)}: drop {kind} before"
+                    " quantizing"
                 )
             if name == "bias" and member.axis == 1:
-                continue  # of what all groups together put out
+                continue  # belongs to the sum over all groups
             index = np.arange(array.shape[member.axis])
             parts_RGn = index.reshape(member.runs, width.count(config), -1)
             index_Gn = np.moveaxis(parts_RGn, 1, 0).reshape(width.count(config), -1)
@@ -165,18 +169,18 @@ def shares(config: ModelConfig, kind: Kind, layer: Params, path: str) -> Iterato
 
 
 def removed(total: int, wanted: float | int, what: str) -> int:
-    """How many of `total` go: `wanted` itself where it is a whole number, else that share of them,
-    which may be off by a hundredth of the total.
+    """Return how many of `total` to drop: `wanted` if it is an int, else that share of them.
 
-    Raises ConfigError, with what is possible, for a number that is not.
+    A share is rounded, by at most 1 % of the total. Raises ConfigError, naming the possible
+    numbers, if that cannot be done.
     """
     found = wanted if isinstance(wanted, int) else round(wanted * total)
     near = isinstance(wanted, int) or abs(found - wanted * total) <= 0.01 * total
     if near and 0 < found < total:
         return found
     if total < 2:
-        raise ConfigError(f"{what}: there is nothing that could go of {total}")
+        raise ConfigError(f"{what} cannot be dropped: the model has {total}")
     asked = wanted if isinstance(wanted, int) else f"{wanted:.1%} of them"
     shown = ", ".join(f"{n} ({n / total:.1%})" for n in range(1, min(total, 9)))
     more = f", ... {total - 1}" if total > 9 else ""
-    raise ConfigError(f"of {total} {what} can go {shown}{more}: got {asked}")
+    raise ConfigError(f"number of {what} to drop, of {total}: got {asked}, expected {shown}{more}")

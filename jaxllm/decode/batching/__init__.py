@@ -1,6 +1,6 @@
-"""Many texts at once, each as if alone.
+"""Batches of independent texts; each gets the same tokens as if it ran alone.
 
-serve: requests that join and leave (requests: what they are); draws: their samplers; burst: several
-tokens at a time. batch: tokens of any sequences, as llama.cpp takes them; plan: checks them.
-places: the programs of both.
+serve: continuous batching; requests: its inputs and events; draws: a different sampler in each row;
+burst: several decode steps per call. batch: llama.cpp-style token batches; plan: their validation.
+places: microbatches and the compiled programs of both.
 """

@@ -1,11 +1,9 @@
-"""A batch of tokens as llama.cpp takes one: any tokens of any sequences, checked, then run.
+"""Token batches in the style of llama.cpp's `llama_decode`: any tokens of any sequences.
 
-A token says where it stands, to which sequences it belongs, and whether its output is wanted. What
-is wrong with a batch is found before anything runs, and is returned as a `Status`, not raised: the
-state is then the one that went in.
+Each token has a position, one or more sequences, and an output flag. An invalid batch is detected
+before anything runs and reported as a `Status`, not as an exception; the state is then unchanged.
 
-`plan.py` has the checks and the plan, on the host alone; `places.py` the microbatches and the
-programs that run them.
+`plan.py` validates and plans on the host; `places.py` builds and runs the microbatches.
 """
 
 import dataclasses
@@ -37,7 +35,7 @@ POOLINGS = ("none", "mean", "last", "cls")
 
 
 class Code(IntEnum):
-    """How a batch fared, in llama_decode's numbers."""
+    """Result codes, with the values of `llama_decode`."""
 
     INVALID = -1
     OK = 0
@@ -46,9 +44,10 @@ class Code(IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """OK; NO_ROOM: try again after freeing slots or with a smaller batch; INVALID: never try again.
+    """Result of `decode`; true if the code is OK.
 
-    True where it is OK. message: what was expected and what was got.
+    NO_ROOM: free slots or use a smaller batch, then retry. INVALID: the batch can never run. The
+    message gives the expected and the actual value.
     """
 
     code: Code
@@ -60,10 +59,11 @@ class Status:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outputs:
-    """What was wanted, float32, on the host, M rows in the order of the batch.
+    """Requested outputs on the host, in batch order.
 
-    values: logits `[M, V]`, or embeddings (the last hidden states, after the final norm) `[M, D]`.
-    of: int `[M]`, the place in the batch whose output each is; with pooling the sequence.
+    values: float32 logits `[M, V]`, or embeddings (last hidden states after the final norm)
+    `[M, D]`. of: int `[M]`, the index in the batch of each output's token; with pooling, the id of
+    its sequence.
     """
 
     values: np.ndarray
@@ -82,27 +82,30 @@ def decode(
     normalize: bool = False,
     donate: bool = False,
 ) -> tuple[Status, Outputs | None, KVCache]:
-    """Run a batch in microbatches of at most `n_ubatch` tokens: status, outputs, state.
+    """Run a batch in microbatches of at most `n_ubatch` tokens; return status, outputs and state.
 
-    state: as `init_sequences` makes it; it stays valid, at the cost of a copy of what is written
-    to, unless `donate=True`. A batch that is not OK changes nothing and gives `state` back. Outputs
-    do not depend on n_ubatch, nor on the other sequences in the batch.
+    Outputs depend neither on n_ubatch nor on the other sequences of the batch. Input embeddings are
+    cast to the model's activation dtype; the cache stores -1 as their token ids.
 
-    pooling: one embedding a sequence: the mean over its tokens in the batch, its last, or its first
-    (cls), whatever is flagged. normalize: divide embeddings by their Euclidean norm.
+    Args:
+        state: Cache from `init_sequences`. It stays valid, at the cost of copying the segment that
+            is written, unless donate is set. A batch that is not OK returns it unchanged.
+        pooling: With "mean", "last" or "cls", return one embedding per sequence: the mean over its
+            tokens in the batch, its last, or its first, regardless of output flags.
+        normalize: Divide embeddings by their Euclidean norm.
+        donate: Write to the state's buffers in place.
 
-    A tied model takes vectors in the number format of its table; the cache holds -1 as their ids.
-
-    Raises ConfigError for an unknown output or pooling, CacheMismatchError for another kind of
-    cache.
+    Raises:
+        ConfigError: For an unknown output or pooling.
+        CacheMismatchError: For the cache of another model.
     """
     whole("n_ubatch", n_ubatch, 1, error=ConfigError)
     if output not in ("logits", "embeddings") or pooling not in POOLINGS:
-        raise ConfigError(f"no output {output!r:.40} with pooling {pooling!r:.40}")
+        raise ConfigError(f"output {output!r:.40}, pooling {pooling!r:.40} is not supported")
     if output == "logits" and (pooling != "none" or normalize):
-        raise ConfigError("logits are neither pooled nor normalized: ask for embeddings")
+        raise ConfigError("pooling and normalize require output='embeddings', got 'logits'")
     if state.config != model.config:
-        raise CacheMismatchError("the state is of another model: make it from this one's config")
+        raise CacheMismatchError("state belongs to another model. Make it from this model's config")
     now = positions_of(state)
     try:
         vectors_ND = _vectors(model.config.hidden_size, batch)
@@ -114,7 +117,7 @@ def decode(
     if pooling != "none":
         stages = [[run._replace(output_T=run.output_T | True) for run in s] for s in stages]
     found: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
-    ours: set[bool] = set()  # what this call made is its own to write to: own slots, or shared ones
+    ours: set[bool] = set()  # segments copied by this call (shared or not) may be donated
     for runs in (group for stage in stages for group in microbatches(stage, n_ubatch)):
         places, at = lay_out(runs, state.batch)
         shared = places.member_RB is not None
@@ -139,19 +142,19 @@ def decode(
 
 
 def _vectors(size: int, batch: TokenBatch) -> np.ndarray | None:
-    """The embeddings as float32, or None for a batch of tokens."""
+    """Return the input embeddings as float32, or None for a batch of token ids."""
     if batch.embeddings is None:
         return None
     vectors_ND = as_vectors(batch.embeddings, "N", size)
     if not np.isfinite(vectors_ND).all():
-        raise TokenError("embeddings must be finite")
+        raise TokenError("embeddings must be finite, got NaN or infinity")
     return vectors_ND
 
 
 def _placed(
     vectors_ND: np.ndarray | None, runs: list[TokenRun], at: np.ndarray, shape: tuple[int, ...]
 ) -> np.ndarray | None:
-    """The vectors at the places of a microbatch, `[R * T, D]`."""
+    """Return the vectors in a microbatch's layout, `[R * T, D]`, zero at padding."""
     if vectors_ND is None:
         return None
     placed_RTD = np.zeros((*shape, vectors_ND.shape[1]), np.float32)
@@ -161,7 +164,7 @@ def _placed(
 
 
 def _written(now: Positions, stages: list[list[TokenRun]]) -> Positions:
-    """The positions with those of the batch."""
+    """Return the positions after the batch has run."""
     then = Positions(*(x.copy() for x in now))
     for run in (run for stage in stages for run in stage):
         if len(run.rows) == 1:
@@ -172,7 +175,7 @@ def _written(now: Positions, stages: list[list[TokenRun]]) -> Positions:
 
 
 def _outputs(found: list[tuple[jax.Array, list[TokenRun], np.ndarray]]) -> Outputs:
-    """The wanted outputs of all microbatches, in the order of the batch."""
+    """Collect the flagged outputs of all microbatches, in batch order."""
     values, of = [], []
     for out, runs, at in found:
         if not any(run.output_T.any() for run in runs):
@@ -190,7 +193,7 @@ def _outputs(found: list[tuple[jax.Array, list[TokenRun], np.ndarray]]) -> Outpu
 
 
 def _pooled(outputs: Outputs, stages: list[list[TokenRun]], pooling: Pooling) -> Outputs:
-    """One embedding a sequence, of the tokens that it has in the batch."""
+    """Pool the outputs of each sequence's tokens in the batch into one embedding."""
     if pooling == "none":
         return outputs
     tokens: dict[int, list[int]] = {}

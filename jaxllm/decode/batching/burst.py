@@ -1,4 +1,4 @@
-"""Several tokens of rows that all decode, in one compiled loop, before Python looks again."""
+"""Multi-step decoding: several tokens for every active row in one compiled loop."""
 
 from functools import partial
 from typing import Any
@@ -29,8 +29,10 @@ def several_tokens(
     steps: jax.Array,
     adapter_B: jax.Array | None = None,
 ) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
-    """At most `steps` of `burst` tokens of all live rows, until one of them ends: how many, `[]`,
-    and what was drawn, `[burst, B]` each. adapter_B: as `Places` has it.
+    """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
+
+    steps: at most `burst`, which is static. adapter_B: as in `Places`. Returns the number of steps,
+    `[]`, then tokens, log-probabilities and finite flags, `[burst, B]` each, and the new state.
     """
     live_B = kind_KB.any(axis=0)
     zeros_B = jnp.zeros(live_B.shape, jnp.int32)
@@ -44,7 +46,7 @@ def several_tokens(
 
     def one(carry: Any) -> Any:
         i, _, newest_B, results, tail, context, samplers = carry
-        at_B = context.length_B - 1  # the newest token is in the text and yet to run
+        at_B = context.length_B - 1  # the newest token is in the text but has not run
         places = Places(
             row_R=None,
             token_RT=newest_B[:, None],

@@ -1,4 +1,4 @@
-"""Draws for rows whose samplers differ: each kind of sampler is stacked, a row each, and mapped."""
+"""Sampling with a different sampler in each row: samplers of one kind are stacked and vmapped."""
 
 from collections.abc import Hashable
 from functools import lru_cache, partial
@@ -16,7 +16,11 @@ Samplers = tuple[Sampler, ...]
 
 
 def fitted(sampler: Sampler, vocabulary: int, places: int) -> tuple[Hashable, Sampler]:
-    """A sampler in the shapes that it keeps from draw to draw, and its kind: what is compiled."""
+    """Return a sampler's kind and the sampler with leaf shapes that stay fixed between draws.
+
+    The kind is the tree structure with the original shapes and dtypes; each set of kinds compiles
+    once. places: width of the token buffer.
+    """
     leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
     kind = (shape, tuple((x.shape, x.dtype) for x in leaves))
     kept = [
@@ -28,9 +32,10 @@ def fitted(sampler: Sampler, vocabulary: int, places: int) -> tuple[Hashable, Sa
 
 @lru_cache(maxsize=256)
 def _forms(kind: Any, vocabulary: int, places: int) -> list[jax.ShapeDtypeStruct]:
-    """The form of each leaf of such a sampler after a draw from the logits of one row.
+    """Return the shape and dtype of each sampler leaf after a draw from one row's logits.
 
-    Raises SamplingError for a sampler that is not one of a single row.
+    Raises:
+        SamplingError: If the sampler is not one for a single row.
     """
     structure, forms = kind
     sampler = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*form) for form in forms])
@@ -43,11 +48,11 @@ def _forms(kind: Any, vocabulary: int, places: int) -> list[jax.ShapeDtypeStruct
         _, then = jax.eval_shape(_draw_one, sampler, logits_V, context)
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(then)]
     except (TypeError, ValueError) as error:
-        raise SamplingError(f"a request needs a sampler of one row: {error}") from None
+        raise SamplingError(f"a request's sampler must be for one row: {error}") from None
 
 
 def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[jax.Array, Sampler]:
-    """A row's next token, and its sampler at the next step: as it would be alone."""
+    """Return one row's next token and its next sampler, as in a batch of one."""
     key = jax.random.fold_in(context.key_B, context.length_B)
     alone: Context = jax.tree.map(lambda x: x[None], context.replace(key_B=key))
     token_B, sampler = sample_next(logits_V[None], sampler, alone)
@@ -57,8 +62,10 @@ def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[
 def drawn_by_kind(
     context: Context, samplers: Samplers, kind_KB: jax.Array, logits_BV: jax.Array
 ) -> tuple[Result, Context, Samplers]:
-    """Tokens, log-probabilities and whether logits were finite, `[B]`, drawn by each row's kind of
-    sampler; rows of no kind stay as they are.
+    """Draw a token for each row with its own kind of sampler; rows without a kind do not change.
+
+    kind_KB: bool, which rows use which sampler kind. Returns tokens, log-probabilities and whether
+    the logits are finite, `[B]` each, then the next context and samplers.
     """
     live_B = kind_KB.any(axis=0)
     token_B, then = jnp.zeros(live_B.shape, jnp.int32), []
@@ -102,5 +109,5 @@ def draw(
     out_R1V: jax.Array,
     take_B: jax.Array,
 ) -> tuple[Result, Context, Samplers]:
-    """`drawn_by_kind` from the logits that stand in row `take_B` of a microbatch's."""
+    """Apply `drawn_by_kind` to row `take_B` of a microbatch's logits `[R, 1, V]`."""
     return drawn_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0])

@@ -1,8 +1,7 @@
-"""Microbatches: where tokens of many sequences go, and the programs that run them there.
+"""Microbatches of tokens from many sequences, and the compiled programs that run them.
 
-Sequences are independent of each other, so those with about as many tokens to run go together: a
-decoding row is not padded to the width of somebody's prompt. `batch.decode` and `serve` both stand
-on this.
+Sequences are independent, so those with a similar number of tokens are grouped: a row that decodes
+one token is not padded to the width of another row's prompt. Used by `batch.decode` and `serve`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +26,17 @@ Wanted = Literal["logits", "hidden"]
 
 
 class TokenRun(NamedTuple):
-    """Tokens of one sequence, or of several that share all of their text, in their order.
+    """Consecutive tokens of one sequence, or of several sequences with the same text.
 
-    rows: the sequences. index_T: which tokens of the caller's these are. token_T, position_T;
-    slot_T: where their entries go, in the row's own slots or, for several rows, the shared ones.
-    output_T: whose outputs are wanted. length: of the whole text, with what is still to come.
-    adapter: its number, where rows take different ones (`weights.leaves.adapted.choose`).
+    Attributes:
+        rows: The sequences.
+        index_T: Indices of the tokens in the caller's batch.
+        token_T: Token ids.
+        position_T: Positions in the text.
+        slot_T: Cache slots to write: the row's own, or shared ones if there are several rows.
+        output_T: Which tokens need an output.
+        length: Length of the text including tokens of it that are still to run.
+        adapter: Adapter index if rows use different ones (`weights.leaves.adapted.choose`).
     """
 
     rows: tuple[int, ...]
@@ -45,17 +49,22 @@ class TokenRun(NamedTuple):
     adapter: int | None = None
 
     def cut(self, tokens: slice) -> "TokenRun":
-        """Some of its tokens."""
+        """Return the run restricted to a slice of its tokens."""
         return self._replace(**{name: getattr(self, name)[tokens] for name in self._fields[1:6]})
 
 
 class Places(struct.PyTreeNode):
-    """A microbatch on the device: R rows of T tokens; position -1 and slot NOWHERE are padding.
+    """A microbatch of R rows of T tokens; padding has position -1 and slot NOWHERE.
 
-    row_R: rows of the cache; None for all in order, which are then not gathered. column_R: the
-    column whose outputs are wanted; None for all. member_RB: which sequences have the entries,
-    None where each row writes its own slots. adapter_R: which adapter each row takes; None: as the
-    parameters say.
+    Attributes:
+        row_R: Cache rows; None for all rows in order, which avoids a gather.
+        token_RT: Token ids.
+        position_RT: Positions in the text.
+        slot_RT: Cache slots to write.
+        length_R: Length of each row's text.
+        column_R: The one column that needs an output; None for all columns.
+        member_RB: Which sequences share the entries; None if each row writes its own slots.
+        adapter_R: Adapter index of each row; None keeps the parameters' own choice.
     """
 
     row_R: Array | None
@@ -69,8 +78,10 @@ class Places(struct.PyTreeNode):
 
 
 def microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
-    """Token runs cut and grouped so that no group has more than `limit` tokens, in as few widths as
-    there are. A run's tokens keep their order; runs of one row and of several are not mixed.
+    """Split and group token runs so that no group has more than `limit` tokens.
+
+    Groups contain runs of one padded width, and either only single-row or only shared runs. The
+    tokens of a run keep their order.
     """
     queue = [run for run in runs if run.index_T.size]
     while queue:
@@ -95,15 +106,15 @@ def _bounded(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
 
 
 def _width(tokens: int) -> int:
-    """Columns for this many tokens: few widths, few programs."""
+    """Return a padded width: few widths mean few compiled programs."""
     return 1 if tokens == 1 else power_of_two(tokens, 8)
 
 
 def lay_out(runs: Sequence[TokenRun], rows: int) -> tuple[Places, np.ndarray]:
-    """The places of a microbatch in a cache of so many rows, and the row R of each run.
+    """Pack token runs into a microbatch; also return the microbatch row of each run.
 
-    Single tokens run in all rows at once, as a decode step does: to gather rows would cost a copy
-    of them. Wider ones run in as many rows as they need.
+    rows: number of cache rows. Single tokens use all rows, like a decode step, because gathering
+    rows would copy them. Wider runs use as few rows as they need.
     """
     width = _width(max(run.index_T.size for run in runs))
     few = power_of_two(len(runs))
@@ -155,11 +166,13 @@ def advance(
     wanted: Wanted = "logits",
     donate: bool = False,
 ) -> tuple[jax.Array, KVCache]:
-    """Run a microbatch: float32 logits `[R, 1 or T, V]` or the last hidden states `[R, T, D]`, and
-    the cache with its entries written. `cursor` and `next_position_B` are left to the caller.
+    """Run a microbatch without any checks; return its output and the updated cache.
 
-    vectors_PD: what stands at the P = R * T places instead of token ids. donate: write in place.
-    Nothing is checked.
+    The output is float32: logits `[R, 1 or T, V]` or last hidden states `[R, T, D]`. The caller
+    updates the cache's `cursor` and `next_position_B`.
+
+    vectors_PD: input embeddings for the P = R * T places, instead of token ids. donate: write the
+    cache in place.
     """
     pool = cache.frozen
     if places.member_RB is None:
@@ -245,7 +258,7 @@ def _computed(
 
 
 def _compiled(step: Any) -> tuple[Any, Any]:
-    """The step compiled twice: leaving what it writes to alone, and writing into it."""
+    """Return the jitted step without and with donation of the segment that it writes."""
     static = partial(jax.jit, static_argnums=(2, 6))
     return static(step), static(step, donate_argnums=0)
 

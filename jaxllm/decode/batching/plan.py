@@ -1,4 +1,4 @@
-"""What a batch of tokens asks for, checked on the host before anything runs, and where it goes."""
+"""Validation and planning of a token batch, on the host, before anything runs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,12 +16,15 @@ from jaxllm.whole import check_ids, is_whole, whole_array
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TokenBatch:
-    """N tokens. All but one of the first two fields may be left out.
+    """N tokens to run. Exactly one of `tokens` and `embeddings` is required.
 
-    tokens: ids `[N]`, or embeddings: vectors `[N, D]` that stand in for what the embedding table
-    would give; never both. positions: of each, by default where its sequences go on. sequences:
-    of each an id, or several that share all of their text; by default 0. wanted: whose outputs, a
-    flag each, "all", or "last", that of the last token of the batch.
+    Attributes:
+        tokens: Token ids `[N]`.
+        embeddings: Vectors `[N, D]` in place of rows of the embedding table.
+        positions: Position of each token; by default each sequence continues where it ended.
+        sequences: One sequence id per token, or several that share all of their text; default 0.
+        wanted: Which tokens need an output: one flag per token, "all", or "last" (the last token of
+            the batch).
     """
 
     tokens: Any = None
@@ -32,9 +35,13 @@ class TokenBatch:
 
 
 def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[TokenRun]]:
-    """What a batch makes of the sequences: stages of runs that do not depend on each other.
+    """Split a batch into ordered groups; the token runs within a group are independent.
 
-    Raises TokenError for a batch that is invalid, CapacityError for one without room.
+    now: positions that the cache holds.
+
+    Raises:
+        TokenError: If the batch is invalid.
+        CapacityError: If it does not fit into the free slots.
     """
     token_N = _tokens(config, batch)
     sets = _sets(batch, token_N.size, now.own_BS.shape[0])
@@ -55,7 +62,7 @@ def plan(config: ModelConfig, now: Positions, batch: TokenBatch) -> list[list[To
 
 def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
     if (batch.tokens is None) == (batch.embeddings is None):
-        raise TokenError("a batch has tokens or embeddings: one of them, never both")
+        raise TokenError("a batch needs exactly one of tokens and embeddings, got both or none")
     if batch.tokens is None:
         return np.zeros(len(batch.embeddings), np.int32)
     token_N = _whole("tokens", batch.tokens)
@@ -66,19 +73,18 @@ def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
 
 
 def _sets(batch: TokenBatch, count: int, rows: int) -> list[tuple[int, ...]]:
-    """The sequences of each token, in order, each once."""
+    """Return the sorted, unique sequence ids of each token."""
     given = [0] * count if batch.sequences is None else list(batch.sequences)
     if len(given) != count:
-        raise TokenError(f"{len(given)} sequence ids for {count} tokens")
+        raise TokenError(f"sequences has length {len(given)}, expected {count}, one per token")
     sets = []
     for i, ids in enumerate(given):
         members = tuple(np.unique(_whole("sequence ids", [ids] if is_whole(ids) else ids)).tolist())
         if not members:
-            raise TokenError(f"token {i} of the batch belongs to no sequence")
+            raise TokenError(f"token {i} of the batch has an empty list of sequence ids")
         if members[0] < 0 or members[-1] >= rows:
             raise TokenError(
-                f"token {i} of the batch is of sequence {list(members)}; the state has 0 to"
-                f" {rows - 1}"
+                f"token {i} of the batch has sequence ids {list(members)}, expected 0 to {rows - 1}"
             )
         sets.append(members)
     return sets
@@ -87,14 +93,16 @@ def _sets(batch: TokenBatch, count: int, rows: int) -> list[tuple[int, ...]]:
 def _positions(
     config: ModelConfig, now: Positions, batch: TokenBatch, sets: list[tuple[int, ...]]
 ) -> np.ndarray:
-    """Where each token stands; a sequence without tokens may begin anywhere.
+    """Return the position of each token; an empty sequence may start at any position.
 
-    What several sequences are given together must find them with one text: `text` says of each
-    which one it has, by the slots that they share and then by the batch's tokens.
+    Sequences that receive a shared token must have the same text so far. `text` identifies each
+    sequence's text: first by its shared slots, then by its last token in the batch.
     """
     given_N = None if batch.positions is None else _whole("positions", batch.positions)
     if given_N is not None and given_N.size != len(sets):
-        raise TokenError(f"{given_N.size} positions for {len(sets)} tokens")
+        raise TokenError(
+            f"positions has length {given_N.size}, expected {len(sets)} (one per token)"
+        )
     next_B, limit = now.next_B.tolist(), config.position_limit
     text: list[Any] = [
         ("own", row) if (own_S >= 0).any() else shared_N.tobytes()
@@ -106,19 +114,18 @@ def _positions(
         apart = [row for row in rows if text[row] != text[first]]
         if apart:
             raise TokenError(
-                f"token {i} of the batch belongs to sequences {list(rows)}, but {first} and"
+                f"token {i} of the batch is shared by sequences {list(rows)}, but {first} and"
                 f" {apart[0]} have different texts"
             )
         position = expected if given_N is None else int(given_N[i])
         if expected and position != expected:
             raise TokenError(
-                f"token {i} of the batch is at position {position}; sequence {first} goes on at"
-                f" {expected}"
+                f"token {i} of the batch has position {position}, expected {expected}, the next one"
+                f" of sequence {first}"
             )
         if not 0 <= position < limit:
             raise TokenError(
-                f"token {i} of the batch is at position {position}; positions run from 0 to"
-                f" {limit - 1}"
+                f"token {i} of the batch has position {position}, expected 0 to {limit - 1}"
             )
         for row in rows:
             next_B[row], text[row] = position + 1, i
@@ -129,16 +136,18 @@ def _positions(
 def _flags(batch: TokenBatch, count: int) -> np.ndarray:
     if isinstance(batch.wanted, str):
         if batch.wanted not in ("all", "last"):
-            raise TokenError(f"wanted must be flags, 'all' or 'last', got {batch.wanted!r:.40}")
+            raise TokenError(f"outputs must be flags, 'all' or 'last', got {batch.wanted!r:.40}")
         return np.arange(count) >= (0 if batch.wanted == "all" else count - 1)
-    output_N = np.asarray(as_array("wanted", batch.wanted))
+    output_N = np.asarray(as_array("outputs", batch.wanted))
     if output_N.shape != (count,) or output_N.dtype.kind not in "bi":
-        raise TokenError(f"wanted must be {count} flags, one a token; got shape {output_N.shape}")
+        raise TokenError(
+            f"outputs must be {count} flags, one per token, got shape {output_N.shape}"
+        )
     return output_N.astype(bool)
 
 
 def _slots(now: Positions, sets: list[tuple[int, ...]]) -> np.ndarray:
-    """A slot for every token: the first that are empty, of its row or of the shared ones."""
+    """Assign each token the first empty slot of its row, or of the shared slots."""
     free = {row: np.flatnonzero(own_S < 0) for row, own_S in enumerate(now.own_BS)}
     free[-1] = np.flatnonzero(now.holders_N == 0)
     whose = np.array([rows[0] if len(rows) == 1 else -1 for rows in sets])
@@ -147,14 +156,14 @@ def _slots(now: Positions, sets: list[tuple[int, ...]]) -> np.ndarray:
         mine = whose == row
         needed, there = int(mine.sum()), free[row].size
         if needed > there:
-            name = f"sequence {row} has" if row >= 0 else "tokens of several sequences have"
+            name = f"sequence {row} has" if row >= 0 else "shared tokens have"
             raise CapacityError(f"{needed} tokens do not fit: {name} {there} empty slots")
         slot_N[mine] = free[row][:needed]
     return slot_N
 
 
 def _stages(sets: list[tuple[int, ...]]) -> list[dict[tuple[int, ...], list[int]]]:
-    """The tokens by their sequences; sets that overlap and are not equal come one after another."""
+    """Group token indices by sequence set; sets that overlap without being equal run in order."""
     stages: list[dict[tuple[int, ...], list[int]]] = [{}]
     taken: set[int] = set()
     for i, rows in enumerate(sets):
@@ -168,7 +177,7 @@ def _stages(sets: list[tuple[int, ...]]) -> list[dict[tuple[int, ...], list[int]
 
 
 def _whole(name: str, x: Any) -> np.ndarray:
-    """Whole numbers, int64 `[N]`."""
+    """Return integers as int64 `[N]`."""
     array = whole_array(name, x, TokenError)
     if array.ndim != 1:
         raise TokenError(f"{name} must be a list of whole numbers, got {x!r:.80}")

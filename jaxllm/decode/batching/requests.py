@@ -1,4 +1,4 @@
-"""What continuous batching is asked, and what it says: requests, and events of their tokens."""
+"""Inputs and outputs of continuous batching: requests, and events with their tokens."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -12,14 +12,18 @@ from jaxllm.errors import JaxllmError
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
-    """A prompt to continue, with limits of its own.
+    """A prompt to continue, with its own sampler, seed and limits.
 
-    id: the caller's, events carry it. prompt: token ids. sampler: of one row, as `make_sampler`
-    gives it; greedy by default. eos_token_ids: any of them ends it. until: told each token, says
-    whether to stop after it. cancelled: asked between steps whether nobody waits for it any more
-    (`threading.Event().is_set`, say); its row is then free, and its last event is CANCELLED.
-    adapter: the number of the one that it takes, where the parameters hold several (-1 for none):
-    of all requests, or of no one.
+    Attributes:
+        id: Chosen by the caller; copied into the request's events.
+        prompt: Token ids.
+        sampler: A sampler for one row, as from `make_sampler`; greedy by default.
+        eos_token_ids: Any of these ends the text.
+        until: Called with each new token; a true result stops the request after it.
+        cancelled: Called between steps, for example `threading.Event().is_set`. A true result frees
+            the row; the request's last event is then CANCELLED.
+        adapter: Index of a LoRA adapter if the parameters hold several, -1 for none. Set it for all
+            requests or for none.
     """
 
     id: Hashable
@@ -35,8 +39,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """What stands among the requests for one that was refused on the way: its error is told in its
-    turn."""
+    """A request that failed validation; takes its place among the requests and yields its error."""
 
     id: Hashable
     error: JaxllmError
@@ -44,11 +47,16 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the loop did when an event came about.
+    """Statistics of the step that produced an event.
 
-    index: from 0. decoded: rows that were given a token of their own continuation to run; prompt:
-    tokens of prompts that were run. busy: rows taken, of `rows`. generated: tokens since the loop
-    began, in `seconds`.
+    Attributes:
+        index: Step number; 1 is the first, and 0 precedes any step.
+        decoded: Rows that ran a generated token in this step.
+        prompt: Prompt tokens that ran in this step.
+        busy: Occupied rows.
+        rows: Total rows.
+        generated: Tokens generated since the loop started.
+        seconds: Time since the loop started.
     """
 
     index: int
@@ -61,22 +69,27 @@ class Step:
 
     @property
     def occupancy(self) -> float:
-        """Which part of the rows was taken."""
+        """Fraction of rows that are occupied, 0 to 1."""
         return self.busy / self.rows
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second since the loop began."""
+        """Generated tokens per second since the loop started."""
         return self.generated / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A token of a request, the end of it, or both.
+    """A new token of a request, the end of the request, or both.
 
-    token, logprob: under the model, before any sampler; None where there is none. finish: None
-    while it goes on; NON_FINITE and CANCELLED come without a token. error: why it was refused;
-    nothing of it ran.
+    Attributes:
+        id: The request's id.
+        token: The new token, or None.
+        logprob: Its log-probability under the model, before any processor.
+        finish: Finish reason, or None while the request is running. NON_FINITE and CANCELLED come
+            without a token.
+        error: Why the request was rejected, or None. No part of a rejected request ran.
+        step: Statistics of the step.
     """
 
     id: Hashable

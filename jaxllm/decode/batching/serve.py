@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave between steps, and none of them notices.
+"""Continuous batching: requests join and leave the batch between steps.
 
-Every step runs one token of each row that decodes and up to `chunk` tokens of prompts. Each row has
-a request's text, key, limits and sampler to itself, so its tokens are those of `generate` on it
-alone. The loop writes its cache in place; what a request is refused for concerns nobody else.
+Each step runs one token of every decoding row and up to `chunk` prompt tokens. A row has its own
+text, key, limits and sampler, so its tokens equal those of `generate` on that request alone. The
+cache is written in place. A rejected request does not affect the others.
 """
 
 import dataclasses
@@ -37,12 +37,15 @@ from jaxllm.weights.paths import Params
 from jaxllm.whole import check_ids, whole, whole_array
 
 MOST_BURST = 4096
-_KINDS = 8  # kinds of samplers that are kept though nobody has them at the moment
+_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seat:
-    """A request in a row: its prompt, how many tokens have run, the newest and how many came."""
+    """A request that occupies a row.
+
+    ran: tokens that have run. newest: the last generated token. count: tokens generated.
+    """
 
     request: Request
     prompt_T: np.ndarray
@@ -52,7 +55,7 @@ class _Seat:
     count: int = 0
 
     def next_run(self, row: int, room: int) -> TokenRun:
-        """What is to run next: at most `room` tokens of the prompt, or the newest token."""
+        """Return the next tokens to run: up to `room` prompt tokens, or the newest token."""
         stop = min(self.ran + room, self.prompt_T.size)
         if self.ran < self.prompt_T.size:
             token_T, length = self.prompt_T[self.ran : stop], self.prompt_T.size
@@ -65,18 +68,18 @@ class _Seat:
 
 
 class _Drawn(NamedTuple):
-    """A row's next token; without one where the logits were not finite."""
+    """A row's next token; invalid if its logits were not finite."""
 
     token: int
     logprob: float
     finite: bool
 
 
-_Draws = dict[int, _Drawn]  # what a step drew, by row
+_Draws = dict[int, _Drawn]  # the tokens of one step, by row
 
 
 class _Loop(NamedTuple):
-    """Everything that goes from step to step. Samplers of one kind are stacked, a row each."""
+    """State of the serving loop. Samplers of one kind are stacked along a row axis."""
 
     cache: KVCache
     context: Context
@@ -94,19 +97,26 @@ def serve(
     chunk: int = 256,
     burst: int = 16,
 ) -> Iterator[Event]:
-    """Continue requests in `rows` rows of `capacity` slots each; yields their tokens as they come.
+    """Generate for a stream of requests with continuous batching; yield events with new tokens.
 
-    requests: asked for the next one whenever a row is free, so they wait where they come from. None
-    says that there is nothing at the moment; it is asked again after the next step, or at once
-    where no row is busy: it may block then. chunk: tokens of prompts that are run in one step.
-    burst: steps that are run before Python looks again, where all rows decode, none has an `until`,
-    and none ends: 1 gives every token as soon as it is there.
+    Events carry the request ids unchanged, so requests that run at the same time need distinct
+    ids. An invalid request (no tokens, an id outside the vocabulary, too long, a bad seed) yields
+    an event with an error. A request whose logits are not finite ends with NON_FINITE. The others
+    continue in both cases.
 
-    Events carry the ids of the requests as they are: two that are served at once want different
-    ones. A request that cannot be served (no tokens, an id outside the vocabulary, no room, a wrong
-    seed) is answered with an error, one whose logits are not finite ends with NON_FINITE; the
-    others go on. Raises CapacityError for sizes that are no whole numbers from 1 up, or exceed the
-    machine's memory.
+    Args:
+        requests: Read only when a row is free. None means that no request is available now; the
+            iterator is asked again after the next step, or at once if all rows are free, in which
+            case it may block.
+        rows: Number of requests that run at once.
+        capacity: Cache slots per row.
+        chunk: Prompt tokens to run per step, over all rows.
+        burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
+            decode and none has an `until`; the loop also stops when a row ends. 1 yields each
+            token immediately.
+
+    Raises:
+        CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
     """
     check_model(model, params)
     chunk = whole("chunk", chunk, 1, MOST_SLOTS, CapacityError)
@@ -114,7 +124,7 @@ def serve(
     rows = whole("rows", rows, 1, MOST_SLOTS, CapacityError)
     capacity = whole("capacity", capacity, 1, MOST_SLOTS, CapacityError)
     if not isinstance(requests, Iterable):
-        raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
+        raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
     now = _Loop(cache, _no_text(rows, capacity), {}, {})
     source, more = iter(requests), True
@@ -172,7 +182,7 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _Loop:
-    """The loop with a request in the first free row. Raises a JaxllmError where that cannot be."""
+    """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = now.cache.batch
     prompt_T = _checked(model, request, capacity)
     key = row_keys(request.seed, 1)[0]
@@ -200,7 +210,7 @@ def _joined(model: nn.Module, now: _Loop, request: Request, capacity: int) -> _L
 def _stepped(
     model: nn.Module, params: Params, now: _Loop, runs: list[TokenRun], chunk: int
 ) -> tuple[_Loop, list[_Draws]]:
-    """Run the token runs, and draw a token for each row whose text has been run to its end."""
+    """Run the token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = now.cache, now.context, now.seats, now.cache.batch
     samplers, found = tuple(now.samplers.values()), []
     for group in microbatches(runs, rows + chunk):
@@ -214,7 +224,7 @@ def _stepped(
             result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
             found.append((take, result))
     drawn: _Draws = {}
-    for take, result in found:  # read when all has been dispatched
+    for take, result in found:  # read only after everything has been dispatched
         arrays = fetched(result)
         drawn.update({row: _Drawn(*(x[row].item() for x in arrays)) for row in take})
     held = dict(zip(now.samplers, samplers, strict=True))
@@ -224,7 +234,7 @@ def _stepped(
 def _decoded(
     model: nn.Module, params: Params, now: _Loop, burst: int
 ) -> tuple[_Loop, list[_Draws]]:
-    """As `_stepped`, where all rows decode: several tokens of each, until one of them ends."""
+    """Run several steps in one call, if all rows decode; stop when a row ends."""
     rows, seats = now.cache.batch, now.seats
     widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
     newest_B = np.zeros(rows, np.int32)
@@ -255,7 +265,7 @@ def _decoded(
 
 
 def _adapters(now: _Loop) -> np.ndarray | None:
-    """Which adapter each row takes; None where the requests say nothing of them."""
+    """Return each row's adapter index, or None if no request sets one."""
     asked = {row: seat.request.adapter for row, seat in now.seats.items()}
     if all(number is None for number in asked.values()):
         return None
@@ -266,7 +276,7 @@ def _adapters(now: _Loop) -> np.ndarray | None:
 
 
 def _kinds(now: _Loop, rows: Iterable[int]) -> np.ndarray:
-    """Which of these rows have which kind of sampler, bool `[K, B]`."""
+    """Return which of these rows use which kind of sampler, bool `[K, B]`."""
     kind_KB = np.zeros((len(now.samplers), now.cache.batch), bool)
     for row in rows:
         kind_KB[list(now.samplers).index(now.seats[row].kind), row] = True
@@ -274,7 +284,7 @@ def _kinds(now: _Loop, rows: Iterable[int]) -> np.ndarray:
 
 
 def _told(now: _Loop, runs: list[TokenRun], drawn: _Draws, step: Step) -> tuple[_Loop, list[Event]]:
-    """The loop without the rows that ended, and an event for each token."""
+    """Return the state without the rows that ended, and an event for each token."""
     seats, events = dict(now.seats), []
     for run in runs:
         row, seat = run.rows[0], seats[run.rows[0]]
@@ -295,7 +305,7 @@ def _told(now: _Loop, runs: list[TokenRun], drawn: _Draws, step: Step) -> tuple[
 
 
 def _finish(seat: _Seat) -> Finish | None:
-    """Why a request ends with its newest token, or None."""
+    """Return why a request ends with its newest token, or None if it continues."""
     request = seat.request
     if request.until is not None and request.until(seat.newest):
         return Finish.STOP
@@ -305,7 +315,7 @@ def _finish(seat: _Seat) -> Finish | None:
 
 
 def _token_runs(seats: dict[int, _Seat], chunk: int) -> list[TokenRun]:
-    """A token of every row that decodes, and `chunk` tokens of prompts in order of arrival."""
+    """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival."""
     runs = []
     for row, seat in seats.items():
         run = seat.next_run(row, chunk)
@@ -316,16 +326,16 @@ def _token_runs(seats: dict[int, _Seat], chunk: int) -> list[TokenRun]:
 
 
 def _checked(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
-    """The prompt's ids, or the reason why it cannot be continued."""
+    """Validate a request; return its prompt as int32."""
     prompt_T = whole_array("a prompt", request.prompt, TokenError)
     if prompt_T.ndim != 1 or not prompt_T.size:
-        raise TokenError(f"a prompt is a list of token ids, got {request.prompt!r:.60}")
+        raise TokenError(f"a prompt must be a list of token ids, got {request.prompt!r:.60}")
     padded_eos(request.eos_token_ids)
     if not isinstance(request.sampler, Sampler):
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
     new = whole("max_new_tokens", request.max_new_tokens, 1)
     check_ids(prompt_T, model.config.vocab_size, "the prompt: ")
-    needed = prompt_T.size + new - 1  # the last token is never run
+    needed = prompt_T.size + new - 1  # the last token never runs
     check_border(prompt_T.size, needed, model.config)
     warn_of_stretch(prompt_T.size, needed, model.config)
     limit = min(capacity, model.config.position_limit)
@@ -344,14 +354,14 @@ def _no_text(rows: int, capacity: int) -> Context:
 
 
 def _wanted(now: _Loop) -> dict[Hashable, Sampler]:
-    """The samplers without those that nobody has, once there are many: each set is compiled."""
+    """Drop unused samplers once there are many kinds: each set of kinds compiles a program."""
     held = {seat.kind for seat in now.seats.values()}
     few = len(now.samplers) < _KINDS
     return {kind: stacked for kind, stacked in now.samplers.items() if few or kind in held}
 
 
 def _sorted(samplers: dict[Hashable, Sampler]) -> dict[Hashable, Sampler]:
-    """In an order that does not depend on who came first: each order would be compiled."""
+    """Sort sampler kinds, so that the order of arrival does not compile another program."""
     return {kind: samplers[kind] for kind in sorted(samplers, key=str)}
 
 
@@ -369,7 +379,7 @@ def _seated(
     text: tuple[jax.Array, jax.Array, jax.Array],
     sampler: Sampler,
 ) -> tuple[jax.Array, Context, Sampler]:
-    """What is known of the rows, with one of them emptied and given another text and sampler."""
+    """Clear a row of the cache and give it a new text and sampler."""
     token_L, length, key = text
     own = Context(token_L, length, length, key)
     context, stacked = jax.tree.map(

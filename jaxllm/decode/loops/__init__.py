@@ -1,8 +1,8 @@
-"""Whole generations, each a compiled loop over steps.
+"""Complete generation loops, each compiled over `jaxllm.steps`.
 
-text: what all loops do with theirs; room: whether it fits. generate: a whole text, and a stream;
-state: where its rows stand, a step of it, and the loop; rounds: that loop by a model in stages;
-overflow: when a text outgrows its cache; endless: read through a small one, where a memory is.
-speculative: with drafts, which lookup takes from the text itself, and of which acceptance says how
-many stand. beam, contrastive: other searches. guidance: away from a negative prompt.
+text: finish reasons and token budgets; room: capacity checks. generate: generation and streaming;
+state: the loop's state, one step, and the loop; rounds: the loop for a pipelined model; overflow:
+eviction policies for a full cache; endless: prefill through a small cache in models with a memory.
+speculative: speculative decoding; lookup: drafts by prompt lookup; acceptance: rejection sampling.
+beam, contrastive: other searches. guidance: classifier-free guidance.
 """

@@ -1,4 +1,4 @@
-"""Which drafted tokens a target takes, so that the text has the target's own law.
+"""Speculative rejection sampling: accept or resample draft tokens with the target's distribution.
 
 Leviathan et al. 2023, algorithm 1; Chen et al. 2023.
 """
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 def verify(
     scores_BV: jax.Array, draft_B: jax.Array, q_BV: jax.Array, accept_B: jax.Array, draw_B: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """A token with the law of the target, and whether it is the drafted one.
+    """Return a token distributed as the target's, and whether it is the draft token.
 
-    A drafted x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else the token is
-    drawn from the residual. draft_B: -1 for none, with q = 0: then the token is drawn from p.
+    A draft token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); otherwise the
+    token is drawn from the residual. draft_B: -1 for no draft, with q = 0; the token is then drawn
+    from p. accept_B, draw_B: random keys.
     """
     p_BV = jax.nn.softmax(scores_BV, axis=1)
     x_B1 = jnp.maximum(draft_B, 0)[:, None]
@@ -26,9 +27,9 @@ def verify(
 
 
 def residual(p_BV: jax.Array, q_BV: jax.Array) -> jax.Array:
-    """norm(max(p - q, 0)): what the target has left after what the draft has given it.
+    """Return norm(max(p - q, 0)), the distribution after a rejection.
 
-    Where rounding leaves nothing the laws are equal, and it is p.
+    If rounding leaves no mass, the distributions are equal and the result is p.
     """
     left_BV = jnp.maximum(p_BV - q_BV, 0.0)
     total_B1 = left_BV.sum(axis=1, keepdims=True)

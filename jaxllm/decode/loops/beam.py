@@ -1,9 +1,8 @@
-"""Beam search: the likeliest continuations of each prompt, the whole search in one compiled loop.
+"""Beam search in one compiled loop.
 
-Each prompt is run once. Its N beams then go on from its cache, each with a tail of its own, and
-every step reorders these tails by `select`. The scores, the length penalty and the conditions to
-stop are those of transformers' `generate(num_beams=N)`. Where that marks what must not be chosen
-with -1e9, here it is -inf, which no real score can lose to.
+Each prompt is prefilled once. Its N beams share that cache, each with its own tail, and every step
+reorders the tails with `select`. Scores, length penalty and stopping conditions are those of
+transformers' `generate(num_beams=N)`, but excluded candidates score -inf instead of -1e9.
 """
 
 import math
@@ -41,17 +40,23 @@ from jaxllm.weights.paths import Params
 from jaxllm.whole import is_number, whole
 
 EarlyStopping = bool | Literal["never"]
-Text = tuple[jax.Array, jax.Array]  # of each beam before the search: [R, L], and its length [R]
+Text = tuple[jax.Array, jax.Array]  # each beam's text before the search, [R, L], and length, [R]
 
 
 class BeamResult(struct.PyTreeNode):
-    """Each prompt's finished sequences, the best first; N is `num_return_sequences`.
+    """Each prompt's finished sequences, best first; N is `num_return_sequences`.
 
-    token_BNT: int32 `[B, N, max_new_tokens]`, -1 after a sequence's end; an end-of-text token is
-    part of it. score_BN: float32, the sum of its log-probabilities, as the processors left them,
-    divided by `length ** length_penalty`. length_BN: its tokens. finish_BN: a `Finish`. A prompt
-    that has fewer continuations than N has sequences of length 0, score -inf, finish RUNNING; one
-    whose logits are not finite keeps what it had found until then, and finishes NON_FINITE.
+    A prompt with fewer than N continuations has sequences of length 0 with score -inf and finish
+    RUNNING. A prompt whose logits are not finite keeps its finished sequences and has finish
+    NON_FINITE.
+
+    Attributes:
+        token_BNT: int32 `[B, N, max_new_tokens]`, -1 after a sequence's end; includes end-of-text
+            tokens.
+        score_BN: float32, the sum of the log-probabilities after the processors, divided by
+            `length ** length_penalty`.
+        length_BN: Number of tokens.
+        finish_BN: A `Finish`.
     """
 
     token_BNT: jax.Array
@@ -61,10 +66,10 @@ class BeamResult(struct.PyTreeNode):
 
 
 class Criteria(struct.PyTreeNode):
-    """What was asked for; the same at every step.
+    """Stopping criteria, constant over the search.
 
     budget, length_penalty: scalars. eos_E: end-of-text ids, padded with -1. full_is_enough,
-    looks_ahead: bool scalars, `early_stopping` True and "never".
+    looks_ahead: bool scalars for `early_stopping` True and "never".
     """
 
     budget: jax.Array
@@ -75,12 +80,11 @@ class Criteria(struct.PyTreeNode):
 
 
 class Search(struct.PyTreeNode):
-    """Where a search stands; R = B x N rows, a prompt's beams side by side.
+    """State of the search; R = B x N rows, with a prompt's beams adjacent.
 
-    step: how many tokens each running beam has. token_BNT, score_BN: these tokens and the sum of
-    their log-probabilities, best first, -inf where there is no beam. parent_R: the row that each
-    beam grew from in the last step. found: the finished sequences. done_B: whether nothing can
-    join a prompt's `found` any more.
+    step: number of tokens of each running beam. token_BNT, score_BN: these tokens and the sums of
+    their log-probabilities, best first; -inf is no beam. parent_R: the row that each beam extended
+    in the last step. found: finished sequences. done_B: whether a prompt's search has ended.
     """
 
     step: jax.Array
@@ -108,22 +112,26 @@ def beam_search(
     cache: KVCache | None = None,
     chunk: int = 256,
 ) -> BeamResult:
-    """Search each prompt `[B, T]` for its best continuations, with `num_beams` at a time.
+    """Return the best continuations of each prompt `[B, T]`, found with `num_beams` beams.
 
-    length_penalty: a sequence's score is its log-probability over `length ** length_penalty`;
-    above 0 that favours long ones. early_stopping: True ends a prompt's search once it has
-    `num_beams` finished sequences; False once the best beam, at its present length, no longer
-    beats the worst of these; "never" once it cannot, at any length. One beam is greedy decoding.
-    lengths_B: the prompts' lengths, where they are padded on the right. sampler: its processors
-    change the log-probabilities; nothing is drawn. cache: what the prompts go on from, with room
-    for them; it stays valid. chunk: as for `prefill`.
+    The beams of a single prompt share its cache; with several prompts, each beam gets a copy. Only
+    new shapes and values of num_beams compile; other options and lengths within a bucket do not.
 
-    The beams of a single prompt read its cache where it lies; those of several prompts each get a
-    copy. Compiled once for `num_beams` and the shapes: no other option, and no length within a
-    bucket, compiles anything.
+    Args:
+        length_penalty: A sequence's score is its log-probability / `length ** length_penalty`, so
+            values above 0 favor long sequences.
+        early_stopping: When to end a prompt's search after `num_beams` sequences have finished.
+            True: at once. False: when the best beam, at its current length, does not beat the worst
+            of them. "never": when it cannot beat it at any length. One beam is greedy decoding.
+        lengths_B: Prompt lengths, if the prompts are padded on the right.
+        sampler: Its processors change the log-probabilities; nothing is drawn.
+        cache: A cache that the prompts continue, with room for them; it stays valid.
+        chunk: As for `prefill`.
 
-    Raises what `prefill` raises, SamplingError for an option out of its range, CapacityError when
-    prompt and new tokens do not fit into the model.
+    Raises:
+        SamplingError: For an option out of range.
+        CapacityError: If prompt and new tokens exceed the model's positions.
+        Also whatever `prefill` raises.
     """
     check_model(model, params)
     check_sampler(sampler)
@@ -133,7 +141,7 @@ def beam_search(
     tokens_BT, lengths_B = checked_prompts(model.config, tokens_BT, lengths_B)
     B, T = tokens_BT.shape
     start = 0 if cache is None else int(np.max(cache.next_position_B))
-    needed = start + T + max_new_tokens - 1  # the last token is never run
+    needed = start + T + max_new_tokens - 1  # the last token never runs
     check_positions(needed, model.config)
     check_going_on(model, cache, lengths_B, max_new_tokens)
     R, width = B * num_beams, bucket(max_new_tokens)
@@ -157,7 +165,7 @@ def beam_search(
     )
     criteria = Criteria(*jax.device_put(values))
     found = _search(model, params, cache, criteria, sampler, logits_BV, num_beams, width)
-    # On the host: JAX's own slice would be compiled.
+    # On the host: a JAX slice would compile.
     n, found = num_return_sequences, fetched(found)
     cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
     return jax.device_put(cut.replace(token_BNT=cut.token_BNT[:, :, :max_new_tokens]))
@@ -174,7 +182,7 @@ def _search(
     num_beams: int,
     width: int,
 ) -> BeamResult:
-    """The search from the prompts' caches and last logits on: all `num_beams` found, `[B, N]`."""
+    """Search from the prompts' caches and last logits; return all `num_beams` results, `[B, N]`."""
     B, N = cache.batch, num_beams
     text = _text(cache, N, width)
     score_BN = jnp.full((B, N), -jnp.inf, jnp.float32)
@@ -183,7 +191,7 @@ def _search(
     search = Search(
         step=jnp.zeros((), jnp.int32),
         token_BNT=blank_BNT,
-        score_BN=score_BN.at[:, 0].set(0.0),  # N equal beams would find everything N times
+        score_BN=score_BN.at[:, 0].set(0.0),  # N equal beams would find each sequence N times
         parent_R=jnp.arange(B * N, dtype=jnp.int32),
         found=BeamResult(blank_BNT, score_BN, zeros_BN, zeros_BN + Finish.RUNNING),
         done_B=jnp.zeros((B,), bool),
@@ -211,7 +219,7 @@ def _search(
 
 
 def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax.Array) -> Search:
-    """Extend every beam by a token: keep the best that end, go on with the best that do not."""
+    """Extend every beam by a token: record the best that end, continue the best that do not."""
     B, N = search.score_BN.shape
     V = logits_RV.shape[-1]
     length = search.step + 1
@@ -225,7 +233,7 @@ def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax
     total_BNV = scores_RV.reshape(B, N, V) + search.score_BN[:, :, None]
     ends_V = (jnp.arange(V, dtype=jnp.int32)[:, None] == criteria.eos_E[None]).any(axis=1)
 
-    # Only what is among the N best candidates may finish; what finishes is not gone on with.
+    # Only the N best candidates may finish; finished ones are not extended.
     score_BN, beam_BN, token_BN = _best(total_BNV, N)
     eos_BN = ends_V[token_BN]
     ended_BN = (eos_BN | (length >= criteria.budget)) & ~(search.done_B | broken_B)[:, None]
@@ -239,7 +247,7 @@ def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax
     both: BeamResult = jax.tree.map(
         lambda old, new: jnp.concatenate([old, new], axis=1), search.found, new
     )
-    _, at_BN = jax.lax.top_k(both.score_BN, N)  # the old ones come first: a tie replaces nothing
+    _, at_BN = jax.lax.top_k(both.score_BN, N)  # old sequences come first, so they win ties
     found: BeamResult = jax.tree.map(lambda x: _pick(x, at_BN), both)
     found = found.replace(
         finish_BN=jnp.where(broken_B[:, None], jnp.int32(Finish.NON_FINITE), found.finish_BN)
@@ -250,7 +258,7 @@ def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax
     ahead = criteria.looks_ahead & (criteria.length_penalty > 0)
     reached = jnp.where(ahead, criteria.budget, length).astype(jnp.float32)
     hope_B = score_BN[:, 0] / reached**criteria.length_penalty
-    worst_B = found.score_BN[:, -1]  # -inf until there are N
+    worst_B = found.score_BN[:, -1]  # -inf until N have finished
     done_B = (hope_B <= worst_B) | (criteria.full_is_enough & (worst_B > -jnp.inf))
     return Search(
         step=length,
@@ -264,14 +272,14 @@ def _extend_beams(criteria: Criteria, text: Text, search: Search, logits_RV: jax
 
 
 def _best(total_BNV: jax.Array, n: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The n best candidates of each prompt: scores, beams, tokens; of equals the first."""
+    """Return scores, beams and tokens of each prompt's n best candidates; ties go to the first."""
     B, N, V = total_BNV.shape
     score_Bn, at_Bn = jax.lax.top_k(total_BNV.reshape(B, N * V), n)
     return score_Bn, at_Bn // V, at_Bn % V
 
 
 def _grown(search: Search, beam_BN: jax.Array, token_BN: jax.Array) -> jax.Array:
-    """The beams' tokens, each with another one after them."""
+    """Append a token to each selected beam."""
     here_T = jnp.arange(search.token_BNT.shape[-1], dtype=jnp.int32) == search.step
     return jnp.where(here_T[None, None], token_BN[:, :, None], _pick(search.token_BNT, beam_BN))
 
@@ -281,10 +289,10 @@ def _pick(x_BNX: jax.Array, at_BN: jax.Array) -> jax.Array:
 
 
 def _one_tail_a_beam(model: nn.Module, cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
-    """The prompts' segments for B x N rows, and an empty tail a row, apart from them.
+    """Return the prompts' segments for B x N rows, and a cache with an empty tail per row.
 
-    What one row holds all its beams share. Attention knows parts of one row and parts of all rows
-    only, so several prompts are copied, once, for each of their beams.
+    A segment has one row, shared by all rows, or a row for each. So the beams of a single prompt
+    share it, while several prompts are copied once for each of their beams.
     """
     B = cache.batch
     rows = jnp.repeat(jnp.arange(B), N)
@@ -294,7 +302,7 @@ def _one_tail_a_beam(model: nn.Module, cache: KVCache, N: int, width: int) -> tu
 
 
 def _text(cache: KVCache, N: int, room: int) -> Text:
-    """Each beam's text so far, -1 past its end, with room for more, int32 `[R, L]`; its length."""
+    """Return each beam's text, padded with -1 and with `room` for more, int32 `[R, L]`; lengths."""
     token_BS = jnp.where(cache.position_BS >= 0, cache.token_BS, NO_TOKEN)
     text_BS = jnp.take_along_axis(token_BS, slot_order(cache), axis=1)
     text_BL = jnp.pad(text_BS, ((0, 0), (0, room)), constant_values=NO_TOKEN)
@@ -302,18 +310,18 @@ def _text(cache: KVCache, N: int, room: int) -> Text:
 
 
 def _context(text: Text, search: Search) -> Context:
-    """Prompt and tokens of every beam, as processors see them."""
+    """Return the processors' context: prompt and tokens of every beam."""
     text_RL, prompt_R = text
     token_RT = search.token_BNT.reshape(prompt_R.shape[0], -1)
     R, T = token_RT.shape
     at_RT = prompt_R[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     token_RL = text_RL.at[jnp.arange(R)[:, None], at_RT].set(token_RT, mode="drop")
-    key_R = jax.random.split(jax.random.key(0), R)  # part of a context, though nothing is drawn
+    key_R = jax.random.split(jax.random.key(0), R)  # required by the context; nothing is drawn
     return Context(token_RL, prompt_R, prompt_R + search.step, key_R)
 
 
 def _one_a_beam(sampler: Sampler, B: int, N: int) -> Sampler:
-    """The sampler for B x N rows: what has a value for each prompt has one for each beam."""
+    """Repeat the sampler's per-prompt values for each beam, B x N rows."""
 
     def repeat(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, N, axis=0) if x.ndim and x.shape[0] == B else x
@@ -325,11 +333,11 @@ def _one_a_beam(sampler: Sampler, B: int, N: int) -> Sampler:
 def _reordered(
     sampler: Sampler, parent_R: jax.Array, scores_RV: jax.Array, token_R: jax.Array
 ) -> Sampler:
-    """The next step's sampler: what processors remember of a beam goes to those grown from it."""
+    """Return the next step's sampler: each beam inherits its parent's processor state."""
     R = parent_R.shape[0]
 
     def follow(processor: Processor) -> Processor:
-        if type(processor).observe is Processor.observe:  # it remembers nothing
+        if type(processor).observe is Processor.observe:  # stateless
             return processor
         remembered: Processor = jax.tree.map(
             lambda x: x[parent_R] if x.ndim and x.shape[0] == R else x, processor
@@ -346,7 +354,7 @@ def _check(
     length_penalty: float,
     early_stopping: EarlyStopping,
 ) -> None:
-    """Raise SamplingError, by name, for an option out of its range."""
+    """Raise SamplingError for an option out of range."""
     whole("num_beams", num_beams, 1)
     whole("max_new_tokens", max_new_tokens, 1)
     whole("num_return_sequences", num_return_sequences, 1)
@@ -356,10 +364,10 @@ def _check(
         )
     if not is_number(length_penalty) or not math.isfinite(length_penalty):
         raise SamplingError(f"length_penalty must be a finite number, got {length_penalty!r}")
-    if abs(length_penalty) * math.log(max_new_tokens) > 80:  # exp(80) is still a float32
+    if abs(length_penalty) * math.log(max_new_tokens) > 80:  # exp(80) is finite in float32
         raise SamplingError(
-            f"length_penalty {length_penalty} is out of range: {max_new_tokens} to its power is"
-            " more than a float32 holds"
+            f"length_penalty {length_penalty} is out of range: {max_new_tokens} to this power"
+            " overflows float32"
         )
     if not isinstance(early_stopping, bool) and early_stopping != "never":
         raise SamplingError(

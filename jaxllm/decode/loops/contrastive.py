@@ -1,8 +1,7 @@
-"""Contrastive search (Su et al. 2022): likely tokens that do not repeat what the text has said.
+"""Contrastive search (Su et al. 2022): likely tokens whose hidden states are unlike the text's.
 
-An example of what `fork` makes easy: the candidates are rows that share the whole text by
-reference, one forward pass looks at all of them, and the one that is chosen is committed. The
-others leave no trace, since `forward` changes nothing.
+The candidates are rows of a `fork` that share the text's cache without copies. One forward pass
+scores all of them, and only the best one is committed; `forward` never modifies the cache.
 """
 
 from collections.abc import Sequence
@@ -35,13 +34,18 @@ def contrastive_search(
     top_k: int = 4,
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that continue a prompt: up to `max_new_tokens`, or to an end of text, included.
+    """Continue a prompt until `max_new_tokens` or an end-of-text token, which is included.
 
-    Each is the best of the `top_k` likeliest by `score`. penalty_alpha: from 0, which is greedy
-    search, to 1.
+    Each token is the one with the best `score` among the `top_k` likeliest.
 
-    Raises SamplingError for values out of range, CapacityError for a text longer than the model's
-    positions, NonFiniteError when a step is not finite, and what `forward` raises.
+    Args:
+        penalty_alpha: Weight of the penalty, 0 (greedy search) to 1.
+
+    Raises:
+        SamplingError: For values out of range.
+        CapacityError: If the text exceeds the model's positions.
+        NonFiniteError: If the scores are not finite.
+        Also whatever `forward` raises.
     """
     top_k = whole("top_k", top_k, 1, model.config.vocab_size)
     if not is_number(penalty_alpha) or not 0 <= penalty_alpha <= 1:
@@ -77,11 +81,11 @@ def contrastive_search(
 def score(
     likely_C: jax.Array, hidden_CD: jax.Array, said_SD: jax.Array, penalty_alpha: jax.Array
 ) -> jax.Array:
-    """(1 - alpha) times a candidate's probability, less alpha times its likeness to the text.
+    """Return (1 - alpha) * probability - alpha * similarity for each candidate, `[C]`.
 
-    Su et al. 2022, equation 5: the likeness is the largest cosine between the candidate's last
+    Su et al. 2022, equation 5. The similarity is the largest cosine between the candidate's last
     hidden state and those of all tokens before it. Both are unit vectors, `[C, D]` and `[S, D]`;
-    rows of zeros are no tokens.
+    rows of zeros are padding.
     """
     cosine_CS = jnp.where((said_SD != 0).any(axis=1)[None], hidden_CD @ said_SD.T, -jnp.inf)
     return (1 - penalty_alpha) * likely_C - penalty_alpha * cosine_CS.max(axis=1)
@@ -89,14 +93,14 @@ def score(
 
 @partial(jax.jit, static_argnums=1)
 def _candidates(logits_V: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """The probabilities and ids of the likeliest tokens, `[C]` each."""
+    """Return probabilities and ids of the likeliest tokens, `[C]` each."""
     likely_C, token_C = jax.lax.top_k(jax.nn.softmax(logits_V), top_k)
     return likely_C, token_C
 
 
 @jax.jit
 def _read_prompt(out: Output, said_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The last logits of the prompt, and what it has said."""
+    """Return the prompt's last logits, and the buffer with its unit hidden states."""
     hidden_TD = _last_hidden(out)[0]
     return out.logits[0, -1], jax.lax.dynamic_update_slice_in_dim(said_SD, hidden_TD, 0, axis=0)
 
@@ -105,7 +109,7 @@ def _read_prompt(out: Output, said_SD: jax.Array) -> tuple[jax.Array, jax.Array]
 def _best_candidate(
     likely_C: jax.Array, out: Output, said_SD: jax.Array, end: Any, penalty_alpha: Any
 ) -> tuple[jax.Array, jax.Array, Output, jax.Array]:
-    """The best candidate, all scores, the best one's output, and what has been said with it."""
+    """Return the best candidate, all scores, its output, and the buffer with its hidden state."""
     hidden_CD = _last_hidden(out)[:, 0]
     score_C = score(likely_C, hidden_CD, said_SD, penalty_alpha)
     best = jnp.argmax(score_C)
@@ -116,7 +120,7 @@ def _best_candidate(
 
 
 def _last_hidden(out: Output) -> jax.Array:
-    """What the model made of each token, as vectors of length one, float32 `[B, T, D]`."""
+    """Return the last hidden states as float32 unit vectors `[B, T, D]`."""
     assert out.hidden_states is not None
     x_BTD = out.hidden_states[-1].astype(jnp.float32)
     return x_BTD / jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)

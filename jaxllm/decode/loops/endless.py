@@ -1,4 +1,4 @@
-"""Reading a text of any length through a cache of a few segments, in models with a memory."""
+"""Streaming prefill: run a text of any length with a small cache, in models with a memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,25 +26,31 @@ def read_through(
     chunk: int = 256,
     each: Callable[[int, KVCache], None] = lambda *_: None,
 ) -> tuple[jax.Array, KVCache]:
-    """`prefill` of texts longer than the cache: `(logits [B, V] of the last tokens, cache)`.
+    """Prefill texts longer than the cache; return the last tokens' logits `[B, V]` and the cache.
 
-    The numbers are those of a cache that holds everything: after each piece keys and values of
-    finished segments, which nothing sees any more, leave it. cache: of more slots than a segment
-    has, without frozen segments; twice as many are good. It stays valid. each: told after each
-    piece how many tokens of a row are read, and the cache, which the next piece writes over.
+    The result equals that of an unbounded cache: after each piece, the keys and values of finished
+    segments, which no later token attends to, are evicted.
 
-    Raises ConfigError for models without segments, CapacityError for a cache that is too small, and
-    what `prefill` raises.
+    Args:
+        cache: Needs more slots than a segment has tokens (twice as many is a good choice) and no
+            frozen segments. It stays valid.
+        each: Called after each piece with the number of tokens read per row and the cache, which
+            the next piece overwrites.
+
+    Raises:
+        ConfigError: If the model has no segments.
+        CapacityError: If the cache is too small.
+        Also whatever `prefill` raises.
     """
     check_usable(cache)
     tokens_BT = as_array("tokens", tokens_BT)
     T, length = shape_of(tokens_BT)[1], model.config.segment_length
     left = compact(segment_in_hand(cache), capacity=cache.capacity)
-    cache = jax.tree.map(jnp.copy, left)  # what the caller's cache has too is not to be used up
+    cache = jax.tree.map(jnp.copy, left)  # the caller's buffers must not be donated
     if cache.capacity <= length:
         raise CapacityError(
-            f"a cache of {cache.capacity} slots holds no more than a segment of {length} tokens:"
-            f" make one of {2 * length}"
+            f"the cache has {cache.capacity} slots, expected more than the segment length {length}."
+            f" Make one with {2 * length}"
         )
     piece = cache.capacity - length
     logits_BV = None
@@ -52,7 +58,7 @@ def read_through(
         part_BT = tokens_BT[:, start : start + piece]
         count = part_BT.shape[1]
         lengths_B = None
-        if start > 0 and count < piece:  # the last one: of the others' shape, and their program
+        if start > 0 and count < piece:  # pad the last piece to reuse the compiled program
             part_BT = numpy_for(part_BT).pad(part_BT, ((0, 0), (0, piece - count)))
             lengths_B = np.full(part_BT.shape[0], count)
         logits_BV, cache = prefill(
@@ -61,7 +67,7 @@ def read_through(
         cache = _LEFT(cache)
         each(start + count, cache)
     if logits_BV is None:
-        raise TokenError("read_through: there are no tokens to read")
+        raise TokenError("tokens must not be empty")
     return logits_BV, cache
 
 

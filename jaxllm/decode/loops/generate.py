@@ -1,6 +1,6 @@
-"""Generation: a prefill, then one compiled loop that samples and decodes until every row has ended.
+"""Generation: a prefill, then one compiled loop of sampling and decoding until all rows end.
 
-`generate` runs the loop on the device, `stream` runs the same body a token at a time from Python.
+`generate` runs the loop on the device; `stream` runs the same body once per token from Python.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,20 +27,23 @@ from jaxllm.steps import Mass, prefill
 from jaxllm.weights.paths import InRounds, Params
 from jaxllm.whole import whole
 
-# Told each row's newest token (-1: it has ended), says which rows end with it.
+# Maps each row's newest token (-1 if the row has ended) to whether the row ends with it.
 Until = Callable[[np.ndarray], np.ndarray]
 
 
 class Generated(struct.PyTreeNode):
-    """What `generate` returns.
+    """Result of `generate`.
 
-    token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
-    its row. logprob_BT: float32, each token's log-probability under the model, before any
-    sampler. length_B: tokens of each row. finish_B: a `Finish`. cache: holds the prompt and every
-    token but each row's last, so that a longer text goes on from the last token. top_token_BTN,
-    top_logprob_BTN: the N likeliest tokens of each step, best first; None unless asked for.
-    attention_mass: what each of the cache's slots received from the tokens run so far, `[B, S]` or
-    `[layers, B, S]`; None unless asked for, or read by the overflow policy.
+    Attributes:
+        token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; includes end-of-text tokens.
+        logprob_BT: float32, each token's log-probability under the model, before any processor.
+        length_B: Number of generated tokens per row.
+        finish_B: A `Finish` per row.
+        cache: Holds the prompt and all generated tokens but each row's last, so a continuation
+            starts with that token.
+        top_token_BTN, top_logprob_BTN: The N likeliest tokens of each step, best first, or None.
+        attention_mass: Attention that each cache slot received from the tokens run so far, `[B, S]`
+            or `[layers, B, S]`; None unless requested or needed by the overflow policy.
     """
 
     token_BT: jax.Array
@@ -54,15 +57,22 @@ class Generated(struct.PyTreeNode):
 
 
 class Options(TypedDict, total=False):
-    """What `generate` and `stream` take beside model, parameters and prompts.
+    """Keyword arguments of `generate` and `stream`.
 
-    max_new_tokens: a number, or one a row; required. lengths_B: the prompts' lengths, where they
-    are padded on the right. sampler: greedy by default. seed: a number, or keys `[B]`.
-    eos_token_ids: a row ends with any of them. until: a function of each row's newest token that
-    says which rows end; it runs in Python after every token. cache: what the prompts go on from; it
-    stays valid. overflow: what to forget when the cache is full; by default such a generation is
-    refused. top_logprobs: how many of each step's likeliest tokens to report. chunk: tokens of a
-    prompt that are run at once. attention_mass: as for `forward`.
+    Attributes:
+        max_new_tokens: One limit, or one per row; required.
+        lengths_B: Prompt lengths, if the prompts are padded on the right.
+        sampler: Greedy by default.
+        seed: An integer, or random keys `[B]`.
+        eos_token_ids: A row ends with any of these.
+        until: Called in Python after every step with each row's newest token; returns which rows
+            end.
+        cache: A cache that the prompts continue; it stays valid.
+        overflow: Eviction policy for a full cache; without one, a generation that does not fit
+            raises an error.
+        top_logprobs: Number of likeliest tokens to return per step.
+        chunk: Prompt tokens to run at once.
+        attention_mass: As for `forward`.
     """
 
     max_new_tokens: Required[int | Sequence[int]]
@@ -81,13 +91,18 @@ class Options(TypedDict, total=False):
 def generate(
     model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
 ) -> Generated:
-    """Continue each prompt `[B, T]` until it ends: one prefill, one compiled while-loop.
+    """Continue each prompt `[B, T]` until it ends, with one prefill and one compiled while-loop.
 
-    options: see `Options`. Only shapes compile: a prompt's content, its length within a bucket,
-    sampler values, seed, budgets and end-of-text ids do not.
+    Only new shapes compile: a prompt's content, its length within a bucket, sampler values, seeds,
+    token limits and end-of-text ids do not.
 
-    Raises what `prefill` raises, CapacityError when prompt and new tokens do not fit into the
-    cache or the model, SamplingError for a budget below one.
+    Args:
+        options: See `Options`.
+
+    Raises:
+        CapacityError: If prompt and new tokens do not fit into the cache or the model.
+        SamplingError: For max_new_tokens below 1.
+        Also whatever `prefill` raises.
     """
     until, asked = _until_of(options)
     limits, cache, state = _begin(model, params, tokens_BT, **asked)
@@ -108,11 +123,11 @@ def generate(
 def stream(
     model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[Options]
 ) -> Iterator[Generated]:
-    """As `generate`, a token at a time: yields what came since, with T = 1.
+    """Generate one token at a time; each item holds the newest token of each row (T = 1).
 
-    The caches inside what is yielded are written over by the next step; the last one is the
-    caller's. Prefill runs, and errors are raised, when the first item is asked for. The attention
-    mass is each step's own, the prompt's at first.
+    The next step overwrites the cache of the item before it; the last item's cache stays valid.
+    The prefill runs, and errors are raised, at the first `next`. The attention mass is that of the
+    latest step alone, initially that of the prompt.
     """
     until, asked = _until_of(options)
     limits, cache, state = _begin(model, params, tokens_BT, **asked)
@@ -123,7 +138,7 @@ def stream(
 
 
 def _until_of(options: Options) -> tuple[Until | None, Any]:
-    """What is asked after every token, and the other options."""
+    """Return `until` and the other options."""
     until = options.get("until")
     if until is not None and not callable(until):
         raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
@@ -146,7 +161,7 @@ def _begin(
     chunk: int = 256,
     attention_mass: Mass = False,
 ) -> tuple[Limits, KVCache, State]:
-    """Check the room, prefill, and sample the first token of each row."""
+    """Check capacities, prefill, and sample the first token of each row."""
     check_model(model, params)
     check_sampler(sampler)
     if overflow is not None and not isinstance(overflow, Overflow):
@@ -158,8 +173,8 @@ def _begin(
     budget_B = new_tokens(max_new_tokens, B)
     top_logprobs = whole("top_logprobs", top_logprobs, 0, model.config.vocab_size)
     if overflow is not None and attention_mass is not False:
-        raise SamplingError("attention_mass has no slots to belong to once the cache overflows")
-    needed = T + int(budget_B.max()) - 1  # the last token is never run
+        raise SamplingError("attention_mass and overflow cannot be combined: eviction moves slots")
+    needed = T + int(budget_B.max()) - 1  # the last token never runs
     fresh = cache is None
     if cache is None:
         capacity = bucket(needed)
@@ -209,7 +224,7 @@ def _generated(
     start_B: np.ndarray | None = None,
     width: int | None = None,
 ) -> Generated:
-    """What came since `start_B` (by default the prompt), cut out of the state on the host."""
+    """Extract the tokens from `start_B` on (default: after the prompt), on the host."""
     prompt_B, length_B = np.asarray(state.context.prompt_B), np.asarray(state.context.length_B)
     start_B = prompt_B if start_B is None else start_B
     width = int(np.max(options["max_new_tokens"])) if width is None else width
@@ -217,7 +232,7 @@ def _generated(
     there_BT = index_BT < length_B[:, None]
     index_BT = np.where(there_BT, index_BT, 0)
 
-    def cut(array: jax.Array, blank: Any) -> jax.Array:  # JAX's own slice would be compiled
+    def cut(array: jax.Array, blank: Any) -> jax.Array:  # in numpy: a JAX slice would compile
         x: np.ndarray = fetched(array)
         there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
         found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
@@ -245,7 +260,7 @@ def _steps(
     until: Until | None,
     options: Options,
 ) -> Iterator[tuple[KVCache, State]]:
-    """The caches and states after each token, until every row has ended."""
+    """Yield cache and state after each step, until every row has ended."""
     overflow = options.get("overflow")
     mass, before_B = _mass_of(options), np.asarray(state.context.prompt_B)
     total = state.mass
@@ -276,14 +291,14 @@ def _run(
     state: State,
     mass: Mass,
 ) -> tuple[KVCache, State]:
-    """A compiled program on the tail; frozen segments go in but not out, so are never copied."""
+    """Run a program on the tail; frozen segments are inputs only, so they are never copied."""
     fixed = Fixed(params, cache.frozen, limits)
     tail, state = compiled(model, fixed, cache.replace(frozen=()), state, mass)
     return tail.replace(frozen=cache.frozen), state
 
 
 def _mass_of(options: Options) -> Mass:
-    """What to measure: as asked, or as the overflow policy needs it."""
+    """Return the attention mass to compute: as requested, or as the overflow policy needs it."""
     overflow = options.get("overflow")
     asked = options.get("attention_mass", False)
     return True if overflow is not None and overflow.reads_mass else asked

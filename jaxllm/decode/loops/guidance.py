@@ -1,7 +1,6 @@
-"""Classifier-free guidance (Sanchez et al. 2023): away from what a negative prompt would say.
+"""Classifier-free guidance (Sanchez et al. 2023): steer generation away from a negative prompt.
 
-An example of what batches of unequal prompts make easy: the prompt and the negative prompt are two
-rows of one cache, and every token that is chosen is given to both.
+The prompt and the negative prompt are two rows of one cache; each chosen token is appended to both.
 """
 
 from collections.abc import Sequence
@@ -34,15 +33,18 @@ def guided_generate(
     seed: int = 0,
     eos_token_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens that continue a prompt: up to `max_new_tokens`, or to an end of text, included.
+    """Continue a prompt until `max_new_tokens` or an end-of-text token, which is included.
 
-    guidance_scale: as in `guide`. negative_prompt: by default the prompt's last token, which is to
-    say nothing, as in transformers. sampler: its processors see the guided scores and the prompt's
-    row of text.
+    Args:
+        guidance_scale: See `guide`.
+        negative_prompt: By default the prompt's last token, as in transformers.
+        sampler: Its processors receive the guided scores and the text of the prompt's row.
 
-    Raises SamplingError for an empty prompt or values out of range, CapacityError for a text
-    longer than the model's positions, NonFiniteError when a step is not finite, and what `prefill`
-    raises.
+    Raises:
+        SamplingError: For an empty prompt or values out of range.
+        CapacityError: If the text exceeds the model's positions.
+        NonFiniteError: If the logits are not finite.
+        Also whatever `prefill` raises.
     """
     pair = [list(prompt), list(prompt)[-1:] if negative_prompt is None else list(negative_prompt)]
     whole("max_new_tokens", max_new_tokens, 1)
@@ -77,10 +79,10 @@ def guided_generate(
 
 
 def guide(wanted_V: jax.Array, unwanted_V: jax.Array, guidance_scale: jax.Array) -> jax.Array:
-    """Scores that favour what only the first of two logits favours, `[V]`.
+    """Return guided scores `[V]`: unwanted + scale * (wanted - unwanted), on log-probabilities.
 
-    Sanchez et al. 2023, equation 7, on log-probabilities: unwanted + scale * (wanted - unwanted).
-    1 is no guidance, more is more of it, below 1 the second prompt is wanted too.
+    Sanchez et al. 2023, equation 7. A scale of 1 is no guidance; above 1 moves away from the
+    negative prompt, below 1 towards it.
     """
     wanted_V, unwanted_V = jax.nn.log_softmax(wanted_V), jax.nn.log_softmax(unwanted_V)
     return unwanted_V + guidance_scale * (wanted_V - unwanted_V)
@@ -96,7 +98,7 @@ def _sample_guided(
     end: jax.Array,
     key_B: jax.Array,
 ) -> tuple[jax.Array, Sampler]:
-    """One token `[1]` from the guided scores."""
+    """Sample one token `[1]` from the guided scores."""
     key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, end)
     start_B, end_B = (jnp.full((1,), x, jnp.int32) for x in (start, end))
     context = Context(text_L[None], start_B, end_B, key_B)

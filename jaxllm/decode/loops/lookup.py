@@ -1,4 +1,4 @@
-"""Drafts without a model: a text that repeats itself says what comes next."""
+"""Prompt lookup: draft tokens copied from an earlier match in the text, without a draft model."""
 
 import dataclasses
 
@@ -13,10 +13,10 @@ from jaxllm.whole import whole
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLookup:
-    """A draft without a model: what followed the latest earlier occurrence of the last tokens.
+    """Draft the tokens that followed the latest earlier occurrence of the last tokens.
 
-    ngram: how many last tokens are looked for; where they do not occur, fewer, down to one. Raises
-    SamplingError for less than one.
+    ngram: maximum number of last tokens to match; shorter matches, down to one token, are used if
+    there is no longer one. Raises SamplingError if below 1.
     """
 
     ngram: int = 3
@@ -26,7 +26,7 @@ class PromptLookup:
 
 
 class Text(struct.PyTreeNode):
-    """Each row's text `[B, L]`, -1 past its end; its end; and the sampler that goes on from it."""
+    """Each row's text `[B, L]`, -1 past its end, its length, finish reason and sampler state."""
 
     token_BL: jax.Array
     length_B: jax.Array
@@ -34,29 +34,29 @@ class Text(struct.PyTreeNode):
     sampler: Sampler
 
     def add(self, token_B: jax.Array, where_B: jax.Array) -> "Text":
-        """The text with one more token in these rows."""
+        """Append a token in the rows of `where_B`."""
         return self.replace(
             token_BL=put(self.token_BL, self.length_B, token_B, where_B),
             length_B=self.length_B + where_B.astype(jnp.int32),
         )
 
     def last(self, n: int) -> jax.Array:
-        """The last n tokens, `[B, n]`."""
+        """Return the last n tokens, `[B, n]`."""
         at_BN = self.length_B[:, None] + jnp.arange(-n, 0, dtype=jnp.int32)[None]
         return jnp.take_along_axis(self.token_BL, jnp.maximum(at_BN, 0), axis=1)
 
 
 def look_up(text: Text, ngram: int, width: int) -> jax.Array:
-    """The `width` tokens after the best earlier match of each text's end, `[B, width]`; or all -1.
+    """Return `width` tokens after the best earlier match of each text's end, or -1: `[B, width]`.
 
-    The best match is the longest, up to `ngram` tokens, and among these the latest. A continuation
-    that reaches the end of the text goes on with itself.
+    The best match is the longest, up to `ngram` tokens; ties go to the latest. A continuation that
+    reaches the end of the text repeats periodically.
     """
     token_BL, end_B1 = text.token_BL, text.length_B[:, None]
     at = jnp.arange(token_BL.shape[1], dtype=jnp.int32)[None]
     same_BL = jnp.broadcast_to(at < end_B1 - 1, token_BL.shape)
     matched_BL = jnp.zeros_like(token_BL)
-    for back in range(ngram):  # does the token `back` before this one equal that before the end?
+    for back in range(ngram):  # compare the tokens `back` before here and `back` before the end
         before_BL = jnp.pad(token_BL, ((0, 0), (back, 0)), constant_values=NO_TOKEN)
         wanted_B1 = jnp.take_along_axis(token_BL, jnp.maximum(end_B1 - 1 - back, 0), axis=1)
         same_BL &= (before_BL[:, : token_BL.shape[1]] == wanted_B1) & (at >= back)

@@ -1,9 +1,9 @@
-"""What to do when a text outgrows its cache: forget something, by a named policy.
+"""Eviction policies for texts that outgrow their cache.
 
-Without a policy generation is refused before it begins. Each policy is stated by what the model
-then sees, so that a result can be checked: it is that of a run over just those tokens. A policy
-that `reads_mass` is given what each slot has received in attention so far, and gives back what the
-slots that are left have.
+Without a policy such a generation raises an error before it starts. Each policy defines which
+tokens the model still attends to, so results can be verified against a run over these tokens. A
+policy that `reads_mass` receives the attention mass of each slot so far, and returns that of the
+slots it retains.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from jaxllm.weights.paths import Params
 
 
 class Full(NamedTuple):
-    """What a policy is given: the model, its full cache, each row's text, and the slots' mass
-    `[B, S]`, None for a policy that does not read it.
+    """Input of a policy: model, full cache, each row's text, and the slots' attention mass.
+
+    mass_BS: `[B, S]`, or None if the policy does not read it.
     """
 
     model: nn.Module
@@ -40,10 +41,9 @@ class Full(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Slide:
-    """Begin again from the most recent `keep` tokens, at position 0.
+    """Restart from the most recent `keep` tokens, which are prefilled again from position 0.
 
-    They are run again: what follows is a text that begins with them. For every model, with learned
-    positions too. keep: by default half the cache.
+    Works with all models, including those with learned positions. keep: default half the cache.
     """
 
     reads_mass: ClassVar[bool] = False
@@ -51,14 +51,14 @@ class Slide:
     keep: int | None = None
 
     def room_for(self, capacity: int) -> int:
-        """How many tokens stay. Raises CapacityError where that leaves no room for more."""
+        """Return the number of tokens retained, or raise CapacityError if no slot is freed."""
         keep = max(1, capacity // 2) if self.keep is None else self.keep
         if not 1 <= keep < capacity:
-            raise CapacityError(f"a cache of {capacity} slots cannot slide over {keep} tokens")
+            raise CapacityError(f"a cache of {capacity} slots cannot keep {keep} tokens and slide")
         return keep
 
     def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
-        """The cache of each row's last `keep` tokens but for the newest, which is yet to run."""
+        """Return a cache of each row's last `keep` tokens before the newest, which has not run."""
         cache, length_B = full.cache, np.asarray(full.context.length_B) - 1
         recent_B = np.minimum(self.room_for(cache.capacity), length_B)
         token_BL = np.asarray(full.context.token_BL)
@@ -73,10 +73,10 @@ class Slide:
 
 @dataclasses.dataclass(frozen=True)
 class SinksAndWindow:
-    """Keep the first `sinks` tokens and the last `window` as they are, and close the gap.
+    """Keep the first `sinks` and the last `window` tokens, and close the gap (Xiao et al. 2024).
 
-    What is left has read what is gone; nothing is run again (Xiao et al. 2024). For models with
-    rotary positions. window: by default half the cache.
+    Nothing is recomputed: retained entries still depend on evicted tokens. Requires rotary
+    positions. window: by default, sinks and window together fill half the cache.
     """
 
     reads_mass: ClassVar[bool] = False
@@ -85,7 +85,7 @@ class SinksAndWindow:
     window: int | None = None
 
     def room_for(self, capacity: int) -> int:
-        """How many tokens stay. Raises CapacityError where that leaves no room for more."""
+        """Return the number of tokens retained, or raise CapacityError if no slot is freed."""
         window = max(1, capacity // 2 - self.sinks) if self.window is None else self.window
         if window < 1 or self.sinks < 0 or self.sinks + window >= capacity:
             raise CapacityError(
@@ -95,7 +95,7 @@ class SinksAndWindow:
         return self.sinks + window
 
     def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
-        """The cache without what is between the sinks and the window."""
+        """Evict the tokens between the sinks and the window."""
         capacity = full.cache.capacity
         window = self.room_for(capacity) - self.sinks
         left = sinks_and_window(full.cache, sinks=self.sinks, window=window)
@@ -104,11 +104,11 @@ class SinksAndWindow:
 
 @dataclasses.dataclass(frozen=True)
 class HeavyHitters:
-    """Keep the last `recent` tokens and, of the older ones, the `heavy` most attended to.
+    """Keep the last `recent` tokens and the `heavy` older ones with the most attention (H2O).
 
-    Attention is summed over all layers and heads since a token was read (H2O, Zhang et al. 2023).
-    Gaps are closed; what is left has read what is gone, nothing is run again. For models with
-    rotary positions. By default a quarter of the cache each.
+    Attention is summed over all layers, heads and steps since the token was read (Zhang et al.
+    2023). Gaps are closed. Nothing is recomputed: retained entries still depend on evicted tokens.
+    Requires rotary positions. heavy, recent: by default a quarter of the cache each.
     """
 
     reads_mass: ClassVar[bool] = True
@@ -117,7 +117,7 @@ class HeavyHitters:
     recent: int | None = None
 
     def room_for(self, capacity: int) -> int:
-        """How many tokens stay. Raises CapacityError where that leaves no room for more."""
+        """Return the number of tokens retained, or raise CapacityError if no slot is freed."""
         return sum(self._shares(capacity))
 
     def _shares(self, capacity: int) -> tuple[int, int]:
@@ -130,7 +130,7 @@ class HeavyHitters:
         return heavy, recent
 
     def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
-        """The cache of what is kept, and the mass of its slots."""
+        """Return the cache of retained tokens, and the attention mass of its slots."""
         assert full.mass_BS is not None
         capacity = full.cache.capacity
         heavy, recent = self._shares(capacity)
@@ -142,31 +142,31 @@ class HeavyHitters:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """Forget the keys and values of finished segments, in models that keep a memory of them.
+    """Evict the keys and values of finished segments, in models with a compressive memory.
 
-    Nothing sees those any more: the tokens are those of a cache that holds everything. The cache
-    needs more slots than a segment has tokens.
+    No later token attends to them, so the output equals that of an unbounded cache. The cache needs
+    more slots than a segment has tokens.
     """
 
     reads_mass: ClassVar[bool] = False
 
     def room_for(self, capacity: int) -> int:
-        """How many tokens stay at most; the cache's configuration says more (`check_policy`)."""
+        """Return the cache size; `check_policy` checks it against the segment length."""
         return capacity
 
     def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
-        """The cache of the segment in hand."""
+        """Return the cache of the current segment."""
         return compact(segment_in_hand(full.cache), capacity=full.cache.capacity), None
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooled:
-    """Keep the first `sinks` tokens and the last `recent`, and older ones by `ratio` in a slot.
+    """Keep the first `sinks` and last `recent` tokens; average older ones, `ratio` to a slot.
 
-    The `pooled` newest of such slots stay (`cache.pooling`), so that sinks + pooled * ratio +
-    recent tokens are remembered, the older ones dimly. Each token is pooled once. Gaps are closed;
-    nothing is run again. For models with rotary positions. pooled: by default a quarter of the
-    cache, recent: what makes three quarters with it.
+    The `pooled` newest averaged slots are retained (see `cache.pooling`), so the cache represents
+    sinks + pooled * ratio + recent tokens. Each token is averaged once. Gaps are closed; nothing is
+    recomputed. Requires rotary positions. pooled: by default a quarter of the cache. recent: by
+    default, so that at most three quarters of the cache stay in use.
     """
 
     reads_mass: ClassVar[bool] = False
@@ -177,13 +177,13 @@ class Pooled:
     recent: int | None = None
 
     def room_for(self, capacity: int) -> int:
-        """How many slots stay at most. Raises CapacityError where that leaves no room for more."""
+        """Return the maximum number of slots retained, or raise CapacityError if none is freed."""
         pooled, recent = self._shares(capacity)
         return self.sinks + pooled + recent + self._over
 
     @property
     def _over(self) -> int:
-        """The most tokens that are left over because they fill no slot."""
+        """Maximum number of older tokens left unpooled because they do not fill a slot."""
         return self.ratio - 1
 
     def _shares(self, capacity: int) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class Pooled:
         return pooled, recent
 
     def __call__(self, full: Full) -> tuple[KVCache, jax.Array | None]:
-        """The cache with older tokens pooled, without what is too old, and its slots' mass."""
+        """Pool older tokens and evict the oldest pooled slots; return the slots' mass too."""
         capacity, mass_BS = full.cache.capacity, full.mass_BS
         options = {"ratio": self.ratio, "sinks": self.sinks, "recent": self._shares(capacity)[1]}
         cache = pool(full.cache, **options, mass_BS=mass_BS)
@@ -218,7 +218,7 @@ class Pooled:
 
 @dataclasses.dataclass(frozen=True)
 class PooledByUse(Pooled):
-    """As `Pooled`, a slot's tokens weighted by the attention that each has received so far."""
+    """`Pooled`, with each token weighted by the attention that it has received so far."""
 
     reads_mass: ClassVar[bool] = True
 
@@ -236,30 +236,33 @@ OVERFLOWS: dict[str, Overflow | None] = {
 
 
 def made_room(overflow: Overflow, full: Full) -> tuple[KVCache, jax.Array | None]:
-    """What a policy leaves, where the model has its caches, and the mass of its slots."""
+    """Apply a policy; return the cache, sharded as the model shards caches, and the slots' mass."""
     cache, mass_BS = overflow(full)
     return back_in_place(cache, full.model), mass_BS
 
 
 def check_policy(config: ModelConfig, capacity: int, overflow: Overflow) -> None:
-    """Raise, before anything runs, where a policy is not for this model or so many slots.
+    """Raise if a policy does not fit the model or the cache size.
 
-    ConfigError for a model that keeps a memory and a policy that moves tokens, or the reverse;
-    CapacityError for a cache that is full within a segment.
+    Raises:
+        ConfigError: If a policy moves tokens of a model with a compressive memory, or needs
+            segments that the model does not have.
+        CapacityError: If the cache does not hold more than one segment.
     """
     length = config.segment_length
     if isinstance(overflow, Segments):
         if length is None:
             raise ConfigError(
-                f"overflow 'segments': this {config.model_type} has no segments; use 'slide'"
+                f"overflow 'segments' requires a model with segments, which this"
+                f" {config.model_type} does not have. Use 'slide'"
             )
         if capacity <= length:
             raise CapacityError(
-                f"overflow 'segments': a cache of {capacity} slots is full within a segment"
-                f" of {length} tokens: make one of {2 * length}"
+                f"overflow 'segments': the cache has {capacity} slots, expected more than the"
+                f" segment length {length}. Make one with {2 * length}"
             )
     elif length is not None and not isinstance(overflow, Slide):
         raise ConfigError(
-            "this model's layers keep a memory by segments of positions: tokens cannot be moved."
-            " Let finished segments go (overflow 'segments')"
+            "this model has a compressive memory, so cached tokens cannot be moved. Use overflow"
+            " 'segments' to evict finished segments"
         )

@@ -1,4 +1,4 @@
-"""The room of a generation: for its text, in the cache, and among the model's positions."""
+"""Capacity checks of a generation: text buffer, cache slots and model positions."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxllm.shapes import bucket, pad_rows
 def texts(
     cache: KVCache | None, tokens_BT: np.ndarray, lengths_B: np.ndarray, needed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Each row's text before generation, with room for all of it: int32 `[B, L]`, `[B]`."""
+    """Return each row's text so far, in a buffer for the full text: int32 `[B, L]`, `[B]`."""
     B = tokens_BT.shape[0]
     held = [[] if cache is None else cache.tokens(row) for row in range(B)]
     rows = [[*held[b], *tokens_BT[b, : lengths_B[b]].tolist()] for b in range(B)]
@@ -30,19 +30,22 @@ def texts(
 def check_going_on(
     model: nn.Module, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
 ) -> None:
-    """What `inputs` has to say of prompts, after what a cache has, and new tokens, one not run."""
+    """Check a generation against LongRoPE and dynamic RoPE; its last token never runs.
+
+    Raises CapacityError or warns as `inputs.check_border` and `inputs.warn_of_stretch` do.
+    """
     if not model.config.angles_follow_length:
         return
     held_B = np.zeros_like(lengths_B) if cache is None else np.asarray(cache.next_position_B)
     begin_B = np.where(held_B > 0, held_B, lengths_B)
     prompt_B = held_B + lengths_B
     check_border(begin_B, prompt_B + new_B - 1, model.config)
-    if not stretches(begin_B, prompt_B, model.config):  # which `prefill` tells of
+    if not stretches(begin_B, prompt_B, model.config):  # `prefill` warns of these
         warn_of_stretch(begin_B, prompt_B + new_B - 1, model.config)
 
 
 def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
-    """Raise CapacityError where `needed` more tokens do not fit into cache or model."""
+    """Raise CapacityError if `needed` more tokens do not fit into the cache or the model."""
     check_positions(int(np.asarray(cache.next_position_B).max()) + needed, model.config)
     if int(cache.cursor) + needed > cache.capacity:
         raise CapacityError(
@@ -54,7 +57,7 @@ def check_room(model: nn.Module, cache: KVCache, needed: int) -> None:
 def recent_part(
     cache: KVCache, tokens_BT: np.ndarray, lengths_B: np.ndarray, overflow: Overflow
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each prompt that is run: all of it, or what the policy keeps of a longer one."""
+    """Truncate prompts that do not fit to the most recent tokens that the policy retains."""
     T = tokens_BT.shape[1]
     room = cache.capacity - int(cache.cursor)
     check_policy(cache.config, cache.capacity, overflow)
@@ -63,10 +66,10 @@ def recent_part(
         return tokens_BT, lengths_B
     if isinstance(overflow, Segments):
         raise CapacityError(
-            f"a prompt of {T} tokens does not fit into the {room} slots left: read all but its last"
-            " token first (decode.loops.endless.read_through), and go on from that cache"
+            f"a prompt of {T} tokens does not fit into the {room} free slots. Prefill all but its"
+            " last token with `prefill_in_segments`, then continue from that cache"
         )
     if int(cache.cursor):
-        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} slots left")
+        raise CapacityError(f"a prompt of {T} tokens does not fit into the {room} free slots")
     rows = [tokens_BT[b, :n][-recent:] for b, n in enumerate(lengths_B)]
     return pad_rows(rows, width=recent), np.array([len(row) for row in rows])

@@ -1,8 +1,7 @@
-"""Generation by a model in stages: as many groups of rows go round as there are stages.
+"""Pipelined decoding: the rows are split into as many groups as there are pipeline stages.
 
-The loop of `generate` takes a step of all rows after another, in which all stages but one wait.
-Here it takes a tick of all stages, each with a group of rows of its own; a row's tokens, its keys
-and the slots of its cache are those of that loop.
+In the plain loop of `generate` all stages but one are idle. Here, in each tick, every stage runs a
+different group of rows. Tokens, random keys and cache slots are the same as in the plain loop.
 """
 
 from typing import Any
@@ -19,7 +18,10 @@ from jaxllm.steps import Mass
 def until_ended(
     model: Any, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
 ) -> tuple[KVCache, State]:
-    """As `state.until_ended` by a model `InRounds`, with room for all in the tail, and no mass."""
+    """Run `state.until_ended` pipelined, for an `InRounds` model.
+
+    The tail must have room for all tokens. The attention mass is not supported.
+    """
     rows = tail.batch
     group_B, start = jnp.asarray(model.groups(rows)), tail.cursor
     stages = model.stages
@@ -32,7 +34,7 @@ def until_ended(
         running_B = state.finish_B == Finish.RUNNING
         enters_B = group_B == number % stages
         position_B = jnp.where(enters_B, jnp.where(running_B, tail.next_position_B, -1), position_B)
-        token_B = jnp.where(running_B, state.newest_B, 0)  # of rows that have ended: padding
+        token_B = jnp.where(running_B, state.newest_B, 0)  # 0 is padding for rows that have ended
         tail = _entered(tail, enters_B, position_B, token_B, start + number // stages)
         logits_BV, flight, segment = model.tick(
             fixed.params, (*fixed.frozen, tail.tail), flight, number, start, token_B, position_B
@@ -57,7 +59,7 @@ def until_ended(
 def _entered(
     tail: KVCache, enters_B: jax.Array, position_B: jax.Array, token_B: jax.Array, slot: jax.Array
 ) -> KVCache:
-    """The cache with what it says of the tokens that enter, but for their keys and values."""
+    """Record tokens that enter the pipeline in the cache; their keys and values follow later."""
     segment, real_B = tail.tail, enters_B & (position_B >= 0)
     here_BS = enters_B[:, None] & (jnp.arange(tail.capacity) == slot)[None]
 
@@ -76,7 +78,7 @@ def _entered(
 
 
 def _chosen(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """An array of the new state, of these rows alone. What is not by row does not change."""
+    """Take these rows from the new array, the others from the old; arrays without rows are new."""
     if new.ndim == 0 or new.shape[0] != rows_B.shape[0]:
         return new
     return jnp.where(rows_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)

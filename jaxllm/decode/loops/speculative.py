@@ -1,13 +1,13 @@
-"""Speculative decoding: a cheap draft proposes several tokens, the target scores them in one pass.
+"""Speculative decoding: a draft proposes several tokens, and the target scores them in one pass.
 
-Exact (Leviathan et al. 2023, algorithm 1; Chen et al. 2023): greedy tokens are those of plain
-greedy decoding, drawn ones have the target's law, processors included. A pass over several tokens
-rounds its logits otherwise than passes over one, as any two shapes do: greedy tokens are equal
-wherever the two best scores differ by more than rounding.
+Exact (Leviathan et al. 2023, algorithm 1; Chen et al. 2023): greedy tokens equal those of plain
+greedy decoding, and sampled tokens have the target's distribution after its processors. A pass over
+several tokens rounds logits differently than single-token passes, so greedy tokens agree only if
+the two best scores differ by more than the rounding error.
 
-Rows accept different numbers of tokens, so they do not share a cursor: in the caches made here a
-token's slot is its position. Each row writes where its own text ends, over what was rejected
-there before; nothing is compacted, and the caches are no larger than plain decoding's.
+Rows accept different numbers of tokens and cannot share a cursor, so in these caches a token's slot
+is its position. Each row writes at the end of its own text and overwrites rejected tokens. Nothing
+is compacted, and the caches are no larger than those of plain decoding.
 """
 
 from collections.abc import Sequence
@@ -52,13 +52,16 @@ from jaxllm.whole import whole
 
 
 class Speculated(struct.PyTreeNode):
-    """What `speculative_generate` returns.
+    """Result of `speculative_generate`.
 
-    token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; an end-of-text token is part of
-    its row. length_B: tokens of each row. finish_B: a `Finish`. proposed_B, accepted_B: drafted
-    tokens that the target scored, and those that it kept. rounds_B: passes of the target in which
-    a row took part, the prompt's not counted. cache: the target's, with the prompt and every token
-    but each row's last.
+    Attributes:
+        token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; includes end-of-text tokens.
+        length_B: Number of generated tokens per row.
+        finish_B: A `Finish` per row.
+        proposed_B: Draft tokens that the target scored.
+        accepted_B: Draft tokens that it accepted.
+        rounds_B: Target passes that a row took part in, without the prefill.
+        cache: The target's cache, with the prompt and all tokens but each row's last.
     """
 
     token_BT: jax.Array
@@ -71,7 +74,7 @@ class Speculated(struct.PyTreeNode):
 
 
 class Plan(struct.PyTreeNode):
-    """What was asked for: each row's prompt length, last length, random key; end-of-text ids."""
+    """Loop inputs: each row's prompt length, maximum length and random key; end-of-text ids."""
 
     prompt_B: jax.Array
     limit_B: jax.Array
@@ -80,11 +83,11 @@ class Plan(struct.PyTreeNode):
 
 
 class Round(struct.PyTreeNode):
-    """What a round starts from.
+    """State at the start of a round.
 
-    caches: the target's, with the text but its last token; the draft's lacks one more where all
-    that it had proposed was accepted. alone_B: rows whose last pass was not finite. A drafted token
-    that the target would not have chosen may be to blame: they repeat it without drafted tokens.
+    caches: the target's, which holds the text but its last token, and the draft model's, which
+    lacks one more if all of its proposals were accepted. alone_B: rows whose last pass was not
+    finite; because a rejected draft token may have caused that, they repeat it without a draft.
     """
 
     text: Text
@@ -109,24 +112,30 @@ def speculative_generate(
     lengths_B: Any = None,
     chunk: int = 256,
 ) -> Speculated:
-    """Continue each prompt `[B, T]` as `generate` would, in fewer passes over the target's weights.
+    """Continue each prompt `[B, T]` as `generate` does, in fewer passes over the target's weights.
 
-    draft: a model of the same vocabulary and its parameters, in any format and precision, or a
-    `PromptLookup`. num_draft_tokens: how many tokens are proposed at most before the target's next
-    pass. sampler: applies to both models. The rest is as for `generate`. Only shapes,
-    num_draft_tokens and the models compile.
+    Only new shapes, models and values of num_draft_tokens compile.
 
-    Raises SamplingError for a draft of another vocabulary and for numbers below one, CapacityError
-    when the text does not fit into either model's positions, ConfigError for models whose rotary
-    angles would change with the text's length, and what `prefill` raises.
+    Args:
+        draft: A model with the same vocabulary and its parameters, in any format and precision, or
+            a `PromptLookup`.
+        num_draft_tokens: Maximum number of tokens to propose per target pass.
+        sampler: Applies to both models.
+        Others as for `generate`.
+
+    Raises:
+        SamplingError: For a draft with another vocabulary, or numbers below 1.
+        CapacityError: If the text exceeds either model's positions.
+        ConfigError: If dynamic RoPE would change a model's angles with the text's length.
+        Also whatever `prefill` raises.
     """
     check_model(model, params)
     check_sampler(sampler)
     if not isinstance(draft, PromptLookup):
         if not isinstance(draft, tuple | list) or len(draft) != 2:
             raise SamplingError(
-                f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. Of"
-                " an LM give (lm.model, lm.params)"
+                f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. For"
+                " an LM, pass (lm.model, lm.params)"
             )
         check_model(*draft)
     tokens_BT, prompt_B = checked_prompts(model.config, tokens_BT, lengths_B)
@@ -182,16 +191,16 @@ def _check(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
     sizes = [config.vocab_size for config in configs]
     if len(set(sizes)) != 1:
         raise SamplingError(
-            f"the draft's vocabulary has {sizes[1]} tokens, the model's {sizes[0]}: a draft must"
-            " speak of the same tokens"
+            f"the draft's vocabulary has {sizes[1]} tokens, expected {sizes[0]}. Use a draft with"
+            " the model's tokenizer"
         )
     for name, config in zip(("model", "draft"), configs, strict=False):
         check_positions(T + longest - 1, config, name)
         dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
         if dynamic and T + longest - 1 > config.max_position_embeddings:
             raise ConfigError(
-                f"the {name}'s dynamic rotary angles change with every token past position"
-                f" {config.max_position_embeddings}: several at once are not scored as one by one"
+                f"the {name} uses dynamic RoPE, whose angles change with every token past position"
+                f" {config.max_position_embeddings}, so speculative decoding would not be exact"
             )
 
 
@@ -206,7 +215,7 @@ def _loop(
     logits_BV: jax.Array,
     caches: list[KVCache],
 ) -> Round:
-    """The first token from the prompt's logits, then rounds until every row has ended."""
+    """Choose the first token from the prompt's logits, then run rounds until all rows end."""
     zeros_B = jnp.zeros_like(text.length_B)
     nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
     text, _ = _judge(plan, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
@@ -229,7 +238,7 @@ def _round(
     plan: Plan,
     state: Round,
 ) -> Round:
-    """Propose up to `width` tokens a row, score them in one pass, keep what stands."""
+    """Propose up to `width` tokens per row, score them in one pass, and keep the accepted ones."""
     text, cache = state.text, state.caches[0]
     running_B = text.finish_B == Finish.RUNNING
     room_B = jnp.where(running_B & ~state.alone_B, plan.limit_B - text.length_B - 1, 0)
@@ -266,13 +275,13 @@ def _judge(
     draft_BK: jax.Array,
     q_KBV: jax.Array | None,
 ) -> tuple[Text, jax.Array]:
-    """Add what the target makes of each column to the text; how many drafted tokens it accepted.
+    """Append accepted draft tokens and one target token; return the number of accepted tokens.
 
-    A row goes on while its drafted tokens are accepted, and ends with a token of the target's own:
-    in place of the first one rejected, or after the last. q_KBV: the law that each was drawn from.
+    The target's own token replaces the first rejected one, or follows the last accepted one.
+    q_KBV: the distributions that draft tokens were drawn from.
     """
     logits_TBV = jnp.moveaxis(logits_BTV, 1, 0)
-    after = logits_TBV.shape[0] - draft_BK.shape[1]  # columns with nothing drafted for them
+    after = logits_TBV.shape[0] - draft_BK.shape[1]  # columns without a draft token
     draft_TB = jnp.pad(draft_BK.T, ((0, after), (0, 0)), constant_values=NO_TOKEN)
     q_TBV = None if q_KBV is None else jnp.pad(q_KBV, ((0, after), (0, 0), (0, 0)))
 
@@ -311,7 +320,10 @@ def _draft(
     cache: KVCache,
     room_B: jax.Array,
 ) -> tuple[KVCache, jax.Array, jax.Array | None]:
-    """A model's own tokens one by one, -1 where it fails; and the laws they were drawn from."""
+    """Propose tokens with a draft model, -1 if its logits are not finite.
+
+    Returns the draft's cache, the tokens, and the distributions that they were drawn from.
+    """
     running_B, start_B = text.finish_B == Finish.RUNNING, text.length_B
 
     def one(cache: KVCache, text: Text, token_BT: jax.Array, position_BT: jax.Array) -> Any:
@@ -333,7 +345,7 @@ def _draft(
         position_B = jnp.where((token_B >= 0) & (i < room_B), start_B + i - 1, -1)
         return one(cache, text, token_B[:, None], position_B[:, None])
 
-    # The last token but one, too: it was not run if all that had been proposed was accepted.
+    # Rerun the last token but one too: it has not run if all proposals were accepted.
     cache = rewind(cache, to=jnp.where(running_B, start_B - 2, cache.next_position_B))
     position_BT = start_B[:, None] + jnp.array([[-2, -1]], jnp.int32)
     position_BT = jnp.where(running_B[:, None], position_BT, -1)
@@ -344,7 +356,7 @@ def _draft(
 
 
 def _sound(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Nothing proposed past the room, a gap, or an end of text."""
+    """Mask draft tokens after a row's limit, a missing token, or an end of text."""
     column = jnp.arange(draft_BK.shape[1], dtype=jnp.int32)[None]
     ended_BK = jnp.pad(is_in(draft_BK, eos_E), ((0, 0), (1, 0)))[:, :-1]
     wrong_BK = (draft_BK < 0) | (column >= room_B[:, None]) | ended_BK
@@ -352,7 +364,7 @@ def _sound(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Arra
 
 
 def _place(cache: KVCache, delta: Delta) -> KVCache:
-    """The cache with each token of the delta in the slot that is its position."""
+    """Write each token of the delta to the slot with the index of its position."""
     slot_BT = jnp.where(delta.position_BS >= 0, delta.position_BS, cache.capacity)
     tail = at_slots(cache.tail, cast_like(delta, cache.tail), slot_BT)
     next_B = jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1)
@@ -360,9 +372,9 @@ def _place(cache: KVCache, delta: Delta) -> KVCache:
 
 
 def _keys(plan: Plan, position_B: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys for the token at this position of each row: to draft it, to accept it, to draw it.
+    """Return each row's keys at a position: to draft, to accept and to draw its token.
 
-    A position that is drafted again uses them again: nothing depended on what was dropped.
+    A position that is drafted again reuses its keys; nothing kept depends on the rejected draft.
     """
     key_B = jax.vmap(jax.random.fold_in)(plan.key_B, position_B)
     key_B3 = jax.vmap(lambda key: jax.random.split(key, 3))(key_B)
@@ -374,7 +386,7 @@ def _context(plan: Plan, text: Text, key_B: jax.Array) -> Context:
 
 
 def _rows(where_B: jax.Array, new: Any, old: Any) -> Any:
-    """The new values in these rows, the old ones in others; what did not change has no rows."""
+    """Take the new values in these rows and the old ones elsewhere; unchanged leaves stay."""
 
     def pick(x: jax.Array, y: jax.Array) -> jax.Array:
         return y if x is y else jnp.where(where_B.reshape(-1, *[1] * (y.ndim - 1)), x, y)

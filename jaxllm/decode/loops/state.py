@@ -1,7 +1,7 @@
-"""Where the rows of a generation stand, and what takes them on: a token sampled, a token run.
+"""State of a generation loop, and the pure functions that advance it.
 
-These are pure functions of a state, which `generate` compiles: a step, the loop of steps, and
-(`rounds`) the loop of a model in stages.
+`generate` compiles them: one step, the loop of steps, and (`rounds`) the loop for a pipelined
+model.
 """
 
 import flax.linen as nn
@@ -18,9 +18,9 @@ from jaxllm.weights.paths import Params
 
 
 class Limits(struct.PyTreeNode):
-    """What a generation was asked for; the same at every step.
+    """Stop conditions, constant over the loop.
 
-    budget_B: how many tokens a row may have in all. eos_E: end-of-text ids, padded with -1.
+    budget_B: maximum number of new tokens per row. eos_E: end-of-text ids, padded with -1.
     """
 
     budget_B: jax.Array
@@ -28,7 +28,7 @@ class Limits(struct.PyTreeNode):
 
 
 class Fixed(struct.PyTreeNode):
-    """What steps read and never change. frozen: the cache's segments beside its tail."""
+    """Loop constants. frozen: the cache's read-only segments, that is, all but its tail."""
 
     params: Params
     frozen: tuple[Segment, ...]
@@ -36,11 +36,11 @@ class Fixed(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """Where each row stands, apart from its cache.
+    """Loop state of each row, except the cache.
 
-    newest_B: its last token, which the cache does not hold yet. context: its text, and its own
-    random key, which each step folds with the length. logprob_BL, top_BLN: as in `Generated`, by
-    place in the text. mass: accumulated.
+    newest_B: last token, not yet in the cache. finish_B: a `Finish`. context: text and random key;
+    each step folds the text length into the key. logprob_BL, top_BLN: as in `Generated`, indexed by
+    position in the text. mass: accumulated attention mass.
     """
 
     newest_B: jax.Array
@@ -53,12 +53,12 @@ class State(struct.PyTreeNode):
 
 
 def running(state: State) -> bool:
-    """Whether any row goes on."""
+    """Return whether any row is still running."""
     return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
 
 
 def sample(limits: Limits, state: State, logits_BV: jax.Array) -> State:
-    """Sample a token for every row that still runs, and see whether it ends with it."""
+    """Sample a token for every running row, and update its finish reason."""
     context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
     running_B = state.finish_B == Finish.RUNNING
     grows_B = running_B & finite_B
@@ -87,9 +87,9 @@ def sample(limits: Limits, state: State, logits_BV: jax.Array) -> State:
 def advance(
     model: nn.Module, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
 ) -> tuple[KVCache, State]:
-    """Run the chosen tokens, commit them (of running rows only), and choose the next.
+    """Run and commit the newest tokens of running rows, then sample the next ones.
 
-    The state's mass is then this step's own.
+    The returned state's mass is that of this step alone.
     """
     running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
@@ -103,7 +103,7 @@ def advance(
 def until_ended(
     model: nn.Module, fixed: Fixed, tail: KVCache, state: State, attention_mass: Mass
 ) -> tuple[KVCache, State]:
-    """Steps until every row has ended, or the tail is full. The state's mass is that of all."""
+    """Run steps until every row has ended or the tail is full, accumulating the attention mass."""
 
     def unfinished(carry: tuple[KVCache, State]) -> jax.Array:
         tail, state = carry

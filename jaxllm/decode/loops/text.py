@@ -1,4 +1,4 @@
-"""What every loop does with its text: how much may come, why a row ends, one more token."""
+"""Token budgets, finish reasons and text buffers, shared by all generation loops."""
 
 from collections.abc import Sequence
 from enum import IntEnum
@@ -13,7 +13,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.whole import whole, whole_array
 
-_EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, so their number is not a shape
+_EOS_SLOTS = 8  # end-of-text ids are padded to a multiple of this, to avoid recompilation
 NO_TOKEN = -1
 MOST_TOKENS = 1 << 30  # positions are int32
 
@@ -30,9 +30,9 @@ class Finish(IntEnum):
 
 
 def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
-    """End-of-text ids, int32 `[E]`, padded with -1 so that their number is seldom a new shape.
+    """Return end-of-text ids as int32 `[E]`, padded with -1 so that new shapes are rare.
 
-    Raises SamplingError for what is no list of ids.
+    Raises SamplingError for anything but a list of ids.
     """
     if not isinstance(eos_token_ids, list | tuple | range | np.ndarray | jax.Array):
         raise SamplingError(f"eos_token_ids must be a list of token ids, got {eos_token_ids!r:.60}")
@@ -42,7 +42,7 @@ def padded_eos(eos_token_ids: Sequence[int]) -> np.ndarray:
 
 
 def new_tokens(max_new_tokens: Any, rows: int) -> np.ndarray:
-    """New tokens of each row, int32 `[B]`."""
+    """Return each row's limit of new tokens, int32 `[B]`."""
     budget = whole_array("max_new_tokens", max_new_tokens, SamplingError)
     if budget.shape not in ((), (rows,)) or budget.min() < 1 or budget.max() > MOST_TOKENS:
         raise SamplingError(
@@ -53,7 +53,7 @@ def new_tokens(max_new_tokens: Any, rows: int) -> np.ndarray:
 
 
 def check_positions(tokens: int, config: ModelConfig, whose: str = "model") -> None:
-    """Raise CapacityError where a text of this many tokens, the last one not run, is too long."""
+    """Raise CapacityError if a text of this many run tokens exceeds the model's positions."""
     if tokens > (limit := config.position_limit):
         raise CapacityError(
             f"{tokens} tokens of prompt and continuation do not fit into {limit} positions of"
@@ -62,7 +62,7 @@ def check_positions(tokens: int, config: ModelConfig, whose: str = "model") -> N
 
 
 def put(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.Array) -> jax.Array:
-    """x with `new_B` in column `at_B` of these rows; the others stay. May have axes after L."""
+    """Set column `at_B` to `new_B` in the rows of `where_B`; x may have axes after L."""
     at_B = jnp.where(where_B, at_B, x_BL.shape[1])  # past the end: dropped
     return x_BL.at[jnp.arange(at_B.shape[0]), at_B].set(new_B, mode="drop")
 
@@ -74,9 +74,9 @@ def finished(
     eos_E: jax.Array,
     finite_B: jax.Array,
 ) -> jax.Array:
-    """Why rows end with their newest token, a `Finish` `[B]`; RUNNING where they go on.
+    """Return why rows end with their newest token, a `Finish` `[B]`; RUNNING if they continue.
 
-    length_B: of the text with it, at most limit_B. finite_B: whether its logits were.
+    length_B: text length with the token, at most limit_B. finite_B: whether its logits are finite.
     """
     finish_B = jnp.where(length_B >= limit_B, Finish.LENGTH, Finish.RUNNING)
     finish_B = jnp.where(is_in(token_B, eos_E), Finish.EOS, finish_B)
@@ -84,6 +84,6 @@ def finished(
 
 
 def is_in(token_X: jax.Array, eos_E: jax.Array) -> jax.Array:
-    """Which tokens end a text; -1 in either stands for no token."""
+    """Return which tokens are end-of-text ids; -1 in either array is padding."""
     ends_E = eos_E.reshape((1,) * token_X.ndim + (-1,))
     return (token_X[..., None] == ends_E).any(axis=-1) & (token_X >= 0)

@@ -1,15 +1,7 @@
-"""The choice of a token.
+"""Sampling: choosing the next token from the logits.
 
-sampler: chains of small pytrees, and the draw. truncation: processors of the scores alone;
-penalties, constraints: of the text; each file ends with the options that users set them by.
-readers: of what users write for these. options: all of them, and the sampler that they make.
-spellings: what other libraries call an option.
+sampler: processor chains and the draw. truncation: processors that depend on the scores alone;
+penalties, constraints: processors that depend on the text. Each of these files ends with its table
+of user options. readers: parsers of option values. options: the combined table and `make_sampler`.
+spellings: names of options in other libraries.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if not TYPE_CHECKING:
-    from jaxllm.moved import attribute
-
-    def __getattr__(name: str) -> Any:
-        return attribute(__name__, "jaxllm.decode.sampling.sampler", name)

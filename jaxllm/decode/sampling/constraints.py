@@ -1,7 +1,7 @@
-"""Processors that forbid tokens, favour them, or force them, by id and by the text before them.
+"""Processors that ban, bias or force tokens by id and by the preceding text.
 
-Token ids are data: padded with -1 to a static shape, shared by all rows or with a leading `[B]`.
-A ban that would leave a row without any token is not applied to it.
+Token ids are traced arrays, padded with -1 to a static shape, shared by all rows or with a leading
+axis `[B]`. A ban that would leave a row without any token is not applied to that row.
 """
 
 from typing import Any
@@ -28,10 +28,10 @@ from jaxllm.decode.sampling.truncation import column
 
 
 class SequenceBias(Processor):
-    """A bias on each sequence's last token, where the text ends with the tokens before it.
+    """Add a bias to each sequence's last token if the text ends with the tokens before it.
 
-    As in transformers: biases of sequences that end alike add up. token_NS: int32, each sequence
-    *last token first*, `[N, S]` or `[B, N, S]`. bias_N: `[N]` or `[B, N]`; 0 is off.
+    As in transformers, biases on the same token add up. token_NS: int32, each sequence *last token
+    first*, `[N, S]` or `[B, N, S]`. bias_N: `[N]` or `[B, N]`; 0 is off.
     """
 
     token_NS: Any
@@ -45,11 +45,11 @@ class SequenceBias(Processor):
 
 
 class LogitBias(SequenceBias):
-    """A bias for each token, as OpenAI's `logit_bias`: sequences of one token."""
+    """Add a bias to single tokens, as in OpenAI's `logit_bias`."""
 
 
 class NoRepeatNGram(Processor):
-    """No sequence of `size` tokens comes twice, prompt included (Paulus et al. 2018); 0 is off."""
+    """Ban repeated n-grams of `size` tokens, prompt included (Paulus et al. 2018); 0 is off."""
 
     size: Any
 
@@ -62,7 +62,7 @@ class NoRepeatNGram(Processor):
 
 
 class BadWords(Processor):
-    """No sequence is completed: its last token is banned where the text ends with the others.
+    """Ban each sequence's last token if the text ends with the tokens before it.
 
     token_NS: as for `SequenceBias`.
     """
@@ -74,7 +74,7 @@ class BadWords(Processor):
 
 
 class Suppress(Processor):
-    """Tokens that are never drawn. token_N: `[N]` or `[B, N]`."""
+    """Ban tokens. token_N: `[N]` or `[B, N]`."""
 
     token_N: Any
 
@@ -83,9 +83,9 @@ class Suppress(Processor):
 
 
 class BeginSuppress(Processor):
-    """Tokens that are not drawn first.
+    """Ban tokens at the first step.
 
-    As in transformers: after a forced first token (`ForcedBos`) the second counts as the first.
+    As in transformers, if the first token is forced (`ForcedBos`), the ban applies to the second.
     """
 
     token_N: Any
@@ -98,9 +98,9 @@ class BeginSuppress(Processor):
 
 
 class MinLength(Processor):
-    """No end of text before the row has `total` tokens, and `new` ones after its prompt; 0 is off.
+    """Ban end-of-text ids until a row has `total` tokens, and `new` generated ones; 0 is off.
 
-    end_E: the end-of-text ids, `[E]` or `[B, E]`.
+    end_E: end-of-text ids, `[E]` or `[B, E]`.
     """
 
     total: Any
@@ -115,9 +115,9 @@ class MinLength(Processor):
 
 
 class ForcedBos(Processor):
-    """A text's second token, where its prompt is one token; -1 is off.
+    """Force the second token of a text whose prompt is one token; -1 is off.
 
-    As in transformers: every other token is removed, and this one scores 0.
+    As in transformers, all other tokens are removed, and this one gets score 0.
     """
 
     token: Any
@@ -129,9 +129,9 @@ class ForcedBos(Processor):
 
 
 class ForcedEos(Processor):
-    """The last token that `max_new_tokens` leaves room for, one of these `[E]` or `[B, E]`.
+    """Force the last token allowed by `max_new_tokens` to be one of these, `[E]` or `[B, E]`.
 
-    As in transformers: every other token is removed, and these score 0.
+    As in transformers, all other tokens are removed, and these get score 0.
     """
 
     token_E: Any
@@ -143,12 +143,12 @@ class ForcedEos(Processor):
 
 
 def _generated(context: Context) -> jax.Array:
-    """Tokens after the prompt, float32 `[B, 1]`."""
+    """Return the number of generated tokens, float32 `[B, 1]`."""
     return (context.length_B - context.prompt_B).astype(jnp.float32)[:, None]
 
 
 def _completing(token_NS: Any, context: Context) -> jax.Array:
-    """The tokens that would complete a sequence, int32 `[B, N]`, -1 where the text is another."""
+    """Return the token that would complete each sequence, int32 `[B, N]`, -1 for no match."""
     B, L = context.token_BL.shape
     token_BNS = spread(token_NS, B, 2)
     earlier_BNR = token_BNS[:, :, 1:]
@@ -159,7 +159,7 @@ def _completing(token_NS: Any, context: Context) -> jax.Array:
 
 
 def _members(scores_BV: jax.Array, token_N: Any) -> jax.Array:
-    """Which tokens of the vocabulary are among these, `[N]` or `[B, N]`: bool `[B, V]`."""
+    """Return a mask over the vocabulary of these tokens, `[N]` or `[B, N]`: bool `[B, V]`."""
     token_BN = spread(token_N, scores_BV.shape[0], 1)
     return scatter(jnp.zeros(scores_BV.shape, bool), token_BN).set(True, mode="drop")
 
@@ -179,15 +179,15 @@ BIASES: dict[str, SamplingOption] = {
     "logit_bias": SamplingOption(
         LogitBias,
         biases(single=True),
-        "a table from token ids to biases from -100 to 100, or one such table a row",
-        "added to these tokens' scores, as OpenAI does",
+        "a table from token ids to biases from -100 to 100, or one such table per row",
+        "biases added to the scores of tokens, as in OpenAI's API",
         a_list=True,
     ),
     "sequence_bias": SamplingOption(
         SequenceBias,
         biases(single=False),
-        "a table from sequences of token ids to finite biases, or one such table a row",
-        "added to the scores of tokens that complete these sequences",
+        "a table from sequences of token ids to finite biases, or one such table per row",
+        "biases added to the scores of tokens that complete these sequences",
         a_list=True,
     ),
 }
@@ -197,42 +197,42 @@ OPTIONS: dict[str, SamplingOption] = {
         NoRepeatNGram,
         whole_number("size", 0),
         OFF_AT_0,
-        "no sequence of so many tokens comes twice",
+        "ban repeated n-grams of this many tokens, including the prompt",
     ),
     "bad_words_ids": SamplingOption(
         BadWords,
         words,
-        "a list of lists of token ids, or one such list a row",
-        "sequences that are never completed",
+        "a list of lists of token ids, or one such list per row",
+        "banned token sequences",
         a_list=True,
     ),
     "suppress_tokens": SamplingOption(
-        Suppress, tokens("token_N"), TOKENS, "never drawn", a_list=True
+        Suppress, tokens("token_N"), TOKENS, "banned tokens", a_list=True
     ),
     "begin_suppress_tokens": SamplingOption(
-        BeginSuppress, begin_suppress, TOKENS, "not drawn first", a_list=True
+        BeginSuppress, begin_suppress, TOKENS, "tokens banned at the first step", a_list=True
     ),
     "min_length": SamplingOption(
         MinLength,
         min_length("total"),
         OFF_AT_0,
-        "no end before the text has so many tokens, prompt included",
+        "minimum length of the text in tokens, including the prompt",
         0,
     ),
     "min_new_tokens": SamplingOption(
-        MinLength, min_length("new"), OFF_AT_0, "no end before so many new tokens", 0
+        MinLength, min_length("new"), OFF_AT_0, "minimum number of new tokens", 0
     ),
     "forced_bos_token_id": SamplingOption(
         ForcedBos,
         forced_bos,
-        "a token id, -1 is off, or one a row",
-        "comes second, after a prompt of one token",
+        "a token id, -1 is off, or one per row",
+        "forced second token after a prompt of one token",
     ),
     "forced_eos_token_id": SamplingOption(
         ForcedEos,
         forced_eos,
         f"a token id, {TOKENS}",
-        "comes last, where max_new_tokens ends the text",
+        "forced last token if max_new_tokens ends the text",
         a_list=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""Sampling options by the names that users know, and the sampler that they make.
+"""Sampling options under their common names, and the samplers built from them.
 
 The names and meanings are those of Hugging Face transformers, llama.cpp (`dry_*`, `xtc_*`,
 `mirostat_*`, `top_n_sigma`) and OpenAI (`presence_penalty`, `frequency_penalty`, `logit_bias`).
@@ -17,9 +17,9 @@ from jaxllm.errors import SamplingError, nearest
 
 
 def _meant(name: str) -> str:
-    """What may be meant by a name that is no option of sampling."""
+    """Return a suggestion for an unknown option name."""
     if (ours := OURS.get(name)) in PROCESSORS:
-        return f": it is called {ours} here"
+        return f": use {ours}"
     return nearest(name, PROCESSORS)
 
 
@@ -31,17 +31,22 @@ def make_sampler(
     logits_processor: Sequence[Any] = (),
     **options: Any,
 ) -> Sampler:
-    """A sampler with the processors of these options, in the order of `PROCESSORS`.
+    """Return a sampler with the processors of these options, in the order of `PROCESSORS`.
 
-    options: names of `PROCESSORS`. A number may be a sequence with one number a row; a list of
-    tokens, words or biases may be a list of such lists, one a row (None for an empty one). New
-    values compile nothing; a new set of processors does, and a list that outgrows its power of
-    two. vocab_size: refuse token ids from this one up. eos_token_ids: what minimum lengths
-    forbid, and `bad_words_ids` cannot. max_new_tokens: when `forced_eos_token_id` acts.
-    logits_processor: further processors, or functions as `Function` has them, after those that read
-    the text and before temperature.
+    New values do not recompile; a new set of processors does, and so does a list that grows past a
+    power of two.
 
-    Raises SamplingError for a name that is not in the table or a value out of its range.
+    Args:
+        vocab_size: Reject token ids from this one up.
+        eos_token_ids: Tokens that minimum lengths forbid; `bad_words_ids` cannot ban them.
+        max_new_tokens: Required by `forced_eos_token_id`.
+        logits_processor: More processors, or functions as in `Function`; they run after those that
+            depend on the text and before temperature.
+        options: Names from `PROCESSORS`. A number may be a sequence with one number per row; a list
+            of tokens, words or biases may be a list of such lists, one per row (None for empty).
+
+    Raises:
+        SamplingError: For an unknown name or a value out of range.
     """
     if not isinstance(logits_processor, list | tuple) or not all(
         isinstance(p, Processor) or callable(p) for p in logits_processor
@@ -50,7 +55,7 @@ def make_sampler(
             "logits_processor must be a list of Processors and functions of (scores, Context), got"
             f" {logits_processor!r:.60}"
         )
-    if unknown := [f"no sampling option {x}{_meant(x)}" for x in options.keys() - PROCESSORS]:
+    if unknown := [f"unknown sampling option {x}{_meant(x)}" for x in options.keys() - PROCESSORS]:
         raise SamplingError("; ".join(sorted(unknown)))
     facts = Facts(vocab_size, (), max_new_tokens, options.get("forced_bos_token_id", -1))
     try:
@@ -70,7 +75,7 @@ def make_sampler(
 
 
 def check_sampling(name: str, value: Any) -> None:
-    """Raise SamplingError for a value that no vocabulary and no text would allow."""
+    """Raise SamplingError for a value that is invalid for every vocabulary and text."""
     _read(name, value, PROCESSORS[name], Facts(None, (), 1, -1))
 
 
@@ -83,8 +88,8 @@ def _read(name: str, value: Any, option: SamplingOption, facts: Facts) -> dict[s
         ) from None
 
 
-# In the order in which they are applied: the text's processors, where what must come has the last
-# word; then the distribution's.
+# In order of application: first the processors that depend on the text, of which those that force
+# tokens come last; then those of the distribution.
 _OF_THE_TEXT = constraints.BIASES | penalties.OPTIONS | constraints.OPTIONS
 PROCESSORS: dict[str, SamplingOption] = _OF_THE_TEXT | truncation.OPTIONS
 SHAPING = tuple(name for name, option in PROCESSORS.items() if option.always)

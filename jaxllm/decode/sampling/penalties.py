@@ -1,7 +1,7 @@
-"""Processors that make what was said before less likely.
+"""Repetition penalties: processors that lower the scores of tokens already in the text.
 
-They read the text from the `Context`: a slot past a row's end counts for nothing, and every real
-token counts, the padding id's own included.
+They read the text from the `Context` up to each row's length, so padding never counts, while a real
+token with the padding id does.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ from jaxllm.decode.sampling.sampler import Context, Processor
 from jaxllm.decode.sampling.truncation import column
 from jaxllm.errors import SamplingError
 
-_LARGEST_PENALTY = 1e30  # finite, so that a row whose every token is penalised keeps its order
+_LARGEST_PENALTY = 1e30  # finite, so a row with all tokens penalized keeps its order
 
-_Match = tuple[jax.Array, jax.Array, jax.Array]  # tokens compared, which still agree, how many did
+_Match = tuple[jax.Array, jax.Array, jax.Array]  # tokens compared, which still match, match lengths
 
 
 class Repetition(Processor):
-    """Positive scores divided by the penalty, negative ones multiplied; 1 is off.
+    """Repetition penalty of CTRL: divide positive scores, multiply negative ones; 1 is off.
 
-    CTRL (Keskar et al. 2019, section 4.1): once for each distinct token of the text, prompt
-    included, as in transformers.
+    Keskar et al. 2019, section 4.1. Applied once to each distinct token of the text, including the
+    prompt, as in transformers.
     """
 
     penalty: Any
@@ -43,10 +43,10 @@ class Repetition(Processor):
 
 
 class Frequency(Processor):
-    """A token's score less `frequency` for each time it was sampled, and `presence` once.
+    """OpenAI's penalties: subtract `frequency` per occurrence of a token, and `presence` once.
 
-    As OpenAI defines its frequency and presence penalties: of sampled tokens, so the prompt does
-    not count (it does in llama.cpp). 0 is off, negative values encourage.
+    Only generated tokens count, not the prompt (in llama.cpp it does). 0 is off; negative values
+    encourage repetition.
     """
 
     presence: Any
@@ -60,13 +60,13 @@ class Frequency(Processor):
 
 
 class Dry(Processor):
-    """A penalty for each token that would prolong a repetition: "don't repeat yourself".
+    """DRY ("don't repeat yourself"): penalize tokens that would extend a repetition.
 
-    As in llama.cpp (p-e-w 2024): where the text's last n >= allowed_length tokens came earlier,
-    the token that followed them loses multiplier * base ** (n - allowed_length), for the longest
-    such n. A breaker token ends what counts as the text's last tokens, and is never penalised.
-    last_n: how many of the row's last tokens are looked at, the prompt's included; -1 is all,
-    0 none. multiplier 0 is off. breakers: token ids, padded with -1, `[S]` or `[B, S]`.
+    As in llama.cpp (p-e-w 2024): if the last n >= allowed_length tokens occurred earlier, subtract
+    multiplier * base ** (n - allowed_length) from the token that followed them, for the longest
+    such n. Matches do not extend across breaker tokens, which are never penalized. multiplier: 0
+    is off. last_n: number of last tokens to search, including the prompt; -1 is all, 0 none.
+    breakers: token ids, padded with -1, `[S]` or `[B, S]`.
     """
 
     multiplier: Any
@@ -86,7 +86,7 @@ class Dry(Processor):
         breaker_BS = spread(self.breakers, B, 1)
         breaks_BL = (recent_BL[:, :, None] == breaker_BS[:, None]).any(axis=2) & (recent_BL >= 0)
         since_B1 = jnp.where(breaks_BL, age_1L, jnp.inf).min(axis=1, keepdims=True)
-        # llama.cpp's bound on the exponent, below which base ** exponent is finite.
+        # llama.cpp's bound on the exponent: base ** exponent stays finite in float32.
         exponent_B1 = jnp.floor(88.7228391 / jnp.log(base_B1))
         limit_B1 = jnp.minimum(since_B1, allowed_B1 + exponent_B1)
         limit_B1 = jnp.where(multiplier_B1 > 0, limit_B1, 0.0)
@@ -100,7 +100,7 @@ class Dry(Processor):
 
 
 def recent(context: Context) -> jax.Array:
-    """Each row's text, its newest token first: int32 `[B, L]`, -1 past its oldest."""
+    """Return each row's text with the newest token first: int32 `[B, L]`, padded with -1."""
     L = context.token_BL.shape[1]
     from_BL = context.length_B[:, None] - 1 - jnp.arange(L)[None]
     token_BL = jnp.take_along_axis(context.token_BL, jnp.maximum(from_BL, 0), axis=1)
@@ -108,10 +108,10 @@ def recent(context: Context) -> jax.Array:
 
 
 def repeated(recent_BL: jax.Array, limit_B1: jax.Array) -> jax.Array:
-    """How many of a row's last tokens also came right before each token: int32 `[B, L]`.
+    """Return for each token how many of the row's last tokens also precede it: int32 `[B, L]`.
 
-    recent_BL: as `recent` gives it, and so are the counts. limit_B1: no more are counted. The work
-    is L for each token of the longest repetition within the limit.
+    recent_BL: from `recent`; the result has the same order. limit_B1: maximum count. Costs O(L) per
+    token of the longest repetition within the limit.
     """
     B, L = recent_BL.shape
     padded_BM = jnp.concatenate([recent_BL, jnp.full((B, L + 1), -1, jnp.int32)], axis=1)
@@ -131,23 +131,25 @@ def repeated(recent_BL: jax.Array, limit_B1: jax.Array) -> jax.Array:
 
 
 def scatter(array_BV: jax.Array, token_BN: jax.Array) -> Any:
-    """The array's `.at` these tokens of each row; those of -1 are outside, for `mode="drop"`."""
+    """Return `.at` indexed by each row's tokens; -1 is out of range, for `mode="drop"`."""
     B, V = array_BV.shape
     return array_BV.at[jnp.arange(B)[:, None], jnp.where(token_BN < 0, V, token_BN)]
 
 
 def spread(value: Any, rows: int, ndim: int) -> jax.Array:
-    """An array of `ndim` axes that all rows share, or one a row, as one a row."""
+    """Broadcast an array of `ndim` axes over rows; one with a row axis is only checked."""
     value = jnp.asarray(value)
     if value.ndim == ndim:
         value = value[None]
     if value.shape[0] not in (1, rows):
-        raise SamplingError(f"a sampler with settings for {value.shape[0]} rows was given {rows}")
+        raise SamplingError(
+            f"the sampler has values for {value.shape[0]} rows, the batch has {rows}"
+        )
     return jnp.broadcast_to(value, (rows, *value.shape[1:]))
 
 
 def _count(scores_BV: jax.Array, context: Context, *, prompt: bool) -> jax.Array:
-    """How often each token came, in all of the text or after the prompt: float32 `[B, V]`."""
+    """Count each token in the text, with or without the prompt: float32 `[B, V]`."""
     at_1L = jnp.arange(context.token_BL.shape[1])[None]
     counts_BL = at_1L < context.length_B[:, None]
     if not prompt:
@@ -161,55 +163,55 @@ OPTIONS: dict[str, SamplingOption] = {
         Repetition,
         number("penalty", lambda x: x > 0),
         "a number above 0, 1 is off",
-        "divides what the text has had already, prompt included (CTRL)",
+        "penalty for tokens already in the text, including the prompt (CTRL)",
     ),
     "presence_penalty": SamplingOption(
         Frequency,
         number("presence", anything),
         "a finite number, 0 is off",
-        "taken once from what was generated already, as OpenAI does",
+        "subtracted once from the scores of tokens already generated, as in OpenAI's API",
         0,
     ),
     "frequency_penalty": SamplingOption(
         Frequency,
         number("frequency", anything),
         "a finite number, 0 is off",
-        "taken for each time that a token was generated, as OpenAI does",
+        "subtracted once per time that a token was generated, as in OpenAI's API",
         0,
     ),
     "dry_multiplier": SamplingOption(
         Dry,
         number("multiplier", lambda x: x >= 0),
         "a number from 0 (off) up",
-        "DRY: of what would prolong a repetition",
+        "DRY: strength of the penalty for extending a repetition",
         0,
     ),
     "dry_base": SamplingOption(
         Dry,
         number("base", lambda x: x >= 1),
         "a number from 1 up",
-        "DRY: to the power of the repetition's length",
+        "DRY: base of the penalty's exponential growth with the repetition's length",
         1.75,
     ),
     "dry_allowed_length": SamplingOption(
         Dry,
         whole_number("allowed_length", 1),
         "a whole number from 1 up",
-        "DRY: repetitions up to this length cost nothing",
+        "DRY: length from which repetitions are penalized",
         2,
     ),
     "dry_penalty_last_n": SamplingOption(
         Dry,
         whole_number("last_n", -1),
         "a whole number, -1 is all, 0 is off",
-        "DRY: how many of the last tokens are looked at",
+        "DRY: number of last tokens to search for repetitions",
         -1,
     ),
     "dry_sequence_breakers": SamplingOption(
         Dry,
         tokens("breakers"),
         TOKENS,
-        "DRY: tokens that end what counts as repeated",
+        "DRY: tokens that repetitions do not extend across",
         (),
         a_list=True,
     ),

@@ -1,7 +1,7 @@
-"""Readers: what users write for a sampling option as the arrays of its processor.
+"""Parsers: convert the values of sampling options to arrays for their processors.
 
-A reader takes the value and the `Facts` of the call, and raises TypeError or ValueError for what it
-cannot take; the rows beside the processors say of each option which reader is its own.
+A parser takes the value and the call's `Facts`, and raises TypeError or ValueError for an invalid
+value. The tables next to the processors assign a parser to each option.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from jaxllm.whole import is_number, is_whole
 
 
 class Facts(NamedTuple):
-    """What the readers of some options need to know beside the option's own value."""
+    """Values of the call that some parsers need besides the option's own value."""
 
     vocab_size: int | None
     end: Sequence[int]
@@ -29,13 +29,18 @@ Reader = Callable[[Any, Facts], dict[str, jax.Array]]
 
 
 class SamplingOption(NamedTuple):
-    """How users set a processor, or a part of it: a row beside the processor's class.
+    """A user option that sets a processor or a part of one.
 
-    make: the processor's maker; options with the same maker are one processor. read: from the
-    value, arguments of the maker; its ValueError or TypeError becomes an error that tells what the
-    option must be, its `meaning`. help: what it does. default: the value where only other options
-    of the processor are given. always: part of every sampler, so that setting it compiles nothing;
-    the others join the chain when they are given. a_list: the value for one row is a list already.
+    Attributes:
+        make: Builds the processor; options with the same maker share one processor.
+        read: Converts the value to keyword arguments of the maker; a ValueError or TypeError
+            becomes an error that quotes `meaning`.
+        meaning: Valid values.
+        help: Effect of the option.
+        default: The value if only other options of the processor are set.
+        always: Whether the processor is part of every sampler, so that setting it does not
+            recompile. Others join the chain only if set.
+        a_list: Whether the value for one row is itself a list.
     """
 
     make: Callable[..., Processor]
@@ -48,17 +53,17 @@ class SamplingOption(NamedTuple):
 
 
 OFF_AT_0 = "a whole number, 0 is off"
-TOKENS = "a list of token ids, or one such list a row"
-Biased = tuple[Sequence[int], float]  # a sequence of tokens, and its bias
+TOKENS = "a list of token ids, or one such list per row"
+Biased = tuple[Sequence[int], float]  # a sequence of token ids, and its bias
 
 
 def number(field: str, allowed: Callable[[np.ndarray], Any]) -> Reader:
-    """A reader of a number, or one a row, that must be finite and allowed."""
+    """Return a parser for a finite number, or one per row, that passes `allowed`."""
 
     def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
         array = np.asarray(value)
         if array.ndim > 1 or array.dtype.kind not in "iuf":
-            raise TypeError("neither a number nor one a row")
+            raise TypeError("not a number or one per row")
         array = array.astype(np.float64)
         if not (np.abs(array) <= np.finfo(np.float32).max).all() or not np.all(allowed(array)):
             raise ValueError("out of range")
@@ -68,12 +73,12 @@ def number(field: str, allowed: Callable[[np.ndarray], Any]) -> Reader:
 
 
 def whole_number(field: str, least: int) -> Reader:
-    """A reader of a whole number from `least` up, or one a row."""
+    """Return a parser for an integer of at least `least`, or one per row."""
     return number(field, lambda x: (x >= least) & (x == np.floor(x)))
 
 
 def tokens(field: str) -> Reader:
-    """A reader of token ids; a single one is a list of one."""
+    """Return a parser for a list of token ids or a single id."""
 
     def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
         value = [value] if is_whole(value) else value
@@ -87,11 +92,11 @@ def tokens(field: str) -> Reader:
 
 
 def words(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    """Lists of token ids, the end of text left out."""
+    """Parse lists of token ids; end-of-text ids alone are dropped."""
 
     def entries(row: Any) -> list[Biased]:
         words = [_sequence(word, facts) for word in row]
-        # As in transformers, the end of text is no bad word.
+        # As in transformers, an end-of-text id cannot be a bad word.
         return [(word, 0.0) for word in words if not (len(word) == 1 and word[0] in facts.end)]
 
     rows = _holds(value, None) or any(_holds(row, list | tuple) for row in value)
@@ -99,7 +104,7 @@ def words(value: Any, facts: Facts) -> dict[str, jax.Array]:
 
 
 def biases(single: bool) -> Reader:
-    """A reader of a table of biases, of single tokens (OpenAI) or of sequences (transformers)."""
+    """Return a parser for biases of single tokens (OpenAI) or of sequences (transformers)."""
 
     def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
         def entries(row: Any) -> list[Biased]:
@@ -117,7 +122,7 @@ def biases(single: bool) -> Reader:
 
 
 def min_length(field: str) -> Reader:
-    """A reader of a number of tokens; the ids that it keeps back are the end of text's."""
+    """Return a parser for a number of tokens before which end-of-text ids are banned."""
 
     def read(value: Any, facts: Facts) -> dict[str, jax.Array]:
         return whole_number(field, 0)(value, facts) | tokens("end_E")(facts.end, facts)
@@ -126,57 +131,57 @@ def min_length(field: str) -> Reader:
 
 
 def forced_bos(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    """A token id, or -1 for none."""
+    """Parse a token id, or -1 for none."""
     below = np.inf if facts.vocab_size is None else facts.vocab_size
     return number("token", lambda x: (x >= -1) & (x == np.floor(x)) & (x < below))(value, facts)
 
 
 def forced_eos(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    """Token ids, and which place in the text is the last."""
+    """Parse token ids; also return max_new_tokens, which defines the last token."""
     if facts.max_new_tokens is None:
-        raise ValueError("it needs max_new_tokens, to know which token is the last")
+        raise ValueError("requires max_new_tokens, which defines the last token")
     return tokens("token_E")(value, facts) | whole_number("max_new_tokens", 1)(
         facts.max_new_tokens, facts
     )
 
 
 def begin_suppress(value: Any, facts: Facts) -> dict[str, jax.Array]:
-    """Token ids, and the forced first token after which the text begins."""
+    """Parse token ids; also return the forced first token, after which the text starts."""
     forced = forced_bos(facts.forced_bos, facts)["token"]
     return tokens("token_N")(value, facts) | {"forced_bos": forced}
 
 
 def token_id(token: Any, facts: Facts) -> int:
-    """A token id as an int; of the vocabulary, where that is known."""
+    """Parse a token id; check it against the vocabulary if that is known."""
     if not is_whole(token):
-        raise TypeError(f"a token id is a whole number, not {token!r:.40}")
+        raise TypeError(f"a token id must be a whole number, got {token!r:.40}")
     if token < 0 or token >= 1 << 31:
-        raise ValueError(f"no token has the id {token}")
+        raise ValueError(f"token id {token} is out of range")
     if facts.vocab_size is not None and token >= facts.vocab_size:
         raise ValueError(f"token id {token} is not in the vocabulary of {facts.vocab_size}")
     return int(token)
 
 
 def _key(token: Any) -> Any:
-    """A token id; JSON, and so OpenAI, writes the keys of an object as text."""
+    """Convert a JSON object key to a token id; JSON, and so OpenAI, has string keys only."""
     return int(token) if isinstance(token, str) and token.isdecimal() else token
 
 
 def _sequence(ids: Any, facts: Facts) -> list[int]:
     if not isinstance(ids, Sequence | np.ndarray) or not len(ids):
-        raise ValueError(f"a sequence of tokens cannot be {ids!r:.40}")
+        raise ValueError(f"a token sequence must be a non-empty list, got {ids!r:.40}")
     return [token_id(token, facts) for token in ids]
 
 
 def _bias(bias: Any, single: bool) -> float:
     limit = 100.0 if single else float(np.finfo(np.float32).max)
     if not is_number(bias) or not abs(bias) <= limit:
-        raise ValueError(f"no bias can be {bias!r:.40}")
+        raise ValueError(f"bias {bias!r:.40} is not a number in range")
     return float(bias)
 
 
 def _holds(value: Any, kind: Any) -> bool:
-    """Whether the value is a list of one thing a row: something in it is of that kind, or None."""
+    """Return whether a list holds one entry per row: some entry is of this kind, or None."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return False
     return any(row is None or (kind is not None and isinstance(row, kind)) for row in value)
@@ -185,7 +190,7 @@ def _holds(value: Any, kind: Any) -> bool:
 def _pack(
     value: Any, entries: Callable[[Any], list[Biased]], per_row: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Sequences, their last tokens first and padded with -1, `[N, S]` or `[B, N, S]`; biases."""
+    """Pack sequences, last token first and padded with -1, into `[N, S]` or `[B, N, S]`; biases."""
     rows = [entries(row if row is not None else ()) for row in (value if per_row else [value])]
     N = power_of_two(max(map(len, rows)), 8)
     S = power_of_two(max((len(ids) for row in rows for ids, _ in row), default=1))
@@ -201,10 +206,10 @@ def _pack(
 
 
 def share(x: np.ndarray) -> np.ndarray:
-    """From 0 to 1."""
+    """Return whether x is from 0 to 1."""
     return (x >= 0) & (x <= 1)
 
 
 def anything(x: np.ndarray) -> bool:
-    """Every number."""
+    """Accept every number."""
     return True

@@ -1,4 +1,4 @@
-"""What other libraries call an option, or why it is not here."""
+"""Option names of other libraries, and remedies for options that do not exist here."""
 
 OURS = {
     **dict.fromkeys(("stop", "stop_sequences", "stops", "stop_words"), "stop_strings"),
@@ -23,20 +23,18 @@ OURS = {
     "prompt_lookup": "prompt_lookup_num_tokens",
     "prefill_step_size": "chunk",
 }
-SPELLINGS: dict[str, str] = {
-    theirs: f"it is called {ours} here" for theirs, ours in OURS.items()
-} | {
-    "max_length": "max_new_tokens is the length without the prompt",
-    "ignore_eos": "eos_token_id=[] ends a text at no token",
+SPELLINGS: dict[str, str] = {theirs: f"use {ours}" for theirs, ours in OURS.items()} | {
+    "max_length": "use max_new_tokens, the length without the prompt",
+    "ignore_eos": "use eos_token_id=[]",
     "streamer": "use LM.stream",
     "stream": "use LM.stream",
-    "attention_mask": "give prompts without padding, a list of them for a batch",
-    "use_cache": "there is always a cache",
-    "prefix_allowed_tokens_fn": "Python cannot run within a compiled step; write it in JAX, as a"
+    "attention_mask": "pass prompts without padding, as a list for a batch",
+    "use_cache": "the cache is always used",
+    "prefix_allowed_tokens_fn": "compiled steps cannot call Python; write it as a JAX"
     " function of (scores, Context) for logits_processor",
-    "diversity_penalty": "groups of beams are not supported",
-    "num_beam_groups": "groups of beams are not supported",
-    "constraints": "constrained beams are not supported",
-    "force_words_ids": "constrained beams are not supported",
-    "generation_config": "give its fields as options",
+    "diversity_penalty": "diverse beam search is not supported",
+    "num_beam_groups": "diverse beam search is not supported",
+    "constraints": "constrained beam search is not supported",
+    "force_words_ids": "constrained beam search is not supported",
+    "generation_config": "pass its fields as options",
 }

@@ -1,7 +1,7 @@
-"""Processors of the distribution alone, whatever the text: sharpen it, or cut a part of it off.
+"""Processors that depend on the scores alone: temperature and truncation.
 
-None of them sorts the vocabulary: each finds the score at which it cuts, in closed form or by
-bisection. The best token always stays, except that XTC takes it away by intention.
+None of them sorts the vocabulary: each finds its cutoff score in closed form or by bisection. The
+best token is always kept, except by XTC, which removes it on purpose.
 """
 
 import math
@@ -24,7 +24,7 @@ _XTC_STREAM = 1  # folded into a row's key: the draw itself uses the key as it i
 
 
 class Temperature(Processor):
-    """Scores divided by the temperature; 0 leaves only the best token (the first of equals)."""
+    """Divide scores by the temperature; 0 keeps only the best token, the first one in a tie."""
 
     temperature: Any
 
@@ -36,7 +36,7 @@ class Temperature(Processor):
 
 
 class TopK(Processor):
-    """The k best tokens and all that tie with the last of them (Fan et al. 2018); 0 is off."""
+    """Keep the k best tokens, and ties with the last of them (Fan et al. 2018); 0 is off."""
 
     top_k: Any
 
@@ -48,9 +48,9 @@ class TopK(Processor):
 
 
 class TopP(Processor):
-    """The fewest best tokens whose probabilities reach p (Holtzman et al. 2020).
+    """Keep the fewest best tokens whose probabilities sum to at least p (Holtzman et al. 2020).
 
-    1 is off, 0 keeps the best token; tokens that tie with the last one kept stay too.
+    1 is off, 0 keeps the best token. Ties with the last token kept are kept too.
     """
 
     top_p: Any
@@ -63,7 +63,7 @@ class TopP(Processor):
 
 
 class MinP(Processor):
-    """Tokens at least `min_p` times as probable as the best (Nguyen et al. 2024); 0 is off."""
+    """Keep tokens at least `min_p` times as likely as the best (Nguyen et al. 2024); 0 is off."""
 
     min_p: Any
 
@@ -73,10 +73,10 @@ class MinP(Processor):
 
 
 class Typical(Processor):
-    """The tokens whose surprise is nearest the entropy, until they weigh `typical_p`; 1 is off.
+    """Locally typical sampling (Meister et al. 2022); 1 is off.
 
-    Locally typical sampling (Meister et al. 2022); tokens that tie with the last one kept stay,
-    as in transformers.
+    Keep the tokens whose surprisal is closest to the entropy, up to a total probability of
+    `typical_p`. Ties with the last token kept are kept too, as in transformers.
     """
 
     typical_p: Any
@@ -91,7 +91,7 @@ class Typical(Processor):
 
 
 class Epsilon(Processor):
-    """Tokens of probability at least epsilon (Hewitt et al. 2022, section 4.1); 0 is off."""
+    """Keep tokens with probability >= epsilon (Hewitt et al. 2022, section 4.1); 0 is off."""
 
     epsilon: Any
 
@@ -101,7 +101,7 @@ class Epsilon(Processor):
 
 
 class Eta(Processor):
-    """Tokens of probability at least min(epsilon, sqrt(epsilon) * exp(-entropy)); 0 is off.
+    """Keep tokens with probability >= min(epsilon, sqrt(epsilon) * exp(-entropy)); 0 is off.
 
     Hewitt et al. 2022, equation 4, with their choice of alpha.
     """
@@ -116,9 +116,9 @@ class Eta(Processor):
 
 
 class TopNSigma(Processor):
-    """Scores at most n standard deviations below the best (Tang et al. 2024); 0 is off.
+    """Keep scores at most n standard deviations below the best (Tang et al. 2024); 0 is off.
 
-    As in llama.cpp, the deviation is that of the tokens not yet removed.
+    As in llama.cpp, the standard deviation is taken over the tokens not yet removed.
     """
 
     n: Any
@@ -135,12 +135,12 @@ class TopNSigma(Processor):
 
 
 class XTC(Processor):
-    """With a probability, exclude the top choices: of the tokens at or above the threshold, all
-    but the least probable; probability 0 is off, and so is a threshold above 0.5.
+    """XTC, "exclude top choices": at random, remove all but the least likely of the top tokens.
 
-    As in llama.cpp, where the idea (p-e-w 2024) spares no special token. Tokens that tie with the
-    least probable stay with it. Applied after the temperature, so the threshold is a probability
-    of the sharpened distribution, renormalised over what earlier processors left.
+    With the given probability, remove all tokens at or above the threshold except the least likely
+    of them, and ties with it. Probability 0 is off, and so is a threshold above 0.5. As in
+    llama.cpp (p-e-w 2024), special tokens are not exempt. XTC runs after temperature, so the
+    threshold refers to the distribution renormalized over the tokens that are left.
     """
 
     probability: Any
@@ -157,11 +157,11 @@ class XTC(Processor):
 
 
 class Mirostat(Processor):
-    """Tokens of at most `mu` bits of surprise, where mu follows the text's (Basu et al. 2021).
+    """Mirostat (Basu et al. 2021): keep tokens of at most `mu` bits of surprisal, and adapt mu.
 
-    Version 2, as in llama.cpp: mu begins at 2 * tau, and after each draw falls by eta times what
-    the token's surprise, in bits after the cut, exceeds tau by. It must be a chain's last. tau: the
-    surprise aimed at; 0 is off here. mu: the state, one a row; a number until `begin`.
+    Version 2, as in llama.cpp: mu starts at 2 * tau, and after each draw decreases by eta * (s -
+    tau), where s is the token's surprisal in bits after truncation. Must be last in the chain. tau:
+    target surprisal in bits; 0 is off. mu: the state, one per row, a scalar until `begin`.
     """
 
     tau: Any
@@ -170,11 +170,11 @@ class Mirostat(Processor):
 
     @classmethod
     def start(cls, tau: Any, eta: Any) -> "Mirostat":
-        """Before the first token."""
+        """Return the processor with mu before the first token."""
         return cls(tau, eta, 2 * jnp.asarray(tau, jnp.float32))
 
     def begin(self, rows: int) -> "Mirostat":
-        """With one mu a row, so that its shape is that of every later step."""
+        """Return the processor with one mu per row, so that its shape never changes."""
         return self.replace(mu=column(self.mu, jnp.zeros((rows, 1)))[:, 0])
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
@@ -183,7 +183,7 @@ class Mirostat(Processor):
         return _without(scores_BV, on_B1 & (bits_BV > column(self.mu, scores_BV)))
 
     def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Mirostat":
-        """mu after a draw from these scores."""
+        """Return the processor with mu updated for the drawn token."""
         tau_B1, mu_B1 = column(self.tau, scores_BV), column(self.mu, scores_BV)
         logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
         bits_B1 = -jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1) / math.log(2)
@@ -192,32 +192,35 @@ class Mirostat(Processor):
 
 
 def column(value: Any, scores_BV: jax.Array) -> jax.Array:
-    """A number, or one a row, as float32 `[B, 1]`; SamplingError for another number of rows."""
+    """Return a scalar, or one value per row, as float32 `[B, 1]`.
+
+    Raises SamplingError for another number of rows.
+    """
     value = jnp.asarray(value, jnp.float32)
     rows = scores_BV.shape[0]
     if value.size not in (1, rows):
-        raise SamplingError(f"a sampler with settings for {value.size} rows was given {rows}")
+        raise SamplingError(f"the sampler has values for {value.size} rows, the batch has {rows}")
     return jnp.broadcast_to(value.reshape(-1, 1), (rows, 1))
 
 
 def _without(scores_BV: jax.Array, removed_BV: jax.Array) -> jax.Array:
-    """The scores without the removed tokens, but always with the best."""
+    """Remove tokens, except the best one."""
     best_B1 = scores_BV.max(axis=1, keepdims=True)
     return jnp.where(removed_BV & (scores_BV < best_B1), -jnp.inf, scores_BV)
 
 
 def _entropy(logprob_BV: jax.Array) -> jax.Array:
-    """Of each row, in nats, `[B, 1]`; removed tokens add nothing."""
+    """Return each row's entropy in nats, `[B, 1]`; removed tokens contribute 0."""
     p_BV = jnp.exp(logprob_BV)
     return -jnp.where(p_BV > 0, p_BV * logprob_BV, 0.0).sum(axis=1, keepdims=True)
 
 
 def _keep_until(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Array) -> jax.Array:
-    """Keep each token whose strictly better tokens weigh less than the limit, bool `[B, V]`.
+    """Keep tokens whose strictly better tokens have a total weight below the limit, bool `[B, V]`.
 
-    With weights of 1 that is top-k, with probabilities top-p. The best token always stays. The
-    lowest score kept is found by bisection over the 2**32 floats: on a CPU twenty times faster
-    than sorting a vocabulary of 32,000.
+    With weights of 1 this is top-k, with probabilities top-p. The best token is always kept. The
+    cutoff is found by bisection over the 2**32 floats, which is 20 times faster on a CPU than
+    sorting a vocabulary of 32,000.
     """
     order_BV = _ordered(scores_BV)
 
@@ -235,21 +238,21 @@ def _keep_until(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Array)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """int32 that compare as the float32 do (IEEE 754's sign and magnitude to two's complement)."""
+    """Map float32 to int32 with the same order (sign-magnitude to two's complement)."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 _SHARE = "a number from 0 (off) to below 1"
 
-# In their order in a chain. top_n_sigma looks at the vocabulary before it is cut, as in llama.cpp,
-# and XTC and mirostat look at what is left.
+# In chain order: as in llama.cpp, top_n_sigma sees the vocabulary before truncation, XTC and
+# mirostat after it.
 OPTIONS: dict[str, SamplingOption] = {
     "temperature": SamplingOption(
         Temperature,
         number("temperature", lambda x: x >= 0),
         "a number from 0 (greedy) up",
-        "divides the scores; giving it asks to sample",
+        "divides the logits; setting it enables sampling",
         1.0,
         always=True,
     ),
@@ -257,13 +260,13 @@ OPTIONS: dict[str, SamplingOption] = {
         TopNSigma,
         number("n", lambda x: x >= 0),
         "a number from 0 (off) up",
-        "only tokens within so many standard deviations of the best score",
+        "keep tokens within this many standard deviations of the best score",
     ),
     "top_k": SamplingOption(
         TopK,
         whole_number("top_k", 0),
         OFF_AT_0,
-        "only the k best tokens; of contrastive search, its candidates",
+        "keep the k best tokens; in contrastive search, the number of candidates",
         0,
         always=True,
     ),
@@ -271,7 +274,7 @@ OPTIONS: dict[str, SamplingOption] = {
         TopP,
         number("top_p", share),
         "a number from 0 to 1 (off)",
-        "only the best tokens whose probabilities add up to p",
+        "keep the best tokens whose probabilities add up to p",
         1.0,
         always=True,
     ),
@@ -279,52 +282,52 @@ OPTIONS: dict[str, SamplingOption] = {
         MinP,
         number("min_p", share),
         "a number from 0 (off) to 1",
-        "only tokens with this part of the best one's probability",
+        "keep tokens with at least this fraction of the best token's probability",
     ),
     "typical_p": SamplingOption(
         Typical,
         number("typical_p", lambda x: (x > 0) & (x <= 1)),
         "a number above 0, up to 1 (off)",
-        "only the most typical tokens whose probabilities add up to p",
+        "keep the most typical tokens whose probabilities add up to p",
     ),
     "epsilon_cutoff": SamplingOption(
         Epsilon,
         number("epsilon", lambda x: (x >= 0) & (x < 1)),
         _SHARE,
-        "only tokens at least so probable",
+        "keep tokens with at least this probability",
     ),
     "eta_cutoff": SamplingOption(
         Eta,
         number("epsilon", lambda x: (x >= 0) & (x < 1)),
         _SHARE,
-        "as epsilon_cutoff, less strict where the entropy is high",
+        "like epsilon_cutoff, but less strict if the entropy is high",
     ),
     "xtc_probability": SamplingOption(
         XTC,
         number("probability", share),
         "a number from 0 (off) to 1",
-        "XTC: how often the best tokens are left out",
+        "XTC: probability of excluding the top choices at a step",
         0,
     ),
     "xtc_threshold": SamplingOption(
         XTC,
         number("threshold", share),
         "a number from 0 to 1",
-        "XTC: of tokens at least so probable all but the last are left out",
+        "XTC: exclude all but the least likely of the tokens with at least this probability",
         0.1,
     ),
     "mirostat_tau": SamplingOption(
         Mirostat.start,
         number("tau", lambda x: x >= 0),
         "a number of bits from 0 (off) up",
-        "mirostat: the surprise that is aimed at",
+        "mirostat: target surprisal",
         0,
     ),
     "mirostat_eta": SamplingOption(
         Mirostat.start,
         number("eta", lambda x: x >= 0),
         "a number from 0 up",
-        "mirostat: how fast it adapts",
+        "mirostat: learning rate",
         0.1,
     ),
 }

@@ -1,14 +1,7 @@
-"""Does it compute the same? Two sides, one case, every stage.
+"""Numerical parity of two implementations: runs the same case through both, and compares the
+activations.
 
-compare: the comparison. sides: what can run a case, stages: what it shows. difference: the
-measures. reference: transformers as a side. first: a side that one of several processes runs.
-report: text, JSON, picture. vectors: one side, frozen.
+compare: the comparison. sides: backends that run a case. stages: names of the activations.
+difference: error measures and tolerances. reference: the transformers backend. first: a backend
+that runs on process 0. report: text, JSON and plots. vectors: golden test vectors.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if not TYPE_CHECKING:
-    from jaxllm.moved import attribute
-
-    def __getattr__(name: str) -> Any:
-        return attribute(__name__, "jaxllm.evaluate.equivalence.compare", name)

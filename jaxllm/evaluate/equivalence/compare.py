@@ -1,8 +1,8 @@
-"""Functional equivalence: the same input through two sides, compared at every stage.
+"""Parity check: runs the same input through two backends, and compares every activation.
 
-The report names the first stage that diverges; `difference.Tolerance` says what that means. Text is
-compared by feeding both sides the reference's own greedy text, token by token through their caches,
-so that one early difference does not hide what comes after it.
+The report names the first activation that diverges, as defined in `difference.Tolerance`. For
+decoding, both backends are fed the reference's greedy tokens, one at a time through their caches,
+so that an early difference does not hide later ones.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from jaxllm.whole import whole
 
 
 class Mismatch(NamedTuple):
-    """A token that the two sides choose differently, after the same text.
+    """A token that the two backends choose differently after the same text.
 
-    step: from 0, of the greedy text. margin: the reference's best logit minus its second best.
+    step: decoding step, from 0. margin: the reference's best logit minus its second best.
     """
 
     row: int
@@ -40,10 +40,11 @@ class Mismatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Greedy:
-    """Greedy tokens, `compared` of them in all rows, each chosen after the reference's own text.
+    """Comparison of greedy tokens, each chosen after the reference's text.
 
-    first: the first that differs. worst_margin: the largest margin at which one does, 0 where none
-    does; it is excused up to `allowed_margin`, which is a tie within the tolerance.
+    compared, agreed: number of tokens over all rows. first: the first mismatch. worst_margin: the
+    largest margin of a mismatch, 0 without any. allowed_margin: margins up to this are ties within
+    the tolerance.
     """
 
     compared: int
@@ -54,18 +55,19 @@ class Greedy:
 
     @property
     def holds(self) -> bool:
-        """Whether whatever differs is a tie."""
+        """Whether all mismatches are ties."""
         return self.worst_margin <= self.allowed_margin
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What two sides make of one case.
+    """The comparison of two backends on one case.
 
-    stages: in the order of computation, at every real token. decoding: the logits of `greedy`'s
-    steps, and the cache's keys and values after them, by layer. A stage's `worst` is (row, column)
-    of the case and the index in the vector; of the cache (row, position), of decoded logits (row,
-    step). exact: the name of the float32 side that drift is measured from, where there is one.
+    stages: activations in the order of computation, at every token that is not padding. decoding:
+    the cache's keys and values after the steps of `greedy`, by layer, and the steps' logits.
+    `worst` of an activation is (row, column) of the case and the index in the vector; of the cache
+    it starts with (row, position), of decoded logits with (row, step). exact: name of the float32
+    backend from which drift is measured, if any.
     """
 
     ours: str
@@ -79,22 +81,22 @@ class Report:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """All that was measured, in order."""
+        """All differences, in order."""
         return (*self.stages, *self.decoding)
 
     @property
     def first(self) -> Difference | None:
-        """The first stage that diverges, if any."""
+        """The first activation that diverges, if any."""
         return next((d for d in self.differences if not d.holds), None)
 
     @property
     def drift(self) -> float | None:
-        """Of the logits; None where no float32 reference was given."""
+        """Drift of the logits; None without a float32 backend."""
         return self.stages[-1].drift
 
     @property
     def holds(self) -> bool:
-        """Whether no stage diverges, the greedy text agrees, and the logits drift too little."""
+        """Whether no activation diverges, greedy tokens agree, and the logits' drift is small."""
         return self.first is None and self.greedy.holds and (self.drift or 0.0) <= MAX_DRIFT
 
 
@@ -108,13 +110,17 @@ def verify(
     exact: Side | None = None,
     show_progress: bool | None = None,
 ) -> Report:
-    """Run a case, and then `new_tokens` greedy ones, through both sides and compare.
+    """Run a case and `new_tokens` greedy tokens through both backends, and compare.
 
-    tolerance: by default that of the coarser of the sides' formats (`TOLERANCES`). exact: a float32
-    side; the report then says how far both are from it. Padding is left out of every figure.
+    Padding is excluded from every figure.
 
-    Raises ConfigError where the two are not models of one form, TokenError for a case that does
-    not fit the model.
+    Args:
+        tolerance: By default that of the coarser of the two dtypes (`TOLERANCES`).
+        exact: A float32 backend; if given, the report includes the distance of both from it.
+
+    Raises:
+        ConfigError: If the models differ in shape.
+        TokenError: If the case does not fit the model.
     """
     whole("new_tokens", new_tokens, 1, error=ConfigError)
     case.check(ours.model.config, new_tokens)
@@ -147,10 +153,10 @@ def verify(
 
 
 def example(texts: Sequence[int] | None, vocab_size: int, length: int) -> Case:
-    """Two rows of unequal length, padded on the left: `length` tokens, and two thirds of it.
+    """Return a case of two rows padded on the left: `length` tokens, and two thirds as many.
 
-    texts: token ids to take them from, end to end; where there are too few, or None, they are
-    random, the same each time. Raises TokenError for a length below one.
+    texts: token ids to use, one row after the other; if None or too short, ids are random, from a
+    fixed seed. Raises TokenError for a length below one.
     """
     length = whole("the length", length, 1, error=TokenError)
     lengths = (length, max(1, 2 * length // 3))
@@ -167,7 +173,7 @@ def compare_stages(
     tolerance: Tolerance,
     exact: dict[str, np.ndarray] | None = None,
 ) -> tuple[Difference, ...]:
-    """Every stage at the case's real tokens. Raises ConfigError for sides of different forms."""
+    """Compare every activation, without padding. Raises ConfigError if names or shapes differ."""
     real_BT = case.real_BT[:, case.cached :]
     places = np.argwhere(case.real_BT)
     _check_forms(ours, theirs)
@@ -181,7 +187,7 @@ def compare_stages(
 
 
 def compare_text(ours_BNV: np.ndarray, theirs_BNV: np.ndarray, tolerance: Tolerance) -> Greedy:
-    """The best tokens of both sides' logits, where both have read the same text."""
+    """Compare the argmax tokens of both backends' logits after the same text."""
     theirs_BNV = theirs_BNV.astype(np.float64)
     mine_BN, best_BN = ours_BNV.argmax(axis=2), theirs_BNV.argmax(axis=2)
     ordered = np.partition(theirs_BNV, -2, axis=2)
@@ -207,7 +213,7 @@ def _decoding(
     theirs: Decoded,
     exact: Decoded | None = None,
 ) -> Iterator[Difference]:
-    """The cache's entries at every position that both hold, and the logits on the way."""
+    """Compare cache entries at every position that both hold, and the logits of each step."""
     P = min(ours.held_BP.shape[1], theirs.held_BP.shape[1])
     both_BP = ours.held_BP[:, :P] & theirs.held_BP[:, :P]
     places = np.argwhere(both_BP)
@@ -224,7 +230,7 @@ def _decoding(
 
 
 def _placed(difference: Difference, places: np.ndarray) -> Difference:
-    """With `worst` by row and column, of which only those of `places` were compared."""
+    """Replace the first index of `worst` by the row and column that it has in `places`."""
     first, *rest = difference.worst
     where = tuple(int(i) for i in places[first])
     return dataclasses.replace(difference, worst=(*where, *rest))
@@ -234,11 +240,11 @@ def _check_forms(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
     if list(ours) != list(theirs):
         odd = set(ours).symmetric_difference(theirs)
         raise ConfigError(
-            f"the two models do not have the same stages: {len(ours)} and {len(theirs)},"
+            f"the two models have different activations: {len(ours)} and {len(theirs)},"
             f" {min(odd)} only in one of them"
         )
     for name, x in theirs.items():
         if ours[name].shape != x.shape:
             raise ConfigError(
-                f"the two models differ in form: {name} is {ours[name].shape} and {x.shape}"
+                f"the two models differ in shape: {name} is {ours[name].shape} and {x.shape}"
             )

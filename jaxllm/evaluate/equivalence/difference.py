@@ -1,4 +1,4 @@
-"""How far two arrays are apart, and whether that is too far: plain numpy, float64 inside."""
+"""Error measures between two arrays, and tolerances; numpy in float64."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,13 +14,14 @@ ULP_BUCKETS = (0, 1, 2, 4, 16, 256, 4096, 65536)
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """A number holds where `|ours - theirs| <= atol * max(1, max |theirs|) + rtol * |theirs|`.
+    """An element is within tolerance if
+    `|ours - theirs| <= atol * max(1, max |theirs|) + rtol * |theirs|`.
 
-    `max |theirs|` is over the whole stage. The same rule and the same two numbers apply to every
-    stage: nothing grows with depth, and a stage diverges as soon as one number does not hold. There
-    is one exception, for formats in which two correct programs may round further apart than that:
-    where a float32 side is there to judge by, a stage holds as long as our RMS distance to it is at
-    most `MAX_DRIFT` times the reference's own. Raises ConfigError for a negative number.
+    `max |theirs|` is over the whole activation. The same two numbers apply to every activation and
+    do not grow with depth. An activation diverges if one element is out of tolerance. The exception
+    is for dtypes in which two correct programs may differ by more: if there is a float32 backend,
+    an activation also holds if our RMS distance to it is at most `MAX_DRIFT` times the reference's.
+    Raises ConfigError for a negative number.
     """
 
     atol: float
@@ -28,15 +29,15 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if not (self.atol >= 0 and self.rtol >= 0):
-            raise ConfigError(f"a tolerance is at least 0, got {self.atol:g} and {self.rtol:g}")
+            raise ConfigError(f"tolerances must be at least 0: got {self.atol:g} and {self.rtol:g}")
 
     def margin(self, scale: float) -> float:
-        """How far apart the reference's two best logits may be where ours order them otherwise."""
+        """Return the largest gap between the reference's best two logits that counts as a tie."""
         return max(1e-3, 2 * self.atol * max(1.0, scale))
 
 
 MAX_DRIFT = 1.5
-# By the format that is computed in; for equal weights in the same format.
+# By activation dtype, for equal weights in the same format.
 TOLERANCES: Mapping[str, Tolerance] = {
     "float32": Tolerance(1e-5, 1e-4),
     "float16": Tolerance(5e-3),
@@ -46,14 +47,14 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one stage is from the reference's.
+    """The error of one activation against the reference's.
 
-    count: numbers compared. scale: the reference's largest finite magnitude. max_error,
-    rms_error: of ours - theirs; relative_max: max_error / scale; relative_rms: rms_error / the
-    reference's own RMS. cosine: of the two as vectors. ulps: how many numbers are as many steps
-    apart as `ULP_BUCKETS` says, in the coarser of the two formats (`dtype`); around zero steps are
-    small and many. beyond: numbers that do not hold. worst: the index of the largest error. drift:
-    our RMS distance to a float32 reference, as a multiple of the reference's own distance to it.
+    count: elements compared. scale: the reference's largest finite magnitude. max_error, rms_error:
+    of ours - theirs; relative_max: max_error / scale; relative_rms: rms_error / RMS of the
+    reference. cosine: similarity of the two as vectors. ulps: histogram over `ULP_BUCKETS` of the
+    distance in ULPs, in the coarser of the two dtypes (`dtype`); near zero ULPs are tiny, so counts
+    are large. beyond: elements out of tolerance. worst: index of the largest error. drift: our RMS
+    distance to a float32 backend, divided by the reference's.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Difference:
 
     @property
     def holds(self) -> bool:
-        """Whether every number is within the tolerance, or what is not is rounding."""
+        """Whether every element is within tolerance, or the rest is explained by rounding."""
         return self.beyond == 0 or (self.drift is not None and self.drift <= MAX_DRIFT)
 
 
@@ -83,9 +84,9 @@ def measure(
     tolerance: Tolerance,
     exact: np.ndarray | None = None,
 ) -> Difference:
-    """Compare two arrays of one shape. exact: a float32 side's, for `drift`.
+    """Compare two arrays of equal shape. exact: the float32 backend's, for `drift`.
 
-    NaN is beyond every tolerance; infinity holds against itself alone.
+    NaN is out of every tolerance; infinity equals only itself.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         a, b = ours.astype(np.float64), theirs.astype(np.float64)
@@ -112,14 +113,14 @@ def measure(
 
 
 def coarser(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Whichever of two floating-point formats has fewer digits."""
+    """Return the floating-point dtype with fewer mantissa bits."""
     return min((a, b), key=lambda dtype: ml_dtypes.finfo(dtype).nmant)
 
 
 def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How many representable numbers apart, int64; both in the same format. NaN: as far as can be.
+    """Return distances in ULPs, int64, of arrays of the same dtype; for NaN the largest int64.
 
-    Adjacent floats have adjacent bit patterns (IEEE 754), sign and magnitude; 0 and -0 are one.
+    Adjacent floats have adjacent sign-and-magnitude bit patterns (IEEE 754); 0 and -0 are equal.
     """
     integer = np.dtype(f"i{a.dtype.itemsize}")
     magnitude = np.iinfo(integer).max
@@ -133,13 +134,13 @@ def ulp_distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def histogram(distance: np.ndarray) -> tuple[int, ...]:
-    """How many distances fall into each of `ULP_BUCKETS`."""
+    """Count the distances in each of `ULP_BUCKETS`."""
     bucket = np.searchsorted(ULP_BUCKETS, distance.reshape(-1), side="right") - 1
     return tuple(int(n) for n in np.bincount(bucket, minlength=len(ULP_BUCKETS)))
 
 
 def bucket_names() -> tuple[str, ...]:
-    """The buckets by their lower bounds: 0, 1, 2+, 4+, ...; each ends where the next begins."""
+    """Return the names of buckets by their lower bounds: 0, 1, 2+, 4+, ..."""
     return ("0", "1", *(f"{least}+" for least in ULP_BUCKETS[2:]))
 
 

@@ -1,4 +1,4 @@
-"""A side that one process runs, and several have the numbers of: a reference is one program."""
+"""A backend that runs on process 0 and broadcasts its results, for single-process references."""
 
 import dataclasses
 import json
@@ -14,29 +14,30 @@ from jaxllm.weights.paths import named_arrays
 
 @dataclasses.dataclass(frozen=True)
 class OfFirst:
-    """The first process's side, run there as in one process alone; in the others `side` is None."""
+    """Runs process 0's backend as in a single process; in other processes `side` is None."""
 
     name: str
     dtype: str
     side: Any
 
     def stages(self, case: Case) -> dict[str, np.ndarray]:
-        """Every stage, on the host of each process."""
+        """Return every activation, on the host of each process."""
         return arrays_told(lambda: self.side.stages(case))
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        """The same of what decoding gives."""
+        """Return the decode output, on the host of each process."""
         found = arrays_told(lambda: dict(named_arrays(self.side.decode(case, steps, text_BN))[0]))
         k, v = (tuple(x for name, x in found.items() if name.startswith(kind)) for kind in _KEPT)
         return Decoded(found["logits_BNV"], found["token_BN"], k, v, found["held_BP"])
 
 
-_KEPT = "k.", "v."  # of the names of what layers keep
+_KEPT = "k.", "v."  # name prefixes of cache entries
 
 
 def of_first(make: Callable[[], Side]) -> Side:
-    """The side that `make` gives, which of several processes the first alone makes and runs. What
-    it raises of ours is raised in all.
+    """Return a backend that calls `make` and runs only on process 0.
+
+    If `make` raises a JaxllmError, all processes raise one with the same message.
     """
     made: list[Side] = []
 

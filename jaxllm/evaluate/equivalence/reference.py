@@ -1,8 +1,8 @@
-"""The other side of an equivalence report: transformers, with a tap at every stage.
+"""The transformers backend: a Hugging Face model with hooks that record every activation.
 
-Module outputs come from forward hooks. Queries, keys and values after rotation, and the heads' sums
-come from an attention function registered for the time of one pass, which records its arguments and
-hands them to the model's own eager attention.
+Module outputs come from forward hooks. Queries, keys and values after RoPE, and the attention
+output per head, come from an attention function that is registered during one forward pass; it
+records its arguments and calls the model's own eager attention.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxllm.whole import dtype_name
 
 TAPS = "jaxllm_taps"
 
-# Stages of ours that go by another name there, where there is none of the same.
+# Modules that transformers names differently, used if our name does not exist.
 MODULES = {"attention": "self_attn"}
 
 
@@ -54,7 +54,7 @@ class Transformers:
         return cls(f"transformers {transformers.__version__}", dtype, model.eval())
 
     def stages(self, case: Case) -> dict[str, np.ndarray]:
-        """Every stage, through transformers' own cache where the case has one."""
+        """Return every activation, using transformers' own cache if the case has cached tokens."""
         cache = self._cache()
         outputs: dict[str, Any] = {}
         if case.cached:
@@ -64,12 +64,12 @@ class Transformers:
         outputs["logits"] = logits
         router, shape = family(self._family).router, (*logits.shape[:2], -1)
         for name in self._stage_names:
-            if router and name.endswith(f".{router}"):  # of all tokens in one row
+            if router and name.endswith(f".{router}"):  # all tokens are flattened into one axis
                 outputs[name] = outputs[name].reshape(shape)
         return {name: _numpy(outputs[name]) for name in self._stage_names}
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        """A pass over each piece, then one for each token after the first."""
+        """Run each piece, then one pass for each new token after the first."""
         cache = self._cache()
         position_BS = case.position_BT[:, :0]
         for tokens_BT, position_BT in case.pieces:
@@ -87,17 +87,17 @@ class Transformers:
             found.append(_numpy(logits)[:, 0])
         logits_BNV = np.stack(found, axis=1)
         k, v = [], []
-        for layer in cache.layers:  # a sliding window keeps the last slots alone
+        for layer in cache.layers:  # a sliding window keeps only the last slots
             kept_BS = position_BS[:, -layer.keys.shape[2] :]
             k.append(by_position(_heads_last(layer.keys), kept_BS))
             v.append(by_position(_heads_last(layer.values), kept_BS))
-        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # what all layers hold
+        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # held by all layers
         held_BP = held(position_BS[:, -fewest:])
         return Decoded(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
 
     @property
     def _family(self) -> str:
-        """The model_type as our configurations have it."""
+        """Our name of the model_type."""
         theirs = self.model.config.model_type
         return next((ours for ours, row in FAMILIES.items() if theirs in row.aliases), theirs)
 
@@ -122,7 +122,7 @@ class Transformers:
     def _run(
         self, tokens_BT: np.ndarray, position_BT: np.ndarray, position_BS: np.ndarray, cache: Any
     ) -> Any:
-        """Logits of some tokens; position_BS: of them and of all that the cache has."""
+        """Return logits. position_BS: positions in the cache, including the new tokens."""
         torch, _ = _import()
         with torch.no_grad():
             return self.model(
@@ -135,12 +135,12 @@ class Transformers:
 
     @contextmanager
     def _tapped(self, outputs: dict[str, Any]) -> Iterator[None]:
-        """While this lasts, a pass of the model leaves its stages in `outputs`."""
+        """Record the activations of forward passes in `outputs` while the context is open."""
         layers = family(self._family).layers
         body = self._body
 
         def tap(name: str) -> Callable[..., None]:
-            def hook(*given: Any) -> None:  # the last is the output; before a pass, the inputs
+            def hook(*given: Any) -> None:  # the last is the output, or the inputs in a pre-hook
                 x = given[-1]
                 outputs[name] = (x[0] if isinstance(x, tuple) else x).clone()
 
@@ -175,7 +175,7 @@ class Transformers:
 
 @contextmanager
 def _attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
-    """`attend` in the place of the model's attention function, as transformers' registry has it."""
+    """Replace the model's attention function by `attend`, through transformers' registry."""
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface
 
@@ -191,7 +191,7 @@ def _attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Without transformers' own progress bars."""
+    """Hide transformers' progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -202,12 +202,12 @@ def _quiet(logging: Any) -> Iterator[None]:
 
 
 def _heads_last(x: Any) -> np.ndarray:
-    """Transformers' `[B, K, S, H]` as our `[B, S, K, H]`."""
+    """Transpose transformers' `[B, K, S, H]` to our `[B, S, K, H]`."""
     return _numpy(x.transpose(1, 2))
 
 
 def _numpy(x: Any) -> np.ndarray:
-    """A tensor's numbers, bit for bit; numpy has no bfloat16 of its own."""
+    """Convert a tensor bit for bit; numpy has no native bfloat16."""
     torch, _ = _import()
     if x.dtype == torch.bfloat16:
         bits: np.ndarray = x.contiguous().view(torch.int16).numpy()
@@ -222,7 +222,7 @@ def _import() -> tuple[Any, Any]:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"comparing with transformers needs torch and transformers ({error.name} is missing):"
+            f"comparing with transformers requires torch and transformers (no {error.name}):"
             " pip install 'jaxllm[test]'"
         ) from None
     return torch, transformers

@@ -1,4 +1,4 @@
-"""An equivalence report as a table, as JSON, as a picture."""
+"""Parity reports as text, JSON and plots."""
 
 import dataclasses
 import math
@@ -11,15 +11,16 @@ from jaxllm.evaluate.equivalence.difference import MAX_DRIFT, Difference, bucket
 from jaxllm.files import finite_json, writing
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
-_CLOSE = 2  # buckets that are at most 1 ULP apart
+_CLOSE = 2  # buckets of at most 1 ULP
 _LEGEND = """\
-max, rms: largest and RMS difference; rel: divided by the stage's largest number and RMS.
-equal, 1 ulp: share of numbers with the same bits, and at most 1 ULP apart (histogram: --json).
+max, rms: largest and RMS difference; rel: divided by the activation's largest value and RMS.
+equal, 1 ulp: share of elements with equal bits, and at most 1 ULP apart (histogram: --json).
+beyond: elements out of tolerance.
 """
 
 
 def to_text(report: Report) -> str:
-    """Return a legend, a line per stage, and the verdict, at most 100 columns wide where names are
+    """Return a legend, a line per activation, and the verdict; up to 100 columns if names are
     short.
     """
     width = max(len(d.name) for d in report.differences)
@@ -32,7 +33,7 @@ def to_text(report: Report) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values that JSON has; NaN and infinity become null."""
+    """Return the report as JSON-able values; NaN and infinity become null."""
     first = report.first
     data = {
         **dataclasses.asdict(report),
@@ -51,30 +52,30 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def to_png(report: Report, path: Path) -> None:
-    """Write a picture of the error of every stage, relative to the stage, in order.
+    """Write a PNG plot of the relative error of every activation, in order.
 
-    Raises ConfigError where matplotlib is not installed, CheckpointError where the file cannot be
-    written; an older file of this name is replaced when the new one is complete.
+    Raises ConfigError if matplotlib is not installed, CheckpointError if the file cannot be
+    written. An existing file is replaced atomically.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'jaxllm[notebooks]'") from None
+        raise ConfigError("plots require matplotlib: pip install 'jaxllm[notebooks]'") from None
     figure = Figure(figsize=(max(8.0, len(report.stages) / 8), 4.5), layout="constrained")
     axes = figure.subplots()
     x = range(len(report.stages))
     for label, values in (
-        ("largest error / largest number", [d.relative_max for d in report.stages]),
+        ("largest error / largest value", [d.relative_max for d in report.stages]),
         ("RMS error / RMS", [d.relative_rms for d in report.stages]),
     ):
         axes.plot(x, [v if v > 0 else math.nan for v in values], ".-", lw=0.8, label=label)
     if broken := [i for i, d in enumerate(report.stages) if not d.holds]:
         values = [report.stages[i].relative_max for i in broken]
         axes.plot(broken, values, "rx", label=f"diverges, first {report.stages[broken[0]].name}")
-    # A layer's own output ends it: that is where its name stands.
+    # Label each layer at its output, its last activation.
     ends = [i for i, d in enumerate(report.stages) if d.name.rpartition(".")[2].isdigit()]
     axes.set_xticks(ends, [report.stages[i].name for i in ends], rotation=90, fontsize=7)
-    if any(d.relative_max > 0 for d in report.stages):  # two that agree have nothing to scale
+    if any(d.relative_max > 0 for d in report.stages):  # a log scale needs a value above 0
         axes.set_yscale("log")
     axes.grid(axis="x", lw=0.3)
     axes.legend(fontsize=8)
@@ -102,22 +103,22 @@ def _verdict(report: Report) -> list[str]:
     t, greedy, first = report.tolerance, report.greedy, report.first
     lines = [
         f"{report.ours} against {report.reference}, {report.dtype}",
-        f"tolerance: |error| <= {t.atol:g} x max(1, largest of the stage) + {t.rtol:g} x |number|",
+        f"tolerance: |error| <= {t.atol:g} x max(1, max |reference|) + {t.rtol:g} x |reference|",
         f"greedy: {greedy.agreed} of {greedy.compared} tokens agree"
-        f" (a tie is a margin of at most {greedy.allowed_margin:.1e})",
+        f" (margins up to {greedy.allowed_margin:.1e} are ties)",
     ]
     if m := greedy.first:
         lines.append(
-            f"  first at row {m.row}, step {m.step}: {m.ours}, not {m.reference}, which leads by"
-            f" {m.margin:.1e}; the largest lead that was lost is {greedy.worst_margin:.1e}"
+            f"  first mismatch at row {m.row}, step {m.step}: {m.ours}, not {m.reference} (margin"
+            f" {m.margin:.1e}); the largest margin of a mismatch is {greedy.worst_margin:.1e}"
         )
     if report.drift is not None:
         lines.append(
-            f"drift: our logits are {report.drift:.2f} times as far from {report.exact} as the"
-            f" reference's are (at most {MAX_DRIFT})"
+            f"drift: our logits' distance to {report.exact} is {report.drift:.2f} times the"
+            f" reference's (at most {MAX_DRIFT})"
         )
     if any(d.beyond and d.holds for d in report.differences):
-        lines.append(f"rounding: beyond, but drifting at most {MAX_DRIFT} times as far")
+        lines.append(f"rounding: out of tolerance, but the drift is at most {MAX_DRIFT}")
     if first:
-        lines.append(f"first to diverge: {first.name}, most at {list(first.worst)}")
+        lines.append(f"first to diverge: {first.name}, worst at {list(first.worst)}")
     return [*lines, "holds" if report.holds else "DOES NOT HOLD"]

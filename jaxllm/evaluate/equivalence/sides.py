@@ -1,7 +1,7 @@
-"""What is compared: a case of input, and a side that runs it and shows every stage.
+"""Backends of the parity check, and the cases that they run.
 
-A side is this library with some weights in some format, or another implementation
-(`reference.Transformers`). Both hand out numpy arrays in the same layouts, under the same names.
+A backend is this library with weights in some format, or another implementation
+(`reference.Transformers`). All return numpy arrays with the same layouts and names.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from jaxllm.weights.paths import Params, by_layer
 class Case:
     """Token ids and absolute positions, int32 `[B, T]`; -1 is padding, anywhere in a row.
 
-    cached: the first so many columns are run first and put into the cache; the stages are those of
-    the columns after them. Both pieces have a real token in every row.
+    cached: number of leading columns that are run first and put into the cache; activations are
+    those of the remaining columns. Both pieces have a token that is not padding in every row.
     """
 
     token_BT: np.ndarray
@@ -38,12 +38,12 @@ class Case:
 
     @property
     def real_BT(self) -> np.ndarray:
-        """Which tokens the stages are compared at: no padding, nothing that was cached before."""
+        """Which tokens are compared: without padding and cached columns."""
         return (self.position_BT >= 0) & (np.arange(self.position_BT.shape[1]) >= self.cached)
 
     @property
     def pieces(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokens and positions of what is run before, if anything, and of what is looked at."""
+        """Tokens and positions of the cached columns, if any, and of the remaining ones."""
         cut = [0, self.cached] if self.cached else [0]
         return [
             (self.token_BT[:, a:b], self.position_BT[:, a:b])
@@ -51,27 +51,29 @@ class Case:
         ]
 
     def check(self, config: ModelConfig, new_tokens: int = 0) -> None:
-        """Raise TokenError unless this, and `new_tokens` after it, can be run by the model;
-        CapacityError where they cross LongRoPE's border.
+        """Raise TokenError unless the model can run this and `new_tokens` more; CapacityError if
+        they cross LongRoPE's original context length.
         """
         check_tokens(config, self.token_BT, self.position_BT)
         if not all((position >= 0).any(axis=1).all() for _, position in self.pieces):
-            raise TokenError("every row of a case needs a real token, before and after `cached`")
+            raise TokenError(
+                "every row of a case needs a token that is not padding, before and after `cached`"
+            )
         last = int(self.position_BT.max()) + new_tokens
         if last > config.position_limit:
             raise TokenError(
-                f"a text of {last - new_tokens + 1} tokens and {new_tokens} new ones exceed the"
-                f" model's context of {config.position_limit}"
+                f"text is too long: got {last - new_tokens + 1} tokens and {new_tokens} new ones,"
+                f" the model's context is {config.position_limit}"
             )
         length_B = self.position_BT.max(axis=1) + 1
         check_border(length_B, length_B + new_tokens, config)
 
 
 class Decoded(NamedTuple):
-    """What decoding N tokens through a cache gives.
+    """The output of decoding N tokens through a cache.
 
-    logits_BNV: what each token was chosen by. token_BN: int, each step's best. k, v: the cache's
-    entries afterwards, one `[B, P, K, H]` a layer, by position; held_BP: where there are any.
+    logits_BNV: logits of each step. token_BN: int, the argmax of each step. k, v: final cache
+    entries by position, one `[B, P, K, H]` per layer. held_BP: which positions the cache holds.
     """
 
     logits_BNV: np.ndarray
@@ -82,24 +84,24 @@ class Decoded(NamedTuple):
 
 
 class Side(Protocol):
-    """Whatever can run a case. name: for people. dtype: of the activations."""
+    """A backend: runs cases. name: for reports. dtype: of the activations."""
 
     @property
     def name(self) -> str: ...
     @property
     def dtype(self) -> str: ...
     def stages(self, case: Case) -> dict[str, np.ndarray]:
-        """Every stage of the case by name, `[B, T, ...]` of the columns after `cached`."""
+        """Return every activation by name, `[B, T, ...]` of the columns after `cached`."""
         ...
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        """`steps` tokens after the case: the best ones, or those of `text_BN`."""
+        """Decode `steps` tokens after the case: greedily, or feeding the tokens of `text_BN`."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Ours:
-    """This library. Float32 products are asked to be float32, on accelerators too."""
+    """This library, with full float32 precision of matmuls on accelerators too."""
 
     name: str
     model: nn.Module
@@ -107,11 +109,11 @@ class Ours:
 
     @property
     def dtype(self) -> str:
-        """Of the activations."""
+        """The dtype of activations."""
         return str(self.model.precision.activations)
 
     def stages(self, case: Case) -> dict[str, np.ndarray]:
-        """Every stage, through a cache where the case has one."""
+        """Return every activation, using a cache if the case has cached columns."""
         with jax.default_matmul_precision("highest"):
             cache = self._prefilled(case, case.pieces[:-1], 0)[1] if case.cached else None
             tokens_BT, position_BT = case.pieces[-1]
@@ -119,7 +121,7 @@ class Ours:
         return {name: np.asarray(fetched(x)) for name, x in found.items()}
 
     def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        """`prefill`, then a `decode_step` for each token after the first."""
+        """Run `prefill`, then a `decode_step` for each new token after the first."""
         with jax.default_matmul_precision("highest"):
             logits_BV, cache = self._prefilled(case, case.pieces, steps)
             found = [np.asarray(fetched(logits_BV))]
@@ -154,12 +156,12 @@ class Ours:
 
 
 def padded(texts: Sequence[Sequence[int]], side: str = "left") -> Case:
-    """Texts of any lengths as one batch, padded on the left or on the right."""
+    """Return a case of texts of any lengths, padded on the left or on the right."""
     return Case(*pad_texts(texts, left=side == "left"))
 
 
 def by_position(x_BSX: np.ndarray, position_BS: np.ndarray) -> np.ndarray:
-    """Entries of slots, `[B, S, ...]`, by their positions, `[B, P, ...]`; zeros where none is."""
+    """Rearrange entries by slot `[B, S, ...]` to `[B, P, ...]` by position; missing ones are 0."""
     row, slot = np.nonzero(position_BS >= 0)
     shape = (len(x_BSX), int(position_BS.max()) + 1, *x_BSX.shape[2:])
     out_BPX = np.zeros(shape, x_BSX.dtype)
@@ -168,5 +170,5 @@ def by_position(x_BSX: np.ndarray, position_BS: np.ndarray) -> np.ndarray:
 
 
 def held(position_BS: np.ndarray) -> np.ndarray:
-    """Which positions the slots hold, bool `[B, P]`."""
+    """Return which positions the slots hold, bool `[B, P]`."""
     return by_position(np.ones(position_BS.shape, bool), position_BS)

@@ -1,10 +1,10 @@
-"""What a model computes on the way to its logits, by name.
+"""Named activations: the intermediate results on the way to the logits.
 
-A stage is a dotted path, in the order of computation: `embed_tokens`, then for each layer
+Names are dotted paths, in the order of computation: `embed_tokens`, then for each layer
 `layers.0.input_layernorm`, `.q`, `.k`, `.v`, `.heads`, `.attention`, `.post_attention_layernorm`,
-`.mlp.down_proj.input`, `.mlp` and the layer's own output `layers.0`, then `norm` and `logits`.
-GPT-2 has its own names (`models.FAMILIES`). The input of every linear is among them. A layer of
-experts has the router's scores, `.mlp.gate`, in place of the MLP's last input.
+`.mlp.down_proj.input`, `.mlp` and the layer's output `layers.0`, then `norm` and `logits`. GPT-2
+has its own names (`models.FAMILIES`). The input of every linear is among them. An MoE layer has the
+router scores, `.mlp.gate`, instead of the MLP's last input.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +31,9 @@ from jaxllm.whole import whole_array
 def stage_names(
     model_type: str, layers: int, routed: Callable[[int], bool] = lambda layer: False
 ) -> list[str]:
-    """Every stage's name, in the order of computation. routed: whether a layer is of experts.
+    """Return the names of all activations, in the order of computation.
 
-    Raises ConfigError for no such family.
+    routed: returns whether a layer is MoE. Raises ConfigError for an unknown family.
     """
     f = family(model_type)
     within = [f.attention_norm] if f.attention_norm else []
@@ -54,14 +54,18 @@ def stages(
     *,
     positions_BT: Any = None,
 ) -> dict[str, jax.Array]:
-    """Every stage of running tokens against a cache, by name, in the order of computation.
+    """Run tokens against a cache, and return every activation by name, in order of computation.
 
-    tokens_BT: ids `[B, T]`. positions_BT: int32 `[B, T]`, -1 for padding; by default each row goes
-    on from where the cache ends. Most stages are `[B, T, D]`; q (after rotation) and heads (the
-    weighted sums of values, before the output projection) are `[B, T, N, H]`, k and v `[B, T, K,
-    H]` as the cache gives them back, logits `[B, T, V]` float32. Numbers at padding mean nothing.
+    Most activations are `[B, T, D]`; q (after RoPE) and heads (attention-weighted values, before
+    the output projection) are `[B, T, N, H]`; k and v, as read back from the cache, are
+    `[B, T, K, H]`; logits are `[B, T, V]` float32. Values at padding are meaningless.
 
-    Raises TokenError for ids, positions or shapes that do not fit the model.
+    Args:
+        tokens_BT: Token ids.
+        positions_BT: int32, -1 for padding; by default each row continues where the cache ends.
+
+    Raises:
+        TokenError: For ids, positions or shapes that do not fit the model.
     """
     check_model(model, params)
     tokens_BT = whole_array("tokens", tokens_BT, TokenError)
@@ -84,12 +88,12 @@ def stages(
 def check_tokens(
     config: ModelConfig, tokens_BT: Any, positions_BT: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Both as int32 `[B, T]`; raises TokenError for what does not fit each other or the model."""
+    """Return both as int32 `[B, T]`. Raises TokenError if shapes or values are invalid."""
     tokens = whole_array("tokens", tokens_BT, TokenError)
     positions = whole_array("positions", positions_BT, TokenError)
     if tokens.ndim != 2 or tokens.size == 0 or positions.shape != tokens.shape:
         raise TokenError(
-            "tokens and positions must both be [B, T], neither of them zero; got shapes"
+            "tokens and positions must both be [B, T], with B, T >= 1: got shapes"
             f" {tokens.shape} and {positions.shape}"
         )
     check_values(config, tokens, positions)
@@ -108,13 +112,15 @@ def _trace(
 
 
 def _arrays(trace: Trace, row: Family) -> Iterator[jax.Array]:
-    """The trace's stages, in the order of `stage_names`."""
+    """Yield the activations of a trace, in the order of `stage_names`."""
     yield trace.embeddings
     for layer in trace.layers:
         q, k, v, heads, x, *_ = layer.attention
         yield from (layer.attention_norm,) if row.attention_norm else ()
         yield from (q, dense(k), dense(v), heads, x)
         yield from (layer.mlp_norm,) if row.mlp_norm else ()
-        yield from (x for x in (layer.router, layer.mlp_hidden) if x is not None)  # one of them
+        yield from (
+            x for x in (layer.router, layer.mlp_hidden) if x is not None
+        )  # exactly one is set
         yield from (layer.mlp, layer.x)
     yield from (trace.norm, trace.logits)

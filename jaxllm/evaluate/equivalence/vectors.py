@@ -1,11 +1,11 @@
-"""Test vectors: what a model computes for some texts, frozen, to check another implementation by.
+"""Golden test vectors: saved activations of a model, to check another implementation against.
 
-A directory of two files. `vectors.safetensors` holds every stage (`stages.stage_names`) at every
-token of the texts, one text after the other, `[tokens, ...]`; `generated`, int32 `[texts, N]`, the
-greedy tokens after each text; and `generated_logits`, `[texts, N, V]`, that they were chosen by.
+A directory of two files. `vectors.safetensors` holds every activation (`stages.stage_names`) at
+every token of the texts, one text after the other, `[tokens, ...]`; the greedy tokens after each
+text, `generated`, int32 `[texts, N]`; and their logits, `generated_logits`, `[texts, N, V]`.
 `vectors.json` holds the model's configuration, precision and fingerprint, and the cases: ids and
-absolute positions (-1 is padding) of the texts alone, padded on either side, and through a cache.
-The cases have no numbers of their own, because all of them must give the same.
+absolute positions (-1 is padding) of a single text, of all padded on either side, and with a cache.
+There is one set of values because all cases must reproduce it.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ _Text = Annotated[list[_Id], msgspec.Meta(min_length=2)]
 
 
 class _Case(msgspec.Struct, forbid_unknown_fields=True):
-    """A case in vectors.json: which texts; their tokens and positions with padding, `[B, T]`."""
+    """A case in vectors.json: indices of texts, and their padded tokens and positions `[B, T]`."""
 
     texts: list[_Id]
     tokens: list[list[_Id]]
@@ -58,7 +58,7 @@ class _Case(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
-    """vectors.json. contents: the digest of the tensors."""
+    """The content of vectors.json. contents: digest of the tensors."""
 
     format: str
     version: int
@@ -75,7 +75,11 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """What a directory holds. identity: of the model; cases: name to the case and its texts."""
+    """The content of a directory.
+
+    identity: config, precision and fingerprint of the model. cases: name to the case and the
+    indices of its texts.
+    """
 
     made_by: str
     dtype: str
@@ -89,19 +93,19 @@ class Vectors:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What `check` found. differs: what of the model is not what the vectors were made with."""
+    """The result of `check`. differs: which parts of the model's identity do not match."""
 
     differs: tuple[str, ...]
     reports: Mapping[str, Report]
 
     @property
     def numbers_hold(self) -> bool:
-        """Whether every case gives the vectors' numbers."""
+        """Whether every case reproduces the vectors."""
         return all(report.holds for report in self.reports.values())
 
     @property
     def holds(self) -> bool:
-        """Whether the numbers hold, and the model is the one they were made with."""
+        """Whether the values match, and the model is the one that made the vectors."""
         return self.numbers_hold and not self.differs
 
 
@@ -111,17 +115,19 @@ def make(
 ) -> None:  # fmt: skip
     """Write vectors of a model for texts of at least two tokens each.
 
-    source: whose numbers to write; another implementation of the same weights, or by default ours.
-    All of it or nothing is written. Raises CheckpointError if the directory already holds vectors
-    or cannot be written, TokenError for texts that do not fit the model.
+    The write is atomic. source: backend that computes the values, with the same weights; by default
+    `ours`. Raises CheckpointError if the directory already holds vectors or cannot be written,
+    TokenError for texts that do not fit the model.
     """
     if min(map(len, texts), default=0) < 2 or new_tokens < 1:
-        raise TokenError("vectors need texts of at least two tokens, and one new token")
+        raise TokenError(
+            "test vectors need texts of at least two tokens, and at least one new token"
+        )
     cases = _cases(texts)
     cases["left"][0].check(ours.model.config, new_tokens)
     check_vacant(directory, JSON, "vectors")
     source = source or ours
-    case, _ = cases["left"]  # its real tokens, row by row, are the texts end to end
+    case, _ = cases["left"]  # without padding its rows are the texts, one after the other
     with steps_bar("making vectors", 2) as advance:
         tensors = {name: x[case.real_BT] for name, x in source.stages(case).items()}
         advance()
@@ -155,24 +161,24 @@ def make(
 
 
 def read(directory: Path) -> Vectors:
-    """Read what `make` wrote. Raises CheckpointError for anything else, or damage; ConfigError
-    where several processes read different ones.
+    """Read test vectors. Raises CheckpointError if they are invalid or damaged, ConfigError if
+    processes read different ones.
     """
     if not is_there(directory / JSON):
-        raise CheckpointError(f"{directory} has no {JSON}: not a directory of test vectors")
+        raise CheckpointError(f"{directory} is not a directory of test vectors: it has no {JSON}")
     where = str(directory / JSON)
     data = read_json(inside(directory, JSON))
     if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise CheckpointError(
-            f"{where}: {data.get('format')!r:.40} version {data.get('version')!r:.40} is not"
-            f" {FORMAT} version {VERSION}"
+            f"{where} has the wrong format: got {data.get('format')!r:.40} version"
+            f" {data.get('version')!r:.40}, expected {FORMAT} version {VERSION}"
         )
     header: _Header = as_schema(data, _Header, where)
     distributed.agree({"vectors": distributed.digest([msgspec.json.encode(header).decode()])})
     lazy = open_tensors(inside(directory, TENSORS))
     tensors = {name: x.read() for name, x in lazy.items()}
     if digest(tensors) != header.contents:
-        raise CheckpointError(f"{directory / TENSORS}: damaged, not what {JSON} was written with")
+        raise CheckpointError(f"{directory / TENSORS} is damaged: its digest does not match {JSON}")
     _check_forms(header, tensors, where)
     cases = {name: _case(name, said, header.texts, where) for name, said in header.cases.items()}
     return Vectors(
@@ -188,7 +194,7 @@ def read(directory: Path) -> Vectors:
 
 
 def _case(name: str, said: _Case, texts: list[list[int]], where: str) -> tuple[Case, list[int]]:
-    """A case and its rows, which must be those of its texts, wherever their tokens stand."""
+    """Return a case and its rows, after checking that without padding they are its texts."""
     shapes = {len(row) for row in (*said.tokens, *said.positions)}
     width = shapes.pop() if len(shapes) == 1 else 0
     sound = (
@@ -202,14 +208,14 @@ def _case(name: str, said: _Case, texts: list[list[int]], where: str) -> tuple[C
         )
         if _is_of(case, [texts[row] for row in said.texts]):
             return case, said.texts
-    raise CheckpointError(f"{where}: cases: {name} does not run its texts")
+    raise CheckpointError(f"{where} is invalid: case {name!r} does not match its texts")
 
 
 def _check_forms(header: _Header, tensors: Mapping[str, np.ndarray], where: str) -> None:
-    """Every stage has each token of the texts, what was generated each text."""
+    """Check that activations cover all tokens, and generated tokens and logits all texts."""
     count = sum(map(len, header.texts))
     complaints = [
-        f"stage {name} has not the {count} tokens of the texts"
+        f"activation {name} does not have the {count} tokens of the texts"
         for name in header.stages
         if name not in tensors or tensors[name].shape[:1] != (count,)
     ]
@@ -223,17 +229,16 @@ def _check_forms(header: _Header, tensors: Mapping[str, np.ndarray], where: str)
         or not generated.size
         or not logits.size
     ):
-        complaints.append(f"{GENERATED} and {LOGITS} are not those of {len(header.texts)} texts")
+        complaints.append(f"{GENERATED} and {LOGITS} do not match {len(header.texts)} texts")
     if complaints:
         raise CheckpointError(f"{where}: {'; '.join(complaints[:5])}")
 
 
 def check(vectors: Vectors, ours: Ours, *, tolerance: Tolerance | None = None) -> Checked:
-    """Run every case and compare with the vectors, at every stage, whatever the weights are.
+    """Run every case and compare all activations, even if the weights differ.
 
-    tolerance: by default that of the coarser of the two formats.
-
-    Raises ConfigError for a model of another form, TokenError for ids that it does not have.
+    tolerance: by default that of the coarser of the two dtypes. Raises ConfigError if the model's
+    shapes differ, TokenError for ids outside its vocabulary.
     """
     identity = _identity(ours)
     said = {name: _said(value) for name, value in vectors.identity.items()}
@@ -270,10 +275,10 @@ def _check(
 
 
 def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[Case, list[int]]]:
-    """Every way of running the texts, and which of them it runs."""
+    """Return the cases by name, each with the indices of its texts."""
     rows = list(range(len(texts)))
     left = padded(texts)
-    # As many columns as leave the shortest text one token on either side of the cut.
+    # The cut leaves the shortest text exactly one token before it.
     cached = left.token_BT.shape[1] - min(map(len, texts)) + 1
     return {
         **{f"text {row}": (padded([texts[row]]), [row]) for row in rows[:1]},
@@ -284,7 +289,7 @@ def _cases(texts: Sequence[Sequence[int]]) -> dict[str, tuple[Case, list[int]]]:
 
 
 def _identity(ours: Ours) -> dict[str, Any]:
-    """Which model this is, as JSON has it, without the options that are off."""
+    """Return config, precision and fingerprint as JSON values, without options that are off."""
     identity = {
         "config": ours.model.config.to_dict(),
         "precision": dataclasses.asdict(ours.model.precision),
@@ -295,7 +300,7 @@ def _identity(ours: Ours) -> dict[str, Any]:
 
 
 def _said(options: Any) -> Any:
-    """Without those that are off: one that a later version adds is off in what an earlier wrote."""
+    """Drop options that are off, so that options added later do not make old files differ."""
     if not isinstance(options, dict):
         return options
     found = {name: _said(value) for name, value in options.items()}
@@ -303,7 +308,7 @@ def _said(options: Any) -> Any:
 
 
 def _is_of(case: Case, texts: list[list[int]]) -> bool:
-    """Whether the case's rows are these texts, wherever their tokens stand."""
+    """Return whether the case's rows are these texts, wherever the padding is."""
     rows = zip(case.token_BT, case.position_BT, texts, strict=True)
     return all(
         position[position >= 0].tolist() == list(range(len(text)))

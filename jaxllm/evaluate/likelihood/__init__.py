@@ -1,14 +1,7 @@
-"""How likely is a text? Perplexity, and what a change of the model costs.
+"""Likelihood of texts: perplexity, and the quality loss of a changed model.
 
-data: documents in batches, windows: which tokens count. score: log-probabilities, passes: one pass
-with a journal. perplexity (positions: of tokens by how far into their window they stand),
-divergence, sensitivity, continuations: what comes of them.
+data: loader of documents in batches. windows: protocols that choose which tokens are scored. score:
+token log-probabilities. passes: resumable evaluation loop. On these build perplexity, positions
+(loss by position), divergence (KL), sensitivity (per group of weights) and continuations (for
+lm-evaluation-harness).
 """
-
-from typing import TYPE_CHECKING, Any
-
-if not TYPE_CHECKING:
-    from jaxllm.moved import attribute
-
-    def __getattr__(name: str) -> Any:
-        return attribute(__name__, "jaxllm.evaluate.likelihood.continuations", name)

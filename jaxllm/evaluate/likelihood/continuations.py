@@ -1,6 +1,6 @@
 """Log-likelihoods of continuations and of whole documents, as lm-evaluation-harness defines them.
 
-Requests of all lengths run together, longest first, in batches of few shapes.
+Requests are sorted by length, longest first, so that batches have few different shapes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 
 class Likelihood(NamedTuple):
-    """The log-probability of some tokens, and whether greedy decoding would make all of them."""
+    """The log-probability of some tokens, and whether greedy decoding generates all of them."""
 
     logprob: float
     greedy: bool
@@ -36,22 +36,27 @@ def continuation_likelihoods(
     batch: int = 8,
     show_progress: bool | None = None,
 ) -> Iterator[tuple[int, Likelihood]]:
-    """The likelihood of each continuation given its context: `(number of the pair, Likelihood)`.
+    """Yield `(index of the pair, Likelihood)` of each continuation given its context.
 
-    pairs: token ids of context and continuation; a context holds at least one token. What exceeds
-    `max_length` tokens of input is cut from the left. They come as they are computed.
+    Pairs are yielded as they are computed, not in the given order.
 
-    Raises TokenError for an empty context or continuation and for ids outside the vocabulary,
-    CapacityError for a continuation longer than `max_length` or a `max_length` beyond the context.
+    Args:
+        pairs: Token ids of context and continuation, each with at least one token.
+        max_length: Maximum number of input tokens; longer ones are truncated on the left.
+
+    Raises:
+        TokenError: For an empty context or continuation, or ids outside the vocabulary.
+        CapacityError: For a continuation longer than `max_length`, or a `max_length` beyond the
+            model's context.
     """
     documents, spans = [], []
     for number, (context, continuation) in enumerate(pairs):
         if not len(context) or not len(continuation):
-            raise TokenError(f"pair {number}: context and continuation need a token each")
+            raise TokenError(f"pair {number}: context and continuation must not be empty")
         if len(continuation) > max_length:
             raise CapacityError(
-                f"pair {number}: a continuation of {len(continuation)} tokens does not fit a"
-                f" length of {max_length}"
+                f"pair {number}: continuation is too long: got {len(continuation)} tokens, expected"
+                f" at most {max_length}"
             )
         parts = [token_array(f"pair {number}", part) for part in (context, continuation)]
         ids = np.concatenate(parts)[-(max_length + 1) :]
@@ -69,10 +74,10 @@ def document_logprobs(
     batch: int = 8,
     show_progress: bool | None = None,
 ) -> list[float]:
-    """The log-probability of each document's tokens but the first, in windows of `max_length`.
+    """Return the log-probability of each document, in windows of `max_length` tokens.
 
-    documents: token ids, the first one the prefix token that is only conditioned on. Every other
-    token counts once (`windows.rolling`). Raises as `continuation_likelihoods`.
+    documents: token ids; the first is a prefix token, which is conditioned on but not scored. Every
+    other token is scored once (`windows.rolling`). Raises as `continuation_likelihoods`.
     """
     arrays = [token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
     spans = [s for n, ids in enumerate(arrays) for s in rolling(len(ids), max_length + 1, 0, n)]

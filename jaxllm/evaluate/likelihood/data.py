@@ -1,7 +1,7 @@
-"""Documents and streams of tokens in batches: deterministic, in a seeded order, resumable.
+"""Loader of documents and token streams in batches: deterministic, seeded, resumable.
 
-A loader is a value: it holds no cursor. `batches(state)` yields each batch with the state that
-follows it, a small JSON-able dict; given one of these, it yields exactly the batches that remain.
+A loader is a value without a cursor. `batches(state)` yields each batch with the state that follows
+it, a small JSON-able dict; given such a state, it yields exactly the remaining batches.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ State = Mapping[str, Any]
 class Batch(NamedTuple):
     """Rows of tokens, padded on the right.
 
-    token_BT: int32 ids, 0 where there is padding. length_B: int32, 0 for a row that only fills the
-    batch. scored_BT: bool, whether the token's own log-probability, given what stands left of it in
-    its row, counts; never where there is padding. span_B: int32, which of the loader's spans the
-    row is, -1 for none.
+    token_BT: int32 ids, 0 for padding. length_B: int32, 0 for an empty row that fills the batch.
+    scored_BT: bool, whether the token is scored, that is, whether its log-probability given the
+    tokens on its left in the row counts; False for padding. span_B: int32, index of the row's span
+    in the loader, -1 for none.
     """
 
     token_BT: np.ndarray
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
     @property
     def position_BT(self) -> np.ndarray:
-        """Positions from 0 in each row, -1 for padding, int32 `[B, T]`: what `forward` takes."""
+        """Positions from 0 in each row, -1 for padding, int32 `[B, T]`, as `forward` expects."""
         column_T = np.arange(self.token_BT.shape[1], dtype=np.int32)[None]
         return np.where(column_T < self.length_B[:, None], column_T, np.int32(-1))
 
@@ -50,10 +50,10 @@ class Loader:
     """Spans of documents in batches of `[batch, width]` tokens.
 
     documents: token ids, int32 each; a continuous stream is one document. spans: the rows; see
-    `evaluate.windows`. bos: if given, stands in place of the first token of every span. order:
-    "given", "length" (longest first), or a seed: a permutation that differs with each epoch.
-    bucketed: a batch is only as wide as its longest row, rounded up to a power of two and one more
-    (at most `width`), instead of always `width`: less padding, a few more programs to compile.
+    `windows`. bos: if given, replaces the first token of every span. order: "given", "length"
+    (longest first), or the seed of a permutation that differs in each epoch. bucketed: pad a batch
+    only to its longest row, rounded up to a power of two plus one (at most `width`), instead of to
+    `width`: less padding, but a few more programs to compile.
     """
 
     documents: Sequence[np.ndarray]
@@ -71,22 +71,24 @@ class Loader:
             raise ConfigError(f"order must be 'given', 'length' or a seed, got {self.order!r}")
         for span in self.spans:
             if not 0 <= span.start < span.scored < span.end <= len(self.documents[span.document]):
-                raise ConfigError(f"{span} is not start < scored < end within its document")
+                raise ConfigError(
+                    f"{span} is invalid: expected start < scored < end within its document"
+                )
             if span.end - span.start > self.width:
-                raise ConfigError(f"{span} has more tokens than a row of {self.width}")
+                raise ConfigError(f"{span} is too long: expected at most {self.width} tokens")
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return -(-len(self.spans) // self.batch)
 
     @property
     def tokens(self) -> int:
-        """Tokens in an epoch whose log-probability counts."""
+        """Number of scored tokens in an epoch."""
         return sum(span.end - span.scored for span in self.spans)
 
     @cached_property
     def digest(self) -> str:
-        """What a state remembers of the data and its order."""
+        """Hash of the data and its order, stored in states."""
         settings = [list(map(int, s)) for s in self.spans], self.batch, self.bos, self.order
         sha = hashlib.sha256(json.dumps(settings).encode())
         for document in self.documents:
@@ -94,20 +96,24 @@ class Loader:
         return sha.hexdigest()[:16]
 
     def state(self, epoch: int = 0) -> dict[str, Any]:
-        """Where an epoch begins."""
+        """Return the state at the start of an epoch."""
         return {"epoch": epoch, "row": 0, "digest": self.digest}
 
     def batches(self, state: State | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """What remains of the state's epoch: each batch, and the state that follows it.
+        """Yield the remaining batches of the state's epoch, each with the state that follows it.
 
-        Raises ConfigError for the state of other data, another order or another batch size.
+        Raises ConfigError for a state of other data, another order or another batch size.
         """
         state = self.state() if state is None else dict(state)
         if state.keys() != self.state().keys() or state["digest"] != self.digest:
-            raise ConfigError(f"the state {state!r:.120} belongs to other data or another order")
+            raise ConfigError(
+                f"loader state belongs to other data or another order: got {state!r:.120}"
+            )
         for name, largest in (("epoch", 1 << 31), ("row", len(self.spans))):
             if type(state[name]) is not int or not 0 <= state[name] <= largest:
-                raise ConfigError(f"the state's {name} must be from 0 to {largest}: {state!r:.120}")
+                raise ConfigError(
+                    f"loader state: {name} must be from 0 to {largest}: got {state!r:.120}"
+                )
         chosen = self._order(state["epoch"])
         for row in range(state["row"], len(chosen), self.batch):
             some = chosen[row : row + self.batch]
@@ -150,14 +156,20 @@ def loader(
     limit: int | None = None,
     **options: Any,
 ) -> Loader:
-    """The loader that runs a protocol over documents, each by itself.
+    """Return a loader that applies a protocol to each document separately.
 
-    documents: token ids; a continuous stream is one of them. window: tokens of a row. batch: at
-    most as many rows as there are. stride: by default the window. protocol: a name in
-    `windows.PROTOCOLS`. limit: only the first so many windows. options: as `Loader`'s.
+    Args:
+        documents: Token ids; a continuous stream is one document.
+        window: Tokens per row.
+        stride: Distance of windows in tokens; by default the window.
+        protocol: A name in `windows.PROTOCOLS`.
+        batch: Rows per batch; reduced to the number of rows.
+        limit: Use only the first `limit` windows.
+        options: Other fields of `Loader`.
 
-    Raises ConfigError for an impossible window, stride, protocol or batch, and TokenError where no
-    token can be scored, or for documents that are no lists of ids.
+    Raises:
+        ConfigError: For an invalid window, stride, protocol or batch.
+        TokenError: If no token can be scored, or documents are not lists of ids.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {protocol!r}")
@@ -174,32 +186,34 @@ def loader(
     ][:limit]
     if not spans:
         raise TokenError(
-            f"nothing to score: {sum(map(len, arrays))} tokens in {len(arrays)} documents, of which"
-            f" the protocol {protocol!r} with windows of {window} counts none"
+            f"nothing to score: got {sum(map(len, arrays))} tokens in {len(arrays)} documents, and"
+            f" the protocol {protocol!r} with windows of {window} scores none of them"
         )
     rows = min(batch, len(spans))
     return Loader(documents=arrays, spans=spans, batch=rows, width=window, **options)
 
 
 class _Document(msgspec.Struct):
-    """A line of a file of documents: one or the other."""
+    """A line of a documents file, with exactly one of the two fields."""
 
     text: str | None = None
     tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
 
 
 def read_documents(path: Path) -> list[str] | list[list[int]]:
-    """The documents of a JSON-lines file: objects with "text", or all of them with "tokens" (ids).
+    """Read a JSON-lines file of documents: objects all with "text", or all with "tokens" (ids).
 
-    Blank lines are passed over; what else an object has is ignored. Raises CheckpointError for an
-    unreadable file, TokenError for a line that is something else.
+    Blank lines and other keys are ignored. Raises CheckpointError for an unreadable file,
+    TokenError for an invalid line.
     """
     documents: list[Any] = []
     for where, value in json_lines(path, TokenError):
         row: _Document = as_schema(value, _Document, where, TokenError)
         if (row.text is None) == (row.tokens is None):
-            raise TokenError(f'{where} should be an object with "text" or "tokens"')
+            raise TokenError(f'{where} is invalid: expected an object with "text" or "tokens"')
         documents.append(row.text if row.tokens is None else row.tokens)
     if not documents or len({type(document) for document in documents}) > 1:
-        raise TokenError(f'{path} should hold documents, all with "text" or all with "tokens"')
+        raise TokenError(
+            f'{path} is invalid: expected documents, all with "text" or all with "tokens"'
+        )
     return documents

@@ -1,7 +1,6 @@
-"""How far a model's next-token distributions are from another's: what a change of format costs.
+"""KL divergence between the next-token distributions of two models, as after quantization.
 
-P is the reference, Q the model compared with it. The measures are those of llama-perplexity's
---kl-divergence.
+P is the reference, Q the other model. The measures are those of llama-perplexity's --kl-divergence.
 """
 
 import dataclasses
@@ -32,10 +31,10 @@ from jaxllm.weights.paths import Params, among_of
 
 
 class Differences(NamedTuple):
-    """Of each token, given those left of it: `[B, T]` of a batch, or `[N]` of what counts.
+    """Measures per token: `[B, T]` of a batch, or `[N]` of scored tokens.
 
-    kl: KL(P || Q) of the whole distribution, nats. same_top: whether P and Q find the same token
-    likeliest. reference, other: the token's log-probability under P and under Q.
+    kl: KL(P || Q) of the next-token distributions, in nats. same_top: whether P and Q predict the
+    same token. reference, other: the token's log-probability under P and under Q.
     """
 
     kl: Any
@@ -46,12 +45,12 @@ class Differences(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """Differences over all tokens that count.
+    """Measures over all scored tokens.
 
-    kl, with its quantiles and largest value: nats. same_top: a share, whose error is the
-    binomial sqrt(p (1 - p) / (N - 1)). ratio: perplexity of Q over that of P; its error is that of
-    the mean of the paired differences of log-probabilities, so that what both find hard cancels.
-    delta_p: mean of q - p over the tokens of the text, delta_p_rms its root mean square.
+    kl, with quantiles and maximum: in nats. same_top: a share; its error is the binomial
+    sqrt(p (1 - p) / (N - 1)). ratio: perplexity of Q over that of P; its error is that of the mean
+    paired difference of log-probabilities, in which the difficulty of the text cancels. delta_p:
+    mean of q - p, the probabilities of the text's tokens; delta_p_rms: its root mean square.
     """
 
     kl: Estimate
@@ -67,7 +66,7 @@ class Divergence:
 
     @classmethod
     def of(cls, found: Differences) -> "Divergence":
-        """From the differences of N tokens. Quantiles are interpolated linearly."""
+        """Summarize the measures of N tokens. Quantiles are interpolated linearly."""
         kl_N, same_N, p_N, q_N = (np.asarray(x, np.float64) for x in found)
         delta_N = np.exp(q_N) - np.exp(p_N)
         median, p99, largest = np.quantile(kl_N, [0.5, 0.99, 1.0])
@@ -95,10 +94,10 @@ def divergence(
     journal: Path | None = None,
     show_progress: bool | None = None,
 ) -> Divergence:
-    """Compare a model (Q, the `other`) with a reference (P) on all that a loader's spans count.
+    """Compare a model (Q, the `other`) with a reference (P) on the loader's scored tokens.
 
     journal: as for `perplexity`. Memory: the float32 logits `[B, T, V]` of both. Raises ConfigError
-    where the vocabularies differ in size, else what `perplexity` raises.
+    if the vocabularies differ in size, and what `perplexity` raises.
     """
     check_model(model, params)
     check_model(other_model, other_params)
@@ -123,17 +122,17 @@ def divergence(
 
 
 def check_pair(model: nn.Module, other: nn.Module) -> None:
-    """Raise ConfigError for models whose next-token distributions are not over the same tokens."""
+    """Raise ConfigError for models with vocabularies of different sizes."""
     ours, theirs = model.config.vocab_size, other.config.vocab_size
     if ours != theirs:
         raise ConfigError(
-            f"the models have vocabularies of {ours} and {theirs} tokens; only distributions over"
-            " the same vocabulary can be compared"
+            f"the models have vocabularies of {ours} and {theirs} tokens: expected the same"
+            " vocabulary"
         )
 
 
 def counted(each: Differences, batch: Batch) -> Differences:
-    """Those of the tokens that count, `[N]`. Raises NonFiniteError where one is NaN or infinite."""
+    """Select the scored tokens, `[N]`. Raises NonFiniteError if a value is NaN or infinite."""
     each = Differences(*map(np.asarray, fetched(tuple(each))))
     kept = Differences(*(x[batch.scored_BT] for x in each))
     for x_BT in (each.reference, each.other, each.kl):
@@ -142,7 +141,7 @@ def counted(each: Differences, batch: Batch) -> Differences:
 
 
 def joined(parts: list[Differences]) -> Differences:
-    """One after the other."""
+    """Concatenate."""
     return Differences(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -163,10 +162,10 @@ def _compare(
 def differences(
     p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array, among: int = 1
 ) -> Differences:
-    """From float32 logits `[B, T - 1, V]` of both models and the tokens `[B, T]`; the first column
-    is zero. A row of each device at a time, so that only the logits themselves take `[B, T, V]`.
+    """Return the measures `[B, T]` of two models' float32 logits `[B, T - 1, V]`, first column 0.
 
-    among: as of `map_rows`.
+    Each device computes one row at a time, so only the logits themselves take `[B, T, V]`. among:
+    as for `map_rows`.
     """
 
     def some(arrays: tuple[jax.Array, ...]) -> Differences:
@@ -181,14 +180,14 @@ def differences(
 
 
 def kl_divergence(p_XV: jax.Array, q_XV: jax.Array) -> jax.Array:
-    """KL(P || Q) in nats from log-probabilities, `[..., V]` to `[...]`; never negative.
+    """Return KL(P || Q) in nats from log-probabilities, `[..., V]` to `[...]`; never negative.
 
-    Summed as q - p - p log(q / p), which adds up to the same because both sum to one, but has no
-    negative terms to cancel: where P and Q are close, float32 keeps what rounding would swallow.
+    Sums q - p - p log(q / p), which is equal because p and q sum to one. All its terms are
+    nonnegative, so nothing cancels in float32 if P and Q are close.
     """
     d_XV = q_XV - p_XV
     near = jnp.abs(d_XV) < 0.5
-    # Where exp(d) could overflow the other branch is taken; both are computed.
+    # Both branches are computed; the first is not selected where exp(d) could overflow.
     close_XV = jnp.exp(p_XV) * (jnp.expm1(jnp.where(near, d_XV, 0.0)) - jnp.where(near, d_XV, 0.0))
     apart_XV = jnp.exp(q_XV) - jnp.exp(p_XV) * (1.0 + d_XV)
     return jnp.where(near, close_XV, apart_XV).sum(axis=-1)

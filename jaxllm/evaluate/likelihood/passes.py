@@ -1,8 +1,9 @@
-"""One pass over a loader: numbers for every token that counts, and a journal to go on from.
+"""Resumable evaluation loop over a loader, with a journal of numbers per scored token.
 
-The journal is a file of JSON lines: first whose it is, then each batch's numbers with the loader's
-state after it. Lines are only ever added, so an interrupt costs the batch that was running. Each
-carries a checksum of itself and of the line before it, and one process at a time has the file.
+The journal is a JSON-lines file: first a record that identifies data and models, then each batch's
+numbers with the loader state after it. It is append-only, so an interrupt loses only the current
+batch. Each line has a checksum of itself and of the line before it, and one process at a time locks
+the file.
 """
 
 import contextlib
@@ -24,27 +25,27 @@ from jaxllm.files import as_schema, locked, parse_json, read_bytes
 from jaxllm.progress import steps_bar
 from jaxllm.weights.paths import Params
 
-Columns = dict[str, np.ndarray]  # by name, one number for each token that counts, `[N]`
+Columns = dict[str, np.ndarray]  # by name, one number per scored token, `[N]`
 Models = Mapping[str, tuple[nn.Module, Params]]
 
 _MAX_BYTES = 1 << 31
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of a journal. record: its text; digest: SHA-256 of the last line's, and of it."""
+    """A line of a journal. digest: SHA-256 of the previous line's digest and of `record`."""
 
     record: str
     digest: str
 
 
 class _Owner(msgspec.Struct, forbid_unknown_fields=True):
-    """The first record: what must be the same."""
+    """The first record: digests of the data and the models, which must match."""
 
     owner: dict[str, str]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """Every other: the state after a batch, and its numbers by name with their dtype."""
+    """Every other record: the state after a batch, and its numbers by name with their dtype."""
 
     state: dict[str, int | str]
     columns: dict[str, tuple[Literal["float32", "float64", "bool"], list[float | bool]]]
@@ -60,20 +61,22 @@ def over(
     summary: Callable[[Columns], str] = lambda _: "",
     show_progress: bool | None = None,
 ) -> Columns:
-    """`each(batch)` for every batch of an epoch, joined in the loader's order.
+    """Run `each` on every batch of an epoch, and concatenate the results in the loader's order.
 
-    models: by the part they play; with the data they say whose a journal is. journal: what it has
-    is not run again; it is made where there is none. summary: of what there is so far, for whoever
-    interrupts a command.
+    Args:
+        models: By role; with the data they identify a journal.
+        journal: File to resume from; created if missing.
+        summary: Returns a text about the results so far, for the message after an interrupt.
 
-    Raises ConfigError for a journal of other models, other data or another order, CheckpointError
-    for one that is damaged, or in use by another process, or cannot be written.
+    Raises:
+        ConfigError: For a journal of other models, other data or another order.
+        CheckpointError: If the journal is damaged, in use by another process, or not writable.
     """
     parts: list[Columns] = []
 
     def so_far() -> str:
         known = summary(_joined(parts[:])) if parts else ""
-        on = f"the same command goes on from {journal}" if journal else "--journal FILE keeps them"
+        on = f"the same command resumes from {journal}" if journal else "--journal FILE saves them"
         return f"{len(parts)} of {len(loader)} batches done{known and f', {known}'}; {on}"
 
     with contextlib.ExitStack() as stack:
@@ -100,7 +103,7 @@ def _joined(parts: list[Columns]) -> Columns:
 
 
 def _owner(loader: Loader, models: Models) -> dict[str, str]:
-    """What must be the same: the data, and the weights and formats of every model."""
+    """Return digests of the data, and of the weights and formats of every model."""
     weights = {
         name: f"{fingerprint(params)[:16]} {model.precision!r} {model.config!r}"
         for name, (model, params) in models.items()
@@ -109,15 +112,15 @@ def _owner(loader: Loader, models: Models) -> dict[str, str]:
 
 
 class _Journal:
-    """A journal that is ours alone while it is open: `read` first, then `append`."""
+    """A journal that this process has locked; call `read` first, then `append`."""
 
     def __init__(self, path: Path, owner: dict[str, str]) -> None:
         self.path, self.owner, self.digest = path, owner, ""
 
     def read(self, loader: Loader) -> Iterator[Columns]:
-        """The numbers that it has, one batch after the other; a new journal gets its first line.
+        """Return the numbers of the finished batches; a new journal gets its first line.
 
-        What an interrupt cut off goes, be it of the first line.
+        Removes an incomplete last line, even if it is the first one.
         """
         content = read_bytes(self.path, _MAX_BYTES)
         whole, newline, rest = content.rpartition(b"\n")
@@ -133,7 +136,7 @@ class _Journal:
         for name in found.keys() | self.owner.keys():
             if found.get(name) != self.owner.get(name):
                 raise ConfigError(
-                    f"{self.path} belongs to an evaluation with another {name}: name another file,"
+                    f"{self.path} belongs to an evaluation with different {name}: use another file,"
                     " or remove it"
                 )
         self._truncate(len(whole + newline))
@@ -151,20 +154,21 @@ class _Journal:
     def _record(self, line: bytes, number: int) -> Any:
         where = f"{self.path}, line {number}"
         if number == 1:
-            where += " (is it no journal of an evaluation, or of an earlier version?)"
+            where += " (not an evaluation journal, or one of an earlier version?)"
         held: _Line = as_schema(parse_json(line, where), _Line, where)
         if held.digest != _chained(held.record, self.digest):
             raise CheckpointError(
-                f"{where} is not what was written there, or not after the line before it: remove"
-                " the file, or name another"
+                f"{where} is damaged: its checksum does not match. Remove the file, or use another"
             )
         self.digest = held.digest
         return parse_json(held.record, where)
 
     def _columns(self, records: list[Any], loader: Loader) -> list[Columns]:
-        """The numbers of each record, which are those of the loader's batches in their order."""
+        """Return the numbers of each record, after checking them against the loader's batches."""
         if len(records) > len(loader):
-            raise CheckpointError(f"{self.path} has more lines than the evaluation has batches")
+            raise CheckpointError(
+                f"{self.path} has too many lines: got {len(records)}, expected {len(loader)}"
+            )
         parts = []
         batches = loader.batches()
         for number, record in enumerate(records, 2):
@@ -173,10 +177,10 @@ class _Journal:
             columns = {n: np.array(x, dtype) for n, (dtype, x) in held.columns.items()}
             count = int(batch.scored_BT.sum())
             if held.state != after or any(len(x) != count for x in columns.values()):
-                raise CheckpointError(f"{where} is not of the batch that it stands for")
+                raise CheckpointError(f"{where} does not match its batch")
             parts.append(columns)
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise CheckpointError(f"{self.path}: its lines hold different columns")
+            raise CheckpointError(f"{self.path} is damaged: its lines have different columns")
         return parts
 
     def _truncate(self, size: int) -> None:
@@ -188,7 +192,7 @@ class _Journal:
 
 
 def _encoded(record: Mapping[str, Any], before: str) -> bytes:
-    """A record as a line; before: the digest of the line before it."""
+    """Encode a record as a line. before: digest of the previous line."""
     text = json.dumps(record)
     return json.dumps({"record": text, "digest": _chained(text, before)}).encode() + b"\n"
 

@@ -23,10 +23,10 @@ class Estimate:
 
     @classmethod
     def of(cls, values_N: np.ndarray) -> "Estimate":
-        """The mean of N values, and s / sqrt(N) with s their sample standard deviation.
+        """Return the mean of N values and its error s / sqrt(N), s the sample standard deviation.
 
-        Float64. Neighbouring tokens are taken as independent, as llama-perplexity takes them. NaN
-        for the error of a single value.
+        Computed in float64. Assumes independent tokens, as llama-perplexity does. The error of a
+        single value is NaN.
         """
         values_N = np.asarray(values_N, np.float64)
         n = values_N.size
@@ -34,18 +34,20 @@ class Estimate:
         return cls(float(values_N.mean()), float(error))
 
     def exp(self) -> "Estimate":
-        """The exponential, its error to first order: `exp(m) * error`.
+        """Return the exponential; its error is `exp(mean) * error`, to first order.
 
-        For the mean negative log-likelihood this is the perplexity with llama-perplexity's "+/-".
+        For the mean negative log-likelihood this is perplexity with llama-perplexity's "+/-".
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # a mean above 709 nats is infinity
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # a mean above 709 nats overflows to infinity
             mean = np.exp(np.float64(self.mean))
             return Estimate(float(mean), float(mean * self.error))
 
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """`exp` of the mean negative log-likelihood (nats a token) of the tokens that count."""
+    """`exp` of the mean negative log-likelihood (nats per token) of the scored tokens."""
 
     perplexity: Estimate
     nll: Estimate
@@ -53,7 +55,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, logprob_N: np.ndarray) -> "Perplexity":
-        """From the log-probability of each token."""
+        """Compute perplexity from the log-probability of each token."""
         nll = Estimate.of(-np.asarray(logprob_N, np.float64))
         return cls(nll.exp(), nll, int(np.size(logprob_N)))
 
@@ -66,13 +68,16 @@ def perplexity(
     journal: Path | None = None,
     show_progress: bool | None = None,
 ) -> Perplexity:
-    """Perplexity over all that a loader's spans count.
+    """Compute perplexity over the loader's scored tokens.
 
-    journal: a file from which an interrupted evaluation goes on (`evaluate.passes`).
+    Args:
+        journal: File from which an interrupted evaluation resumes (see `passes`).
 
-    Raises TokenError for ids outside the vocabulary, CapacityError for windows longer than the
-    context, NonFiniteError where the model returns NaN or infinity, ConfigError for the journal of
-    another evaluation.
+    Raises:
+        TokenError: For ids outside the vocabulary.
+        CapacityError: For windows longer than the model's context.
+        NonFiniteError: If the model returns NaN or infinity.
+        ConfigError: For the journal of another evaluation.
     """
     return Perplexity.of(
         token_logprobs(model, params, loader, journal=journal, show_progress=show_progress)
@@ -87,7 +92,7 @@ def token_logprobs(
     journal: Path | None = None,
     show_progress: bool | None = None,
 ) -> np.ndarray:
-    """The log-probability of every token that counts, float32 `[N]`, in the loader's order."""
+    """Return the log-probability of every scored token, float32 `[N]`, in the loader's order."""
     check_model(model, params)
     check_loader(model, loader)
 

@@ -1,8 +1,8 @@
-"""Loss by position: how well a model predicts the first tokens of its windows, and the last.
+"""Loss by position in the window.
 
-The numbers are those of `perplexity`, each sorted by how many tokens stand before it in its window:
-the sums over all buckets are the whole text's. A model that uses what is far away goes on getting
-better; one that is past the length it was trained for gets worse.
+The log-probabilities are those of `perplexity`, grouped by the number of tokens before each in its
+window; the sums over all buckets are those of the whole text. The loss keeps falling with the
+position if a model uses distant tokens, and rises beyond the length it was trained for.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from jaxllm.files import writing
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Tokens with `start` to before `stop` tokens before them in their window.
+    """The scored tokens at positions from `start` to `stop` (exclusive) in their window.
 
-    nll: their mean negative log-likelihood, nats a token, None where there are none. tokens: how
-    many. total: their sum.
+    tokens: their number. total: sum of their negative log-likelihoods, in nats. nll: the mean, in
+    nats per token; None without tokens.
     """
 
     start: int
@@ -34,26 +34,26 @@ class Bucket:
 
 
 def token_positions(loader: Loader) -> np.ndarray:
-    """How many tokens of its window stand before each token that counts, int32 `[N]`.
+    """Return the position of each scored token in its window, int32 `[N]`.
 
-    In the order of `perplexity.token_logprobs`. No model is run.
+    In the order of `perplexity.token_logprobs`. Runs no model.
     """
     found = [batch.position_BT[batch.scored_BT] for batch, _ in loader.batches()]
     return np.concatenate(found).astype(np.int32)
 
 
 def edges(width: int, buckets: int | None = None) -> list[int]:
-    """Where buckets begin for windows of `width` tokens, from 1, and `width` at the end.
+    """Return the edges of buckets for windows of `width` tokens, from 1 to `width`.
 
-    buckets: so many of equal size, but for rounding; by default each has twice the positions of the
-    one before it, as what is far away is rarer. Raises ConfigError unless 1 <= buckets < width.
+    buckets: number of buckets of equal size, up to rounding; by default each bucket is twice as
+    large as the one before it. Raises ConfigError unless 1 <= buckets < width.
     """
     if buckets is None:
         return [*(1 << i for i in range((width - 1).bit_length())), width]
     if not 1 <= buckets < width:
         raise ConfigError(
             f"buckets must be from 1 to {width - 1}, the predicted positions of a window of"
-            f" {width} tokens, got {buckets}"
+            f" {width} tokens: got {buckets}"
         )
     return [1 + (width - 1) * i // buckets for i in range(buckets)] + [width]
 
@@ -61,9 +61,9 @@ def edges(width: int, buckets: int | None = None) -> list[int]:
 def by_position(
     logprob_N: np.ndarray, position_N: np.ndarray, borders: Sequence[int]
 ) -> list[Bucket]:
-    """The losses of each bucket. borders: ascending, as `edges` gives them.
+    """Group losses by position, in float64.
 
-    logprob_N: natural logarithms, in the order of position_N. Float64.
+    logprob_N: natural logarithms, in the order of position_N. borders: ascending, as from `edges`.
     """
     logprob_N = np.asarray(logprob_N, np.float64)
     found = []
@@ -77,7 +77,7 @@ def by_position(
 def plot(buckets: Sequence[Bucket], mean: float, path: Path, title: str) -> None:
     """Write a PNG file: each bucket's mean with its standard error, over positions (log scale).
 
-    mean: of all, a line across. Raises CheckpointError where the file cannot be written.
+    mean: of all tokens, drawn as a line. Raises CheckpointError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -90,7 +90,7 @@ def plot(buckets: Sequence[Bucket], mean: float, path: Path, title: str) -> None
     axes.axhline(mean, color="grey", linewidth=0.7, linestyle="--")
     axes.annotate("all tokens", (middles[0], mean), (0, 3), textcoords="offset points", fontsize=8)
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens before it in the window", ylabel="nats a token", title=title)
+    axes.set(xlabel="position in the window", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
     with writing(path) as file:
         figure.savefig(file, format="png", dpi=150)

@@ -1,7 +1,6 @@
-"""Log-probabilities of given tokens: what perplexity and the harness are made of.
+"""Token log-probabilities, the basis of perplexity and of the lm-evaluation-harness adapter.
 
-One compiled program runs a batch and reduces its logits to two numbers a token before anything
-leaves it.
+One compiled program runs a batch and reduces its logits to two numbers per token on the device.
 """
 
 from functools import partial
@@ -19,13 +18,13 @@ from jaxllm.steps import run
 from jaxllm.weights.paths import Params, for_sums
 from jaxllm.whole import check_ids
 
-LOGITS = 1 << 28  # bytes of float32 logits that a batch of the default size takes at most
+LOGITS = 1 << 28  # maximum bytes of float32 logits for the default batch size
 
 
 class Scores(NamedTuple):
-    """Of each token given those left of it, `[B, T]`: zero and False where it does not count.
+    """Scores of each token given those on its left, `[B, T]`; zero and False if not scored.
 
-    logprob_BT: float32, natural logarithm. greedy_BT: whether it is the likeliest token.
+    logprob_BT: float32, natural logarithm. greedy_BT: whether it is the most likely token.
     """
 
     logprob_BT: np.ndarray
@@ -33,7 +32,7 @@ class Scores(NamedTuple):
 
 
 def score(model: nn.Module, params: Params, batch: Batch) -> Scores:
-    """Run one batch. Raises NonFiniteError where the model returns NaN or infinity.
+    """Run one batch. Raises NonFiniteError if the model returns NaN or infinity.
 
     Memory: one float32 `[B, T, V]`.
     """
@@ -56,28 +55,26 @@ def _score(
 def logits(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    """Float32 `[B, T - 1, V]`: what each token but the last says of the next. On a mesh each device
-    has its part of the vocabulary.
-    """
+    """Return next-token logits, float32 `[B, T - 1, V]`; on a mesh the vocabulary is sharded."""
     return run(for_sums(model), params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
 
 
 def first_column(x_BT: jax.Array) -> jax.Array:
-    """`[B, T - 1]` with the first token's column put before it, zero: nothing predicts it."""
+    """Prepend a zero column for the first token, which nothing predicts."""
     return jnp.pad(x_BT, ((0, 0), (1, 0)))
 
 
 def check_loader(model: nn.Module, loader: Loader) -> None:
-    """Raise TokenError for ids outside the vocabulary, CapacityError for rows too long to run."""
+    """Raise TokenError for ids outside the vocabulary, CapacityError for rows that are too long."""
     if not isinstance(loader, Loader):
         raise ConfigError(
-            "loader must be a Loader, made by jaxllm.evaluate.likelihood.data.loader(documents,"
-            f" window=...), got {loader!r:.60}"
+            f"loader has the wrong type: got {loader!r:.60}, expected a Loader from"
+            " jaxllm.evaluate.likelihood.data.loader(documents, window=...)"
         )
     config = model.config
     if loader.width - 1 > config.context_length:
         raise CapacityError(
-            f"a window of {loader.width} tokens does not fit the context of {config.context_length}"
+            f"window is too long: got {loader.width} tokens, context is {config.context_length}"
         )
     for number, ids in enumerate(loader.documents):
         check_ids(ids, config.vocab_size, f"document {number}: ")
@@ -85,7 +82,7 @@ def check_loader(model: nn.Module, loader: Loader) -> None:
 
 
 def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
-    """Raise NonFiniteError, naming the window, where one is NaN or infinite."""
+    """Raise NonFiniteError, naming the window, if a value is NaN or infinite."""
     if not np.isfinite(x_BT).all():
         row, column = np.argwhere(~np.isfinite(x_BT))[0]
         raise NonFiniteError(
@@ -94,5 +91,5 @@ def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
 
 
 def default_batch(vocab_size: int, window: int) -> int:
-    """Rows whose logits fill at most 256 MiB, from 1 to 16."""
+    """Return the number of rows, 1 to 16, whose logits take at most 256 MiB (if more than one)."""
     return int(np.clip(LOGITS // (4 * vocab_size * window), 1, 16))

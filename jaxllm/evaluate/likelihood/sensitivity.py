@@ -1,7 +1,7 @@
-"""Which parts of a model suffer most from a lower precision: one group lowered at a time.
+"""Sensitivity of parts of a model to quantization: quantizes one group of matrices at a time.
 
-A variant's weights are quantized and run as the numbers that they then stand for, so that all
-variants, whatever their formats, share the programs of the model that they are compared with.
+A variant's weights are quantized and dequantized, so that all variants, whatever their format, run
+the compiled programs of the reference.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ _IN_LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)\.weight")
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What lowering one group of matrices does.
+    """The effect of quantizing one group of matrices.
 
-    regex: over whole parameter paths, for the rules of `quantize`. divergence: from the unchanged
-    model. bytes_before, bytes_after: of the group.
+    regex: over whole parameter paths, for the rules of `quantize`. divergence: from the original
+    model. bytes_before, bytes_after: size of the group.
     """
 
     group: str
@@ -51,10 +51,11 @@ class Sensitivity:
 
 
 def groups(params: Params, by: str) -> dict[str, str]:
-    """The groups of matrices, in the order of the model: `{name: regex over whole paths}`.
+    """Return the groups of matrices in the model's order: `{name: regex over whole paths}`.
 
-    by: "layer" (`layers.3`), "kind" (`mlp.down_proj` of all layers) or "module" (each matrix). What
-    is in no layer (embeddings, head) is a group of its own. Raises ConfigError for another `by`.
+    by: "layer" (`layers.3`), "kind" (`mlp.down_proj` of all layers) or "module" (each matrix).
+    Embeddings and head, which are in no layer, are separate groups. Raises ConfigError for any
+    other `by`.
     """
     if by not in BY:
         raise ConfigError(f"by must be one of {', '.join(BY)}, got {by!r}")
@@ -81,14 +82,20 @@ def sensitivity(
     by: str = "layer",
     show_progress: bool | None = None,
 ) -> list[Sensitivity]:
-    """Lower each group of matrices to `format`, by itself; the worst (by mean KL) comes first.
+    """Quantize each group of matrices in turn, and sort the groups by mean KL, worst first.
 
-    format: a name in `weights.formats`. params: not quantized. Products run in float32 where
-    matrices are concerned, so that the numbers of a format are not rounded once more.
+    Matrices are float32 in these runs, so that dequantized values are not rounded again.
 
     Memory: float32 weights, one group of them twice, and the float32 logits of the loader's whole
-    text, `4 * tokens * V` bytes; of a model on a mesh the weights are on each host, too. Raises
-    ConfigError for an unknown format or `by`, else what `perplexity` raises.
+    text, `4 * tokens * V` bytes; for a model on a mesh, also the weights on each host.
+
+    Args:
+        params: Not quantized.
+        format: A name in `weights.formats`.
+        by: As for `groups`.
+
+    Raises:
+        ConfigError: For an unknown format or `by`; other errors as in `perplexity`.
     """
     parse(format)
     check_model(model, params)
@@ -99,7 +106,7 @@ def sensitivity(
     wide = map_leaves(lambda _, leaf: _wide(leaf), params)
 
     def run(params: Params) -> Iterator[jax.Array]:
-        """The logits of each batch, of parameters that are whole."""
+        """Yield the logits of each batch, given unsharded parameters."""
         there = params if many is None else many.shared(params)
         for batch in batches:
             yield _logits(model, there, batch.token_BT, batch.position_BT)
@@ -124,20 +131,20 @@ def sensitivity(
 def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     """Write a bar chart of mean KL divergence, with its standard error, as a PNG file.
 
-    Raises ConfigError where matplotlib is not installed, CheckpointError where the file cannot be
+    Raises ConfigError if matplotlib is not installed, CheckpointError if the file cannot be
     written.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "a plot needs matplotlib: pip install 'jaxllm[notebooks]', or leave out --plot"
+            "--plot requires matplotlib: pip install 'jaxllm[notebooks]', or drop --plot"
         ) from None
     figure = Figure(figsize=(8, 1.2 + 0.22 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     names, means = [s.group for s in rows], [s.divergence.kl.mean for s in rows]
     axes.barh(names, means, xerr=[s.divergence.kl.error for s in rows], color="tab:blue")
-    axes.set(xlabel="mean KL divergence (nats a token)", title=title)
+    axes.set(xlabel="mean KL divergence (nats per token)", title=title)
     axes.invert_yaxis()
     with writing(path) as file:
         figure.savefig(file, format="png", dpi=150)
@@ -148,7 +155,7 @@ def _wide(leaf: Any) -> Any:
 
 
 def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Params, int, int]:
-    """The float32 weights with one group as `format` keeps it; its bytes before and after."""
+    """Return the float32 weights with one group quantized, and its bytes before and after."""
     old, quantized = dict(flatten(params)), dict(flatten(quantize(params, [(regex, format)])))
     changed = [p for p, leaf in old.items() if leaf.ndim >= 2 and first_match([(regex, True)], p)]
     variant = map_leaves(lambda p, leaf: _wide(quantized[p]) if p in changed else leaf, wide)
@@ -156,7 +163,7 @@ def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Par
     return variant, before, after
 
 
-# Two programs, the first of which the reference has compiled already.
+# Two programs; the reference has already compiled the first.
 _logits = jax.jit(logits, static_argnums=0)
 
 

@@ -1,7 +1,7 @@
-"""Which tokens of a text are run together, and which of them count: a protocol is a list of spans.
+"""Evaluation protocols: a protocol splits a text into spans, and chooses which tokens are scored.
 
-A token's log-probability is conditioned on what stands left of it in its span, so the first token
-of a span never counts.
+A token's log-probability is conditioned on the tokens on its left in its span, so the first token
+of a span is never scored.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,9 @@ from jaxllm.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """Tokens `start:end` of document `document`, run as one row; those from `scored` on count.
+    """Tokens `start:end` of document `document`, run as one row; those from `scored` on are scored.
 
-    `start < scored < end`, all of them indices into the document.
+    `start < scored < end`, all indices into the document.
     """
 
     document: int
@@ -23,15 +23,15 @@ class Span(NamedTuple):
 
 
 def strided(length: int, window: int, stride: int, document: int = 0) -> list[Span]:
-    """Windows of `window` tokens, `stride` apart; a token counts once, where it is first seen.
+    """Return windows of `window` tokens, `stride` apart; each token is scored in its first window.
 
-    As in Hugging Face's guide "Perplexity of fixed-length models"; with `stride == window` the
-    windows do not overlap, and the first token of each does not count. Raises ConfigError unless
+    As in Hugging Face's guide "Perplexity of fixed-length models". With `stride == window` the
+    windows do not overlap, and the first token of each is not scored. Raises ConfigError unless
     `2 <= window` and `1 <= stride <= window`.
     """
     _check(window)
     if not 1 <= stride <= window:
-        raise ConfigError(f"stride must be from 1 to the window of {window}, got {stride}")
+        raise ConfigError(f"stride must be from 1 to the window of {window}: got {stride}")
     spans, seen = [], 0
     for start in range(0, length, stride):
         end = min(start + window, length)
@@ -45,10 +45,10 @@ def strided(length: int, window: int, stride: int, document: int = 0) -> list[Sp
 
 
 def second_half(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
-    """Whole windows side by side, of which the second half counts; `stride` is not read.
+    """Return consecutive full windows, of which the second half is scored; ignores `stride`.
 
-    As llama.cpp's `llama-perplexity`: of a window of T tokens those from T // 2 + 1 on count, and
-    what is left at the end of the text is dropped.
+    As llama.cpp's `llama-perplexity`: in a window of T tokens, those from T // 2 + 1 on are scored,
+    and the remainder at the end of the text is dropped.
     """
     _check(window)
     starts = range(0, length - window + 1, window)
@@ -56,10 +56,10 @@ def second_half(length: int, window: int, stride: int = 0, document: int = 0) ->
 
 
 def rolling(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
-    """Every token but the first counts once, the last span reaching back to be a whole window.
+    """Return windows that share one token, so every token but the first is scored once.
 
     As lm-evaluation-harness's `loglikelihood_rolling`, for a document that begins with its prefix
-    token: neighbours share one token. `stride` is not read.
+    token: the last span reaches back to be a full window. Ignores `stride`.
     """
     _check(window)
     spans, seen = [], 1
@@ -80,4 +80,4 @@ PROTOCOLS: Mapping[str, Callable[[int, int, int, int], list[Span]]] = {
 
 def _check(window: int) -> None:
     if window < 2:
-        raise ConfigError(f"a window needs at least 2 tokens, one to predict from; got {window}")
+        raise ConfigError(f"window must have at least 2 tokens, one to predict from: got {window}")

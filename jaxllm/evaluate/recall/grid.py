@@ -1,4 +1,4 @@
-"""Recall at every depth of texts of every length, under a policy: cells of a heat map."""
+"""Recall for each policy, text length and depth of the fact: the cells of heat maps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from jaxllm.evaluate.recall.texts import Encode, Probe, probe
 from jaxllm.progress import steps_bar
 from jaxllm.weights.paths import Params
 
-# What a text is read under: what makes room in the cache, None for a slot for every token. Names
-# are those of `generate --overflow`, and two more.
+# Overflow policies by name; None means a slot for every token. Names are those of
+# `generate --overflow`, and two more.
 POLICIES: dict[str, Overflow | None] = {
     "full": None,
     "slide": Begin(),
@@ -35,17 +35,17 @@ POLICIES: dict[str, Overflow | None] = {
     "segments": Segments(),
     "self-extend": None,
 }
-ROOM = 16  # tokens that answers may have
-EXTENDED = "self-extend"  # which is another model with the same parameters
+ROOM = 16  # tokens reserved for an answer
+EXTENDED = "self-extend"  # another model with the same parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Texts of one length with the fact at one depth, under one policy.
+    """Results for texts of one length with the fact at one depth, under one policy.
 
-    tokens: of the longest text. tries: how many texts. right: of them those whose right answer was
-    the likeliest of `choices`. greedy: those that greedy decoding answers. logprob: the right
-    answer's mean log-probability, natural logarithm.
+    tokens: length of the longest text. tries: number of texts. right: number of texts whose right
+    answer was the most likely of `choices`. greedy: number that greedy decoding answers correctly.
+    logprob: mean log-probability of the right answer, natural logarithm.
     """
 
     policy: str
@@ -60,21 +60,25 @@ class Cell:
 
     @property
     def share(self) -> float:
-        """The share of texts whose right answer was the likeliest."""
+        """The share of texts whose right answer was the most likely."""
         return self.right / self.tries
 
 
 def policies_named(names: Sequence[str]) -> dict[str, Overflow | None]:
-    """The policies of these names. Raises ConfigError for an unknown name, or none."""
+    """Return policies by name. Raises ConfigError for an unknown name, or no names."""
     unknown = [name for name in names if name not in POLICIES]
     if unknown or not names:
-        raise ConfigError(f"policies are {', '.join(POLICIES)}; got {', '.join(unknown) or 'none'}")
+        raise ConfigError(
+            f"unknown policy: got {', '.join(unknown) or 'none'}, expected {', '.join(POLICIES)}"
+        )
     return {name: POLICIES[name] for name in names}
 
 
 def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
-    """Numbers of Self-Extend for texts of `longest` tokens: an eighth of the context as neighbours,
-    groups of four, or as many as it takes until the text and an answer are within reach.
+    """Return Self-Extend parameters for texts of `longest` tokens.
+
+    The neighbor window is an eighth of the context; the group size is 4, or more if needed to reach
+    the whole text and an answer.
     """
     context = config.max_position_embeddings
     window = max(1, context // 8)
@@ -97,27 +101,34 @@ def recall(
     extended: nn.Module | None = None,
     show_progress: bool | None = None,
 ) -> list[Cell]:
-    """One cell for each policy, length and depth, in this order.
+    """Measure recall: one cell for each policy, length and depth, in this order.
 
-    encode: a text's token ids, begin-of-text and all. style: of `texts.STYLES`. slots: of the cache
-    that every policy but "full" has. tries: texts a cell, of the seeds from `seed` times `tries`
-    on; the same ones under every policy, and but for the fact's place at every depth. extended:
-    the model with Self-Extend, for the policy of that name.
+    Args:
+        encode: Returns a text's token ids, including begin-of-text.
+        style: A name in `texts.STYLES`.
+        lengths: Text lengths in tokens.
+        depths: Positions of the fact, from 0 (start) to 1 (end).
+        slots: Cache size under every policy but "full" and "self-extend".
+        tries: Texts per cell, from consecutive seeds starting at `seed * tries`. All policies get
+            the same texts; between depths only the place of the fact differs.
+        extended: The model with Self-Extend, for the policy of that name.
 
-    Raises ConfigError and CapacityError, before the model runs, for what the policies, the texts or
-    the model cannot be; ConfigError for keys that cannot be moved, where a policy must move them.
+    Raises:
+        ConfigError: Before the model runs, for invalid arguments, and for a policy that the model
+            does not support.
+        CapacityError: Before the model runs, for texts that do not fit.
     """
     chosen = policies_named(policies)
     if tries < 1 or not lengths or not depths:
-        raise ConfigError("recall needs a length, a depth and a try at least")
+        raise ConfigError("recall needs at least one length, one depth and one try")
     if EXTENDED in chosen and extended is None:
-        raise ConfigError("policy self-extend needs the extended model (LM.self_extended)")
+        raise ConfigError("policy self-extend requires the extended model (LM.self_extended)")
     if EXTENDED in chosen and extended is not None:
         reach = extended.config.context_length
         if max(lengths) > reach:
             raise CapacityError(
-                f"Self-Extend with these numbers reaches texts of {reach} tokens, not of"
-                f" {max(lengths)}: ask for larger groups (--self-extend G,W)"
+                f"text length exceeds the reach of Self-Extend: got {max(lengths)} tokens, expected"
+                f" at most {reach}. Use larger groups (--self-extend G,W)"
             )
     for name, policy in chosen.items():
         _check_movable(model, name, policy)
@@ -174,12 +185,16 @@ def _check_movable(model: nn.Module, name: str, policy: Overflow | None) -> None
     config = model.config
     if any(config.long_attention(layer) for layer in range(config.num_hidden_layers)):
         raise ConfigError(
-            f"policy {name}: attention of another kind finds tokens by their positions, which this"
-            " policy changes; such models have full, slide and, where they keep a memory, segments"
+            f"policy {name} changes positions, which this model's long attention does not support:"
+            " use full, slide, or segments if the model has a memory"
         )
     if not config.ropes or config.angles_follow_length:
-        what = "learned positions" if not config.ropes else "angles that follow the text's length"
+        what = (
+            "learned positions"
+            if not config.ropes
+            else "rotary angles that depend on the text length"
+        )
         raise ConfigError(
-            f"policy {name}: {config.model_type} has {what}, and its keys cannot be moved where the"
-            " policy wants them; full and slide are for every model"
+            f"policy {name} must move keys, but {config.model_type} has {what}:"
+            " use full or slide, which work for every model"
         )

@@ -1,8 +1,8 @@
-"""A long text read into a cache of so many slots, piece by piece, and answers scored against it.
+"""Chunked prefill of long texts into a bounded cache, and scoring of answers against it.
 
-When a piece no longer fits, a policy (`decode.loops.overflow`) makes room, as in generation. The
-angles of rotary settings that follow the text's length are those of the whole text from the first
-piece on, where the cache holds all of it.
+If a chunk does not fit, a policy (`decode.loops.overflow`) makes room, as in generation. If the
+cache holds the whole text, rotary angles that depend on the text length are those of the whole text
+from the first chunk on.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from jaxllm.shapes import bucket, pad_rows
 from jaxllm.steps import run, run_and_commit
 from jaxllm.weights.paths import Params, for_sums
 
-PIECE = 256  # tokens that are read at once, where so many fit
+PIECE = 256  # tokens per chunk, if they fit
 
 
 class Read(NamedTuple):
-    """What is known after a text. logits_BV: of what comes next. length_B: of the texts."""
+    """The state after prefill. logits_BV: of the next token. length_B: lengths of the texts."""
 
     logits_BV: jax.Array
     cache: KVCache
@@ -43,12 +43,16 @@ def read(
     slots: int | None = None,
     room: int = 0,
 ) -> Read:
-    """Read a text a row. policy: what makes room; without one the cache has a slot for each token.
+    """Prefill one text per row.
 
-    slots: of the cache, for a policy. room: so many tokens more are to be asked about later.
+    Args:
+        policy: Makes room in the cache; without one, the cache has a slot for each token.
+        slots: Cache size with a policy.
+        room: Number of tokens that answers will need later.
 
-    Raises CapacityError for texts beyond the model's positions or its border, where nothing makes
-    room, and for slots of which the policy leaves none.
+    Raises:
+        CapacityError: If texts exceed the model's positions and no policy makes room, or if the
+            policy leaves no free slots.
     """
     length_B = np.array([len(row) for row in rows], np.int32)
     longest = int(length_B.max())
@@ -56,13 +60,13 @@ def read(
         _check_positions(model, longest + room)
         slots = bucket(longest)
         piece = min(PIECE, slots)
-        slots += piece  # what is padded on the left takes slots too
+        slots += piece  # left padding takes slots too
     else:
         assert slots is not None
         _check_positions(model, slots + room)
         _check_angles(model, slots + room)
         piece = _power_below(min(PIECE, slots - taken(model, policy, slots)))
-    # Padding stands on the left, so that all pieces are of one size and all rows end together.
+    # Pad on the left, so that all chunks have the same size and all rows end together.
     width = -(-longest // piece) * piece
     token_BT = pad_rows(rows, width=width, left=True)
     real_BT = np.arange(width)[None] >= width - length_B[:, None]
@@ -70,7 +74,7 @@ def read(
     cache = init_cache(model, len(rows), slots)
     total = jnp.zeros((len(rows), slots), jnp.float32) if mass else None
     logits_BV = jnp.zeros((len(rows), 0))
-    # Whoever makes room decides about positions: then the text is as long as its positions are.
+    # A policy may change positions; then the text length follows from the positions.
     whole_B = jnp.asarray(length_B + room) if policy is None else None
     for start in range(0, width, piece):
         if policy is not None and int(cache.cursor) + piece > slots:
@@ -95,9 +99,9 @@ def read(
 
 
 def taken(model: nn.Module, policy: Overflow, slots: int) -> int:
-    """How many slots a policy leaves taken at most.
+    """Return the maximum number of slots that are still occupied after a policy made room.
 
-    Raises CapacityError where these are all, ConfigError for segments of a model without.
+    Raises CapacityError if these are all slots, ConfigError for segments with a model without them.
     """
     check_policy(model.config, slots, policy)
     length = model.config.segment_length
@@ -107,8 +111,8 @@ def taken(model: nn.Module, policy: Overflow, slots: int) -> int:
 
 
 class Answered(NamedTuple):
-    """logprob_BC: the log-probability of each of C answers, natural logarithm. greedy_BC: whether
-    greedy decoding would give it.
+    """Scores of C answers. logprob_BC: log-probability, natural logarithm. greedy_BC: whether
+    greedy decoding generates the answer.
     """
 
     logprob_BC: np.ndarray
@@ -124,9 +128,9 @@ def answer(
     policy: Overflow | None,
     room: int,
 ) -> Answered:
-    """Score answers against a cache, which stays as it is. answers: token ids, by row and answer.
+    """Score answers against a cache, without changing it.
 
-    policy, room: as `read` was given them.
+    answers: token ids, by row and answer. policy, room: as passed to `read`.
     """
     B, C = len(answers), len(answers[0])
     length_BC = np.array([[len(ids) for ids in row] for row in answers])
@@ -161,7 +165,7 @@ def _piece(
     whole_B: jax.Array | None,
     mass: bool,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    """One piece, of which every row's last token is the last of its own."""
+    """Run one chunk; the last token of every row is in the last column."""
     last_B = jnp.full((token_BT.shape[0],), token_BT.shape[1] - 1)
     logits_B1V, cache, received = run_and_commit(
         model,
@@ -186,7 +190,7 @@ def _rest(
     position_BA: jax.Array,
     whole_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Each token of an answer but the first: its log-probability, and whether it is likeliest."""
+    """Score an answer's tokens but the first: log-probability, and whether it is most likely."""
     trace, _, _ = run(
         for_sums(model),
         params,
@@ -201,7 +205,7 @@ def _rest(
 
 
 def _context(rows: Sequence[Sequence[int]], read_B: np.ndarray) -> Context:
-    """What a policy is told: what was read of each row, and the token that comes next."""
+    """Return the context for a policy: the tokens read so far of each row, and the next one."""
     told = [row[: n + 1] for row, n in zip(rows, read_B, strict=True)]
     context = Context.empty(jax.random.key(0), len(rows))
     width = bucket(max(map(len, told)))
@@ -215,21 +219,21 @@ def _check_positions(model: nn.Module, length: int) -> None:
     config = model.config
     if length > config.position_limit:
         raise CapacityError(
-            f"{length} tokens with their answers, but {config.model_type} has positions for"
-            f" {config.position_limit}: ask for shorter texts, or let a policy make room (slide)"
+            f"text is too long: got {length} tokens with answers, {config.model_type} has"
+            f" {config.position_limit} positions. Use shorter texts, or a policy such as slide"
         )
 
 
 def _check_angles(model: nn.Module, length: int) -> None:
-    """Raise CapacityError where a cache under a policy would hold keys of two kinds of angles."""
+    """Raise CapacityError if a cache under a policy would mix keys with different frequencies."""
     config = model.config
     if not config.angles_follow_length:
         return
     border = config.border or config.max_position_embeddings
     if length > border:
         raise CapacityError(
-            f"rotary angles of this model change beyond {border} tokens, and its keys cannot be"
-            f" turned: a policy can have fewer than {border} slots, here it would need {length}"
+            f"cache too large: got {length} slots with answers, expected at most {border}: beyond"
+            " that this model changes its rotary frequencies, and cached keys cannot be re-rotated"
         )
 
 

@@ -1,4 +1,4 @@
-"""Recall as a table and as heat maps."""
+"""Recall results as a table, as JSON and as heat maps."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,10 @@ from jaxllm.files import writing
 
 
 def table(cells: Sequence[Cell]) -> Iterator[str]:
-    """Lines: for each policy a row a depth and a column a length, in percent of texts: those whose
-    right answer was the likeliest, and after a slash those that greedy decoding answers.
+    """Yield a table's lines: for each policy, a row per depth and a column per length.
+
+    Entries are percentages of texts: those whose right answer was the most likely, and after a
+    slash those that greedy decoding answers correctly.
     """
     for policy, found in by_policy(cells).items():
         lengths = list(dict.fromkeys(cell.length for cell in found))
@@ -25,7 +27,7 @@ def table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def numbers(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The cells as JSON, with the shares and what guessing gets."""
+    """Return the cells as JSON-able dicts, with shares and the chance level."""
     return [
         {
             **cell.__dict__,
@@ -40,12 +42,10 @@ def numbers(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 def plot(
     maps: Mapping[str, Sequence[Cell]], path: Path, title: str, *, across: int = 3, dpi: int = 150
 ) -> None:
-    """Write a PNG file: heat maps, each under its name, lengths across and depths down.
+    """Write a PNG file of heat maps, each titled with its name, over lengths and depths.
 
-    maps: cells of one policy each, as `by_policy` has them, or of several models; a cell that a map
-    has none of stays empty. across: maps in a row, at most.
-
-    Raises CheckpointError where the file cannot be written.
+    maps: cells by name, of one policy (see `by_policy`) or model each; missing cells stay empty.
+    across: maximum number of maps in a row. Raises CheckpointError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -63,25 +63,25 @@ def plot(
         image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
             told = "" if np.isnan(value) else f"{value:.0%}"
-            ink = "black" if value > 0.5 else "white"  # the map grows lighter
+            ink = "black" if value > 0.5 else "white"  # the color map gets lighter
             axes.text(column, row, told, ha="center", va="center", fontsize=8, color=ink)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
         axes.set_title(name, fontsize=9)
     for axes in all_axes.flat[len(maps) :]:
         axes.axis("off")
-    figure.supxlabel("tokens of the text", fontsize=8)
+    figure.supxlabel("text length in tokens", fontsize=8)
     figure.supylabel("depth of the fact", fontsize=8)
     chance = max(1 / cell.choices for cell in cells)
-    figure.suptitle(f"{title}; guessing: {chance:.0%}", fontsize=10)
+    figure.suptitle(f"{title}; chance: {chance:.0%}", fontsize=10)
     if image is not None:
-        figure.colorbar(image, ax=all_axes, label="right answers", shrink=0.8)
+        figure.colorbar(image, ax=all_axes, label="share of right answers", shrink=0.8)
     with writing(path) as file:
         figure.savefig(file, format="png", dpi=dpi)
 
 
 def by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """The cells of each policy, in order."""
+    """Group the cells by policy, in order."""
     names = dict.fromkeys(cell.policy for cell in cells)
     return {name: [cell for cell in cells if cell.policy == name] for name in names}
 

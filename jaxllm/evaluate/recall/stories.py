@@ -1,8 +1,8 @@
-"""Words for texts of the grammar that the demo models were trained on (scripts/story_grammar.py).
+"""Word lists for texts of the demo models' training grammar (scripts/story_grammar.py).
 
-They learned to copy names, so that the fact is a friend's name: introduced once, asked for at the
-end. The hero is a girl, the friend a boy, as the grammar always has two who differ; no sentence
-between names anybody, but where a text is to have several facts (`MET`).
+The demo models learned to copy names, so the fact is a friend's name, introduced once and asked for
+at the end. The hero is a girl and the friend a boy, since in the grammar the two always differ. The
+sentences in between name nobody, except in texts with several facts (`MET`).
 """
 
 from random import Random
@@ -51,13 +51,13 @@ FILLERS = (
 )
 QUESTION = '\n\n"Thank you,'
 
-# Texts of several facts: each kind is met once, with a name of its own, and asked for by its kind.
+# Texts with several facts: each kind of animal is met once and has its own name.
 MET = "By the road stood the {kind} {name}."
 ASKED = " Who came back? It was the {kind}"
 
 
 def filler(rng: Random) -> str:
-    """A sentence that names nobody."""
+    """Return a random sentence that names nobody."""
     return rng.choice(FILLERS).format(
         habit=rng.choice(HABITS), mood=rng.choice(MOODS), place=rng.choice(PLACES)
     )

@@ -1,6 +1,6 @@
-"""Texts with one fact in them: an opening, fillers with the fact among them, and a question.
+"""Haystack texts: an opening, fillers with one fact among them, and a question.
 
-A text is a function of style, length, depth and seed, and of the tokenizer, which says how many
+A text is a function of style, length, depth, seed and the tokenizer, which determines how many
 fillers fit.
 """
 
@@ -13,13 +13,15 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.evaluate.recall import stories
 
 Encode = Callable[[str], list[int]]
-OTHERS = 0.25  # how often somebody else is met, where many are
+OTHERS = 0.25  # probability that a filler introduces another animal, in "meetings"
 
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """A text in its parts. fillers: makes one more each time it is asked. answers: all that are
-    offered, the right one first; each goes after the question as it is.
+    """The parts of a text.
+
+    answers: all choices, the right one first; each is appended to the question unchanged. filler:
+    returns a new filler at each call.
     """
 
     opening: str
@@ -31,9 +33,9 @@ class Told:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Token ids of a text up to its question, and of each answer; the right one has index `right`.
+    """Token ids of a text with its question, and of each answer; `right` is the right one's index.
 
-    Fewer than `length` tokens by less than a filler's.
+    The text is at most one filler shorter than the requested length.
     """
 
     tokens: tuple[int, ...]
@@ -42,7 +44,7 @@ class Probe:
 
 
 def _passkey(rng: Random) -> Told:
-    """The passkey test (Mohtashami and Jaggi 2023, arXiv 2305.16300, appendix A)."""
+    """Return a passkey text (Mohtashami and Jaggi 2023, arXiv 2305.16300, appendix A)."""
     keys = [str(key) for key in rng.sample(range(10_000, 100_000), 10)]
     fillers = (
         "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -58,7 +60,7 @@ def _passkey(rng: Random) -> Told:
 
 
 def _story(rng: Random) -> Told:
-    """A story as the demo models know them: who was the friend?"""
+    """Return a story as in the demo models' training data; it asks for the friend's name."""
     friends = rng.sample(stories.FRIENDS, len(stories.FRIENDS))
     kind, pal_kind = rng.sample(stories.KINDS, 2)
     bound = {
@@ -81,10 +83,10 @@ def _story(rng: Random) -> Told:
 
 
 def _meetings(rng: Random) -> Told:
-    """Many are met: which name had the one of that kind? For models of scripts/train_long.py.
+    """Return a text with many named animals; it asks for the name of one kind.
 
-    The others are told among the fillers, each of another kind and name, every fourth sentence or
-    so until there is no other kind.
+    For models of scripts/train_long.py. About every fourth filler introduces another animal, of a
+    new kind and name, until no kinds are left.
     """
     kinds = rng.sample(stories.KINDS, len(stories.KINDS))
     names = rng.sample(stories.FRIENDS, len(stories.FRIENDS))
@@ -112,27 +114,31 @@ STYLES: dict[str, Callable[[Random], Told]] = {
 
 
 def probe(encode: Encode, style: str, *, length: int, depth: float, seed: int) -> Probe:
-    """A text of at most `length` tokens, the fact after the share `depth` of its fillers.
+    """Return a text of at most `length` tokens, the fact after the share `depth` of its fillers.
 
-    encode: a text as the model reads it, begin-of-text and all. The same arguments give the same
-    text, and texts of one seed differ between depths in the fact's place alone.
+    Deterministic; texts with one seed differ between depths only in the place of the fact.
 
-    Raises ConfigError for an unknown style or a depth outside 0 to 1, CapacityError for a length
-    that the fact and its question do not fit into.
+    Args:
+        encode: Returns a text's token ids, including begin-of-text.
+        style: A name in `STYLES`.
+
+    Raises:
+        ConfigError: For an unknown style, or a depth outside 0 to 1.
+        CapacityError: If the fact and the question do not fit into `length`.
     """
     if style not in STYLES:
-        raise ConfigError(f"texts must be one of {', '.join(STYLES)}, got {style!r:.40}")
+        raise ConfigError(f"text style must be one of {', '.join(STYLES)}: got {style!r:.40}")
     if not 0 <= depth <= 1:
-        raise ConfigError(f"a depth must be from 0 (begin) to 1 (end), got {depth}")
+        raise ConfigError(f"depth must be from 0 (start) to 1 (end): got {depth}")
     told = STYLES[style](Random(f"{style} {seed}"))
     fillers: list[str] = []
     used = shortest = len(encode(_text(told, fillers, depth)))
     if shortest > length:
         raise CapacityError(
-            f"a {style} text needs {shortest} tokens without any filler; ask for a length above"
-            f" {length}"
+            f"length is too short: got {length}, a {style} text without fillers has {shortest}"
+            " tokens"
         )
-    while used <= length:  # an estimate, from each filler by itself
+    while used <= length:  # an estimate: each filler is encoded separately
         fillers.append(told.filler())
         used += max(1, len(encode(f"{told.opening} {fillers[-1]}")) - len(encode(told.opening)))
     while len(encode(_text(told, fillers, depth))) > length:
@@ -150,7 +156,7 @@ def _text(told: Told, fillers: Sequence[str], depth: float) -> str:
 
 
 def _shared(each: Sequence[Sequence[int]]) -> int:
-    """How many tokens all begin with; at least one is left of each but the first."""
+    """Return the length of the common prefix, leaving at least one token of all but the first."""
     cut = min(len(each[0]), *(len(ids) - 1 for ids in each[1:]))
     while any(ids[:cut] != each[0][:cut] for ids in each):
         cut -= 1

@@ -1,10 +1,10 @@
-"""What stages run in their places: a layer of each, which may compute otherwise there, or none.
+"""Places of a pipeline: one layer of each stage, which may differ in kind, or be missing.
 
 A place is the number of a layer within its stage. All stages run one program, and a parameter of a
-place is a stack with an entry for each of them. So layers in one place have parameters of one form.
-In all else (windows, rotary settings, kinds of attention) they may differ: a stage chooses its own
-by `lax.switch`. If the layers do not divide, later stages have an empty last place: a copy of its
-input.
+place is a stack with an entry for each stage. So the layers in one place must have parameters of
+equal shapes. They may differ in all else (windows, rotary settings, kinds of attention): a stage
+selects its own by `lax.switch`. If the layers do not divide evenly, the last place of the later
+stages is empty: it copies its input.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,33 +20,34 @@ from jaxllm.models.layers import Layer, Scope, run_blocks
 
 AXIS = "stage"
 
-Table = Sequence[Sequence[int | None]]  # the numbers of each stage's layers; None: an empty place
+Table = Sequence[Sequence[int | None]]  # the layer numbers of each stage; None: an empty place
 
 
 def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[int | None]]:
-    """Return the numbers of the layers that each stage has, place by place.
+    """Return the layer numbers of each stage, place by place.
 
-    If the layers do not divide, the first stages have one more than the others.
+    If the layers do not divide evenly, the first stages have one more than the others.
 
-    Raises ConfigError for fewer layers than stages, for chunks that do not divide them, for layers
-    in one place whose parameters have other shapes, and for layers that keep a memory.
+    Raises:
+        ConfigError: for fewer layers than stages, for chunks that do not divide them, for layers in
+            one place with parameters of different shapes, and for layers with a memory.
     """
     count, parts = config.num_hidden_layers, stages * chunks
     within = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
     if count < parts:
         raise ConfigError(
-            f"num_hidden_layers {count} is too small for {within}: each has at least one layer."
+            f"num_hidden_layers {count} is too small for {within}: each needs at least one layer."
             " Use fewer stages"
         )
     if chunks > 1 and count % parts:
         raise ConfigError(
-            f"num_hidden_layers {count} does not divide into {within}: chunks of a stage run in one"
-            " program and have as many layers each. Use one chunk"
+            f"num_hidden_layers {count} is not divisible into {within}: the chunks of a stage run"
+            " in one program, so they need equal numbers of layers. Use one chunk"
         )
     if stages > 1 and any(config.memory(i) is not None for i in range(count)):
         raise ConfigError(
-            "layers of this model keep a memory, which goes from segment to segment and not from"
-            " stage to stage: use a mesh with stage=1"
+            "layers with a memory cannot be pipelined: it passes from segment to segment, not from"
+            " stage to stage. Use a mesh with stage=1"
         )
     each, longer = divmod(count, parts)
     places = each + (longer > 0)
@@ -60,16 +61,16 @@ def layers_of(config: ModelConfig, stages: int, chunks: int = 1) -> list[list[in
         [number for chunk in range(chunks) for number in run(chunk * stages + stage)]
         for stage in range(stages)
     ]
-    # An empty place has numbers of the form of the place before it (`stacked`).
+    # An empty place has zeros in the shapes of the place before it (`stacked`).
     held = [[row[i - (n is None)] for i, n in enumerate(row)] for row in table]
     for first, *others in zip(*held, strict=True):
         for other in others:
             assert first is not None and other is not None
             if config.form(first) != config.form(other):
                 raise ConfigError(
-                    f"layers {first} and {other} have parameters of other names or shapes, and"
-                    f" would stand in one place of {within}. Use a number of stages at which each"
-                    " begins where the pattern of layers does, or stage=1"
+                    f"layers {first} and {other} would share one place of {within}, but their"
+                    " parameters have different names or shapes. Use a number of stages at which"
+                    " each stage starts at the same point of the layer pattern, or stage=1"
                 )
     return table
 
@@ -85,10 +86,10 @@ def run_places(
     """Run a stage's layers in some of its places, inside `jax.shard_map`.
 
     Args:
-        blocks: of all layers of the model, by number. Parameters are there by place.
+        blocks: of all layers of the model, by number. Their parameters are there by place.
 
     Returns:
-        What each place computes, and what the last one puts out.
+        What each place computes, and the output of the last one.
     """
     seen = _by_number(scope, table)
     layers = list[Layer]()
@@ -100,7 +101,7 @@ def run_places(
 
 
 def kinds_of(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | None]:
-    """Return for each layer of a place the first of them that computes as it does."""
+    """Return for each layer of a place the first layer there that computes the same."""
     alike = [None if n is None else config.computes(n) for n in numbers]
     return [numbers[alike.index(kind)] for kind in alike]
 
@@ -108,7 +109,8 @@ def kinds_of(config: ModelConfig, numbers: Sequence[int | None]) -> list[int | N
 def layers_run(config: ModelConfig, stages: int, at_once: bool) -> list[int]:
     """Return the numbers of the layers that the fullest stage runs at a tick.
 
-    at_once: as of `models.layers.Across`: all kinds of layers that a place has are run then.
+    Args:
+        at_once: as in `models.layers.Across`: if set, all kinds of layers in a place are run.
     """
     table = layers_of(config, stages)
     if not at_once:
@@ -124,7 +126,7 @@ def _run_of(
     scope: Scope,
     remat: bool,
 ) -> Callable[[jax.Array], Layer]:
-    """Return what a stage runs in a place. numbers: of the layers of all stages there."""
+    """Return the function that a stage runs in a place, where stages have layers `numbers`."""
     name = str(blocks[place].name)
     params = {name: blocks[place].variables["params"]}
     config: Any = blocks[place].config
@@ -152,7 +154,7 @@ def _run_of(
         if not scope.across.at_once:
             chosen: Layer = jax.lax.switch(kind, runs, x)
             return chosen
-        # No device may miss what goes round a ring: all kinds are run, and one is taken.
+        # Every device must take part in a ring's collectives: all kinds are run, one is selected.
         found = [one(x) for one in runs]
         taken: Layer = jax.tree.map(lambda *y: jax.lax.select_n(kind, *y), *found)
         return taken
@@ -161,7 +163,7 @@ def _run_of(
 
 
 def _by_number(scope: Scope, table: Table) -> Scope:
-    """The scope with keys and values where layers look for them: by number, not by place."""
+    """Reorder keys and values by layer number, as layers look them up, instead of by place."""
     place = {n: i for row in table for i, n in enumerate(row) if n is not None}
     order = [place[number] for number in sorted(place)]
     segments = [
@@ -172,9 +174,9 @@ def _by_number(scope: Scope, table: Table) -> Scope:
 
 
 class _Named(nn.Module):
-    """A block under its own name, as a function that JAX may transform. made: gives it."""
+    """A block under its own name, as a function that JAX can transform."""
 
-    made: Callable[[], nn.Module]
+    made: Callable[[], nn.Module]  # returns the block
     remat: bool
 
     @nn.compact

@@ -1,8 +1,9 @@
-"""One tick of decoding in rounds: in each stage another group of rows, a token each.
+"""One tick of pipelined decoding: each stage runs one token of a different group of rows.
 
-A token depends on the last stage's word of the one before it, so rows are divided into as many
-groups as there are stages, which go round one behind the other: while a group's token is drawn, the
-others are on their way. At tick t stage s has group (t - s) mod p, for the (t - s) / p -th time.
+A token depends on the previous one, which comes from the last stage. So the rows are divided into
+as many groups as there are stages, which follow one another: while a group's token is sampled, the
+other groups are in the pipeline. At tick t, stage s runs group (t - s) mod p, for token
+number (t - s) / p.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def tick(
     token_B: jax.Array,
     position_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Segment]:
-    """What a model's `tick` gives (`weights.paths.InRounds`). inner: what one device runs."""
+    """Implement `weights.paths.InRounds.tick`. `inner` is the module of one device."""
     batch, stages = token_B.shape[0], model.axes.stage
     rows = specs.rows_over(model.axes, batch)
     local = model.local(params, rows)
@@ -60,7 +61,7 @@ def tick(
 
         past = [jax.tree.map(lambda x: mine(x, group), segment) for segment in segments]
         tail = past[-1]
-        # The tail has its token's own slot already, and later stages not yet what is in it.
+        # The tail already marks the token's slot, but later stages have not filled it yet.
         before_S = jnp.arange(slots) < slot
         past[-1] = tail.replace(position_BS=jnp.where(before_S[None], tail.position_BS, -1))
         read: list[jax.Array] = []
@@ -72,7 +73,7 @@ def tick(
             read.append(y)
             return layers, jax.lax.psum(jnp.where(stage == stages - 1, y, 0), AXIS)
 
-        # All stages look up what enters: the table is divided among them.
+        # All stages look up the entering tokens: the table is sharded over them.
         position_G1 = mine(position_B, group)[:, None]
         apply = partial(inner.clone(course=course).apply, {"params": local(params)})
         by_row = {
@@ -81,8 +82,8 @@ def tick(
             "length_B": position_G1[:, 0] + 1,
         }
         trace: Any = way.run(partial(apply, segments=tuple(past)), by_row, whole, None)
-        # A group that has not entered yet, and rows that have ended, have no token on its way: they
-        # write nothing. Their slot may not be there, or on another device.
+        # A group that has not entered yet, and rows that have ended, have no token in the pipeline
+        # and write nothing. Their slot may not exist, or be on another device.
         busy_G = (position_G1[:, 0] >= 0) & (slot >= 0) & (slot < slots)
 
         def written(old: Any, new: Any) -> Any:

@@ -1,9 +1,10 @@
-"""Schedules of a pipeline as tables: what each stage does at each tick, one job or nothing.
+"""Pipeline schedules as tables: what each stage does at each tick, one job or nothing.
 
-A stage says in which order it does its jobs (`gpipe`, `one_f_one_b`, `forward`); `timed` gives each
-job the first tick at which what it waits for is done. A job takes one tick, a backward one too, as
-the closed forms count it. With `chunks`, each stage has several runs of layers, chunk c of stage s
-being the `c * stages + s`-th of the model (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+`gpipe`, `one_f_one_b` and `forward` give the order of each stage's jobs; `timed` runs each job at
+the first tick at which its dependencies are done. Every job takes one tick, backward jobs too, as
+the closed forms count it. With `chunks`, each stage has several runs of layers, and chunk c of
+stage s is the `c * stages + s`-th of the model (Narayanan et al. 2021, arXiv 2104.04473, section
+2.2).
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.whole import whole
 
 Name = Literal["gpipe", "1f1b"]
-MOST = 1 << 12  # stages, microbatches, chunks: beyond any published run
+MOST = 1 << 12  # stages, microbatches or chunks: more than in any published run
 
 
 class Job(NamedTuple):
-    """A microbatch through one chunk of a stage's layers, or its gradient back through them."""
+    """A microbatch through one chunk of a stage's layers, or its gradient back through it."""
 
     forward: bool
     microbatch: int
@@ -30,16 +31,16 @@ Order = Sequence[Job]  # of one stage
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """ticks: what each stage does, `[ticks][stages]`; None: it waits.
+    """The jobs of all stages by tick.
 
-    Each job stands once for its stage, after what it waits for: a forward one after the chunk
-    before it, a backward one after its own forward and after the backward one of the chunk behind.
+    Each job occurs once in its stage, after its dependencies: a forward job after the chunk before
+    it, a backward job after its own forward job and after the backward job of the next chunk.
     """
 
     stages: int
     microbatches: int
     chunks: int
-    ticks: tuple[tuple[Job | None, ...], ...]
+    ticks: tuple[tuple[Job | None, ...], ...]  # [ticks][stages]; None: the stage is idle
 
     def __post_init__(self) -> None:
         done: dict[tuple[int, Job], int] = {}
@@ -48,7 +49,7 @@ class Schedule:
                 if job is None:
                     continue
                 if (stage, job) in done:
-                    raise ConfigError(f"tick {tick}: stage {stage} did {job} before")
+                    raise ConfigError(f"tick {tick}: stage {stage} repeats {job}")
                 first = needed(self.stages, self.chunks, stage, job)
                 late = [other for other in first if done.get(other, tick) >= tick]
                 if late:
@@ -60,23 +61,24 @@ class Schedule:
 
     @property
     def busy(self) -> int:
-        """Ticks at which a stage does something, of all stages together."""
+        """Number of busy ticks, summed over stages."""
         return sum(job is not None for row in self.ticks for job in row)
 
     @property
     def idle_share(self) -> float:
-        """Idle ticks of all ticks: for m microbatches of v chunks over p stages,
-        (p - 1) / (v m + p - 1).
+        """Idle share of all ticks: (p - 1) / (v m + p - 1) for p stages.
+
+        m is the number of microbatches, v that of chunks.
         """
         return 1 - self.busy / (len(self.ticks) * self.stages)
 
     @property
     def overhead(self) -> float:
-        """Idle ticks of busy ones, as Megatron's papers count: (p - 1) / (v m)."""
+        """Idle ticks per busy tick, as in Megatron's papers: (p - 1) / (v m)."""
         return len(self.ticks) * self.stages / self.busy - 1
 
     def in_flight(self, stage: int) -> int:
-        """The most chunks' inputs that a stage has at once for their backward jobs."""
+        """Return the maximum number of inputs that a stage stores for backward jobs."""
         held, most = 0, 0
         for row in self.ticks:
             job = row[stage]
@@ -85,8 +87,9 @@ class Schedule:
         return most
 
     def __str__(self) -> str:
-        """A line for each stage: the microbatch of each tick, a backward job's in brackets; a, b,
-        ...: of which chunk, where there are several.
+        """Return a line per stage: the microbatch at each tick, in brackets for a backward job.
+
+        With several chunks, a letter (a, b, ...) names the chunk.
         """
         width = len(str(self.microbatches - 1)) + 2 + (self.chunks > 1)
 
@@ -107,8 +110,9 @@ class Schedule:
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """All forward jobs, then all backward ones, the last first (Huang et al. 2018, arXiv
-    1811.06965): a stage holds all microbatches at once.
+    """Schedule all forward jobs, then all backward ones in reverse order.
+
+    A stage stores all microbatches at once (Huang et al. 2018, arXiv 1811.06965).
     """
     p, m, v = _sizes(stages, microbatches, chunks)
     there = _depth_first(p, m, v)
@@ -117,9 +121,10 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Each stage goes back as soon as it can (PipeDream-flush, Narayanan et al. 2020, arXiv
-    2006.09503): it holds as many microbatches as there are stages from it on, however many are run.
-    With chunks, interleaved as Megatron has it.
+    """Schedule each backward job as early as possible, or with chunks, interleaved as in Megatron.
+
+    A stage stores as many microbatches as there are stages from it to the last, however many are
+    run (PipeDream-flush, Narayanan et al. 2020, arXiv 2006.09503).
     """
     p, m, v = _sizes(stages, microbatches, chunks)
     there = _depth_first(p, m, v)
@@ -136,8 +141,10 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def forward(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Forward jobs alone. Decoding is this with a chunk for each token: a group of rows goes round
-    again when its token is drawn, which no tick waits for if there are as many groups as stages.
+    """Schedule forward jobs only.
+
+    Decoding is this with a chunk for each token: a group of rows enters again when its token is
+    sampled. No tick waits for that if there are as many groups as stages.
     """
     p, m, v = _sizes(stages, microbatches, chunks, whole_groups=False)
     return timed([_depth_first(p, m, v)] * p, m, v)
@@ -147,7 +154,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 
 
 def timed(orders: Sequence[Order], microbatches: int, chunks: int) -> Schedule:
-    """The schedule in which each stage does its jobs in this order, each as early as it can."""
+    """Return the schedule that runs each stage's jobs in this order, as early as possible."""
     p, todo = len(orders), [list(order) for order in orders]
     done: set[tuple[int, Job]] = set()
     ticks = []
@@ -157,14 +164,14 @@ def timed(orders: Sequence[Order], microbatches: int, chunks: int) -> Schedule:
             if jobs and done.issuperset(needed(p, chunks, stage, jobs[0])):
                 row[stage] = jobs.pop(0)
         if not any(row):
-            raise ConfigError("these orders of jobs wait for each other")
+            raise ConfigError("orders of jobs are cyclic: each stage waits for another")
         done |= {(stage, job) for stage, job in enumerate(row) if job is not None}
         ticks.append(tuple(row))
     return Schedule(p, microbatches, chunks, tuple(ticks))
 
 
 def needed(stages: int, chunks: int, stage: int, job: Job) -> list[tuple[int, Job]]:
-    """Of which stages which jobs must be done before a stage can do this one."""
+    """Return the (stage, job) pairs that must be done before a stage can do this job."""
     forward, microbatch, chunk = job
     step = -1 if forward else 1
     found = [] if forward else [(stage, Job(True, microbatch, chunk))]
@@ -177,8 +184,9 @@ def needed(stages: int, chunks: int, stage: int, job: Job) -> list[tuple[int, Jo
 
 
 def _depth_first(stages: int, microbatches: int, chunks: int) -> list[Job]:
-    """Forward jobs of every stage: as many microbatches as there are stages go through all chunks
-    before the next ones begin.
+    """Return the forward jobs of a stage, in the order that every stage follows.
+
+    As many microbatches as there are stages go through all chunks before the next ones start.
     """
     groups = range(0, microbatches, stages)
     return [
@@ -197,7 +205,7 @@ def _sizes(
     v = whole("chunks of a stage", chunks, 1, MOST, ConfigError)
     if whole_groups and v > 1 and m % p:
         raise ConfigError(
-            f"{m} microbatches are no multiple of {p} stages, which interleaved stages ({v} chunks"
-            " each) need: give a multiple, or one chunk"
+            f"microbatches must be a multiple of {p} stages if stages have {v} chunks"
+            f" (interleaved), got {m}. Use a multiple, or one chunk"
         )
     return p, m, v

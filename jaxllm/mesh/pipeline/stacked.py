@@ -1,8 +1,8 @@
-"""What the stages of a pipeline have side by side: parameters as stacks, caches by heads.
+"""Parameters and caches of all pipeline stages as stacked arrays.
 
-A parameter of the layers that stand in one place of each stage is one leaf, whose arrays have an
-axis of stages before theirs. What layers compute, and what of it a cache keeps, is `[B, T, ...]`,
-and the stages' follow one another on the third axis: rows and slots stay where steps know them.
+A parameter in one place of each stage is one leaf whose arrays have a first axis over stages. The
+outputs and caches of layers are `[B, T, ...]`; the stages' are concatenated on the third axis, so
+rows and slots stay where steps expect them.
 """
 
 import itertools
@@ -28,13 +28,13 @@ from jaxllm.weights.reading import Elsewhere
 
 
 class Staged(Trace):
-    """A trace of all layers. kept: the keys and values of each stage's, side by side."""
+    """A trace of all layers, with the keys and values of stacked stages."""
 
     kept: tuple[tuple[Entries, ...], tuple[Entries, ...]]
 
     @property
     def reads(self) -> tuple[jax.Array, ...]:
-        return ()  # new keys are those of all ticks, which have read by then
+        return ()  # new keys exist only after all ticks, which have read the cache by then
 
     @property
     def k(self) -> tuple[Entries, ...]:
@@ -46,7 +46,7 @@ class Staged(Trace):
 
 
 def unfolded(trace: Trace, table: Table, attention_mass: Any) -> Staged:
-    """What all layers compute, of what each stage's do side by side."""
+    """Split a trace of stacked stages into one layer each."""
     stages = len(table)
 
     def parts(layer: Layer) -> list[Layer]:
@@ -75,7 +75,7 @@ def unfolded(trace: Trace, table: Table, attention_mass: Any) -> Staged:
 
 
 def stage_of(path: str, prefix: str, table: Table) -> int | None:
-    """The stage whose layer a parameter is of; None: it is of no layer."""
+    """Return the stage that has a parameter's layer; None: the parameter is of no layer."""
     if not path.startswith(f"{prefix}."):
         return None
     number = int(path.removeprefix(f"{prefix}.").partition(".")[0])
@@ -83,18 +83,18 @@ def stage_of(path: str, prefix: str, table: Table) -> int | None:
 
 
 def devices_of(mesh: Mesh, axis: str, number: int) -> Mesh:
-    """Those of a mesh that have this number on an axis, on the same axes."""
+    """Return the submesh of the devices with this index on an axis, with the same axes."""
     at = mesh.axis_names.index(axis)
     return Mesh(mesh.devices.take([number], axis=at), mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def is_here(mesh: Mesh) -> bool:
-    """Whether a mesh has devices of this process."""
+    """Return whether a mesh has devices of this process."""
     return not several() or jax.process_index() in _processes(mesh)
 
 
 def alike_over(mesh: Mesh, shares: Sequence[Any]) -> list[Any]:
-    """Shares, of which each process of a mesh has some, with pieces of one shape in all of them."""
+    """Pad shards to arrays of equal shapes; each process of the mesh has some of them."""
     every = each(lengths(shares), _processes(mesh)) if several() else [lengths(shares)]
     return alike(shares, [max(of) for of in zip(*every, strict=True)])
 
@@ -104,8 +104,10 @@ def _processes(mesh: Mesh) -> list[int]:
 
 
 def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) -> jax.Array:
-    """Arrays on the devices of each number of an axis as one, along axis `at` of theirs. Nothing is
-    sent. arrays: those of which this process has something, which are of one shape.
+    """Concatenate the arrays of each index of a mesh axis along `at`, without communication.
+
+    Args:
+        arrays: of equal shapes; those of which this process has a part.
     """
     spec = list[Any](arrays[0].sharding.spec)  # type: ignore[attr-defined]
     spec += [None] * (at + 1 - len(spec))
@@ -118,11 +120,13 @@ def side_by_side(arrays: Sequence[jax.Array], mesh: Mesh, axis: str, at: int) ->
 
 
 def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
-    """The same with one entry for each place in a stage, of all stages, zeros where a stage has no
-    layer. Nothing is sent: each array's shares stay on the devices of their stage. The layers are
-    taken out of `params`, one array at a time, so that none is there twice for long.
+    """Stack the layers of all stages by place, with zeros if a stage has no layer.
 
-    Raises ConfigError for layers in one place of two stages that are kept in different formats.
+    Nothing is sent: each array's shards stay on the devices of their stage. The layers are removed
+    from `params` one array at a time, so that none is in memory twice for long.
+
+    Raises:
+        ConfigError: for layers in one place with different formats.
     """
     layers = {f"{prefix}.{i}" for row in table for i in row if i is not None}
     found = {name: value for name, value in params.items() if name not in layers}
@@ -136,7 +140,7 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
     for place, numbers in enumerate(zip(*table, strict=True)):
         names = [f"{prefix}.{i}" for i in numbers if i is not None]
         nodes = [params.pop(name) for name in names]
-        for stage in range(len(names), len(table)):  # empty places are those of later stages
+        for stage in range(len(names), len(table)):  # only later stages have empty places
             like = found[f"{prefix}.{place - 1}"]
             nodes.append(map_leaves(partial(blank_like, mesh, stage), like))
         found[f"{prefix}.{place}"] = together("/".join(names), nodes)
@@ -144,9 +148,9 @@ def stacked(params: Params, prefix: str, table: Table, mesh: Mesh) -> Params:
 
 
 def blank_like(mesh: Mesh, stage: int, _: str, leaf: Any) -> Any:
-    """Return zeros on a stage's devices, of the form of the stage's own in a stack of all stages'.
+    """Return zeros on a stage's devices, in the shapes of the stage's entries of a stack.
 
-    They stand in an empty place, where nothing reads them.
+    They fill an empty place, which is never read.
     """
     own = devices_of(mesh, AXIS, stage)
     if not is_here(own):
@@ -160,11 +164,11 @@ def blank_like(mesh: Mesh, stage: int, _: str, leaf: Any) -> Any:
 
 
 def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
-    """One leaf of one of each stage's. Raises ConfigError where they are kept differently."""
+    """Stack one leaf of each stage. Raises ConfigError if their formats differ."""
     if any(isinstance(x, Adapted) and x.owner is not None for x in leaves):
         raise ConfigError(
-            "adapters that are loaded do not go with stages of a pipeline: merge one into the"
-            " weights (jaxllm merge), or use a mesh with stage=1"
+            "loaded adapters cannot be combined with pipeline stages. Merge one into the weights"
+            " (jaxllm merge), or use a mesh with stage=1"
         )
 
     def join(*arrays: jax.Array) -> jax.Array:
@@ -178,20 +182,20 @@ def stack_of(path: str, leaves: Sequence[Any], mesh: Mesh) -> Any:
         return jax.tree.map(join, *alike_over(mesh, here))
     except (ValueError, AttributeError):
         raise ConfigError(
-            f"{path} are kept as {', '.join(forms)}: layers in one place of two stages"
-            " must be kept in one format"
+            f"{path} share one place of the stages, so they must have one format: got"
+            f" {', '.join(forms)}"
         ) from None
 
 
 def _form(leaf: Any) -> str:
-    """The format of a leaf, of what stands beside a weight its kind."""
-    if isinstance(leaf, Leaf):  # an array's `format` is its layout, where it lies
+    """Return the format of a leaf, or for other objects the dtype or type."""
+    if isinstance(leaf, Leaf):  # a jax.Array has a `format` too, its memory layout
         return leaf.format
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def spec_of_stacked(leaf: Any, of: Callable[[Any], Any]) -> Any:
-    """The specs of a stacked parameter's arrays; of: of those of one stage's."""
+    """Return the specs of a stacked parameter's arrays; `of` returns those of one stage."""
     one = jax.eval_shape(lambda leaf: jax.tree.map(lambda x: x[0], leaf), leaf)
     found: Any = jax.tree.map(
         lambda spec: P(AXIS, *spec), of(one), is_leaf=lambda x: isinstance(x, P)

@@ -1,9 +1,9 @@
-"""Layers in stages: microbatches of rows go from device to device, one tick a stage.
+"""The pipelined forward pass: microbatches of rows go from stage to stage, one tick each.
 
-This is the `Course` of a model of which a device has its stage's layers, inside `jax.shard_map`.
-Ticks go by the table of `schedule.forward`. A stage that waits runs nothing, or where attention is
-of all devices at once (`Across.at_once`) whatever it has. What comes of such a tick is never looked
-at: keys and values are taken from the ticks of its jobs alone.
+It is the `Course` of a model whose device has the layers of one stage, inside `jax.shard_map`.
+Ticks follow the table of `schedule.forward`. An idle stage runs nothing; but if attention needs all
+devices at once (`Across.at_once`), it computes on invalid data. Its results are never used: keys
+and values are taken only from the ticks of its jobs.
 """
 
 import dataclasses
@@ -25,43 +25,45 @@ from jaxllm.models.layers import Layer, Scope
 from jaxllm.weights.precision import Precision
 from jaxllm.whole import whole
 
-LEAST = 64  # tokens of a microbatch: with fewer, a tick takes what reading the weights takes
+LEAST = 64  # tokens per microbatch; with fewer, reading the weights bounds the time of a tick
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How the layers of a pipeline's stage are run.
-
-    chunks: runs of layers that a stage has (see `schedule`). microbatches: into how many the rows
-    are divided; None: as many as divide them and keep `LEAST` tokens in each, up to four for each
-    stage, beyond which less than a fifth is idle.
-    """
+    """Runs the layers of a pipeline stage."""
 
     stages: int
-    chunks: int = 1
+    chunks: int = 1  # runs of layers in a stage (see `schedule`)
+    # None: as many as divide the rows and have `LEAST` tokens each, up to four per stage, at which
+    # less than a fifth of the ticks is idle.
     microbatches: int | None = None
 
     def divided(self, rows: int, tokens: int) -> int:
-        """Into how many microbatches so many rows of so many tokens go.
+        """Return the number of microbatches for `rows` rows of `tokens` tokens.
 
-        Raises TokenError where rows do not divide.
+        Raises:
+            TokenError: if the rows are not divisible.
         """
         if self.microbatches is None:
             most = max(1, min(4 * self.stages, rows * tokens // LEAST))
             return max(m for m in range(1, min(most, rows) + 1) if rows % m == 0)
         if rows % self.microbatches:
             raise TokenError(
-                f"{rows} rows do not divide into {self.microbatches} microbatches: give rows in"
-                " multiples of them, or other microbatches"
+                f"{rows} rows are not divisible into {self.microbatches} microbatches. Use a"
+                " multiple of them, or another number of microbatches"
             )
         return self.microbatches
 
     def __call__(
         self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]:
-        """This stage's layers of all rows, and what the last stage puts out, on all of them.
+        """Run this stage's layers on all rows.
 
-        blocks: of all layers of the model, by number.
+        Args:
+            blocks: of all layers of the model, by number.
+
+        Returns:
+            This stage's layers, and the output of the last stage, on all stages.
         """
         count = self.divided(*scope.position_BT.shape)
         table = forward(self.stages, count, self.chunks)
@@ -75,7 +77,7 @@ class Stages:
             new, begins = rows_of(x, number, count), (stage == 0) & (chunk == 0)
             read = jnp.where(begins, new, message)
 
-            # Each takes its rows of the cache itself: those of another chunk are not copied.
+            # Each chunk slices its own rows of the cache: those of other chunks are not copied.
             def run(places: range, x: jax.Array, number: jax.Array) -> tuple[Layer, ...]:
                 part = part_of(scope, number, count)
                 return run_places(blocks, layers_by_stage, places, x, part, remat)[0]
@@ -99,7 +101,7 @@ class Stages:
         when = jnp.asarray(_when(table))[stage]  # [chunks, microbatches]
 
         def gathered(y: jax.Array, chunk: int) -> jax.Array:
-            """Of all ticks `[ticks, rows, ...]` those of a chunk's jobs, as `[B, ...]`."""
+            """Select a chunk's jobs from all ticks `[ticks, rows, ...]`, as `[B, ...]`."""
             return jnp.take(y, when[chunk], axis=0).reshape(-1, *y.shape[2:])
 
         layers = tuple(
@@ -112,25 +114,27 @@ class Stages:
 
 
 def check_stages(config: ModelConfig, precision: Precision, course: Stages) -> None:
-    """Raises ConfigError where a model's layers cannot be run so: by size and axis."""
+    """Raise ConfigError if a model's layers cannot be run so; the message has size and axis."""
     whole("stages", course.stages, 1, error=ConfigError)
     whole("chunks of a stage", course.chunks, 1, error=ConfigError)
     if course.microbatches is not None:
         whole("microbatches", course.microbatches, 1, error=ConfigError)
     if course.stages == 1 and (course.chunks > 1 or course.microbatches is not None):
-        raise ConfigError("chunks and microbatches are of stages: give a mesh with stage=2 or more")
+        raise ConfigError(
+            "chunks and microbatches require a mesh with stage=2 or more, got stage=1"
+        )
     if course.stages == 1:
         return
     if any(re.search(r"\d", regex) for regex, _ in precision.overrides):
         raise ConfigError(
-            "precision overrides that name layers by number do not go with stages, each of which"
-            " runs the same program: name kinds of linears, or use stage=1"
+            "precision overrides that name layers by number cannot be combined with stages, which"
+            " all run one program. Name modules without a layer number, or use stage=1"
         )
     layers_of(config, course.stages, course.chunks)
 
 
 def rows_of(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
-    """A microbatch of `[B, ...]` by its number, of `count`."""
+    """Return microbatch `number` of `count` from `[B, ...]`."""
     if count == 1:
         return x
     found: jax.Array = x.reshape(count, -1, *x.shape[1:])[number]
@@ -138,7 +142,7 @@ def rows_of(x: jax.Array, number: jax.Array, count: int) -> jax.Array:
 
 
 def part_of(scope: Scope, number: jax.Array, count: int) -> Scope:
-    """What a microbatch may attend to; segments that all rows share stay whole."""
+    """Slice the scope of one microbatch; segments that all rows share stay whole."""
     batch = scope.position_BT.shape[0]
 
     def part(x: Any) -> Any:
@@ -151,7 +155,7 @@ def part_of(scope: Scope, number: jax.Array, count: int) -> Scope:
 
 
 def _jobs(table: Schedule) -> tuple[jax.Array, ...]:
-    """Of each tick each stage's microbatch and chunk, int32, and whether it has one."""
+    """Return the microbatch and chunk of each stage at each tick, int32, and whether it is busy."""
     jobs = [
         [(0, 0, 0) if j is None else (j.microbatch, j.chunk, 1) for j in row] for row in table.ticks
     ]
@@ -160,7 +164,7 @@ def _jobs(table: Schedule) -> tuple[jax.Array, ...]:
 
 
 def _when(table: Schedule) -> np.ndarray:
-    """The tick of each job, int32 `[stages, chunks, microbatches]`."""
+    """Return the tick of each job, int32 `[stages, chunks, microbatches]`."""
     found = np.zeros((table.stages, table.chunks, table.microbatches), np.int32)
     for tick, row in enumerate(table.ticks):
         for stage, job in enumerate(row):

@@ -1,14 +1,14 @@
-"""A loss and its gradient by a schedule of forward and backward jobs: 1F1B, interleaved, GPipe.
+"""A loss and its gradient by a pipeline schedule: 1F1B, interleaved 1F1B or GPipe.
 
-`jax.grad` of a model in stages goes forward through all microbatches before it goes back, and keeps
-what each needs until then. Here a stage does the jobs of a table, one a tick, and keeps the inputs
-of those microbatches alone that are on their way: a backward job runs its layers again. The loss is
-a function like others, whose gradient has been computed with its value (`jax.custom_vjp`).
+`jax.grad` of a pipelined model runs all microbatches forward before it goes back, and stores what
+each needs until then. Here each stage follows a table, one job per tick, and stores only the inputs
+of the microbatches in flight: a backward job recomputes its layers. The loss is an ordinary
+function whose gradient is computed with its value (`jax.custom_vjp`).
 
-All stages run one program, so a tick takes as long as the longest job in it. The first stage looks
-tokens up and the last makes logits; of the tables, which lie divided over all stages, each gathers
-what its devices of `tensor` have of all once a step, and their gradients from both ends are added
-up on the way back. Logits stay divided over `tensor`, but in the exact mode.
+All stages run one program, so a tick takes as long as its longest job. The first stage looks up
+tokens and the last computes logits. The token table and the head are sharded over all stages; once
+a step, each stage gathers the part of its devices on `tensor`, and the gradients from both ends are
+summed on the way back. Logits stay sharded over `tensor`, except in the exact mode.
 """
 
 import dataclasses
@@ -40,34 +40,36 @@ from jaxllm.weights.leaves.scattered import Scattered
 from jaxllm.weights.paths import Params, map_leaves
 
 Ints = Any  # int32, of numpy or JAX
-# Of logits [B, T, V] and rows, a sum over them; of logits that are divided over axes of the mesh, a
-# device's own (`ops.likelihood`).
+# Sums the loss of logits [B, T, V] and rows. The logits are a device's own if they are sharded over
+# the mesh axes of the last argument (`ops.likelihood`).
 Loss = Callable[[jax.Array, Any, Over], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """How a loss is computed, static. loss: a sum over tokens, a function that hashes."""
+    """A pipelined loss, as a static value."""
 
     model: Meshed
     schedule: Schedule
-    loss: Loss
+    loss: Loss  # a sum over tokens; must be hashable
 
 
 def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passes:
-    """Raises ConfigError for a model without stages, for attention around a ring, and for what
-    `schedule` refuses.
+    """Make a pipelined loss.
+
+    Raises:
+        ConfigError: for a model without stages, for ring attention, and as `schedule` does.
     """
     if model.axes.stage == 1:
         raise ConfigError(
-            f"schedule {schedule!r} is of stages: load the model with stage=2 or more"
+            f"schedule {schedule!r} requires pipeline stages. Load the model with stage=2 or more"
         )
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r:.40}")
     if model.axes.sequence > 1 and not model.axes.exchange:
         raise ConfigError(
-            f"in a schedule stages do other jobs at one tick, and around a ring (mesh {model.axes})"
-            " keys and values go from all devices at once: use sequence="
+            f"ring attention (mesh {model.axes}) cannot be combined with a schedule: a ring needs"
+            " all devices at once, but stages run different jobs. Use sequence="
             f"{model.axes.sequence}:heads, or train without a schedule"
         )
     table = SCHEDULES[schedule](model.axes.stage, microbatches, model.course.chunks)
@@ -76,11 +78,14 @@ def passes(model: Meshed, loss: Loss, schedule: str, microbatches: int) -> Passe
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def summed_loss(how: Passes, params: Params, rows: Any) -> jax.Array:
-    """The loss of rows, summed: float32.
+    """Return the summed loss of rows: float32.
 
-    rows: a pytree of `[B, T]` with `token_BT`, `position_BT` and `document_BT`
-    (`train.data.rows.Rows`). Raises ConfigError where they do not divide into microbatches, or
-    their columns over `sequence`.
+    Args:
+        rows: a pytree of `[B, T]` with `token_BT`, `position_BT` and `document_BT`
+            (`train.data.rows.Rows`).
+
+    Raises:
+        ConfigError: if rows are not divisible into microbatches, or columns over `sequence`.
     """
     return _computed(how, (), params, rows)[0]
 
@@ -109,24 +114,23 @@ summed_loss.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Ticks(NamedTuple):
-    """A schedule as arrays `[ticks, stages]`: what a stage does, and where what it needs lies.
+    """A schedule as arrays `[ticks, stages]`: the job of each stage, and the buffers that it uses.
 
-    kind: 0 nothing, 1 forward, 2 backward. x_in, g_in: where the input, or the gradient, that has
-    come from a neighbour is put; x_at, g_at: where the job's own lies. What is not wanted goes to
-    the last place.
+    Each stage has numbered buffers for inputs (x) and for gradients (g). Unused entries are the
+    last buffer.
     """
 
-    kind: Ints
-    number: Ints
+    kind: Ints  # 0 idle, 1 forward, 2 backward
+    number: Ints  # the microbatch
     chunk: Ints
-    x_in: Ints
-    x_at: Ints
-    g_in: Ints
-    g_at: Ints
+    x_in: Ints  # where the input that arrives from a neighbor is stored
+    x_at: Ints  # where the job's input is
+    g_in: Ints  # where the gradient that arrives from a neighbor is stored
+    g_at: Ints  # where the job's gradient is
 
 
 def ticks_of(schedule: Schedule) -> tuple[Ticks, int, int]:
-    """The arrays, and how many places a stage needs for inputs and for gradients."""
+    """Return the arrays, and how many buffers a stage needs for inputs and for gradients."""
     p, v, shape = schedule.stages, schedule.chunks, (len(schedule.ticks), schedule.stages)
     done = {
         (stage, job): tick
@@ -134,7 +138,7 @@ def ticks_of(schedule: Schedule) -> tuple[Ticks, int, int]:
         for stage, job in enumerate(row)
         if job is not None
     }
-    begins = {True: (0, 0), False: (p - 1, v - 1)}  # with tokens, with the loss: nothing comes
+    begins = {True: (0, 0), False: (p - 1, v - 1)}  # from tokens, from the loss: nothing arrives
     stays: dict[bool, list[list[Stay]]] = {kind: [[] for _ in range(p)] for kind in (True, False)}
     for stage, job in done:
         if (stage, job.chunk) != begins[job.forward]:
@@ -162,13 +166,13 @@ def ticks_of(schedule: Schedule) -> tuple[Ticks, int, int]:
     return Ticks(**arrays), count[True], count[False]
 
 
-Stay = tuple[int, int, Job]  # from which tick to which, and for whom
+Stay = tuple[int, int, Job]  # first and last tick in a buffer, and the job that uses it
 
 
 def _placed(stays: Sequence[Stay]) -> dict[Job, int]:
-    """A place for each, the first that nobody has meanwhile."""
+    """Assign each the first buffer that is free for its lifetime."""
     found: dict[Job, int] = {}
-    held: dict[int, int] = {}  # a place, and until when
+    held: dict[int, int] = {}  # buffer -> last tick of its use
     for comes, until, job in sorted(stays):
         place = next(i for i in range(len(held) + 1) if held.get(i, -1) < comes)
         held[place], found[job] = until, place
@@ -178,22 +182,23 @@ def _placed(stays: Sequence[Stay]) -> dict[Job, int]:
 def _computed(
     how: Passes, moving: tuple[int, ...], params: Params, rows: Any
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The loss, and its gradient by those of the parameters' arrays that have these numbers."""
+    """Return the loss, and its gradient by the parameter arrays with the indices `moving`."""
     model, (batch, columns) = how.model, jax.tree.leaves(rows)[0].shape
     over, way = rows_over(model.axes, batch), Way(columns, how.model.axes.sequence, exchange=True)
     share = batch // model.axes.over(over or ())
     if share % how.schedule.microbatches:
         raise ConfigError(
-            f"{share} rows of a device do not divide into {how.schedule.microbatches} microbatches"
+            f"{share} rows per device are not divisible into {how.schedule.microbatches}"
+            " microbatches"
         )
     if way.split and len(way.order) != columns:
         raise ConfigError(
-            f"rows of {columns} columns are not cut for sequence={way.devices}, which takes"
-            f" multiples of {2 * way.devices}: give rows of {len(way.order)}"
+            f"row length must be a multiple of {2 * way.devices} for sequence={way.devices}, got"
+            f" {columns}. Pad rows to {len(way.order)}"
         )
     local = model.local(params, over, megatron.tokens_of(model.axes, way.here))
     flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
-    # Devices that compute the same loss each have a part of it, as transposed sums take it.
+    # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
     apart = batch // share * (way.devices if way.split else 1)
     alike = model.axes.devices // (model.axes.stage * apart)
 
@@ -217,7 +222,7 @@ def _computed(
 
 
 def _names(spec: P) -> set[str]:
-    """The axes that divide an array."""
+    """Return the mesh axes that split an array."""
     entries = (() if x is None else (x,) if isinstance(x, str) else x for x in spec)
     return {name for entry in entries for name in entry}
 
@@ -231,7 +236,7 @@ def _on_stage(
     params: Params,
     rows: Any,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """What one device computes: its part of the loss, and of the gradient. seed: the loss's own."""
+    """Return this device's part of loss and gradient. `seed` is the cotangent of the loss."""
     count, stages, chunks = how.schedule.microbatches, how.schedule.stages, how.schedule.chunks
     arrays, form = jax.tree.flatten(params)
 
@@ -308,7 +313,7 @@ def _on_stage(
 
 
 class _Parts:
-    """A model's parts, each as a function of its parameters and of rows."""
+    """The parts of a model, each as a function of its parameters and of rows."""
 
     def __init__(self, how: Passes, way: Way, stream: Tokens | None) -> None:
         self._module, self._loss = module_of(how.model), how.loss
@@ -318,11 +323,11 @@ class _Parts:
         self._across = way.across()._replace(whole=whole)
 
     def begin(self, params: Params, rows: Any) -> jax.Array:
-        """What the first layer is given."""
+        """Return the input of the first layer."""
         return self._run(params, rows, lambda blocks, x, scope, remat: ((), x)).embeddings
 
     def middle(self, chunk: int, params: Params, x: jax.Array, rows: Any) -> jax.Array:
-        """What a chunk's layers put out."""
+        """Return the output of a chunk's layers."""
         found = []
 
         def course(blocks: Sequence[nn.Module], _: Any, scope: Scope, remat: bool) -> Any:
@@ -335,7 +340,7 @@ class _Parts:
         return found[0]
 
     def end(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
-        """The loss of what the last layer puts out."""
+        """Return the loss of the last layer's output."""
         trace = self._run(params, rows, lambda blocks, _, scope, remat: ((), x))
         if not self._over:
             return self._loss(trace.logits, rows, ())
@@ -361,12 +366,12 @@ class _Parts:
 
 
 def parted(model: Meshed) -> Over:
-    """The axes over which a stage's logits stay divided."""
+    """Return the axes that split a stage's logits."""
     return () if model.exact or model.axes.over(HEADS) == 1 else HEADS
 
 
 def _taken(local: Local, over: Over, path: str, part: Any) -> Any:
-    """What the module takes for a parameter, of tables what no other stage need be asked for."""
+    """Return the module's form of a parameter; tables are gathered from the other stages."""
     split = split_of(local.config, local.exact, path)
     if split.kind != "vocabulary" or local.axes.over(split.over) == 1:
         return local.leaf(path, part)
@@ -374,8 +379,8 @@ def _taken(local: Local, over: Over, path: str, part: Any) -> Any:
     mine = mine.gathered() if isinstance(mine, Scattered) else mine
     if isinstance(mine, Leaf):
         raise ConfigError(
-            f"{path} is {mine.format}: a schedule of microbatches trains beside tables of floats"
-            " alone. Load it unquantized, or train without a schedule"
+            f"{path} must be unquantized to train with a schedule of microbatches, got"
+            f" {mine.format}. Load it unquantized, or train without a schedule"
         )
     whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
     rows = local.config.vocab_size

@@ -1,9 +1,9 @@
-"""Zig-zag order: which device has which tokens, so that causal attention is equal work for all.
+"""Zigzag order: assigns tokens to devices so that causal attention is equal work for all.
 
 A text of T tokens is cut into 2n chunks for n devices. Device i has chunks i and 2n - 1 - i: one
-early, one late. Under a causal mask a chunk sees itself and all before it, so each device has
-(i + 1) + (2n - i) = 2n + 1 pairs of chunks to compute of 4n, whatever its number; in plain order
-the last device would have n times the work of the first.
+early, one late. Under a causal mask a chunk attends to itself and to all before it, so every device
+computes (i + 1) + (2n - i) = 2n + 1 of its 4n pairs of chunks. In plain order the last device would
+have n times the work of the first.
 """
 
 from typing import TypeVar
@@ -18,19 +18,20 @@ T = TypeVar("T")
 
 
 def padded(columns: int, devices: int) -> int:
-    """The least number of columns from `columns` up that zig-zag order can cut."""
+    """Round `columns` up to a length that zigzag order can cut."""
     return -(-columns // (2 * devices)) * (2 * devices)
 
 
 def zigzag(columns: int, devices: int) -> np.ndarray:
-    """Which column stands where: `x[:, zigzag(T, n)]`, cut into n equal runs, is zig-zag order.
+    """Return the permutation to zigzag order: `x[:, zigzag(T, n)]`, cut into n equal parts.
 
-    Raises ConfigError for columns that are no multiple of 2n.
+    Raises:
+        ConfigError: for columns that are not a multiple of 2n.
     """
     if columns % (2 * devices):
         raise ConfigError(
-            f"{columns} columns cannot be cut into {2 * devices} chunks for {devices} devices of"
-            f" the sequence axis: pad them to {padded(columns, devices)} (position -1)"
+            f"columns must be a multiple of {2 * devices} for {devices} devices of the sequence"
+            f" axis, got {columns}. Pad them to {padded(columns, devices)} (position -1)"
         )
     chunks = np.arange(columns, dtype=np.int32).reshape(2 * devices, -1)
     pairs = [(i, 2 * devices - 1 - i) for i in range(devices)]
@@ -38,10 +39,10 @@ def zigzag(columns: int, devices: int) -> np.ndarray:
 
 
 def to_zigzag(x: T, axis: str) -> T:
-    """Columns `[B, T / n, ...]` that lie in plain order, inside `shard_map`, in zig-zag order.
+    """Move columns `[B, T / n, ...]` from plain to zigzag order, inside `shard_map`.
 
-    Two exchanges of half the columns each, whatever n is: in either order every device has one
-    chunk of an even number and one of an odd.
+    This takes two exchanges of half the columns each, for any n: in both orders every device has
+    one even and one odd chunk.
     """
     even_here, routes = _even_here(axis), _routes(jax.lax.axis_size(axis))
 
@@ -57,7 +58,7 @@ def to_zigzag(x: T, axis: str) -> T:
 
 
 def to_plain(x: T, axis: str) -> T:
-    """The way back from `to_zigzag`."""
+    """Invert `to_zigzag`."""
     even_here, routes = _even_here(axis), _routes(jax.lax.axis_size(axis))
 
     def move(x: jax.Array) -> jax.Array:
@@ -73,7 +74,7 @@ def to_plain(x: T, axis: str) -> T:
 
 
 def _even_here(axis: str) -> jax.Array:
-    """Whether the early chunk of this device, which has the device's number, is an even one."""
+    """Return whether this device's early chunk, which has the device's number, is even."""
     return jax.lax.axis_index(axis) % 2 == 0
 
 
@@ -82,7 +83,7 @@ def _swapped(a: jax.Array, b: jax.Array, *, unless: jax.Array) -> list[jax.Array
 
 
 def _routes(devices: int) -> list[list[tuple[int, int]]]:
-    """Of even and of odd chunks: from who has it in plain order to who has it in zig-zag order."""
+    """Return pairs (device in plain order, in zigzag order), for even and for odd chunks."""
     last = 2 * devices - 1
     return [
         [(chunk // 2, min(chunk, last - chunk)) for chunk in range(parity, last + 1, 2)]

@@ -1,13 +1,13 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values go round.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): queries stay, keys and values rotate.
 
-Each of n devices has 1/n of the queries and of the slots. In n rounds it meets the slots of all,
-and absorbs them into the online softmax of `ops.attention`; between rounds the slots move on by one
-device. Of a round it computes only those pairs of halves in which a query can see a slot, by their
-positions: in zig-zag order (`order`) that is 2n + 1 of 4n pairs for every device.
+Each of n devices has 1/n of the queries and of the slots. In each of n rounds it absorbs the slots
+that it holds into the online softmax of `ops.attention`; between rounds, slots move on by one
+device. A round computes only the pairs of halves in which a query can see a slot, by position: in
+zigzag order (`order`) that is 2n + 1 of 4n pairs for every device.
 
-The gradient goes round a second time: what slots receive travels with them, and comes home after n
-rounds. What is kept in between is the input, the output and one number a query: nothing on a device
-grows with the whole text.
+The gradient is a second pass around the ring: the cotangents of slots travel with them, and arrive
+home after n rounds. Between the passes only the input, the output and one number per query are
+stored: nothing on a device grows with the whole text.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Rules(NamedTuple):
-    """What is static: the axis that slots go round, and what `ops.attend` is told."""
+    """Static options: the axis that slots rotate over, and arguments of `ops.attend`."""
 
     axis: str
     scale: float
@@ -44,14 +44,14 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where tokens `[B, T]` are: their positions, and of which documents; None: of any."""
+    """Where tokens `[B, T]` are: their positions and documents; None: one document."""
 
     position_BT: jax.Array
     document_BT: jax.Array | None
 
 
 class Slots(NamedTuple):
-    """Some keys and values `[B, S, K, H]`, and where they are: what travels."""
+    """Some keys and values `[B, S, K, H]`, and where they are; this is what rotates."""
 
     k_BSKH: Any
     v_BSKH: Any
@@ -69,22 +69,26 @@ def attend(
     cap: float | None = None,
     document_BT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """This device's queries over the slots of all devices: what `ops.attend` gives them, float32
-    `[B, T, N, H]`, and the logarithms of their softmaxes' denominators, `[B, T, N]`.
+    """Attend with this device's queries to the slots of all devices, inside `shard_map`.
 
-    Inside `shard_map`. Queries and slots are this device's share, as many everywhere; any token and
-    any padding (position -1) may be anywhere. document_BT: int32, which document each query is of;
-    slots are then the same tokens, of which it sees those of its own alone.
+    All devices have equal numbers of queries and slots; tokens and padding (position -1) may be
+    anywhere. The slots of a device are sent n - 1 times. The gradient sends them as often again,
+    and float32 cotangents n times. Int8 is not differentiable.
 
-    Sends the slots of a device n - 1 times; for the gradient once more as often, and float32
-    cotangents n times. Int8 is not differentiated.
+    Args:
+        document_BT: int32, the document of each query. Slots are then the same tokens, and a query
+            sees only those of its own document.
+
+    Returns:
+        The output of `ops.attend`, float32 `[B, T, N, H]`, and the log of the softmax denominators,
+        `[B, T, N]`.
     """
     B, T, N, H = q_BTNH.shape
     K = part.k_BSKH.shape[2]
     q_BTKGH, place = q_BTNH.reshape(B, T, K, N // K, H), Place(position_BT, document_BT)
     slots = Slots(part.k_BSKH, part.v_BSKH, Place(part.position_BS, document_BT))
     rules = Rules(axis, scale, window, cap)
-    # What devices hold alike gets the sum of their gradients: this is the transpose of a psum.
+    # Replicated inputs get the sum of the devices' gradients: this is the transpose of a psum.
     q_BTKGH, place, slots = varying_as((q_BTKGH, place, slots), q_BTKGH, place, slots)
     floats = not any(isinstance(x, Int8Entries) for x in part)
     found = (_differentiable if floats else _found)(
@@ -112,7 +116,7 @@ def _forwards(
 
 
 def _softmax(q_BTKGH: jax.Array, place: Place, slots: Slots, rules: Rules) -> Softmax:
-    """The softmax of this device's queries after all rounds."""
+    """Return the softmax state of this device's queries after all rounds."""
     asking = _halves((q_BTKGH, place))
     blank = [varying_as(unseen(_queries(*half, rules)), q_BTKGH) for half in asking]
 
@@ -126,7 +130,7 @@ def _softmax(q_BTKGH: jax.Array, place: Place, slots: Slots, rules: Rules) -> So
 
     def turn(carry: Any, _: None) -> tuple[Any, None]:
         states, slots = carry
-        # Neither waits for the other: slots are on their way while they are computed with.
+        # The two are independent: slots are sent while they are used.
         return (meet(list(states), slots), passed_on(slots, rules.axis)), None
 
     rounds = jax.lax.axis_size(rules.axis)
@@ -136,7 +140,7 @@ def _softmax(q_BTKGH: jax.Array, place: Place, slots: Slots, rules: Rules) -> So
 
 
 def _absorbed(state: Softmax, queries: Queries, place: Place, slots: Slots) -> Softmax:
-    """The softmax after some slots, block by block, without blocks that nobody sees."""
+    """Absorb slots into the softmax, block by block; blocks that no query sees are skipped."""
 
     def one(state: Softmax, block: Slots) -> tuple[Softmax, None]:
         seen_BTS = _seen(place, block.place, queries.window)
@@ -152,8 +156,11 @@ def _absorbed(state: Softmax, queries: Queries, place: Place, slots: Slots) -> S
 
 
 def _backwards(rules: Rules, kept: Any, given: tuple[jax.Array, jax.Array]) -> Any:
-    """The second time round. With weights p = exp(score - log), o the output, g its cotangent and
-    h that of log, a score's is `p (g v - g o + h)`, and v's is `p g` (Dao et al. 2022, appendix B).
+    """Compute the gradient by a second pass around the ring.
+
+    With weights p = exp(score - log), output o, its cotangent g and the cotangent h of log, the
+    cotangent of a score is `p (g v - g o + h)`, and that of v is `p g` (Dao et al. 2022, appendix
+    B).
     """
     q_BTKGH, place, slots, (out_BTNH, log_BKGT) = kept
     g_BTKGH = given[0].reshape(q_BTKGH.shape)
@@ -192,13 +199,13 @@ _differentiable.defvjp(_forwards, _backwards)
 
 
 def _pulled(sums: Any, asking: Any, slots: Slots, rules: Rules) -> Any:
-    """The cotangents of some queries and slots, with what these give each other added."""
+    """Add to the cotangents of queries and slots what they contribute to each other."""
     q_BTKGH, place, *beside = asking
     g_BKGTH, less_BKGT, log_BKGT = (jnp.moveaxis(x, 1, 3) for x in beside)
 
     def one(dq: jax.Array, block: Slots) -> tuple[jax.Array, Any]:
         seen_BTS = _seen(place, block.place, rules.window)
-        # What an empty slot holds may be NaN, and zero times NaN is NaN.
+        # An empty slot may hold NaN, and zero times NaN is NaN.
         used_BS11 = seen_BTS.any(axis=1)[:, :, None, None]
         k, v = (jnp.where(used_BS11, x.astype(jnp.float32), 0.0) for x in block[:2])
 
@@ -219,7 +226,7 @@ def _pulled(sums: Any, asking: Any, slots: Slots, rules: Rules) -> Any:
 
 
 def passed_on(x: T, axis: str) -> T:
-    """What the device before had; what this one has goes to the next."""
+    """Send an array to the next device of the ring, and return that of the previous one."""
     n = jax.lax.axis_size(axis)
     given: T = jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
     return given
@@ -230,7 +237,7 @@ def _queries(q_BTKGH: jax.Array, place: Place, rules: Rules) -> Queries:
 
 
 def _seen(asked: Place, slots: Place, window: int | None) -> jax.Array:
-    """What each query sees of some slots, bool `[B, T, S]`."""
+    """Return which slots each query sees, bool `[B, T, S]`."""
     seen_BTS = visible(asked.position_BT, slots.position_BT, window=window)
     if asked.document_BT is None or slots.document_BT is None:
         return seen_BTS
@@ -238,7 +245,7 @@ def _seen(asked: Place, slots: Place, window: int | None) -> jax.Array:
 
 
 def _meet(asked: Place, slots: Place, window: int | None) -> jax.Array:
-    """Whether a query may see a slot, by the first and the last of both: False is certain."""
+    """Return whether a query may see a slot, by the first and last of both. False is certain."""
     (first_q, last_q), (first_k, last_k) = _span(asked), _span(slots)
     may_B = (first_k <= last_q) & (last_k >= 0)
     if window is not None:
@@ -256,14 +263,17 @@ def _span(place: Place) -> tuple[jax.Array, jax.Array]:
 
 
 def _ends(x_BT: jax.Array | None, real_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest of what is real in each row, `[B]`; the greatest int32, and -1."""
+    """Return the minimum and maximum over the real columns of each row, `[B]`.
+
+    A row without any gives the largest int32, and -1.
+    """
     assert x_BT is not None
     least_B = jnp.where(real_BT, x_BT, jnp.iinfo(jnp.int32).max).min(axis=1)
     return least_B, jnp.where(real_BT, x_BT, -1).max(axis=1)
 
 
 def _halves(x: T) -> list[T]:
-    """The two halves along columns, of which zig-zag order makes an early and a late one."""
+    """Split columns in two halves: in zigzag order, the early and the late chunk."""
     cut = jax.tree.leaves(x)[0].shape[1] // 2
     ends: list[T] = [
         jax.tree.map(lambda x: x[:, :cut], x),
@@ -273,7 +283,7 @@ def _halves(x: T) -> list[T]:
 
 
 def _blocks(slots: Slots) -> Slots:
-    """Slots in blocks, `[S / BLOCK, B, BLOCK, ...]`; the last one filled up with empty ones."""
+    """Split slots into blocks, `[S / BLOCK, B, BLOCK, ...]`, padded with empty slots."""
     count = slots.place.position_BT.shape[1]
     width = min(BLOCK, count)
 
@@ -287,5 +297,5 @@ def _blocks(slots: Slots) -> Slots:
 
 
 def _unblocked(x: jax.Array, count: int) -> jax.Array:
-    """The way back, of so many slots."""
+    """Merge blocks to `count` slots: the inverse of `_blocks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :count]

@@ -1,8 +1,8 @@
-"""Attention over a cache whose slots are split among devices: queries come to them.
+"""Attention over a cache whose slots are sharded.
 
-For a few queries, which all devices have, each attends to its own slots, and the softmaxes are
-merged: two small reductions, however long the text is. Many queries, of which each device has its
-share, go round with their softmaxes (Yang et al. 2024, arXiv 2411.01783, "pass-Q").
+A few queries are replicated: each device attends to its own slots, and the softmaxes are merged by
+two small reductions, however long the text is. Many queries are split over devices and rotate with
+their softmax states (Yang et al. 2024, arXiv 2411.01783, "pass-Q").
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,20 @@ from jaxllm.ops.varying import varying_as
 
 
 def attend(queries: Queries, parts: Sequence[Part], axis: str) -> jax.Array:
-    """`ops.attend` of queries that all devices have, over the slots of all: `[B, T, N, H]`.
+    """Attend with replicated queries to the slots of all devices: `[B, T, N, H]`.
 
-    Inside `shard_map`. parts: what this device has. What several have must be seen on one of them:
-    see `once`.
+    Runs inside `shard_map`.
+
+    Args:
+        parts: this device's slots. Replicated parts must be seen by one device only: see `once`.
     """
     return finished(merged(softmax([Look(queries)], parts), axis), queries.q_BTKGH.dtype)
 
 
 def attend_round(queries: Queries, parts: Sequence[Part], axis: str) -> tuple[jax.Array, jax.Array]:
-    """The same of queries of which each device has as many of its own: see `ring.attend` for what
-    is returned. They go round all devices with what they have seen, and come home.
+    """Attend with split queries, the same number on each device, to the slots of all devices.
+
+    Queries rotate with their softmax states until they are home. Returns what `ring.attend` does.
     """
     B, T, K, G, _ = queries.q_BTKGH.shape
     asking = (queries.q_BTKGH, queries.position_BT)
@@ -54,14 +57,15 @@ def attend_round(queries: Queries, parts: Sequence[Part], axis: str) -> tuple[ja
 
 
 def once(part: Part, axis: str) -> Part:
-    """A part that all devices have, seen on the first alone."""
+    """Hide a replicated part on all devices but the first."""
     first = jax.lax.axis_index(axis) == 0
     return part._replace(position_BS=jnp.where(first, part.position_BS, -1))
 
 
 def mixed(found: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """One softmax of several over slots of their own: outputs `[B, T, N, H]` by the logarithms of
-    their denominators `[B, T, N]`.
+    """Combine the outputs of attention over disjoint slots.
+
+    Each is an output `[B, T, N, H]` with the log of its softmax denominator `[B, T, N]`.
     """
     log_XBTN = jnp.stack([log for _, log in found])
     weight_XBTN = jnp.exp(log_XBTN - finite(log_XBTN.max(axis=0))[None])
@@ -71,7 +75,7 @@ def mixed(found: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
 
 
 def merged(state: Softmax, axis: str) -> Softmax:
-    """One softmax of those that devices have of the same queries, over slots of their own."""
+    """Merge the devices' softmax states of the same queries over disjoint slots."""
     top_BKGT = jax.lax.pmax(state.top_BKGT, axis)
     shrink_BKGT1 = jnp.exp(state.top_BKGT - finite(top_BKGT))[..., None]
     sums = jnp.concatenate([state.total_BKGT[..., None], state.value_BKGTH], axis=-1)

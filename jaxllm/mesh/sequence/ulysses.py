@@ -1,8 +1,8 @@
-"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): tokens are exchanged for heads, and back.
+"""Ulysses (Jacobs et al. 2023, arXiv 2309.14509): exchanges tokens for heads, and back.
 
-Outside of attention each of n devices has 1/n of the tokens; for attention, all tokens of 1/n of
-the heads. What is between the two exchanges is any attention that treats heads alike. Keys and
-values stay split by heads, so a cache is split as tensor parallelism splits it.
+Outside of attention each of n devices has 1/n of the tokens; in attention, all tokens of 1/n of the
+heads. Between the two exchanges any attention works that treats heads alike. Keys and values stay
+sharded by heads, so a cache is sharded as in tensor parallelism.
 """
 
 from typing import TypeVar
@@ -16,22 +16,24 @@ T = TypeVar("T")
 
 
 def check_heads(queries: int, keys: int, devices: int, *, cached: bool = False) -> None:
-    """Raise ConfigError where heads cannot be shared out among so many devices. cached: into a
-    cache, of which no head is on two of them.
+    """Raise ConfigError if heads cannot be split over the devices.
+
+    Args:
+        cached: whether the heads go to a cache, which must not replicate them.
     """
     if queries % devices or (keys % devices and (cached or devices % keys)):
         raise ConfigError(
             f"Ulysses exchanges tokens for heads: {queries} query heads and {keys} key heads cannot"
-            f" be shared out among {devices} devices of the sequence axis. Take ring attention, or"
-            " a number of devices that divides the heads"
+            f" be split over {devices} devices of the sequence axis. Use ring attention, or a"
+            " number of devices that divides the heads"
         )
 
 
 def to_heads(x: T, axis: str) -> T:
-    """`[B, T / n, N, ...]` of all heads as `[B, T, N / n, ...]` of all tokens, inside `shard_map`.
+    """Exchange `[B, T / n, N, ...]` for `[B, T, N / n, ...]`, inside `shard_map`.
 
-    Fewer heads than devices, which they divide: each goes to n / N devices, as query heads of its
-    group do.
+    With fewer heads than devices, which they must divide, each head goes to n / N devices, as the
+    query heads of its group do.
     """
     n = jax.lax.axis_size(axis)
 
@@ -45,7 +47,7 @@ def to_heads(x: T, axis: str) -> T:
 
 
 def to_tokens(x: T, axis: str) -> T:
-    """The way back from `to_heads`, for as many heads as there are devices or more."""
+    """Invert `to_heads`, for at least as many heads as devices."""
 
     def move(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
@@ -55,12 +57,12 @@ def to_tokens(x: T, axis: str) -> T:
 
 
 def of_all(x_BT: jax.Array, axis: str) -> jax.Array:
-    """What stands beside tokens, `[B, T / n]` of this device, as `[B, T]` of all."""
+    """All-gather an array by token, `[B, T / n]`, to `[B, T]`."""
     return jax.lax.all_gather(x_BT, axis, axis=1, tiled=True)
 
 
 def own_heads(x: T, axis: str) -> T:
-    """Of `[B, T, N, ...]` that all devices have, the heads that `to_heads` gives this one."""
+    """Take from replicated `[B, T, N, ...]` the heads that `to_heads` gives this device."""
     n, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
     def cut(x: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""How one call of a model goes over the axis `sequence`: where its tokens are, and its attention.
+"""How a call uses the axis `sequence`: where its tokens are, and which attention it runs.
 
-Norms, linears and MLPs see tokens one by one, so that of a split text each device runs its own
-tokens, all but attention, which `models.layers.attend` leaves to one of the classes here. A few
-tokens, as in decoding, are not split: every device runs them, and has its share of the cache.
+Norms, linears and MLPs work token by token, so each device runs them on its own tokens of a split
+text. Only attention differs: `models.layers.attend` calls one of the classes here. A few tokens, as
+in decoding, are not split: every device runs them, with its shard of the cache.
 """
 
 import dataclasses
@@ -28,53 +28,51 @@ Found = tuple[jax.Array, Part]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Of `columns` tokens a row over so many devices. exchange: by Ulysses, not around a ring.
+    """How rows of `columns` tokens are split over the axis `sequence`.
 
-    split: whether each device has some of the tokens. They are padded to columns that can be cut,
-    and for the ring put into zig-zag order.
+    Split tokens are padded to a length that can be cut, and for a ring put in zigzag order.
     """
 
     columns: int
     devices: int
-    exchange: bool = False
+    exchange: bool = False  # by Ulysses instead of a ring
 
     @property
     def split(self) -> bool:
+        """Whether each device has only some of the tokens."""
         return 1 < self.devices <= self.columns // 2
 
     @property
     def axis(self) -> str | None:
-        """What columns are split over."""
+        """The axis that splits columns."""
         return AXIS if self.split else None
 
     @property
     def here(self) -> int:
-        """The columns of one device."""
+        """Number of columns on one device."""
         return len(self.order) // self.devices if self.split else self.columns
 
     @property
     def at_once(self) -> bool:
-        """Whether attention waits for every device: a collective-permute, around a ring, has no
-        groups.
-        """
+        """Whether attention needs every device: a ring's collective-permutes have no groups."""
         return self.split and not self.exchange
 
     def check(self, attention_mass: Any) -> None:
-        """Raise ConfigError for attention mass, where no device has all scores of a head."""
+        """Raise ConfigError for attention mass: no device has all scores of a head."""
         if self.devices > 1 and attention_mass is not False:
             raise ConfigError(
-                "attention mass is not said of a text that is split over devices: mesh"
+                "attention mass is not available for a text that is split over devices: mesh"
                 f" sequence={self.devices} must be sequence=1"
             )
 
     @property
     def order(self) -> np.ndarray:
-        """Which column, of those that are padded, stands where."""
+        """The permutation of the padded columns."""
         width = order.padded(self.columns, self.devices)
         return np.arange(width) if self.exchange else order.zigzag(width, self.devices)
 
     def laid_out(self, by_row: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call is given by row, its columns where they are to be computed with."""
+        """Pad and permute the columns of a call's inputs by row."""
         if not self.split:
             return dict(by_row)
         there = self.order
@@ -93,8 +91,11 @@ class Way:
         return {name: lay(name, x) for name, x in by_row.items()}
 
     def across(self, whole: Sequence[bool] = (), past: Any = False) -> Across:
-        """How attention goes over the axis. whole: of which of the cache's segments this device has
-        all slots, as others have. past: bool, whether anything is cached.
+        """Return the attention of a call over the axis.
+
+        Args:
+            whole: whether each segment of the cache has all its slots on every device.
+            past: bool, whether anything is cached.
         """
         if self.devices == 1:
             return Across()
@@ -107,9 +108,11 @@ class Way:
     def run(
         self, apply: Callable[..., Any], by_row: dict[str, Any], whole: Sequence[bool], past: Any
     ) -> Any:
-        """The trace of this device, inside `shard_map`, in plain order.
+        """Return this device's trace in plain order, inside `shard_map`.
 
-        apply: the module's call, of `across` and of `by_row`. whole, past: as of `across`.
+        Args:
+            apply: the module's call, of `across` and of `by_row`.
+            whole: as in `across`, and so is past.
         """
         across = self.across(whole, past)
         if not self.split:
@@ -130,7 +133,7 @@ class Way:
         return order.to_plain(trace.replace(logits=None), AXIS).replace(logits=logits)
 
     def cut(self, trace: Any, picked: bool) -> Any:
-        """The trace without padding. picked: whether its logits are of one column."""
+        """Remove padding from a trace. `picked`: its logits are of one column."""
         if not self.split or len(self.order) == self.columns:
             return trace
         bare = jax.tree.map(lambda x: x[:, : self.columns], trace.replace(logits=None))
@@ -138,35 +141,39 @@ class Way:
 
 
 def check(config: ModelConfig, axes: Axes, exact: bool) -> None:
-    """Raise ConfigError for attention that cannot go over the axis. config: of a device's share."""
+    """Raise ConfigError for attention that cannot use the axis. `config` is that of one device."""
     if axes.sequence == 1:
         return
     if exact:
         raise ConfigError(
-            f"exact=True sums as one device does, and a split text otherwise: mesh {axes} must have"
-            " sequence=1"
+            "exact=True cannot be combined with a split text, whose sums have another order: mesh"
+            f" {axes} must have sequence=1"
         )
     long = config.long_attention(0)
     if long is not None or any(rope.extended for rope in config.ropes):
         kind = "Self-Extend" if long is None else f"attention of kind {long.kind!r}"
-        raise ConfigError(f"{kind} reads a text from one device: mesh {axes} must have sequence=1")
+        raise ConfigError(f"{kind} cannot split a text: mesh {axes} must have sequence=1")
     if axes.exchange:
         heads = config.num_attention_heads, config.num_key_value_heads
         ulysses.check_heads(*heads, axes.sequence, cached=True)
 
 
 def check_chunks(axes: Axes, chunks: int) -> None:
-    """Raise ConfigError for a ring among stages that run other layers at one tick."""
+    """Raise ConfigError for ring attention in stages with chunks.
+
+    Stages then run different layers at one tick, but a ring needs all devices.
+    """
     if chunks > 1 and axes.sequence > 1 and not axes.exchange:
         raise ConfigError(
-            f"stages of {chunks} chunks run other layers at one tick, and keys and values go round"
-            f" a ring from all devices at once: use sequence={axes.sequence}:heads, or one chunk"
+            f"ring attention cannot be combined with stages of {chunks} chunks: a ring needs all"
+            " devices at once, but the stages run different layers. Use"
+            f" sequence={axes.sequence}:heads, or one chunk"
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Around:
-    """Split tokens: their keys and values go round, and they themselves over what is cached."""
+    """Ring attention: keys and values of split tokens rotate, and queries rotate over the cache."""
 
     whole: tuple[bool, ...]
     past: Any
@@ -192,7 +199,7 @@ class Around:
 
 @dataclasses.dataclass(frozen=True)
 class OwnSlots:
-    """Tokens that all devices have, over slots of which each has some."""
+    """Replicated tokens attend to a cache whose slots are sharded."""
 
     whole: tuple[bool, ...]
 
@@ -206,7 +213,7 @@ class OwnSlots:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Split tokens, exchanged for heads: all tokens of some heads, over a cache of these heads."""
+    """Ulysses: split tokens are exchanged for heads, which attend to a cache of the same heads."""
 
     def __call__(
         self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
@@ -223,7 +230,7 @@ class Exchanged:
 
 @dataclasses.dataclass(frozen=True)
 class OwnHeads:
-    """Tokens that all devices have: each attends with some heads, over a cache of these."""
+    """Replicated tokens: each device attends with some heads, to a cache of these heads."""
 
     def __call__(
         self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
@@ -259,6 +266,6 @@ def _once(parts: Sequence[Part], whole: Sequence[bool]) -> list[Part]:
 def _no_documents(document_BT: Any) -> None:
     if document_BT is not None:
         raise ConfigError(
-            "a few tokens of several documents are not split over sequence: give at least twice as"
-            " many columns as the axis has devices"
+            "rows of several documents are too short for the sequence axis. Use at least twice as"
+            " many columns as it has devices"
         )

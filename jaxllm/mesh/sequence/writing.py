@@ -1,4 +1,4 @@
-"""New entries written into a cache whose slots are split: each device writes what falls to it."""
+"""Writes new entries to a cache with sharded slots: each device writes those in its own slots."""
 
 import dataclasses
 from functools import partial
@@ -18,9 +18,9 @@ from jaxllm.mesh.sequence.ways import AXIS, Way
 
 @dataclasses.dataclass(frozen=True)
 class SplitSlots:
-    """As `cache.write.at_cursor`, of a tail with S / n slots on each of n devices.
+    """Works as `cache.write.at_cursor`, for a tail with S / n slots on each of n devices.
 
-    Entries that are split go round, so that no device ever has all of them.
+    Split entries rotate over the devices, so that none ever holds all of them.
     """
 
     axes: Axes
@@ -53,7 +53,7 @@ class SplitSlots:
 
 
 def _write(split: bool, cursor: jax.Array, tail: Any, new: Any) -> Any:
-    """Inside `shard_map`: of this device's slots, those that entries are for."""
+    """Write entries to this device's slots, inside `shard_map`."""
     slots = jax.tree.leaves(tail)[0].shape[1]
     columns, here = jax.tree.leaves(new)[0].shape[1], jax.lax.axis_index(AXIS)
 

@@ -1,7 +1,7 @@
-"""Attention for texts longer than a window: kinds that `LongAttention` names, beside the dense one.
+"""Long-context attention: the kinds of `LongAttention`.
 
-dilated: LongNet's. infini: Infini-attention. Each says here what the arithmetic in `jaxllm.ops` is
-told; `KINDS` is the table that `layers.attend` looks in.
+dilated: LongNet. infini: Infini-attention. Each prepares the arguments of its arithmetic in
+`jaxllm.ops`; `layers.attend` dispatches through `KINDS`.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ import jax
 
 from jaxllm.models.long import dilated, infini
 
-# kind -> `(kind, scope, q_BTNH, parts, beside, scale=, cap=)`, which gives the heads `[B, T, N, H]`
-# in q's dtype, the mass where it is asked for, and the memory after these tokens, or None.
-# kind: of this layer, `ModelConfig.long_attention`. parts: of the cache, and then the new tokens.
-# beside: what a kind that keeps a memory is given besides. The rest: see `layers.attend`.
+# kind -> `(kind, scope, q_BTNH, parts, beside, scale=, cap=)`, which returns the heads
+# `[B, T, N, H]` in q's dtype, the attention mass if requested, and the new memory, or None.
+# kind: `ModelConfig.long_attention` of the layer. parts: the cache's, then the new tokens.
+# beside: further inputs for a kind with a memory. Other arguments: see `layers.attend`.
 KINDS: dict[str, Callable[..., tuple[jax.Array, jax.Array | None, Any]]] = {
     "dilated": dilated.attend,
     "infini": infini.attend,

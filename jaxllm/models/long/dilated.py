@@ -1,4 +1,4 @@
-"""What LongNet's dilated attention (Ding et al. 2023) is told of a layer."""
+"""LongNet's dilated attention (Ding et al. 2023) for one layer."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -16,10 +16,10 @@ from jaxllm.ops.dilated.sight import Dilation, Sight
 
 @cache
 def dilations(kind: LongAttention, heads: int) -> tuple[Dilation, ...]:
-    """The pairs of one layer and what each of its heads sees of them.
+    """Return the dilations of one layer with each head's offsets; -1: the head does not use it.
 
-    With "pairs" and "layers" head j begins at `j % ratio` (equation 8). With "heads" it is the
-    `j // count`-th head of its pair, and begins at that modulo the ratio.
+    With "pairs" and "layers", head j has offset `j % ratio` (equation 8). With "heads", it is the
+    `j // count`-th head of its pair, and has that modulo the ratio.
     """
     count, found = len(kind.pairs), []
     for i, (length, ratio) in enumerate(kind.pairs):
@@ -41,13 +41,14 @@ def attend(
     scale: float,
     cap: float | None,
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    """See `KINDS`. The mass costs dense attention's weights, and is not there with documents.
+    """Dilated attention; see `KINDS`.
 
-    Raises ConfigError for a mask, which says nothing of positions.
+    Attention mass costs dense attention weights, and is None with documents. Raises ConfigError for
+    a mask, which has no positions.
     """
     if scope.mask_BTS is not None:
         raise ConfigError(
-            "attention of kind 'dilated' goes by positions and takes no mask: leave mask_BTS out"
+            "attention of kind 'dilated' depends on positions and takes no mask: omit mask_BTS"
         )
     shown, at_BT = dilations(kind, q_BTNH.shape[2]), scope.position_BT
     sight = Sight(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))

@@ -1,12 +1,11 @@
-"""Infini-attention (Munkhdalai et al. 2024): softmax within a segment, a memory of all before it.
+"""Infini-attention (Munkhdalai et al. 2024): softmax within a segment, memory of earlier ones.
 
-Segments are `position // segment_length`. The part that is softmax sees new tokens and slots of the
-query's own segment alone: keys and values of finished segments may leave the cache. What a position
-turns is its place in the segment, so that a token at a million is turned as exactly as the first.
+A token's segment is `position // segment_length`. Local softmax attends only to new tokens and
+slots of the query's own segment, so keys and values of finished segments may leave the cache.
+Rotary angles use the place within the segment, so they stay exact at any position.
 
-The gate is applied where the memory has something to say, and nowhere else: the paper's formula
-would take sigmoid(beta) away from the first segment too, where the memory is empty, and change a
-trained model there.
+The gate applies only where the memory is not empty. With the paper's formula, the first segment
+would also lose a share sigmoid(beta) to an empty memory, which would change a trained model there.
 """
 
 from collections.abc import Sequence
@@ -23,10 +22,13 @@ from jaxllm.ops.compressive import Memory, compress, empty
 
 
 class Beside(NamedTuple):
-    """What this kind is given beside turned queries and keys.
+    """Inputs of the memory, besides rotated queries and keys.
 
-    q `[B, T, N, H]`, k, v `[B, T, K, H]`: before they are turned, or rounded as a cache has them.
-    gate_N: beta, of which the sigmoid is the share of the memory. memory: None before a text.
+    Attributes:
+        q, k, v: `[B, T, N, H]` and `[B, T, K, H]`, before rotation and before rounding to the
+            cache's dtype.
+        gate_N: beta; its sigmoid is the memory's share of the output.
+        memory: None before a text.
     """
 
     q: jax.Array
@@ -46,24 +48,23 @@ def attend(
     scale: float,
     cap: float | None,
 ) -> tuple[jax.Array, None, Memory]:
-    """See `KINDS`. The new tokens follow one another in each row.
+    """Infini-attention; see `KINDS`. The new tokens of each row must be consecutive.
 
-    Raises ConfigError for what has no meaning here: masks, documents that share a row, attention
-    mass.
+    Raises ConfigError for masks, documents that share a row, and attention mass.
     """
     asked = {
         "an attention mask": scope.mask_BTS is not None,
-        "several documents in a row (train with --no-pack)": scope.document_BT is not None,
-        "attention mass or weights, which the memory's share has none of,": scope.mass is not False,
+        "several documents in one row (train with --no-pack)": scope.document_BT is not None,
+        "attention mass or weights": scope.mass is not False,
     }
     if len(parts) > 1 and beside.memory is None:
         raise ConfigError(
-            "attention of kind 'infini' goes on from a cache with its memory, which this way of"
-            " running (fixed shapes, exports) has no place for"
+            "attention of kind 'infini' continues a cache with its memory, which fixed shapes and"
+            " exports do not support"
         )
     for what, is_asked in asked.items():
         if is_asked:
-            raise ConfigError(f"attention of kind 'infini': {what} cannot be had with a memory")
+            raise ConfigError(f"attention of kind 'infini' does not support {what}")
     assert kind.segment_length is not None
     update, length = kind.update or "linear", kind.segment_length
     B, _, K, H = beside.k.shape
@@ -84,9 +85,9 @@ def _local(
     scale: float,
     cap: float | None,
 ) -> jax.Array:
-    """Softmax attention within segments, by buckets `[n, B, W, N, H]`.
+    """Compute softmax attention within segments, by buckets `[n, B, W, N, H]`.
 
-    The first bucket sees slots of its own segment; no other can have any in a cache.
+    Only the first bucket can have slots of its segment in the cache.
     """
     *cached, new = parts
     q, (k, v) = buckets.split(q_BTNH), jax.tree.map(buckets.split, (new.k_BSKH, new.v_BSKH))

@@ -1,5 +1,5 @@
 """LongNet's dilated attention.
 
-attention: new tokens over all parts; blocks: a run of positions; gathered: tokens that stand
-anywhere. sight: what a dilation shows, and what these share. dense: the same, all scores at once.
+attention: new tokens over all parts; blocks: consecutive positions; gathered: arbitrary positions.
+sight: the dilation pattern, and shared helpers. dense: a reference with all scores at once.
 """

@@ -1,10 +1,10 @@
-"""Dilated attention (LongNet, Ding et al. 2023, sections 2.2 to 2.4) by gathering what it shows.
+"""Dilated attention (LongNet, Ding et al. 2023, sections 2.2 to 2.4), by gathering keys.
 
-Of a dilation (w, r) a head has every r-th position of a segment of w, from its offset on: each
-dilation is causal attention within blocks of them. What it gives is mixed with the others
-by softmax denominators, through the logarithms of these. Nothing is as large as tokens times
-tokens, forwards or backwards, and time grows with the tokens times the sum of w / r^2. Where a
-position lies is looked up, so that slots may hold the tokens in any order, or not at all.
+In a dilation (w, r), a head has every r-th position of a segment of length w, from its offset on,
+and attends causally within each segment. Outputs of the dilations are mixed by their softmax
+denominators, in log space. No array has tokens times tokens entries, in either pass, and time is
+proportional to tokens times the sum of w / r^2. Positions are looked up, so slots may hold the
+tokens in any order, with gaps.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,18 @@ def attend(
     *,
     document_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Dilated attention of new tokens over all parts, of which the last are themselves.
+    """Compute dilated attention of new tokens over all parts, the last of which are the new tokens.
 
-    `[B, T, N, H]` in q's dtype; scores, softmax and sums are float32. A token with nothing to see
-    gives zeros. No two tokens of a row are at one position, or of a document. document_BT: int32,
-    which document each new token is of: it sees of the last part its own alone, whose tokens stand
-    side by side and in order.
+    Scores, softmax and sums are float32. A token that attends to nothing gives zeros. Positions
+    must be distinct within a row, or within a document. New tokens that are not consecutive, and
+    rows of several documents, are processed one token at a time, with the same results.
 
-    New tokens that stand apart, and rows of several documents, go one by one: the same numbers, for
-    the time of a gather for each.
+    Args:
+        document_BT: int32, the document of each new token, which attends to new tokens of the same
+            document only. A document's tokens must be adjacent and in order.
+
+    Returns:
+        `[B, T, N, H]` in q's dtype.
     """
     T = q_BTNH.shape[1]
     if T == 1:
@@ -54,6 +57,6 @@ def attend(
             return one_by_one(sight, q, position, parts)
         return by_documents(sight, q, position, parts, document_BT)
 
-    # A gradient makes room for what either branch keeps, taken or not: this one keeps its inputs.
+    # Gradients allocate residuals of both branches, so recompute those of the rare one.
     apart = jax.checkpoint(each)
     return jax.lax.cond(together, blocks, apart, q_BTNH, position_BT, tuple(parts))

@@ -1,4 +1,4 @@
-"""Dilated attention of a run of positions: block by block, each within one segment."""
+"""Dilated attention of consecutive positions: block by block, each within one segment."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from jaxllm.ops.dilated.sight import SCORES, Find, Sight, finder, first, read, s
 def in_blocks(
     sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
 ) -> jax.Array:
-    """Tokens of a run of positions: block by block, each within one segment."""
+    """Compute dilated attention of tokens at consecutive positions, block by block."""
     T = q_BTNH.shape[1]
     begin_B = first(position_BT)
     first_B, count = begin_B - sight.reach + 1, T + sight.reach - 1
@@ -36,27 +36,27 @@ def _dilation(
     parts: tuple[Part, ...],
     finders: Sequence[Find],
 ) -> tuple[jax.Array, jax.Array]:
-    """What one dilation gives each token, `[B, T, N, H]`, and the logarithm of its denominator."""
+    """Return one dilation's heads, `[B, T, N, H]`, and the logarithm of their denominators."""
     d = sight.dilations[number]
     B, T, N, H = q_BTNH.shape
     K, M, r = parts[0].k_BSKH.shape[2], d.rows, d.ratio
     head_E, kv_E, G = streams(d, K, share=not (sight.dedupe and number))
     E = len(head_E)
-    own = -(-(T - 1) // r) + 1  # rows of a head that T positions have, at most
+    own = -(-(T - 1) // r) + 1  # maximum rows of a head in T positions
     Q = min(M, own)
-    alone = len(parts) == 1  # no token has a key before the first of these tokens
+    alone = len(parts) == 1  # no keys before the first of these tokens
     M = Q if alone else M
-    each = B * E * G * M  # scores of a row of queries
+    each = B * E * G * M  # scores per row of queries
     turn = max(1, min(Q, SCORES // each))  # rows of queries at a time
     turns = -(-Q // turn)
-    most = (T + d.length - 2) // d.length + 1  # segments that T positions can be of
+    most = (T + d.length - 2) // d.length + 1  # maximum number of segments in T positions
     step = max(1, min(most, SCORES // (each * turn * turns)))  # segments at a time
     steps = -(-most // step)
 
     X = steps * step
     segment_XB = begin_B[None] // d.length + jnp.arange(X, dtype=jnp.int32)[:, None]
     begin_XB = segment_XB * d.length
-    start_XB = jnp.maximum(begin_B[None] - begin_XB, 0) // r  # a segment's first row of queries
+    start_XB = jnp.maximum(begin_B[None] - begin_XB, 0) // r  # first row of queries per segment
     offset_11E1 = np.asarray(d.offsets, np.int32)[head_E].reshape(1, 1, E, 1)
     row_111Q = np.arange(turns * turn, dtype=np.int32).reshape(1, 1, 1, -1)
     place = r * (start_XB[..., None, None] + row_111Q) + offset_11E1
@@ -108,7 +108,7 @@ def _dilation(
         grouped = tuple(x.reshape(steps, step, *x.shape[1:]) for x in everything)
         out, total = (x.reshape(X, *x.shape[2:]) for x in jax.lax.map(some, grouped))
 
-    # Each token takes what the block that it is in has for it.
+    # Select each token's output from its block.
     which_BT = position_BT // d.length - (begin_B // d.length)[:, None]
     which_BT = jnp.clip(which_BT, 0, X - 1)
     row_BT = position_BT % d.length // r - jnp.take_along_axis(start_XB.T, which_BT, axis=1)

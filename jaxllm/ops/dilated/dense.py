@@ -1,5 +1,6 @@
-"""Dilated attention with all scores at once: what `attend` is held to, and what says each slot's
-share. Slow, and as large as tokens times tokens.
+"""Dilated attention with all scores at once: the reference for `attend`, and its attention mass.
+
+Slow, with tokens times tokens entries.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from jaxllm.ops.entries import dense, side_by_side
 def multiplicity(
     dilations: Sequence[Dilation], q_position_BT: jax.Array, k_position_BS: jax.Array
 ) -> jax.Array:
-    """How many dilations show each key to each query, int32 `[B, N, T, S]`; none shows the future.
+    """Return how many dilations contain each key for each query, int32 `[B, N, T, S]`; causal.
 
-    Mixing dilations by their softmax denominators is one softmax over all keys whose scores have
-    the logarithm of this added: with denominators s_i, `sum_i s_i O_i / sum_i s_i` is the sum over
-    all pairs of a dilation and a key it shows, each weighed by exp(score).
+    Mixing dilations by their softmax denominators s_i equals one softmax over all keys, with the
+    logarithm of this number added to the scores: `sum_i s_i O_i / sum_i s_i` is a sum over all
+    pairs of a dilation and a key in it, weighted by exp(score).
     """
     count_BNTS: jax.Array = jnp.zeros((1, 1, 1, 1), jnp.int32)
     for d in dilations:
@@ -35,7 +36,7 @@ def multiplicity(
 def dense_weights(
     q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], sight: Sight
 ) -> jax.Array:
-    """The weights of `attend`, float32 `[B, N, T, S]` over the slots of all parts."""
+    """Return the weights of `attend`, float32 `[B, N, T, S]` over the slots of all parts."""
     B, T, N, H = q_BTNH.shape
     k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H).astype(jnp.float32)
@@ -53,7 +54,7 @@ def dense_weights(
 def dense_attend(
     q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], sight: Sight
 ) -> jax.Array:
-    """`attend` as one softmax under the logarithm of `multiplicity`, `[B, T, N, H]`."""
+    """Compute `attend` as one softmax with the logarithm of `multiplicity`, `[B, T, N, H]`."""
     B, T, N, H = q_BTNH.shape
     weight_BNTS = dense_weights(q_BTNH, position_BT, parts, sight)
     v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)

@@ -1,4 +1,4 @@
-"""Dilated attention of tokens that stand anywhere: each gathers what it sees."""
+"""Dilated attention of tokens at arbitrary positions: each token gathers its own keys."""
 
 from collections.abc import Sequence
 
@@ -28,13 +28,13 @@ def each_gathers(
     parts: tuple[Part, ...],
     finders: Sequence[Find] | None = None,
 ) -> jax.Array:
-    """Tokens that each gather what they see: only the heads to which a dilation shows something."""
+    """Compute dilated attention with keys gathered per token, for heads with any key only."""
     B, T, N, _ = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
     itself = None
-    if finders is None:  # of one token
+    if finders is None:  # a single token
         first_B = position_BT[:, 0] - sight.reach + 1
-        if len(parts) > 1 and parts[-1].position_BS.shape == (B, 1):  # it sees itself: no search
+        if len(parts) > 1 and parts[-1].position_BS.shape == (B, 1):  # its own key needs no lookup
             *rest, itself = parts
             parts = tuple(rest)
         finders = [finder(p.position_BS, first_B, sight.reach) for p in parts]
@@ -45,7 +45,7 @@ def each_gathers(
         head_BTE = jnp.asarray(heads)[residue_BT]
         row_11M = np.arange(d.rows, dtype=np.int32).reshape(1, 1, -1) * d.ratio
         k_at = (position_BT // d.length * d.length + residue_BT)[..., None] + row_11M  # [B, T, M]
-        # As `read` has it: one part of positions `[1, B, T x E, M]`.
+        # Positions as `read` takes them: `[1, B, T x E, M]`.
         E = head_BTE.shape[-1]
         at = jnp.broadcast_to(k_at[:, :, None], (B, T, E, d.rows)).reshape(1, B, T * E, d.rows)
         kv = (jnp.maximum(head_BTE, 0) // (N // K)).reshape(1, B, T * E, 1)
@@ -83,8 +83,9 @@ def each_gathers(
 
 
 def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-    """The heads that see each residue, `[ratio, E]` and -1 for none; each head's place there; and
-    whether all heads of a key head stand there as one.
+    """Return the heads per residue, `[ratio, E]` (-1: none), each head's index there, and a flag.
+
+    The flag is True if all heads of a key head are grouped as one.
     """
     N = len(d.offsets)
     if share and d.ratio == 1 and min(d.offsets) >= 0:
@@ -102,7 +103,7 @@ def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.n
 def one_by_one(
     sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
 ) -> jax.Array:
-    """New tokens wherever they stand."""
+    """Compute dilated attention one new token at a time, at any positions."""
 
     def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BNH, position_B = given
@@ -119,7 +120,7 @@ def by_documents(
     parts: tuple[Part, ...],
     document_BT: jax.Array,
 ) -> jax.Array:
-    """New tokens that see of each other their own document alone."""
+    """Compute dilated attention of new tokens that attend to their own document only."""
     B, T, N, H = q_BTNH.shape
     rows = max(d.rows for d in sight.dilations)
     width = max(1, min(T, SCORES // (B * N * rows * H)))  # columns at a time
@@ -131,7 +132,7 @@ def by_documents(
         q, at_BW, column_BW, own_BW = given
 
         def find(position: jax.Array) -> jax.Array:
-            """In the last part: as far before the query's column as before its position."""
+            """Look up the last part: the distance in columns equals that in positions."""
             wanted = position.reshape(1, B, at_BW.shape[1], -1, position.shape[-1])
             column = (column_BW - at_BW)[None, :, :, None, None] + wanted
             inside = (column >= 0) & (column < T) & (wanted >= 0)

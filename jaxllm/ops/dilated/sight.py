@@ -1,4 +1,4 @@
-"""What queries share: what a dilation shows, how dilations are mixed, and where positions lie."""
+"""The dilation pattern of a layer, the mixture of dilations, and the lookup of positions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ import numpy as np
 from jaxllm.ops.attention import Part, capped
 from jaxllm.ops.entries import dense
 
-SCORES = 1 << 22  # that are made at a time: what is larger goes in turns
+SCORES = 1 << 22  # computed at a time; more are split into turns
 
-# Where positions `[X, B, ...]` lie in one part: int32 of the same shape, -1 for nowhere.
+# Maps positions `[X, B, ...]` to slots of one part: int32 of the same shape, -1 if missing.
 Find = Callable[[jax.Array], jax.Array]
 
 
 class Dilation(NamedTuple):
-    """A pair of a segment length and a dilation, and what each head sees of it.
+    """A segment length and a dilation ratio, with the offset of each head.
 
-    The text is cut at the multiples of `length`, by positions. Of a segment, head j has every
-    `ratio`-th position from number `offsets[j]` on (equation 8); -1: nothing. Where `ratio` does
-    not divide `length`, the last stride is shorter, and some heads have a position less.
+    Segments begin at multiples of `length`. In a segment, head j has every `ratio`-th position from
+    `offsets[j]` on (equation 8); -1: none. If `ratio` does not divide `length`, the last stride is
+    shorter, and some heads have one position less.
     """
 
     length: int
@@ -30,15 +30,15 @@ class Dilation(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many positions of a segment a head has, at most."""
+        """Maximum number of positions of a segment that a head has."""
         return -(-self.length // self.ratio)
 
     def residue(self, position: jax.Array) -> jax.Array:
-        """The offset by which a position is seen."""
+        """Return the offset of the heads that have a position."""
         return position % self.length % self.ratio
 
     def shown(self, position_BT: jax.Array) -> jax.Array:
-        """The heads that have each position, bool `[B, T, N]`; none has padding."""
+        """Return which heads have each position, bool `[B, T, N]`; none have padding."""
         own = (
             self.residue(position_BT)[..., None] == jnp.asarray(self.offsets, jnp.int32)[None, None]
         )
@@ -46,10 +46,13 @@ class Dilation(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What is the same for all queries of a layer.
+    """The dilation pattern of a layer, the same for all queries.
 
-    dedupe: a key that several dilations show counts once. frozen_mixture: no gradient goes through
-    the mixture.
+    Attributes:
+        dilations: The segment lengths and ratios.
+        scale, cap: Factor and soft cap of scores.
+        dedupe: Count a key once if several dilations contain it.
+        frozen_mixture: Stop gradients through the mixture weights.
     """
 
     dilations: tuple[Dilation, ...]
@@ -60,14 +63,16 @@ class Sight(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How far back the longest segment goes, the query's own position included."""
+        """The longest segment: how far back a query attends, its own position included."""
         return max(d.length for d in self.dilations)
 
     def seen_by(
         self, number: int, head: Any, q_position: jax.Array, k_position: jax.Array
     ) -> jax.Array:
-        """Which keys of its segment dilation `number` shows: none after the query and, with dedupe,
-        none that a dilation before it has shown. head: `[..., 1, 1]`.
+        """Return which keys of its segment each query attends to in dilation `number`.
+
+        None after the query and, with dedupe, none that an earlier dilation contains. head: `[...,
+        1, 1]`.
         """
         q, k = q_position[..., :, None], k_position[..., None, :]
         seen = k <= q
@@ -80,8 +85,10 @@ class Sight(NamedTuple):
     def softmax(
         self, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Attention of `[..., Q, G, H]` over `[..., M, H]` where `[..., Q, M]` says so, float32,
-        and the logarithm of its denominators `[..., Q, G]`, -inf where nothing is seen.
+        """Attend `[..., Q, G, H]` to `[..., M, H]` under the mask `[..., Q, M]`.
+
+        Returns the heads in float32, and the logarithm of their denominators `[..., Q, G]`; -inf if
+        a query attends to nothing.
         """
         score = capped(self.scale * _product("...qgh,...kh->...qgk", q, k), self.cap)
         score = jnp.where(seen[..., None, :], score, -jnp.inf)
@@ -94,7 +101,7 @@ class Sight(NamedTuple):
         return out, jnp.where(total == 0, -jnp.inf, jnp.log(some) + top)
 
     def mixed(self, found: Sequence[tuple[jax.Array, jax.Array]], dtype: Any) -> jax.Array:
-        """What the dilations gave, weighed by their denominators (equation 10)."""
+        """Average the outputs of the dilations, weighted by their denominators (equation 10)."""
         total = jnp.stack([log_total for _, log_total in found])
         if self.frozen_mixture:
             total = jax.lax.stop_gradient(total)
@@ -107,9 +114,12 @@ class Sight(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Heads that read the same rows together: E streams of G heads each, all constants.
+    """Heads grouped by the rows that they read: E streams of G heads each, as constants.
 
-    head_E: the first head of each, the others follow. kv_E: whose keys they read.
+    Attributes:
+        head_E: First head of each stream; the others follow.
+        kv_E: Its key head.
+        group: G.
     """
 
     head_E: np.ndarray
@@ -118,14 +128,14 @@ class Streams(NamedTuple):
 
 
 def first(position_BT: jax.Array) -> jax.Array:
-    """The first position of each row; 0 for a row of padding."""
+    """Return the first position of each row; 0 for a row of padding."""
     most = jnp.iinfo(jnp.int32).max
     first_B = jnp.where(position_BT >= 0, position_BT, most).min(axis=1)
     return jnp.where(first_B == most, 0, first_B)
 
 
 def finder(position_BS: jax.Array, first_B: jax.Array, count: int) -> Find:
-    """Where the positions from `first` to before `first + count` lie in a part."""
+    """Return a lookup of slots for positions from `first` to before `first + count`."""
     B, S = first_B.shape[0], position_BS.shape[1]
     position_BS = jnp.broadcast_to(position_BS, (B, S))
     row_B1, slot_S = jnp.arange(B)[:, None], jnp.arange(S, dtype=jnp.int32)
@@ -159,7 +169,7 @@ def finder(position_BS: jax.Array, first_B: jax.Array, count: int) -> Find:
 
 
 def streams(dilation: Dilation, kv_heads: int, share: bool) -> Streams:
-    """The heads of a dilation. share: whether those of one key head may read together."""
+    """Return the head streams of a dilation. share: whether heads of one key head are grouped."""
     heads = np.flatnonzero(np.asarray(dilation.offsets) >= 0)
     group = len(dilation.offsets) // kv_heads
     if share and dilation.ratio == 1 and len(heads) == len(dilation.offsets):
@@ -171,9 +181,9 @@ def streams(dilation: Dilation, kv_heads: int, share: bool) -> Streams:
 def read(
     parts: Sequence[Part], finders: Sequence[Find], position: jax.Array, kv: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values at positions `[X, B, E, M]` of key heads `[..., E, 1]`, and which are there.
+    """Gather keys, values and existence at positions `[X, B, E, M]` of key heads `[..., E, 1]`.
 
-    What is not there is zero: what an empty slot holds must not reach a sum.
+    Missing ones are zero: entries of empty slots must not reach a sum.
     """
     k = v = there = None
     for part, find in zip(parts, finders, strict=True):
@@ -200,7 +210,7 @@ def read(
 def taken(
     found: tuple[jax.Array, jax.Array], index: Any, shown_BTN: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """What each head of each token has of what a dilation gave, `[B, T, N, H]` and `[B, T, N]`."""
+    """Select each token's heads from a dilation's outputs, `[B, T, N, H]` and `[B, T, N]`."""
     out, total = (x[index] for x in found)
     return jnp.where(shown_BTN[..., None], out, 0.0), jnp.where(shown_BTN, total, -jnp.inf)
 

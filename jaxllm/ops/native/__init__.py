@@ -1,18 +1,18 @@
-"""C++ kernels behind XLA's FFI, for what XLA does slowly on a CPU; absent where none were built.
+"""C++ kernels called through XLA's FFI, for operations that XLA runs slowly on CPUs; optional.
 
-Nothing here decides anything: `weights.linear` and `ops.attention` ask `enabled()` and have a path
-in plain JAX that gives the same numbers. The kernels share their rows out over XLA's own threads.
+`weights.linear` and `ops.attention` check `enabled()` and otherwise run plain JAX, which gives the
+same numbers. The kernels distribute rows over XLA's own threads.
 
-JAXLLM_NATIVE=0 turns them off, JAXLLM_LIBRARY names another library. JAXLLM_ISA names the
-instruction set, one of `INSTRUCTION_SETS`; by default the best that the machine has.
+JAXLLM_NATIVE=0 disables them, JAXLLM_LIBRARY selects another library. JAXLLM_ISA selects the
+instruction set, one of `INSTRUCTION_SETS`; default: the best that the machine supports.
 
-Within a set an output's bits depend on its own row and weights alone, and are the same in every
-run. A matrix unit (avx512-amx) has an order of additions of its own for many rows, as if it were
-another set. Between sets outputs differ by the order of additions: each is within 1e-6 of the sum
-of its terms' magnitudes up to 2,048 columns, and beyond in proportion to the root of their number.
-Sets with products of bfloat16 pairs (avx512-bf16, avx512-amx, neon-bf16) also round attention's
-weights to bfloat16 where queries and cache are, as plain JAX does: a share of 2**-7 of the values'
-magnitudes.
+Within an instruction set, an output's bits depend only on its own row and weights, and are
+reproducible. The matrix unit (avx512-amx) adds in another order for many rows, as if it were
+another set. Between sets, outputs differ by the order of additions: each is within 1e-6 of the sum
+of its terms' magnitudes up to 2,048 columns, and beyond that in proportion to the square root of
+their number. Sets with products of bfloat16 pairs (avx512-bf16, avx512-amx, neon-bf16) also round
+attention weights to bfloat16 if queries and cache are bfloat16, as plain JAX does: an error of up
+to 2**-7 of the values' magnitudes.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# What each is compiled for, and taken only where the processor says that it has all of it.
+# Name -> CPU features that it is compiled for; selected only if the CPU reports all of them.
 INSTRUCTION_SETS = {
     "portable": "any processor",
     "avx2": "AVX2, FMA and F16C",
@@ -50,7 +50,7 @@ PATHS = os.path.join(os.path.dirname(__file__), "paths.json")
 
 
 class Kind(IntEnum):
-    """What a weight or a cache is made of, as csrc/kernels.h numbers it."""
+    """The storage type of a weight or cache, numbered as in csrc/kernels.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -66,21 +66,28 @@ class Kind(IntEnum):
     BITMAP_INT8 = 11
 
 
-# Those of which `experts` takes stacks: each matrix's pieces begin at a place of their own.
+# Kinds that `experts` supports: each matrix of a stack starts at its own offset.
 EXPERTS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8, Kind.INT4)
 
 
 class Path(NamedTuple):
-    """What multiplies: the kernel up to so many rows (None: any number), then `beyond`: "many", the
-    kernel for many rows, or XLA, by weights that are "widened" natively or by itself ("plain")."""
+    """How a matmul runs, depending on its number of rows.
+
+    Attributes:
+        rows: Use the kernel for few rows up to this number; None: for any.
+        beyond: Above that: "many", the kernel for many rows; or XLA on weights dequantized by a
+            kernel ("widened") or by XLA ("plain").
+    """
 
     rows: int | None = 16
     beyond: str = "widened"
 
 
 def path(kind: Kind, inputs: str) -> Path:
-    """The path for weights of a kind on the instruction set in use, as paths.json has it, which
-    `scripts/bench_paths.py` writes from measurements; inputs: float32, bfloat16 or int8."""
+    """Return the path for a kind of weights on the current instruction set, from paths.json.
+
+    `scripts/bench_paths.py` writes that file from measurements. inputs: float32, bfloat16 or int8.
+    """
     row = _paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
     return Path() if row is None else Path(row["rows"], row["beyond"])
 
@@ -92,38 +99,38 @@ def _paths() -> dict[str, dict[str, Any]]:
     return table
 
 
-# Part of what a compiled function is compiled for, as a device or a precision is.
+# Part of the key of compiled functions, as device and precision are.
 _ENABLED = jax.make_user_context(True)
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """What is traced inside uses no kernel of ours."""
+    """Trace without native kernels in this context."""
     with _ENABLED(False):
         yield
 
 
 def enabled() -> bool:
-    """Whether there are kernels and nobody has turned them off."""
+    """Whether native kernels are available and not disabled."""
     return _ENABLED.value and kernels() is not None
 
 
 def isa(name: str | None = None) -> str | None:
-    """The instruction set in use, after taking the one that is named; None without kernels.
+    """Return the instruction set in use, after selecting `name` if given; None without kernels.
 
-    Raises ConfigError for one that this machine has not.
+    Raises ConfigError if the machine does not support it.
     """
     loaded = kernels()
     return None if loaded is None else _take(loaded, name)
 
 
 def has_many() -> bool:
-    """Whether the instruction set in use has kernels for many rows: a matrix unit."""
+    """Whether the current instruction set has a matrix unit, with kernels for many rows."""
     return isa() == "avx512-amx"
 
 
 def available() -> list[str]:
-    """The instruction sets that this machine, and the library as it was built, have."""
+    """Return the instruction sets that both this machine and the library support."""
     loaded = kernels()
     return [name for name in INSTRUCTION_SETS if loaded and loaded.jaxllm_kernels(name.encode())]
 
@@ -131,10 +138,10 @@ def available() -> list[str]:
 def _take(loaded: ctypes.CDLL, name: str | None) -> str:
     found = loaded.jaxllm_isa(name.encode() if name else None)
     if found is None and name not in INSTRUCTION_SETS:
-        raise ConfigError(f"no instruction set {name!r}: there are {', '.join(INSTRUCTION_SETS)}")
+        raise ConfigError(f"no instruction set {name!r} (known: {', '.join(INSTRUCTION_SETS)})")
     if found is None:
         raise ConfigError(
-            f"this machine has no kernels for the instruction set {name!r}, which takes"
+            f"instruction set {name!r} is not available on this machine: it needs"
             f" {INSTRUCTION_SETS[str(name)]}"
         )
     return str(found.decode())
@@ -142,7 +149,7 @@ def _take(loaded: ctypes.CDLL, name: str | None) -> str:
 
 @cache
 def kernels() -> ctypes.CDLL | None:
-    """The kernels' shared library, its functions registered with XLA; None where there is none."""
+    """Load the shared library and register its functions with XLA; None if there is none."""
     if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := library()) is None:
         return None
     loaded = ctypes.CDLL(path)
@@ -156,8 +163,11 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def library() -> str | None:
-    """Where the shared library is: as JAXLLM_LIBRARY says, beside this file, or, for a checkout, in
-    the site-packages that its editable installation built into."""
+    """Return the path of the shared library; None if there is none.
+
+    Looks at JAXLLM_LIBRARY, then beside this file and, for a checkout, in the site-packages that
+    its editable installation was built into.
+    """
     if named := os.environ.get("JAXLLM_LIBRARY"):
         return named
     here = os.path.dirname(__file__)
@@ -170,8 +180,13 @@ def library() -> str | None:
 
 
 class Matrix(NamedTuple):
-    """A weight as the kernels take it: arrays `[O, ...]` of a kind (see `weights.leaves`), whose
-    columns share a scale in groups of `group`; None where a row has one, or none."""
+    """A weight as the kernels take it.
+
+    Attributes:
+        kind: Storage type.
+        pieces: Arrays `[O, ...]` of that type (see `weights.leaves`).
+        group: Columns that share a scale; None if a row has one scale, or none.
+    """
 
     kind: Kind
     pieces: Sequence[jax.Array]
@@ -186,13 +201,15 @@ def linear(
     digits: int = 3,
     many: bool = False,
 ) -> list[jax.Array]:
-    """`x @ weight.T` of each: float32 `[R, O]`, each row in the same order of additions whatever R.
+    """Return `x @ weight.T` for each weight, float32 `[R, O]`; sums do not depend on R.
 
-    x_RI: float32 or bfloat16; or, with one digit and integer weights, int8 from -127 to 127, which
-    is multiplied as it is: where a row has one scale, the integers' sum is exact. columns: I of all
-    weights. digits: of x to base 256 where weights are integers: 1 rounds it to int8 in blocks of
-    512 columns, 3 keeps all of it. many: by the matrix unit, in another order of additions, where
-    there is one that takes these numbers.
+    Args:
+        x_RI: float32 or bfloat16. With digits=1 and integer weights, also int8 from -127 to 127; if
+            a row has one scale, the integer sum is exact.
+        columns: I of all weights.
+        digits: Base-256 digits of x for integer weights: 1 rounds x to int8 in blocks of 512
+            columns, 3 keeps all of x.
+        many: Use the matrix unit if it supports these dtypes, with another order of additions.
     """
     rows = x_RI.shape[0]
     out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
@@ -217,11 +234,15 @@ def experts(
     digits: int = 3,
     many: bool = False,
 ) -> list[jax.Array]:
-    """`x[a] @ stack[expert[a]].T` of each: float32 `[A, O]`, of which a row has the bits that
-    `linear` gives it with that matrix; zeros where there is no such expert.
+    """Return `x[a] @ stack[expert[a]].T` for each stack, float32 `[A, O]`; zeros for no expert.
 
-    stacks: pieces `[E, O, ...]` of a kind of `EXPERTS`. Of the matrices only those that expert_A
-    (int32) names are read, once for each run of rows that have the same. The rest: see `linear`.
+    Rows have the same bits as from `linear` with the expert's matrix. Only matrices named in
+    expert_A are read, once for each run of rows with the same expert.
+
+    Args:
+        expert_A: int32.
+        stacks: Arrays `[E, O, ...]` of a kind in `EXPERTS`.
+        columns, digits, many: See `linear`.
     """
     rows, pieces = x_AI.shape[0], [piece for stack in stacks for piece in stack.pieces]
     counts = [len(stack.pieces) for stack in stacks]
@@ -236,12 +257,12 @@ def experts(
         "digits": np.int32(digits),
         "many": np.bool_(many),
     }
-    flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]  # where they lie
+    flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]  # without copies
     return list(call(x_AI, expert_A, *flat, **attributes))
 
 
 def widen(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
-    """The weight itself, `[O, I]` in bfloat16 or float32."""
+    """Dequantize a weight to `[O, I]` in bfloat16 or float32."""
     out = jax.ShapeDtypeStruct((weight.pieces[0].shape[0], columns), dtype)
     call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
     attributes = {
@@ -254,7 +275,7 @@ def widen(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
 
 
 def take(table_VD: jax.Array, index_N: jax.Array) -> jax.Array:
-    """Rows of a table by number, `[N, D]`; index_N: int32, taken as the nearest that there is."""
+    """Gather table rows, `[N, D]`. index_N: int32, clipped to the table."""
     out = jax.ShapeDtypeStruct((index_N.shape[0], table_VD.shape[1]), table_VD.dtype)
     call = jax.ffi.ffi_call("jaxllm_take", out, vmap_method="sequential")
     rows: jax.Array = call(table_VD, index_N)
@@ -270,11 +291,12 @@ def attend(
     window: int | None,
     cap: float | None = None,
 ) -> jax.Array:
-    """Attention over the parts of a cache where they lie: `[B, T, N, H]`, of the queries' dtype.
+    """Compute attention over the parts of a cache in place: `[B, T, N, H]`, in q's dtype.
 
-    q_BTNH: float32 or bfloat16; the latter meets a bfloat16 cache in BF16's own products. pieces:
-    for each part k, v and positions, and after them the two scales where k is int8. cap: scores
-    are bent to stay within it, by a tanh that is within two units in the last place.
+    Args:
+        q_BTNH: float32, or bfloat16; with a bfloat16 cache, the latter uses BF16 products.
+        pieces: For each part k, v and positions, and then the two scales if k is int8.
+        cap: Soft cap on scores, by a tanh within two units in the last place.
     """
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
@@ -290,14 +312,13 @@ def write(
     new: Sequence[jax.Array],
     after: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Each of `old`, `[B, S, ...]`, with `new`, `[B, T, ...]`, at slots `cursor ...`, in place.
+    """Write `new`, `[B, T, ...]`, into `old`, `[B, S, ...]`, at slots `cursor ...`, in place.
 
-    What would run past the end is dropped. XLA copies an array first if somebody may still need it
-    as it was: nobody does whose result is among `after`, which is made before anything is written.
+    Entries past the end are dropped. XLA first copies an array if a later reader may need its old
+    value; the arrays in `after` are computed before anything is written, so they need no copy.
     """
     count, marks = len(old), [x[(0,) * x.ndim].reshape(1, 1) for x in after]
-    # A number of each is written too, where nobody reads: XLA drops its own barriers before it
-    # decides what to copy.
+    # Write one number of each as well: XLA drops its own barriers before it decides what to copy.
     old, new = [*old, *map(jnp.zeros_like, marks)], [*new, *marks]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]
     aliases = {1 + i: i for i in range(len(old))}
@@ -308,9 +329,9 @@ def write(
 
 
 def read(x: jax.Array) -> jax.Array:
-    """Read an array once, as fast as memory gives it: the sum of its 8-byte words, uint32.
+    """Read an array once at full memory bandwidth; return the sum of its 8-byte words, uint32.
 
-    Where its bytes are no multiple of 8, zeros fill the last word.
+    The last word is padded with zeros.
     """
     total: jax.Array = jax.ffi.ffi_call("jaxllm_read", jax.ShapeDtypeStruct((), jnp.uint32))(x)
     return total

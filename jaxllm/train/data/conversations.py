@@ -1,8 +1,8 @@
-"""What of a conversation is learned: what the assistant says, as the chat template writes it.
+"""The loss mask of a conversation: assistant turns, as the chat template writes them.
 
-Templates do not tell which words are whose, but they are rendered for the beginnings of a
-conversation too: what a turn adds to what stood before it is that turn. A template that writes the
-beginning otherwise once the conversation goes on (some leave out earlier thoughts) is refused.
+Templates do not mark turns, so each prefix of the conversation is rendered too: the text that a
+message adds to the text before it is its turn. A template that changes earlier text when the
+conversation continues (some drop earlier reasoning) is rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,23 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Example
 
-LONGEST = 1 << 21  # characters of an example that is encoded whole
+LONGEST = 1 << 21  # characters of an example that is encoded in one piece
 Messages = Sequence[Mapping[str, Any]]
 
 
 def conversation(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Messages, **variables: Any
 ) -> Example:
-    """Token ids of a conversation, of which what the assistant says is learned.
+    """Encode a conversation and mark the assistant turns for the loss.
 
-    That is what follows the prompt that `generate` would be given there, with the token that ends
-    the turn and without the white space after it. variables: of the template (`tools`, ...).
+    A turn is what follows the prompt that `generate` would get there, with the token that ends the
+    turn and without the white space after it.
 
-    Raises TemplateError where the assistant's words cannot be told from the others', and what
-    rendering raises; TokenError where the assistant says nothing.
+    Args:
+      variables: of the template (`tools`, ...).
+
+    Raises TemplateError if the assistant turns cannot be located, and what rendering raises;
+    TokenError if there is no assistant text.
     """
     text, spans = assistant_spans(template, messages, **variables)
     check_length(text, "the conversation")
@@ -41,8 +44,9 @@ def conversation(
 
 
 def check_length(text: str, what: str) -> None:
-    """Raise TokenError for a text too long for an example whose parts are learned differently: it
-    is encoded whole, which takes some 200 bytes a character.
+    """Raise TokenError if a text with a loss mask is too long.
+
+    It is encoded in one piece, which takes some 200 bytes per character.
     """
     if len(text) > LONGEST:
         raise TokenError(
@@ -54,7 +58,7 @@ def check_length(text: str, what: str) -> None:
 def assistant_spans(
     template: ChatTemplate, messages: Messages, **variables: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and from where to where the assistant speaks, in characters."""
+    """Return the text of a conversation, and the assistant turns as spans of characters."""
     text = template.render(messages, add_generation_prompt=False, **variables)
     spans = []
     for number, message in enumerate(messages):
@@ -71,7 +75,7 @@ def assistant_spans(
         if len(after) > len(before):
             spans.append((len(before), len(after)))
     if not spans:
-        raise TokenError('no message with the role "assistant" says anything: nothing is learned')
+        raise TokenError('no message with the role "assistant" has text: there is nothing to learn')
     return text, spans
 
 
@@ -80,21 +84,21 @@ def _check_beginning(part: str, text: str, number: int, what: str) -> None:
         return
     at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
     raise TemplateError(
-        f"message {number}: the chat template writes {what} otherwise in the whole conversation"
-        f" (character {at}: {part[at : at + 20]!r} becomes {text[at : at + 20]!r}), so what is"
-        ' learned cannot be told from the rest: give "prompt" and "completion", or another template'
+        f"message {number}: the chat template writes {what} differently in the whole conversation"
+        f" (character {at}: {part[at : at + 20]!r} becomes {text[at : at + 20]!r}), so the"
+        ' assistant turns cannot be located: give "prompt" and "completion", or another template'
     )
 
 
 def shared(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
+    """Return the number of tokens in the common prefix of both."""
     least = min(len(one), len(other))
     unlike = np.flatnonzero(one[:least] != other[:least])
     return int(unlike[0]) if unlike.size else least
 
 
 def _tokens_before(tokenizer: Tokenizer, text: str, token_T: np.ndarray, at: int) -> int:
-    """The tokens of a text that lie before a character whatever follows it."""
+    """Return how many tokens lie before a character, whatever follows it."""
     if at == len(text):
         return len(token_T)
     before = np.array(tokenizer.encode(text[:at], parse_special=True), np.int32)
@@ -102,7 +106,7 @@ def _tokens_before(tokenizer: Tokenizer, text: str, token_T: np.ndarray, at: int
 
 
 def _without_space(tokenizer: Tokenizer, token_T: np.ndarray, first: int, last: int) -> int:
-    """The end of a turn: after its last control token, where only white space follows that."""
+    """Return the end of a turn: after its last control token, if only white space follows that."""
     ids = token_T[first:last].tolist()
     control = [i for i, token in enumerate(ids) if token in tokenizer.special_ids]
     if control and not tokenizer.decode(ids[control[-1] + 1 :]).strip():

@@ -1,6 +1,6 @@
-"""Examples in batches of rows: shuffled by a seed, and resumable to the row without a cursor.
+"""Examples in batches of rows: shuffled by a seed, and resumable at any batch without a cursor.
 
-Which pieces share a row is decided once; each epoch has the rows in another order.
+Rows are packed once; each epoch has them in another order.
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from jaxllm.whole import check_ids, whole
 class _Pieces(NamedTuple):
     """Parts of examples that fit a row: tokens from start to end of `Examples.token_N`.
 
-    head_P: the token that stands in place of the first one, -1 for none. short, gone: how many
-    examples lost some of their tokens, and how many all.
+    Attributes:
+      head_P: a token that replaces the first one, -1 for none.
+      short, gone: number of examples that lost some of their tokens, and all of them.
     """
 
     start_P: np.ndarray
@@ -35,14 +36,16 @@ class _Pieces(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dataset:
-    """`Data` of examples, in rows of `width` columns and batches of `batch` rows.
+    """Examples as `Data`, in rows of `width` columns and batches of `batch_size` rows.
 
-    A piece of L tokens takes L - 1 columns: its last token is only a label. pack: whether several
-    pieces share a row where they fit; they do not see each other. seed: of the packing and of the
-    order of the rows, another one in each epoch. The last batch of an epoch is filled up with rows
-    of padding.
+    A piece of L tokens takes L - 1 columns: its last token is only a label. The last batch of an
+    epoch is padded with empty rows.
 
-    Raises ConfigError for numbers below one, TokenError where nothing is to be learned.
+    Attributes:
+      seed: of the packing and of the order of the rows, which differs in each epoch.
+      pack: whether pieces share rows; they do not attend to each other.
+
+    Raises ConfigError for sizes below 1, TokenError if there is nothing to learn.
     """
 
     examples: Examples
@@ -52,11 +55,11 @@ class Dataset:
     pack: bool = True
 
     def __post_init__(self) -> None:
-        whole("the width of a row", self.width, 1, None, ConfigError)
-        whole("the rows of a batch", self.batch_size, 1, None, ConfigError)
+        whole("row width", self.width, 1, None, ConfigError)
+        whole("batch size", self.batch_size, 1, None, ConfigError)
         whole("seed", self.seed, 0, None, ConfigError)
         if not len(self._pieces.start_P):
-            learned = "every token is only read, none is learned"
+            learned = "no token is marked to be learned"
             if self.examples.counts_N is None or self.examples.counts_N.any():
                 learned = f"in rows of {self.width} columns no example has a token left to learn"
             raise TokenError(
@@ -68,7 +71,7 @@ class Dataset:
 
     @cached_property
     def tokens(self) -> int:
-        """Labels that count in an epoch."""
+        """The number of labels that count in an epoch."""
         counts_N, (start_P, end_P, *_) = self.examples.counts_N, self._pieces
         if counts_N is None:
             return int((end_P - start_P - 1).sum())
@@ -76,7 +79,7 @@ class Dataset:
 
     @cached_property
     def digest(self) -> str:
-        """The same for the same batches, wherever the examples came from."""
+        """A hash of the batches, whatever files the examples came from."""
         examples = self.examples
         settings = (self.width, self.batch_size, self.seed, self.pack, examples.long, examples.bos)
         sha = hashlib.sha256(repr(settings).encode())
@@ -87,7 +90,7 @@ class Dataset:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a report says: examples, rows, tokens, how full rows are, what was cut."""
+        """Counts for a report: examples, rows, tokens, how full rows are, what was cut."""
         columns = int((self._pieces.end_P - self._pieces.start_P - 1).sum())
         return {
             **self.examples.source,
@@ -103,22 +106,22 @@ class Dataset:
 
     def check(self, config: ModelConfig) -> None:
         """Raise CapacityError for rows longer than the context, TokenError for ids outside the
-        vocabulary, ConfigError for documents that share a row of a model that keeps a memory.
+        vocabulary, ConfigError for packed rows if the model has a compressive memory.
         """
         if config.segment_length is not None and any(len(row) > 1 for row in self._rows):
             raise ConfigError(
-                "this model's layers keep a memory of a row's whole text, and several documents"
-                " share a row: leave packing off (--no-pack)"
+                "this model keeps a memory of a whole row, so documents cannot share rows: use"
+                " --no-pack"
             )
         if self.width > config.context_length:
             raise CapacityError(
-                f"training rows have {self.width} columns, the model's context has"
-                f" {config.context_length}: ask for narrower rows"
+                f"training rows of {self.width} columns exceed the model's context of"
+                f" {config.context_length}: use shorter rows"
             )
         check_ids(self.examples.token_N, config.vocab_size, "training data: ")
 
     def batch(self, number: int) -> Rows:
-        """Batch `number` from 0 of an endless sequence of epochs; always the same one."""
+        """Return batch `number`, from 0, of an endless sequence of epochs; always the same one."""
         epoch, within = divmod(whole("batch", number, 0, None, ConfigError), len(self))
         order_R = _order(len(self._rows), self.seed, epoch)
         rows = blank(self.batch_size, self.width)
@@ -130,7 +133,7 @@ class Dataset:
         return rows
 
     def _write(self, rows: Rows, row: int, column: int, document: int, piece: int) -> int:
-        """Put a piece into a row from a column on; the column after it."""
+        """Write a piece into a row at a column; return the column after it."""
         start, end = self._pieces.start_P[piece], self._pieces.end_P[piece]
         token_L, counts_N = self.examples.token_N[start:end], self.examples.counts_N
         here = (row, slice(column, column + len(token_L) - 1))
@@ -163,7 +166,7 @@ def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def _cut(examples: Examples, width: int) -> _Pieces:
-    """Pieces of at most `width` + 1 tokens, each with something to learn."""
+    """Cut examples into pieces of at most `width` + 1 tokens, each with something to learn."""
     found: list[tuple[int, int, int]] = []
     short = gone = 0
     counts_N, begin = examples.counts_N, examples.begin_E.tolist()
@@ -182,7 +185,7 @@ def _cut(examples: Examples, width: int) -> _Pieces:
 
 
 def _split(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
-    """The last token of a piece, which is only a label there, is the first of the next one."""
+    """Split an example; the last token of a piece, only a label there, starts the next piece."""
     return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
 
 

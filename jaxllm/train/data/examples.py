@@ -1,4 +1,4 @@
-"""Examples held as one array of tokens, and how one that is longer than a row is shortened."""
+"""Examples as one array of tokens, with a loss mask."""
 
 import dataclasses
 from array import array
@@ -13,21 +13,25 @@ from jaxllm.whole import token_array, whole
 
 _MOST_ID = (1 << 31) - 1
 
-# What becomes of an example that is longer than a row:
-#   split: it goes on in further rows, each of which sees nothing of the one before.
-#   left: the beginning of what is only read is left out, but for the begin-of-text token; then the
-#     end of what is learned.
-#   right: its end is left out.
+# What to do with an example that is longer than a row:
+#   split: continue it in further rows, which do not attend to the earlier ones.
+#   left: drop the beginning of the prompt, except the begin-of-text token; if that is not enough,
+#     also the end of the completion.
+#   right: drop its end.
 Long = Literal["split", "left", "right"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples one after the other, in 5 bytes a token.
+    """Concatenated examples, in 5 bytes per token.
 
-    token_N: int32. counts_N: bool, which of them are learned; None for all. begin_E: int64
-    `[examples + 1]`, where each begins. long: see `Long`. bos: the begin-of-text token that
-    examples begin with, None where they do not. source, JSON-able, says what they are made of.
+    Attributes:
+      token_N: int32 ids.
+      counts_N: bool, which tokens are learned; None for all.
+      begin_E: int64 `[examples + 1]`, the start of each example.
+      long: see `Long`.
+      bos: the begin-of-text token that examples start with, if any.
+      source: a description of their origin, as JSON values.
     """
 
     token_N: np.ndarray
@@ -48,14 +52,14 @@ class Examples:
 
 
 class Growing:
-    """Examples in the making: one array of tokens that grows in place, never held twice."""
+    """Builds `Examples` in one array of tokens that grows in place, without a second copy."""
 
     def __init__(self) -> None:
         self._tokens, self._begin = array("i"), array("q", [0])
         self._counts: bytearray | None = None
 
     def extend(self, token_T: Any, counts_T: Any = None) -> None:
-        """More tokens of the example at hand; counts_T: which are learned, by default all."""
+        """Append tokens to the current example. counts_T: which are learned; default: all."""
         ids = token_array(f"example {len(self._begin) - 1}", token_T)
         if counts_T is not None and self._counts is None:
             self._counts = bytearray(b"\1") * len(self._tokens)
@@ -65,13 +69,16 @@ class Growing:
             self._counts += np.ascontiguousarray(marks, bool).tobytes()
 
     def end(self) -> None:
-        """The example at hand is complete."""
+        """End the current example."""
         self._begin.append(len(self._tokens))
 
     def done(
         self, long: Long, bos: int | None, source: Mapping[str, Any] | None = None
     ) -> Examples:
-        """All of them. Raises TokenError where there is none, ConfigError for another `long`."""
+        """Return the examples.
+
+        Raises TokenError if there are none, ConfigError for an unknown `long`.
+        """
         if long not in (known := get_args(Long)):
             raise ConfigError(f"long must be one of {', '.join(known)}, got {long!r:.40}")
         if bos is not None:
@@ -91,28 +98,24 @@ def from_examples(
     bos: int | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Examples:
-    """The examples side by side; each is read once and then let go.
+    """Concatenate examples; each is read once and then released.
 
-    Raises TokenError for token ids and marks of unequal lengths, and where there is no example.
+    Raises TokenError for token ids and loss masks of unequal lengths, and if there is no example.
     """
     growing = Growing()
     for number, example in enumerate(_each(examples)):
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise TokenError(
-                f"example {number} must be an Example(token ids, marks of what is learned), got"
-                f" {example!r:.60}"
+                f"example {number} must be an Example(token ids, loss mask), got {example!r:.60}"
             )
         token_T = token_array(f"example {number}", example[0])
         counts_T = np.asarray(example[1])
         if counts_T.dtype.kind != "b" and counts_T.size:
-            raise TokenError(
-                f"example {number}: marks of what is learned must be True or False, got"
-                f" {counts_T.dtype}"
-            )
+            raise TokenError(f"example {number}: the loss mask must be bool, got {counts_T.dtype}")
         if counts_T.shape != token_T.shape:
             raise TokenError(
-                f"example {number} has {len(token_T)} tokens and {counts_T.size} marks of what is"
-                " learned: give one for each"
+                f"example {number} has {len(token_T)} tokens and a loss mask of {counts_T.size}:"
+                " give one value per token"
             )
         growing.extend(token_T, counts_T)
         growing.end()
@@ -122,9 +125,10 @@ def from_examples(
 def from_ids(
     documents: Iterable[Any], *, bos: int | None = None, source: Mapping[str, Any] | None = None
 ) -> Examples:
-    """Documents of token ids, all of which are learned; the rows of a matrix are documents.
+    """Make examples of documents of token ids, all of them learned.
 
-    Raises TokenError where there is none, and for what is no list of ids from 0 to 2**31 - 1.
+    documents: lists of ids, or a matrix whose rows are documents. Raises TokenError if there are
+    none, and for ids outside 0 to 2**31 - 1.
     """
     growing = Growing()
     for ids in _each(documents):
@@ -135,12 +139,12 @@ def from_ids(
 
 def _each(documents: Any) -> Iterable[Any]:
     if not isinstance(documents, Iterable):
-        raise TokenError(f"give a list of texts, of token ids each; got {documents!r:.60}")
+        raise TokenError(f"examples must be a list, got {documents!r:.60}")
     return documents
 
 
 def _ints(numbers: "array[int]") -> np.ndarray:
-    """What has grown in place, as numpy sees it; `array` keeps the numbers."""
+    """View an `array` as a read-only numpy array, without a copy."""
     found = np.frombuffer(numbers, np.dtype(numbers.typecode))
     found.setflags(write=False)
     return found

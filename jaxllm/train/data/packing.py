@@ -1,4 +1,4 @@
-"""Which examples share a row: best-fit packing, which leaves hardly any padding."""
+"""Best-fit packing of examples into rows, with hardly any padding."""
 
 from bisect import bisect_left, insort
 
@@ -6,16 +6,19 @@ import numpy as np
 
 
 def best_fit(length_P: np.ndarray, width: int, seed: int) -> list[np.ndarray]:
-    """Rows of at most `width` columns, each a list of the numbers of its pieces.
+    """Pack pieces into rows of at most `width` columns; each row is an array of piece numbers.
 
-    length_P: columns of each piece, from 1 to `width`. The longest come first, equal ones in an
-    order drawn by the seed; each goes where it leaves the least room. (Best-fit decreasing, as
-    Ding et al. 2024, arXiv 2404.10830, pack documents.) Time: `P log(width)`.
+    Best-fit decreasing, as in Ding et al. 2024 (arXiv 2404.10830): the longest pieces come first,
+    equal ones in random order; each goes to the row that it fills best. Time: `P log(width)`.
+
+    Args:
+      length_P: columns of each piece, from 1 to `width`.
+      seed: of the order of equal pieces.
     """
     drawn_P = np.random.default_rng(seed).permutation(len(length_P))
     order_P = drawn_P[np.argsort(-length_P[drawn_P], kind="stable")]
     rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # rows by the columns that are left in them
+    with_room: dict[int, list[int]] = {}  # rows by their number of free columns
     rooms: list[int] = []  # the keys of `with_room`, sorted
     for piece in order_P.tolist():
         length = int(length_P[piece])

@@ -1,4 +1,4 @@
-"""Examples parted into those that are trained on and those that the loss is measured on."""
+"""The train/validation split."""
 
 import dataclasses
 
@@ -9,21 +9,19 @@ from jaxllm.train.data.examples import Examples
 
 
 def part(examples: Examples, share: float, seed: int = 0) -> tuple[Examples, Examples]:
-    """The examples without a share of them, and that share, drawn by a seed; both in their order.
+    """Return training and validation examples, split at random; both keep their order.
 
-    One example alone is cut: its end is held out. Raises ConfigError for a share that is not
-    between 0 and 1, TokenError for what is too little to be parted.
+    A single example is cut: its end is held out. Raises ConfigError if `share` is not between 0 and
+    1, TokenError if there are too few tokens to split.
     """
     if not 0 < share < 1:
-        raise ConfigError(f"the share that is held out must be between 0 and 1, got {share}")
+        raise ConfigError(f"the held-out share must be between 0 and 1, got {share}")
     count = len(examples)
     if count == 1:
         size = len(examples.token_N)
         end = size - max(2, round(share * size))
         if end < 2:
-            raise TokenError(
-                f"{size} tokens are too few to hold some out: give a text to measure on"
-            )
+            raise TokenError(f"{size} tokens are too few to hold some out: give validation data")
         return _tokens(examples, 0, end), _tokens(examples, end, size)
     held = np.zeros(count, bool)
     chosen = np.random.default_rng(seed).permutation(count)

@@ -1,22 +1,24 @@
-"""The arrays of a batch of training rows, and what any source of them is."""
+"""The arrays of a batch of training rows, and the protocol of their sources."""
 
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from flax import struct
 
-IGNORED = -100  # a label that does not count, as torch's cross-entropy has it
+IGNORED = -100  # a label that does not count, as in torch's cross-entropy
 
-Ints = Any  # an array of numpy or JAX
+Ints = Any  # a numpy or JAX array of integers
 
 
 class Rows(struct.PyTreeNode):
-    """Rows of tokens and what follows each of them, int32 `[B, T]` each.
+    """Rows of tokens and their labels, int32 `[B, T]` each.
 
-    token_BT: ids, 0 where there is padding. label_BT: the id that should follow the token of the
-    same column (already shifted), `IGNORED` where it does not count. position_BT: from 0 in each
-    document, -1 for padding. document_BT: numbers the documents of a row, -1 for padding; a token
-    sees only those of its own document.
+    Attributes:
+      token_BT: ids, 0 for padding.
+      label_BT: the next token's id (already shifted), `IGNORED` if it does not count.
+      position_BT: from 0 in each document, -1 for padding.
+      document_BT: number of the document in its row, -1 for padding. Documents do not attend to
+        each other.
     """
 
     token_BT: Ints
@@ -26,8 +28,9 @@ class Rows(struct.PyTreeNode):
 
 
 class Example(NamedTuple):
-    """A text to learn from. token_T: int32 ids. counts_T: bool, which of them are learned; the
-    others (a prompt) are only read. The first one has nothing before it: it is never learned.
+    """A text to learn from: int32 ids, and a bool mask of those that are learned.
+
+    The others (a prompt) are context. The first token has no context, so it is never learned.
     """
 
     token_T: np.ndarray
@@ -35,10 +38,10 @@ class Example(NamedTuple):
 
 
 class Data(Protocol):
-    """An endless sequence of batches, epoch after epoch: a value without a cursor.
+    """An endless sequence of batches, epoch after epoch, without a cursor: any batch can be read.
 
-    Resuming is to ask for the next batch. digest: of the data and its order. tokens: the labels
-    that count in an epoch. len: the batches of an epoch.
+    digest: of the data and its order. tokens: labels that count in an epoch. len: batches per
+    epoch.
     """
 
     @property
@@ -50,12 +53,12 @@ class Data(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, number: int) -> Rows:
-        """Batch `number` from 0, of numpy arrays; always the same one."""
+        """Return batch `number`, from 0, as numpy arrays; always the same one."""
         ...
 
 
 def blank(rows: int, width: int) -> Rows:
-    """Rows of padding alone."""
+    """Return rows of padding."""
     shape = (rows, width)
     return Rows(
         np.zeros(shape, np.int32),

@@ -1,4 +1,4 @@
-"""Files of text to learn from: plain, WikiText as published, or JSON lines of several kinds."""
+"""Readers of training data: plain text, WikiText as published, and JSON lines of several kinds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,9 +26,10 @@ _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 class Writing(NamedTuple):
     """How texts become tokens.
 
-    template: of conversations, None where there is none. bos, eos: whether a text begins and ends
-    with these tokens; None: begins where the checkpoint wants prompts to, ends where there is an
-    end-of-text token. What a template writes gets neither unless eos is True.
+    Attributes:
+      template: the chat template, or the error that explains why there is none.
+      bos, eos: whether to add these tokens to a text. None: add bos if the tokenizer adds it to
+        prompts, and eos if it has one. Conversations get neither, unless eos is True.
     """
 
     tokenizer: Tokenizer | None
@@ -37,19 +38,19 @@ class Writing(NamedTuple):
     eos: bool | None = None
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens, without begin and end. Raises TokenError where no tokenizer is."""
+        """Encode a text without bos and eos. Raises TokenError if there is no tokenizer."""
         return self.known.encode(text)
 
     def encode_long(self, text: str) -> np.ndarray:
-        """Return the tokens of a text of any length, as those of a file of text: beyond
-        `cutting.WHOLE` bytes it is encoded in pieces, in the memory of one.
+        """Encode a text of any length as a file is: beyond `cutting.WHOLE` bytes in pieces, to
+        bound memory.
         """
         if len(text) <= WHOLE:
             return np.array(self.encode(text), np.int32)
         try:
             pieces = Encoded(text.encode(), self.known, Cut(width=1))
         except UnicodeEncodeError:
-            raise TokenError("the text has lone surrogates, which are no characters") from None
+            raise TokenError("the text has lone surrogates, which are not characters") from None
         return np.concatenate(list(pieces.after(0)))
 
     @property
@@ -75,28 +76,33 @@ class Writing(NamedTuple):
 
 
 def read_examples(path: Path, writing: Writing, *, kind: str | None = None) -> Examples:
-    """The examples of a file.
+    """Read the examples of a file.
 
-    kind: "text" (one text, UTF-8), "wikitext" (`.raw`, or `.parquet` with a column `text`: one
-    text) or "lines" (JSON lines); by default as the file's name ends (`SUFFIXES`), else text.
+    JSON lines are objects, all of one kind: "text"; "tokens" (ids, used as they are) with optional
+    "labels", -100 for tokens that are not learned; "prompt" and "completion", of which the second
+    is learned; or "messages" with optional "tools", of which assistant turns are learned. Blank
+    lines and other fields are ignored. A long "text" is encoded in pieces, as a text file is.
 
-    Lines are objects, all of one kind: "text"; "tokens" (ids, nothing is added to them), maybe with
-    "labels", -100 where a token is not learned; "prompt" and "completion", of which the second is
-    learned; or "messages", maybe with "tools": what the assistant says is learned. Blank lines are
-    passed over, as are other fields. A long "text" is encoded in pieces, as a file of text is.
+    Args:
+      kind: "text" (one UTF-8 text), "wikitext" (`.raw`, or `.parquet` with a column `text`: one
+        text) or "lines" (JSON lines). Default: by the suffix (`SUFFIXES`), else "text".
 
-    Raises CheckpointError for a file that cannot be read; TokenError, with the line, for what is
-    none of these, kinds mixed, an empty text and where there is no data; ConfigError for an unknown
-    kind and where pyarrow is missing; TemplateError as `conversation`.
+    Raises:
+      CheckpointError: if the file cannot be read.
+      TokenError: with the line, for other objects, mixed kinds, an empty text or no data.
+      ConfigError: for an unknown kind, or if pyarrow is missing.
+      TemplateError: as `conversation`.
     """
     kind = SUFFIXES.get(path.suffix, "text") if kind is None else kind
     if kind not in _READERS:
-        raise ConfigError(f"data is {', '.join(_READERS)}, got {kind!r:.40}")
+        raise ConfigError(f"the kind of data must be {', '.join(_READERS)}, got {kind!r:.40}")
     return _READERS[kind](path, writing)
 
 
 def from_texts(texts: Iterable[str], writing: Writing) -> Examples:
-    """Each text an example, all of it learned. Raises TokenError for an empty one, or none."""
+    """Make an example of each text, all of it learned. Raises TokenError for an empty text, and if
+    there are no texts.
+    """
     growing = Growing()
     for number, text in enumerate(texts):
         example, _ = _text(_Line(text=text), writing, f"text {number}")
@@ -115,7 +121,7 @@ def _from_wikitext(path: Path, writing: Writing) -> Examples:
 
 
 def _of_bytes(content: Any, writing: Writing, path: Path, kind: str) -> Examples:
-    """One text, encoded piece by piece where it lies."""
+    """Encode a file's content as one text, in pieces and without a copy."""
     if not len(content):
         raise TokenError(f"there is no data to train on: {path} is empty")
     growing = Growing()
@@ -131,7 +137,7 @@ def _of_bytes(content: Any, writing: Writing, path: Path, kind: str) -> Examples
 
 
 class _Line(msgspec.Struct):
-    """A line of a file; which fields it has says what kind it is."""
+    """A line of a file; its fields determine its kind."""
 
     text: str | None = None
     tokens: list[_Id] | None = None
@@ -158,14 +164,14 @@ def _tokens(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
     label_T = np.array(line.labels)
     if label_T.shape != token_T.shape or ((label_T != IGNORED) & (label_T != token_T)).any():
         raise TokenError(
-            f"{where}: labels are the tokens themselves, {IGNORED} where one is not learned"
+            f"{where}: each label must equal its token, or be {IGNORED} if it is not learned"
         )
     return Example(token_T, label_T != IGNORED), 0
 
 
 def _completion(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
-    """The prompt's tokens are those it has alone; where the completion's first letters join its
-    last token, that token is learned.
+    """Mask the tokens that the prompt has by itself; a token that joins the end of the prompt and
+    the start of the completion is learned.
     """
     assert line.prompt is not None
     if not line.completion:
@@ -196,14 +202,14 @@ def _messages(line: _Line, writing: Writing, where: str) -> tuple[Example, int]:
 
 
 def _learned(ids: list[int] | np.ndarray, read: int) -> Example:
-    """ids: of which so many are only read."""
+    """Make an example whose first `read` tokens are not learned."""
     return Example(np.array(ids, np.int32), np.arange(len(ids)) >= read)
 
 
 class _Kind(NamedTuple):
-    """Lines that have these fields, and maybe those: how one is read, what is done with long ones.
+    """A kind of line, with required and optional (`also`) fields.
 
-    `read` also says whether prompt and completion share a token.
+    `read` returns the example, and 1 if prompt and completion share a token.
     """
 
     fields: frozenset[str]
@@ -229,15 +235,15 @@ def _from_lines(path: Path, writing: Writing) -> Examples:
         first = first or (kind, where)
         if kind is not first[0]:
             raise TokenError(
-                f"{where} has {_named(kind)}, {first[1]} has {_named(first[0])}: give each kind a"
-                " file of its own"
+                f"{where} has {_named(kind)}, but {first[1]} has {_named(first[0])}: put each kind"
+                " into a separate file"
             )
         (token_T, counts_T), both = kind.read(line, writing, where)
         growing.extend(token_T, None if counts_T.all() else counts_T)
         growing.end()
         joined += both
     if first is None:
-        raise TokenError(f"there is no data to train on: {path} has no line that is not blank")
+        raise TokenError(f"there is no data to train on: all lines of {path} are blank")
     source = {"kind": _named(first[0]), "file": path.name, "joined": joined}
     return growing.done(first[0].long, _bos(writing), source)
 
@@ -245,7 +251,7 @@ def _from_lines(path: Path, writing: Writing) -> Examples:
 def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
     for where, value in json_lines(path, TokenError, most=None):
         if not isinstance(value, dict):
-            raise TokenError(f"{where} should be {_WANTED}")
+            raise TokenError(f"{where} must be {_WANTED}")
         yield where, as_schema(value, _Line, where, TokenError)
 
 
@@ -254,7 +260,7 @@ def _kind_of(line: _Line, where: str) -> _Kind:
     for kind in _KINDS:
         if kind.fields <= given <= kind.fields | kind.also:
             return kind
-    raise TokenError(f"{where} should be {_WANTED}; it has {', '.join(sorted(given)) or 'none'}")
+    raise TokenError(f"{where} must be {_WANTED}: got {', '.join(sorted(given)) or 'none'}")
 
 
 def _named(kind: _Kind) -> str:
@@ -262,7 +268,7 @@ def _named(kind: _Kind) -> str:
 
 
 def _bos(writing: Writing) -> int | None:
-    """The token that begins examples, which a cut leaves where it is."""
+    """Return the first token of examples, which truncation keeps."""
     return next(iter(writing.begin), None) if writing.tokenizer is not None else None
 
 

@@ -1,9 +1,9 @@
-"""Distillation: a small model learns what a large one says.
+"""Knowledge distillation: a small student learns from a large teacher.
 
-divergences: forward, reverse and Jensen-Shannon between next-token distributions. buckets: a
-distribution in its k likeliest tokens and the rest. hidden: hidden states through projections.
-vocabulary: tokens that both know. objectives: what a step makes small. recorded: what a teacher
-said, on disk. sampled: rows that the student writes itself. written: texts that the teacher writes.
-student: a model made from its teacher. teachers: what a teacher does before, as a command asks for
-it. settings: all of it by options. job: what the loop runs.
+divergences: forward and reverse KL and Jensen-Shannon of next-token distributions. buckets: the
+top-k tokens of a distribution, and the rest. hidden: the loss of hidden states. vocabulary: the
+common vocabulary. objectives: the losses of a step. recorded: a teacher's outputs on disk. sampled:
+on-policy rows that the student generates. written: texts that the teacher generates. student:
+initialization of the student. teachers: students and texts from a teacher. settings: setup from
+options. job: the training job.
 """

@@ -1,7 +1,7 @@
-"""A teacher's distribution in few numbers: its k likeliest tokens, and all others in one bucket.
+"""A compressed teacher distribution: its top-k tokens, and all others in one bucket.
 
-The divergence of k + 1 buckets is a lower bound of that of the whole vocabulary (data processing),
-and equal to it at k = V. The student's distribution is put into the same buckets.
+The student's distribution is put into the same k + 1 buckets. Their divergence is a lower bound of
+that over the whole vocabulary (data processing inequality), and equal to it at k = V.
 """
 
 from typing import Any
@@ -15,11 +15,12 @@ from jaxllm.train.distill.divergences import NOTHING, Compared, log_probs
 
 
 class Buckets(struct.PyTreeNode):
-    """Of each token's next one, the likeliest tokens and the rest.
+    """Top-k next tokens and the rest.
 
-    token_BTk: ids, best first, uint16 where the vocabulary allows it, else uint32. logprob_BTL:
-    float16 `[B, T, k + 1]`, those tokens' log-probabilities, then that of all others together,
-    -inf where there are no others.
+    Attributes:
+      token_BTk: ids, best first, uint16 if the vocabulary fits, else uint32.
+      logprob_BTL: float16 `[B, T, k + 1]`, the log-probabilities of these tokens, then that of all
+        others together; -inf if there are no others.
     """
 
     token_BTk: Any
@@ -27,25 +28,25 @@ class Buckets(struct.PyTreeNode):
 
 
 def ids_dtype(size: int) -> Any:
-    """The smallest format of a file that holds ids of so many tokens."""
+    """Return the dtype in a file for ids of a vocabulary of `size` tokens."""
     return np.uint16 if size <= 1 << 16 else np.uint32
 
 
 def buckets(logits_XV: jax.Array, size: int, temperature: float, k: int) -> Buckets:
-    """The buckets of logits `[..., V]`, of which the first `size` are tokens."""
+    """Return the buckets of logits `[..., V]`, of which the first `size` are real tokens."""
     p_XV = log_probs(logits_XV, size, temperature)
     top_Xk, token_Xk = jax.lax.top_k(p_XV, k)
     rest_X = _rest(p_XV, token_Xk)
-    # A bucket of nothing is -inf in a file.
+    # An empty bucket is -inf in a file.
     rest_X = jnp.where(rest_X < NOTHING / 2, -jnp.inf, rest_X)
     logprob_XL = jnp.concatenate([top_Xk, rest_X[..., None]], axis=-1)
     return Buckets(token_Xk.astype(ids_dtype(size)), logprob_XL.astype(jnp.float16))
 
 
 def of_buckets(size: int, temperature: float) -> Compared:
-    """What a teacher's `Buckets` say, and the student's logits in the same buckets.
+    """Return a function from student logits and a teacher's `Buckets` to log-probabilities of both.
 
-    Rounded to float16 they do not quite sum to 1: they are normalised again.
+    The teacher's are normalized again, since they were rounded to float16.
     """
 
     def compared(logits_NTV: jax.Array, told: Buckets) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +62,7 @@ def of_buckets(size: int, temperature: float) -> Compared:
 
 
 def _rest(p_XV: jax.Array, token_Xk: jax.Array) -> jax.Array:
-    """The log-probability of all but these tokens: summed, for 1 less their sum would cancel."""
+    """Return the log-probability of all other tokens: a sum, as 1 - sum(top k) would cancel."""
     named_XV = jnp.zeros(p_XV.shape, bool)
     named_XV = jnp.put_along_axis(named_XV, token_Xk, True, axis=-1, inplace=False)
     return jax.nn.logsumexp(jnp.where(named_XV, NOTHING, p_XV), axis=-1)

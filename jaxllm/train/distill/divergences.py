@@ -1,14 +1,14 @@
-"""How far a student's next-token distribution is from its teacher's, as functions of arrays.
+"""Divergences between the next-token distributions of teacher and student.
 
-One family has them all, the generalised Jensen-Shannon divergence (GKD, arXiv 2306.13649, eq. 1)
-between the teacher's P and the student's Q, with the mixture M = beta P + (1 - beta) Q:
+All are generalized Jensen-Shannon divergences (GKD, arXiv 2306.13649, eq. 1) between the teacher's
+P and the student's Q, with the mixture M = beta P + (1 - beta) Q:
 
-    beta = 0        KL(P || Q), forward: the student covers all that the teacher finds likely
+    beta = 0        KL(P || Q), forward: mode-covering
     0 < beta < 1    beta KL(P || M) + (1 - beta) KL(Q || M)
-    beta = 1        KL(Q || P), reverse: the student stays where the teacher finds it likely
+    beta = 1        KL(Q || P), reverse: mode-seeking
 
-All take log-probabilities, so a distribution may be the whole vocabulary's or that of a few buckets
-(`buckets`): a divergence of coarser distributions is never larger (data processing).
+They take log-probabilities of the whole vocabulary or of a few buckets (`buckets`): a divergence of
+coarser distributions is never larger (data processing inequality).
 """
 
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from jaxllm.ops.likelihood import map_rows
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.losses import log_likelihoods
 
-NOTHING = -1e4  # the log-probability of what cannot be: its exponential is 0, and it is no NaN
+NOTHING = -1e4  # the log-probability of an impossible token: finite, and its exponential is 0
 
 
 class Mix(NamedTuple):
-    """What is learned of a teacher: `alpha T^2 D + (1 - alpha) CE`.
+    """The distillation loss `alpha T^2 D + (1 - alpha) CE`.
 
-    D is the divergence `beta` of both distributions at the temperature T, CE the cross-entropy with
-    the text's own next token at temperature 1 (Hinton et al. 2015, arXiv 1503.02531, section 2: the
-    T^2 keeps the size of the gradient whatever T is).
+    D is the divergence `beta` of both distributions at temperature T, CE the cross-entropy with the
+    labels at temperature 1. The T^2 makes the size of the gradient independent of T (Hinton et al.
+    2015, arXiv 1503.02531, section 2).
     """
 
     beta: float = 0.0
@@ -39,10 +39,12 @@ class Mix(NamedTuple):
 
 
 def divergence(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
-    """The generalised Jensen-Shannon divergence in nats, `[..., V]` to `[...]`.
+    """Return the generalized Jensen-Shannon divergence in nats, `[..., V]` to `[...]`.
 
-    p_XV, q_XV: finite log-probabilities of teacher and student. Never negative; where both are
-    equal the value and its gradient are exactly 0.
+    It is never negative; if both distributions are equal, it and its gradient are exactly 0.
+
+    Args:
+      p_XV, q_XV: finite log-probabilities of teacher and student.
     """
     if beta == 0:
         return kl_divergence(p_XV, q_XV)
@@ -53,23 +55,23 @@ def divergence(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
 
 
 def mixture(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
-    """`log(beta exp(p) + (1 - beta) exp(q))`; p itself, to the bit, where q is p."""
+    """Return `log(beta exp(p) + (1 - beta) exp(q))`, which is exactly p where q equals p."""
     high_XV, low_XV = jnp.maximum(p_XV, q_XV), jnp.minimum(p_XV, q_XV)
     weight_XV = jnp.where(p_XV < q_XV, beta, 1 - beta)  # of the smaller one
     return high_XV + jnp.log1p(weight_XV * jnp.expm1(low_XV - high_XV))
 
 
 def log_probs(logits_XV: jax.Array, size: int, temperature: float) -> jax.Array:
-    """Float32 log-probabilities `[..., size]` of the first `size` tokens, at a temperature.
+    """Return float32 log-probabilities `[..., size]` of the first `size` tokens.
 
-    What a vocabulary is padded with beyond them loses its share.
+    The padding of the vocabulary after them is excluded from the softmax.
     """
     x_XV = logits_XV[..., :size].astype(jnp.float32)
     return jax.nn.log_softmax(x_XV if temperature == 1 else x_XV / temperature, axis=-1)
 
 
 class Learned(NamedTuple):
-    """Sums over the tokens that count, float32. tokens: how many these are."""
+    """Sums over the tokens with a label, float32. tokens: their number."""
 
     loss: jax.Array
     divergence: jax.Array
@@ -77,8 +79,8 @@ class Learned(NamedTuple):
     tokens: jax.Array
 
 
-# Of the student's logits [N, T, V] and whatever the teacher says of the same tokens, [N, T, ...]:
-# both log-probabilities.
+# Maps the student's logits [N, T, V] and the teacher's output for the same tokens, [N, T, ...], to
+# the log-probabilities of teacher and student.
 Compared = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
@@ -90,10 +92,14 @@ def learned(
     mix: Mix,
     among: int = 1,
 ) -> Learned:
-    """The loss of `Mix` summed over all tokens with a label.
+    """Return the loss of `Mix` summed over all tokens with a label.
 
-    teacher: arrays `[B, T, ...]`. among: as of `map_rows`. A row of each device at a time, computed
-    again in the backward pass: beside the logits and their gradient only one row takes `[T, V]`.
+    Each device runs one row at a time and recomputes it in the backward pass. So besides the logits
+    and their gradient only one row of `[T, V]` is in memory.
+
+    Args:
+      teacher: arrays `[B, T, ...]` for `compared`.
+      among: as in `map_rows`.
     """
 
     @jax.checkpoint
@@ -113,7 +119,9 @@ def learned(
 
 
 def of_logits(size: int, temperature: float) -> Compared:
-    """What a teacher that runs says: its logits, on the first `size` tokens."""
+    """Return a function from student and teacher logits to log-probabilities of the first `size`
+    tokens.
+    """
 
     def compared(logits_NTV: jax.Array, teacher_NTV: jax.Array) -> tuple[jax.Array, jax.Array]:
         p_NTV = jax.lax.stop_gradient(log_probs(teacher_NTV, size, temperature))

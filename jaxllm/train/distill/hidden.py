@@ -1,12 +1,12 @@
-"""Hidden states that are to be like the teacher's, layer by layer, through a learned projection.
+"""The loss between hidden states of student and teacher, layer by layer.
 
-Layers are numbered as `Trace.hidden_states` has them: 0 the embeddings, i what block i puts out,
-the last one after the final norm. The loss of a token is the mean square of the differences
-(TinyBERT, arXiv 1909.10351, eq. 8), or 1 less the cosine (DistilBERT, arXiv 1910.01108).
+Layers are numbered as in `Trace.hidden_states`: 0 is the embeddings, i the output of block i, and
+the last one comes after the final norm. The loss of a token is the mean squared difference
+(TinyBERT, arXiv 1909.10351, eq. 8), or 1 - cosine (DistilBERT, arXiv 1910.01108).
 
-Where the widths differ the student's states go through a matrix first. It is trained with the
-model, as a parameter of its own beside the model's: `distill.LAYER.weight`, `[D teacher,
-D student]`. `without_projections` takes it away from what is kept.
+If the widths differ, a learned matrix projects the student's states first. It is trained with the
+model, as an extra parameter `distill.LAYER.weight`, `[D teacher, D student]`.
+`without_projections` removes it.
 """
 
 import dataclasses
@@ -30,8 +30,12 @@ States = Sequence[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """What of the hidden states is learned. by: how two are compared. pairs: layers of the student
-    and of the teacher. weight: of the mean over pairs, beside the loss of the logits.
+    """The loss of hidden states.
+
+    Attributes:
+      by: distance between two states.
+      pairs: (student layer, teacher layer).
+      weight: of the mean over pairs, relative to the loss of the logits.
     """
 
     by: By = "mse"
@@ -40,40 +44,40 @@ class Hidden:
 
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
-            raise ConfigError(
-                f"hidden states are compared by {' or '.join(get_args(By))}, not {self.by!r:.40}"
-            )
+            raise ConfigError(f"hidden must be {' or '.join(get_args(By))}, got {self.by!r:.40}")
         if not self.weight >= 0:
-            raise ConfigError(f"the weight of hidden states must be at least 0, got {self.weight}")
+            raise ConfigError(f"hidden_weight must be at least 0, got {self.weight}")
 
 
 def evenly(student: int, teacher: int) -> tuple[tuple[int, int], ...]:
-    """Pairs for all blocks of a student of so many layers: each ends where as large a share of the
-    teacher's layers has been run.
+    """Return a pair for each block of the student: the teacher's layer at the same relative depth.
+
+    student, teacher: numbers of layers.
     """
     return tuple((i, round(i * teacher / student)) for i in range(1, student + 1))
 
 
 def check(hidden: Hidden, student: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise ConfigError for layers that there are not, and where there is no pair."""
+    """Raise ConfigError for layers that do not exist, and if there is no pair."""
     if not hidden.pairs:
-        raise ConfigError("name pairs of layers, the student's and the teacher's")
+        raise ConfigError("the loss of hidden states needs pairs of layers: got none")
     for pair in hidden.pairs:
         for number, name, config in zip(
             pair, ("student", "teacher"), (student, teacher), strict=True
         ):
             if not 0 <= number <= config.num_hidden_layers:
                 raise ConfigError(
-                    f"the {name} has hidden states 0 to {config.num_hidden_layers}, not {number}"
+                    f"hidden state {number} of the {name} does not exist: there are 0 to"
+                    f" {config.num_hidden_layers}"
                 )
 
 
 def with_projections(
     params: Params, hidden: Hidden, student: ModelConfig, teacher: ModelConfig, seed: int
 ) -> Params:
-    """The student's parameters with a projection for each pair, where the widths differ.
+    """Return the student's parameters with a projection for each paired layer, if widths differ.
 
-    Drawn from a normal distribution that keeps the size of a state. Raises what `check` raises.
+    Their normal initialization preserves the scale of a state. Raises what `check` raises.
     """
     check(hidden, student, teacher)
     if student.hidden_size == teacher.hidden_size:
@@ -87,16 +91,16 @@ def with_projections(
 
 
 def without_projections(params: Params) -> Params:
-    """The model's own parameters."""
+    """Return the parameters without the projections."""
     return {path: x for path, x in params.items() if path != PLACE}
 
 
 def apart(
     hidden: Hidden, params: Params, student: States, teacher: States, label_BT: Ints
 ) -> jax.Array:
-    """The loss summed over all tokens with a label, and the mean over pairs: a float32 scalar.
+    """Return the loss, summed over tokens with a label and averaged over pairs, a float32 scalar.
 
-    params: where the projections are. student, teacher: hidden states `[B, T, D]`.
+    params: contain the projections. student, teacher: hidden states `[B, T, D]`.
     """
     counted_BT, total = label_BT != IGNORED, jnp.zeros((), jnp.float32)
     for ours, theirs in hidden.pairs:
@@ -110,15 +114,15 @@ def apart(
 
 
 def mean_square(s_BTD: jax.Array, t_BTD: jax.Array) -> jax.Array:
-    """`[B, T]`: the mean over a state's numbers."""
+    """Return the mean squared difference of states, `[B, T]`."""
     return ((s_BTD - t_BTD) ** 2).mean(axis=-1)
 
 
 def from_cosine(s_BTD: jax.Array, t_BTD: jax.Array) -> jax.Array:
-    """`[B, T]`: `1 - cos`, as half the square of the distance of unit vectors.
+    """Return `1 - cos`, `[B, T]`, as half the squared distance of unit vectors.
 
-    So where both are equal, value and gradient are exactly 0. A state of zeros has no direction:
-    its length is taken for no less than 1e-6.
+    So if both states are equal, value and gradient are exactly 0. Norms below 1e-6 are replaced by
+    1e-6, since a state of zeros has no direction.
     """
     return ((_unit(s_BTD) - _unit(t_BTD)) ** 2).sum(axis=-1) / 2
 

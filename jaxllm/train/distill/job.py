@@ -1,4 +1,4 @@
-"""Distillation as a job: a student after its teacher."""
+"""Distillation as a training job."""
 
 from pathlib import Path
 
@@ -19,10 +19,10 @@ def distill(
     directory: Path | None = None,
     seed: int = 0,
 ) -> Job:
-    """A student, all of it, after a teacher. The result is a model of its own.
+    """Train all weights of a student on its teacher. The result is an ordinary model.
 
-    directory: where what the teacher says is recorded, if `options` ask for that. Raises what
-    `distill.teaching` raises.
+    directory: where the teacher's outputs are recorded, if `options.top_k` is set. Raises what
+    `settings.teaching` raises.
     """
     taught = teaching(
         student, teacher, data, options, held_out=held_out, directory=directory, seed=seed

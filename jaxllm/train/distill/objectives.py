@@ -1,8 +1,8 @@
-"""Objectives of distillation: what a step makes small, given what the teacher says.
+"""Objectives of distillation.
 
-The teacher runs within the step (`FromTeacher`: its parameters are what is `given`), or said it
-before (`FromBuckets`: the rows bring it, `Taught`). Sums and weights are as `train.objective` has
-them, so that batches that are accumulated weigh each token the same.
+Either the teacher runs within the step (`FromTeacher`, whose `given` is its parameters), or its
+outputs were recorded before (`FromBuckets`, whose rows are `Taught`). Both return sums and weights
+as in `train.objective`, so accumulated batches weight each token equally.
 """
 
 import dataclasses
@@ -21,18 +21,21 @@ from jaxllm.weights.paths import Params, among_of
 
 
 class Taught(Rows):
-    """Rows, and what a teacher said of them. told: `[B, T, ...]`."""
+    """Rows with the teacher's recorded outputs `[B, T, ...]`."""
 
     told: Buckets
 
 
 @dataclasses.dataclass(frozen=True)
 class FromTeacher:
-    """The loss of `Mix` against a teacher that runs beside the student.
+    """The loss of `Mix` with a teacher that runs in each step.
 
-    teacher: its module. size: of the vocabulary that both share. hidden: what of the hidden states
-    is learned besides. given: the teacher's parameters. Memory, beside training the student: the
-    teacher's weights and its float32 logits `[B, T, V]`.
+    Needs memory for the teacher's weights and its float32 logits `[B, T, V]`.
+
+    Attributes:
+      teacher: its module; its parameters are `given` in a call.
+      size: of the common vocabulary.
+      hidden: the loss of hidden states, if any.
     """
 
     teacher: nn.Module
@@ -57,9 +60,9 @@ class FromTeacher:
 
 @dataclasses.dataclass(frozen=True)
 class FromBuckets:
-    """The loss of `Mix` against what a teacher said of the same rows, at the same temperature.
+    """The loss of `Mix` with a teacher's outputs that were recorded at the same temperature.
 
-    size: of the vocabulary that both share.
+    size: of the common vocabulary.
     """
 
     size: int
@@ -69,7 +72,7 @@ class FromBuckets:
         self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
     ) -> Measured:
         if not isinstance(rows, Taught):
-            raise ConfigError("these rows bring nothing that a teacher said: see TaughtData")
+            raise ConfigError("the rows have no recorded teacher outputs: use TaughtData")
         compared = of_buckets(self.size, self.mix.temperature)
         logits_BTV = run(model, params, rows).logits
         return _measured(model, logits_BTV, rows, rows.told, compared, self.mix)

@@ -1,12 +1,11 @@
-"""What a teacher says, on disk: its likeliest tokens with log-probabilities, row by row.
+"""A teacher's outputs on disk: top-k tokens with log-probabilities, row by row.
 
-A row is known by its own tokens, positions and documents, so that it is found in whatever order
-later epochs have it. A record belongs to one teacher, one set of rows and one way of asking
-(k, temperature): anything else is refused. Shards are written one after the other, whole or not at
-all; a run that was killed goes on after the last one. Of several processes the first writes them,
-and all read them.
+A row is found by a hash of its tokens, positions and documents, so the order of later epochs does
+not matter. A record belongs to one teacher, one data set, k and temperature; any other is rejected.
+Shards are written atomically, one after the other; a killed run resumes after the last one. With
+several processes the first one writes them, and all read them.
 
-On disk a token takes 4k + 2 bytes where ids fit in 16 bits, so 130 for k = 32.
+On disk a token takes 4k + 2 bytes if ids fit in 16 bits, so 130 for k = 32.
 """
 
 import contextlib
@@ -45,9 +44,14 @@ _Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a record belongs to. teacher: the fingerprint of its weights, and how it computes. data:
-    the rows' digest. k: likeliest tokens. size: of the vocabulary that they are among. width: of a
-    row.
+    """The key of a record.
+
+    Attributes:
+      teacher: hash of its weights, configuration and precision.
+      data: digest of the rows.
+      k: number of top tokens.
+      size: of the common vocabulary.
+      width: columns of a row.
     """
 
     teacher: str
@@ -59,7 +63,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _About(msgspec.Struct, forbid_unknown_fields=True):
-    """A shard's header. bits: a SHA-256 of its tensors."""
+    """The header of a shard. bits: a SHA-256 of its tensors."""
 
     asked: Asked
     number: Annotated[int, msgspec.Meta(ge=0)]
@@ -74,17 +78,17 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A complete record: see `record`, which makes and opens it."""
+    """A complete record; `record` makes and opens it."""
 
     directory: Path
     asked: Asked
     shards: int
 
     def look_up(self, rows: Rows) -> Taught:
-        """The rows with what the teacher said of them, numpy arrays.
+        """Return the rows with the teacher's outputs, as numpy arrays.
 
-        Rows of padding alone need no teacher. Raises CheckpointError for other rows than those of
-        the record, and for a shard that is damaged.
+        Rows without labels have zeros.
+        Raises CheckpointError for rows that are not in the record, and for a damaged shard.
         """
         k, (B, T) = self.asked.k, np.shape(rows.token_BT)
         token = np.zeros((B, T, k), ids_dtype(self.asked.size))
@@ -94,8 +98,8 @@ class Record:
                 continue
             if (place := self._places.get(key)) is None:
                 raise CheckpointError(
-                    f"{self.directory} holds nothing for a row of this batch: the data is not what"
-                    " the teacher was asked about"
+                    f"{self.directory} has no teacher outputs for a row of this batch: it was"
+                    " recorded with other data"
                 )
             tensors = self._tensors[place.shard]
             token[row] = tensors["token"][place.row]
@@ -118,7 +122,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class TaughtData:
-    """Batches of `data`, each with what the teacher said: a `Data` of `Taught` rows."""
+    """Batches of `data` with the teacher's outputs: a `Data` of `Taught` rows."""
 
     data: Data
     record: Record
@@ -150,15 +154,19 @@ def record(
     size: int,
     show_progress: bool | None = None,
 ) -> Record:
-    """Let a teacher speak of every row of an epoch of `data`; what is there already is kept.
+    """Record the teacher's outputs for an epoch of `data`, except shards that are there already.
 
-    size: of the vocabulary that it shares with the student. Raises ConfigError for a directory with
-    a record of another teacher, other data or another question, a k that cannot be, or where not
-    all processes see what the first has written; CheckpointError where it cannot be written or is
-    damaged, or another process writes it.
+    Args:
+      k: number of top tokens to keep.
+      size: of the vocabulary that it shares with the student.
+
+    Raises:
+      ConfigError: if the directory has a record with another key, k is out of range, or not all
+        processes see what the first one has written.
+      CheckpointError: if the record cannot be written, is damaged, or is locked by another run.
     """
     if not 1 <= k <= size:
-        raise ConfigError(f"of {size} tokens the likeliest 1 to {size} can be kept, got {k}")
+        raise ConfigError(f"top_k must be 1 to {size}, the vocabulary size: got {k}")
     width = int(data.batch(0).token_BT.shape[1])
     who = hashlib.sha256(
         f"{fingerprint(later(teacher, params))} {teacher.config!r} {teacher.precision!r}".encode()
@@ -170,8 +178,10 @@ def record(
         )
         count, done, number = len(data), sum(written), len(written)
         if done > count:
-            raise CheckpointError(f"{directory} holds more batches than the data has: {done}")
-        with noted_bar("the teacher speaks", count, show_progress, done) as said:
+            raise CheckpointError(
+                f"{directory} has {done} batches, the data only {count}: remove it"
+            )
+        with noted_bar("teacher outputs", count, show_progress, done) as said:
             row_bytes = width * (k * np.dtype(ids_dtype(size)).itemsize + 2 * (k + 1))
             a_shard = max(1, SHARD // (row_bytes * data.batch(0).token_BT.shape[0]))
             while done < count:
@@ -188,7 +198,7 @@ def record(
 
 @contextlib.contextmanager
 def _kept(directory: Path) -> Iterator[None]:
-    """The directory, made if need be, is the first process's while the block runs."""
+    """Create and lock the directory, on the first process only."""
     if not process.leads():
         yield
         return
@@ -202,18 +212,18 @@ def _kept(directory: Path) -> Iterator[None]:
 
 
 def _check_seen(directory: Path, shards: int) -> None:
-    """Raise ConfigError, in all processes, where one does not see what the first has written."""
+    """Raise ConfigError, in all processes, if one does not see what the first has written."""
     told(lambda: "written")
     blind = each(not all(is_there(_path(directory, number)) for number in range(shards)))
     if any(blind):
         raise ConfigError(
-            f"what the teacher said is in {directory} of process 0, and not in that of processes"
-            f" {', '.join(map(str, np.flatnonzero(blind)))}: name a directory that all share"
+            f"the teacher outputs in {directory} are visible to process 0, but not to processes"
+            f" {', '.join(map(str, np.flatnonzero(blind)))}: use a directory that all share"
         )
 
 
 def _said(teacher: nn.Module, params: Params, rows: Rows, asked: Asked) -> Mapping[str, np.ndarray]:
-    """What a shard has of a batch: keys uint8 `[B, 32]`, and buckets, of rows with a label."""
+    """Return a batch's part of a shard: keys uint8 `[B, 32]` and buckets of rows with a label."""
     found = _ask(teacher, params, rows, asked.size, asked.temperature, asked.k)
     kept_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)
     key = np.frombuffer(b"".join(_keys(rows)), np.uint8).reshape(-1, 32)
@@ -223,7 +233,7 @@ def _said(teacher: nn.Module, params: Params, rows: Rows, asked: Asked) -> Mappi
         "logprob": fetched(found.logprob_BTL),
     }
     if np.isnan(all_rows["logprob"][kept_B]).any():
-        raise ConfigError("the teacher says NaN of these rows: it cannot teach")
+        raise ConfigError("the teacher's outputs contain NaN: it cannot be used")
     return {name: x[kept_B] for name, x in all_rows.items()}
 
 
@@ -236,7 +246,7 @@ def _ask(
 
 
 def _keys(rows: Rows) -> Iterator[bytes]:
-    """32 bytes for each row: what the teacher sees of it."""
+    """Yield 32 bytes for each row: a hash of the teacher's inputs."""
     arrays = [np.asarray(x, "<i4") for x in (rows.token_BT, rows.position_BT, rows.document_BT)]
     for row in zip(*arrays, strict=True):
         yield hashlib.sha256(b"".join(x.tobytes() for x in row)).digest()
@@ -257,19 +267,21 @@ def _write(directory: Path, about: _About, parts: list[Mapping[str, np.ndarray]]
 
 
 def _written(directory: Path, asked: Asked) -> Iterator[_About]:
-    """The headers of the shards that are there, one after the other."""
+    """Yield the headers of the existing shards."""
     number = 0
     while is_there(path := _path(directory, number)):
         about = _about(path)
         for name in Asked.__struct_fields__:
             if (theirs := getattr(about.asked, name)) != (ours := getattr(asked, name)):
-                shown = f": {theirs}, not {ours}" if name not in ("teacher", "data") else ""
+                shown = f" ({theirs}, not {ours})" if name not in ("teacher", "data") else ""
                 raise ConfigError(
-                    f"{path} was recorded with another {name}{shown}; name another directory, or"
+                    f"{path} was recorded with another {name}{shown}: name another directory, or"
                     " remove it"
                 )
         if about.number != number:
-            raise CheckpointError(f"{path} is shard {about.number} of its record, not {number}")
+            raise CheckpointError(
+                f"{path} contains shard {about.number} of its record, not {number}"
+            )
         yield about
         number += 1
 
@@ -277,17 +289,15 @@ def _written(directory: Path, asked: Asked) -> Iterator[_About]:
 def _about(path: Path) -> _About:
     metadata = read_header(path).metadata
     if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not what a teacher said")
+        raise CheckpointError(f"{path} is not a record of teacher outputs")
     where = f"{path}: its header"
     about: _About = as_schema(parse_json(metadata.get("about", ""), where), _About, where)
     return about
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    """A shard's tensors, mapped into memory. Raises CheckpointError where its bits are not those
-    that were written.
-    """
+    """Return a shard's tensors, memory-mapped. Raises CheckpointError if the hash differs."""
     tensors = {name: x.read() for name, x in open_tensors(path, mapped=True).items()}
     if files.digest(tensors) != _about(path).bits:
-        raise CheckpointError(f"{path} is damaged: remove it, and the teacher is asked again")
+        raise CheckpointError(f"{path} is damaged: remove it to record it again")
     return tensors

@@ -1,8 +1,8 @@
-"""Rows that the student writes itself, for its teacher to judge (GKD, arXiv 2306.13649, alg. 1).
+"""On-policy distillation: the student generates the rows (GKD, arXiv 2306.13649, algorithm 1).
 
-Before a share of all steps the rows' prompts are continued by the student as it is then; what it
-wrote is what is learned there. Whether a step is one of these, and what is drawn, follow from the
-key of the step alone, so that a run that was killed goes on with the same rows.
+Before a fraction of the steps the current student continues the rows' prompts, and the step trains
+on these continuations. Which steps, and the random numbers, depend on the key of the step alone, so
+a resumed run has the same rows.
 """
 
 import dataclasses
@@ -26,12 +26,15 @@ from jaxllm.weights.paths import Params
 class Sampled:
     """Prepares the rows of a step: `sampled(params, rows, key) -> rows`.
 
-    model: the student's module. share: of the steps whose rows the student writes (GKD's lambda).
-    A row's prompt is what stands before the first token that counts, of its first document; where
-    that is less than `prompt` tokens, as in plain text, it is the first `prompt` tokens.
-    new: at most so many tokens are written, no more than a row has room for, nor than the model's
-    context has beyond the longest prompt. temperature: of
-    the draw. eos: ids that end a text.
+    The prompt of a row is the part of its first document before the first token that counts, but at
+    least `prompt` tokens: in plain text, the first `prompt` tokens.
+
+    Attributes:
+      model: the student's module.
+      share: fraction of on-policy steps (GKD's lambda).
+      new: maximum number of new tokens; the row and the model's context limit them too.
+      temperature: of sampling.
+      eos: ids that end a text.
     """
 
     model: nn.Module
@@ -43,20 +46,20 @@ class Sampled:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise ConfigError(f"the student writes a share of 0 to 1 of the rows, not {self.share}")
+            raise ConfigError(f"the on-policy share must be 0 to 1, got {self.share}")
         if self.prompt < 1 or self.new < 1:
-            raise ConfigError("the student needs a prompt of 1 token at least, and writes as many")
+            raise ConfigError("prompt and new tokens of on-policy rows must be at least 1")
         if not self.temperature > 0:
             raise ConfigError(f"the temperature must be above 0, got {self.temperature}")
 
     def writes(self, key: jax.Array) -> bool:
-        """Whether the student writes the rows of the step with this key."""
+        """Return whether the step with this key is on-policy."""
         return self.share > 0 and float(jax.random.uniform(jax.random.split(key)[0])) < self.share
 
     def __call__(self, params: Params, rows: Rows, key: jax.Array) -> Rows:
-        """The rows, or what the student makes of their prompts: `[..., T]` as they came.
+        """Return the rows, or those that the student generates from their prompts, `[..., T]`.
 
-        Rows of padding alone stay. Raises what `generate` raises.
+        Rows of padding stay. Raises what `generate` raises.
         """
         if not self.writes(key):
             return rows
@@ -72,7 +75,7 @@ class Sampled:
         there_B = length_B > 0
         width = int(length_B.max(initial=1))
         most = min(self.new, self.model.config.context_length - width + 1)
-        # A row of nothing is given a token to go on from, and what comes of it is not used.
+        # An empty row gets a prompt of one token; its continuation is not used.
         given_B = np.maximum(length_B, 1)
         column_T = np.arange(T)[None]
         token_BP = np.where(column_T < given_B[:, None], rows.token_BT, 0)[:, :width]
@@ -81,7 +84,7 @@ class Sampled:
             without_projections(params),
             token_BP,
             lengths_B=given_B,
-            # A row's last label has no column of its own: there is room for one token more.
+            # The last label of a row has no column, so one more token fits.
             max_new_tokens=[int(n) for n in np.clip(T + 1 - given_B, 1, most)],
             sampler=Sampler((Temperature(jnp.float32(self.temperature)),)),
             seed=jax.random.split(key, B),
@@ -101,9 +104,9 @@ class Sampled:
 
 
 def prompt_lengths(rows: Rows, least: int) -> np.ndarray:
-    """The tokens of each row's prompt, int `[B]`; 0 for a row without a token that counts.
+    """Return the prompt length of each row, int `[B]`; 0 for a row without labels.
 
-    Of the row's first document, and so many that one token of the row is left.
+    The prompt is part of the row's first document, and leaves at least one token to learn.
     """
     label_BT, document_BT = np.asarray(rows.label_BT), np.asarray(rows.document_BT)
     counts_BT = label_BT != IGNORED

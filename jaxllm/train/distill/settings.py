@@ -1,7 +1,6 @@
-"""Distillation by options: what `jaxllm train distill` asks for becomes what a run takes.
+"""Setup of distillation from the options of `jaxllm train distill`.
 
-A run is then an ordinary one: parameters, an objective with what it is given, data, and what
-prepares each step's rows.
+The result is an ordinary training run: parameters, objective, data and preparation of rows.
 """
 
 import dataclasses
@@ -33,19 +32,20 @@ Whole = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """How a student learns from its teacher.
+    """Options of distillation.
 
-    beta: the divergence: 0 forward KL, 1 reverse KL, between them Jensen-Shannon. temperature: of
-    both distributions in it. alpha: its share of the loss; the rest is cross-entropy with the text.
-    With alpha 0 no teacher runs (it wrote the texts, say), and its tokenizer may be another.
-    top_k: the teacher's likeliest tokens are recorded once, with the rest as one bucket, and it
-    does not run beside the student; 0: it runs, and says all.
-    on_policy: the share of steps whose rows the student writes itself, from the rows' prompts or
-    the first `prompt_tokens` of a text, at most `new_tokens` at `sample_temperature`.
-    hidden: compare hidden states too, by "mse" or "cosine"; hidden_weight: how much they count;
-    pairs: layers of student and teacher, by default evenly.
+    Attributes:
+      beta: divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.
+      temperature: of both distributions in the divergence.
+      alpha: weight of the divergence in the loss; the rest is cross-entropy with the labels. With 0
+        and no `hidden` no teacher runs, and its tokenizer may differ.
+      top_k: record the teacher's top-k tokens once, instead of running it in each step; 0: run it.
+      on_policy: fraction of steps whose rows the student generates, from the rows' prompts or the
+        first `prompt_tokens` of a text, at most `new_tokens` at `sample_temperature`.
+      hidden: also compare hidden states, by "mse" or "cosine", with `hidden_weight`.
+      pairs: layers of student and teacher to compare; default: evenly spaced.
 
-    Raises ConfigError for what cannot be, or not together.
+    Raises ConfigError for values out of range, or that exclude each other.
     """
 
     beta: Share = 0.0
@@ -64,18 +64,18 @@ class Distillation:
         complaints = complaints_of(self)
         if self.top_k and self.on_policy:
             complaints.append(
-                "what a teacher said before (top_k) says nothing of what the student writes"
-                " (on_policy): leave one of them out"
+                "recorded teacher outputs (top_k) do not cover rows that the student generates"
+                " (on_policy): drop one of them"
             )
         if self.top_k and self.hidden:
-            complaints.append("hidden states need the teacher to run: leave top_k or hidden out")
+            complaints.append("hidden states need a running teacher: drop top_k or hidden")
         if self.alpha == 0 and (self.top_k or self.on_policy):
             complaints.append(
-                "with alpha 0 nothing is learned of what the teacher says: leave top_k and"
-                " on_policy out, or give alpha a share"
+                "with alpha 0 the teacher's outputs are not used: drop top_k and on_policy, or set"
+                " alpha above 0"
             )
         if self.pairs and not self.hidden:
-            complaints.append("pairs of layers are for hidden states: say hidden, mse or cosine")
+            complaints.append("pairs of layers need hidden: set it to mse or cosine")
         if complaints:
             raise ConfigError("; ".join(complaints))
 
@@ -85,9 +85,13 @@ class Distillation:
 
 
 class Teaching(NamedTuple):
-    """What a run of training takes. params: the student's, with projections where they are trained.
-    given: the arrays that the objective needs. data, held_out: with what the teacher said, where it
-    was recorded. prepare: what makes each step's rows, or None.
+    """The inputs of a training run.
+
+    Attributes:
+      params: the student's, with projections if they are trained.
+      given: the objective's further arrays.
+      data, held_out: with the teacher's outputs, if they were recorded.
+      prepare: makes the rows of each step, or None.
     """
 
     params: Params
@@ -109,11 +113,14 @@ def teaching(
     seed: int = 0,
     show_progress: bool | None = None,
 ) -> Teaching:
-    """All that distilling `student` takes. Where the teacher is recorded, it speaks now.
+    """Prepare distillation of `student`; with `top_k` the teacher's outputs are recorded now.
 
-    directory: where records are kept, for runs to come too. seed: of projections. Raises
-    ConfigError for tokenizers that differ, layers that there are not, rows wider than either
-    context, a record of something else, or none named for top_k.
+    Args:
+      directory: where they are recorded, also for later runs.
+      seed: of the projections.
+
+    Raises ConfigError for different tokenizers, layers that do not exist, rows longer than either
+    context, a record with another key, or if `top_k` has no directory.
     """
     if options.alpha == 0 and options.hidden is None:
         return Teaching(student.params, NextToken(), (), data, held_out, None)
@@ -121,7 +128,7 @@ def teaching(
     _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
-            raise ConfigError("what the teacher says is recorded on disk: name a directory")
+            raise ConfigError("top_k records the teacher's outputs on disk: give a directory")
         say = partial(
             record,
             teacher=teacher.model,
@@ -165,17 +172,17 @@ def _check_width(data: Data, teacher: LM, student: LM) -> None:
     for name, lm in (("teacher", teacher), ("student", student)):
         if width > lm.config.context_length:
             raise ConfigError(
-                f"the {name}'s context has {lm.config.context_length} tokens, a row {width}: ask"
-                " for shorter rows"
+                f"rows of {width} tokens exceed the {name}'s context of"
+                f" {lm.config.context_length}: use shorter rows"
             )
 
 
 def ends(lm: LM) -> tuple[int, ...]:
-    """The ids that end a text, as the checkpoint says."""
+    """Return the checkpoint's ids that end a text."""
     found = lm.generation.get("eos_token_id")
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
 def finished(student: LM, params: Params) -> LM:
-    """The student with what it learned, without the projections that it learned it by."""
+    """Return the trained student, without projections."""
     return dataclasses.replace(student, params=states.without_projections(params))

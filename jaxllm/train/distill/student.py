@@ -1,8 +1,8 @@
-"""A student made from its teacher: fewer layers, fewer heads, narrower MLPs; or from nothing.
+"""Initialization of a student: from its teacher with fewer layers, heads or channels, or random.
 
-Cutting is `compress.structure`'s. Layers are taken at even distances, first and last among them, as
-DistilBERT does (arXiv 1910.01108), or those stay that change the stream most (ShortGPT, arXiv
-2403.03853). Heads and channels go by salience.
+Pruning is done by `compress.structure`. Layers are taken evenly, including the first and the last,
+as in DistilBERT (arXiv 1910.01108), or those with the highest block influence are kept (ShortGPT,
+arXiv 2403.03853). Heads and channels are kept by salience.
 """
 
 import dataclasses
@@ -27,10 +27,13 @@ Choice = Literal["even", "influence"]
 
 @dataclasses.dataclass(frozen=True)
 class Smaller:
-    """What a student keeps of its teacher: numbers of layers, of key/value heads (with the query
-    heads that share them) and of channels of an MLP; None for all.
+    """The size of a student that is part of its teacher.
 
-    choice: which layers. by: what heads and channels count for (`compress.structure.salience`).
+    Attributes:
+      layers, heads, channels: how many layers, key/value heads (with their query heads) and MLP
+        channels to keep; None for all.
+      choice: how to choose layers.
+      by: salience of heads and channels (`compress.structure.salience`).
     """
 
     layers: int | None = None
@@ -42,26 +45,26 @@ class Smaller:
     def __post_init__(self) -> None:
         if self.choice not in get_args(Choice):
             raise ConfigError(
-                f"layers are chosen {' or '.join(get_args(Choice))}, not {self.choice}"
+                f"choice of layers must be {' or '.join(get_args(Choice))}, got {self.choice}"
             )
         if self.by not in SALIENCES:
-            raise ConfigError(f"salience is by one of {', '.join(SALIENCES)}, not {self.by}")
+            raise ConfigError(f"salience must be one of {', '.join(SALIENCES)}, got {self.by}")
 
     @property
     def needs_text(self) -> bool:
-        """Whether the choice looks at what the teacher makes of a text."""
+        """Whether the choice depends on the teacher's activations on a text."""
         of_layers = self.layers is not None and self.choice == "influence"
         narrow = self.heads is not None or self.channels is not None
         return of_layers or (narrow and self.by != "magnitude")
 
 
 def even_layers(total: int, count: int) -> list[int]:
-    """`count` of `total` layers at even distances; of 12 the 6 are 0, 2, 4, 7, 9, 11.
+    """Return `count` of `total` layers, evenly spaced: 6 of 12 are 0, 2, 4, 7, 9, 11.
 
-    One alone is the first. Raises ConfigError for a count that cannot be.
+    A single layer is the first. Raises ConfigError for a count out of range.
     """
     if not 1 <= count <= total:
-        raise ConfigError(f"of {total} layers 1 to {total} can stay, got {count}")
+        raise ConfigError(f"the student must keep 1 to {total} layers, got {count}")
     return [int(x) for x in np.linspace(0, total - 1, count).round()]
 
 
@@ -77,14 +80,18 @@ def check_part(config: ModelConfig, smaller: Smaller) -> None:
 
 
 def made_from(teacher: LM, smaller: Smaller, token_NT: np.ndarray | None = None) -> LM:
-    """A student that is part of its teacher, in the teacher's formats.
+    """Return a student that is part of its teacher, in the teacher's formats.
 
-    token_NT: int32 ids, whole rows, for what looks at a text (`Smaller.needs_text`). Layers go
-    first, then heads, then channels. Raises ConfigError for numbers that cannot be, for quantized
-    weights of which heads or channels were to go, and where a text is needed and not given.
+    Layers are removed first, then heads, then channels.
+
+    Args:
+      token_NT: int32 ids, rows without padding, if `smaller.needs_text`.
+
+    Raises ConfigError for numbers out of range, for removal of heads or channels from quantized
+    weights, and if a text is needed and not given.
     """
     if smaller.needs_text and token_NT is None:
-        raise ConfigError("which parts stay is seen on a text: give one, or choose even layers")
+        raise ConfigError("this choice of parts needs a text: give one, or choose even layers")
     config, params = teacher.config, teacher.params
     rows = np.zeros((1, 1), np.int32) if token_NT is None else token_NT
     if smaller.layers is not None:
@@ -108,27 +115,29 @@ def made_from(teacher: LM, smaller: Smaller, token_NT: np.ndarray | None = None)
 
 
 def from_nothing(teacher: LM, config: ModelConfig, seed: int) -> LM:
-    """A student of another configuration with the teacher's tokenizer, its weights drawn (`fresh`).
+    """Return a student with another configuration, the teacher's tokenizer and random weights.
 
-    Raises ConfigError for a vocabulary that has no room for the tokenizer's.
+    Raises ConfigError if the vocabulary is smaller than the tokenizer's.
     """
     size = 0 if teacher.tokenizer is None else teacher.tokenizer.vocab_size
     if config.vocab_size < size:
-        raise ConfigError(f"a vocabulary of {config.vocab_size} has no room for {size} tokens")
+        raise ConfigError(
+            f"vocab_size must be at least {size}, the tokenizer's: got {config.vocab_size}"
+        )
     precision = Precision.uniform("float32")
     return _with(teacher, config, fresh(config, seed), precision)
 
 
-# What is drawn otherwise, by path.
+# Parameters with another initialization, by path.
 _NORM, _BIAS = r".*(norm|layernorm|ln_\w+)\.weight", r".*\.bias"
-_OUT = r".*(o_proj|down_proj|c_proj|dense|dense_4h_to_h)\.weight"  # writes into the stream
+_OUT = r".*(o_proj|down_proj|c_proj|dense|dense_4h_to_h)\.weight"  # writes to the residual stream
 
 
 def fresh(config: ModelConfig, seed: int, deviation: float = 0.02) -> Params:
-    """Parameters to begin with, float32: norms of 1, biases of 0, all else normal.
+    """Return initial parameters, float32: norms are 1, biases 0, all others normal.
 
-    deviation: the standard deviation; of matrices that write into the stream less, by the square
-    root of their number (Radford et al. 2019, GPT-2, section 2.3).
+    deviation: the standard deviation; matrices that write to the residual stream have it divided by
+    the square root of their number (Radford et al. 2019, GPT-2, section 2.3).
     """
     rng = np.random.default_rng(check_seed(seed))
     out = deviation / math.sqrt(2 * config.num_hidden_layers)

@@ -1,4 +1,4 @@
-"""What a teacher does before its student is trained: it gives a part of itself, or writes texts."""
+"""Use of a teacher before training: a student as part of it, and texts that it completes."""
 
 import hashlib
 import json
@@ -20,14 +20,15 @@ from jaxllm.train.distill.written import write
 from jaxllm.train.jobs import alone, spread_as
 from jaxllm.weights.paths import later
 
-NEW_TOKENS = 128  # that a teacher writes at most, if it is not asked for another number
-ROWS = 8  # of the data that a choice of heads and channels looks at
+NEW_TOKENS = 128  # default maximum for the teacher's completions
+ROWS = 8  # of the data, to choose layers, heads and channels
 
 
 def part_of(teacher: LM, smaller: Smaller, data: Data) -> LM:
-    """A student that is a part of its teacher, chosen by what the teacher makes of the data. It is
-    made on one device, and on the teacher's mesh where that is on one; by each of several processes
-    by itself, and refused where they make different ones.
+    """Return a student that is part of its teacher, chosen by the teacher's activations on data.
+
+    It is made on one device, then sharded like the teacher. Each process makes it; different
+    results raise an error.
     """
     rows = data.batch(0)
     whole_R = (np.asarray(rows.position_BT) >= 0).all(axis=1)
@@ -39,16 +40,16 @@ def part_of(teacher: LM, smaller: Smaller, data: Data) -> LM:
 
 
 def new_tokens(config: ModelConfig, prompt: int, asked: int | None) -> int:
-    """Return how many tokens a teacher writes after a prompt: those asked for, or `NEW_TOKENS`, or
-    what its context leaves.
+    """Return how many tokens a teacher generates after a prompt: `asked`, or else `NEW_TOKENS`,
+    limited by its context.
 
-    Raises ConfigError if its context does not take them.
+    Raises ConfigError if the context is too short.
     """
     room = config.context_length - prompt
     if room < (asked or 1):
         raise ConfigError(
             f"--written and --max-new-tokens exceed the teacher's context of"
-            f" {config.context_length}: got {prompt} and {asked or 1} tokens. Ask for fewer."
+            f" {config.context_length}: got {prompt} and {asked or 1} tokens. Use fewer."
         )
     return asked or min(NEW_TOKENS, room)
 
@@ -56,11 +57,13 @@ def new_tokens(config: ModelConfig, prompt: int, asked: int | None) -> int:
 def completed(
     teacher: LM, path: Path, tokens: int, directory: Path, seed: int, new_tokens: int = NEW_TOKENS
 ) -> Examples:
-    """The examples of a file begun, by so many tokens, and completed by the teacher, by at most
-    `new_tokens` more.
+    """Let the teacher complete the first `tokens` tokens of each example of a file.
 
-    directory: where they are kept, in a file of this teacher, these prompts and this seed, which is
-    not written again when it is there. Raises ConfigError where several processes would write it.
+    Args:
+      directory: holds the completions, in a file named by teacher, prompts, options and seed. An
+        existing file is used again.
+
+    Raises ConfigError if the file does not exist and there are several processes.
     """
     writing = Writing(teacher.tokenizer, teacher.chat_template)
     found = read_examples(path, writing)
@@ -72,8 +75,8 @@ def completed(
     if not told(lambda: "there" if is_there(file) else ""):
         if several():
             raise ConfigError(
-                f"what the teacher writes (--written) is not in {directory} yet, and one process"
-                " writes it: begin with the same command without --distributed"
+                f"the teacher's completions (--written) are not in {directory} yet, and a single"
+                " process has to write them: first run the same command without --distributed"
             )
         directory.mkdir(parents=True, exist_ok=True)
         write(teacher, [writing.known.decode(ids) for ids in starts], file, options)

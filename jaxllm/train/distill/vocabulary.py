@@ -1,8 +1,8 @@
-"""Teacher and student speak of the same tokens, or are refused.
+"""The common vocabulary of teacher and student.
 
 Models of a family pad their vocabularies to different sizes (Qwen 2.5 has 151,936 and 152,064 rows
-for the same tokens): both are cut to the real ones. Where an id means something else, every number
-would be wrong and no message would say so: tokenizers are compared token by token.
+for the same tokens), so both are cut to the real tokens. If an id meant different tokens, every
+loss would be silently wrong, so tokenizers are compared token by token.
 """
 
 from jaxllm.api import LM
@@ -13,9 +13,9 @@ _SHOWN = 3
 
 
 def shared_size(teacher: LM, student: LM) -> int:
-    """How many tokens both know: ids from 0 that mean the same, and have a row in both models.
+    """Return the number of common tokens: ids from 0 that mean the same and exist in both models.
 
-    Raises ConfigError where the tokenizers differ, or one has none.
+    Raises ConfigError if the tokenizers differ, or one is missing.
     """
     tokenizers = _tokenizer(teacher, "teacher"), _tokenizer(student, "student")
     check_same(*tokenizers)
@@ -23,10 +23,9 @@ def shared_size(teacher: LM, student: LM) -> int:
 
 
 def check_same(teacher: Tokenizer, student: Tokenizer) -> None:
-    """Raise ConfigError, with the first tokens that differ, for tokenizers that do not write
-    every id alike.
+    """Raise ConfigError, with examples, if an id has different tokens in the two tokenizers.
 
-    Which ids end a text may differ: instruction-tuned models of a family have others.
+    The ids that end a text may differ, as they do for instruction-tuned models of a family.
     """
     sizes = teacher.vocab_size, student.vocab_size
     unlike = [i for i in range(max(sizes)) if _token(teacher, i) != _token(student, i)]
@@ -36,22 +35,23 @@ def check_same(teacher: Tokenizer, student: Tokenizer) -> None:
             for i in unlike[:_SHOWN]
         )
         raise ConfigError(
-            f"teacher and student have different tokenizers, {len(unlike)} of {max(sizes)} ids are"
-            f" not the same ({shown}): let the teacher write texts for the student (sequences)"
+            f"teacher and student have different tokenizers: {len(unlike)} of {max(sizes)} ids"
+            f" differ ({shown}). Train on texts that the teacher writes (sequence-level"
+            " distillation) instead"
         )
 
 
 def _tokenizer(lm: LM, name: str) -> Tokenizer:
     if lm.tokenizer is None:
         raise ConfigError(
-            f"the {name} {lm.path.name} has no tokenizer: whether its ids mean the same as the"
-            " other's cannot be known; put the tokenizer's files beside the model"
+            f"the {name} {lm.path.name} has no tokenizer to compare with the other's: put its"
+            " tokenizer files into the model's directory"
         )
     return lm.tokenizer
 
 
 def _token(tokenizer: Tokenizer, index: int) -> str | None:
-    """How the vocabulary writes an id; None for one that it has not."""
+    """Return the token of an id, or None if there is none."""
     try:
         return tokenizer.token(index)
     except TokenError:

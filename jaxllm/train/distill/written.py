@@ -1,10 +1,10 @@
-"""Texts that the teacher writes for the student to learn (Kim and Rush 2016, arXiv 1606.07947).
+"""Sequence-level distillation: texts that the teacher writes (Kim and Rush 2016, arXiv 1606.07947).
 
-Prompts are continued by continuous batching, each as it would be alone, into a file of
-`{"prompt": ..., "completion": ...}` lines, which is data to train on like any other; teacher and
-student may have different tokenizers. Answers are kept as they come beside the file, so that a run
-that was killed goes on; the file appears when all are there, in the order of the prompts, the same
-whether the run was interrupted or not.
+The teacher completes prompts by continuous batching. The result is a file of
+`{"prompt": ..., "completion": ...}` lines, ordinary training data, so teacher and student may have
+different tokenizers. Finished answers are saved next to the file, and a killed run resumes from
+them. The file is written at the end, in the order of the prompts, and does not depend on
+interruptions.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jaxllm.whole import is_whole
 
 @dataclasses.dataclass(frozen=True)
 class Wrote:
-    """How many completions are in the file, and how many prompts could not be answered."""
+    """The number of completions in the file, and of prompts that failed."""
 
     completions: int
     failed: int
@@ -42,20 +42,25 @@ def write(
     group: int = 64,
     show_progress: bool | None = None,
 ) -> Wrote:
-    """Let the teacher complete each prompt into a new file of lines to train on.
+    """Let the teacher complete each prompt, and write a new file of training data.
 
-    options: as `LM.generate` takes them; where they draw, each prompt draws by its own number.
-    rows: how many are answered at once. group: how many are kept at once. What cannot be answered
-    is left out. Raises ConfigError where there is no prompt, the seed is no number, or none can be
-    answered; CheckpointError where the file is there already or cannot be written, or the answers
-    beside it are of another teacher, other prompts or options.
+    Prompts that fail are left out.
+
+    Args:
+      options: of `LM.generate`; each prompt has a seed of its own.
+      rows: prompts that run at once.
+      group: prompts whose answers are saved together.
+
+    Raises:
+      ConfigError: if there are no prompts, the seed is not an integer, or all prompts fail.
+      CheckpointError: if the file exists or cannot be written, or the saved answers belong to
+        another teacher, other prompts or other options.
     """
     if not prompts:
         raise ConfigError("there is no prompt for the teacher to complete")
     if not is_whole(options.get("seed", 0)):
         raise ConfigError(
-            f"the seed must be a number, got {options['seed']!r:.40}: a run that goes on draws as"
-            " it would have drawn"
+            f"the seed must be a number, got {options['seed']!r:.40}: a resumed run repeats it"
         )
     if is_there(path):
         raise CheckpointError(f"{path} exists: name another file")
@@ -77,14 +82,14 @@ def write(
         job,
         Here(lambda: teacher),
         path.with_name(f"{path.name}.parts"),
-        hint="the same command goes on",
+        hint="the same command resumes from there",
         show_progress=show_progress,
     ) as answers:
         found = list(answers)
         texts = {answer["id"]: answer["text"] for answer in found if answer.get("text") is not None}
         if not texts:
             first = next((x["error"] for x in found if "error" in x), "no text")
-            raise ConfigError(f"the teacher could complete no prompt: {first}")
+            raise ConfigError(f"the teacher failed on all prompts: {first}")
         with writing(path, "w") as file:
             for i, text in texts.items():
                 row = {"prompt": prompts[i], "completion": text}
@@ -93,9 +98,9 @@ def write(
 
 
 def prompts_of(teacher: LM, texts: Sequence[str], tokens: int) -> list[str]:
-    """The beginnings of texts, of so many tokens each, for a teacher to go on from.
+    """Return the first `tokens` tokens of each text, as prompts for a teacher.
 
-    Texts that are no longer than that are whole. Raises ConfigError where there is no tokenizer.
+    Shorter texts are not changed. Raises ConfigError if there is no tokenizer.
     """
     if teacher.tokenizer is None:
         raise ConfigError(f"the teacher {teacher.path.name} has no tokenizer")

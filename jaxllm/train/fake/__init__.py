@@ -1,9 +1,9 @@
-"""Quantization-aware training: weights that multiply as the integers that they will become.
+"""Quantization-aware training (QAT): fake-quantized weights.
 
-One function chooses the integers everywhere (`Integer.make`, or `codes` and `of` where the scales
-are learned), and the product is that of the `QTensor` itself. So the logits of what `convert` makes
-are those of training, bit for bit.
+Training and inference round with the same function (`Integer.make`, or `codes` and `of` if scales
+are learned), and training multiplies with the `QTensor` itself. So the converted model has the
+logits of the last step, bit for bit.
 
-gradient: the slope that rounding is given. leaf: the weight. prepare: parameters to and fro.
-job: the training as a `Job`.
+gradient: straight-through gradients. leaf: the fake-quantized weight. prepare: conversion of
+parameters. job: the training as a `Job`.
 """

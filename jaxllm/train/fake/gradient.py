@@ -1,4 +1,4 @@
-"""The slopes that rounding is given in training, which has none of its own."""
+"""Surrogate gradients of rounding."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @jax.custom_jvp
 def valued(value: jax.Array, meaning: jax.Array) -> jax.Array:
-    """`value` itself, with the derivative of `meaning`, an array of the same shape and dtype."""
+    """Return `value` with the derivative of `meaning`, an array of the same shape and dtype."""
     return value
 
 
@@ -22,15 +22,14 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 def rounded(
     x: jax.Array, scale: jax.Array, zero: jax.Array, levels: tuple[int, int], factor: float
 ) -> jax.Array:
-    """`(clip(round(x / scale) + zero, levels) - zero) * scale`, float32, whose derivative is
+    """Return `(clip(round(x / scale) + zero, levels) - zero) * scale`, float32. Its derivative is
 
-    to x: 1 where the code was not cut, else 0 (straight through; Bengio et al. 2013);
-    to scale: `round(x / scale) - x / scale` there, else the code at the end less `zero`, all times
-    `factor` (LSQ, Esser et al. 2020, equations 2 and 3, with cut as PyTorch's
-    `_fake_quantize_learnable_per_channel_affine` has it: codes that rounding alone brings inside
-    are inside).
+    for x: 1 where the code was not clipped, else 0 (straight-through; Bengio et al. 2013);
+    for scale: `round(x / scale) - x / scale` there, else the clipped code minus `zero`, all times
+    `factor` (LSQ, Esser et al. 2020, equations 2 and 3). The mask is that of PyTorch's
+    `_fake_quantize_learnable_per_channel_affine`: clipping is tested after rounding.
 
-    scale, zero: of shapes that broadcast. A scale of 0 counts as 1.
+    scale, zero: must broadcast with x. A scale of 0 is replaced by 1.
     """
     return (jnp.clip(_code(x, scale, zero), *levels) - zero.astype(jnp.float32)) * scale
 
@@ -51,5 +50,5 @@ def _steps(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _code(x: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
-    """The code as it would be without an end to the levels, as a float."""
+    """Return the code before clipping, as a float."""
     return jnp.round(_steps(x, scale)) + zero.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Quantization-aware training as a job: a float model begins it, a quantized one ends it."""
+"""Quantization-aware training as a job, from a float model to a quantized one."""
 
 import dataclasses
 from pathlib import Path
@@ -27,27 +27,29 @@ def qat(
     starts: int = 0,
     objective: Objective | None = None,
 ) -> Job:
-    """All weights, those that `rules` name as the integers that they become. The result is a
-    checkpoint of integers, whose logits are those of the last step, bit for bit.
+    """Train all weights, those that `rules` select with fake quantization.
 
-    lm: in float32, since what is trained begins from these numbers. dtype: what the model runs in
-    and what is not quantized is written in. The rest as `prepare.prepare` has it, and what it
-    raises; ConfigError where inputs are to be learned that were not observed, and on a mesh where
-    it would cut what is rounded together.
+    The result is a quantized checkpoint with the logits of the last step, bit for bit. The other
+    arguments and errors are those of `prepare.prepare`.
+
+    Args:
+      lm: in float32, since the master weights start as its parameters.
+      dtype: of computation, and of the weights that are not quantized.
+
+    Raises ConfigError if `learned_inputs` is given without `observed`, and on a mesh if it would
+    split a quantization group or if `dynamic` is set.
     """
     if learned_inputs and observed is None:
-        raise ConfigError("steps of inputs are learned from observed ones: there are none")
+        raise ConfigError("learned_inputs needs observed input ranges: give observed")
     dtype = dtype_name("dtype", dtype)
     floats = dataclasses.replace(lm.model.precision, quantize=None, int8_inputs=dynamic)
     floats = floats.in_dtype(dtype)
-    # What the model is told of its weights changes nothing in training, but is part of whose run
-    # it is.
+    # `quantize` does not affect training, but it makes the rules part of the run's settings.
     ran = dataclasses.replace(floats, quantize=freeze(rules))
 
     if dynamic and isinstance(lm.model, Placed):
         raise ConfigError(
-            "inputs that are rounded as they come (int8_inputs) are trained on one device: on a"
-            " mesh leave them out"
+            "dynamic quantization of inputs (int8_inputs) cannot be trained on a mesh: drop one"
         )
     start = of_one_device(lm.model, lm.params)
 

@@ -1,4 +1,4 @@
-"""A weight in training that multiplies as the integers that it will become."""
+"""The fake-quantized weight of quantization-aware training."""
 
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ from jaxllm.weights.linear import round_to_int8
 
 
 class Grid(struct.PyTreeNode):
-    """The grid of a linear's inputs, as `leaves.static` has it: float32 and int32 scalars."""
+    """Scale and zero point of a linear's inputs, float32 and int32 scalars (`leaves.static`)."""
 
     step: jax.Array
     zero: jax.Array
@@ -27,17 +27,18 @@ class Grid(struct.PyTreeNode):
 class Fake(Wrapped, struct.PyTreeNode):
     """A float weight `[..., O, I]` whose products are those of `to.make(weight)`, bit for bit.
 
-    Its slope is that of the rounded weights, which rounding passes on to the weight itself
-    (`gradient.rounded`), and that of the inputs as they were multiplied.
+    Its gradients are those of a product with the rounded weights and rounded inputs; rounding
+    passes them through (`gradient.rounded`).
 
-    scale: learned scales, float32 `[..., O, G]`; None where the weight says them, as it does for
-    `to.make`, which then have no slope. zero: uint8 `[..., O, G]`, fixed, where `to` has zero
-    points and scales are learned. grid: of the inputs, where they are rounded on one (`Static`).
-    step: that of the grid where it is learned. starts: the first step of training that rounds,
-    int32 scalar; None: all. on: whether it is rounded at all, a bool scalar; None: yes.
-
-    to: the format. dynamic: whether the model rounds its inputs as they come
-    (`Precision.int8_inputs`).
+    Attributes:
+      scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
+      zero: fixed zero points, uint8 `[..., O, G]`, if `to` has them and scales are learned.
+      grid: scale and zero point of the inputs, if they are quantized statically (`Static`).
+      step: the scale of `grid`, if it is learned.
+      starts: the first training step that rounds, int32 scalar; None: the first of all.
+      on: whether to round in this step, a bool scalar; None: yes.
+      to: the integer format.
+      dynamic: whether the model quantizes inputs dynamically (`Precision.int8_inputs`).
     """
 
     kind = "fake/"
@@ -64,9 +65,7 @@ class Fake(Wrapped, struct.PyTreeNode):
         return f"{self.kind}{'static/' if self.grid is not None else ''}{self.to.name}"
 
     def pieces(self) -> NoReturn:
-        raise ConfigError(
-            f"{self.format} is a weight in training: convert it to integers before it is saved"
-        )
+        raise ConfigError(f"a {self.format} weight cannot be saved: convert it to integers first")
 
     def check_columns(self, begin: int, end: int) -> None:
         columns = self.weight.shape[-1]
@@ -77,7 +76,7 @@ class Fake(Wrapped, struct.PyTreeNode):
         return self if self.starts is None else self.replace(on=step >= self.starts)
 
     def integers(self) -> QTensor:
-        """What it becomes, and is in each product; without a slope."""
+        """Return the quantized weight, without gradients."""
         if self.scale is None:
             return self.to.make(jax.lax.stop_gradient(self.weight))
         w_OGg, scale, zero = jax.lax.stop_gradient(self._grouped())
@@ -86,11 +85,11 @@ class Fake(Wrapped, struct.PyTreeNode):
         return self.to.of(codes, jax.lax.stop_gradient(self.scale), self.zero)
 
     def converted(self) -> QTensor | Static:
-        """The leaf for inference."""
+        """Return the weight for inference."""
         return self._around(self.integers())
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The rounded weights, whether it is on or not."""
+        """Return the rounded weights, whether `on` is set or not."""
         weights: jax.Array = valued(self.integers().dense(), self._rounded())
         return weights.astype(dtype or jnp.float32)
 
@@ -102,8 +101,8 @@ class Fake(Wrapped, struct.PyTreeNode):
             for name, x in (("weight", self.weight), ("scale", self.scale), ("zero", self.zero))
         }
         some = self.replace(**parts, grid=None, step=None)
-        # As `QTensor.take` has them, from codes: a product that is added to another number is
-        # rounded once or twice, as XLA fuses them.
+        # From codes, as in `QTensor.take`. Without the barrier XLA may fuse the scaling with a
+        # later addition and round only once.
         rows = valued(jax.lax.optimization_barrier(some.integers()).dense(), some._rounded())
         if self.on is not None:
             rows = jnp.where(self.on, rows, some.weight.astype(jnp.float32))
@@ -122,12 +121,12 @@ class Fake(Wrapped, struct.PyTreeNode):
         )
 
     def _multiplied(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
-        # Apart, as where the integers are arguments: what XLA makes of a product depends on what it
-        # is fused with.
+        # A barrier, as if the integers were arguments: the bits of a product depend on what XLA
+        # fuses it with.
         leaf = jax.lax.optimization_barrier(self.integers())
         y_RO = linear(jax.lax.stop_gradient(x_RI), jax.lax.stop_gradient(self._around(leaf)))
 
-        @jax.checkpoint  # rounding again costs less than keeping what it made of each weight
+        @jax.checkpoint  # rounding again costs less than storing the rounded weights
         def meaning(x_RI: jax.Array, leaf: Fake) -> jax.Array:
             return product(leaf._inputs(x_RI), leaf._rounded())
 
@@ -142,7 +141,7 @@ class Fake(Wrapped, struct.PyTreeNode):
         return grid.step if self.step is None else self.step
 
     def _inputs(self, x_RI: jax.Array) -> jax.Array:
-        """Inputs as they are multiplied, with the slopes that rounding them has."""
+        """Return the inputs as quantized for the product, with straight-through gradients."""
         if self.grid is not None:
             step, zero = (x.reshape(1, 1) for x in (self._step(self.grid), self.grid.zero))
             return rounded(x_RI, step, zero, (LEAST, MOST), (x_RI.shape[1] * MOST) ** -0.5)
@@ -151,8 +150,9 @@ class Fake(Wrapped, struct.PyTreeNode):
         return x_RI
 
     def _grouped(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The weight by groups `[..., O, G, g]`, and its scales and zero points `[..., O, G, 1]`,
-        the scales in float32, as they are stored.
+        """Return the weight in groups `[..., O, G, g]`, and scales, zero points `[..., O, G, 1]`.
+
+        Scales are rounded to their storage dtype and returned in float32.
         """
         columns, kept = self.weight.shape[-1], jnp.dtype(self.to.scale)
         size = self.to.size(columns)
@@ -168,10 +168,10 @@ class Fake(Wrapped, struct.PyTreeNode):
         return w_OGg, scale[..., None], zero[..., None]
 
     def _rounded(self) -> jax.Array:
-        """The rounded weights float32 `[..., O, I]`, with their slopes.
+        """Return the rounded weights, float32 `[..., O, I]`, with straight-through gradients.
 
-        A step is learned from the weights that share it: the factor of its slope is
-        1 / sqrt(their number times the largest level), section 2.2 of LSQ.
+        The gradient of a scale is multiplied by 1 / sqrt(group size * largest level) (LSQ, section
+        2.2).
         """
         w_OGg, scale, zero = self._grouped()
         most = self.to.levels[1] - (0 if self.to.zero_point else self.to.middle)

@@ -1,4 +1,4 @@
-"""Parameters made ready for quantization-aware training, and made integers after it."""
+"""Conversion of parameters to fake-quantized ones before training, and to integers after it."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxllm.weights.leaves.static import Static, fits
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, format_at
 
-# Whose product as a head keeps its inputs.
+# Tables that may be tied to the LM head, whose inputs are not quantized.
 _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
 
 
@@ -29,17 +29,20 @@ def prepare(
     learned_inputs: bool = False,
     starts: int = 0,
 ) -> Params:
-    """The parameters with a `Fake` in place of each matrix that `rules` gives integers.
+    """Replace each matrix that `rules` quantize by a `Fake`.
 
-    rules: as `weights.quantize.quantize` takes them, with formats of integers. learned: scales are
-    trained with the weights, from those that rounding to the nearest has; else each step finds them
-    anew. dynamic: the model rounds inputs as they come (`Precision.int8_inputs`). observed: the
-    same model quantized with `activations: static` (`jaxllm.compress`), whose grids of inputs are
-    taken: seen in some batches, then fixed. learned_inputs: their steps are trained too. starts:
-    the first step of training that rounds; those before it train the weights as they are.
+    Args:
+      rules: as in `weights.quantize.quantize`, with integer formats.
+      learned: train the scales, starting from those of rounding to nearest; otherwise each step
+        computes them from the weights.
+      dynamic: the model quantizes inputs dynamically (`Precision.int8_inputs`).
+      observed: the same model quantized with `activations: static` (`jaxllm.compress`); its input
+        scales and zero points are used.
+      learned_inputs: also train these input scales.
+      starts: the first training step that rounds; earlier ones train the float weights.
 
-    Raises ConfigError for a format that is none of integers, for weights that are no arrays or are
-    of experts, and for rules that name no matrix.
+    Raises ConfigError for other formats, for weights that are not plain arrays or belong to
+    experts, and for rules that match no matrix.
     """
     grids = {} if observed is None else _grids(observed)
 
@@ -49,13 +52,13 @@ def prepare(
             return leaf
         to, kept = parse(name), format_of(leaf)
         if not isinstance(to, Integer):
-            raise ConfigError(f"{path}: {name} is no format of integers, which training could fake")
+            raise ConfigError(f"{path}: {name} is not an integer format, as QAT needs")
         if kept not in DTYPES:
-            raise ConfigError(f"{path} is {kept}: what is trained must be an array: dequantize it")
+            raise ConfigError(f"{path} is {kept}: QAT starts from float weights, so dequantize it")
         if leaf.ndim > 2:
             raise ConfigError(
-                f"{path} is of experts, which are not trained for integers: let them"
-                " be by a rule with null, and quantize them afterwards"
+                f"{path} belongs to experts, which QAT does not support: exclude them with a rule"
+                " with null, and quantize them afterwards"
             )
         weight = jnp.asarray(leaf)
         scale = zero = None
@@ -70,21 +73,22 @@ def prepare(
 
     made = map_leaves(change, params)
     if not any(isinstance(leaf, Fake) for _, leaf in flatten(made)):
-        raise ConfigError("the rules of quantization name no matrix of this model")
+        raise ConfigError("the quantization rules match no matrix of this model")
     return made
 
 
 def check_formats(rules: Rules) -> None:
-    """Raise ConfigError for rules with a format that is none of integers."""
+    """Raise ConfigError for rules with a format that is not an integer format."""
     names = [rules] if isinstance(rules, str) else [name for _, name in rules if name is not None]
     for name in names:
         if not isinstance(parse(name), Integer):
-            raise ConfigError(f"{name} is no format of integers, which training could fake")
+            raise ConfigError(f"{name} is not an integer format, as QAT needs")
 
 
 def convert(params: Params) -> Params:
-    """The parameters with the integers that each `Fake` stands for: its logits, bit for bit. Those
-    that are to be had later are had one at a time.
+    """Replace each `Fake` by its integers, with the same logits, bit for bit.
+
+    Lazy parameters are gathered one at a time.
     """
 
     def change(_: str, weight: Any) -> Weight:
@@ -100,8 +104,8 @@ def _converted(leaf: Fake) -> Weight:
 
 
 def _grids(observed: Params) -> dict[str, Grid]:
-    """Raises ConfigError where no input has been observed."""
+    """Return the input scales and zero points by path. Raises ConfigError if there are none."""
     static = {path: leaf for path, leaf in flatten(observed) if isinstance(leaf, Static)}
     if not static:
-        raise ConfigError("no grid of inputs was observed: activations: static finds them")
+        raise ConfigError("no input ranges were observed: use a recipe with activations: static")
     return {path: Grid(leaf.step, leaf.zero) for path, leaf in static.items()}

@@ -1,8 +1,8 @@
-"""A weight with matrices of low rank beside it, which change what it does and never the weight.
+"""LoRA weights: low-rank matrices beside a weight, which itself never changes.
 
 LoRA (Hu et al. 2021, eq. 3): `W x + s B A x`. DoRA (Liu et al. 2024, eq. 5): the rows of the sum
-are scaled to lengths of their own, `m / ||W + s B A|| (W x + s B A x)`; the norms have no slope
-(section 4.3). Several adapters may lie in one leaf, of which each row of a batch takes one or none.
+are scaled to learned lengths, `m / ||W + s B A|| (W x + s B A x)`; the norms have no gradient
+(section 4.3). One weight can hold several adapters; each row of a batch uses one of them or none.
 """
 
 from typing import Any, Literal
@@ -18,30 +18,16 @@ from jaxllm.weights.leaves.wrapped import Wrapped
 from jaxllm.weights.paths import Params
 
 KIND = "adapted/"
-NONE = -1  # of `choice`: no adapter
+NONE = -1  # in `choice`: no adapter
 
 Site = Literal["product", "rows", "head"]
 Over = tuple[str, ...]
 
 
 class Adapted(Wrapped, struct.PyTreeNode):
-    """`weight + b diag(scale) a`, of any weight `[O, I]`: an array or a leaf, shared, not copied.
+    """`weight + b diag(scale) a`, for any weight `[O, I]`, which is shared and not copied.
 
-    a: `[K, I]`, b: `[O, K]`, float32 or bfloat16; what lies between the two products keeps float32.
-    scale: float32 `[K]`. magnitude: float32 `[O]` of DoRA, None of LoRA. norm: the lengths of the
-    rows of the sum, where they are known; None: they are computed anew in each product, as long as
-    a and b change.
-
-    site: where the sum stands. "product": everywhere. "rows": in the rows that are taken of a table
-    of tokens, while products are with the weight alone (as PEFT has a tied head keep its weight);
-    magnitude and norm are then `[I]`, of its columns. "head": in products alone, of such a table.
-
-    Of several adapters, owner: int32 `[K]`, which one each of the K is of; magnitude and norm:
-    `[n, O]`. choice: int32 `[B]`, which adapter a row of the batch takes, NONE for none; rows R
-    are B groups in order. None: all take none, and it is the weight.
-
-    dropout: of x before a, while training, with key; None: not training. apart: on a mesh, the axes
-    over which devices have rows of x of their own, and those over which they have columns.
+    The activations between a and b are float32. Several adapters are concatenated along K.
     """
 
     kind = KIND
@@ -49,33 +35,41 @@ class Adapted(Wrapped, struct.PyTreeNode):
     trained = ("a", "b", "magnitude")
 
     weight: Any
-    a: jax.Array
-    b: jax.Array
-    scale: jax.Array
+    a: jax.Array  # [K, I], float32 or bfloat16
+    b: jax.Array  # [O, K], float32 or bfloat16
+    scale: jax.Array  # float32 [K]
+    # float32 [O] for DoRA, None for LoRA. [I] at site "rows", [n, O] for several adapters.
     magnitude: jax.Array | None = None
+    # Row norms of the sum, of the shape of magnitude; None: computed in each product, as a and b
+    # change in training.
     norm: jax.Array | None = None
-    owner: jax.Array | None = None
+    owner: jax.Array | None = None  # int32 [K], the adapter of each rank, if there are several
+    # int32 [B] or [1], each row's adapter or NONE; rows of x are B groups in order. None: no row
+    # uses an adapter.
     choice: jax.Array | None = None
-    key: jax.Array | None = None
+    key: jax.Array | None = None  # for dropout; None: not training
+    # Where the sum is used. "product": everywhere. "rows": in rows taken from a token table, but
+    # not in products (PEFT leaves a tied head unchanged). "head": only in products of such a table.
     site: Site = struct.field(pytree_node=False, default="product")
-    dropout: float = struct.field(pytree_node=False, default=0.0)
+    dropout: float = struct.field(pytree_node=False, default=0.0)  # of x before a
+    # The mesh axes that split the rows of x, and those that split its columns.
     apart: tuple[Over, Over] = struct.field(pytree_node=False, default=((), ()))
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of it is chosen."""
+        """Whether no adapter is selected."""
         return self.owner is not None and self.choice is None
 
     def training(self, key: jax.Array, step: jax.Array) -> "Adapted":
-        """As a training step multiplies by it: dropout drawn by the key, norms of what is there."""
+        """Return it for one training step: with a dropout key, and norms to be computed."""
         return self.replace(norm=None, key=key if self.dropout else None)
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The sum in float32. Raises ValueError for several adapters at once."""
+        """Return the sum in float32. Raises ValueError if rows use different adapters."""
         if self.idle:
             return self._bare().dense(dtype)
         if self.choice is not None and self.choice.shape != (1,):
-            raise ValueError("the rows of a batch take different adapters: there is no one matrix")
+            raise ValueError("rows of the batch use different adapters: no single matrix exists")
         w_OI = self._bare().dense(jnp.float32) + self._added()
         if self.magnitude is not None:
             gain_O = self._gain(1)[0]
@@ -111,11 +105,11 @@ class Adapted(Wrapped, struct.PyTreeNode):
         gain_RO = self._gain(x_RI.shape[0])
         if self.key is None:
             return gain_RO * (y_RO + added_RO)
-        # PEFT's: what is beyond the weight's own product sees the inputs that are left.
+        # As in PEFT: all terms but the plain product of the weight use the inputs after dropout.
         return y_RO + (gain_RO - 1.0) * linear(dropped_RI, self.weight) + gain_RO * added_RO
 
     def norms(self) -> jax.Array:
-        """How long the rows of the sum are (at "rows": its columns), float32, without slope."""
+        """Return the row norms of the sum (column norms at "rows"), float32, without gradient."""
         w_OI = jax.lax.stop_gradient(self._bare().dense(jnp.float32) + self._added())
         squares = jnp.square(w_OI).sum(axis=0 if self.site == "rows" else 1)
         return jnp.sqrt(jax.lax.psum(squares, self.apart[1]) if self.apart[1] else squares)
@@ -126,18 +120,18 @@ class Adapted(Wrapped, struct.PyTreeNode):
         return {name: piece for name, piece in mine.items() if piece is not None}
 
     def _bare(self) -> Leaf:
-        """The weight, of a tied table without what else stands beside it."""
+        """Return the weight without adapters, also of a tied table."""
         return as_leaf(bare(self.weight))
 
     def _added(self) -> jax.Array:
-        """`s B A` of the one adapter, float32 `[O, I]`."""
+        """Return `s B A` of the selected adapter, float32 `[O, I]`."""
         scale_K = self.scale
         if self.owner is not None and self.choice is not None:
             scale_K = jnp.where(self.owner == self.choice, scale_K, 0.0)
         return (self.b.astype(jnp.float32) * scale_K[None]) @ self.a.astype(jnp.float32)
 
     def _mine(self, between_RK: jax.Array) -> jax.Array:
-        """What is between a and b, scaled; of each row only what its own adapter made."""
+        """Scale the activations between a and b, and keep only those of each row's adapter."""
         scaled_RK = between_RK * self.scale[None]
         if self.owner is None:
             return scaled_RK
@@ -148,11 +142,11 @@ class Adapted(Wrapped, struct.PyTreeNode):
         assert self.choice is not None
         given = self.choice.shape[0]
         if rows % given:
-            raise ValueError(f"{rows} rows for a choice of adapters for {given}")
+            raise ValueError(f"rows of x must be a multiple of {given}, one per choice: got {rows}")
         return jnp.broadcast_to(self.choice[:, None], (given, rows // given)).reshape(rows)
 
     def _gain(self, rows: int) -> jax.Array:
-        """What the sums are times, float32 `[1 or R, O]`."""
+        """Return the factor of the sums, float32 `[1 or R, O]`."""
         assert self.magnitude is not None
         norm = self.norms() if self.norm is None else self.norm
         gain = self.magnitude.astype(jnp.float32) / jnp.where(norm == 0, 1.0, norm)
@@ -164,7 +158,7 @@ class Adapted(Wrapped, struct.PyTreeNode):
     def _dropped(self, x_RI: jax.Array) -> jax.Array:
         if self.key is None:
             return x_RI
-        # Drawn for all devices, so that each number is kept or not whatever mesh there is.
+        # Drawn for all devices, so that the mask does not depend on the mesh.
         shape = [
             n * jax.lax.axis_size(over) for n, over in zip(x_RI.shape, self.apart, strict=True)
         ]
@@ -177,8 +171,10 @@ class Adapted(Wrapped, struct.PyTreeNode):
 
 
 def alone(params: Params) -> Params:
-    """The parameters with the one adapter that is chosen for all rows, and no others, on the host:
-    the same whatever else was beside it. Where each row has its own choice they stay as they are.
+    """Keep only the adapter that is selected for all rows, with its arrays on the host.
+
+    The result does not depend on the other adapters. Weights whose rows select different adapters
+    stay.
     """
 
     def of_one(leaf: Any) -> Any:
@@ -211,15 +207,14 @@ def alone(params: Params) -> Params:
 
 
 def bare(weight: Any) -> Any:
-    """A weight without its adapters."""
+    """Return a weight without its adapters."""
     return bare(weight.weight) if isinstance(weight, Adapted) else weight
 
 
 def choose(params: Params, choice_B: jax.Array | None) -> Params:
-    """The parameters with which rows of a batch take the adapters `choice_B`, by number; None: none
-    of them. One for each row, or one for all.
+    """Select adapters by number: `choice_B` has one for each row, or one for all rows.
 
-    Leaves without several adapters stay as they are.
+    None selects none. Weights without several adapters stay.
     """
 
     def chosen(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Affine quantization: what integers with a scale, and a zero point, stand for, and the nearest.
+"""Affine quantization: integers with a scale and a zero point.
 
-`r = scale (q - zero)` (Jacob et al. 2018, arXiv 1712.05877, eq. 1). Scales and codes come from here
-alone, for those too who choose integers in a way of their own, so that all agree bit for bit.
+`r = scale (q - zero)` (Jacob et al. 2018, arXiv 1712.05877, eq. 1). All code takes scales and codes
+from here, also methods that choose integers themselves, so that results agree bit for bit.
 """
 
 import dataclasses
@@ -18,25 +18,21 @@ from jaxllm.weights.leaves.leaf import ROWS, up
 
 @dataclasses.dataclass(frozen=True)
 class Affine:
-    """Integers of so many bits, as pure functions that can be compiled.
-
-    group: of how many columns a scale is; None: of a row (8 bits only). zero_point: whether there
-    are zero points, too. scale: the format of scales.
-    """
+    """Affine quantization to integers, as pure functions that can be compiled."""
 
     bits: int
-    group: int | None
+    group: int | None  # columns per scale; None: one scale per row (8 bits only)
     zero_point: bool = False
-    scale: str = "float32"
+    scale: str = "float32"  # the dtype of scales
 
     @property
     def levels(self) -> tuple[int, int]:
-        """The least and the largest code."""
+        """The minimum and the maximum code."""
         return (0, 2**self.bits - 1) if self.zero_point or self.bits < 8 else (-127, 127)
 
     @property
     def middle(self) -> int:
-        """The code of zero where there is no zero point."""
+        """The code of zero if there are no zero points."""
         return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
     @property
@@ -44,20 +40,21 @@ class Affine:
         return jnp.dtype(jnp.int8 if self.levels[0] < 0 else jnp.uint8)
 
     def size(self, columns: int) -> int:
-        """Columns of a group, where rows have so many."""
+        """Return the columns of a group."""
         return self.group or up(columns, CHUNK)
 
     def grid(
         self, w_OGg: jax.Array, shrink: jax.Array | float = 1.0
     ) -> tuple[jax.Array, jax.Array]:
-        """Scales and zero points `[..., G]` of groups `[..., G, g]`, the scale as it is stored.
+        """Return scales, as they are stored, and zero points `[..., G]` of groups `[..., G, g]`.
 
         Symmetric, 8 bits: the largest magnitude is 127 steps. Symmetric, fewer bits: it is minus
-        half of the levels, -8 steps of 4 bits, which uses all of them (as llama.cpp's Q4_0); the
-        zero points are all `middle`. With a zero point: from the least number to the largest, zero
-        among them, are all steps that there are.
+        half of the levels, such as -8 steps of 4 bits, which uses all levels (as llama.cpp's Q4_0);
+        the zero points are all `middle`. With a zero point: all steps cover the range from minimum
+        to maximum, and zero.
 
-        shrink: what that range is times, `[..., G]` or one number, where a search tries to clip.
+        Args:
+            shrink: a factor on that range, `[..., G]` or one number, for a search that clips.
         """
         w_OGg, kept = w_OGg.astype(jnp.float32), jnp.dtype(self.scale)
         least, most = self.levels
@@ -76,20 +73,20 @@ class Affine:
         return end.astype(kept), jnp.full(end.shape, self.middle, jnp.uint8)
 
     def codes(self, w: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
-        """The code nearest to each number (half to even); the three have shapes that broadcast."""
+        """Return the nearest code of each number (half to even); the three shapes broadcast."""
         wide, (least, most) = scale.astype(jnp.float32), self.levels
         steps = jnp.round(w.astype(jnp.float32) / jnp.where(wide == 0, 1.0, wide))
         return jnp.clip(steps + zero.astype(jnp.float32), least, most).astype(self.code_dtype)
 
     def values(self, codes: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
-        """What codes stand for, float32, bit for bit what `dense` gives of them."""
+        """Dequantize codes to float32, bit for bit as `dense` does."""
         steps = codes.astype(jnp.float32) - zero.astype(jnp.float32)
         return steps * scale.astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnums=1)
 def rounded(array: jax.Array, to: Affine) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Data, scales and zero points of `[O, I]` rounded to the nearest, `ROWS` rows at a time."""
+    """Quantize `[O, I]` to data, scales and zero points, `ROWS` rows at a time."""
     rows, columns = array.shape
     width, group = up(columns, CHUNK), to.size(columns)
 

@@ -31,7 +31,7 @@ _KINDS = {
 
 
 class Dense(Leaf):
-    """An array as a leaf: never a parameter itself, only what `as_leaf` sees in one."""
+    """An array as a weight object: never stored as a parameter, only made by `as_leaf`."""
 
     has_kernels = True
 
@@ -86,13 +86,13 @@ class Dense(Leaf):
 
 
 def as_leaf(weight: jax.Array | Leaf) -> Leaf:
-    """A weight as a `Leaf`, arrays too."""
+    """Return any weight as a `Leaf`, arrays too."""
     return weight if isinstance(weight, Leaf) else Dense(weight)
 
 
 @dataclasses.dataclass(frozen=True)
 class Float:
-    """A floating-point format, by its name."""
+    """A floating-point format."""
 
     name: str
 
@@ -105,7 +105,7 @@ class Float:
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> jax.Array:
         def make(block: np.ndarray) -> list[Any]:
-            as_it_is = self.name in ("float32", block.dtype.name)  # numpy widens where it copies to
+            as_it_is = self.name in ("float32", block.dtype.name)  # numpy widens in the copy
             return [block if as_it_is else self.make(jax.device_put(block, may_alias=True))]
 
         return on_device(collected({"": (shape, DTYPES[self.name])}, blocks(), make))[""]
@@ -123,12 +123,12 @@ class Float:
 
 
 def parse(name: str) -> Float | None:
-    """`float32`, `bfloat16`, `float16`; None for other names."""
+    """Parse `float32`, `bfloat16` or `float16`; None for other names."""
     return Float(name) if name in DTYPES else None
 
 
 def product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    """`x @ weight.T`, float32 `[R, O]`; formats that differ are both widened to float32."""
+    """Return `x @ weight.T`, float32 `[R, O]`; different dtypes are widened to float32."""
     if x_RI.dtype != weight_OI.dtype:
         x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
     return jax.lax.dot_general(
@@ -137,13 +137,13 @@ def product(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
 
 
 def _row_sum(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
-    """One row: XLA:CPU fuses widening with multiplying and adding, but not with a product."""
+    """Multiply one row: XLA:CPU fuses widening with a sum, but not with a dot product."""
     return (weight_OI.astype(jnp.float32) * x_1I.astype(jnp.float32)).sum(axis=1)[None]
 
 
 @jax.custom_jvp
 def _rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-    """By the kernels on a CPU, for XLA widens a whole table of 16-bit floats that a loop reads."""
+    """Take rows natively on a CPU: in a loop, XLA would widen a whole table of 16-bit floats."""
     if not native.enabled():
         return _plain_rows(weight_VD, token_BT)
 
@@ -168,10 +168,10 @@ def _plain_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
 
 
 def after(x: jax.Array, weight: V) -> V:
-    """A weight of which nothing can be made before `x` of two axes is there.
+    """Make a weight depend on `x`, of two axes, so that nothing is computed from it before `x`.
 
-    XLA's CPU compiler drops optimization barriers before it orders what is left; a zero that it
-    cannot know to be one stays, and is added on the way.
+    XLA's CPU compiler drops optimization barriers before it schedules. A zero that it cannot prove
+    to be zero stays, and is added instead.
     """
     zero = x[:1, :1].astype(jnp.float32).sum() * 0
     later: V = jax.tree.map(lambda piece: piece + zero.astype(piece.dtype), weight)

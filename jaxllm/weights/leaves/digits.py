@@ -1,15 +1,15 @@
-"""Codes of 4, 3 and 2 bits in bytes.
+"""Bit packing: codes of 4, 3 and 2 bits in bytes.
 
-A row is stored in whole chunks of 128 columns. Of 4 bits a chunk is four blocks of 16 bytes: byte j
-of block b holds columns 32 b + j (low four bits) and 32 b + j + 16 (high). Of fewer bits the same
-bytes lie in one another, where they are empty:
+A row is stored in whole chunks of 128 columns. At 4 bits a chunk is four blocks of 16 bytes: byte j
+of block b holds columns 32 b + j (low four bits) and 32 b + j + 16 (high). At fewer bits the blocks
+are interleaved in the unused bits of each other:
 
 2 bits  32 bytes: byte j is that of block 0 and, two bits higher, that of block 1; byte 16 + j has
         blocks 2 and 3.
-3 bits  48 bytes: 32 with the two lower bits of each code, as those of 2 bits, and then 16 with the
-        upper one: in byte j, block b has it b bits higher than the lowest of four.
+3 bits  48 bytes: 32 with the two low bits of each code, laid out as for 2 bits, and then 16 with
+        the high bit: in byte j, block b has it b bits above the lowest of four.
 
-So the bytes of 4 bits are a shift and a mask away, and what knows those knows all.
+So the 4-bit bytes are a shift and a mask away, and code that reads those reads all.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import jax
 
 CHUNK = 128  # columns of a row are stored in whole chunks; the kernels walk by them
-HALF = 16  # of 4 bits: columns i and i + 16 of each 32 share a byte
-_BLOCKS = 4  # of 32 columns, in a chunk
+HALF = 16  # at 4 bits, columns i and i + 16 of each 32 share a byte
+_BLOCKS = 4  # blocks of 32 columns in a chunk
 
 
 def packed(codes: Any, bits: int) -> Any:
-    """Codes uint8 `[..., I']`, I' in whole chunks, as bytes `[..., I' bits / 8]`.
+    """Pack uint8 codes `[..., I']`, I' in whole chunks, into bytes `[..., I' bits / 8]`.
 
-    Of an array of numpy it makes one of numpy, of any of JAX one of JAX.
+    Works on arrays of NumPy and of JAX, and returns the same kind.
     """
     lead, of = codes.shape[:-1], codes.__array_namespace__()
     if bits == 8:
@@ -45,7 +45,7 @@ def packed(codes: Any, bits: int) -> Any:
 
 
 def in_four_bits(data: jax.Array, bits: int) -> jax.Array:
-    """The bytes `[..., I' / 2]` that codes of 4 bits or fewer have as codes of 4."""
+    """Convert the bytes of codes of 4 bits or fewer to those of 4-bit codes, `[..., I' / 2]`."""
     if bits == 4:
         return data
     lead, of = data.shape[:-1], data.__array_namespace__()
@@ -58,7 +58,7 @@ def in_four_bits(data: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked(data: jax.Array, bits: int) -> jax.Array:
-    """The codes of bytes: what `packed` took."""
+    """Unpack bytes to the codes that `packed` took."""
     if bits == 8:
         return data
     byte = in_four_bits(data, bits).reshape(*data.shape[:-1], -1, HALF)
@@ -68,5 +68,5 @@ def unpacked(data: jax.Array, bits: int) -> jax.Array:
 
 
 def _lower(byte: Any) -> Any:
-    """The two lower bits of both codes."""
+    """Keep the two low bits of both codes."""
     return byte & 0x33

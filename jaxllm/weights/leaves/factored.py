@@ -1,4 +1,4 @@
-"""Weights of low rank: two thin matrices in place of one, never multiplied out."""
+"""Low-rank weights: two thin matrices instead of one, never multiplied out."""
 
 import dataclasses
 import re
@@ -18,10 +18,10 @@ from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Linear, Shape
 class Factored(Leaf, struct.PyTreeNode):
     """`weight = left @ right`, with left `[..., O, K]` and right `[..., K, I]`, of rank K.
 
-    Each is an array or any leaf of another kind. It is smaller than the matrix where
-    `K < O I / (O + I)`. What lies between the two products keeps float32, as they return it:
-    rounding it would add an error as large as that of rounded inputs. With bfloat16 weights that
-    is also faster for one row, and slower for many, which multiply float32 without a matrix unit.
+    Each factor is an array or any simple weight. They are smaller than the matrix if `K < O I / (O
+    + I)`. The activations between the two products stay float32: rounding them would add an error
+    as large as that of rounded inputs. With bfloat16 weights this is also faster for one row, and
+    slower for many, which multiply in float32 without a matrix unit.
     """
 
     composed = True
@@ -44,14 +44,14 @@ class Factored(Leaf, struct.PyTreeNode):
 
     @property
     def format(self) -> str:
-        """Raises ConfigError where the factors have two formats, for which there is no name."""
+        """Raises ConfigError if the factors have different formats, which have no name."""
         left, right = (as_leaf(side).format for side in (self.left, self.right))
         if left != right:
-            raise ConfigError(f"factors of low rank have one format: left {left}, right {right}")
+            raise ConfigError(f"low-rank factors must have one format: got {left} and {right}")
         return f"rank{self.rank}/{left}"
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The product of the two, computed in float32."""
+        """Return the product of the factors, computed in float32."""
         return _product(self.left, self.right).astype(dtype or jnp.float32)
 
     def take(self, index: jax.Array) -> jax.Array:
@@ -81,10 +81,10 @@ class Factored(Leaf, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """Two factors in the format `inner`, of a matrix's singular value decomposition.
+    """Two factors of a singular value decomposition, in the format `inner`.
 
-    Formats of integers keep rows in whole chunks of 128 columns: of the left factor these are
-    ranks, which are best multiples of 128 there.
+    Integer formats store rows in whole chunks of 128 columns; in the left factor these are ranks,
+    so multiples of 128 are best.
     """
 
     rank: int
@@ -99,20 +99,22 @@ class LowRank:
         return "float32"
 
     def make(self, array: jax.Array) -> Factored:
-        """The nearest matrix of this rank (Eckart and Young 1936): `U sqrt(S)`, `sqrt(S) V^T`.
+        """Return the nearest matrix of this rank, as `U sqrt(S)` and `sqrt(S) V^T`.
 
-        Decomposed in float64. Where a number is not finite, all factors are NaN. Raises ConfigError
-        for a rank beyond the matrix's sides.
+        Eckart and Young 1936, in float64. If a number is not finite, all factors are NaN.
+
+        Raises:
+            ConfigError: for a rank that exceeds the matrix's sides.
         """
         return self._nearest(np.asarray(array).astype(np.float64))
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Factored:
-        """Memory beside the leaf: the matrix and its decomposition in float64."""
+        """Memory besides the result: the matrix and its decomposition in float64."""
         rows = [np.asarray(block).astype(np.float64) for block in blocks()]
         return self._nearest(np.concatenate(rows).reshape(shape))
 
     def of(self, left_OK: np.ndarray, right_KI: np.ndarray) -> Factored:
-        """A leaf of given factors, rounded to the inner format."""
+        """Return the weight with these factors, converted to the inner format."""
         exact = [
             jnp.asarray(x, jnp.float32).astype(self.inner.exact_in) for x in (left_OK, right_KI)
         ]
@@ -152,7 +154,7 @@ class LowRank:
         )
 
     def _each(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Iterator[Any]:
-        """Of each factor its name, its shape and its pieces."""
+        """Yield the name, the shape and the arrays of each factor."""
         for side, form in zip(("left", "right"), self._sides(shape), strict=True):
             mine = {
                 name.removeprefix(f".{side}"): piece
@@ -169,26 +171,27 @@ class LowRank:
         most = min(shape[-2:])
         if self.rank <= most:
             return None
-        return f"rank {self.rank} is beyond {most}, the shorter side of a matrix {shape}"
+        return f"rank {self.rank} exceeds {most}, the shorter side of matrix {shape}"
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> LowRank | None:
-    """`rank64/int8` and the like: the rank and the format of both factors; None for other names.
+    """Parse `rank64/int8` and the like: rank and format of both factors; None for other names.
 
-    Raises ConfigError for rank 0, and for factors that are composed themselves.
+    Raises:
+        ConfigError: for rank 0, and for composite factors.
     """
     found = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
     if not found:
         return None
     rank, factors = int(found[1]), found[2]
     if not rank:
-        raise ConfigError(f"{name:.40}: a rank is at least 1")
+        raise ConfigError(f"{name:.40}: rank must be at least 1, got 0")
     if "/" in factors:
-        raise ConfigError(f"{name:.40}: factors are arrays, or packed, or integers")
+        raise ConfigError(f"{name:.40}: format of the factors must be simple, got a composite")
     return LowRank(rank, inner(factors))
 
 
 def _product(left: Any, right: Any) -> jax.Array:
-    """`left @ right` of arrays or leaves, stacks too, in float32."""
+    """Return `left @ right` of arrays or weights, stacks too, in float32."""
     wide = [as_leaf(weight).dense(jnp.float32) for weight in (left, right)]
     return jnp.matmul(*wide, precision=jax.lax.Precision.HIGHEST)

@@ -1,8 +1,8 @@
-"""Integers of 8 bits in groups of 16 columns, as GGUF's Q6_K has them.
+"""8-bit integers in groups of 16 columns, as in GGUF's Q6_K.
 
-The kernels know groups of 32 and more. Of such a group the first 16 columns have one scale and the
-last 16 another: the product is one of the inputs with zeros in place of the last 16, with the first
-scales, and one the other way round, both with the integers as they are.
+The kernels support groups of 32 and more. In such a group the first 16 columns have one scale and
+the last 16 another. So the product is a sum of two: the inputs with zeros for the last 16 columns
+times the first scales, and the other way round, both with the same integers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,23 +32,18 @@ from jaxllm.weights.leaves.leaf import (
 )
 
 NAME = "int8-g16"
-HALF, PAIR = 16, 32  # columns of a group, and of two
+HALF, PAIR = 16, 32  # columns of one group and of two
 
 
 class Fine(Leaf, struct.PyTreeNode):
-    """`weight[o, i] = q[o, i] * scale[o, i // 16]`, computed in float32.
-
-    data: int8 `[..., O, I']`, q itself; I' is `columns` in whole chunks of 128, what is
-    added is zero. first, second: float32 `[..., O, I' / 32]`, the scales of even and of odd groups.
-    columns: I.
-    """
+    """`weight[o, i] = q[o, i] * scale[o, i // 16]`, computed in float32."""
 
     composed = True
 
-    data: jax.Array
-    first: jax.Array
-    second: jax.Array
-    columns: int = struct.field(pytree_node=False)
+    data: jax.Array  # q, int8 [..., O, I']; I' is I in whole chunks of 128, padded with zeros
+    first: jax.Array  # float32 [..., O, I' / 32], the scales of even groups
+    second: jax.Array  # likewise of odd groups
+    columns: int = struct.field(pytree_node=False)  # I
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +100,7 @@ class Fine(Leaf, struct.PyTreeNode):
         return Fine(first.data, first.scale, second.scale, first.columns)
 
     def _side(self, scale: str) -> QTensor:
-        """All integers with the scales of one half of the groups."""
+        """Return all integers with the scales of the even or of the odd groups."""
         return QTensor(self.data, getattr(self, scale), None, 8, PAIR, self.columns)
 
     def pieces(self) -> dict[str, jax.Array]:
@@ -113,14 +108,14 @@ class Fine(Leaf, struct.PyTreeNode):
 
 
 class FineFormat:
-    """The format of `Fine`: there is one."""
+    """The only format of `Fine`."""
 
     name = NAME
     exact_in = "float32"
 
     def make(self, array: jax.Array) -> NoReturn:
         raise ConfigError(
-            f"{NAME}: nothing is rounded to it, a GGUF file brings it (Q6_K); there is int8-g32"
+            f"{NAME} cannot be made by quantizing; it comes from GGUF files (Q6_K). Use int8-g32"
         )
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NoReturn:
@@ -141,5 +136,5 @@ class FineFormat:
 
 
 def parse(name: str) -> FineFormat | None:
-    """`int8-g16`; None for other names."""
+    """Parse `int8-g16`; None for other names."""
     return FineFormat() if name == NAME else None

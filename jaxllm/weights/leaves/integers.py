@@ -1,4 +1,4 @@
-"""Quantized weights: integers with scales, by row or by group, symmetric or with a zero point."""
+"""Integer weights with scales, per row or per group, symmetric or with a zero point."""
 
 import dataclasses
 import re
@@ -32,31 +32,27 @@ from jaxllm.weights.leaves.leaf import (
 )
 
 GROUPS = (32, 64, 128)
-FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16, in plain JAX
+FEW = 16  # in plain JAX, more rows of bfloat16 multiply weights rounded to bfloat16
 
 
 class QTensor(Leaf, struct.PyTreeNode):
     """`weight[o, i] = (q[o, i] - zero[o, g]) * scale[o, g]`, with g = i // group.
 
-    bits 8: `data` is int8 `[..., O, I']`, q itself (rounding makes no -128, a file may have it);
-    with a zero point uint8, q from 0 to 255. bits 4, 3 and 2: `data` is uint8
-    `[..., O, I' bits / 8]`, q from 0 to 2^bits - 1, packed as `digits` says. I' is
-    `columns` rounded up to whole chunks of 128; what is added is zero.
-
-    scale: float32 or float16 `[..., O, G]`, G = I' / group, or 1 where `group` is None: one scale a
-    row. May be negative. zero: uint8 `[..., O, G]`, or None: 2^(bits - 1), and 0 for 8 bits.
-    columns: I. The native kernels know 8 bits without a zero point, and 4 bits, which fewer bits
-    are widened to where they are multiplied with.
+    I' is I rounded up to whole chunks of 128 columns; the padding stands for zero. Native kernels
+    support 8 bits without a zero point, and 4 bits; fewer bits are unpacked to 4 in the product.
     """
 
     rounds_inputs = True
 
+    # 8 bits: q itself, int8 [..., O, I'] (never -128 if we quantize, but files may have it), or
+    # uint8 with a zero point. 4, 3 and 2 bits: q from 0 to 2^bits - 1, packed as in `digits`, uint8
+    # [..., O, I' bits / 8].
     data: jax.Array
-    scale: jax.Array
-    zero: jax.Array | None
+    scale: jax.Array  # float32 or float16 [..., O, G], G = I' / group or 1; may be negative
+    zero: jax.Array | None  # uint8 [..., O, G]; None: 2^(bits - 1), and 0 for 8 bits
     bits: int = struct.field(pytree_node=False)
-    group: int | None = struct.field(pytree_node=False)
-    columns: int = struct.field(pytree_node=False)
+    group: int | None = struct.field(pytree_node=False)  # None: one scale per row
+    columns: int = struct.field(pytree_node=False)  # I
 
     @property
     def has_kernels(self) -> bool:
@@ -82,22 +78,22 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     @property
     def codes(self) -> jax.Array:
-        """q itself: `[..., O, I']`."""
+        """The codes q, `[..., O, I']`."""
         return digits.unpacked(self.data, self.bits)
 
     def integers(self) -> jax.Array:
-        """q less its zero point: int8 `[..., O, I']`, int16 for 8 bits with a zero point."""
+        """Return q less its zero point: int8 `[..., O, I']`, int16 for 8 bits with a zero point."""
         if self.zero is None:
             return self.codes.astype(jnp.int8) - jnp.int8(self.kind.middle)
         kept, size = jnp.int16 if self.bits == 8 else jnp.int8, self.kind.size(self.columns)
         return self.codes.astype(kept) - jnp.repeat(self.zero.astype(kept), size, axis=-1)
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The weights themselves, computed in float32."""
+        """Return the weights, computed in float32."""
         weights: jax.Array = self._dense(dtype)
         return weights
 
-    @partial(jax.jit, static_argnums=1)  # where nothing around it is compiled, it is, as a whole
+    @partial(jax.jit, static_argnums=1)  # fused also when the caller is not compiled
     def _dense(self, dtype: Any) -> jax.Array:
         q, scale = self.integers(), self.scale.astype(jnp.float32)
         grouped = q.reshape(*scale.shape, q.shape[-1] // scale.shape[-1]).astype(jnp.float32)
@@ -110,7 +106,7 @@ class QTensor(Leaf, struct.PyTreeNode):
 
     def product(self, x_RI: jax.Array) -> jax.Array:
         if x_RI.dtype == jnp.int8:
-            x_RI = jnp.maximum(x_RI, -127)  # what -128 is taken as: the kernels change signs
+            x_RI = jnp.maximum(x_RI, -127)  # as in the kernels, which negate inputs
             if self.bits == 8 and self.group is None and self.zero is None:
                 return _exact(x_RI, self)
         if x_RI.shape[0] == 1:
@@ -151,7 +147,7 @@ class QTensor(Leaf, struct.PyTreeNode):
         if self.group is not None:
             on_borders(self.format, begin, end, self.columns, self.group)
         whole = not begin % CHUNK and (not end % CHUNK or end == self.columns)
-        until = up(end, CHUNK) if whole else end  # with what is added to the last chunk
+        until = up(end, CHUNK) if whole else end  # with the padding of the last chunk
         scale, zero = (self._of_columns(x, begin, until) for x in (self.scale, self.zero))
         if not whole:
             return self.kind.of(self.codes[..., begin:end], scale, zero)
@@ -170,7 +166,7 @@ class QTensor(Leaf, struct.PyTreeNode):
         return self.kind.of(codes, scale, zero)
 
     def own_groups(self, x_OG: Any) -> Any:
-        """What groups have, `[..., O, G]`, without those that are added to the last chunk."""
+        """Drop the groups `[..., O, G]` that only pad the last chunk."""
         return self._of_columns(x_OG, 0, self.columns)
 
     def _of_columns(self, x_OG: Any, begin: int, end: int) -> Any:
@@ -185,12 +181,12 @@ class QTensor(Leaf, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Affine):
-    """Integers with scales, as a format of weights: see `QTensor`."""
+    """Integers with scales, as a weight format: see `QTensor`."""
 
     def of(self, codes: jax.Array, scale: jax.Array, zero: jax.Array | None = None) -> QTensor:
-        """The leaf of codes `[..., O, I]` that are chosen, with scales and zero points
-        `[..., O, G]`; of as many groups as I columns need. Nothing is rounded, scales only to the
-        format that they are stored in.
+        """Return the weight with codes `[..., O, I]`, and scales and zero points `[..., O, G]`.
+
+        Nothing is rounded but scales to their dtype.
         """
         columns, width = codes.shape[-1], up(codes.shape[-1], CHUNK)
         size = self.size(columns)
@@ -208,7 +204,7 @@ class Integer(Affine):
         zero = wide(zero.astype(jnp.uint8), width // size, 0)
         added = jnp.arange(width) >= columns
         added = added.reshape(*[1] * (codes.ndim - 1), width)
-        filler = jnp.repeat(zero, size, axis=-1)  # what is added stands for zero
+        filler = jnp.repeat(zero, size, axis=-1)  # the padding stands for zero
         data = digits.packed(jnp.where(added, filler, wide(codes, width, 0)), self.bits)
         return QTensor(data, scale, zero, self.bits, self.group, columns)
 
@@ -223,9 +219,10 @@ class Integer(Affine):
         return "float32"
 
     def make(self, array: jax.Array) -> QTensor:
-        """Rounded to the nearest, a block of rows at a time.
+        """Round to nearest, a block of rows at a time.
 
-        Raises ConfigError for a matrix without columns, which has nothing that a scale could be of.
+        Raises:
+            ConfigError: for a matrix without columns, which has no scale.
         """
         self._check(array.shape)
         rows_OI = array.reshape(-1, array.shape[-1])
@@ -258,7 +255,7 @@ class Integer(Affine):
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if not shape[-1]:
-            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
+            raise ConfigError(f"{self.name} requires a matrix with columns, got shape {shape}")
 
     def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> QTensor:
         scale, zero = pieces[".scale"], pieces.get(".zero")
@@ -271,16 +268,18 @@ class Integer(Affine):
         check_finite(path, pieces, ".scale")
         if zero is not None and zero.max(initial=0) > self.levels[1]:
             raise CheckpointError(
-                f"{path}.zero holds {zero.max()}: a zero point is at most {self.levels[1]}"
+                f"{path}.zero holds {zero.max()}: zero points must be at most {self.levels[1]}"
             )
         return self.of_pieces(shape, on_device(pieces))
 
 
 def parse(name: str) -> Integer | None:
-    """`int8`, `int8-g64`, `int4-g64`, `int3-g64`, `int2-g64`, each also with `-zp`, `-f16` or both;
-    None for other names.
+    """Parse `int8`, `int8-g64`, `int4-g64`, `int3-g64`, `int2-g64`, with `-zp` or `-f16` too.
 
-    Raises ConfigError for a group that there is not.
+    Returns None for other names.
+
+    Raises:
+        ConfigError: for an unsupported group size.
     """
     found = re.fullmatch(r"int([8432])(?:-g(\d+))?(-zp)?(-f16)?", name)
     if not found:
@@ -288,12 +287,12 @@ def parse(name: str) -> Integer | None:
     bits = int(found[1])
     group = int(found[2]) if found[2] else (None if bits == 8 else 64)
     if group not in (*GROUPS, None):
-        raise ConfigError(f"{name}: a group is of 32, 64 or 128 columns, got {group}")
+        raise ConfigError(f"{name}: group size must be 32, 64 or 128 columns, got {group}")
     return Integer(bits, group, bool(found[3]), "float16" if found[4] else "float32")
 
 
 def _exact(x_RI: jax.Array, weight: QTensor) -> jax.Array:
-    """Integers of 8 bits times inputs from -127 to 127: sums are whole numbers, scaled once."""
+    """Multiply 8-bit integers and inputs from -127 to 127: integer sums, scaled once."""
     data_OI = weight.data[:, : weight.columns]
     whole_RO = jax.lax.dot_general(
         x_RI, data_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
@@ -302,7 +301,7 @@ def _exact(x_RI: jax.Array, weight: QTensor) -> jax.Array:
 
 
 def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
-    """One row times integers: their bytes where they lie, scaled first, which XLA:CPU fuses."""
+    """Multiply one row with the stored bytes, scaled before the sum, which XLA:CPU fuses."""
     size, zero, scale = weight.kind.size(weight.columns), weight.zero, weight.scale
     width = weight.data.shape[1] * 8 // weight.bits
     x_1I = jnp.pad(x_1I.astype(jnp.float32), ((0, 0), (0, width - x_1I.shape[1])))
@@ -316,7 +315,7 @@ def _summed(x_1I: jax.Array, weight: QTensor) -> jax.Array:
     if weight.bits == 8:
         return ((weight.data.astype(jnp.float32) - middle) * scale * x_1I).sum(axis=1)[None]
     data = weight.data
-    if weight.bits < 4:  # apart: fused with the sum, XLA:CPU takes twice as long
+    if weight.bits < 4:  # not fused with the sum, which would take XLA:CPU twice as long
         data = jax.lax.optimization_barrier(digits.in_four_bits(data, weight.bits))
     low, high = (half.reshape(1, -1) for half in jnp.moveaxis(x_1I.reshape(-1, 2, HALF), 1, 0))
     product = ((data & 15).astype(jnp.float32) - middle) * scale * low

@@ -1,7 +1,7 @@
-"""What a leaf of the parameters is, whatever kind of weight it holds, and what its format is.
+"""The base class of weights, and the protocol of their formats.
 
-A leaf stands for an array `[..., O, I]`: a matrix, or a stack of them. Products are with one
-matrix; `jax.vmap` takes a stack apart.
+A weight stands for an array `[..., O, I]`: a matrix, or a stack of them. Products take one matrix;
+use `jax.vmap` for a stack.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,27 +16,22 @@ from jaxllm.ops.native import Matrix
 from jaxllm.weights.files import aligned
 
 Shape = tuple[int | None, ...]  # None: of any size
-Blocks = Callable[[], Iterable[np.ndarray]]  # from the first block each time
-Linear = Callable[[jax.Array, Any], jax.Array]  # of inputs [R, I] and a weight, float32 [R, O]
+Blocks = Callable[[], Iterable[np.ndarray]]  # each call starts at the first block
+Linear = Callable[[jax.Array, Any], jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
 V = TypeVar("V")
-ROWS = 512  # of a matrix that a block has: what is quantized at a time
+ROWS = 512  # rows of a block, which is quantized at once
 
 
 class Leaf:
-    """A weight stored in a form of its own: a frozen pytree whose arrays are its pieces.
+    """A weight in a storage format: a frozen pytree of arrays."""
 
-    rounds_inputs: whether `Precision.int8_inputs` applies to products with it. has_kernels: whether
-    the native kernels know it (`matrix`); elsewhere `product` does it all. composed: whether it is
-    made of other weights, and a product with it of products with them (`through`). trained: its
-    fields that training can change; what they hold of integers stays.
-    """
-
-    rounds_inputs = False
-    composed = False
-    trained: ClassVar[tuple[str, ...]] = ()
+    rounds_inputs = False  # whether `Precision.int8_inputs` applies to products with it
+    composed = False  # whether it is made of other weights, and multiplies by `through`
+    trained: ClassVar[tuple[str, ...]] = ()  # fields that training can change, but for integers
 
     @property
     def has_kernels(self) -> bool:
+        """Whether native kernels support it (`matrix`); if not, `product` is always used."""
         return False
 
     @property
@@ -46,7 +41,7 @@ class Leaf:
 
     @property
     def dtype(self) -> Any:
-        """The format that `dense` gives by default."""
+        """The dtype that `dense` returns by default."""
         raise NotImplementedError
 
     @property
@@ -55,140 +50,146 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """How many weights it stands for."""
+        """Number of weights that it stands for."""
         return int(np.prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """What they take."""
+        """Bytes of its arrays."""
         return sum(int(x.nbytes) for x in jax.tree.leaves(self))
 
     @property
     def format(self) -> str:
-        """The name of its format, in full."""
+        """The full name of its format."""
         raise NotImplementedError
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The numbers themselves, an array of `shape`."""
+        """Return the weights as an array of `shape`."""
         raise NotImplementedError
 
     def take(self, index: jax.Array) -> jax.Array:
-        """Rows of a matrix by number, `[..., I]`; NaN for a number outside it."""
+        """Return rows of a matrix by index, `[..., I]`; NaN for an index outside of it."""
         raise NotImplementedError
 
     def product(self, x_RI: jax.Array) -> jax.Array:
-        """`x @ weight.T` in plain JAX, float32 `[R, O]`: what every other way of it means."""
+        """Return `x @ weight.T` in plain JAX, float32 `[R, O]`; it defines all other paths."""
         raise NotImplementedError
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
-        """Where it is composed, `x @ weight.T`, float32 `[R, O]`, by `linear` of its parts."""
+        """Return `x @ weight.T`, float32 `[R, O]`; `linear` multiplies the parts of a composite."""
         raise NotImplementedError
 
     def training(self, key: jax.Array, step: jax.Array) -> "Leaf":
-        """Itself as step `step` of training multiplies with it; key: for what it draws."""
+        """Return the weight as training step `step` uses it. `key` is for random draws."""
         return self
 
     def fits_gpu(self, x_RI: jax.Array) -> bool:
-        """Whether `gpu_product` takes these inputs."""
+        """Return whether `gpu_product` supports these inputs."""
         return False
 
     def gpu_product(self, x_RI: jax.Array) -> jax.Array:
-        """The same product by a kernel for GPUs."""
+        """Return the same product, by a kernel for GPUs."""
         raise NotImplementedError
 
     def matrix(self) -> Matrix:
-        """The pieces as the native kernels take them, where they know this kind of leaf."""
+        """Return the arrays as the native kernels take them, if they support this type."""
         raise NotImplementedError
 
     def widened(self, dtype: Any) -> tuple[Matrix, jax.Array | None]:
-        """A matrix for the kernels to expand to `dtype`, and what its product's `[O]` are times."""
+        """Return a matrix for the kernels to dequantize, and a factor `[O]` of its product."""
         return self.matrix(), None
 
     def pieces(self) -> dict[str, jax.Array]:
-        """Its arrays, as a file holds them."""
+        """Return its arrays by name, as a file stores them."""
         raise NotImplementedError
 
     def with_rows(self, index: np.ndarray) -> Any:
-        """The weight of these rows `[n]`, in this order: what they stand for stays, bit for bit.
+        """Take the rows `index` `[n]`, in this order; their values stay, bit for bit.
 
-        Raises ConfigError where rows cannot be taken apart.
+        Raises:
+            ConfigError: if rows cannot be sliced.
         """
-        raise ConfigError(f"rows of {self.format} cannot be taken apart")
+        raise ConfigError(f"rows of {self.format} cannot be sliced")
 
     def with_columns(self, begin: int, end: int) -> Any:
-        """The weight of the columns from `begin` to before `end`, likewise.
+        """Take the columns from `begin` to before `end`, likewise.
 
-        Raises ConfigError where columns cannot be taken apart there: inside a group, say.
+        Raises:
+            ConfigError: if columns cannot be sliced there, for example inside a group.
         """
-        raise ConfigError(f"columns of {self.format} cannot be taken apart")
+        raise ConfigError(f"columns of {self.format} cannot be sliced")
 
     def with_more(self, after: Sequence[Any], axis: int) -> Any:
-        """The weight of whose rows (axis 0) or columns (axis 1) it and those `after` it are parts,
-        in this order: the way back from `with_rows` and `with_columns`, bit for bit.
+        """Concatenate it and the weights `after` it, along rows (axis 0) or columns (axis 1).
 
-        Raises ConfigError where they cannot be put together.
+        This inverts `with_rows` and `with_columns`, bit for bit.
+
+        Raises:
+            ConfigError: if they cannot be concatenated.
         """
-        raise ConfigError(f"parts of {self.format} cannot be put together")
+        raise ConfigError(f"parts of {self.format} cannot be concatenated")
 
 
 class Format(Protocol):
-    """A format that a weight can have: how leaves of it are made, from numbers or from a file.
+    """A weight format: makes weights from numbers or from a file.
 
-    exact_in: the dtype whose numbers it is known to hold, for whoever takes quantization back.
+    `exact_in` is the dtype that holds all its values exactly, for use when it is dequantized.
     """
 
     @property
     def name(self) -> str:
-        """In full."""
+        """The full name."""
         ...
 
     @property
     def exact_in(self) -> str: ...
 
     def make(self, array: jax.Array) -> Any:
-        """A leaf of `array`'s numbers `[..., O, I]`. Raises ConfigError where it cannot."""
+        """Quantize an array `[..., O, I]`. Raises ConfigError if the format cannot hold it."""
         ...
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Any:
-        """What `make` makes, bit for bit, of numbers of `shape` that come as blocks `[n, I]` of
-        its rows. Memory beside the leaf: a block.
+        """Quantize blocks `[n, I]` of the rows of a matrix of `shape`, to the bits of `make`.
+
+        Memory besides the result: one block.
         """
         ...
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
-        """The shape and dtype of each piece of a leaf of `shape`."""
+        """Return the shape and dtype of each array of a weight of `shape`."""
         ...
 
     def of_pieces(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Any:
-        """The leaf of `shape` that these pieces make: nothing of them is checked."""
+        """Return the weight of `shape` with these arrays; nothing is checked."""
         ...
 
     def assemble(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> Any:
-        """The leaf at `path` from its pieces, whose shapes have been checked.
+        """Return the weight at `path` with these arrays from a file, whose shapes were checked.
 
-        Raises CheckpointError for numbers that no leaf has: kernels trust them.
+        Raises:
+            CheckpointError: for invalid values: kernels trust them.
         """
         ...
 
 
 def or_nan(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
-    """Rows `[N, D]` taken by `index`, as `[..., D]`; NaN where it names none of `count`.
+    """Return rows `[N, D]`, taken by `index`, as `[..., D]`; NaN for an index beyond `count`.
 
-    An id that only the device sees cannot be refused: NaN makes it show instead of another row.
+    An index that only the device sees cannot raise; NaN makes it visible.
     """
     inside = ((index >= 0) & (index < count)).reshape(-1, 1)
     return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
 
 
 def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> None:
-    """Raise CheckpointError where one of these pieces of the leaf at `path` is not finite."""
+    """Raise CheckpointError if one of the named arrays of the weight at `path` is not finite."""
     for name in names:
         if not np.isfinite(pieces[name].astype(np.float32)).all():
             raise CheckpointError(f"{path}{name} holds NaN or infinity")
 
 
 def on_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A leaf's pieces on the device, where they lie if that is possible."""
+    """Put arrays on the device, without a copy if possible."""
     return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
 
 
@@ -197,10 +198,11 @@ def collected(
     blocks: Iterable[np.ndarray],
     make: Callable[[Any], Iterable[Any]],
 ) -> dict[str, np.ndarray]:
-    """Pieces of the shapes and dtypes `expected`, filled with what `make` gives of each block.
+    """Fill arrays of the shapes and dtypes `expected` with what `make` returns for each block.
 
-    make: the rows of each piece, in their order. They are copied before the next block is read, and
-    what is kept has its true size.
+    Args:
+        make: returns the rows of each array, in order. They are copied before the next block is
+            read.
     """
     pieces = {name: aligned(shape, dtype) for name, (shape, dtype) in expected.items()}
     rows = [piece.reshape(-1, piece.shape[-1] if piece.ndim else 1) for piece in pieces.values()]
@@ -213,34 +215,35 @@ def collected(
 
 
 def rows_of(tree: V, index: np.ndarray) -> V:
-    """Pieces `[..., O, X]` with these rows alone."""
+    """Take rows from arrays `[..., O, X]`."""
     taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
     return taken
 
 
 def joined(parts: Sequence[V], axis: int = 0) -> V:
-    """Pieces `[..., O, X]` of several, their rows (axis 0) or columns (axis 1) side by side."""
+    """Concatenate arrays `[..., O, X]` along their rows (axis 0) or columns (axis 1)."""
     whole: V = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis - 2), *parts)
     return whole
 
 
 def filled(x_OG: jax.Array, groups: int) -> jax.Array:
-    """What groups have, `[..., O, G]`, with 0 for those that are added to the last chunk."""
+    """Pad an array `[..., O, G]` with one entry per group to `groups` groups, with 0."""
     return jnp.pad(x_OG, [*[(0, 0)] * (x_OG.ndim - 1), (0, groups - x_OG.shape[-1])])
 
 
 def on_borders(name: str, begin: int, end: int, columns: int, group: int) -> slice:
-    """The groups of columns from `begin` to before `end`; the last of a row may be shorter.
+    """Return the groups of the columns from `begin` to before `end`; a row's last may be short.
 
-    Raises ConfigError where that is inside a group.
+    Raises:
+        ConfigError: if that would split a group.
     """
     if begin % group or (end % group and end != columns):
         raise ConfigError(
-            f"columns {begin} to {end} of {name} begin or end inside a group of {group} columns"
+            f"columns {begin} to {end} of {name} would split a group of {group} columns"
         )
     return slice(begin // group, -(-end // group))
 
 
 def up(n: int, to: int) -> int:
-    """`n` rounded up to a multiple of `to`."""
+    """Round `n` up to a multiple of `to`."""
     return -(-n // to) * to

@@ -1,7 +1,7 @@
-"""NormalFloat of 4 bits: the 16 levels that normally distributed weights fill evenly (QLoRA).
+"""4-bit NormalFloat: 16 levels that normally distributed weights fill evenly (QLoRA).
 
 Dettmers et al. 2023 (arXiv 2305.14314), sections 2 and 3; the levels and the map of the absmax are
-those of bitsandbytes. Blocks of 64 run along the matrix as it lies, row after row.
+those of bitsandbytes. Blocks of 64 run through the flattened matrix, row after row.
 """
 
 import dataclasses
@@ -40,15 +40,17 @@ LEVELS = (
 BLOCK = 64  # weights that share an absmax
 ABSMAX_BLOCK = 256  # absmax that share a scale
 HALF = 32  # weights j and j + 32 of a block share a byte
-FEW = 16  # more rows of bfloat16 take weights rounded to bfloat16
+FEW = 16  # more rows of bfloat16 multiply weights rounded to bfloat16
 
 
 def dynamic_map() -> np.ndarray:
-    """The 256 levels of the dynamic data type, float32, ascending (Dettmers 2016, 1511.04561).
+    """Return the 256 levels of the dynamic data type, float32, ascending.
 
-    Of each sign and of each power of ten from 1e-6 to 1: the middles of as many equal parts of
-    [0.1, 1] as its fraction has, 1 for the least power and twice as many for each next one. Beside
-    them 0 and 1.
+    Dettmers 2016 (arXiv 1511.04561).
+
+    For each sign and each power of ten from 1e-6 to 1, [0.1, 1] is split into equal parts, 1 for
+    the lowest power and twice as many for each next one; their midpoints, times the power, are the
+    levels. 0 and 1 are added.
     """
     levels = [0.0, 1.0]
     for bits in range(7):
@@ -64,22 +66,18 @@ DYNAMIC = dynamic_map()
 class NF4(Leaf, struct.PyTreeNode):
     """`weight.reshape(-1)[64 b + j] = LEVELS[q[b, j]] * absmax[b]` of a matrix `[O, I]`.
 
-    data: uint8 `[..., B, 32]`, B = O I / 64 rounded up: byte j of a block has q of its weight j in
-    the low four bits, of weight j + 32 in the high. What is added to the last block is zero.
-
-    absmax: float32 `[..., B]`. With double quantization uint8, and what it stands for is
-    `DYNAMIC[absmax[b]] * scale[b // 256] + mean`; scale: float32 `[..., B / 256]` rounded up,
-    mean: float32 `[...]`. Without it both are None. rows, columns: O and I.
-
-    It is never trained: derivatives pass to what it is multiplied with alone.
+    With double quantization the absmax is `DYNAMIC[absmax[b]] * scale[b // 256] + mean`. The weight
+    is never trained: gradients flow only to the other factor of a product.
     """
 
+    # uint8 [..., B, 32], B = O I / 64 rounded up: byte j of a block has q of its weight j in the
+    # low four bits, of weight j + 32 in the high. The last block is padded with zeros.
     data: jax.Array
-    absmax: jax.Array
-    scale: jax.Array | None
-    mean: jax.Array | None
-    rows: int = struct.field(pytree_node=False)
-    columns: int = struct.field(pytree_node=False)
+    absmax: jax.Array  # float32 [..., B], or uint8 with double quantization
+    scale: jax.Array | None  # float32 [..., B / 256] rounded up; None: no double quantization
+    mean: jax.Array | None  # float32 [...], likewise
+    rows: int = struct.field(pytree_node=False)  # O
+    columns: int = struct.field(pytree_node=False)  # I
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,7 +92,7 @@ class NF4(Leaf, struct.PyTreeNode):
         return NormalFloat(self.scale is not None).name
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The weights themselves, computed in float32."""
+        """Return the weights, computed in float32."""
         weights: jax.Array = _dense(self).astype(dtype or jnp.float32)
         return weights
 
@@ -108,30 +106,31 @@ class NF4(Leaf, struct.PyTreeNode):
         return product(x_RI, self.dense(jnp.bfloat16 if many else jnp.float32))
 
     def with_rows(self, index: np.ndarray) -> "NF4":
-        """With absmax in float32, whose blocks may be cut where those of their scales are not."""
+        """Take rows; the absmax become float32, as slices may split the blocks of their scales."""
         data, absmax = self._in_rows()
         return self._of(data[..., index, :, :], absmax[..., index, :])
 
     def with_columns(self, begin: int, end: int) -> "NF4":
-        """As `with_rows`."""
+        """Take columns, as `with_rows` does."""
         data, absmax = self._in_rows()
         mine = on_borders(self.format, begin, end, self.columns, BLOCK)
         return self._of(data[..., mine, :], absmax[..., mine])
 
     def with_more(self, after: Sequence["NF4"], axis: int) -> "NF4":
-        """As `with_rows`."""
+        """Concatenate, as `with_rows` does."""
         data, absmax = zip(*(x._in_rows() for x in (self, *after)), strict=True)
         return self._of(jnp.concatenate(data, axis=axis - 3), joined(absmax, axis))
 
     def _in_rows(self) -> tuple[jax.Array, jax.Array]:
-        """Blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.
+        """Return blocks `[..., O, I / 64, 32]` and their absmax, float32 `[..., O, I / 64]`.
 
-        Raises ConfigError where a block has numbers of two rows.
+        Raises:
+            ConfigError: if a block spans two rows.
         """
         if self.columns % BLOCK:
             raise ConfigError(
-                f"{self.format} of {self.columns} columns, no multiple of {BLOCK}, has rows that"
-                " share a block: it cannot be taken apart"
+                f"{self.format} with {self.columns} columns cannot be sliced: rows share a block"
+                f" unless columns are a multiple of {BLOCK}"
             )
         stack = self.data.shape[:-2]
         return (
@@ -151,7 +150,7 @@ class NF4(Leaf, struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class NormalFloat:
-    """The format of `NF4`. double: whether the absmax have 8 bits, else 32."""
+    """The format of `NF4`. double: whether the absmax have 8 bits, or else 32."""
 
     double: bool = True
 
@@ -164,10 +163,13 @@ class NormalFloat:
         return "float32"
 
     def make(self, array: jax.Array) -> NF4:
-        """Each weight divided by its block's absmax, to the nearest level; then the absmax less
-        their mean, divided by their blocks' largest, to the nearest level of theirs.
+        """Divide each weight by its block's absmax and round it to the nearest level.
 
-        Raises ConfigError for a matrix without numbers.
+        For double quantization, subtract the mean from the absmax, divide them by the largest of
+        their block, and round to the nearest level of the dynamic map.
+
+        Raises:
+            ConfigError: for an empty matrix.
         """
         rows = np.asarray(array)
         rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
@@ -176,7 +178,7 @@ class NormalFloat:
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> NF4:
         if 0 in shape:
-            raise ConfigError(f"{self.name} needs numbers to scale, the matrix is {shape}")
+            raise ConfigError(f"{self.name} requires a nonempty matrix, got shape {shape}")
         *stack, rows, columns = shape
         count = up(rows * columns, BLOCK) // BLOCK
         data = aligned((*stack, count, HALF), np.dtype(np.uint8))
@@ -214,12 +216,12 @@ class NormalFloat:
 
 
 def parse(name: str) -> NormalFloat | None:
-    """`nf4`, with double quantization, and `nf4-f32`, without; None for other names."""
+    """Parse `nf4` (double quantization) and `nf4-f32` (without); None for other names."""
     return {"nf4": NormalFloat(), "nf4-f32": NormalFloat(double=False)}.get(name)
 
 
 def _cut(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Matrices of `size` numbers, one after the other, as float32 `[n, 64]`; zeros end each."""
+    """Yield matrices of `size` numbers as float32 blocks `[n, 64]`, padded with zeros."""
     rest, missing = np.zeros(0, np.float32), size
     for block in blocks:
         flat = np.concatenate([rest, block.reshape(-1).astype(np.float32)])
@@ -234,7 +236,7 @@ def _cut(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
 
 @jax.jit
 def _rounded(w_Bj: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The bytes and the absmax of blocks `[B, 64]`."""
+    """Quantize blocks `[B, 64]`: return their bytes and absmax."""
     absmax_B = jnp.abs(w_Bj).max(-1)
     scaled = w_Bj / jnp.where(absmax_B == 0, 1.0, absmax_B)[:, None]
     q = jnp.zeros(scaled.shape, jnp.uint8)
@@ -245,7 +247,7 @@ def _rounded(w_Bj: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.jit
 def _doubly(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes `[..., B]`, scales and means of absmax `[..., B]`: double quantization."""
+    """Quantize absmax `[..., B]` to codes `[..., B]`, scales and means (double quantization)."""
     mean, count = absmax.mean(-1), absmax.shape[-1]
     rest = absmax - mean[..., None]
     wide = jnp.pad(rest, [*[(0, 0)] * mean.ndim, (0, -count % ABSMAX_BLOCK)])
@@ -258,13 +260,13 @@ def _doubly(absmax: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _middles(levels: np.ndarray) -> np.ndarray:
-    """Above which number the next level is the nearest one."""
+    """Return the thresholds above which the next level is the nearest."""
     exact = levels.astype(np.float64)
     return ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
 
 
 def _absmax(weight: NF4) -> jax.Array:
-    """What each block's levels are times, float32 `[..., B]`."""
+    """Return the factor of each block's levels, float32 `[..., B]`."""
     if weight.scale is None or weight.mean is None:
         return jax.lax.stop_gradient(weight.absmax)
     scale, mean = jax.lax.stop_gradient((weight.scale, weight.mean))
@@ -273,7 +275,7 @@ def _absmax(weight: NF4) -> jax.Array:
 
 
 def _level(q: jax.Array) -> jax.Array:
-    """`LEVELS[q]`, float32: chosen by one bit after the other, for XLA:CPU gathers one by one."""
+    """Return `LEVELS[q]`, float32: selected bit by bit, as XLA:CPU gathers element by element."""
     found: list[Any] = [np.float32(level) for level in LEVELS]
     for bit in range(4):
         is_set = (q >> bit) & 1 == 1
@@ -285,7 +287,7 @@ def _level(q: jax.Array) -> jax.Array:
 
 @jax.jit
 def _dense(weight: NF4) -> jax.Array:
-    """float32 `[..., O, I]`."""
+    """Return the weights, float32 `[..., O, I]`."""
     halves = [_level(weight.data & 15), _level(weight.data >> 4)]
     blocks = jnp.concatenate(halves, axis=-1) * _absmax(weight)[..., None]
     *stack, count, _ = blocks.shape
@@ -295,9 +297,9 @@ def _dense(weight: NF4) -> jax.Array:
 
 @jax.jit
 def _rows(weight: NF4, index_N: jax.Array) -> jax.Array:
-    """Rows of a matrix by number, float32 `[N, I]`; any row for a number outside it."""
+    """Return rows of a matrix by index, float32 `[N, I]`; an index outside is clipped."""
     row_N = jnp.clip(index_N, 0, weight.rows - 1).astype(jnp.int32)
-    # A row's first weight in blocks and a rest: as one number it may not fit 32 bits.
+    # A row's first weight as a block and a remainder: as one number it may overflow 32 bits.
     blocks, rest = divmod(weight.columns, BLOCK)
     at_NI = (row_N * rest)[:, None] + jnp.arange(weight.columns, dtype=jnp.int32)[None]
     block_NI, j_NI = (row_N * blocks)[:, None] + at_NI // BLOCK, at_NI % BLOCK
@@ -307,7 +309,7 @@ def _rows(weight: NF4, index_N: jax.Array) -> jax.Array:
 
 
 def _summed(x_1I: jax.Array, weight: NF4) -> jax.Array:
-    """One row, of whole blocks: their bytes where they lie, which XLA:CPU fuses."""
+    """Multiply one row with whole blocks of stored bytes, which XLA:CPU fuses."""
     byte = weight.data.reshape(weight.rows, -1, HALF)
     low, high = jnp.moveaxis(x_1I.astype(jnp.float32).reshape(1, -1, 2, HALF), 2, 0)
     absmax = jax.lax.optimization_barrier(_absmax(weight)).reshape(weight.rows, -1, 1)

@@ -1,8 +1,8 @@
-"""Integer weights to which each group adds a number of its own: affine groups, as GGUF has them.
+"""Integer weights with a float offset per group, as GGUF has them.
 
-A zero point is a whole number of steps; here what is added is any number, so `Q4_K` and its kind
-are held bit for bit. The product is one with the integers, by the kernels that know them, and one
-of the sums of each group's inputs with what is added: `x @ w.T = x @ (q s).T + sum_g(x) @ b.T`.
+A zero point is an integer number of steps; an offset is any number, so `Q4_K` and its like are
+stored bit for bit. The product is that of the integers, by their kernels, plus that of each group's
+input sum with its offset: `x @ w.T = x @ (q s).T + sum_g(x) @ b.T`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,12 @@ KIND = "offset/"
 
 
 class Offset(Wrapped, struct.PyTreeNode):
-    """`weight[o, i] + offset[o, i // group]`, computed in float32.
-
-    weight: a `QTensor` `[..., O, I]` with groups. offset: float32 `[..., O, G]`, as its scales.
-    """
+    """`weight[o, i] + offset[o, i // group]`, computed in float32."""
 
     kind = KIND
 
-    weight: QTensor
-    offset: jax.Array
+    weight: QTensor  # [..., O, I], with groups
+    offset: jax.Array  # float32 [..., O, G], like its scales
 
     def dense(self, dtype: Any = None) -> jax.Array:
         wide = self.weight.dense() + self._spread(self.offset)
@@ -76,12 +73,12 @@ class Offset(Wrapped, struct.PyTreeNode):
         return {".offset": self.offset}
 
     def _spread(self, x_OG: jax.Array) -> jax.Array:
-        """What each group has, for each of its columns."""
+        """Repeat each group's value for all its columns."""
         size, columns = self.weight.kind.size(self.weight.columns), self.weight.columns
         return jnp.repeat(x_OG, size, axis=-1)[..., :columns]
 
     def _sums(self, x_RI: jax.Array) -> jax.Array:
-        """Of the inputs of each group, float32 `[R, G]`."""
+        """Sum the inputs of each group, float32 `[R, G]`."""
         groups, size = self.offset.shape[-1], self.weight.kind.size(self.weight.columns)
         x_RI = x_RI.astype(jnp.float32)
         x_RI = jnp.pad(x_RI, ((0, 0), (0, groups * size - x_RI.shape[1])))
@@ -92,7 +89,7 @@ class OffsetFormat(WrappedFormat):
     """The format of `Offset`."""
 
     kind = KIND
-    lacking = "numbers alone are not rounded so; a GGUF file brings it (Q4_1, Q5_1, Q4_K, Q5_K)"
+    lacking = "cannot be made by quantizing; it comes from GGUF files (Q4_1, Q5_1, Q4_K, Q5_K)"
 
     def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
         scale, _ = self.inner.expected(shape)[".scale"]
@@ -106,13 +103,14 @@ class OffsetFormat(WrappedFormat):
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OffsetFormat | None:
-    """`offset/int4-g32-zp`, and so with any integers in groups; None for other names.
+    """Parse `offset/int4-g32-zp`, with any integers in groups; None for other names.
 
-    Raises ConfigError for what has no groups.
+    Raises:
+        ConfigError: for a format without groups.
     """
     stored = inner_of(name, KIND, inner)
     if stored is None:
         return None
     if not isinstance(stored, Integer) or stored.group is None:
-        raise ConfigError(f"{name:.40}: what {KIND} stands before is integers in groups")
+        raise ConfigError(f"{name:.40}: format after {KIND} must be integers in groups")
     return OffsetFormat(stored)

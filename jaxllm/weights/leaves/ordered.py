@@ -1,6 +1,7 @@
-"""A weight whose columns are stored in another order, so that columns of a group lie together.
+"""Weights with permuted columns, so that the columns of a group are adjacent.
 
-GPTQ's act-order ("desc_act") rounds columns by falling importance, and groups them so.
+GPTQ's act-order ("desc_act") quantizes columns by falling importance, and groups them in that
+order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +20,12 @@ KIND = "ordered/"
 
 
 class Ordered(Wrapped, struct.PyTreeNode):
-    """A matrix `[O, I]` of which column j of `weight` is column `order[j]`.
-
-    weight: `[O, I]`, an array or a leaf. order: int32 `[I]`, each of 0 to I - 1 once.
-    """
+    """A matrix `[O, I]`: column j of `weight` is its column `order[j]`."""
 
     kind = KIND
 
-    weight: Any
-    order: jax.Array
+    weight: Any  # [O, I], an array or a leaf
+    order: jax.Array  # int32 [I], a permutation
 
     def dense(self, dtype: Any = None) -> jax.Array:
         return self._unordered(self.stored.dense(dtype))
@@ -46,13 +44,13 @@ class Ordered(Wrapped, struct.PyTreeNode):
 
     def with_columns(self, begin: int, end: int) -> "Ordered":
         raise ConfigError(
-            f"columns of {self.format} lie in an order of their own, in which those of a group are"
-            " together: they cannot be taken apart (rows can: a mesh's exact mode takes rows alone)"
+            f"columns of {self.format} cannot be sliced: they are permuted by group. Rows can be"
+            " sliced: use exact=True on a mesh"
         )
 
     def with_more(self, after: Sequence["Ordered"], axis: int) -> "Ordered":
         if axis:
-            raise ConfigError(f"columns of {self.format} have one order: they cannot be joined")
+            raise ConfigError(f"columns of {self.format} cannot be concatenated: they are permuted")
         return self.replace(weight=self.stored.with_more([x.stored for x in after], axis))
 
     def beside(self) -> dict[str, jax.Array]:
@@ -70,7 +68,7 @@ class OrderedFormat(WrappedFormat):
 
     kind = KIND
     lacking = (
-        "numbers alone have no order; GPTQ finds one (act-order), or a checkpoint brings it"
+        "cannot be made without an order; it comes from GPTQ (act-order) or from a checkpoint"
         " (desc_act)"
     )
 
@@ -82,13 +80,14 @@ class OrderedFormat(WrappedFormat):
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
         if not np.array_equal(np.sort(pieces[".order"]), np.arange(shape[-1])):
-            raise CheckpointError(f"{path}.order is no order of {shape[-1]} columns")
+            raise CheckpointError(f"{path}.order is not a permutation of {shape[-1]} columns")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> OrderedFormat | None:
-    """`ordered/int4-g128`, and so with any format that is not composed; None for other names.
+    """Parse `ordered/int4-g128`, with any simple format; None for other names.
 
-    Raises ConfigError for what is composed itself.
+    Raises:
+        ConfigError: for a composite inner format.
     """
     stored = inner_of(name, KIND, inner)
     return None if stored is None else OrderedFormat(stored)

@@ -1,7 +1,7 @@
-"""Experts of which each device of a mesh has some, whole ones: rows go to them, or all see all.
+"""Expert parallelism: each device of a mesh axis owns some whole experts.
 
-It stands inside `jax.shard_map`, in place of the stacks of a mixture's experts; here rather than in
-`mesh`, since models know their leaves and no meshes.
+It is used inside `jax.shard_map`, in place of a mixture's expert stacks. It is here and not in
+`mesh`, since models import weight types but not meshes.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,31 @@ from flax import struct
 
 from jaxllm.weights.leaves.wrapped import Wrapped
 
-Run = Callable[[jax.Array, jax.Array], jax.Array]  # of rows [A, D] and their experts [A]: [A, D]
+Run = Callable[[jax.Array, jax.Array], jax.Array]  # rows [A, D] and their experts [A] to [A, D]
 
-AMPLE = 1.5  # times an even share of rows: what a device has room for before it has room for all
+AMPLE = 1.5  # size of the smaller buffer, as a multiple of an even share of rows
 
 
 class Owned(Wrapped, struct.PyTreeNode):
-    """Some experts of a stack `[E, O, I]`, as many on each device along `over`, in their order.
+    """Some experts of a stack `[E, O, I]`, the same number on each device along `over`, in order.
 
-    apart: whether each device has rows of its own, which are then sent to where their experts are
-    (all-to-all) and back; otherwise all have the same rows, run those of their own experts and add
-    up what comes of them. Both give each row the number of its expert, and no row is lost.
+    Every row gets exactly its expert's output; none is dropped.
     """
 
     kind = "owned/"
 
     weight: Any
     over: str = struct.field(pytree_node=False)
+    # Each device has rows of its own, which are sent to their experts and back (all-to-all).
+    # Otherwise all have the same rows, run their own experts, and sum the results.
     apart: bool = struct.field(pytree_node=False)
 
     def run(self, x_AD: jax.Array, expert_A: jax.Array, run: Run) -> jax.Array:
-        """What `run` of each device's own experts makes of rows, float32 `[A, D]`; expert_A: by
-        their numbers among all; zeros where there is none (-1).
+        """Run each row's expert, on the device that owns it: float32 `[A, D]`.
+
+        Args:
+            expert_A: expert numbers among all; -1: none, and the result is 0.
+            run: runs the local experts, by local numbers.
         """
         mine = self.stored.shape[0]
         if not self.apart:
@@ -45,7 +48,7 @@ class Owned(Wrapped, struct.PyTreeNode):
         to_A = jnp.where(expert_A >= 0, expert_A // mine, devices)
         sent_An = (to_A[:, None] == jnp.arange(devices)[None]).astype(jnp.int32)
         place_A = ((jnp.cumsum(sent_An, axis=0) - 1) * sent_An).sum(axis=1)
-        # Buffers have one size for all: the first that has room for what the fullest must take.
+        # All devices use one buffer size: the first that fits the fullest device.
         ample = min(rows, -(-int(AMPLE * rows) // devices))
         sizes = [ample, rows] if ample < rows else [rows]
 
@@ -73,5 +76,5 @@ class Owned(Wrapped, struct.PyTreeNode):
 
 
 def _swapped(buffer: jax.Array, over: str) -> jax.Array:
-    """Each part of `[devices * size, ...]` to its device, and what they send in their order."""
+    """Send each part of `[devices * size, ...]` to its device, and return those received."""
     return jax.lax.all_to_all(buffer, over, split_axis=0, concat_axis=0, tiled=True)

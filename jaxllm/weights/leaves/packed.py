@@ -1,4 +1,4 @@
-"""bfloat16 weights stored losslessly in 12 bits."""
+"""bfloat16 weights in 12 bits, losslessly."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,29 +32,24 @@ _PIECES = ("sign_mantissa", "nibbles", "base", *_ESCAPES)
 class Packed(Leaf, struct.PyTreeNode):
     """bfloat16 in 12 bits, losslessly: sign and mantissa in a byte, the exponent in four bits.
 
-    Four bits name one of 16 consecutive exponents, `base` to `base + 15`, chosen to hold as many of
-    the weights as can be; the rare others are exact on the side, `escape_*`. Rows are stored in
-    whole blocks of 64 columns. Within a block, byte `8 (2 j + h) + i` is of column `32 h + 8 j + i`
-    (j < 4, h < 2, i < 8), the order in which the kernel's byte interleaving puts it right. The
+    The four bits select one of 16 consecutive exponents, `base` to `base + 15`, chosen to cover as
+    many weights as possible; the few others are stored separately, as exact escapes. Rows are
+    stored in whole blocks of 64 columns. In a block, byte `8 (2 j + h) + i` belongs to column `32 h
+    + 8 j + i` (j < 4, h < 2, i < 8), an order that the kernel's byte interleaving undoes. The
     exponent of byte p of blocks 2 b and 2 b + 1 is in the low and high bits of byte p of nibble
     block b.
-
-    sign_mantissa: uint8 `[..., O, I']`. nibbles: uint8 `[..., O, I'' / 2]`, I'' = I' in whole 128.
-    base: int32 scalar. escape_begin: int32 `[R + 1]`, where the escapes of each of all R rows
-    begin. escape_column: int32 `[E]`, ascending in a row; escape_value: bfloat16 `[E]`. columns: I.
-    widest: the most escapes in a row.
     """
 
     has_kernels = True
 
-    sign_mantissa: jax.Array
-    nibbles: jax.Array
-    base: jax.Array
-    escape_begin: jax.Array
-    escape_column: jax.Array
-    escape_value: jax.Array
-    columns: int = struct.field(pytree_node=False)
-    widest: int = struct.field(pytree_node=False)
+    sign_mantissa: jax.Array  # uint8 [..., O, I']; I' is I in whole 64
+    nibbles: jax.Array  # uint8 [..., O, I'' / 2]; I'' is I in whole 128
+    base: jax.Array  # int32 scalar
+    escape_begin: jax.Array  # int32 [R + 1], where the escapes of each of all R rows begin
+    escape_column: jax.Array  # int32 [E], ascending in a row
+    escape_value: jax.Array  # bfloat16 [E]
+    columns: int = struct.field(pytree_node=False)  # I
+    widest: int = struct.field(pytree_node=False)  # the most escapes in a row
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +64,7 @@ class Packed(Leaf, struct.PyTreeNode):
         return NAME
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The weights themselves, every bit of them in bfloat16."""
+        """Return the weights, bit for bit in bfloat16."""
         rows = jnp.arange(self.size // self.columns)
         return self._rows(rows).reshape(self.shape).astype(dtype or jnp.bfloat16)
 
@@ -153,15 +148,16 @@ class Bfloat16Packed:
 
 
 def parse(name: str) -> Bfloat16Packed | None:
-    """`bf16-packed`; None for other names."""
+    """Parse `bf16-packed`; None for other names."""
     return Bfloat16Packed() if name == NAME else None
 
 
 def pack(shape: tuple[int, ...], blocks: Blocks) -> Packed:
-    """bfloat16 weights `[..., O, I]` in 12 bits each, from blocks of rows, which are read twice.
+    """Pack bfloat16 weights `[..., O, I]` from blocks of rows, which are read twice.
 
-    Raises ConfigError for another dtype, and where more than 1 in 50 exponents would escape, so
-    that nothing is gained.
+    Raises:
+        ConfigError: for another dtype, and if more than 1 in 50 exponents would escape, so that
+            nothing is saved.
     """
     size, columns = int(np.prod(shape)), shape[-1]
     held = np.convolve(_exponents(blocks()), np.ones(16, int))
@@ -169,9 +165,10 @@ def pack(shape: tuple[int, ...], blocks: Blocks) -> Packed:
     escapes = size - int(held[15:256].max())
     if escapes * 50 > max(size, 1000):
         raise ConfigError(
-            f"{NAME}: {escapes} of {size} exponents lie outside any 16 consecutive ones"
+            f"{NAME} would not save memory: {escapes} of {size} exponents are outside any 16"
+            " consecutive ones. Use bfloat16"
         )
-    count, column, value = [np.zeros(1, np.int64)], [], []  # of the escapes of each block
+    count, column, value = [np.zeros(1, np.int64)], [], []  # the escapes of each block
 
     def split(block: np.ndarray) -> list[np.ndarray]:
         made = _split(jax.device_put(block, may_alias=True), np.int16(base))
@@ -197,7 +194,7 @@ def pack(shape: tuple[int, ...], blocks: Blocks) -> Packed:
 
 
 def _bytes(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """What is stored of each weight."""
+    """Return the shapes and dtypes of the arrays with an entry for each weight."""
     *rows, columns = shape
     return {
         ".sign_mantissa": ((*rows, up(columns, 64)), np.uint8),
@@ -206,12 +203,12 @@ def _bytes(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
-    """How many weights have each of the 256 exponents."""
+    """Count the weights with each of the 256 exponents."""
     found = np.zeros(256, np.int64)
     for block in blocks:
         if block.dtype != jnp.bfloat16:
-            raise ConfigError(f"{NAME} stores bfloat16 weights losslessly, got {block.dtype}")
-        exponent = (block.view(np.uint16) >> 7).astype(np.uint8).reshape(-1)  # the sign falls off
+            raise ConfigError(f"{NAME} requires bfloat16 weights, got {block.dtype}")
+        exponent = (block.view(np.uint16) >> 7).astype(np.uint8).reshape(-1)  # drops the sign
         even = exponent.size // 2 * 2
         pairs = np.bincount(exponent[:even].view(np.uint16), minlength=1 << 16).reshape(256, 256)
         found += pairs.sum(axis=0) + pairs.sum(axis=1) + np.bincount(exponent[even:], minlength=256)
@@ -220,8 +217,10 @@ def _exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
 
 @jax.jit
 def _split(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sign and mantissa `[O, I']`, exponents less base `[O, I'']`, which escape `[O, I]`: in the
-    order of the columns (see `Packed`)."""
+    """Return sign and mantissa `[O, I']`, exponent less base `[O, I'']`, and which escape `[O, I]`.
+
+    All are in column order (see `Packed`).
+    """
     columns = weight_OI.shape[1]
     bits = jax.lax.bitcast_convert_type(weight_OI, jnp.uint16)
     byte = (((bits >> 8) & 128) | (bits & 127)).astype(jnp.uint8)
@@ -236,13 +235,13 @@ def _split(weight_OI: jax.Array, base: jax.Array) -> tuple[jax.Array, jax.Array,
 
 
 def _in_order(byte_OI: np.ndarray) -> np.ndarray:
-    """A byte for each column, in the order in which `Packed` has them; eight move as one number."""
+    """Put a byte for each column in the order of `Packed`; eight bytes move as one number."""
     eight = byte_OI.view(np.uint64).reshape(len(byte_OI), -1, 2, 4).swapaxes(2, 3)
     return np.ascontiguousarray(eight).reshape(len(byte_OI), -1).view(np.uint8)
 
 
 def _matrix(x: jax.Array) -> jax.Array:
-    """All rows of a stack of matrices."""
+    """Flatten a stack of matrices to rows."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -261,4 +260,4 @@ def _check_packed(path: str, columns: int, pieces: Mapping[str, np.ndarray]) -> 
         and 0 <= int(pieces[".base"]) <= 240
     )
     if not sound:
-        raise CheckpointError(f"{path}: the packed exponents' escapes do not fit the matrix")
+        raise CheckpointError(f"{path}: escapes of the packed exponents do not match the matrix")

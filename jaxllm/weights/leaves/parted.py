@@ -1,16 +1,16 @@
-"""A weight of which each device of a mesh has a share: what products of shares add up to.
+"""Tensor-parallel weights: a device's shard of a weight, and how its products are combined.
 
-These stand inside `jax.shard_map` alone, around a device's own share; `over` names the axes of the
-mesh over which there are shares, the slowest first. What needs no word from other devices is a
-smaller weight of its own kind, and nothing here: rows of queries, keys, values, gates.
+These exist only inside `jax.shard_map`, around a device's own shard; `over` names the mesh axes
+that split the weight, slowest first. A shard that needs no communication (rows of queries, keys,
+values, gates) is just a smaller weight of its type.
 
-Partial      columns: each device's product is a part of the sum (Shoeybi et al. 2019, figure 3)
-Gathered     rows, of inputs of which each device has some: nothing is summed in another order
-Vocabulary   rows of a table of tokens, or of the head: logits are gathered whole, or stay apart
-Everywhere   a table of which each device takes rows of its own
-Spread       a norm's weights, of a vector of which each device has a part
+`Partial`: columns; each device's product is a term of a sum (Shoeybi et al. 2019, figure 3)
+`Gathered`: rows, with inputs split over devices; both are gathered, so no sum changes its order
+`Vocabulary`: rows of a token table or of the head; logits are gathered, or stay sharded
+`Everywhere`: a replicated table, from which each device takes rows for its own tokens
+`Spread`: a norm's weights, for a vector that is split over devices
 
-Outside, where parameters are whole, a leaf whose shares are no blocks of its arrays is `Shares`.
+Outside, a weight whose shards are not blocks of its arrays is a `Shares`.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,25 +32,26 @@ Over = tuple[str, ...]
 
 
 class Tokens(NamedTuple):
-    """Which tokens of a text are a device's own, of `columns` that each row of a batch has: of each
-    row columns / n, in their order, over these axes. So a part of the rows is as a whole batch is.
+    """A slice of a text: each device has columns / n of each row, in order, over these axes.
+
+    Each row is split, so a microbatch is split exactly as a whole batch is.
     """
 
     over: Over
-    columns: int
+    columns: int  # tokens of a row on all devices
 
     def own(self, x_BTX: jax.Array) -> jax.Array:
-        """This device's share `[B, T / n, ...]` of what all have, `[B, T, ...]`."""
+        """Return this device's slice `[B, T / n, ...]` of `[B, T, ...]`."""
         each = self.columns // jax.lax.axis_size(self.over)
         begin = jax.lax.axis_index(self.over) * each
         return jax.lax.dynamic_slice_in_dim(x_BTX, begin, each, axis=1)
 
     def of_all(self, x_BTX: jax.Array) -> jax.Array:
-        """The way back."""
+        """All-gather the slices: the inverse of `own`."""
         return jax.lax.all_gather(x_BTX, self.over, axis=1, tiled=True)
 
     def summed(self, y_RX: jax.Array) -> jax.Array:
-        """Of parts of sums `[B x T, X]`, the sums of this device's own: `[B x T / n, X]`."""
+        """Reduce-scatter partial sums `[B x T, X]` to this device's tokens, `[B x T / n, X]`."""
         y_BTX = y_RX.reshape(-1, self.columns, y_RX.shape[-1])
         own_BTX = jax.lax.psum_scatter(y_BTX, self.over, scatter_dimension=1, tiled=True)
         return own_BTX.reshape(-1, y_RX.shape[-1])
@@ -65,15 +66,13 @@ def _summed(y_RO: jax.Array, over: Over, split: Tokens | None) -> jax.Array:
 
 
 class Partial(Wrapped, struct.PyTreeNode):
-    """Some columns of a matrix `[O, I]`, whose inputs each device has: products are summed.
-
-    split: each device takes the sums of its own tokens alone; None: of all rows of x.
-    """
+    """Some columns of a matrix `[O, I]`, with the same part of the inputs: products are summed."""
 
     kind = "partial/"
 
     weight: Any
     over: Over = struct.field(pytree_node=False)
+    # Each device gets the sums of its own tokens; None: of all rows of x.
     split: Tokens | None = struct.field(pytree_node=False, default=None)
 
     def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
@@ -81,8 +80,10 @@ class Partial(Wrapped, struct.PyTreeNode):
 
 
 def later(weight: Any) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
-    """A weight whose products are left to be parts of a sum, and what sums them, or what is linear
-    in them, `[R, O]`. Of any other than `Partial` products are whole, and nothing is left to sum.
+    """Return a weight without its reduction, and the function that reduces its products `[R, O]`.
+
+    That function also reduces anything linear in the products. For any weight but `Partial` the
+    products are complete, and it does nothing.
     """
     if not isinstance(weight, Partial):
         return weight, lambda y: y
@@ -90,10 +91,10 @@ def later(weight: Any) -> tuple[Any, Callable[[jax.Array], jax.Array]]:
 
 
 class Gathered(Wrapped, struct.PyTreeNode):
-    """Some rows `[O / n, I]`, while of inputs each device has I / n: both are made whole.
+    """Some rows `[O / n, I]`, with I / n of the inputs: inputs and outputs are gathered.
 
-    shape: as inputs see it, `[O / n, I / n]`. Twice as much is sent as by `Partial`, and each
-    number is the same sum as on one device, in the same order.
+    Its shape is `[O / n, I / n]`, which matches the inputs. It sends twice as much as `Partial`,
+    but each number is the same sum as on one device, in the same order.
     """
 
     kind = "gathered/"
@@ -114,18 +115,16 @@ class Gathered(Wrapped, struct.PyTreeNode):
 
 
 class Vocabulary(Wrapped, struct.PyTreeNode):
-    """Rows of a table `[V, D]`, as many on each device; the last may lie beyond V.
-
-    rows: V. split: as of `Partial`, of the tokens whose rows are taken. apart: whether each device
-    keeps the logits of its own rows, V / n rounded up; those beyond V are of no token.
-    """
+    """Rows of a table `[V, D]`, the same number on each device; the last rows may be beyond V."""
 
     kind = "vocabulary/"
 
     weight: Any
     over: Over = struct.field(pytree_node=False)
-    rows: int = struct.field(pytree_node=False)
+    rows: int = struct.field(pytree_node=False)  # V
+    # Each device takes the rows of its own tokens; None: of all.
     split: Tokens | None = struct.field(pytree_node=False, default=None)
+    # Each device keeps the logits of its own rows, V / n rounded up; those beyond V are invalid.
     apart: bool = struct.field(pytree_node=False, default=False)
 
     def take(self, index: jax.Array) -> jax.Array:
@@ -145,7 +144,7 @@ class Vocabulary(Wrapped, struct.PyTreeNode):
 
 
 class Everywhere(Wrapped, struct.PyTreeNode):
-    """A table that each device has whole, and of which it takes rows for its own tokens alone."""
+    """A replicated table, from which each device takes rows only for its own tokens."""
 
     kind = "everywhere/"
 
@@ -157,18 +156,16 @@ class Everywhere(Wrapped, struct.PyTreeNode):
 
 
 class Spread(struct.PyTreeNode):
-    """The weights `[D / n]` of a norm over a vector `[D]`, of which each device has D / n.
-
-    exact: the vector is made whole, so that its squares are summed in the order of one device;
-    otherwise their sums are summed.
-    """
+    """The weights `[D / n]` of a norm over a vector `[D]` that is split over devices."""
 
     weight: jax.Array
     over: Over = struct.field(pytree_node=False)
+    # Gather the vector, so that its squares are summed in the order of one device; otherwise the
+    # devices' sums are summed.
     exact: bool = struct.field(pytree_node=False)
 
     def normed(self, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
-        """norm: `(x, weight, mean=) -> x`, where mean is None or that of the squares."""
+        """Apply `norm(x, weight, mean=) -> x`; mean: of the squares, or None to compute it."""
         if not self.exact:
             wide = x.astype(jnp.float32)
             mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
@@ -182,24 +179,22 @@ class Spread(struct.PyTreeNode):
 
 
 class Shares(Leaf, struct.PyTreeNode):
-    """A weight as its shares, one after the other: all of it, each part in a form of its own.
+    """A weight as a list of its shards, each in a storage format of its own.
 
-    parts: a share, an array or a leaf, whose pieces have an axis `[n]` before theirs, one entry a
-    share. axis: 0 where shares are of rows `[..., O, I]` or of a vector, 1 of columns. runs: of
-    rows, how many runs of all shares stand one after the other. size: O, or I; what the last shares
-    have beyond it repeats what is before. It is computed with by its shares alone.
+    A product uses the local shard, never this object.
     """
 
     composed = True
 
-    parts: Any
-    axis: int = struct.field(pytree_node=False)
-    runs: int = struct.field(pytree_node=False)
+    parts: Any  # one shard, an array or a leaf, whose arrays have a first axis `[n]` over shards
+    axis: int = struct.field(pytree_node=False)  # 0: shards are rows, or of a vector; 1: columns
+    runs: int = struct.field(pytree_node=False)  # fused parts, each of which is split over shards
+    # O, or I; the last shards repeat their last row to fill what is beyond it.
     size_along: int = struct.field(pytree_node=False)
 
     @classmethod
     def of(cls, shares: Sequence[Any], axis: int, runs: int, size: int) -> "Shares":
-        """Of shares in their order."""
+        """Stack shards in their order."""
         even = alike(shares, lengths(shares))
         return cls(jax.tree.map(lambda *x: jnp.stack(x), *even), axis, runs, size)
 
@@ -218,7 +213,7 @@ class Shares(Leaf, struct.PyTreeNode):
         return as_leaf(self.parts).format
 
     def share(self, number: int | None = None) -> Any:
-        """One of them; None: the one that is here, of pieces `[1, ...]`."""
+        """Return one shard; None: the local one, of arrays `[1, ...]`."""
         return jax.tree.map(lambda x: x[number or 0], self.parts)
 
     def dense(self, dtype: Any = None) -> jax.Array:
@@ -230,18 +225,19 @@ class Shares(Leaf, struct.PyTreeNode):
         return jax.lax.slice_in_dim(whole, 0, self.size_along, axis=at % whole.ndim)
 
     def places(self, ndim: int) -> np.ndarray:
-        """Of each row of a whole array of so many axes, its place among the rows of all shares."""
+        """Return each row's place in the rows of all shards, for a whole array with `ndim` axes."""
         return self._places(self.parts.shape[-1 - ndim], self.parts.shape[-ndim])
 
     def _places(self, count: int, rows: int) -> np.ndarray:
-        """The same of so many shares of so many rows."""
+        """Return the same for `count` shards of `rows` rows."""
         number = np.arange(count * rows).reshape(count, self.runs, -1)
         return number.swapaxes(0, 1).reshape(-1)[: self.size_along]
 
     def joined(self) -> Any:
-        """The weight that they are shares of, bit for bit, in the format that they have.
+        """Merge the shards to one weight in their format, bit for bit.
 
-        Raises ConfigError as `Leaf.with_more`.
+        Raises:
+            ConfigError: as `Leaf.with_more` does.
         """
         shares = [as_leaf(self.share(i)) for i in range(len(jax.tree.leaves(self.parts)[0]))]
         first, *others = shares
@@ -259,13 +255,14 @@ class Shares(Leaf, struct.PyTreeNode):
 
 
 def _in_order(place: np.ndarray, rows: int) -> bool:
-    """Whether these are all rows as they lie."""
+    """Return whether these are all rows in order."""
     return len(place) == rows and bool((np.diff(place) == 1).all())
 
 
 def lengths(shares: Sequence[Any]) -> list[int]:
-    """The most that any of the shares has: of a packed weight in a row, then along the last axis of
-    each piece.
+    """Return the maximum sizes over the shards.
+
+    These are a packed weight's escapes per row, then the length of each array's last axis.
     """
     widest = max(_widest(x) for x in shares)
     pieces = zip(*map(jax.tree.leaves, shares), strict=True)
@@ -273,7 +270,7 @@ def lengths(shares: Sequence[Any]) -> list[int]:
 
 
 def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
-    """Shares whose pieces have one shape: lists as long as the `lengths` of all shares say."""
+    """Pad the arrays of shards to equal shapes; `longest` is the maximum of all `lengths`."""
     widest, *ends = longest
     shares = [_widened(x, widest) for x in shares]
 
@@ -287,7 +284,7 @@ def alike(shares: Sequence[Any], longest: Sequence[int]) -> list[Any]:
 
 
 def _padded(x: jax.Array, more: int) -> jax.Array:
-    """With so many zeros behind its last axis, where it is."""
+    """Append `more` zeros to the last axis, on the same devices."""
     if not more:
         return x
     wide = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, more)])

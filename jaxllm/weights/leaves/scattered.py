@@ -1,8 +1,8 @@
-"""A weight of which devices that have rows of their own have a part each, whole only in use.
+"""FSDP shards: a weight split over data-parallel devices, gathered only while it is used.
 
-ZeRO's third stage (Rajbhandari et al. 2020), as FSDP has it (Zhao et al. 2023): what is kept of a
-weight, its gradient and its optimiser's state is a part; it is gathered for each product and thrown
-away after it, gathered again for the product's gradient, which is summed in parts.
+This is ZeRO stage 3 (Rajbhandari et al. 2020), as in FSDP (Zhao et al. 2023): weight, gradient and
+optimizer state are stored in shards. The weight is gathered for each product and dropped after it,
+then gathered again for the product's gradient, which is reduce-scattered.
 """
 
 from collections.abc import Callable
@@ -17,22 +17,19 @@ from jaxllm.weights.leaves.wrapped import Wrapped
 
 
 class Scattered(Wrapped, struct.PyTreeNode):
-    """A device's part of a weight's pieces, inside `jax.shard_map`.
-
-    axis: of the mesh, of so many `parts`. cut: along which axis of each piece, in their order; None
-    for a piece that is whole.
-    """
+    """A device's part of a weight's arrays, inside `jax.shard_map`."""
 
     kind = "scattered/"
 
     weight: Any
-    axis: str = struct.field(pytree_node=False)
-    parts: int = struct.field(pytree_node=False)
+    axis: str = struct.field(pytree_node=False)  # the mesh axis
+    parts: int = struct.field(pytree_node=False)  # its size
+    # The axis along which each array is split, in their order; None: it is replicated.
     cut: tuple[int | None, ...] = struct.field(pytree_node=False)
 
     @property
     def stored(self) -> Leaf:
-        """The weight as a leaf, whole, for what its shapes say: it has no numbers."""
+        """The whole weight, with shapes only: it has no numbers."""
 
         def whole(piece: Any, at: int | None) -> jax.ShapeDtypeStruct:
             shape = list(piece.shape)
@@ -45,7 +42,7 @@ class Scattered(Wrapped, struct.PyTreeNode):
         return as_leaf(jax.tree.unflatten(form, every))
 
     def gathered(self) -> Any:
-        """The weight, whole on each device."""
+        """All-gather the weight."""
         pieces, form = jax.tree.flatten(self.weight)
         whole = [
             x if at is None else jax.lax.all_gather(x, self.axis, axis=at, tiled=True)
@@ -66,11 +63,13 @@ class Scattered(Wrapped, struct.PyTreeNode):
         return self.applied(lambda weight, x: linear(x, weight), x_RI)
 
     def applied(self, function: Callable[..., jax.Array], x: jax.Array, *given: Any) -> jax.Array:
-        """`function(weight, x, *given)` of the whole weight, which is not kept for the gradient.
+        """Return `function(weight, x, *given)` of the gathered weight, which is not stored.
 
-        function: closes over no arrays. The weight is gathered once x is there, and for the
-        gradient once that is, and not before: XLA could otherwise gather all weights first, and
-        does once what it sees twice.
+        The weight is gathered only after x is available, and for the gradient only after its
+        cotangent is. Otherwise XLA could gather all weights first, and merge the two gathers.
+
+        Args:
+            function: must not close over arrays.
         """
 
         def multiply(part: Scattered, *given: Any) -> jax.Array:

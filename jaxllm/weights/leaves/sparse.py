@@ -1,4 +1,4 @@
-"""Sparse weights: a bit for each weight, and the numbers of those that are there."""
+"""Sparse weights: a bit mask, and the values of the set bits."""
 
 import dataclasses
 import math
@@ -27,35 +27,32 @@ from jaxllm.weights.leaves.leaf import (
 )
 
 TWO_OF_FOUR, BITMAP = PATTERNS = ("2:4", "bitmap")
-SPARE = 128  # numbers at the end of a bitmap's that are none: what a kernel may read too much
+SPARE = 128  # padding of a bitmap's values: how far a kernel may read past the end
 
-_CODES = Integer(8, None)  # of int8: how numbers become integers with a scale a row
+_CODES = Integer(8, None)  # quantizes to int8 with one scale per row
 _BITS = (1 << np.arange(8)).astype(np.uint8)
 
 
 class Sparse(Leaf, struct.PyTreeNode):
-    """`weight[o, i]`: where bit i of row o is set the number that is stored for it, elsewhere 0.
+    """`weight[o, i]` is the stored value if bit i of row o is set, otherwise 0.
 
-    mask: uint8 `[..., O, I' / 8]`, bit i % 8 of byte i // 8 for column i; I' is `columns` rounded
-    up to whole chunks of 128. values: the numbers, in the order of the columns; float32, bfloat16,
-    or int8 (`SparseInt8`) with scale, float32 `[..., O, 1]`, of a row: the codes
-    and scales that a QTensor int8 has. columns: I.
+    I' is I rounded up to whole chunks of 128 columns; all R rows of a stack count as rows.
 
-    pattern "2:4": of each aligned 4 columns exactly two bits are set; values `[..., O, I' / 2]`, 0
-    where the weight is 0 and beyond `columns`. begin: None.
-    pattern "bitmap": the bits of the weights that are not 0 are set, and none beyond `columns`;
-    values `[V]`: of all rows, one after the other, and then `SPARE` that are none. begin: int32
-    `[R + 1]`, where the values of each of all R rows begin.
+    Pattern "2:4": exactly two bits of each aligned 4 columns are set; the value is 0 if the weight
+    is 0 or beyond I. Pattern "bitmap": the bits of the nonzero weights are set, none beyond I.
     """
 
     has_kernels = True
     trained: ClassVar[tuple[str, ...]] = ("values",)
 
-    mask: jax.Array
+    mask: jax.Array  # uint8 [..., O, I' / 8], bit i % 8 of byte i // 8 for column i
+    # In column order; float32, bfloat16 or int8 (`SparseInt8`). "2:4": [..., O, I' / 2]. "bitmap":
+    # [V], all rows one after the other, then `SPARE` unused ones.
     values: jax.Array
-    begin: jax.Array | None
+    begin: jax.Array | None  # "bitmap": int32 [R + 1], where each row's values begin
+    # int8: float32 [..., O, 1]; codes and scales are those of a QTensor int8.
     scale: jax.Array | None
-    columns: int = struct.field(pytree_node=False)
+    columns: int = struct.field(pytree_node=False)  # I
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,14 +71,14 @@ class Sparse(Leaf, struct.PyTreeNode):
         return SparseFormat(str(self.values.dtype), self.pattern).name
 
     def filled(self) -> jax.Array | QTensor:
-        """The same weight with its zeros: an array, or integers with the same codes and scales."""
+        """Return the weight with its zeros: an array, or integers with the same codes."""
         numbers = self._numbers()
         if self.scale is None:
             return numbers[..., : self.columns]
         return QTensor(numbers, self.scale, None, 8, None, self.columns)
 
     def dense(self, dtype: Any = None) -> jax.Array:
-        """The weights themselves; of integers computed in float32."""
+        """Return the weights; integers are dequantized in float32."""
         return as_leaf(self.filled()).dense(dtype)
 
     def take(self, index: jax.Array) -> jax.Array:
@@ -91,7 +88,7 @@ class Sparse(Leaf, struct.PyTreeNode):
         if self.begin is None:
             return or_nan(jax.tree.map(row, self).dense(), index, self.mask.shape[0])
         scale = None if self.scale is None else row(self.scale)
-        # Only where a row begins is looked up: its numbers lie where they are.
+        # Only the rows' offsets are gathered: the values stay in place.
         part = self.replace(mask=row(self.mask), begin=row(self.begin[:-1]), scale=scale)
         return or_nan(part.dense(), index, self.mask.shape[0])
 
@@ -117,7 +114,7 @@ class Sparse(Leaf, struct.PyTreeNode):
 
     @jax.jit
     def _numbers(self) -> jax.Array:
-        """`[..., O, I']`, zeros where no bit is set."""
+        """Return the values `[..., O, I']`, 0 if no bit is set."""
         *rows, width = self.mask.shape
         byte, bit = self.mask[..., None], _BITS.reshape(*(1 for _ in self.mask.shape), 8)
         rank = jax.lax.population_count(byte & (bit - 1)).astype(jnp.int32)  # in its byte
@@ -134,7 +131,7 @@ class Sparse(Leaf, struct.PyTreeNode):
 
 
 class SparseInt8(Sparse):
-    """Of integers with a scale a row."""
+    """A sparse weight of integers with one scale per row."""
 
     rounds_inputs = True
     trained = ()
@@ -142,7 +139,7 @@ class SparseInt8(Sparse):
     def widened(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
         if dtype != jnp.bfloat16 or self.scale is None:
             return self.matrix(), None
-        # As of QTensor: integers times powers of two are exact in bfloat16.
+        # As in QTensor: integers times powers of two are exact in bfloat16.
         scale_O, power = jnp.frexp(self.scale[:, 0])
         powers = self.replace(scale=jnp.ldexp(jnp.float32(1), power)[:, None])
         return powers.matrix(), scale_O
@@ -161,7 +158,7 @@ FORMATS = tuple("-".join(key) for key in _KINDS)
 
 @dataclasses.dataclass(frozen=True)
 class SparseFormat:
-    """Numbers of a dtype (`int8`: with a scale a row) in a pattern: see `Sparse`."""
+    """Values of a dtype (`int8`: with one scale per row) in a pattern: see `Sparse`."""
 
     dtype: str
     pattern: str
@@ -175,17 +172,18 @@ class SparseFormat:
         return "float32" if self.dtype == "int8" else self.dtype
 
     def make(self, array: jax.Array) -> Sparse:
-        """Integers are rounded as `int8` rounds them; what they, or the numbers, are 0 is left out.
+        """Store the nonzero values; integers are rounded as `int8` rounds them.
 
-        Raises ConfigError where more than 2 of 4 columns are not 0 and the pattern is 2:4, and for
-        int8 without columns.
+        Raises:
+            ConfigError: if the pattern is 2:4 and more than 2 of 4 columns are nonzero, and for
+                int8 without columns.
         """
         rows = _rows(array)
         return self.collect(array.shape, lambda: map(np.asarray, _blocks(rows)))
 
     def collect(self, shape: tuple[int, ...], blocks: Blocks) -> Sparse:
         if self.dtype == "int8" and not shape[-1]:
-            raise ConfigError(f"{self.name} needs columns to scale, the matrix is {shape}")
+            raise ConfigError(f"{self.name} requires a matrix with columns, got shape {shape}")
 
         def rounded() -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
             for block in blocks():
@@ -203,14 +201,17 @@ class SparseFormat:
         shape: tuple[int, ...],
         blocks: Callable[[], Iterable[tuple[np.ndarray, np.ndarray | None]]],
     ) -> Sparse:
-        """A leaf of blocks of rows and their scales, as they are. Bitmaps' are read twice."""
+        """Return the weight of blocks of rows and scales. Bitmaps read the blocks twice."""
         *rows, columns = shape
         total, crowded, counts = math.prod(rows), 0, [np.zeros(1, np.int64)]
         if self.pattern == BITMAP:
             counts += [np.count_nonzero(block, axis=1) for block, _ in blocks()]
             begin = np.cumsum(np.concatenate(counts))
             if begin[-1] + SPARE > np.iinfo(np.int32).max:
-                raise ConfigError(f"{self.name}: {begin[-1]} numbers are more than 2**31 - 129")
+                raise ConfigError(
+                    f"{self.name}: too many nonzero values: got {begin[-1]}, the maximum is"
+                    " 2**31 - 129"
+                )
         sizes = self._sizes(shape, 0 if self.pattern == TWO_OF_FOUR else int(begin[-1]) + SPARE)
         pieces = {name: aligned(size, dtype) for name, (size, dtype) in sizes.items()}
         mask = pieces[".mask"].reshape(total, -1)
@@ -235,8 +236,8 @@ class SparseFormat:
             done += len(block)
         if crowded:
             raise ConfigError(
-                f"{self.name}: in {crowded} of {total * up(columns, 4) // 4} groups of 4 columns"
-                f" more than 2 weights are not 0; prune the matrix {shape} to 2:4 first"
+                f"{self.name}: {crowded} of {total * up(columns, 4) // 4} groups of 4 columns have"
+                f" more than 2 nonzero weights. Prune the matrix {shape} to 2:4 first"
             )
         return self.of_pieces(shape, on_device(pieces))
 
@@ -278,21 +279,25 @@ class SparseFormat:
 
 
 def parse(name: str) -> SparseFormat | None:
-    """`bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
+    """Parse `bfloat16-2:4`, `int8-bitmap` and so on; None for other names."""
     return SparseFormat(*name.rsplit("-", 1)) if name in FORMATS else None
 
 
 def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
-    """A weight as it is, bit for bit, without its zeros; pattern: "2:4" or "bitmap".
+    """Store a weight without its zeros, bit for bit, in the pattern "2:4" or "bitmap".
 
-    weight: an array of float32 or bfloat16, or a QTensor of 8 bits with float32 scales a row, whose
-    codes and scales are kept. Zeros lose their sign.
+    Zeros lose their sign.
 
-    Raises ConfigError for another kind of weight, an unknown pattern, and for 2:4 where more than 2
-    of 4 columns are not 0, with their number.
+    Args:
+        weight: an array of float32 or bfloat16, or an 8-bit QTensor with float32 scales per row,
+            whose codes and scales are kept.
+
+    Raises:
+        ConfigError: for another type of weight, an unknown pattern, and for 2:4 if more than 2 of 4
+            columns are nonzero; the message counts the groups.
     """
     if pattern not in PATTERNS:
-        raise ConfigError(f"a sparse pattern is one of {', '.join(PATTERNS)}, got {pattern!r:.40}")
+        raise ConfigError(f"sparse pattern must be {' or '.join(PATTERNS)}, got {pattern!r:.40}")
     if isinstance(weight, QTensor) and weight.format == "int8":
         codes, scale_O = _rows(weight.data), np.asarray(weight.scale).reshape(-1, 1)
 
@@ -308,7 +313,7 @@ def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
     ):
         kind = weight.format if isinstance(weight, Leaf) else weight.dtype
         raise ConfigError(
-            f"sparse weights are float32, bfloat16 or int8 (a scale a row), got {kind}"
+            f"sparse weights must be float32, bfloat16 or int8 (one scale per row), got {kind}"
         )
     return SparseFormat(str(weight.dtype), pattern)._packed(
         weight.shape, lambda: ((np.asarray(block), None) for block in _blocks(_rows(weight)))
@@ -316,7 +321,7 @@ def sparse_of(weight: jax.Array | Leaf, pattern: str) -> Sparse:
 
 
 def _rows(x: Any) -> Any:
-    """All rows of a stack of matrices."""
+    """Flatten a stack of matrices to rows."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -326,17 +331,18 @@ def _blocks(rows: Any) -> Iterable[Any]:
 
 @jax.jit
 def _two_of_four(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Bits `[n, I' / 8]` and values `[n, I' / 2]` of a block `[n, I']`, and how many groups have
-    too many.
+    """Return bits `[n, I' / 8]` and values `[n, I' / 2]` of a block `[n, I']`.
 
-    Numbers are looked at as bits: XLA's threads take the smallest floats for 0, and sums would
-    change what NaN says.
+    Also returns the number of groups with too many values.
+
+    Values are compared as bits: XLA's threads flush the smallest floats to 0, and sums would change
+    the payload of NaN.
     """
     whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[block.dtype.itemsize]
     number = jax.lax.bitcast_convert_type(block.reshape(block.shape[0], -1, 4), whole)
-    there = (number if block.dtype == jnp.int8 else number << 1) != 0  # a float's sign falls off
+    there = (number if block.dtype == jnp.int8 else number << 1) != 0  # shifts out a float's sign
     count = there.sum(axis=-1, keepdims=True)
-    kept = there | (jnp.cumsum(~there, axis=-1) <= 2 - count)  # with as many zeros as it takes
+    kept = there | (jnp.cumsum(~there, axis=-1) <= 2 - count)  # fills up with zeros
     rank = jnp.cumsum(kept, axis=-1) - 1
     two = [jnp.where(there & (rank == k), number, jnp.zeros((), whole)) for k in (0, 1)]
     values = jnp.stack([x[..., 0] | x[..., 1] | x[..., 2] | x[..., 3] for x in two], axis=-1)
@@ -349,13 +355,13 @@ def _two_of_four(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _check_groups(path: str, mask: np.ndarray, values: np.ndarray, columns: int) -> None:
     wrong = int((_ONES[mask & 15] != 2).sum() + (_ONES[mask >> 4] != 2).sum())
     if wrong:
-        raise CheckpointError(f"{path}.mask has {wrong} groups of 4 columns without 2 bits")
-    first = columns // 4  # the group from which on a column may be beyond
+        raise CheckpointError(f"{path}.mask has {wrong} groups of 4 columns without exactly 2 bits")
+    first = columns // 4  # the first group that may have columns beyond the end
     bits = np.unpackbits(mask[:, first // 2 :], axis=1, bitorder="little")
     there = bits.astype(bool)[:, first % 2 * 4 :]
     beyond = np.nonzero(there)[1].reshape(len(mask), -1) >= columns - 4 * first
     if (values[:, 2 * first :][beyond] != 0).any():
-        raise CheckpointError(f"{path}.values has numbers beyond its {columns} columns")
+        raise CheckpointError(f"{path}.values has nonzero values beyond its {columns} columns")
 
 
 def _check_counts(
@@ -366,10 +372,10 @@ def _check_counts(
         raise CheckpointError(f"{path}.mask has bits beyond its {columns} columns")
     counts = _ONES[mask].sum(axis=1, dtype=np.int64)
     if begin[0] != 0 or (np.diff(begin.astype(np.int64)) != counts).any():
-        raise CheckpointError(f"{path}.begin does not fit the rows' bits in {path}.mask")
+        raise CheckpointError(f"{path}.begin does not match the bits per row in {path}.mask")
     if len(values) != begin[-1] + SPARE:
         raise CheckpointError(
-            f"{path}.values has {len(values)} numbers, {path}.begin says {begin[-1]} + {SPARE}"
+            f"{path}.values has {len(values)} values, {path}.begin expects {begin[-1]} + {SPARE}"
         )
 
 

@@ -1,7 +1,7 @@
-"""Integer weights whose inputs are rounded to int8 on a grid that was found beforehand.
+"""Integer weights whose inputs are quantized to int8 on a calibrated grid (static W8A8).
 
-The product is of integers with integers: with input codes q, `x' = step (q - zero)` and
-`x' @ w.T = step (q @ w.T - zero sum_i w_i)`, where the sums of the weight's rows are known.
+The product is integer: with input codes q, `x' = step (q - zero)` and
+`x' @ w.T = step (q @ w.T - zero sum_i w_i)`, where the row sums of the weight are stored.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,26 +18,22 @@ from jaxllm.weights.leaves.leaf import Format, Linear, Shape, check_finite
 from jaxllm.weights.leaves.wrapped import Wrapped, WrappedFormat, inner_of
 
 KIND = "static/"
-LEAST, MOST = -127, 127  # codes of inputs: what the kernels multiply
+LEAST, MOST = -127, 127  # input codes that the kernels can multiply
 
 
 class Static(Wrapped, struct.PyTreeNode):
-    """A matrix `[O, I]` that multiplies its inputs as integers (W8A8, static quantization).
-
-    weight: 8 bits without a zero point. step: float32 scalar, positive. zero: int32 scalar, the
-    code of 0. sum: float32 `[O]`, of each row of the weight.
-    """
+    """A matrix `[O, I]` that multiplies int8 inputs."""
 
     kind = KIND
 
-    weight: QTensor
-    step: jax.Array
-    zero: jax.Array
-    sum: jax.Array
+    weight: QTensor  # 8 bits without a zero point
+    step: jax.Array  # float32 scalar, positive
+    zero: jax.Array  # int32 scalar, the code of 0
+    sum: jax.Array  # float32 [O], the row sums of the weight
 
     @classmethod
     def of(cls, weight: QTensor, step: Any, zero: Any) -> "Static":
-        """Of a weight and a grid for its inputs."""
+        """Return the weight with an input grid."""
         total_O = weight.dense().sum(-1)
         return cls(weight, jnp.asarray(step, jnp.float32), jnp.asarray(zero, jnp.int32), total_O)
 
@@ -48,12 +44,12 @@ class Static(Wrapped, struct.PyTreeNode):
         return self.weight.take(index)
 
     def codes(self, x: jax.Array) -> jax.Array:
-        """The nearest codes of inputs, int8 (half to even)."""
+        """Return the nearest input codes, int8 (half to even)."""
         steps = jnp.round(x.astype(jnp.float32) / self.step) + self.zero.astype(jnp.float32)
         return jnp.clip(steps, LEAST, MOST).astype(jnp.int8)
 
     def rounded(self, x: jax.Array) -> jax.Array:
-        """What inputs are rounded to, float32."""
+        """Return the quantized inputs as float32."""
         steps = self.codes(x).astype(jnp.float32) - self.zero.astype(jnp.float32)
         return steps * self.step
 
@@ -86,8 +82,8 @@ class StaticFormat(WrappedFormat):
 
     kind = KIND
     lacking = (
-        "weights do not say what their inputs are like; calibration does, as jaxllm compress has it"
-        " (activations: static)"
+        "cannot be made without calibration of its inputs; use jaxllm compress with activations:"
+        " static"
     )
 
     def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
@@ -103,23 +99,24 @@ class StaticFormat(WrappedFormat):
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
         step, zero = pieces[".step"], pieces[".zero"]
         if not (np.isfinite(step) and step > 0 and LEAST <= zero <= MOST):
-            raise CheckpointError(f"{path} has no grid for its inputs: step {step}, zero {zero}")
+            raise CheckpointError(f"{path} has an invalid input grid: step {step}, zero {zero}")
         check_finite(path, pieces, ".sum")
 
 
 def parse(name: str, inner: Callable[[str], Format]) -> StaticFormat | None:
-    """`static/int8`, `static/int8-g64`; None for other names.
+    """Parse `static/int8` and `static/int8-g64`; None for other names.
 
-    Raises ConfigError for what is not of 8 bits without a zero point.
+    Raises:
+        ConfigError: for any other inner format than 8 bits without a zero point.
     """
     stored = inner_of(name, KIND, inner)
     if stored is None:
         return None
     if not fits(stored):
-        raise ConfigError(f"{name:.40}: inputs are rounded for int8 without a zero point alone")
+        raise ConfigError(f"{name:.40}: format after {KIND} must be int8 without a zero point")
     return StaticFormat(stored)
 
 
 def fits(format: Format) -> bool:
-    """Whether weights of a format can have their inputs rounded so."""
+    """Return whether weights of this format can have int8 inputs on a static grid."""
     return isinstance(format, Integer) and format.bits == 8 and not format.zero_point

@@ -1,4 +1,4 @@
-"""A weight with something beside it: what leaves that are composed of one other have in common."""
+"""The base class of weights that wrap one other weight."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -14,20 +14,17 @@ from jaxllm.weights.leaves.leaf import Blocks, Format, Leaf, Shape, on_device
 
 
 class Wrapped(Leaf):
-    """`weight`, an array or a leaf, and pieces `beside` it. kind: of its format's name, up to and
-    with the slash. nests: whether the weight may itself be composed, of any kind. alike: its fields
-    whose rows and columns are those of the weight, or of its groups.
-    """
+    """A weight around `weight`, an array or a leaf, with arrays of its own."""
 
     composed = True
-    kind: ClassVar[str]
-    nests: ClassVar[bool] = False
-    alike: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str]  # prefix of its format's name, with the slash
+    nests: ClassVar[bool] = False  # whether the weight may itself be composite, of any type
+    alike: ClassVar[tuple[str, ...]] = ()  # fields with the weight's rows and columns, or groups
     weight: Any
 
     @property
     def stored(self) -> Leaf:
-        """The weight as a leaf."""
+        """The wrapped weight."""
         return as_leaf(self.weight)
 
     @property
@@ -43,19 +40,17 @@ class Wrapped(Leaf):
         return f"{self.kind}{self.stored.format}"
 
     def beside(self) -> dict[str, jax.Array]:
-        """Its own pieces."""
+        """Return its own arrays."""
         raise NotImplementedError
 
     def others(self) -> dict[str, Any]:
-        """Its fields of arrays but for the weight, where they are there."""
+        """Return its array fields except for the weight, if they are set."""
         kept = [f for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)]  # type: ignore[arg-type]
         found = {f.name: getattr(self, f.name) for f in kept if f.name != "weight"}
         return {name: x for name, x in found.items() if x is not None}
 
     def check_columns(self, begin: int, end: int) -> None:
-        """Raise ConfigError where the columns from `begin` to before `end` mean something else
-        without the others.
-        """
+        """Raise ConfigError if the columns from `begin` to before `end` cannot be used alone."""
 
     def pieces(self) -> dict[str, jax.Array]:
         inner = {f".weight{name}": piece for name, piece in self.stored.pieces().items()}
@@ -64,13 +59,11 @@ class Wrapped(Leaf):
 
 @dataclasses.dataclass(frozen=True)
 class WrappedFormat:
-    """The format of such a leaf; inner: that of its weight. lacking: what numbers alone do not say,
-    and who does.
-    """
+    """The format of a `Wrapped`."""
 
-    inner: Any
+    inner: Any  # the format of the wrapped weight
     kind: ClassVar[str]
-    lacking: ClassVar[str]
+    lacking: ClassVar[str]  # why numbers alone do not make such a weight, and what does
 
     @property
     def name(self) -> str:
@@ -88,15 +81,15 @@ class WrappedFormat:
         self.make(jnp.empty(0))
 
     def beside(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
-        """The shape and dtype of each piece of its own."""
+        """Return the shape and dtype of each of its own arrays."""
         raise NotImplementedError
 
     def around(self, weight: Any, pieces: Mapping[str, Any]) -> Any:
-        """The leaf of a weight and its own pieces."""
+        """Wrap a weight with its own arrays."""
         raise NotImplementedError
 
     def check(self, path: str, shape: tuple[int, ...], pieces: Mapping[str, np.ndarray]) -> None:
-        """Raises CheckpointError for numbers that no leaf has."""
+        """Raise CheckpointError for invalid values."""
         raise NotImplementedError
 
     def expected(self, shape: tuple[int, ...]) -> dict[str, tuple[Shape, Any]]:
@@ -116,13 +109,14 @@ class WrappedFormat:
 
 
 def inner_of(name: str, kind: str, inner: Callable[[str], Format]) -> Format | None:
-    """The format after `kind` in a name; None for other names.
+    """Parse the format after `kind` in a name; None for other names.
 
-    Raises ConfigError for what is composed itself.
+    Raises:
+        ConfigError: if the inner format is composite itself.
     """
     if not name.startswith(kind):
         return None
     stored = name.removeprefix(kind)
     if "/" in stored:
-        raise ConfigError(f"{name:.40}: what {kind} stands before is an array, packed or integers")
+        raise ConfigError(f"{name:.40}: format after {kind} must be simple, got another composite")
     return inner(stored)

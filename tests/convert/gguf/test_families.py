@@ -19,7 +19,7 @@ from jaxllm.config import Rope
 from jaxllm.convert.gguf.opening import open_gguf
 from jaxllm.convert.gguf.writing import write_gguf
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.loading import open_checkpoint
+from jaxllm.forms import open_checkpoint
 from jaxllm.weights.formats import dense, format_of
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.made import ARCHS, raw_of, write
@@ -287,7 +287,7 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads in part": (
         "olmo2",
         {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},
-        "turned in part",
+        "partial_rotary_factor",
     ),
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ HUGE = (1 << 64) - 1
 A, STRING, ARRAY = tensor("a", [4]), 8, 9
 LIES = {
     "an empty file": (b"", "cannot read"),
-    "no GGUF": (made(magic=b"GGML"), "begins with no GGUF"),
+    "no GGUF": (made(magic=b"GGML"), "does not begin with GGUF"),
     "cut off at once": (b"GGUF\3\0", "cut off"),
     "version 1": (made(version=1), "version 1 is not read"),
     "big endian": (made(version=3 << 24), "big endian"),
@@ -103,8 +103,8 @@ LIES = {
     "a long key": (made(keys=(struct.pack("<Q", 1 << 40),)), "bytes of key 0"),
     "a long text": (made(keys=(text("k") + value(STRING, struct.pack("<Q", 1 << 20)),)), "'k'"),
     "no UTF-8": (made(keys=(text("k") + value(STRING, text(b"\xff")),)), "'k' is not UTF-8"),
-    "an unknown type": (made(keys=(text("k") + value(13, b""),)), "'k' is of type 13"),
-    "neither true nor false": (made(keys=(text("k") + value(7, b"\2"),)), "neither true"),
+    "an unknown type": (made(keys=(text("k") + value(13, b""),)), "'k' has the unknown type 13"),
+    "neither true nor false": (made(keys=(text("k") + value(7, b"\2"),)), "expected a boolean"),
     "a key twice": (made(keys=(text("k") + value(0, b"\1"),) * 2), "'k' stands twice"),
     "nested arrays": (
         made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", ARRAY, 1)),)),
@@ -124,7 +124,7 @@ LIES = {
         made(keys=(text("k") + value(ARRAY, struct.pack("<IQQ", STRING, 1, HUGE)),)), "text 0",
     ),
     "an alignment of 0": (
-        made(keys=(text("general.alignment") + value(4, struct.pack("<I", 0)),)), "power of two",
+        made(keys=(text("general.alignment") + value(4, struct.pack("<I", 0)),)), "power of 2",
     ),
     "a tensor twice": (made(tensors=(A, A)), "'a' stands twice"),
     "no dimensions": (made(tensors=(tensor("a", []),)), "0 dimensions"),
@@ -134,7 +134,7 @@ LIES = {
     "a product that overflows": (made(tensors=(tensor("a", [128] * 4),)), "cut off"),
     "a type that is not read": (made(tensors=(tensor("a", [256], 16),)), "IQ2_XXS"),
     "a type that nobody knows": (made(tensors=(tensor("a", [256], 99),)), "type 99"),
-    "half a block": (made(tensors=(tensor("a", [48], 8),)), "no whole blocks of 32"),
+    "half a block": (made(tensors=(tensor("a", [48], 8),)), "block size 32"),
     "an offset between": (made(tensors=(tensor("a", [4], 0, 4),)), "no multiple of the align"),
     "two in one place": (made(tensors=(A, tensor("b", [4]))), "'b' at offset 0 lies on 'a'"),
     "past the end": (made(tensors=(tensor("a", [4], 0, 1 << 32),)), "cut off"),
@@ -159,7 +159,7 @@ def test_of_a_header_without_end_only_so_much_is_read(
     monkeypatch.setattr("jaxllm.convert.gguf.header.MAX_HEADER", 100)
     path = tmp_path / "long.gguf"
     path.write_bytes(made(keys=(text("k") + value(STRING, text("x" * 80)),)))
-    with pytest.raises(CheckpointError, match="at most 100 of a header"):
+    with pytest.raises(CheckpointError, match="at most 100 bytes of a header"):
         read_header(path)
 
 

@@ -345,10 +345,10 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "another kind": (lambda w: w.add_tokenizer_model("bert"), "'bert' is not supported"),
     "an unknown way to split": (lambda w: w.add_tokenizer_pre("new-bpe"), "'new-bpe' is not"),
     "an id that is none": (lambda w: w.add_eos_token_id(9999), "eos_token_id 9999 is none of"),
-    "types for others": (lambda w: w.add_token_types([1, 2]), "one a token"),
+    "types for others": (lambda w: w.add_token_types([1, 2]), "one per token"),
     "a token twice": (lambda w: w.add_token_list(["a", "a"]), "should be 2 numbers|'a' twice"),
-    "a merge of three": (lambda w: w.add_token_merges(["a b c"]), "'a b c', no two pieces"),
-    "no texts": (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "list of texts"),
+    "a merge of three": (lambda w: w.add_token_merges(["a b c"]), "'a b c', not a pair"),
+    "no texts": (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "list of strings"),
     "pieces without scores": (lambda w: w.add_tokenizer_model("llama"), "scores are missing"),
 }
 
@@ -373,7 +373,7 @@ def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         writer.add_token_list(["<unk>", "a"])
         writer.add_token_scores([0.0, float("nan")])
 
-    with pytest.raises(CheckpointError, match="no finite numbers"):
+    with pytest.raises(CheckpointError, match="not finite numbers"):
         texts_of_gguf(write_vocabulary(tmp_path / "a.gguf", "llama", add))
 
 

@@ -81,11 +81,11 @@ def test_the_right_answer_is_anywhere_among_them() -> None:
 
 
 def test_texts_that_cannot_be_are_refused() -> None:
-    with pytest.raises(CapacityError, match=r"needs \d+ tokens without any filler"):
+    with pytest.raises(CapacityError, match=r"text without fillers has \d+ tokens"):
         probe(words, "story", length=20, depth=0, seed=0)
-    with pytest.raises(ConfigError, match="a depth must be from 0"):
+    with pytest.raises(ConfigError, match="depth must be from 0"):
         probe(words, "story", length=500, depth=1.5, seed=0)
-    with pytest.raises(ConfigError, match="texts must be one of passkey, story, meetings"):
+    with pytest.raises(ConfigError, match="style must be one of passkey, story, meetings"):
         probe(words, "poem", length=500, depth=1, seed=0)
 
 
@@ -151,7 +151,7 @@ def test_a_text_is_turned_by_one_kind_of_angles(
         text = torch.tensor(load_twin(tmp_path).logits([[*row, 3, 5, 7]]))
         logprobs = text[0, size - 1 : -1].double().log_softmax(-1)[range(3), [3, 5, 7]]
         assert scored.logprob_BC[0, 0] == pytest.approx(float(logprobs.sum()), rel=1e-4)
-    with pytest.raises(CapacityError, match="rotary angles of this model change beyond 40 tokens"):
+    with pytest.raises(CapacityError, match="expected at most 40: beyond that this model changes"):
         read(twin.model, twin.params, [row], policy=Slide(), slots=64)
 
 
@@ -166,7 +166,7 @@ def test_cells_come_in_order_and_policies_share_their_texts() -> None:
     ]
     assert len({c.tokens for c in cells if c.length == 260}) == 1
     assert all(0 <= c.greedy <= c.tries == 2 and c.logprob < 0 for c in cells)
-    with pytest.raises(ConfigError, match=r"policies are full, slide, .* got fast"):
+    with pytest.raises(ConfigError, match=r"unknown policy: got fast, expected full, slide"):
         recall(model, params, words, policies=("fast",), **asked)
     with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
         recall(model, params, words, policies=("pooled",), slots=12, **asked)
@@ -176,9 +176,9 @@ def test_what_a_model_cannot_is_refused_by_name() -> None:
     model, params = random_model("gpt2")
     asked: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
     for name in ("sinks", "window", "heavy", "pooled"):
-        with pytest.raises(ConfigError, match=f"policy {name}: gpt2 has learned positions"):
+        with pytest.raises(ConfigError, match=f"policy {name} .* gpt2 has learned positions"):
             recall(model, params, words, policies=(name,), **asked)
-    with pytest.raises(CapacityError, match=r"gpt2 has positions for 97: .* \(slide\)"):
+    with pytest.raises(CapacityError, match=r"gpt2 has 97 positions\. .* slide"):
         recall(model, params, words, **asked)
     assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], Pooled)
 
@@ -194,9 +194,9 @@ def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
         assert (a.right, a.greedy) == (b.right, b.greedy)
         assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
     named: dict[str, Any] = {**asked, "lengths": (250,), "policies": ("segments",)}
-    with pytest.raises(CapacityError, match="a cache of 16 slots is full within a segment"):
+    with pytest.raises(CapacityError, match="the cache has 16 slots, expected more"):
         recall(model, params, words, slots=16, **named)
-    with pytest.raises(ConfigError, match="this llama has no segments"):
+    with pytest.raises(ConfigError, match="which this llama does not have"):
         recall(*random_model("llama"), words, slots=32, **named)
 
 
@@ -204,10 +204,10 @@ def test_self_extend_is_another_model_and_has_its_reach() -> None:
     model, params = random_model("llama", max_position_embeddings=97)
     asked: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
     named = {**asked, "lengths": (300,), "policies": ("self-extend",)}
-    with pytest.raises(ConfigError, match="needs the extended model"):
+    with pytest.raises(ConfigError, match="requires the extended model"):
         recall(model, params, words, **named)
     short = build(model.config.self_extended(2, 9))
-    with pytest.raises(CapacityError, match=r"reaches texts of 184 tokens, not of 300: .*groups"):
+    with pytest.raises(CapacityError, match=r"got 300 tokens, expected at most 184\. .*groups"):
         recall(model, params, words, extended=short, **named)
     numbers = default_extension(model.config, 300)
     assert numbers == {"group_size": 4, "neighbor_window": 12}
@@ -235,8 +235,8 @@ def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: P
 
 def test_bad_options_are_refused_first(run: Run, tmp_path: Path) -> None:
     for given, message in {
-        ("--lengths", "many"): "--lengths takes numbers",
-        ("--depths", ""): "--depths takes numbers",
+        ("--lengths", "many"): "--lengths must be comma-separated numbers",
+        ("--depths", ""): "--depths must be comma-separated numbers",
         ("--picture", tmp_path / "away" / "x.png"): "is not a directory",
     }.items():
         status, out, err = run("recall", tmp_path, *given)

@@ -273,10 +273,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Self-Extend .* mesh sequence=2 must have sequence=1"):
         meshed(extended, model.precision, parse("sequence=2"))
     with pytest.raises(
-        ConfigError, match=r"after its size an axis says sequence=4:heads, tensor=4:tokens or"
+        ConfigError, match=r"mode of a mesh axis must be as in sequence=4:heads, tensor=4:tokens"
     ):
         parse("tensor=2:heads")
-    with pytest.raises(ConfigError, match="exact=True none: leave :tokens out"):
+    with pytest.raises(ConfigError, match="mesh tensor=2:tokens and exact=True cannot be combined"):
         meshed(model.config, model.precision, parse("tensor=2:tokens"), exact=True)
     with pytest.raises(ConfigError, match=r"exact=True .* mesh sequence=2 must have sequence=1"):
         meshed(model.config, model.precision, parse("sequence=2"), exact=True)

@@ -264,28 +264,28 @@ def test_rewound_within_the_segment_in_hand_and_exactly_to_where_it_begins(forma
 
 def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
     cache, ids = filled(linear, T), tokens(1, T)
-    with pytest.raises(CacheMismatchError, match=r"back to 20, where .* forked or saved before"):
+    with pytest.raises(CacheMismatchError, match=r"rewound to 20, .* forked or saved before"):
         rewind(cache, to=19)
     gone = keep_slots(cache, cache.position_BS != 20)  # as an older version's file may have it
-    with pytest.raises(CacheMismatchError, match=r"row 0 has 1 of the tokens from position 20"):
+    with pytest.raises(CacheMismatchError, match=r"row 0 has only 1 of the tokens"):
         rewind(gone, to=22)
-    with pytest.raises(ConfigError, match="a cache's tokens move nowhere"):
+    with pytest.raises(ConfigError, match="cached tokens cannot move"):
         shift(cache, 3)
     with pytest.raises(CacheMismatchError, match=r"patch: .* memory"):
         patch(cache, np.array([[1]]), jaxllm.forward(*linear, None, ids[:, :1]).delta)
-    with pytest.raises(TokenError, match=r"position 4 comes after 0; .* in order"):
+    with pytest.raises(TokenError, match=r"position 4 follows 0, .* in order"):
         jaxllm.forward(*linear, None, ids[:, :2], positions_BT=np.array([[0, 4]]))
-    with pytest.raises(TokenError, match="position 2 was read, the cache goes on at 23"):
+    with pytest.raises(TokenError, match="position 2 is already in .* expected at least 23"):
         jaxllm.forward(*linear, cache, ids[:, :1], positions_BT=np.array([[2]]))
-    with pytest.raises(ConfigError, match="'infini': attention mass"):
+    with pytest.raises(ConfigError, match="'infini' does not support attention mass"):
         jaxllm.forward(*linear, None, ids, attention_mass=True)
-    with pytest.raises(ConfigError, match=r"several documents in a row .*--no-pack"):
+    with pytest.raises(ConfigError, match=r"several documents in one row .*--no-pack"):
         at = jnp.zeros((1, 4), jnp.int32)
         jaxllm.steps.run(*linear, (), at, jnp.arange(4)[None], document_BT=at)
     inputs = input_shapes(linear[0], Form(), batch=1, num_tokens=2, capacity=8)
-    with pytest.raises(ConfigError, match=r"fixed shapes, exports\) has no place"):
+    with pytest.raises(ConfigError, match=r"fixed shapes and exports do not support"):
         jax.eval_shape(fixed_step(linear[0], Form()), linear[1], inputs)
-    with pytest.raises(ConfigError, match="'infini' cannot be cut"):
+    with pytest.raises(ConfigError, match="'infini' cannot be dropped"):
         narrower(linear[0].config, "heads", 1)
     with pytest.raises(ConfigError, match="no segments"):
         segment_in_hand(jaxllm.init_cache(random_model("llama")[0], 1, 4))
@@ -317,7 +317,7 @@ def test_half_precision_and_int8_caches_stay_near(linear: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 4}, "segments and no sliding_window"),
+        ({"sliding_window": 4}, "excludes sliding_window"),
         ({"max_position_embeddings": L - 1}, "segments of 5 tokens exceed"),
     ],
 )
@@ -355,7 +355,7 @@ def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
     close(logits, theirs, 2e-5)
     close(peek(delta, left), peek(delta, whole), 2e-5)
     assert read == 2 * [3, 6, 9, 12, 15, 18, 21, 23]
-    with pytest.raises(CapacityError, match="no more than a segment of 5 tokens: make one of 10"):
+    with pytest.raises(CapacityError, match="more than the segment length 5. Make one with 10"):
         read_through(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
 
 
@@ -370,13 +370,13 @@ def test_generation_goes_on_through_borders(delta: Any) -> None:
     assert np.array_equal(again.token_BT, made.token_BT)
     assert again.cache.capacity == 8
     for policy, capacity, error, message in (
-        (HeavyHitters(), 12, ConfigError, "tokens cannot be moved"),
-        (Segments(), 5, CapacityError, "full within a segment of 5 tokens: make one of 10"),
-        (Segments(), 6, CapacityError, "a prompt of 7 tokens .*read_through"),
+        (HeavyHitters(), 12, ConfigError, "cached tokens cannot be moved"),
+        (Segments(), 5, CapacityError, "more than the segment length 5. Make one with 10"),
+        (Segments(), 6, CapacityError, "a prompt of 7 tokens .*prefill_in_segments"),
     ):
         cache = jaxllm.init_cache(delta[0], 2, capacity)
         with pytest.raises(error, match=message):
             jaxllm.generate(*delta, ids, max_new_tokens=9, cache=cache, overflow=policy)
     plain = random_model("llama")
-    with pytest.raises(ConfigError, match="this llama has no segments"):
+    with pytest.raises(ConfigError, match="which this llama does not have"):
         jaxllm.generate(*plain, ids, max_new_tokens=2, overflow=Segments())

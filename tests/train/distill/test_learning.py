@@ -135,7 +135,7 @@ def test_a_share_of_all_steps_is_written_by_the_student() -> None:
     assert all(Sampled(model, 1.0).writes(key) for key in keys)
     rows = rows_of()
     assert Sampled(model, 0.0)({}, rows, KEY) is rows
-    with pytest.raises(ConfigError, match=r"a share of 0 to 1 of the rows, not 1\.5"):
+    with pytest.raises(ConfigError, match=r"share must be 0 to 1, got 1\.5"):
         Sampled(model, 1.5)
     with pytest.raises(ConfigError, match="temperature must be above 0"):
         Sampled(model, 1.0, temperature=0.0)

@@ -65,7 +65,7 @@ def test_a_record_has_what_the_teacher_says_of_each_row(tmp_path: Path) -> None:
             said = rows.told.logprob_BTL[row].astype(np.float32)
             np.testing.assert_allclose(said[:, :5], top[row].numpy(), rtol=2e-3)
     assert data.digest != TaughtData(data.data, made(tmp_path / "k3", Texts(), k=3)).digest
-    with pytest.raises(CheckpointError, match="holds nothing for a row"):
+    with pytest.raises(CheckpointError, match="has no teacher outputs for a row"):
         data.record.look_up(rows_of(9))
     assert data.record.look_up(blank(B, T)).told.token_BTk.shape == (B, T, 5)
 
@@ -110,13 +110,13 @@ def test_another_question_is_refused(tmp_path: Path, changes: Any, name: str) ->
 def test_another_teacher_other_data_and_damage_are_refused(tmp_path: Path) -> None:
     made(tmp_path, Texts())
     other = pairs(5, 0.7)[1]
-    with pytest.raises(ConfigError, match="recorded with another teacher; name another"):
+    with pytest.raises(ConfigError, match="recorded with another teacher: name another"):
         record(tmp_path, MODEL, other, Texts(), k=5, temperature=2.0, size=VOCAB)
     data = Texts()
     data.digest = "other"
     with pytest.raises(ConfigError, match="recorded with another data"):
         made(tmp_path, data)
-    with pytest.raises(ConfigError, match="likeliest 1 to 131 can be kept, got 132"):
+    with pytest.raises(ConfigError, match="top_k must be 1 to 131, the vocabulary size: got 132"):
         made(tmp_path, Texts(), k=132)
     (file,) = tmp_path.glob("*.safetensors")
     content = bytearray(file.read_bytes())

@@ -70,7 +70,7 @@ def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: P
         rows = data.batch(0)
         assert isinstance(rows, Taught)
         assert rows.told.token_BTk.shape == (2, 8, 3)
-    with pytest.raises(ConfigError, match="recorded on disk: name a directory"):
+    with pytest.raises(ConfigError, match="outputs on disk: give a directory"):
         teaching(student, teacher, DATA, options)
 
 
@@ -81,10 +81,10 @@ def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: P
         ({"temperature": 0.0}, "temperature"),
         ({"alpha": -0.1}, "alpha"),
         ({"hidden": "l1"}, "hidden must be one of .*'l1'"),
-        ({"top_k": 4, "on_policy": 0.5}, "leave one of them out"),
-        ({"top_k": 4, "hidden": "mse"}, "need the teacher to run"),
-        ({"alpha": 0.0, "on_policy": 0.5}, "with alpha 0 nothing is learned"),
-        ({"pairs": ((1, 1),)}, "say hidden, mse or cosine"),
+        ({"top_k": 4, "on_policy": 0.5}, "drop one of them"),
+        ({"top_k": 4, "hidden": "mse"}, "need a running teacher"),
+        ({"alpha": 0.0, "on_policy": 0.5}, "with alpha 0 the teacher's outputs are not used"),
+        ({"pairs": ((1, 1),)}, "set it to mse or cosine"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
@@ -94,5 +94,5 @@ def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
 
 def test_rows_wider_than_a_context_are_refused(teacher: LM, student: LM) -> None:
     wide = Dataset(from_ids([[3] * 600]), 513)
-    with pytest.raises(ConfigError, match="the teacher's context has 512 tokens, a row 513"):
+    with pytest.raises(ConfigError, match="rows of 513 tokens exceed the teacher's context of 512"):
         teaching(student, teacher, wide, Distillation())

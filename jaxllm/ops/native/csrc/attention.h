@@ -1,6 +1,6 @@
-// Attention over the parts of a cache, where they lie (as ops/attention.py says it): an online softmax over blocks of
-// slots, float32 throughout, slots that nobody sees skipped. Slots are folded in spans of kSpan, whose states are
-// merged in their order: whoever computes them, and when, an answer's bits are the same.
+// Attention over the parts of a cache in place (as in ops/attention.py): an online softmax over blocks of slots,
+// float32 throughout; slots that no query attends to are skipped. Slots are folded in spans of kSpan, whose states are
+// merged in order: results have the same bits whichever thread computes a span, and when.
 #pragma once
 
 #include "pairs.h"
@@ -8,10 +8,10 @@
 namespace jaxllm {
 namespace {
 
-// So many queries are multiplied at once, with four keys or two registers of values.
+// Queries multiplied at once, with four keys or two registers of values.
 constexpr int kQueries = kRegisters == 32 ? 4 : 2;
 
-// The products of R queries, `width` apart, with the keys of these slots.
+// The products of R queries, at a distance of `width`, with the keys of these slots.
 template <Kind K, int R>
 void products(const float* q, int64_t width, const void* keys, int64_t apart, const int64_t* slot, int64_t seen,
               float* line) {
@@ -30,7 +30,7 @@ void products(const float* q, int64_t width, const void* keys, int64_t apart, co
   }
 }
 
-// value += weight[j] v[j] of R queries, in two sums: of even and of odd j.
+// value += weight[j] v[j] of R queries, in two sums: over even and over odd j.
 template <Kind K, int R, int N>
 void add_values(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, int64_t h,
                 float* value, int64_t width) {
@@ -62,7 +62,7 @@ void add_heads(const float* weight, const void* values, int64_t apart, const int
   if (h < width) add_values<K, R, 1>(weight, values, apart, slot, seen, h, value, width);
 }
 
-// Where a block's keys or values are read: in place, or widened to `wide`, heads padded with zeros to whole lanes.
+// Where a block's keys or values are read: in place, or converted to `wide`, heads padded with zeros to full lanes.
 struct Place {
   Kind kind;
   const void* data;
@@ -138,7 +138,7 @@ inline void fold_block(const Rows& rows, const Part& part, const Seen& seen, con
     for (int64_t j = 0; j < kBlock && part.v_scale; j++) score[i * kBlock + j] *= v_scale[j];
   }
   const Place v = place_of(part, part.v, v_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);
-  // 0 times NaN is NaN: where some do not see a value that is none, each row takes its own alone.
+  // 0 times NaN is NaN: if a value is not finite and not visible to all rows, each row adds its visible values only.
   if (rows.tokens > 1 && !finite_values(v, seen.count, width)) {
     for (int64_t i = 0; i < count; i++)
       for (int64_t j = 0; j < seen.count; j++)

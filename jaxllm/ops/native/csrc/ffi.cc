@@ -1,4 +1,4 @@
-// The kernels as XLA custom calls: buffers in, rows of outputs shared out over XLA's own threads.
+// The kernels as XLA custom calls; output rows are distributed over XLA's own threads.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -26,9 +26,9 @@ std::atomic<const Set*> chosen{&sets().back()};
 
 const Kernels* kernels_in_use() { return chosen.load()->kernels(); }
 
-// `work(begin, end)` over all of `count` in blocks, by the caller and by as many of XLA's threads
-// as come in time. The caller takes blocks like the others, so it waits for nothing but blocks that
-// some thread is at work on: threads that are all waiting here cannot be.
+// Runs `work(begin, end)` over all of `count` in blocks, on the caller and on XLA's threads as they
+// become free. The caller takes blocks like the others and waits only for blocks that some thread is
+// working on, so threads cannot deadlock here.
 struct Shared {
   std::atomic<int64_t> next{0}, done{0};
 };
@@ -54,7 +54,7 @@ void share(ffi::ThreadPool& pool, int64_t count, int64_t block, const Work& work
   }
 }
 
-// Blocks that are large enough to be worth taking, and small enough to end at about one time.
+// Blocks large enough to amortize scheduling, and small enough that threads finish together.
 int64_t block_of(int64_t count, int64_t bytes, int64_t threads) {
   int64_t block = count / (threads > 0 ? threads * 8 : 8);
   const int64_t least = (64 << 10) * count / (bytes ? bytes : 1);
@@ -63,12 +63,12 @@ int64_t block_of(int64_t count, int64_t bytes, int64_t threads) {
   return block < whole ? whole : (block + whole - 1) / whole * whole;
 }
 
-// Scratch memory of a thread, kept between calls; null where there is none to be had.
+// Scratch memory of a thread, kept between calls; null if allocation fails.
 uint8_t* scratch(size_t bytes) {
   thread_local std::unique_ptr<uint8_t, decltype(&std::free)> memory(nullptr, &std::free);
   thread_local size_t size = 0;
   if (size < bytes || !memory) {
-    size = 0;  // what is there now goes first, and nothing may come
+    size = 0;  // free the old memory first; allocation may fail
     memory.reset();
     const size_t whole = bytes / 4096 * 4096 + 4096;
     memory.reset(static_cast<uint8_t*>(std::aligned_alloc(64, whole)));
@@ -81,15 +81,15 @@ uint8_t* scratch(size_t bytes) {
 struct Product {
   Weight weight;
   const Products* by;
-  size_t prepared;  // where its input begins
+  size_t prepared;  // offset of its input
   float* y;
 };
 
-// Whether `prepare` makes the same of an input for both.
+// Whether both need the same prepared input.
 bool alike(const Weight& a, const Weight& b) { return a.kind == b.kind && a.group == b.group; }
 
-// x times each of the weights: `counts` pieces of `kinds`, in groups of `groups` columns. `digits`: 1
-// rounds x where weights are integers. `many`: by the matrix unit, where there is one that takes them.
+// x times each of the weights: `counts` arrays of `kinds`, in groups of `groups` columns. `digits`: 1
+// rounds x if weights are integers. `many`: by the matrix unit, if there is one that supports them.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs args, ffi::RemainingRets ys,
                   ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups, ffi::Span<const int32_t> counts,
                   int64_t columns, int32_t digits, bool many) {
@@ -133,7 +133,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   };
   in.rows > kStrip ? share(pool, in.rows, kStrip, prepare) : prepare(0, in.rows);
   share(pool, rows, block_of(rows, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
-    for (const Product& p : products) {  // the rows of all weights are numbered in turn
+    for (const Product& p : products) {  // the rows of all weights are numbered consecutively
       const int64_t from = begin > 0 ? begin : 0, to = end < p.weight.rows ? end : p.weight.rows;
       if (from < to) p.by->multiply(p.weight, in, prepared + p.prepared, from, to, p.y);
       begin -= p.weight.rows;
@@ -143,13 +143,13 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs arg
   return ffi::Error::Success();
 }
 
-// Rows of x that follow each other and have the same expert, times its matrix of one stack.
+// Consecutive rows of x with the same expert, times its matrix of one stack.
 struct Run {
   Weight weight;
   Input in;
   const Products* by;
   size_t prepared;
-  bool again;  // what is prepared for the stack before serves
+  bool again;  // reuse the prepared input of the previous stack
   float* y;
 };
 
@@ -163,8 +163,8 @@ Weight slice_of(const Weight& stack, int64_t first, int64_t rows) {
   return w;
 }
 
-// Each row of x times the matrix of its expert, of each of the stacks [experts * rows of a matrix, ...]; zeros for an
-// expert that there is not. What is not named is not read.
+// Each row of x times its expert's matrix, for each of the stacks [experts * rows of a matrix, ...]; zeros for an
+// expert that does not exist. Matrices of unused experts are not read.
 ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S32> expert, ffi::RemainingArgs args,
                    ffi::RemainingRets ys, ffi::Span<const int32_t> kinds, ffi::Span<const int64_t> groups,
                    ffi::Span<const int32_t> counts, int64_t columns, int64_t experts, int32_t digits, bool many) {
@@ -226,7 +226,7 @@ ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::S3
   const int64_t count = int64_t(runs.size());
   rows > kStrip ? share(pool, count, 1, prepare) : prepare(0, count);
   share(pool, total, block_of(total, streamed, pool.num_threads()), [&](int64_t begin, int64_t end) {
-    for (const Run& run : runs) {  // the rows of all runs' matrices are numbered in turn
+    for (const Run& run : runs) {  // the rows of all runs' matrices are numbered consecutively
       const int64_t from = begin > 0 ? begin : 0, to = end < run.weight.rows ? end : run.weight.rows;
       if (from < to) run.by->multiply(run.weight, run.in, prepared + run.prepared, from, to, run.y);
       begin -= run.weight.rows;
@@ -253,7 +253,7 @@ ffi::Error widen(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi:
   return ffi::Error::Success();
 }
 
-// Rows of a table by number, as the nearest that there is; zeros of a table without any.
+// Rows of a table by number, clipped to the table; zeros if it has no rows.
 ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out) {
   const int64_t count = index.dimensions()[0], element = element_bytes(table);
   if (!is(table, table.element_type(), {kAny, kAny}) || !element ||
@@ -269,8 +269,8 @@ ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result
   return ffi::Error::Success();
 }
 
-// The sum of all 8-byte words, the last filled up with zeros: memory read as fast as it goes, to
-// measure others against.
+// The sum of all 8-byte words, the last padded with zeros: a read at full memory bandwidth, as a
+// reference for benchmarks.
 ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::BufferR0<ffi::U32>> sum) {
   const int64_t element = element_bytes(array), bytes = int64_t(array.element_count()) * element;
   if (!element) return wrong("elements of less than a byte are not read");
@@ -283,7 +283,7 @@ ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::Buf
       memcpy(&word, data + 8 * i, count);
       to += word;
     };
-    const int64_t words = bytes / 8 < end ? bytes / 8 : end;  // whole ones
+    const int64_t words = bytes / 8 < end ? bytes / 8 : end;  // complete words
     int64_t i = begin;
     for (; i + 32 <= words; i += 32) {
       for (int line = 0; line < 256; line += 64) __builtin_prefetch(data + 8 * i + (16 << 10) + line, 0, 2);
@@ -297,9 +297,9 @@ ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::Buf
   return ffi::Error::Success();
 }
 
-// Arrays `[B, S, ...]` in the first half of the arguments, which are also the results, in place; what
-// comes to their slots `cursor, cursor + 1, ...`, `[B, T, ...]`, in the second. What would run past
-// the end is dropped.
+// The first half of the arguments are arrays `[B, S, ...]`, which are also the results, in place; the
+// second half, `[B, T, ...]`, is written to their slots `cursor, cursor + 1, ...`. Entries past the
+// end are dropped.
 ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::RemainingRets out) {
   const size_t count = out.size();
   const auto arrays = pieces_of(args, 0, args.size());
@@ -351,13 +351,13 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
   const int64_t strips = (queries.T + kStrip - 1) / kStrip, tasks = queries.B * queries.K * strips;
   int64_t spans = 0;
   for (const Part& part : parts) spans += spans_of(part);
-  if (!spans) {  // nobody sees anything
+  if (!spans) {  // nothing is visible
     std::memset(out->untyped_data(), 0, out->element_count() * element_bytes(q));
     return ffi::Error::Success();
   }
   const int64_t tokens = queries.T < kStrip ? queries.T : kStrip;  // of a strip, at most
   const int64_t bytes = (kernels->state_bytes(queries, tokens) + 63) / 64 * 64;
-  // A strip's folds in their order, or many strips' folds at once and then their merging: the same numbers.
+  // Folds one strip in order, or many strips at once and then merges: the same results.
   const bool at_once = tasks < 4 * pool.num_threads() && spans > 1;
   uint8_t* states = at_once ? scratch(bytes * tasks * spans) : nullptr;
   if (at_once && !states) return wrong("no memory for attention");
@@ -451,14 +451,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                                   .Attr<int64_t>("window")
                                   .Attr<float>("cap"));
 
-// An instruction set's `Kernels`; null where this machine, or this build, has it not.
+// An instruction set's `Kernels`; null if this machine or this build does not support it.
 extern "C" const jaxllm::Kernels* jaxllm_kernels(const char* name) {
   for (const jaxllm::Set& set : jaxllm::sets())
     if (!std::strcmp(set.name, name)) return set.kernels();
   return nullptr;
 }
 
-// The instruction set in use; with a name, takes that one (null where there is none).
+// The instruction set in use; with a name, selects that one (null if it does not exist).
 extern "C" const char* jaxllm_isa(const char* name) {
   if (name) {
     const jaxllm::Set* found = nullptr;

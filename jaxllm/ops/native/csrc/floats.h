@@ -39,7 +39,7 @@ struct Plain {
           out[n] = jaxllm::load<Value>(p);
       }
     }
-    // From here on the columns from c on are `count` and zeros, in a place of theirs.
+    // From here on, the `count` columns from c on are read from a copy padded with zeros.
     void end(int64_t c, int64_t count, uint8_t* place) {
       memcpy(place, at + c * kSize, count * kSize);
       at = place - c * kSize;

@@ -1,4 +1,4 @@
-// Inputs as the products want them: which numbers in which order.
+// Inputs as the products need them: which numbers in which order.
 #pragma once
 
 #include "floats.h"
@@ -8,7 +8,7 @@
 namespace jaxllm {
 namespace {
 
-// Whether a product of bfloat16 pairs can be had of them.
+// Whether the instruction set multiplies them as bfloat16 pairs.
 inline bool halves(const Weight& w, const Input& in) {
   return in.bf16 && dense_of(w.kind) != Kind::kF32 && w.kind != Kind::kF16;
 }
@@ -16,12 +16,12 @@ inline bool halves(const Weight& w, const Input& in) {
 // Whether they stay bfloat16; otherwise they become floats.
 inline bool pairs(const Weight& w, const Input& in) { return kPairs && !sparse(w) && halves(w, in); }
 
-// Of 128 columns, which one the i-th number is of.
+// The column, of 128, of the i-th number.
 struct Order {
   uint8_t column[128];
 };
 
-// Of registers of halves that are widened: the first of each lane's two, then the second.
+// Of registers of halves that are converted to floats: the first of each lane's two, then the second.
 constexpr int even_odd(int i) { return i / kHalves * kHalves + i % kLanes * 2 + i / kLanes % 2; }
 
 template <class Column>

@@ -7,7 +7,7 @@
 namespace jaxllm {
 namespace {
 
-// Where a row's scales lie, and how a unit's are spread over lanes.
+// Where a row's scales are, and how a unit's are distributed over lanes.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
@@ -21,7 +21,7 @@ struct Groups {
   JAXLLM_INLINE Ints zero(int64_t first, int64_t c) const { return spread.bytes(w.zero + first + (c >> shift)); }
 };
 
-// Those of units of so many columns.
+// Those of units of `kUnit` columns.
 inline Groups groups_of(const Weight& w, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
   return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1)};
@@ -111,7 +111,7 @@ void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64
   return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w), w, in, x, begin, end, y);
 }
 
-// One output by itself: slowly, from the weights' own numbers.
+// One output alone: slow, from dequantized weights.
 inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
   double sum = 0;
   for (int64_t from = 0; from < in.columns; from += kPart) {
@@ -124,8 +124,8 @@ inline float product(const Weight& w, const Input& in, int64_t o, int64_t r) {
   return float(sum);
 }
 
-// Sums that are scaled after they were added up overflow where inputs are huge: an output that is not
-// finite is computed once more, from weights that are scaled before.
+// Sums that are scaled after adding overflow if inputs are huge: an output that is not finite is
+// computed again, from weights that are scaled first.
 inline void mend(const Weight& w, const Input& in, int64_t begin, int64_t end, float* y) {
   for (int64_t r = 0; r < in.rows; r++)
     for (int64_t o = begin; o < end; o++)

@@ -21,11 +21,11 @@ enum class Kind : int32_t {
   kBitmapInt8
 };
 
-// Numbers at the end of a bitmap's that are none of it: what a register may read too much.
+// Padding after a bitmap's numbers, since a register may read past their end.
 constexpr int64_t kSpare = 128;
 
-// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/leaves/, which says
-// how each is laid out. `stride` is the distance between rows of `data`, in bytes. Here as in all
+// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/leaves/, which documents
+// their layouts. `stride` is the distance between rows of `data`, in bytes. Here as in all
 // that follows, arrays are aligned to their elements and no further, and any size may be 0.
 struct Weight {
   Kind kind;
@@ -36,27 +36,27 @@ struct Weight {
   bool half;
   const void* scale;
   const uint8_t* zero;  // null: 8 for four bits, 0 for eight
-  // Packed bfloat16: exponents, and what four bits cannot say.
+  // Packed bfloat16: exponents, and escapes for those that do not fit four bits.
   const uint8_t* nibbles;
   int64_t nibble_stride;
   int32_t base;
   const int32_t *escape_begin, *escape_column;
   const uint16_t* escape_value;
   int32_t escapes;  // of all rows
-  // Sparse: a bit for each column. Of bitmaps where each row's numbers begin, how many are stored (with kSpare), and
-  // `stride` is what a row has on average.
+  // Sparse: a bit for each column. For bitmaps, where each row's numbers begin, how many are stored (with kSpare), and
+  // `stride`, the average row size.
   const uint8_t* mask;
   int64_t mask_stride;
   const int32_t* begin;
   int64_t values;
 };
 
-// Activations [rows, columns]. `rounded`: where weights are integers, these are too, with a step for
+// Activations [rows, columns]. `rounded`: if weights are integers, these are too, with a step for
 // each kRounded columns: the same ones as round_to_int8 of weights/linear.py makes, bit for bit.
-// Otherwise a product is as exact as float32 is to the sum of its terms' magnitudes, whatever their
-// sizes: no input may lose bits for a larger one beside it, nor a sum overflow that a scale would
-// have brought back. `codes`: they are integers already, int8 from -127 to 127 (-128 counts as -127), which integer
-// weights multiply as they are; where a row has one scale, the sum is exact, and scaled once.
+// Otherwise a product has float32 accuracy relative to the sum of its terms' magnitudes, whatever their
+// sizes: no input may lose bits because of a larger neighbor, nor a sum overflow that a scale would
+// prevent. `codes`: they are integers already, int8 from -127 to 127 (-128 counts as -127), which integer
+// weights multiply directly; if a row has one scale, the sum is exact, and scaled once.
 constexpr int64_t kRounded = 512;
 
 struct Input {
@@ -68,7 +68,7 @@ struct Input {
 };
 
 // Keys and values of one part of a cache, each [B or 1, S, K, H], with positions [B or 1, S]: rows
-// may share values whose keys are turned for each, or see different ones of what they share.
+// may share values whose keys are rotated for each, or attend to different shared slots.
 struct Part {
   Kind kind;                        // kF32, kBF16, kF16, kInt8
   bool one_k, one_v, one_position;  // a row shared by all
@@ -78,8 +78,8 @@ struct Part {
   const int32_t* position;
 };
 
-// Queries [B, T, N, H], in float32 or bfloat16, and where they stand. window < 0: none. cap: what scores are bent to
-// stay within; 0: none.
+// Queries [B, T, N, H], in float32 or bfloat16, and their positions. window < 0: none. cap: soft cap on scores;
+// 0: none.
 struct Queries {
   const void* q;
   bool bf16;
@@ -95,7 +95,7 @@ inline int64_t spans_of(const Part& part) { return (part.slots + kSpan - 1) / kS
 
 struct Products {
   bool (*takes)(const Weight&, const Input&);
-  // Bytes that `prepare` writes for all rows: the input as `multiply` wants it.
+  // Bytes that `prepare` writes for all rows: the input as `multiply` needs it.
   size_t (*prepared_bytes)(const Weight&, const Input&);
   // Input rows begin <= r < end, where begin is a multiple of kStrip.
   void (*prepare)(const Weight&, const Input&, int64_t begin, int64_t end, void* prepared);
@@ -108,14 +108,14 @@ struct Kernels {
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
   // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of
-  // all parts, in turn) are folded into a state each, of state_bytes; the states merged in the spans' order, into
-  // the first; and the softmax-weighted values [tokens, N / K, H] put into out [B, T, N, H], of the queries' type.
+  // all parts, in order) are folded into one state each, of state_bytes; the states are merged in order into the
+  // first; and the softmax-weighted values [tokens, N / K, H] are written to out [B, T, N, H], in the queries' type.
   size_t (*state_bytes)(const Queries&, int64_t tokens);
   void (*fold)(const Queries&, const Part*, int64_t b, int64_t k, int64_t first, int64_t tokens, int64_t span,
                float* state);
   void (*merge)(const Queries&, int64_t tokens, float* state, const float* next);
   void (*put)(const Queries&, int64_t b, int64_t k, int64_t first, int64_t tokens, float* state, void* out);
-  // The same products by a matrix unit, in an order of additions of its own; null where there is none.
+  // The same products by a matrix unit, with another order of additions; null if there is none.
   Products many;
 };
 

@@ -1,10 +1,10 @@
-// Products by a matrix unit, where the layer has one: 16 weight rows times 16 input rows at once, of bfloat16 pairs
-// or of bytes.
+// Products by a matrix unit, if the layer has one: 16 weight rows times 16 input rows at once, of bfloat16 pairs or of
+// bytes.
 //
-// Weights lie in their rows, 64 bytes of each to a tile, or are put so for kRounded columns at a time; the input is
-// turned, 16 rows side by side (prepare_matrix). Columns that share a scale are added up in the unit, then scaled and
-// added to the output's total. An output's bits depend on its own two rows alone: the unit adds in the order of
-// columns, whatever is beside.
+// Weights are read from their rows, 64 bytes of each per tile, or copied so for kRounded columns at a time; the input
+// is transposed, 16 rows interleaved (prepare_matrix). Columns that share a scale are summed in the unit, then scaled
+// and added to the output's total. An output's bits depend on its own two rows alone: the unit adds in the order of
+// columns.
 #pragma once
 
 #include "inputs.h"
@@ -12,16 +12,16 @@
 namespace jaxllm {
 namespace {
 
-constexpr int64_t kTile = kStrip, kTiles = 2;  // rows of a tile; tiles that are multiplied at once, of either side
+constexpr int64_t kTile = kStrip, kTiles = 2;  // rows of a tile; tiles multiplied at once, of either side
 constexpr int64_t kTileFloats = kTile * kTile;
 
-// Weight rows that are taken at once: of more than two strips of inputs so many that these are read seldom.
+// Weight rows per block: many if there are more than two strips of inputs, so that these are read rarely.
 constexpr int64_t kFew = kTiles * kTile, kMost = 4 * kFew;
 
 inline bool by_matrix(const Weight& w, const Input& in) { return halves(w, in) || (rounded(w, in) && !in.codes); }
 
-// How a prepared input lies: strips of 16 rows, of each its columns in turn (64 bytes for 4 bytes of all 16 rows),
-// and then the steps of its blocks, of all 16 rows.
+// Layout of a prepared input: strips of 16 rows; of each, its columns in order (64 bytes for 4 bytes of all 16 rows),
+// and then the steps of its blocks, for all 16 rows.
 struct Strips {
   int64_t size, width, blocks;  // bytes of a number; columns; of rounded ones
 
@@ -68,20 +68,19 @@ inline void prepare_matrix(const Weight& w, const Input& in, int64_t begin, int6
   }
 }
 
-// What a tile of weights is read from: 16 rows, so far apart.
+// What a tile of weights is read from: 16 rows and their distance.
 struct Panel {
   const uint8_t* at;
   int64_t stride;
 };
 
-// Asks for what the next block will read in the place of these bytes.
+// Prefetches what the next block reads in place of these bytes.
 JAXLLM_INLINE void ask(const uint8_t* from, int64_t bytes, int64_t stride) {
   for (int64_t line = 0; line < bytes; line += 64) ahead(from + line, kFew * stride);
 }
 
-// Panels say, for a kind of weight: start(i, o), that row i of a block will be row o of the weights; fill(i, c,
-// columns, to), which writes those columns of it as the unit takes them; in_place(c, columns), whether they lie so
-// already.
+// Panels, one type per kind of weight: start(i, o) maps row i of a block to row o of the weights; fill(i, c, columns,
+// to) writes those of its columns as the unit takes them; in_place(c, columns) is whether they are stored so already.
 template <int Size>
 struct PlainPanels {  // bfloat16, or bytes
   const Weight& w;
@@ -166,7 +165,7 @@ struct Int4Panels {  // as bfloat16 or as bytes
   }
 };
 
-// The sums over one unit of columns from `k` on, of O tiles of weights and S strips.
+// Sums over one unit of columns from `k` on, for O tiles of weights and S strips.
 template <bool Pairs, int O, int S>
 JAXLLM_INLINE void sum_unit(const Panel* panel, const uint8_t* const* x, int64_t k, int64_t end, int64_t step,
                             bool ask) {
@@ -189,7 +188,7 @@ JAXLLM_INLINE void sum_unit(const Panel* panel, const uint8_t* const* x, int64_t
   }
 }
 
-// Adds a tile's sums to the totals of its outputs: `scale` for each weight row, so far apart; `step` for each input
+// Adds a tile's sums to the totals of its outputs: `scale` for each weight row, at a distance; `step` for each input
 // row.
 template <bool Pairs, int T>
 JAXLLM_INLINE void add_scaled(const float* scale, int64_t apart, const float* step, float* total) {
@@ -200,12 +199,13 @@ JAXLLM_INLINE void add_scaled(const float* scale, int64_t apart, const float* st
     const Floats of = all_of(scale[i * apart]), so_far = load<Floats>(total + kTile * i);
     if constexpr (Pairs)
       store(total + kTile * i, fma(load<Floats>(sums + 64 * i), of, so_far));
-    else  // scaled first: steps may be so large that nothing else fits
+    else  // scaled first: steps may be so large that anything else overflows
       store(total + kTile * i, fma(to_floats(load<Ints>(sums + 64 * i)) * of, by, so_far));
   }
 }
 
-// Outputs of a block of weight rows, [tile of weights][strip of inputs][weight row][input row], turned and put.
+// Transposes and writes the outputs of a block of weight rows, [tile of weights][strip of inputs][weight row][input
+// row].
 inline void put_totals(const float* total, int64_t rows, const Input& in, int64_t stride, float* y) {
   const int64_t count = up(in.rows, kTile) / kTile;
   for (int64_t t = 0; t * kTile < rows; t++)
@@ -222,7 +222,7 @@ inline void put_totals(const float* total, int64_t rows, const Input& in, int64_
 
 template <bool Pairs, class Panels>
 void multiply_panels(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr int64_t kSize = Pairs ? 2 : 1, kStride = kRounded * kSize + 64;  // of rows that were written
+  constexpr int64_t kSize = Pairs ? 2 : 1, kStride = kRounded * kSize + 64;  // of written rows
   if (!in.rows) return;
   const Strips strips(w, in);
   const int64_t columns = up(w.columns, integers(w) ? 128 : 32), count = up(in.rows, kTile) / kTile;

@@ -1,4 +1,4 @@
-// The number formats, one at a time, and memory of a thread's own.
+// Conversions of single numbers, and thread-local memory.
 #pragma once
 
 #include <cstdlib>
@@ -36,7 +36,7 @@ inline float element(Kind kind, const void* data, int64_t i) {
 
 inline bool sparse(const Weight& w) { return w.kind >= Kind::kSparse24F32; }
 
-// What the numbers of a sparse kind are; another kind itself.
+// The type of a sparse kind's numbers; other kinds unchanged.
 inline Kind dense_of(Kind kind) {
   switch (kind) {
     case Kind::kSparse24F32:
@@ -57,7 +57,7 @@ inline float scale_at(const Weight& w, int64_t i) { return element(w.half ? Kind
 
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// N floats of any kind that is an array of numbers.
+// N floats from any kind that is an array of numbers.
 JAXLLM_INLINE Floats floats_at(Kind kind, const void* data, int64_t i) {
   switch (kind) {
     case Kind::kBF16: return from_bf16(static_cast<const uint16_t*>(data) + i);

@@ -1,4 +1,4 @@
-// bfloat16 from 12 bits. Products have the bits of the same weights kept as bfloat16: the same units in the same order.
+// bfloat16 from 12 bits. Products have the same bits as with bfloat16 weights: the same units in the same order.
 #pragma once
 
 #include "product.h"
@@ -6,7 +6,7 @@
 namespace jaxllm {
 namespace {
 
-// The escapes of a row, `begin <= i < end`; nothing outside the arrays, whatever they hold.
+// The escapes of a row, `begin <= i < end`; never reads outside the arrays, whatever they hold.
 struct Range {
   int32_t begin, end;
 };
@@ -25,7 +25,7 @@ struct Packed {
   struct Row {
     const Packed* of;
     const uint8_t *bytes, *nibbles;
-    int32_t at, end, next;  // escapes, and the column of the first that is left
+    int32_t at, end, next;  // escapes, and the column of the next one
 
     JAXLLM_INLINE void fetch(int64_t c) const {
       ahead(bytes + c, of->distance);
@@ -46,7 +46,7 @@ struct Packed {
 
     int32_t column() const { return at < end ? of->w.escape_column[at] : INT32_MAX; }
 
-    // Puts the escapes of columns c to c + 63 in their places.
+    // Inserts the escapes of columns c to c + 63.
     __attribute__((noinline)) void patch(int64_t c, Halves (&out)[kValues]) {
       uint16_t plain[64];
       memcpy(plain, out, sizeof plain);

@@ -1,6 +1,6 @@
-// Attention of bfloat16 queries to a bfloat16 cache, by products of pairs: as attention.h has it, but weights are
-// rounded to bfloat16 before they meet values, as ops/attention.py rounds them. Keys are turned, and values
-// interleaved, so that a register holds pairs of numbers of kLanes columns.
+// Attention of bfloat16 queries to a bfloat16 cache, by products of pairs: as in attention.h, but weights are rounded
+// to bfloat16 before they multiply values, as in ops/attention.py. Keys are transposed, and values interleaved, so that
+// a register holds pairs of numbers of kLanes columns.
 #pragma once
 
 #include "softmax.h"
@@ -34,7 +34,7 @@ void pairs_product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64
   for (int n = 0; n < N; n++) store(c + r * c_stride + kLanes * n, sum[r][n]);
 }
 
-// The same for any number of rows, and of columns in whole kHalves.
+// The same for any number of rows, and full kHalves of columns.
 inline void pairs_products(int64_t rows, int64_t columns, const uint32_t* a, int64_t a_stride, const uint32_t* b,
                            int64_t b_stride, int64_t pairs, float* c, int64_t c_stride, bool add) {
   for (int64_t n = 0; n < columns; n += 4 * kLanes) {
@@ -49,7 +49,7 @@ inline void pairs_products(int64_t rows, int64_t columns, const uint32_t* a, int
   }
 }
 
-// Heads of the seen slots, as pairs of numbers by slot: out[H / 2][kBlock].
+// Keys of the visible slots, as pairs of channels by slot: out[H / 2][kBlock].
 inline void turned_keys(const uint16_t* k, int64_t apart, const Seen& seen, int64_t H, uint32_t* out) {
   for (int64_t j = 0; j < kBlock; j += kLanes)
     for (int64_t h = 0; h < H; h += kHalves) {
@@ -60,7 +60,7 @@ inline void turned_keys(const uint16_t* k, int64_t apart, const Seen& seen, int6
     }
 }
 
-// The same as pairs of slots by number: out[kBlock / 2][H]. False where one is not finite.
+// Values as pairs of slots by channel: out[kBlock / 2][H]. False if one is not finite.
 inline bool paired_values(const uint16_t* v, int64_t apart, const Seen& seen, int64_t H, uint32_t* out) {
   Halves wild = {};
   for (int64_t j = 0; j < kBlock; j += 2)
@@ -80,7 +80,7 @@ inline bool in_pairs(const Queries& s, const Part& part) {
   return s.bf16 && s.H % kHalves == 0 && part.kind == Kind::kBF16;
 }
 
-// False where a value that somebody sees is not finite: it must not reach those who do not.
+// False if a visible value is not finite: it must not reach queries that do not attend to it.
 inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_t end, Running* running) {
   const Queries& s = rows.s;
   const int64_t H = s.H, count = rows.count(), apart = s.K * H;
@@ -105,7 +105,7 @@ inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_
       put_floats(line, kBlock, true, weight, i * kBlock);
     }
     if (!paired_values(values, apart, seen, H, v)) return false;
-    // Values of all rows lie one after the other.
+    // Values of all rows, consecutively.
     pairs_products(count, H, reinterpret_cast<uint32_t*>(weight), kBlock / 2, v, H, (seen.count + 1) / 2,
                    running[0].value, H, true);
   }

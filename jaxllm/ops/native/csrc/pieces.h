@@ -1,5 +1,5 @@
-// XLA's buffers as the kernels' structures. Nothing is believed of a buffer that has not been checked
-// against all the others: what passes here, a kernel reads within bounds whatever it holds.
+// XLA's buffers as the kernels' structures. Every buffer is checked against all the others, so that
+// kernels read within bounds whatever the buffers hold.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ inline ffi::ErrorOr<std::vector<ffi::AnyBuffer>> pieces_of(const ffi::RemainingA
   return all;
 }
 
-// What elements of floats and of int8 a kind has; INVALID for kinds that are not one array.
+// The element type of a kind that is one array of floats or int8; INVALID for other kinds.
 inline Type type_of(Kind kind) {
   switch (kind) {
     case Kind::kF32: return Type::F32;
@@ -73,8 +73,8 @@ inline Type type_of(Kind kind) {
 
 inline int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
-// A sparse weight: bits [rows, whole 128 columns / 8], numbers, of bitmaps where each row's begin, and of integers the
-// rows' scales.
+// A sparse weight: bits [rows, columns padded to 128 / 8], numbers, for bitmaps where each row's begin, and for
+// integers the rows' scales.
 inline ffi::ErrorOr<Weight> sparse_of(Weight w, const std::vector<ffi::AnyBuffer>& piece) {
   const int64_t width = whole(w.columns, 128);
   const bool bitmap = w.kind >= Kind::kBitmapF32;
@@ -105,7 +105,7 @@ inline ffi::ErrorOr<Weight> sparse_of(Weight w, const std::vector<ffi::AnyBuffer
   return w;
 }
 
-// The weight of these pieces; `group` 0: a scale for a whole row.
+// The weight of these arrays; `group` 0: one scale per row.
 inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, int32_t kind, int64_t group,
                                       int64_t columns) {
   if (piece.empty() || piece[0].dimensions().size() != 2 || columns < 0)
@@ -167,8 +167,8 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
   return ffi::Unexpected(wrong("no weight is of kind " + std::to_string(kind)));
 }
 
-// The parts of a cache, for queries whose K they decide: for each its k, v and positions, and after
-// them the two scales where k is int8.
+// The parts of a cache, which determine the queries' K: for each its k, v and positions, and then the
+// two scales if k is int8.
 inline ffi::ErrorOr<std::vector<Part>> parts_of(const std::vector<ffi::AnyBuffer>& piece, Queries& queries) {
   const int64_t B = queries.B, H = queries.H;
   std::vector<Part> parts;

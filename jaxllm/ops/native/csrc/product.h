@@ -1,15 +1,15 @@
-// The product of weights and inputs, whatever the weights are: a tile over a source of weight values.
+// The product of any kind of weights with inputs: a tile over a source of weight values.
 //
-// A source says, for a kind of weight:
-//   Value          what a register of weights is: Floats of kLanes columns, or Halves, of twice as many bfloat16.
-//   kPairs         whether Halves meet bfloat16 inputs, two by two; else they are widened, and meet floats.
-//   kUnit          columns that are taken at once, and share their scales; kChunk: of which memory is asked for.
-//   kScales        none, one a row (applied last), or one for each lane of a unit.
+// A source defines, for a kind of weight:
+//   Value          a register of weights: Floats of kLanes columns, or Halves, of twice as many bfloat16.
+//   kPairs         whether Halves multiply bfloat16 inputs in pairs; else they are converted, and multiply floats.
+//   kUnit          columns that are multiplied at once, and share their scales; kChunk: columns per prefetch.
+//   kScales        none, one per row (applied last), or one for each lane of a unit.
 //   kMany          whether there are more input rows than a tile has.
-//   kTail          whether rows may end within a chunk: in memory, not in zeros.
-//   Row            row(o): where a row lies. fetch(c) asks for a later row's chunk, load(c, values) reads a unit's
+//   kTail          whether rows may end within a chunk, without zero padding.
+//   Row            row(o): a row's address. fetch(c) prefetches a later row's chunk, load(c, values) reads a unit's
 //                  columns from c on, scale(c) its scales.
-// The order of columns within a unit is the source's own; the input is put in the same (inputs.h).
+// The source defines the order of columns within a unit; the input is put in the same (inputs.h).
 #pragma once
 
 #include "tiles.h"
@@ -28,7 +28,7 @@ struct Two {
   Floats first, second;
 };
 
-// A register of weights as it is multiplied; and that, added to a sum.
+// A register of weights as it is multiplied; and its product, added to a sum.
 template <bool Pairs>
 JAXLLM_INLINE Floats factor(Floats w) {
   return w;
@@ -60,8 +60,8 @@ struct InputOf<true> {
 template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
-// Adds a unit's products to a tile's sums. P weight rows are taken at once: of a lone input row, whose sums would
-// wait for each other.
+// Adds a unit's products to a tile's sums. P weight rows at once, for a single input row, whose sums would wait for
+// each other.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
   typedef typename S::Value Value;
@@ -123,8 +123,8 @@ void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, int
   put(sum, w, o, r, S::kScales == Scales::kRow, y);
 }
 
-// Numbers between rows of a prepared input: not a power of two, or all rows of both factors would fall on the same
-// few lines of the first cache.
+// Distance between rows of a prepared input: not a power of two, or rows of both factors would share a few lines of the
+// L1 cache.
 inline int64_t stride_of(const Input& in) { return up(in.columns, 128) + 32 * 5; }
 
 template <class S>
@@ -138,7 +138,7 @@ void multiply_source(const S& source, const Weight& w, const Input& in, const ui
   });
 }
 
-// The values of a source's rows from `first` on, written out.
+// The values of a source's rows from `first` on, decoded to memory.
 template <class S>
 struct Expanded {
   typedef typename S::Value Value;
@@ -164,7 +164,7 @@ struct Expanded {
   JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
 };
 
-// The same where reading values is work, which is done once for many rows: more than two or four tiles of them.
+// The same if decoding values is expensive: done once for many rows, more than two or four tiles of them.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y) {

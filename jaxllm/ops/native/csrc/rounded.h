@@ -1,4 +1,4 @@
-// Integers times inputs rounded to int8. The sums of a group are whole numbers, and exact.
+// Integers times inputs rounded to int8. The sums of a group are integers, and exact.
 #pragma once
 
 #include "integers.h"
@@ -6,10 +6,10 @@
 namespace jaxllm {
 namespace {
 
-// As many columns of an input row as share a step. Byte 64 h + j of a chunk of 128 stands for that column (8-bit
-// weights) or for 32 (j / 16) + 16 h + j % 16 (4-bit ones, whose low and high bits lie so). `bias`: what the
-// weights' offset adds, for each lane of four bytes (of low and high bits together), to be subtracted; of 4-bit
-// weights with a zero point, what each of it adds. `whole`: of all, over lanes.
+// The columns of an input row that share a step. Byte 64 h + j of a chunk of 128 is that column (8-bit weights), or
+// column 32 (j / 16) + 16 h + j % 16 (4-bit weights, by the layout of their low and high bits). `bias`: the
+// contribution of the weights' offset, for each lane of four bytes (of low and high bits together), to be subtracted;
+// for 4-bit weights with a zero point, the contribution of each unit of it. `whole`: the total, over lanes.
 constexpr int64_t kChunks = kRounded / 128;
 
 struct alignas(64) Block {
@@ -22,15 +22,15 @@ struct alignas(64) Block {
 inline bool rounded(const Weight& w, const Input& in) { return integers(w) && in.rounded; }
 inline int64_t blocks_of(const Input& in) { return up(in.columns, kRounded) / kRounded; }
 
-// What one step stands for: in this one order of operations, as round_to_int8 of weights/linear.py has
-// it, for a quotient that is one bit off falls on the other side of a half; and 0 where XLA's threads,
-// which flush what a float cannot hold normally, have 0.
+// The size of one step, in the order of operations of round_to_int8 in weights/linear.py: a quotient
+// that is one bit off could round differently. 0 where XLA's threads, which flush subnormal numbers,
+// have 0.
 inline float step_of(float largest) {
   const float step = largest * (1.0f / 127);
   return step < 0x1p-126f ? 0 : step;
 }
 
-// Rounds kRounded numbers; returns their step: 0, with zeros, or NaN where one is not finite.
+// Rounds kRounded numbers; returns their step: 0 for all zeros, NaN if one is not finite.
 inline float write_digits(const float* x, int8_t* digit) {
   Floats most = {}, wild = {};  // infinities and NaN make the latter NaN
   for (int64_t i = 0; i < kRounded; i += kLanes) {
@@ -75,18 +75,18 @@ inline void write_block(const Weight& w, const float* x, bool codes, Block& out)
 // How a register of a weight row is read.
 enum class Read { kInt8Row, kInt8, kInt4, kInt4Zero };
 
-// The exact sum of whole numbers in all lanes.
+// The exact sum of integers in all lanes.
 JAXLLM_INLINE int32_t exact_sum(Ints v) {
   int32_t sum = 0;
   for (int i = 0; i < kLanes; i++) sum += v[i];
   return sum;
 }
 
-// Codes: inputs are codes and rows have one scale: sums are not scaled before they are whole.
+// Codes: inputs are codes and rows have one scale, so sums are scaled once, at the end.
 template <int O, int R, Read W, bool Codes>
 void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
   constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero, kRow = W == Read::kInt8Row;
-  constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share what is loaded of x
+  constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share loads of x
   constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
   const int64_t blocks = (chunks + kChunks - 1) / kChunks;
   const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
@@ -99,7 +99,7 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
   for (int i = 0; i < O; i++) JAXLLM_UNROLL
   for (int j = 0; j < R; j++) exact[i][j] = Ints{};
   for (int64_t b = 0; b < blocks; b++) {
-    Ints all[O][R];  // exact, where the row has one scale
+    Ints all[O][R];  // exact if the row has one scale
     Floats part[O][R];
     clear(part);
     JAXLLM_UNROLL
@@ -162,7 +162,7 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
     for (int i = 0; i < O && !Codes; i++) {
       const Floats scale = all_of(kRow ? scale_at(w, o + i) : 1);
       JAXLLM_UNROLL
-      for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that nothing else fits
+      for (int j = 0; j < R; j++) {  // scaled first: steps may be so large that anything else overflows
         const Floats block = kRow ? to_floats(all[i][j]) * scale : part[i][j];
         total[i][j] = fma(block, all_of(x[j * blocks + b].step), total[i][j]);
       }

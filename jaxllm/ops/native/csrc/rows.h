@@ -1,4 +1,4 @@
-// Rows of weights as the numbers that they stand for.
+// Dequantized rows of weights.
 #pragma once
 
 #include "packed.h"

@@ -1,4 +1,4 @@
-// The table of instruction sets. Each feature of a processor is asked for by itself.
+// The table of instruction sets. Each CPU feature is tested separately.
 #include "sets.h"
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -39,7 +39,7 @@ bool has_avx512() {
 
 bool has_bf16() { return has_avx512() && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"); }
 
-// Linux lets a process use the tiles' registers when it asks, once (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA).
+// Linux lets a process use the tile registers after a request (arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool has_amx() {
 #if defined(__linux__) && defined(SYS_arch_prctl)
   return has_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
@@ -49,7 +49,7 @@ bool has_amx() {
 #endif
 }
 #elif defined(__aarch64__)
-// `bit`: of the first (0) or second (1) word of Linux; `name`: as macOS has it.
+// `bit`: in the first (0) or second (1) hwcap word of Linux; `name`: the sysctl of macOS.
 bool has_arm([[maybe_unused]] int word, [[maybe_unused]] int bit, [[maybe_unused]] const char* name) {
 #if defined(__linux__)
   return getauxval(word ? AT_HWCAP2 : AT_HWCAP) >> bit & 1;

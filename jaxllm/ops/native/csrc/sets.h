@@ -1,4 +1,4 @@
-// Which instruction sets this library holds, and which of them this machine has.
+// The instruction sets that this library contains, and those that this machine supports.
 #pragma once
 
 #include <vector>
@@ -13,7 +13,7 @@ struct Set {
   bool (*there)();
 };
 
-// Those that this machine has, the best one last.
+// Those that this machine supports, the best one last.
 std::vector<Set> available_sets();
 
 }  // namespace jaxllm

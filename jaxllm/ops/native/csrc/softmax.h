@@ -1,4 +1,4 @@
-// Attention's running softmax: who sees what, how scores are absorbed, and how states are merged and put.
+// Attention's running softmax: visibility, absorbing scores, merging states and writing results.
 #pragma once
 
 #include "tiles.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kBlock = 64;
 
-// The rows of queries that one call answers: G heads of each token.
+// The query rows of one call: G heads of each token.
 struct Rows {
   const Queries& s;
   int64_t b, head, first, tokens;
@@ -21,14 +21,14 @@ struct Rows {
   }
 };
 
-// Which slots of a block any token sees, and which token sees which of those.
+// Which slots of a block are visible to any token, and which of those to each.
 struct Seen {
   int64_t count, slot[kBlock];
   alignas(64) int32_t masks[kStrip][kBlock];
 
   const int32_t* mask(int64_t token) const { return masks[token]; }
 
-  // Slots from `begin` on, as many as a block has; returns how many are seen.
+  // Up to a block of slots from `begin` on; returns how many are visible.
   int64_t look(const Rows& rows, const Part& part, int64_t begin, int64_t end) {
     const Queries& s = rows.s;
     const int32_t* asks = s.position + rows.b * s.T + rows.first;
@@ -66,8 +66,8 @@ struct Running {
   float* value;
 };
 
-// Takes a block's products in, of which `mask` tells those that count, and leaves their weights in their place. `each`:
-// what each is times, where that is not `scale` for all. False, and weights of zero, where one is not finite.
+// Absorbs those products of a block that `mask` selects, and replaces them by their weights. `each`: a factor for each,
+// if not `scale` for all. False, and weights of zero, if one is not finite.
 inline bool absorb(float* line, float scale, const float* each, const int32_t* mask, Running& row, int64_t width) {
   constexpr int kParts = int(kBlock / kLanes);
   Floats most = all_of(row.top);
@@ -81,7 +81,7 @@ inline bool absorb(float* line, float scale, const float* each, const int32_t* m
     most = larger(most, score);
     store(line + n * kLanes, score);
   }
-  if (any_of(wild) || row.top != row.top) {  // shows in the result, as it must
+  if (any_of(wild) || row.top != row.top) {  // must appear in the result
     row.top = row.total = NAN;
     memset(line, 0, 4 * kBlock);
     return false;
@@ -104,8 +104,8 @@ inline bool absorb(float* line, float scale, const float* each, const int32_t* m
   return true;
 }
 
-// The same of queries that may have a cap: where they have, the first `seen` products become scores before, which are
-// bent to stay within it (Gemma 2, section 2). Infinite products are not wild then.
+// The same for queries that may have a soft cap (Gemma 2, section 2): it is first applied to the first `seen` products.
+// Infinite products are not wild then.
 inline bool absorb(const Queries& s, float* line, const float* each, const int32_t* mask, int64_t seen, Running& row,
                    int64_t width) {
   if (!(s.cap > 0)) return absorb(line, s.scale, each, mask, row, width);
@@ -117,10 +117,10 @@ inline bool absorb(const Queries& s, float* line, const float* each, const int32
   return absorb(line, 1, nullptr, mask, row, width);
 }
 
-// Bytes of the state of a strip's rows: of each its top and total, then of each its value.
+// Bytes of the state of a strip's rows: top and total of each, then the value of each.
 inline size_t state_bytes(const Queries& s, int64_t tokens) { return 4 * tokens * (s.N / s.K) * (up(s.H, kLanes) + 2); }
 
-// A state with that of the slots after its own.
+// Merges a state with that of later slots.
 inline void merge(const Queries& s, int64_t tokens, float* state, const float* next) {
   const int64_t count = tokens * (s.N / s.K), width = up(s.H, kLanes);
   for (int64_t i = 0; i < count; i++) {

@@ -1,10 +1,10 @@
-// Sparse weights: of a row a bit for each column, and its numbers one after the other, in the columns' order
-// (weights/leaves/sparse.py). A register of columns is put together sixteen bytes at a time, by what a table says of
-// the bits: which number comes to which place, and where none does.
+// Sparse weights: for each row a bit per column, and its nonzero numbers in the order of columns
+// (weights/leaves/sparse.py). A register of columns is assembled sixteen bytes at a time, by a table that maps bits to
+// the position of each number, or to zero.
 //
-// One row of inputs meets the weights as they are read; more of them meet blocks of rows that were written out, in the
-// same order of additions. Inputs are floats in any set: products of bfloat16 pairs need the ports of a processor that
-// putting registers together needs.
+// A single input row is multiplied while weights are decoded; several rows are multiplied with decoded blocks of rows,
+// in the same order of additions. Inputs are floats in any set: products of bfloat16 pairs would use the same execution
+// ports as assembling registers.
 #pragma once
 
 #include "floats.h"
@@ -14,8 +14,8 @@
 namespace jaxllm {
 namespace {
 
-// For so many columns as make sixteen bytes of 32-bit and of 16-bit numbers, and for eight of bytes, by their bits:
-// of each byte, which it is of the numbers that are there; 128 where there is none.
+// Tables for sixteen bytes of 32-bit and of 16-bit numbers, and for eight bytes, indexed by the columns' bits: the
+// source byte, among the stored numbers, of each byte; 128 for zero.
 struct Places {
   uint8_t words[16][16], halves[256][16], bytes[256][8];
 };
@@ -54,8 +54,8 @@ struct BitsOf<uint32_t> {
   typedef uint16_t Type;
 };
 
-// The numbers of a row, T: as many bits. TwoOfFour: of each four columns two are stored; otherwise as many as bits
-// are set, and registers are asked for in turn. Spread: by the processor's own instruction.
+// The numbers of a row; T has as many bits. TwoOfFour: two of each four columns are stored; otherwise as many as bits
+// are set, and registers are read in order. Spread: by the processor's own instruction.
 template <class T, bool TwoOfFour, bool Spread>
 struct Numbers {
   const uint8_t* mask;
@@ -112,7 +112,7 @@ JAXLLM_INLINE Numbers<T, TwoOfFour, Spread> numbers_of(const Weight& w, int64_t 
   return {mask, values + (begin < 0 ? 0 : (begin < last ? begin : last)), values + last};
 }
 
-// call(T(), TwoOfFour, Spread) for what a kind is.
+// call(T(), TwoOfFour, Spread) for a kind.
 template <class Call>
 void by_kind(const Weight& w, const Call& call) {
   const auto spread = [&](auto number, auto two_of_four) {
@@ -132,7 +132,7 @@ void by_kind(const Weight& w, const Call& call) {
   }
 }
 
-// Asks for the numbers of columns c to c + 127 of a later row, and for its bits.
+// Prefetches the numbers of columns c to c + 127 of a later row, and its bits.
 template <class N>
 JAXLLM_INLINE void fetch_numbers(const N& row, int64_t c, bool two_of_four, int64_t distance, int64_t mask_distance) {
   const uint8_t* from = reinterpret_cast<const uint8_t*>(row.at + (two_of_four ? c / 2 : 0));
@@ -140,7 +140,7 @@ JAXLLM_INLINE void fetch_numbers(const N& row, int64_t c, bool two_of_four, int6
   if (!(c & 511)) ahead(row.mask + c / 8, mask_distance);
 }
 
-// A row written out, with its zeros, in whole 128 columns.
+// A decoded row, with its zeros, padded to 128 columns.
 inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
   by_kind(w, [&](auto number, auto two_of_four, auto spread) {
     typedef decltype(number) T;
@@ -154,12 +154,12 @@ inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
   });
 }
 
-// dense(rows, o, count) for `most` rows at a time, written out: weights whose row 0 is row o of these.
+// dense(rows, o, count) for `most` decoded rows at a time: weights whose row 0 is row o of these.
 template <class Dense>
 void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
   Weight rows = {};
   rows.kind = dense_of(w.kind);
-  rows.rows = w.rows;  // by which its outputs lie
+  rows.rows = w.rows;  // the distance of outputs
   rows.columns = w.columns;
   rows.stride = up(w.columns, 128) * number_bytes(rows.kind) + 64 * 3;
   rows.group = w.group;
@@ -199,7 +199,7 @@ struct Sparse {
       if constexpr (kInteger) {
         alignas(64) int8_t q[kBytes];
         store(q, numbers.next(c));
-        asm("" : "+m"(q));  // parts of it are to be read from there: taking registers apart costs as much as joining
+        asm("" : "+m"(q));  // read its parts from memory: splitting registers costs as much as joining them
         JAXLLM_UNROLL
         for (int n = 0; n < N; n++) out[n] = from_int8(q + n * kLanes);
       } else {

@@ -1,5 +1,5 @@
-// Tiles of O weight rows times R input rows: how a range is cut into them, what they sum into, and how memory is
-// asked for ahead. Each output has one accumulator that walks the columns in order, so its bits depend on nothing
+// Tiles of O weight rows times R input rows: how a range is divided into them, their sums, and
+// prefetching. Each output has one accumulator that walks the columns in order, so its bits depend on nothing
 // but its own two rows.
 #pragma once
 
@@ -14,14 +14,14 @@ struct Int {
 };
 
 // Rows are short and several are walked at once, so the processor's own prefetchers see little but
-// beginnings. Each line that is read asks for the one that a later tile will read in its place;
-// into the second cache, which keeps more requests in flight than the first.
+// beginnings. Each line that is read prefetches the one that a later tile reads in its place, into
+// the L2 cache, which keeps more requests in flight than L1.
 JAXLLM_INLINE void ahead(const uint8_t* line, int64_t distance) {
   if (distance) __builtin_prefetch(line + distance, 0, 2);
 }
 
-// From a tile to that later one, in whole tiles of four rows: at least 8 kB, which are read about as
-// fast as memory answers.
+// Distance to that later tile, in tiles of four rows: at least 8 kB, whose reading takes about one
+// memory latency.
 inline int64_t distance_of(int64_t stride) { return stride ? up(8 << 10, 4 * stride) : 0; }
 
 // A tile's sums, one for each of its outputs: kept in registers where all loops over them are
@@ -43,8 +43,8 @@ JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, int64_t o, int
   }
 }
 
-// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: four by four (or `Most` by four). What is left
-// over is computed with some that have been before, or one by one: an output's bits are the same in any tile.
+// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: four by four (or `Most` by four). The remainder
+// is computed in overlapping tiles, or row by row: an output's bits are the same in any tile.
 template <int Most, bool Many, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
@@ -61,13 +61,13 @@ void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   }
 }
 
-// As many weight rows as the second cache holds beside the input, in whole tiles; never none.
+// As many weight rows as the L2 cache holds besides the input, in full tiles; at least one tile.
 inline int64_t rows_in_cache(int64_t row_bytes) {
   const int64_t most = (256 << 10) / (row_bytes > 0 ? row_bytes : 1);
   return up(most > 0 ? most : 1, 4);
 }
 
-// some(begin, end) by as many at once as that, where they are needed again for the next four input rows.
+// some(begin, end) in blocks of that size, if rows are needed again for the next four input rows.
 template <class Some>
 void blocks(int64_t begin, int64_t end, int64_t row_bytes, int64_t rows, const Some& some) {
   const int64_t most = rows <= 4 ? end - begin : rows_in_cache(row_bytes);

@@ -3,18 +3,18 @@
 //
 // To add an instruction set
 //
-// 1. Write layers/NAME.h. It says
+// 1. Write layers/NAME.h. It defines
 //      JAXLLM_LANES(N)        how many 32-bit lanes a register has, which makes the types Floats, Ints, Bits
 //                             (N lanes), Halves (2 N bfloat16 numbers, as bits) and Bytes (4 N);
 //      kRegisters             how many of them there are: how large tiles may be;
-//    and what C++'s own arithmetic on vectors (lanes.h) does not:
-//      fma(a, b, c)           a b + c, rounded once where the set can;
+//    and operations that C++ arithmetic on vectors (lanes.h) lacks:
+//      fma(a, b, c)           a b + c, rounded once if the set can;
 //      larger(a, b), largest(v), sum(v)   a fixed order of additions; sums(v[4], out) is four at once;
 //      from_f16(p), from_int8(p)          N numbers, in order, as Floats;
-//      kOffset                what is added to signed weights before add_bytes: 128 where it takes them
-//                             unsigned (VNNI), else 0;
+//      kOffset                offset of signed weights for add_bytes: 128 if it takes them unsigned (VNNI),
+//                             else 0;
 //      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
-//                             127), those of four neighbours added to their lane;
+//                             127), those of four neighbors added to their lane;
 //      add_nibbles(sum, w, x) the same for w from 0 to 15;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
 //                             exponent base + index; put together from the lower and the upper eight bytes of
@@ -23,28 +23,27 @@
 //                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
 //                             i-th number; any order in which lane l of each register is of columns of the same
 //                             32 as byte 4 l;
-//      Spread(count)          .floats(p), .halves(p), .bytes(p): `count` neighbours (1, 2 or 4; no more than the
-//                             32 columns of a register of nibbles), each over its share of the lanes;
-//      joined(part[N / 4])    a register of so many times sixteen bytes;
+//      Spread(count)          .floats(p), .halves(p), .bytes(p): `count` neighbors (1, 2 or 4; no more than the
+//                             32 columns of a register of nibbles), each repeated over its share of the lanes;
+//      joined(part[N / 4])    a register from N / 4 times sixteen bytes;
 //      eights(p)              2 N bytes from p on, eight of them to the lower half of each sixteen;
-//      picked(from, place)    each byte that which `place` (0 to 15) says of the same sixteen of `from`; 0 from 128 on.
-//    Where it can put numbers to the places of a register that bits name, it defines JAXLLM_SPREADS, and
-//      spreads(bytes)         whether this processor does so for numbers of that size;
-//      spread(p, half, bits)  the numbers from p on (half a register of them, or a whole), uint32_t, uint16_t or
-//                             uint8_t, in turn where a bit is set, else 0.
-//    Where it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
-//      add_pairs(sum, a, b)   a b of two neighbours added to each lane;
-//      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; 16-bit numbers in turn.
-//    What a feature of some processors adds is an #ifdef in the layer: it is compiled for each set.
-// 2. Give it a line in CMakeLists.txt, with the compiler's flags. A matrix unit beside the vectors (layers/amx.h) is a
-//    set that has the kernels of another, and matrices.h for many rows.
-// 3. Give it a line in sets.cc, with how a processor is asked whether it has it, and one in
-//    INSTRUCTION_SETS of jaxllm/ops/native/__init__.py.
+//      picked(from, place)    for each byte, byte `place` (0 to 15) of the same sixteen of `from`; 0 from 128 on.
+//    If it can expand numbers into the lanes of a register whose bits are set, it defines JAXLLM_SPREADS, and
+//      spreads(bytes)         whether this processor can for numbers of that size;
+//      spread(p, half, bits)  the numbers from p on (for half or a full register), uint32_t, uint16_t or uint8_t, in
+//                             order where a bit is set, else 0.
+//    If it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
+//      add_pairs(sum, a, b)   a b of two neighbors added to each lane;
+//      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; alternating 16-bit numbers.
+//    Optional CPU features are #ifdefs in the layer, which is compiled for each set.
+// 2. Add it to CMakeLists.txt, with compiler flags. A set with a matrix unit (layers/amx.h) uses the kernels of another
+//    set, and matrices.h for many rows.
+// 3. Add it to sets.cc, with a test for its CPU features, and to INSTRUCTION_SETS in
+//    jaxllm/ops/native/__init__.py.
 //
-// A set may round in an order of its own: an output's last bits differ between sets (see
-// jaxllm/ops/native/__init__.py for how much), but within one they depend on nothing but the output's own rows.
-// Functions of the standard library's templates are not called here: the linker keeps one copy of each for all
-// sets, which may be of instructions that the processor has not.
+// Sets may round in different orders: an output's last bits differ between sets (see jaxllm/ops/native/__init__.py for
+// how much), but within one they depend only on the output's own rows. Do not call function templates of the standard
+// library here: the linker keeps one copy for all sets, which may use instructions that the processor lacks.
 #pragma once
 
 #ifndef JAXLLM_LAYER
@@ -61,11 +60,11 @@ constexpr int kHalves = 2 * kLanes, kBytes = 4 * kLanes;  // of a register
 
 JAXLLM_INLINE Floats all_of(float value) { return value - Floats{}; }
 
-// Two bfloat16 numbers to a lane: the first and the second of each.
+// Two bfloat16 numbers per lane: the first and the second of each.
 JAXLLM_INLINE Floats even(Halves v) { return Floats(Bits(v) << 16); }
 JAXLLM_INLINE Floats odd(Halves v) { return Floats(Bits(v) & 0xffff0000u); }
 
-// The bfloat16 numbers that floats are: first and second of each lane.
+// Floats rounded to bfloat16: the first and the second of each lane.
 JAXLLM_INLINE Halves narrow(Floats first, Floats second) { return Halves(Bits(first) >> 16 | Bits(second)); }
 
 // In order.
@@ -96,7 +95,7 @@ constexpr bool kPairs = false;
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) { sum = fma(odd(a), odd(b), fma(even(a), even(b), sum)); }
 #endif
 
-// exp by 2^n times a polynomial of degree 6 (Cephes' expf); 0 below -87, as nothing is above 0. NaN: anything.
+// exp as 2^n times a polynomial of degree 6 (Cephes' expf), for arguments up to 0; 0 below -87. NaN gives anything.
 JAXLLM_INLINE Floats exp_of(Floats x) {
   const Ints kept = x >= -87.0f;
   x = Floats(Ints(x) & kept);
@@ -114,8 +113,7 @@ JAXLLM_INLINE Floats exp_of(Floats x) {
   return Floats(Ints(p * power) & kept);
 }
 
-// tanh by a polynomial below 0.625, beyond it by exp (Cephes' tanhf), within two units in the last place. NaN stays
-// NaN.
+// tanh as a polynomial below 0.625, above with exp (Cephes' tanhf), within two units in the last place. NaN stays NaN.
 JAXLLM_INLINE Floats tanh_of(Floats x) {
   const Floats size = magnitude(x), e = exp_of(size * -2.0f), z = x * x;
   Floats p = all_of(-5.70498872745e-3f);

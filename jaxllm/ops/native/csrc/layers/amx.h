@@ -1,8 +1,8 @@
-// What the products by a matrix unit (matrices.h) are written over: AMX's tiles, and weights as tiles take them.
-//   MatrixUnit(bytes)      makes the tiles ready for this thread, until it ends: rows of weights of so many bytes;
+// The layer of products by a matrix unit (matrices.h): AMX's tiles, and weights as tiles take them.
+//   MatrixUnit(bytes)      configures the tiles for this thread during its lifetime; `bytes` per row of weights;
 //   clear_tile, load_tile, store_tile, add_tiles   by number, 0 to 7; add_tiles of bfloat16 pairs or of signed bytes;
 //   halves_of(p)           2 N signed bytes as bfloat16; nibbles_at(p), 4 N numbers of four bits; both in order;
-//   SmallHalves            small whole numbers as bfloat16.
+//   SmallHalves            small integers as bfloat16.
 // A processor that has AMX has all of layers/avx512.h.
 #pragma once
 
@@ -11,8 +11,8 @@
 namespace jaxllm {
 namespace {
 
-// Eight tiles: 0 to 3 of sums, 16 rows of 16 lanes, however few count (those of fewer are slower to read back); 4 and
-// 5 of weights, 16 rows of `bytes`; 6 and 7 of inputs.
+// Eight tiles: 0 to 3 of sums, always 16 rows of 16 lanes (smaller ones are slower to read back); 4 and 5 of weights,
+// 16 rows of `bytes`; 6 and 7 of inputs.
 struct MatrixUnit {
   explicit MatrixUnit(int bytes) {
     struct {
@@ -62,7 +62,7 @@ JAXLLM_INLINE Bytes nibbles_at(const uint8_t* p) {
   return Bytes(_mm512_and_si512(high, _mm512_set1_epi8(15)));
 }
 
-struct SmallHalves {  // -kBase to 31 - kBase, by the number added to that
+struct SmallHalves {  // -kBase to 31 - kBase, indexed by the number plus kBase
   static constexpr int kBase = 15;
   __m512i table;
 

@@ -1,4 +1,4 @@
-// AVX2, FMA and F16C; with AVX-VNNI where the compiler is told so.
+// AVX2, FMA and F16C; with AVX-VNNI if compiled for it.
 #pragma once
 
 #include <immintrin.h>
@@ -71,7 +71,7 @@ JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
   return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(place)));
 }
 
-struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   __m256i high, low;
 
   explicit Exponents(int base) {
@@ -99,7 +99,7 @@ typedef Halves NibbleValue;
 constexpr int nibble_column(int i) { return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 32 * 16 + i / 16 % 2 * 8 + i % 8; }
 
 template <bool Zero>
-struct Nibbles {  // with a zero point: of 0 to 15, whose sign comes after
+struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
   __m256i high, low;
 
   Nibbles() {

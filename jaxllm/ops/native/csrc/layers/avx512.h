@@ -1,4 +1,4 @@
-// AVX-512 F, BW, VL and DQ; with VNNI and with BF16 where the compiler is told so.
+// AVX-512 F, BW, VL and DQ; with VNNI and with BF16 if compiled for them.
 #pragma once
 
 #include <immintrin.h>
@@ -34,7 +34,7 @@ JAXLLM_INLINE Floats from_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 }
 
-// The products are said in assembly where GCC 12 would copy the sums from register to register.
+// Products are in assembly where GCC 12 would copy the sums from register to register.
 #ifdef __AVX512BF16__
 #define JAXLLM_PAIRS
 JAXLLM_INLINE void add_pairs(Floats& sum, Halves a, Halves b) {
@@ -108,8 +108,8 @@ JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
   return Bytes(_mm512_shuffle_epi8(__m512i(from), __m512i(place)));
 }
 
-// Every AVX-512 spreads lanes of 32 bits; VBMI2, which comes with most processors that have VNNI, narrower ones. It is
-// asked for beside the set, and said in assembly, as no set is compiled for it.
+// Every AVX-512 expands lanes of 32 bits; VBMI2, on most processors with VNNI, narrower ones. It is detected separately
+// and written in assembly, since no set is compiled for it.
 #define JAXLLM_SPREADS
 inline bool spreads(size_t bytes) {
 #ifdef __AVX512VNNI__
@@ -136,7 +136,7 @@ JAXLLM_INLINE Bytes spread(const uint8_t* p, bool half, uint64_t bits) {
   return Bytes(out);
 }
 
-struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   __m512i high, low;
 
   explicit Exponents(int base) {
@@ -184,7 +184,7 @@ struct Nibbles {
     JAXLLM_UNROLL
     for (int n = 0; n < 4; n++) {
       const __m512i mine = n ? _mm512_srli_epi16(word, 4 * n) : word;
-      __m512i index = mine;  // whose bits above the fourth are of no account
+      __m512i index = mine;  // bits above the fourth are ignored
       if (Zero) index = _mm512_add_epi16(_mm512_and_si512(mine, _mm512_set1_epi16(15)), shift);
       out[n] = Halves(_mm512_permutexvar_epi16(index, table));
     }

@@ -1,5 +1,5 @@
-// What every layer has alike: the vectors of N lanes, as the compiler knows them (GCC's vector extensions, which
-// clang has too), with the arithmetic of C++ on them, lane by lane, and what is written in terms of that.
+// Common to every layer: vectors of N lanes as compiler extensions (of GCC and clang), with lane-wise C++ arithmetic,
+// and functions written in terms of that.
 #pragma once
 
 #include <cstdint>

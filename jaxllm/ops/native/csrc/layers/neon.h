@@ -1,4 +1,4 @@
-// NEON, which every aarch64 has; with the products of dotprod and of bf16 where the compiler is told so.
+// NEON, which every aarch64 has; with the products of dotprod and of bf16 if compiled for them.
 #pragma once
 
 #include <arm_neon.h>
@@ -68,7 +68,7 @@ JAXLLM_INLINE Bytes eights(const void* p) {
 }
 JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) { return Bytes(vqtbl1q_u8(uint8x16_t(from), uint8x16_t(place))); }
 
-struct Exponents {  // of each index: the upper seven bits, and the lowest as the top bit of a byte
+struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   uint8x16_t high, low;
 
   explicit Exponents(int base) {
@@ -129,7 +129,7 @@ struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than wha
   }
 };
 
-struct Spread {  // a register is never of more than one group
+struct Spread {  // a register never spans groups
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
   JAXLLM_INLINE Floats halves(const uint16_t* p) const { return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(*p))); }

@@ -1,4 +1,4 @@
-// Any processor: the compiler's own vectors of 16 bytes (SSE2, VSX, RVV, or scalars), and no instruction by name.
+// Any processor: the compiler's own vectors of 16 bytes (SSE2, VSX, RVV, or scalars), and no intrinsics.
 #pragma once
 
 #include "lanes.h"
@@ -23,7 +23,7 @@ JAXLLM_INLINE void sums(const Floats (&v)[4], float* out) {
   for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
 }
 
-// Where a conversion of a few narrow numbers is not known to the processor, compilers take them one by one.
+// If the processor has no conversion of a few narrow numbers, compilers convert them one by one.
 typedef uint64_t Longs __attribute__((vector_size(16)));
 
 JAXLLM_INLINE Bits widened(Halves v, Halves below) {
@@ -33,7 +33,7 @@ JAXLLM_INLINE Bits widened(Halves v, Halves below) {
 JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
   const Ints bits = Ints(widened(Halves{}, Halves(Longs{load<uint64_t>(p), 0}))), magnitude = bits & 0x7fff;
   const Ints exponent = magnitude < 0x7c00 ? Ints{} + (112 << 23) : Ints{} + (224 << 23);  // infinity, NaN
-  // Below 2^-14 a plain number of steps; threads of XLA flush what a float cannot hold normally.
+  // Below 2^-14, an integer number of steps; XLA's threads flush subnormal floats.
   const Floats small = __builtin_convertvector(magnitude, Floats) * 0x1p-24f;
   const Ints wide = magnitude < 0x400 ? Ints(small) : (magnitude << 13) + exponent;
   return Floats(Bits(wide) | Bits(bits & 0x8000) << 16);
@@ -55,7 +55,7 @@ JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
 JAXLLM_INLINE Bytes eights(const void* p) { return Bytes(Longs{load<uint64_t>(p), 0}); }
 JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
-  uint8_t some[32] = {}, out[16];  // what is not there is one of the zeros
+  uint8_t some[32] = {}, out[16];  // missing numbers are one of the zeros
   store(some, from);
   for (int i = 0; i < 16; i++) out[i] = some[place[i] < 16 ? place[i] : 16];
   return load<Bytes>(out);
@@ -88,7 +88,7 @@ struct Nibbles {
   }
 };
 
-struct Spread {  // a register is never of more than one group
+struct Spread {  // a register never spans groups
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return load<float>(p) - Floats{}; }
   JAXLLM_INLINE Floats halves(const uint16_t* p) const {
