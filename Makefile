@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Packages count: an editable install remembers which there are.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard jaxllm/__init__.py jaxllm/*/__init__.py jaxllm/*/*/__init__.py) $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/*)
-CXX_SOURCES := $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* scripts/*.cc)
+CXX_SOURCES := $(wildcard jaxllm/ops/native/csrc/*.* jaxllm/ops/native/csrc/*/* scripts/tools/*.cc)
 # Files are compiled when they are imported, not all at once.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable
 
@@ -12,22 +12,25 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint constr
 # process that a test starts compile all of JAX again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test pytest test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
+.PHONY: demo test pytest test-more test-full test-arm lint format clean fuzz sanitize mutate soak bench-paths bench-memory bench-first bench-gpu
 
 demo: $(VENV)/.installed
 	$(BIN)/jaxllm generate demo:llama "Once upon a time" --echo --temperature 0.8 --seed 1
 
-# What is linted and what is run do not wait for each other.
+# Lint and tests run side by side.
 test: $(VENV)/.installed-test
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-# Most of the time is compiling: the tests of every day do without LLVM's expensive passes, with
-# XLA's plain emitters and in one piece, which gives the same numbers sooner.
-pytest: export XLA_FLAGS := --xla_backend_optimization_level=0 \
+# `test` holds every promise once; `test-more` holds the same promises on every family, mesh and
+# format. Most of the time is compiling, so both do without LLVM's expensive passes, with XLA's plain
+# emitters and in one piece, which gives the same numbers sooner.
+pytest test-more: export XLA_FLAGS := --xla_backend_optimization_level=0 \
 	--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false \
 	--xla_cpu_parallel_codegen_split_count=1
-pytest: $(VENV)/.installed-test
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not full"
+pytest: KIND := not full and not more
+test-more: KIND := more and not full
+pytest test-more: $(VENV)/.installed-test
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(KIND)"
 
 test-full: $(VENV)/.installed-full
 	$(BIN)/pytest -m full --timeout 3600 -s
@@ -38,39 +41,41 @@ fuzz: $(VENV)/.installed-test
 
 # The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set there is.
 sanitize: $(VENV)/.installed-test
-	$(BIN)/python scripts/sanitize.py --through-xla
+	$(BIN)/python scripts/tools/sanitize.py --through-xla
 
 # The kernels for aarch64, cross-built and run under an emulator where both are there.
 test-arm: $(VENV)/.installed-test
-	$(BIN)/python scripts/run_arm.py
+	$(BIN)/python scripts/tools/run_arm.py
 
 # Two minutes of an idle machine: kernels beside XLA, for each format and number of rows, on the best instruction set
 # there is. It writes the table that decides between them.
 bench-paths: $(VENV)/.installed
-	$(BIN)/python scripts/bench_paths.py --write
+	$(BIN)/python scripts/benchmarks/paths.py --write
 
 # Peak memory of every format at TinyLlama's shape: two processes each, half an hour and 5 GB of disk in all.
 bench-memory: $(VENV)/.installed
-	test -e build/memory-hf || $(BIN)/python scripts/make_checkpoint.py tinyllama build/memory-hf --dtype bfloat16
+	test -e build/memory-hf || $(BIN)/python scripts/tools/make_checkpoint.py tinyllama build/memory-hf --dtype bfloat16
 	test -e build/memory || $(BIN)/jaxllm convert build/memory-hf build/memory
-	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf
-	$(BIN)/python scripts/memory_table.py build/memory build/memory-hf --commands --scratch build
+	$(BIN)/python scripts/benchmarks/memory.py formats build/memory
+	$(BIN)/python scripts/benchmarks/memory.py formats build/memory-hf
+	$(BIN)/python scripts/benchmarks/memory.py commands build/memory --scratch build
+	$(BIN)/python scripts/benchmarks/memory.py commands build/memory-hf --scratch build
 
 # Where each tenth of a second goes until the first token: make bench-first MODEL=a-directory.
 bench-first: $(VENV)/.installed
-	$(BIN)/python scripts/first_token.py --model $(or $(MODEL),jaxllm/demo/llama)
+	$(BIN)/python scripts/benchmarks/first_token.py --model $(or $(MODEL),jaxllm/demo/llama)
 
 # Decoding and prompts on a GPU, with JAX installed for it.
 bench-gpu: $(VENV)/.installed
-	$(BIN)/python scripts/bench_gpu.py
+	$(BIN)/python scripts/benchmarks/gpu.py
 
 # Half an hour; what was found before and has not changed is not tried again.
 mutate: $(VENV)/.installed-test
-	$(BIN)/python scripts/mutate.py
+	$(BIN)/python scripts/tools/mutate.py
 
 # 1,000 requests and 10,000 generations: memory, compiled programs and answers stay what they are.
 soak: $(VENV)/.installed
-	$(BIN)/python scripts/soak.py
+	$(BIN)/python scripts/tools/soak.py
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -1,12 +1,12 @@
-"""Conversion between Hugging Face checkpoints and jaxllm: an engine, and a table per architecture.
+"""Conversion between Hugging Face checkpoints and jaxllm: an hf, and a table per architecture.
 
 `python -m convert SRC DST` writes the native format, `--to-hf` a Hugging Face directory.
 
-engine: reads and writes checkpoints by a table; tables: the columns of a table; layouts: fused
-matrices; experts: stacks of experts; decoders: rows that most tables share; flaxfiles: weights of
-transformers 4's Flax classes. The tables: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite,
+hf: reads and writes checkpoints by a table; tables: the columns of a table; fused_layouts: fused
+matrices; experts: stacks of experts; decoders: rows that most tables share; flax_msgpack: weights
+of transformers 4's Flax classes. The tables: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite,
 mixtral, olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3. Quantized checkpoints: scheme reads the
 settings of GPTQ and AWQ, codes packs and unpacks their int32 words, quantized builds leaves;
-compressed: compressed-tensors; quantized_export: writes integer weights in these formats. gguf:
-llama.cpp's files, both ways.
+compressed_tensors: compressed-tensors; quantized_export: writes integer weights in these formats.
+gguf: llama.cpp's files, both ways.
 """

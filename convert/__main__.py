@@ -1,9 +1,9 @@
 """`python -m convert` (installed: `python -m jaxllm.convert`) as an alias of `jaxllm convert`."""
 
-from jaxllm import process
+from jaxllm.runtime import signals
 
 if __name__ == "__main__":
-    process.begin()
+    signals.setup_process()
     import sys
 
     from jaxllm.cli import main

@@ -4,21 +4,20 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from jaxllm.config import ROPE_FIELDS, SHARED_FIELDS, Rope
-from jaxllm.errors import ConfigError
-from jaxllm.models.decoder import DecoderConfig
-
-from .tables import (
+from jaxllm.config.model import COMMON_ROPE_FIELDS, ROPE_FIELDS, Rope
+from jaxllm.convert.tables import (
     COMMON_ALLOWED,
     COMMON_IGNORED,
     REQUIRED,
     Architecture,
     Field,
+    divide_exactly,
     read_fields,
     refuse,
-    share,
     write_fields,
 )
+from jaxllm.errors import ConfigError
+from jaxllm.models.decoder import DecoderConfig
 
 Config = TypeVar("Config", bound=DecoderConfig)
 
@@ -37,12 +36,12 @@ FIELDS = (
 )
 ATTENTION_BIAS = Field("attention_bias", "attention_bias", False)
 MLP_BIAS = Field("mlp_bias", "mlp_bias", False)
-SLIDING = Field("sliding_window", "sliding_window", None)
+SLIDING_WINDOW = Field("sliding_window", "sliding_window", None)
 LAYER_TYPES = Field("layer_types", "layer_types", None)
-ROTARY_SHARE = "partial_rotary_factor"
-DIVISORS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
-ORIGINAL = "original_max_position_embeddings"
-ROPE = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
+PARTIAL_ROTARY_FACTOR = "partial_rotary_factor"
+DIVISOR_FIELDS = frozenset({"short_factor", "long_factor", "divisors"})  # lists
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
+ROPE_FIELD_NAMES = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
 ROPE_SETTINGS = frozenset({"type", *(field.name for field in dataclasses.fields(Rope))})
 # Like `COMMON_ALLOWED`, for rotary settings.
 ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -54,39 +53,39 @@ ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def table(
+def make_table(
     architecture: str,
     *fields: Field,
-    allowed: Mapping[str, tuple[Any, ...]] | None = None,
-    ignored: frozenset[str] = frozenset(),
-    but: tuple[str, ...] = (),
+    allowed_values: Mapping[str, tuple[Any, ...]] | None = None,
+    ignored_fields: frozenset[str] = frozenset(),
+    omit: tuple[str, ...] = (),
     prefix: str = "model.",
-    **more: Any,
+    **options: Any,
 ) -> Architecture:
     """Return a family's table.
 
     Args:
         architecture: The prefix of its class names.
         fields: Fields that extend or replace the common ones.
-        but: Common fields that the family lacks.
-        more: Other arguments of `Architecture`.
+        omit: Common fields that the family lacks.
+        options: Other arguments of `Architecture`.
     """
-    own = {f.theirs for f in fields} | {f.ours for f in fields} | set(but)
+    own = {f.theirs for f in fields} | {f.ours for f in fields} | set(omit)
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
     return Architecture(
         architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
-        allowed={**COMMON_ALLOWED, **(allowed or {})},
+        allowed_values={**COMMON_ALLOWED, **(allowed_values or {})},
         # use_sliding_window: if no row reads it, sliding_window alone decides.
-        ignored=COMMON_IGNORED
-        | ROPE
+        ignored_fields=COMMON_IGNORED
+        | ROPE_FIELD_NAMES
         | {"layer_types"}
         | ({"use_sliding_window"} if "sliding_window" in own else set())
-        | ignored,
-        skipped=(r"(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq",),
+        | ignored_fields,
+        buffers=(r"(layers\.\d+\.(self_attn|attention)\.)?rotary_emb\.inv_freq",),
         prefix=prefix,
         writes_prefix=True,
-        **more,
+        **options,
     )
 
 
@@ -109,9 +108,13 @@ def read_decoder(
     """
     fields, complaints = read_fields(table, data)
     rope = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
-    if rope is not None and rope.partial_rotary_factor and ROTARY_SHARE not in table.ignored:
+    if (
+        rope is not None
+        and rope.partial_rotary_factor
+        and PARTIAL_ROTARY_FACTOR not in table.ignored_fields
+    ):
         complaints.append(
-            f"{ROTARY_SHARE} must be 1 or null, got {rope.partial_rotary_factor}:"
+            f"{PARTIAL_ROTARY_FACTOR} must be 1 or null, got {rope.partial_rotary_factor}:"
             " transformers rotates whole heads in this family"
         )
     fields["rope"] = rope
@@ -119,7 +122,7 @@ def read_decoder(
     if fields.get("num_key_value_heads") is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     if fields.get("head_dim") is None:
-        fields["head_dim"] = share("hidden_size", fields, "num_attention_heads")
+        fields["head_dim"] = divide_exactly("hidden_size", fields, "num_attention_heads")
     finish(fields, complaints)
     refuse("config.json", complaints)
     made = config(**fields)
@@ -144,7 +147,7 @@ def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -
         "architectures": [table.architectures[0]],
         "model_type": model_type,
         **write_fields(table, config),
-        **written_rope(config.rope, config.max_position_embeddings),
+        **write_rope(config.rope, config.max_position_embeddings),
     }
 
 
@@ -158,7 +161,7 @@ def check_heads(config: DecoderConfig, table: Architecture) -> None:
     fixed = all(field.ours != "head_dim" for field in table.fields)
     if fixed and heads * size != hidden:
         wanted = f"hidden_size {hidden} = num_attention_heads x {size}"
-    elif table.divides_width and hidden % heads:
+    elif table.heads_divide_width and hidden % heads:
         group = heads // config.num_key_value_heads
         fit = [n for n in range(group, heads + 1, group) if hidden % n == 0]
         wanted = f"one of {', '.join(map(str, fit))}" if fit else f"a divisor of {hidden}"
@@ -186,9 +189,9 @@ def resolve_layer_types(
     return finish
 
 
-def written_rope(rope: Rope, context: int) -> dict[str, Any]:
+def write_rope(rope: Rope, context: int) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` as in published files. context: maximum length."""
-    if rope.extended:
+    if rope.is_self_extended:
         raise ConfigError(
             "Self-Extend (group_size, neighbor_window) cannot be saved in the Hugging Face format:"
             " transformers does not support it. Save the model without it, or in the native format"
@@ -198,7 +201,7 @@ def written_rope(rope: Rope, context: int) -> dict[str, Any]:
     if rope.rope_type == "divisors":  # transformers has it only as this special case of longrope
         divisors = list(settings.pop("divisors"))
         settings = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors}
-        settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL: context}
+        settings |= {"factor": 1.0, "attention_factor": 1.0, ORIGINAL_CONTEXT: context}
     data = {"rope_theta": theta, "rope_scaling": None if rope.rope_type == "default" else settings}
     return data if share is None else {**data, "partial_rotary_factor": share}
 
@@ -206,7 +209,7 @@ def written_rope(rope: Rope, context: int) -> dict[str, Any]:
 def unknown_rope_settings(data: Mapping[str, Any]) -> list[str]:
     """Return the rotary settings in a config.json that no type has, as "rope_scaling.NAME"."""
     found = []
-    for name in sorted(ROPE & data.keys()):
+    for name in sorted(ROPE_FIELD_NAMES & data.keys()):
         given = data[name] if isinstance(data[name], Mapping) else {}
         inner = {k: v for k, v in given.items() if isinstance(v, Mapping)}  # per layer type
         for where, settings in {
@@ -247,7 +250,7 @@ def read_rope(
                 complaints.append(f"{name}.{key} must be {values}, got {value!r:.60}")
             if settings.setdefault(key, value) != value:
                 complaints.append(f"{key} differs between rope_scaling and rope_parameters")
-    for name in ("rope_theta", *SHARED_FIELDS):
+    for name in ("rope_theta", *COMMON_ROPE_FIELDS):
         value = data.get(name)
         if value is not None and settings.setdefault(name, value) != value:
             complaints.append(f"{name} differs between rope_parameters and the top level")
@@ -262,21 +265,21 @@ def read_rope(
         complaints.append(f"rope_type {kind!r:.40} is not supported (known: {known})")
         return None
     required, optional = ROPE_FIELDS[kind]
-    if ORIGINAL in required and (said := data.get(ORIGINAL, context)) is not None:
-        settings.setdefault(ORIGINAL, said)
+    if ORIGINAL_CONTEXT in required and (said := data.get(ORIGINAL_CONTEXT, context)) is not None:
+        settings.setdefault(ORIGINAL_CONTEXT, said)
     # Files contain leftovers of other types; transformers reads only the settings of its type.
-    used = {"rope_type", "rope_theta", *required, *optional, *SHARED_FIELDS}
+    used = {"rope_type", "rope_theta", *required, *optional, *COMMON_ROPE_FIELDS}
     missing = [name for name in required if name not in settings]
     if missing:
         complaints.append(f"rope_type {kind!r} requires {', '.join(missing)}")
     if complaints:
         return None
-    for name in DIVISORS & set(settings):
+    for name in DIVISOR_FIELDS & set(settings):
         if isinstance(settings[name], list):
             settings[name] = tuple(settings[name])
     kept = {k: v for k, v in settings.items() if k in used}
     short, long = kept.get("short_factor"), kept.get("long_factor")
     if kind == "longrope" and short == long and kept.get("attention_factor") == 1:
-        shared = {name: kept[name] for name in SHARED_FIELDS if name in kept}
+        shared = {name: kept[name] for name in COMMON_ROPE_FIELDS if name in kept}
         return Rope(rope_type="divisors", rope_theta=kept["rope_theta"], divisors=short, **shared)
     return Rope(**kept)

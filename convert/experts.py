@@ -3,24 +3,23 @@
 import dataclasses
 import re
 
+from jaxllm.convert.fused_layouts import Tensors
 from jaxllm.errors import CheckpointError
-from jaxllm.models.experts import MixtureConfig
-from jaxllm.weights.lazy import LazyTensor, stacked
+from jaxllm.models.moe import MoEConfig
+from jaxllm.weights.lazy import LazyTensor, stack_tensors
 
-from .layouts import Tensors
-
-OURS = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _LAYER = r"(layers\.\d+\.)"
 _STACK = re.compile(_LAYER + r"mlp\.experts\.(gate_proj|up_proj|down_proj)\.weight")
-_WHOLE = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
+_FUSED = re.compile(_LAYER + r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 # Fields that only training reads.
-ROUTER = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+ROUTER_FIELDS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
+class ExpertLayout:
     """The experts of each layer, read in two layouts and written in the published one.
 
     Published files have one matrix per expert, `{module}.experts.3.{name}.weight`. transformers 5
@@ -33,54 +32,54 @@ class Experts:
     """
 
     module: str
-    names: tuple[str, str, str] = OURS
+    names: tuple[str, str, str] = PROJECTIONS
 
-    def knows(self, path: str) -> bool:
-        return any(r.fullmatch(path) for r in (self._one, self._router, _WHOLE))
+    def matches(self, path: str) -> bool:
+        return any(r.fullmatch(path) for r in (self._expert_pattern, self._router_pattern, _FUSED))
 
-    def read(self, tensors: Tensors, config: MixtureConfig) -> Tensors:
+    def read(self, tensors: Tensors, config: MoEConfig) -> Tensors:
         made, each = Tensors(), dict[str, dict[int, LazyTensor]]()
         for path, tensor in tensors.items():
-            if found := self._one.fullmatch(path):
-                name = OURS[self.names.index(found[3])]
+            if found := self._expert_pattern.fullmatch(path):
+                name = PROJECTIONS[self.names.index(found[3])]
                 stack = each.setdefault(f"{found[1]}mlp.experts.{name}.weight", {})
                 stack[int(found[2])] = tensor
-            elif found := _WHOLE.fullmatch(path):
-                made |= _parts(path, found[1], tensor, config)
-            elif found := self._router.fullmatch(path):
+            elif found := _FUSED.fullmatch(path):
+                made |= _split_fused_experts(path, found[1], tensor, config)
+            elif found := self._router_pattern.fullmatch(path):
                 made[f"{found[1]}mlp.gate.weight"] = tensor
             else:
                 made[path] = tensor
         for path, experts in each.items():
             if path in made:
                 raise CheckpointError(f"{path} is stored twice, stacked and per expert")
-            made[path] = _stacked(path, experts, config.num_experts)
+            made[path] = _stack_experts(path, experts, config.num_experts)
         return made
 
-    def write(self, tensors: Tensors, config: MixtureConfig) -> Tensors:
+    def write(self, tensors: Tensors, config: MoEConfig) -> Tensors:
         made = Tensors()
         for path, tensor in tensors.items():
             if found := _STACK.fullmatch(path):
-                name = self.names[OURS.index(found[2])]
+                name = self.names[PROJECTIONS.index(found[2])]
                 for expert in range(tensor.shape[0]):
                     to = f"{found[1]}{self.module}.experts.{expert}.{name}.weight"
-                    made[to] = _expert(tensor, expert)
+                    made[to] = _slice_expert(tensor, expert)
             else:
                 router = re.fullmatch(_LAYER + r"mlp\.gate\.weight", path)
                 made[f"{router[1]}{self.module}.gate.weight" if router else path] = tensor
         return made
 
     @property
-    def _one(self) -> re.Pattern[str]:
+    def _expert_pattern(self) -> re.Pattern[str]:
         names = "|".join(map(re.escape, self.names))
         return re.compile(rf"{_LAYER}{self.module}\.experts\.(\d{{1,4}})\.({names})\.weight")
 
     @property
-    def _router(self) -> re.Pattern[str]:
+    def _router_pattern(self) -> re.Pattern[str]:
         return re.compile(rf"{_LAYER}{self.module}\.gate\.weight")
 
 
-def _stacked(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTensor:
+def _stack_experts(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTensor:
     if sorted(experts) != list(range(count)):
         raise CheckpointError(
             f"{path}: the checkpoint has experts {sorted(experts)}, but config.json sets {count}"
@@ -92,10 +91,10 @@ def _stacked(path: str, experts: dict[int, LazyTensor], count: int) -> LazyTenso
                 f"{path}: expert {number} is {tensor.dtype} {tensor.shape}, expert 0 is"
                 f" {first.dtype} {first.shape}"
             )
-    return stacked([experts[i] for i in range(count)])
+    return stack_tensors([experts[i] for i in range(count)])
 
 
-def _parts(path: str, layer: str, tensor: LazyTensor, config: MixtureConfig) -> Tensors:
+def _split_fused_experts(path: str, layer: str, tensor: LazyTensor, config: MoEConfig) -> Tensors:
     """Split transformers 5's stacked tensor into ours."""
     E, D, F = config.num_experts, config.hidden_size, config.expert_size
     fused = path.endswith("gate_up_proj")
@@ -105,14 +104,16 @@ def _parts(path: str, layer: str, tensor: LazyTensor, config: MixtureConfig) -> 
     if not fused:
         return {f"{layer}mlp.experts.down_proj.weight": tensor}
     return {
-        f"{layer}mlp.experts.{name}.weight": stacked(
-            [_expert(tensor, e, begin, begin + F) for e in range(E)]
+        f"{layer}mlp.experts.{name}.weight": stack_tensors(
+            [_slice_expert(tensor, e, begin, begin + F) for e in range(E)]
         )
         for name, begin in (("gate_proj", 0), ("up_proj", F))
     }
 
 
-def _expert(stack: LazyTensor, number: int, begin: int = 0, end: int | None = None) -> LazyTensor:
+def _slice_expert(
+    stack: LazyTensor, number: int, begin: int = 0, end: int | None = None
+) -> LazyTensor:
     """Return one matrix of a stack, or some of its rows."""
     one = stack.rows(number, number + 1)
     rows = range(stack.shape[1])[begin:end]

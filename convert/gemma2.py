@@ -3,20 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import (
+    ATTENTION_BIAS,
+    LAYER_TYPES,
+    make_table,
+    read_decoder,
+    resolve_layer_types,
+    write_decoder,
+)
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.gemma2 import Gemma2Config, GemmaConfig
 
-from .decoders import (
-    ATTENTION_BIAS,
-    LAYER_TYPES,
-    read_decoder,
-    resolve_layer_types,
-    table,
-    write_decoder,
-)
-from .tables import Architecture, Field
-
-GEMMA = (
+GEMMA_FIELDS = (
     ATTENTION_BIAS,
     LAYER_TYPES,
     Field("head_dim", "head_dim", 256),
@@ -27,16 +26,16 @@ GEMMA = (
 )
 # hidden_act: early files have it besides hidden_activation, but transformers does not read it.
 IGNORED = frozenset({"cache_implementation", "hidden_act"})
-GEMMA2 = table(
+GEMMA2 = make_table(
     "Gemma2",
-    *GEMMA,
+    *GEMMA_FIELDS,
     Field("max_position_embeddings", "max_position_embeddings", 8192),
     Field("attn_logit_softcapping", "attn_logit_softcapping", None),
     Field("final_logit_softcapping", "final_logit_softcapping", None),
-    ignored=IGNORED,
-    divides_width=True,
+    ignored_fields=IGNORED,
+    heads_divide_width=True,
 )
-CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 READS = {"gemma2": GEMMA2}
 
@@ -44,7 +43,7 @@ READS = {"gemma2": GEMMA2}
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma2Config:
     """Return the configuration; raise ConfigError with everything that is wrong."""
     every_other = resolve_layer_types(lambda _, i: i % 2 == 0)
-    return read_decoder(Gemma2Config, table, {**CAPS, **data}, finish=every_other)
+    return read_decoder(Gemma2Config, table, {**SOFT_CAPS, **data}, finish=every_other)
 
 
 def write_gemma(config: GemmaConfig, table: Architecture, model_type: str) -> dict[str, Any]:

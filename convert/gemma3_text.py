@@ -4,37 +4,36 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
+from jaxllm.convert.decoders import make_table, read_decoder, read_rope, resolve_layer_types
+from jaxllm.convert.gemma2 import GEMMA_FIELDS, IGNORED, write_gemma
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.models.gemma3_text import Gemma3Config
 
-from .decoders import read_decoder, read_rope, resolve_layer_types, table
-from .gemma2 import GEMMA, IGNORED, write_gemma
-from .tables import Architecture, Field
-
-GEMMA3 = table(
+GEMMA3 = make_table(
     "Gemma3",
-    *GEMMA,
+    *GEMMA_FIELDS,
     Field("final_logit_softcapping", "final_logit_softcapping", None),
     Field("max_position_embeddings", "max_position_embeddings", 131072),
     Field("sliding_window_pattern", "sliding_window_pattern", 6),
     Field("_sliding_window_pattern", "_sliding_window_pattern", None),
-    ignored=IGNORED | {"rope_local_base_freq"},
-    divides_width=True,
+    ignored_fields=IGNORED | {"rope_local_base_freq"},
+    heads_divide_width=True,
 )
 
 READS = {"gemma3_text": GEMMA3}
-LOCAL = 10000.0  # the default base of sliding-window layers
-GLOBAL = 1000000.0
+LOCAL_THETA = 10000.0  # the default base of sliding-window layers
+GLOBAL_THETA = 1000000.0
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma3Config:
     """Return the configuration; raise ConfigError with everything that is wrong."""
     both = data.get("rope_parameters")
-    local: Mapping[str, Any] = {"rope_theta": data.get("rope_local_base_freq", LOCAL)}
+    local: Mapping[str, Any] = {"rope_theta": data.get("rope_local_base_freq", LOCAL_THETA)}
     if isinstance(both, Mapping) and {"full_attention", "sliding_attention"} & set(both):
-        local = {"rope_theta": LOCAL, "rope_parameters": both.get("sliding_attention")}
+        local = {"rope_theta": LOCAL_THETA, "rope_parameters": both.get("sliding_attention")}
         if isinstance(both.get("sliding_attention"), Mapping):
-            local = {"rope_parameters": {"rope_theta": LOCAL, **both["sliding_attention"]}}
+            local = {"rope_parameters": {"rope_theta": LOCAL_THETA, **both["sliding_attention"]}}
         data = {**data, "rope_parameters": both.get("full_attention")}
 
     def finish(fields: dict[str, Any], complaints: list[str]) -> None:
@@ -47,7 +46,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma3Config:
         context = fields["max_position_embeddings"]
         fields["local_rope"] = read_rope(local, context, complaints)
 
-    return read_decoder(Gemma3Config, table, data, theta=GLOBAL, finish=finish)
+    return read_decoder(Gemma3Config, table, data, theta=GLOBAL_THETA, finish=finish)
 
 
 def write_config(config: Gemma3Config) -> tuple[dict[str, Any], Architecture]:
@@ -55,10 +54,10 @@ def write_config(config: Gemma3Config) -> tuple[dict[str, Any], Architecture]:
     data = write_gemma(config, GEMMA3, "gemma3_text")
     if config.local_rope == Rope(rope_type="default", rope_theta=config.local_rope.rope_theta):
         return {**data, "rope_local_base_freq": config.local_rope.rope_theta}, GEMMA3
-    return {**data, **_written_both(config)}, GEMMA3
+    return {**data, **_write_both_ropes(config)}, GEMMA3
 
 
-def _written_both(config: Gemma3Config) -> dict[str, Any]:
+def _write_both_ropes(config: Gemma3Config) -> dict[str, Any]:
     """Return transformers 5's fields, if the sliding-window layers are scaled too."""
 
     def settings(rope: Rope) -> dict[str, Any]:

@@ -3,19 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.models.gpt2 import GPT2Config
-
-from .tables import (
+from jaxllm.convert.tables import (
     COMMON_ALLOWED,
     COMMON_IGNORED,
     REQUIRED,
     Architecture,
     Field,
+    divide_exactly,
     read_fields,
     refuse,
-    share,
     write_fields,
 )
+from jaxllm.models.gpt2 import GPT2Config
 
 FIELDS = (
     Field("vocab_size", "vocab_size", REQUIRED),
@@ -34,10 +33,10 @@ FIELDS = (
 GPT2 = Architecture(
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     fields=FIELDS,
-    allowed={**COMMON_ALLOWED, "layer_types": ()},
+    allowed_values={**COMMON_ALLOWED, "layer_types": ()},
     # reorder_and_upcast_attn: attention is always in float32 here. n_ctx: a second name of
     # n_positions in older files; read_config checks that they agree.
-    ignored=COMMON_IGNORED
+    ignored_fields=COMMON_IGNORED
     | {
         "attn_pdrop",
         "embd_pdrop",
@@ -56,8 +55,8 @@ GPT2 = Architecture(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    transposed=(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",),
-    skipped=(r"h\.\d+\.attn\.(bias|masked_bias)",),
+    conv1d=(r"h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight",),
+    buffers=(r"h\.\d+\.attn\.(bias|masked_bias)",),
     prefix="transformer.",
     writes_prefix=False,  # like the published files
 )
@@ -72,7 +71,7 @@ def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
     if data.get("n_ctx") not in (None, data.get("n_positions")):
         complaints.append(f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}")
     refuse("config.json", complaints)
-    head_dim = share("hidden_size", fields, "num_attention_heads")
+    head_dim = divide_exactly("hidden_size", fields, "num_attention_heads")
     if fields["intermediate_size"] is None:
         fields["intermediate_size"] = 4 * fields["hidden_size"]
     heads = fields["num_attention_heads"]

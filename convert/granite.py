@@ -3,10 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    make_table,
+    read_decoder,
+    write_decoder,
+)
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.models.granite import GraniteConfig
-
-from .decoders import ATTENTION_BIAS, MLP_BIAS, read_decoder, table, write_decoder
-from .tables import Architecture, Field
 
 MULTIPLIERS = (
     "embedding_multiplier",
@@ -14,7 +19,7 @@ MULTIPLIERS = (
     "attention_multiplier",
     "logits_scaling",
 )
-GRANITE = table(
+GRANITE = make_table(
     "Granite", ATTENTION_BIAS, MLP_BIAS, *(Field(name, name, 1.0) for name in MULTIPLIERS)
 )
 

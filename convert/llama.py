@@ -4,31 +4,37 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.convert.decoders import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    SLIDING_WINDOW,
+    make_table,
+    read_decoder,
+    write_decoder,
+)
+from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
-from jaxllm.longer import LongAttention
 from jaxllm.models.llama import LlamaConfig
 
-from .decoders import ATTENTION_BIAS, MLP_BIAS, SLIDING, read_decoder, table, write_decoder
-from .tables import Architecture
-
-LLAMA = table(
+LLAMA = make_table(
     "Llama",
     ATTENTION_BIAS,
     MLP_BIAS,
-    ignored=frozenset({"attention"}),  # jaxllm's own field, read below
-    divides_width=True,
+    ignored_fields=frozenset({"attention"}),  # jaxllm's own field, read below
+    heads_divide_width=True,
 )
 LLAMA = dataclasses.replace(LLAMA, architectures=(*LLAMA.architectures, "LLaMAForCausalLM"))
 # Mistral's linears have no biases, and its configuration has no fields for them.
-MISTRAL = table("Mistral", SLIDING)
+MISTRAL = make_table("Mistral", SLIDING_WINDOW)
 
 READS = {"llama": LLAMA, "mistral": MISTRAL}
 
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> LlamaConfig:
     """Return the configuration; raise ConfigError with everything that is wrong."""
-    given = data.get("attention") if "attention" in table.ignored else None
+    given = data.get("attention") if "attention" in table.ignored_fields else None
     if given is None:
         return read_decoder(LlamaConfig, table, data)
     where = "config.json: attention"

@@ -3,23 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import SLIDING_WINDOW, make_table, read_decoder, write_decoder
+from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.models.mixtral import MixtralConfig
 
-from .decoders import SLIDING, read_decoder, table, write_decoder
-from .experts import ROUTER, Experts
-from .tables import Architecture, Field
-
-MIXTRAL = table(
+MIXTRAL = make_table(
     "Mixtral",
-    SLIDING,
+    SLIDING_WINDOW,
     Field("num_key_value_heads", "num_key_value_heads", 8),
     Field("max_position_embeddings", "max_position_embeddings", 4096 * 32),
     Field("rms_norm_eps", "norm_eps", 1e-5),
     Field("num_local_experts", "num_experts", 8),
     Field("num_experts_per_tok", "num_experts_per_tok", 2),
-    ignored=ROUTER,
+    ignored_fields=ROUTER_FIELDS,
     aliases={"num_experts": "num_local_experts"},
-    layouts=(Experts("block_sparse_moe", ("w1", "w3", "w2")),),
+    layouts=(ExpertLayout("block_sparse_moe", ("w1", "w3", "w2")),),
 )
 
 READS = {"mixtral": MIXTRAL}

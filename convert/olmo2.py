@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import ATTENTION_BIAS, make_table, read_decoder, write_decoder
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.models.olmo2 import Olmo2Config
 
-from .decoders import ATTENTION_BIAS, read_decoder, table, write_decoder
-from .tables import Architecture, Field
-
-OLMO2 = table("Olmo2", ATTENTION_BIAS, Field("rms_norm_eps", "norm_eps", 1e-5))
+OLMO2 = make_table("Olmo2", ATTENTION_BIAS, Field("rms_norm_eps", "norm_eps", 1e-5))
 
 READS = {"olmo2": OLMO2}
 

@@ -3,28 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import SLIDING_WINDOW, make_table, read_decoder, write_decoder
+from jaxllm.convert.fused_layouts import FusedLayout, qkv_rows
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.phi3 import Phi3Config
 
-from .decoders import SLIDING, read_decoder, table, write_decoder
-from .layouts import Fused, heads_of
-from .tables import Architecture, Field
-
-PHI3 = table(
+PHI3 = make_table(
     "Phi3",
-    SLIDING,
+    SLIDING_WINDOW,
     Field("max_position_embeddings", "max_position_embeddings", 4096),
     Field("rms_norm_eps", "norm_eps", 1e-5),
-    ignored=frozenset(
+    ignored_fields=frozenset(
         {"embd_pdrop", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop"}
     ),
     layouts=(
-        Fused(
+        FusedLayout(
             "self_attn.qkv_proj",
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            heads_of,
+            qkv_rows,
         ),
-        Fused(
+        FusedLayout(
             "mlp.gate_up_proj",
             ("mlp.gate_proj", "mlp.up_proj"),
             lambda config: (config.intermediate_size,) * 2,
@@ -46,7 +45,7 @@ def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
     # transformers' class expects divisors for hidden_size / heads, whatever head_dim is.
     divisors = (data["rope_scaling"] or {}).get("short_factor")
     size = config.hidden_size // config.num_attention_heads
-    if divisors is not None and config.rope.width(size) // 2 != len(divisors):
+    if divisors is not None and config.rope.rotary_dim(size) // 2 != len(divisors):
         raise ConfigError(
             "num_attention_heads is invalid in the Hugging Face format: got"
             f" {config.num_attention_heads}, which makes heads of {size} from hidden_size"

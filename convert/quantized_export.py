@@ -1,7 +1,7 @@
 """Export of integer weights in other programs' formats: GPTQ and compressed-tensors.
 
 Nothing is rounded: integers, scales and zero points are those of the leaf. Token tables and the
-head are written as floats, which these programs expect there. `quantized` and `compressed` read
+head are written as floats, which these programs expect there. `quantize` and `build_model` read
 both formats back.
 """
 
@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.checkpoint import Checkpoint
+from jaxllm.checkpoints.native import Checkpoint
+from jaxllm.convert.fused_layouts import FusedLayout
+from jaxllm.convert.gptq_packing import pack_gptq
+from jaxllm.convert.tables import HEAD, Architecture
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import parse
+from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves import digits
-from jaxllm.weights.leaves.integers import Integer
-from jaxllm.weights.leaves.ordered import OrderedFormat
-
-from .codes import packed
-from .layouts import Fused
-from .tables import HEAD, Architecture
+from jaxllm.weights.types import bitpack
+from jaxllm.weights.types.act_order import PermutedFormat
+from jaxllm.weights.types.int_quant import IntFormat
 
 GPTQ, COMPRESSED = "gptq", "compressed-tensors"
 METHODS = (GPTQ, COMPRESSED)
@@ -48,7 +47,7 @@ class QuantizedExport:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Codes:
+class _IntMatrix:
     """A matrix as unsigned integers.
 
     Attributes:
@@ -57,7 +56,7 @@ class _Codes:
         order: Column j here is column order[j] of the file; None: the same order.
     """
 
-    kind: Integer
+    int_format: IntFormat
     shape: tuple[int, int]
     codes: LazyTensor
     zeros: LazyTensor
@@ -65,9 +64,9 @@ class _Codes:
     order: np.ndarray | None
 
     @property
-    def index(self) -> np.ndarray:
+    def group_index(self) -> np.ndarray:
         """The group of each of the file's columns, int32 `[I]`."""
-        ours = np.arange(self.shape[1], dtype=np.int32) // self.kind.size(self.shape[1])
+        ours = np.arange(self.shape[1], dtype=np.int32) // self.int_format.group_size(self.shape[1])
         if self.order is None:
             return ours
         index = np.empty_like(ours)
@@ -75,7 +74,7 @@ class _Codes:
         return index
 
 
-def keep_quantized(
+def export_integers(
     checkpoint: Checkpoint,
     method: str,
     table: Architecture,
@@ -99,25 +98,25 @@ def keep_quantized(
     tables = {HEAD, *(path for path in checkpoint.formats if path not in linears)}
     stacks = [p for p in tables & {*checkpoint.formats} if ".experts." in p]
     complaints = [f"{path}: quantized experts are not supported" for path in stacks]
-    matrices: dict[str, _Codes] = {}
+    matrices: dict[str, _IntMatrix] = {}
     for path in (path for path in checkpoint.formats if path not in tables):
-        kind = parse(checkpoint.formats[path])
-        inner = kind.inner if isinstance(kind, OrderedFormat) else kind
-        if not isinstance(inner, Integer) or inner.bits not in _WIDTHS[method]:
+        kind = parse_format(checkpoint.formats[path])
+        inner = kind.inner if isinstance(kind, PermutedFormat) else kind
+        if not isinstance(inner, IntFormat) or inner.bits not in _WIDTHS[method]:
             complaints.append(f"{path} is {kind.name}, which {method} does not support")
         else:
-            matrices[path] = _codes(checkpoint, path, inner, linears[path], inner is not kind)
+            matrices[path] = _read_matrix(checkpoint, path, inner, linears[path], inner is not kind)
     if not checkpoint.formats or not (matrices or complaints):
         raise ConfigError(
             "--keep-quantized requires integer weights, but no linear of this model has any."
             " Quantize it first: jaxllm quantize MODEL OUT --format int4-g64"
         )
-    joined = {} if complaints else _joined(matrices, checkpoint.config, table, complaints)
-    write = _gptq if method == GPTQ else _compressed
+    joined = {} if complaints else _fuse_matrices(matrices, checkpoint.config, table, complaints)
+    write = _export_gptq if method == GPTQ else _export_compressed_tensors
     tensors: Tensors = {}
     settings: dict[str, Any] = {}
     if not complaints:
-        plain = _unquantized(linears, matrices, checkpoint.config, table)
+        plain = _float_linears(linears, matrices, checkpoint.config, table)
         tensors, settings = write(joined, table, plain, complaints)
     if complaints:
         raise ConfigError(
@@ -127,50 +126,50 @@ def keep_quantized(
     return QuantizedExport(frozenset(matrices), tensors, settings)
 
 
-def _codes(
-    checkpoint: Checkpoint, path: str, kind: Integer, shape: tuple[int, int], ordered: bool
-) -> _Codes:
+def _read_matrix(
+    checkpoint: Checkpoint, path: str, kind: IntFormat, shape: tuple[int, int], ordered: bool
+) -> _IntMatrix:
     stem = f"{path}.weight" if ordered else path
     pieces = checkpoint.tensors
     order = pieces[f"{path}.order"].read() if ordered else None
     columns = shape[1]
-    count = -(-columns // kind.size(columns))
+    count = -(-columns // kind.group_size(columns))
     middle = 2 ** (kind.bits - 1)
 
     def codes() -> np.ndarray:
         data: Any = pieces[f"{stem}.data"].read()
-        numbers: np.ndarray = np.asarray(digits.unpacked(data, kind.bits))[:, :columns]
+        numbers: np.ndarray = np.asarray(bitpack.unpack_codes(data, kind.bits))[:, :columns]
         if numbers.dtype == np.int8:  # to unsigned: 0 becomes 128
             return numbers.view(np.uint8) ^ np.uint8(128)
         return numbers
 
-    def groups(name: str) -> LazyTensor:
+    def trim_groups(name: str) -> LazyTensor:
         tensor = pieces[f"{stem}.{name}"]
         size = (shape[0], count)
         return LazyTensor(tensor.dtype, size, lambda: tensor.read()[:, :count], tensor.release)
 
-    zeros = groups("zero") if kind.zero_point else _filled((shape[0], count), middle)
+    zeros = trim_groups("zero") if kind.zero_point else _constant_tensor((shape[0], count), middle)
     made = LazyTensor(np.dtype(np.uint8), shape, codes, pieces[f"{stem}.data"].release)
-    return _Codes(kind, shape, made, zeros, groups("scale"), order)
+    return _IntMatrix(kind, shape, made, zeros, trim_groups("scale"), order)
 
 
-def _filled(shape: tuple[int, int], value: int) -> LazyTensor:
+def _constant_tensor(shape: tuple[int, int], value: int) -> LazyTensor:
     return LazyTensor(np.dtype(np.uint8), shape, lambda: np.full(shape, value, np.uint8))
 
 
-def _joined(
-    matrices: Mapping[str, _Codes], config: Any, table: Architecture, complaints: list[str]
-) -> dict[str, _Codes]:
+def _fuse_matrices(
+    matrices: Mapping[str, _IntMatrix], config: Any, table: Architecture, complaints: list[str]
+) -> dict[str, _IntMatrix]:
     """Fuse the matrices that the file stores as one."""
     made = dict(matrices)
-    for layout in (layout for layout in table.layouts if isinstance(layout, Fused)):
+    for layout in (layout for layout in table.layouts if isinstance(layout, FusedLayout)):
         ends = [f"{name}.weight" for name in layout.ours]
         found = [p.removesuffix(end) for p in matrices for end in ends if p.endswith(f".{end}")]
         for layer in dict.fromkeys(found):
             paths = [f"{layer}{end}" for end in ends]
             parts = [made.pop(path, None) for path in paths]
             one = parts[0]
-            if one is None or not all(part is not None and _alike(one, part) for part in parts):
+            if one is None or not all(part is not None and _can_fuse(one, part) for part in parts):
                 complaints.append(f"{', '.join(paths)} must have one format and order to be fused")
                 continue
             theirs = f"{layer}{layout.theirs}.weight"
@@ -189,38 +188,42 @@ def _joined(
     return made
 
 
-def _alike(one: _Codes, other: _Codes) -> bool:
+def _can_fuse(one: _IntMatrix, other: _IntMatrix) -> bool:
     """Return whether two matrices can be fused: same format, same column order."""
     orders = one.order is other.order or (
         one.order is not None and other.order is not None and np.array_equal(one.order, other.order)
     )
-    return one.kind == other.kind and orders
+    return one.int_format == other.int_format and orders
 
 
-def _gptq(
-    matrices: Mapping[str, _Codes],
+def _export_gptq(
+    matrices: Mapping[str, _IntMatrix],
     table: Architecture,
     plain: list[str],
     complaints: list[str],
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and the settings for GPTQ, which has one format for all matrices."""
-    kinds = Counter((x.kind.bits, x.kind.group) for x in matrices.values())
+    kinds = Counter((x.int_format.bits, x.int_format.group) for x in matrices.values())
     (bits, group), _ = kinds.most_common(1)[0]
     # Version 1 stores zero points minus one, but readers add it back without a modulo.
     less = 0 if any((x.zeros.read() == 0).any() for x in matrices.values()) else 1
     tensors: Tensors = {}
     for path, x in matrices.items():
-        (rows, columns), stem = x.shape, table.written_name(path).removesuffix(".weight")
-        if (x.kind.bits, x.kind.group) != (bits, group):
-            complaints.append(f"{path} is {x.kind.name}, expected {bits} bits in groups of {group}")
+        (rows, columns), stem = x.shape, table.output_name(path).removesuffix(".weight")
+        if (x.int_format.bits, x.int_format.group) != (bits, group):
+            complaints.append(
+                f"{path} is {x.int_format.name}, expected {bits} bits in groups of {group}"
+            )
         elif rows * bits % 32 or columns * bits % 32:
             complaints.append(f"{path}: {x.shape} at {bits} bits does not fill whole int32 words")
         else:
-            tensors |= {f"{stem}.{name}": piece for name, piece in _gptq_pieces(x, less).items()}
+            tensors |= {
+                f"{stem}.{name}": piece for name, piece in _pack_gptq_matrix(x, less).items()
+            }
     settings = {
         "bits": bits,
         "group_size": group or -1,
-        "sym": not any(x.kind.zero_point for x in matrices.values()),
+        "sym": not any(x.int_format.zero_point for x in matrices.values()),
         "desc_act": any(x.order is not None for x in matrices.values()),
         "checkpoint_format": "gptq" if less else "gptq_v2",
         "quant_method": GPTQ,
@@ -230,48 +233,50 @@ def _gptq(
     return tensors, {**settings, **({"dynamic": dynamic} if dynamic else {})}
 
 
-def _gptq_pieces(x: _Codes, less: int) -> Tensors:
-    (rows, columns), bits = x.shape, x.kind.bits
+def _pack_gptq_matrix(x: _IntMatrix, zero_offset: int) -> Tensors:
+    (rows, columns), bits = x.shape, x.int_format.bits
     groups = x.zeros.shape[1]
 
     def qweight() -> np.ndarray:
         codes = x.codes.read()
         if x.order is not None:
             codes = np.take(codes, np.argsort(x.order), axis=1)
-        return np.ascontiguousarray(packed(codes, bits).T)
+        return np.ascontiguousarray(pack_gptq(codes, bits).T)
 
     def qzeros() -> np.ndarray:
-        stored = (x.zeros.read().T - np.uint8(less)) & np.uint8(2**bits - 1)
-        return packed(stored, bits)
+        stored = (x.zeros.read().T - np.uint8(zero_offset)) & np.uint8(2**bits - 1)
+        return pack_gptq(stored, bits)
 
     words = np.dtype(np.int32)
     return {
         "qweight": LazyTensor(words, (columns * bits // 32, rows), qweight),
         "qzeros": LazyTensor(words, (groups, rows * bits // 32), qzeros),
-        "scales": x.scales.transposed(),
-        "g_idx": LazyTensor.of(x.index),
+        "scales": x.scales.transpose(),
+        "g_idx": LazyTensor.from_array(x.group_index),
     }
 
 
-def _compressed(
-    matrices: Mapping[str, _Codes],
+def _export_compressed_tensors(
+    matrices: Mapping[str, _IntMatrix],
     table: Architecture,
     plain: list[str],
     complaints: list[str],
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors and the settings for compressed-tensors, one config group per format."""
-    groups: dict[Integer, list[str]] = {}
+    groups: dict[IntFormat, list[str]] = {}
     tensors: Tensors = {}
     for path, x in matrices.items():
-        columns, stem = x.shape[1], table.written_name(path).removesuffix(".weight")
+        columns, stem = x.shape[1], table.output_name(path).removesuffix(".weight")
         if x.order is not None:
             complaints.append(f"{path}: reordered columns (act_order) are not supported")
-        elif x.kind.group and columns % x.kind.group:
-            complaints.append(f"{path}: {columns} columns are not whole groups of {x.kind.group}")
+        elif x.int_format.group and columns % x.int_format.group:
+            complaints.append(
+                f"{path}: {columns} columns are not whole groups of {x.int_format.group}"
+            )
         else:
-            kind = dataclasses.replace(x.kind, scale="float32")
+            kind = dataclasses.replace(x.int_format, scale_dtype="float32")
             groups.setdefault(kind, []).append(stem)
-            pieces = _compressed_pieces(x)
+            pieces = _pack_matrix(x)
             tensors |= {f"{stem}.weight_{name}": piece for name, piece in pieces.items()}
     settings = {
         "quant_method": COMPRESSED,
@@ -298,28 +303,30 @@ def _compressed(
     return tensors, settings
 
 
-def _compressed_pieces(x: _Codes) -> Tensors:
-    (rows, columns), bits = x.shape, x.kind.bits
+def _pack_matrix(x: _IntMatrix) -> Tensors:
+    (rows, columns), bits = x.shape, x.int_format.bits
     words = np.dtype(np.int32)
 
-    def wide(numbers: np.ndarray) -> np.ndarray:
+    def pack_words(numbers: np.ndarray) -> np.ndarray:
         """Pack along the last axis, padded to whole words."""
-        return packed(np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits)))), bits)
+        return pack_gptq(np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % (32 // bits)))), bits)
 
     size = (rows, -(-columns * bits // 32))
     pieces = {
-        "packed": LazyTensor(words, size, lambda: wide(x.codes.read())),
+        "packed": LazyTensor(words, size, lambda: pack_words(x.codes.read())),
         "scale": x.scales,
-        "shape": LazyTensor.of(np.array(x.shape, np.int64)),
+        "shape": LazyTensor.from_array(np.array(x.shape, np.int64)),
     }
-    if x.kind.zero_point:
+    if x.int_format.zero_point:
         size = (-(-rows * bits // 32), x.zeros.shape[1])
-        zeros = LazyTensor(words, size, lambda: np.ascontiguousarray(wide(x.zeros.read().T).T))
+        zeros = LazyTensor(
+            words, size, lambda: np.ascontiguousarray(pack_words(x.zeros.read().T).T)
+        )
         pieces["zero_point"] = zeros
     return pieces
 
 
-def _unquantized(
+def _float_linears(
     linears: Mapping[str, tuple[int, int]],
     matrices: Iterable[str],
     config: Any,
@@ -328,10 +335,10 @@ def _unquantized(
     """Return the file's names of linears that are written as floats."""
     kept = set(matrices)
     tensors = {
-        path: LazyTensor.of(np.empty((shape[0], 0)))
+        path: LazyTensor.from_array(np.empty((shape[0], 0)))
         for path, shape in linears.items()
         if path not in kept
     }
     for layout in table.layouts:
         tensors = layout.write(tensors, config)
-    return [table.written_name(path).removesuffix(".weight") for path in tensors]
+    return [table.output_name(path).removesuffix(".weight") for path in tensors]

@@ -3,18 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxllm.convert.decoders import (
+    ATTENTION_BIAS,
+    SLIDING_WINDOW,
+    make_table,
+    read_decoder,
+    write_decoder,
+)
+from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
+from jaxllm.convert.qwen2 import CONTEXT
+from jaxllm.convert.tables import Architecture, Field
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 
-from .decoders import ATTENTION_BIAS, SLIDING, read_decoder, table, write_decoder
-from .experts import ROUTER, Experts
-from .qwen2 import CONTEXT
-from .tables import Architecture, Field
-
-QWEN3_MOE = table(
+QWEN3_MOE = make_table(
     "Qwen3Moe",
     CONTEXT,
     ATTENTION_BIAS,
-    SLIDING,
+    SLIDING_WINDOW,
     Field("num_key_value_heads", "num_key_value_heads", 4),
     Field("use_sliding_window", "use_sliding_window", False),
     Field("num_experts", "num_experts", 128),
@@ -24,9 +29,9 @@ QWEN3_MOE = table(
     # Read into mlp_layer_types.
     Field("decoder_sparse_step", "decoder_sparse_step", 1),
     Field("mlp_only_layers", "mlp_only_layers", ()),
-    ignored=ROUTER | {"max_window_layers"},
+    ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
     aliases={"num_local_experts": "num_experts"},
-    layouts=(Experts("mlp"),),
+    layouts=(ExpertLayout("mlp"),),
 )
 
 READS = {"qwen3_moe": QWEN3_MOE}
@@ -56,7 +61,7 @@ def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
 
 def write_config(config: Qwen3MoeConfig) -> tuple[dict[str, Any], Architecture]:
     """Return config.json's fields, and the table."""
-    dense = [i for i in range(config.num_hidden_layers) if not config.routed(i)]
+    dense = [i for i in range(config.num_hidden_layers) if not config.is_moe_layer(i)]
     return {
         **write_decoder(config, QWEN3_MOE, "qwen3_moe"),
         "use_sliding_window": config.sliding_window is not None,

@@ -3,32 +3,31 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.models.smollm3 import SmolLM3Config
-
-from .decoders import (
+from jaxllm.convert.decoders import (
     ATTENTION_BIAS,
     LAYER_TYPES,
     MLP_BIAS,
-    SLIDING,
+    SLIDING_WINDOW,
+    make_table,
     read_decoder,
     resolve_layer_types,
-    table,
     write_decoder,
 )
-from .tables import Architecture, Field
+from jaxllm.convert.tables import Architecture, Field
+from jaxllm.models.smollm3 import SmolLM3Config
 
-SMOLLM3 = table(
+SMOLLM3 = make_table(
     "SmolLM3",
     ATTENTION_BIAS,
     MLP_BIAS,
-    SLIDING,
+    SLIDING_WINDOW,
     LAYER_TYPES,
     Field("max_position_embeddings", "max_position_embeddings", 32768),
     Field("tie_word_embeddings", "tie_word_embeddings", True),
     Field("use_sliding_window", "use_sliding_window", False),
     Field("no_rope_layers", "turns", None),
     Field("no_rope_layer_interval", "no_rope_layer_interval", 4),
-    ignored=frozenset({"max_window_layers"}),
+    ignored_fields=frozenset({"max_window_layers"}),
 )
 
 READS = {"smollm3": SMOLLM3}
@@ -36,10 +35,10 @@ READS = {"smollm3": SMOLLM3}
 
 def read_config(table: Architecture, data: Mapping[str, Any]) -> SmolLM3Config:
     """Return the configuration; raise ConfigError with everything that is wrong."""
-    return read_decoder(SmolLM3Config, table, data, theta=2000000.0, finish=_finish)
+    return read_decoder(SmolLM3Config, table, data, theta=2000000.0, finish=_resolve_layers)
 
 
-def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
+def _resolve_layers(fields: dict[str, Any], complaints: list[str]) -> None:
     count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
     if fields["turns"] is None:
         if type(count) is not int or type(interval) is not int or interval < 1:

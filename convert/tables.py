@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.fused_layouts import Layout
 from jaxllm.errors import ConfigError
 from jaxllm.weights.lazy import LazyTensor
-
-from .layouts import Layout
 
 REQUIRED = object()  # as a default: the field must be present
 HEAD = "lm_head.weight"
@@ -32,39 +31,39 @@ class Architecture:
     Attributes:
         architectures: Supported classes; the first one is written. Other classes may have another
             head or attend bidirectionally.
-        fields: The configuration table.
-        allowed: Fields that may only have these values, or null, since others change results.
-        ignored: Fields without effect on inference, or read by `read_config`.
+        fields: The configuration table. allowed_values: Fields that may only have these values, or
+        null, since others change results.
+        ignored_fields: Fields without effect on inference, or read by `read_config`.
         aliases: Other names of fields, with the name in the table.
-        transposed: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
+        conv1d: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
         layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.
-        skipped: Regexes of buffers, which are not weights.
+        buffers: Regexes of buffers, which are not weights.
         prefix: The prefix of every name but the head's; a checkpoint may lack it.
         writes_prefix: Whether the prefix is written.
-        divides_width: Whether transformers' class requires hidden_size to be a multiple of
+        heads_divide_width: Whether transformers' class requires hidden_size to be a multiple of
             num_attention_heads, whatever head_dim is.
         head: The checkpoint's name of the output matrix; `HEAD` is read too.
     """
 
     architectures: tuple[str, ...]
     fields: tuple[Field, ...]
-    allowed: Mapping[str, tuple[Any, ...]]
-    ignored: frozenset[str]
+    allowed_values: Mapping[str, tuple[Any, ...]]
+    ignored_fields: frozenset[str]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    transposed: tuple[str, ...] = ()
+    conv1d: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
-    skipped: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     prefix: str
     writes_prefix: bool
-    divides_width: bool = False
+    heads_divide_width: bool = False
     head: str = HEAD
 
-    def oriented(self, path: str, tensor: LazyTensor) -> LazyTensor:
+    def orient_tensor(self, path: str, tensor: LazyTensor) -> LazyTensor:
         """Convert a tensor from the checkpoint's orientation to ours, or back."""
-        matrix = len(tensor.shape) == 2 and any(re.fullmatch(r, path) for r in self.transposed)
-        return tensor.transposed() if matrix else tensor
+        matrix = len(tensor.shape) == 2 and any(re.fullmatch(r, path) for r in self.conv1d)
+        return tensor.transpose() if matrix else tensor
 
-    def written_name(self, path: str) -> str:
+    def output_name(self, path: str) -> str:
         """Return the name under which a parameter is written."""
         if path == HEAD:
             return self.head
@@ -164,8 +163,8 @@ def read_fields(table: Architecture, data: Mapping[str, Any]) -> tuple[dict[str,
             complaints.append(f"{theirs} is missing")
         else:
             result[ours] = value
-    read = {field.theirs for field in table.fields} | table.ignored
-    for name, known in table.allowed.items():
+    read = {field.theirs for field in table.fields} | table.ignored_fields
+    for name, known in table.allowed_values.items():
         value = data.get(name)
         if value is not None and name not in read and value not in known:
             values = " or ".join(map(repr, known)) or "null"
@@ -178,12 +177,12 @@ def unknown_fields(table: Architecture, data: Mapping[str, Any]) -> list[str]:
 
     Names with a leading underscore are transformers' bookkeeping and are left out.
     """
-    known = {field.theirs for field in table.fields} | table.ignored
-    known |= {*table.allowed, *table.aliases}
+    known = {field.theirs for field in table.fields} | table.ignored_fields
+    known |= {*table.allowed_values, *table.aliases}
     return [name for name in data if name not in known and not name.startswith("_")]
 
 
-def share(total: str, fields: Mapping[str, Any], parts: str) -> int:
+def divide_exactly(total: str, fields: Mapping[str, Any], parts: str) -> int:
     """Return `fields[total] / fields[parts]`; raise ConfigError if it is not an integer."""
     whole, count = fields[total], fields[parts]
     if type(whole) is not int or type(count) is not int or count < 1 or whole % count:

@@ -1,11 +1,11 @@
 """`jaxllm` and `python -m jaxllm`: set up streams and signals before anything is imported."""
 
-from jaxllm import process
+from jaxllm.runtime import signals
 
 
 def main() -> None:
     """Run the command line."""
-    process.begin()
+    signals.setup_process()
     from jaxllm.cli import main
 
     main()

@@ -43,11 +43,11 @@ class TemplateError(JaxllmError):
     """A chat template is missing, malformed, or exceeded its limits."""
 
 
-class UnreadWarning(UserWarning):
+class UnusedSettingsWarning(UserWarning):
     """A checkpoint has settings that jaxllm does not use."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return ": did you mean X?" with the known name closest to `name`, or "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""

@@ -14,29 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.growth import check_fits, settle, unchecked_commit
-from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, where_placed
-from jaxllm.config import ModelConfig
+from jaxllm.cache.growth import apply_delta, check_fits, to_cache_slots
+from jaxllm.cache.kv import Delta, KVCache, Segment, check_usable, constrain_cache
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.inputs import (
+from jaxllm.models.inputs import (
     Array,
+    array_namespace,
     as_array,
+    check_inputs,
     check_model,
-    checked,
+    check_shape,
     is_concrete,
-    numpy_for,
-    positions,
-    shape_of,
+    next_positions,
 )
 from jaxllm.models.layers import Trace
-from jaxllm.programs import Program
-from jaxllm.shapes import power_of_two
-from jaxllm.weights.paths import Params, Placed
-from jaxllm.whole import whole
+from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.ops.padding import next_power_of_two
+from jaxllm.runtime.validation import check_int
+from jaxllm.weights.paths import Params, ShardedModelBase
 
 Segments = tuple[Segment, ...]
-Mass = bool | Literal["layers"]  # none, summed over layers, or per layer
-Asked = Mass | Literal["heads"]  # or not summed over heads and queries
+MassMode = bool | Literal["layers"]  # none, summed over layers, or per layer
+MassOutput = MassMode | Literal["heads"]  # or not summed over heads and queries
 Carry = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
@@ -68,7 +68,7 @@ def forward(
     *,
     positions_BT: Array | None = None,
     hidden_states: bool = False,
-    attention_mass: Mass = False,
+    attention_mass: MassMode = False,
     attention_weights: bool = False,
 ) -> Output:
     """Run tokens against a cache without modifying or copying it.
@@ -97,8 +97,8 @@ def forward(
         raise ConfigError(
             "attention_mass is the sum of attention_weights. Request only one of them"
         )
-    asked: Asked = "heads" if attention_weights else attention_mass
-    tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
+    asked: MassOutput = "heads" if attention_weights else attention_mass
+    tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
     past = (cache.segments, cache.memory) if cache is not None else ((), ())
     return _forward(model, params, *past, tokens_BT, positions_BT, bool(hidden_states), asked)
 
@@ -129,7 +129,7 @@ def decode_step(
     cache: KVCache,
     token_B: Array,
     *,
-    attention_mass: Mass = False,
+    attention_mass: MassMode = False,
     donate: bool = False,
 ) -> Any:
     """Run and commit one token per row; return `(logits [B, V], cache)`.
@@ -146,9 +146,9 @@ def decode_step(
     if token_B.ndim != 1:
         raise TokenError(f"decode_step takes one token per row, [B], got shape {token_B.shape}")
     _check_mass(attention_mass)
-    tokens_BT, positions_BT = checked(model, cache, token_B[:, None], None)
+    tokens_BT, positions_BT = check_inputs(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
-    return _grow(
+    return _run_compiled(
         _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, attention_mass
     )
 
@@ -188,7 +188,7 @@ def prefill(
     lengths_B: Array | None = None,
     positions_BT: Array | None = None,
     chunk: int = 256,
-    attention_mass: Mass = False,
+    attention_mass: MassMode = False,
     donate: bool = False,
 ) -> Any:
     """Run and commit a prompt in chunks; return `(logits [B, V] of each row's last token, cache)`.
@@ -208,27 +208,27 @@ def prefill(
     check_model(model, params)
     _check_mass(attention_mass)
     check_usable(cache)
-    chunk = whole("chunk", chunk, 1, error=TokenError)
+    chunk = check_int("chunk", chunk, 1, error=TokenError)
     tokens_BT = as_array("tokens", tokens_BT)
     if lengths_B is not None:
         if positions_BT is not None:
             raise TokenError("give lengths_B or positions_BT, not both")
-        positions_BT = positions(cache, shape_of(tokens_BT), lengths_B)
-    tokens_BT, positions_BT = checked(model, cache, tokens_BT, positions_BT)
+        positions_BT = next_positions(cache, check_shape(tokens_BT), lengths_B)
+    tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
     check_fits(cache, positions_BT)
     if is_concrete(positions_BT) and (np.asarray(positions_BT).max(axis=1) < 0).any():
         raise TokenError("prefill: every row needs at least one real token")
     T = tokens_BT.shape[1]
-    width = chunk if chunk <= T else min(chunk, power_of_two(T, 8))
+    width = chunk if chunk <= T else min(chunk, next_power_of_two(T, 8))
     padding = ((0, 0), (0, -T % width))
-    tokens_BT = numpy_for(tokens_BT).pad(tokens_BT, padding)
-    positions_BT = numpy_for(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    return _grow(
+    tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
+    positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)
+    return _run_compiled(
         _PREFILL, cache, donate, model, params, tokens_BT, positions_BT, attention_mass, width
     )
 
 
-def run(
+def run_model(
     model: nn.Module,
     params: Params,
     segments: Segments,
@@ -237,7 +237,7 @@ def run(
     *,
     length_B: jax.Array | None = None,
     column_B: jax.Array | None = None,
-    attention_mass: Asked = False,
+    attention_mass: MassOutput = False,
     embeddings_BTD: jax.Array | None = None,
     memory: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
@@ -252,7 +252,7 @@ def run(
         memory: the cache's memory, for models that have one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
     """
-    if segments and not memory and any(map(model.config.memory, range(len(segments[0].k)))):
+    if segments and not memory and any(map(model.config.memory_shape, range(len(segments[0].k)))):
         raise ConfigError(
             "this model's layers keep a memory, which this operation does not support"
         )
@@ -290,22 +290,22 @@ def run_and_commit(
     tail: KVCache,
     token_BT: jax.Array,
     position_BT: jax.Array,
-    **asked: Any,
+    **options: Any,
 ) -> Carry:
     """Run tokens and commit them; return logits, the new tail, and the mass per cache slot.
 
-    tail: the cache without its frozen segments. asked: further arguments of `run`.
+    tail: the cache without its frozen segments. asked: further arguments of `run_model`.
     """
     segments = (*frozen, tail.tail)
-    trace, delta, mass = run(
-        model, params, segments, token_BT, position_BT, memory=tail.memory, **asked
+    trace, delta, mass = run_model(
+        model, params, segments, token_BT, position_BT, memory=tail.memory, **options
     )
     # The write must wait for the last layer's read, which no later layer orders before it.
-    split = isinstance(model, Placed) and model.splits(token_BT.shape[1])
-    after = () if split else trace.reads
+    split = isinstance(model, ShardedModelBase) and model.splits_tokens(token_BT.shape[1])
+    after = () if split else trace.read_outputs
     after = after if mass is None or not after else (*after, mass)
-    mass = None if mass is None else settle(mass, tail, token_BT.shape[1])
-    return trace.logits, where_placed(unchecked_commit(tail, delta, after), model), mass
+    mass = None if mass is None else to_cache_slots(mass, tail, token_BT.shape[1])
+    return trace.logits, constrain_cache(apply_delta(tail, delta, after), model), mass
 
 
 @partial(jax.jit, static_argnums=(0, 6, 7))
@@ -317,13 +317,13 @@ def _forward(
     token_BT: jax.Array,
     position_BT: jax.Array,
     hidden_states: bool,
-    asked: Asked,
+    mass_output: MassOutput,
 ) -> Output:
-    trace, delta, mass = run(
-        model, params, segments, token_BT, position_BT, attention_mass=asked, memory=memory
+    trace, delta, mass = run_model(
+        model, params, segments, token_BT, position_BT, attention_mass=mass_output, memory=memory
     )
     hidden = trace.hidden_states if hidden_states else None
-    if asked == "heads":
+    if mass_output == "heads":
         return Output(trace.logits, delta, hidden, attention_weights=mass)
     return Output(trace.logits, delta, hidden, mass)
 
@@ -335,7 +335,7 @@ def _decode_step(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
-    attention_mass: Mass,
+    attention_mass: MassMode,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
     logits_B1V, tail, mass = run_and_commit(
         model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
@@ -350,13 +350,13 @@ def _prefill(
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
-    attention_mass: Mass,
+    attention_mass: MassMode,
     width: int,
 ) -> tuple[jax.Array, KVCache, jax.Array | None]:
     B = token_BT.shape[0]
     length_B = position_BT.max(axis=1) + 1
 
-    def one(carry: Carry, chunk: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
+    def run_chunk(carry: Carry, chunk: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
         logits_BV, tail, total = carry
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
@@ -376,16 +376,16 @@ def _prefill(
         total = None if mass is None or total is None else total + mass
         return (logits_BV, tail, total), None
 
-    def chunks(x_BT: jax.Array) -> jax.Array:
+    def split_chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
 
     logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
-    start = (logits_BV, tail, _no_mass(model.config, tail, frozen, attention_mass))
-    return jax.lax.scan(one, start, (chunks(token_BT), chunks(position_BT)))[0]
+    start = (logits_BV, tail, _zero_mass(model.config, tail, frozen, attention_mass))
+    return jax.lax.scan(run_chunk, start, (split_chunks(token_BT), split_chunks(position_BT)))[0]
 
 
-def _no_mass(
-    config: ModelConfig, tail: KVCache, frozen: Segments, attention_mass: Mass
+def _zero_mass(
+    config: ModelConfig, tail: KVCache, frozen: Segments, attention_mass: MassMode
 ) -> jax.Array | None:
     """Return zeros to accumulate the mass of all slots in; None if it is not requested."""
     if attention_mass is False:
@@ -395,16 +395,18 @@ def _no_mass(
     return jnp.zeros((*layers, tail.batch, slots), jnp.float32)
 
 
-def _compiled(step: Any, static: tuple[int, ...]) -> tuple[Any, Any]:
+def _compile_step(step: Any, static_argnums: tuple[int, ...]) -> tuple[Any, Any]:
     """Return the step as two programs: one that copies its cache, one that donates it."""
-    return Program(step, static=static), Program(step, static=static, donated=0)
+    return CachedJit(step, static_argnums=static_argnums), CachedJit(
+        step, static_argnums=static_argnums, donate_argnums=0
+    )
 
 
-_DECODE_STEP = _compiled(_decode_step, (2, 6))
-_PREFILL = _compiled(_prefill, (2, 6, 7))
+_DECODE_STEP = _compile_step(_decode_step, (2, 6))
+_PREFILL = _compile_step(_prefill, (2, 6, 7))
 
 
-def _grow(
+def _run_compiled(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
 ) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, jax.Array]:
     """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied."""
@@ -414,7 +416,7 @@ def _grow(
     return (logits_BV, cache) if mass is None else (logits_BV, cache, mass)
 
 
-def _check_mass(attention_mass: Mass) -> None:
+def _check_mass(attention_mass: MassMode) -> None:
     if attention_mass not in (False, True, "layers"):
         raise ConfigError(
             f"attention_mass must be False, True or 'layers', got {attention_mass!r:.40}"

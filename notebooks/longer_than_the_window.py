@@ -19,10 +19,10 @@
 # end who was met at its begin, in its middle and at its end.
 #
 # Two small models come with the package for this: a dense one and one with a memory, of one size,
-# trained on the same texts by `scripts/train_long.py`, none of them longer than 512 tokens. They
-# know who was met, and nothing else. The dilated model is the dense one's weights under another
-# attention, which they were never trained for: every token sees its segment of 64, and of the 512
-# before it those that are an even number of tokens away, in one of the two heads.
+# trained on the same texts by `scripts/demo_models/train_long.py`, none of them longer than 512
+# tokens. They know who was met, and nothing else. The dilated model is the dense one's weights
+# under another attention, which they were never trained for: every token sees its segment of 64,
+# and of the 512 before it those that are an even number of tokens away, in one of the two heads.
 
 # %%
 import dataclasses
@@ -33,10 +33,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxllm
-from jaxllm.evaluate.recall.grid import POLICIES, recall
-from jaxllm.evaluate.recall.reading import read
-from jaxllm.evaluate.recall.texts import probe
-from jaxllm.longer import LongAttention
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.evaluate.needle.grid import POLICIES, recall
+from jaxllm.evaluate.needle.haystack import make_probe
+from jaxllm.evaluate.needle.prefill import prefill_texts
 
 plt.rcParams["figure.dpi"] = 110
 
@@ -57,7 +57,7 @@ for lm in (dense, dilated, infini):
 
 # %%
 TOKENS = 480
-story = probe(dense.encode, "meetings", length=TOKENS, depth=0.0, seed=1)
+story = make_probe(dense.encode, "meetings", length=TOKENS, depth=0.0, seed=1)
 text = dense.tokenizer.decode(story.tokens[1:])
 print(text[:270], "...", text[-150:], sep="\n")
 print("answer:", dense.tokenizer.decode(story.answers[story.right]))
@@ -95,7 +95,7 @@ def known(lm, policy, length=TOKENS, depths=DEPTHS, slots=SLOTS, extended=None):
         policies=[policy],
         slots=slots,
         tries=TRIES,
-        extended=extended and extended.model,
+        extended_model=extended and extended.model,
         show_progress=False,
     )
     return [cell.right for cell in cells]
@@ -135,7 +135,7 @@ plt.show()
 
 # %%
 LONG = 720
-extended = dense.self_extended(group_size=4, neighbor_window=64)
+extended = dense.with_self_extend(group_size=4, neighbor_window=64)
 farther = {
     "full": known(dense, "full", LONG, DEPTHS[:1]),
     "Self-Extend": known(dense, "self-extend", LONG, DEPTHS[:1], extended=extended),
@@ -155,13 +155,14 @@ for way, (count,) in farther.items():
 
 # %%
 stories = [
-    probe(dense.encode, "meetings", length=TOKENS, depth=0.0, seed=s).tokens for s in range(TRIES)
+    make_probe(dense.encode, "meetings", length=TOKENS, depth=0.0, seed=s).tokens
+    for s in range(TRIES)
 ]
 
 
 def milliseconds(lm, policy):
     """The median time of a step after all stories."""
-    cache = read(lm.model, lm.params, stories, policy=POLICIES[policy], slots=SLOTS).cache
+    cache = prefill_texts(lm.model, lm.params, stories, policy=POLICIES[policy], slots=SLOTS).cache
     taken = []
     for _ in range(12):
         began = time.perf_counter()

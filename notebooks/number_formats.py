@@ -23,13 +23,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.apply import compress, subject_of
 from jaxllm.compress.data.calibration import from_samples
-from jaxllm.compress.observe.observers import min_max, observe
-from jaxllm.compress.observe.ranges import codes, levels, parameters, rounded
-from jaxllm.compress.report import Scale
+from jaxllm.compress.observers.qparams import fake_quantize, find_qparams, integer_range, quantize
+from jaxllm.compress.observers.statistics import min_max, observe
+from jaxllm.compress.pipeline import compress, initial_state
+from jaxllm.compress.report import StepEvaluator
 from jaxllm.evaluate.likelihood.data import loader
-from jaxllm.weights.formats import as_format, dense
+from jaxllm.weights.formats import as_format, to_dense
 
 plt.rcParams["figure.dpi"] = 110
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -235,18 +235,18 @@ assert np.allclose(came_back, [0, 0.4941, 1, -1.0118, -0.0118], atol=5e-5)
 
 # %% [markdown]
 # What is right is a zero point of -128, the code that means 0, and clipping instead of wrapping.
-# jaxllm's observers find the range, and `parameters` the scale and the zero point.
+# jaxllm's observers find the range, and `find_qparams` the scale and the zero point.
 
 # %%
 x = jnp.array(weights, jnp.float32)
-to = levels(8, symmetric=False)
-affine = parameters(observe(min_max(x.shape), x).range(), to, symmetric=False)
-stand_for = rounded(x, affine, to)
+to = integer_range(8, symmetric=False)
+affine = find_qparams(observe(min_max(x.shape), x).range(), to, symmetric=False)
+stand_for = fake_quantize(x, affine, to)
 print(f"scale {float(affine.scale):.6f}, zero point {int(affine.zero)}, {to}")
-print("codes:", codes(x, affine, to).tolist())
+print("codes:", quantize(x, affine, to).tolist())
 print("stand for:", [round(x, 4) for x in stand_for.tolist()])
 assert int(affine.zero) == -128
-assert codes(x, affine, to).tolist() == [-128, -86, -43, 42, 127]
+assert quantize(x, affine, to).tolist() == [-128, -86, -43, 42, 127]
 assert np.allclose(stand_for, [0, 0.4941, 1, 2, 3], atol=5e-5)
 
 # %% [markdown]
@@ -255,8 +255,8 @@ assert np.allclose(stand_for, [0, 0.4941, 1, 2, 3], atol=5e-5)
 # as large.
 
 # %%
-to_symmetric = levels(8, symmetric=True)
-symmetric = parameters(observe(min_max(x.shape), x).range(), to_symmetric, symmetric=True)
+to_symmetric = integer_range(8, symmetric=True)
+symmetric = find_qparams(observe(min_max(x.shape), x).range(), to_symmetric, symmetric=True)
 ratio = float(symmetric.scale / affine.scale)
 print(f"{to_symmetric}: a step of {float(symmetric.scale):.5f}, {ratio:.3f} times the affine one")
 assert abs(ratio - 255 / 127) < 1e-4
@@ -348,7 +348,7 @@ assert abs(INTEGERS["int8"] / spacing["bfloat16"][power == 0] - 1) < 0.01
 #
 # Here are real weights: the down projections of all four layers of the demo model, one below the
 # other. Its checkpoint is in float16, so float16 loses nothing of it. jaxllm keeps a matrix as a
-# *leaf*; `as_format` makes one of any format, and `dense` gives back the numbers that it stands
+# *leaf*; `as_format` makes one of any format, and `to_dense` gives back the numbers that it stands
 # for.
 
 # %%
@@ -372,13 +372,13 @@ leaves, loss = {}, {}
 for name in NAMES:
     given = leaves["bfloat16"] if name == "bf16-packed" else down_OI
     leaves[name] = as_format(given, name)
-    found_OI = dense(leaves[name]).astype(jnp.float32)
+    found_OI = to_dense(leaves[name]).astype(jnp.float32)
     loss[name] = float(jnp.sqrt(jnp.mean((found_OI - down_OI) ** 2))) / spread
     print(f"{name:>12}: {leaves[name].nbytes * 8 / down_OI.size:5.2f} bits, error {loss[name]:.3%}")
 
 assert loss["float16"] == 0 == loss["float32"]
 assert 0 < loss["bfloat16"] < loss["int8-g64"] < loss["int8"] < loss["int4-g32"] < loss["int4-g64"]
-assert np.array_equal(dense(leaves["bf16-packed"]), leaves["bfloat16"])  # 12 bits, nothing lost
+assert np.array_equal(to_dense(leaves["bf16-packed"]), leaves["bfloat16"])  # 12 bits, nothing lost
 assert leaves["bf16-packed"].nbytes < 0.8 * leaves["bfloat16"].nbytes
 assert 8 < loss["int4-g64"] / loss["int8-g64"] < 24  # four bits are a factor of about 16
 
@@ -424,7 +424,7 @@ for axes in (top, below):
     axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
-q8_I, q4_I = dense(leaves["int8"])[row], dense(leaves["int4-g64"])[row, :64]
+q8_I, q4_I = to_dense(leaves["int8"])[row], to_dense(leaves["int4-g64"])[row, :64]
 assert np.isin(np.asarray(q8_I), eight.astype(np.float32)).all()
 assert np.isin(np.asarray(q4_I), four.astype(np.float32)).all()
 assert np.abs(data).max() == 127  # the largest weight of a row is 127 steps
@@ -436,9 +436,9 @@ assert np.abs(data).max() == 127  # the largest weight of a row is 127 steps
 # %%
 outlier_OI = down_OI.at[row, 0].set(20 * float(jnp.abs(down_OI[row]).max()))
 for name in ("bfloat16", "int8", "int8-g64"):
-    found_OI = dense(as_format(outlier_OI, name)).astype(jnp.float32)
+    found_OI = to_dense(as_format(outlier_OI, name)).astype(jnp.float32)
     off_I = jnp.abs(found_OI - outlier_OI)[row, 1:]
-    before_I = jnp.abs(dense(leaves[name]).astype(jnp.float32) - down_OI)[row, 1:]
+    before_I = jnp.abs(to_dense(leaves[name]).astype(jnp.float32) - down_OI)[row, 1:]
     in_group, others = (float(off_I[part].mean() / before_I[part].mean()) for part in
                         (slice(0, 63), slice(63, None)))  # fmt: skip
     print(f"{name:>8}: errors grow {in_group:4.1f} times in its group, {others:4.1f} outside")
@@ -478,7 +478,7 @@ said, other = (
     from_samples(lm.model, lm.params, bos_id=bos, rows=32, width=64, seed=seed, show_progress=False)
     for seed in (1, 2)
 )
-scale = Scale(lm, loader(other.token_NT.tolist(), window=64, batch=32), False, False)
+scale = StepEvaluator(lm, loader(other.token_NT.tolist(), window=64, batch=32), False, False)
 ON = r" on=.*(q_proj|o_proj)"  # two matrices a layer, so that it does not take long
 recipes = {
     "int8": ["quantize: rtn int8"],
@@ -492,7 +492,7 @@ recipes = {
 rows = []
 for name, steps in recipes.items():
     made = compress(lm, [step + ON for step in steps], calibration=said, show_progress=False)
-    rows.append(scale.measure(name, subject_of(made)))
+    rows.append(scale.measure(name, initial_state(made)))
 print("\n".join(f"{row.step:>17}: {row.bytes / 1e6:.2f} MB" for row in rows))
 
 # %% [markdown]

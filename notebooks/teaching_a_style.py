@@ -31,17 +31,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, merged, taken
+from jaxllm.adapters import LoraConfig, extract_adapter, merge_adapter
 from jaxllm.train import jobs
 from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.parting import part
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.data.sources import Writing, from_texts
-from jaxllm.train.loop import Plan
+from jaxllm.train.data.sources import TextEncoder, from_texts
+from jaxllm.train.data.split import split_examples
+from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.weights.formats import dense
-from jaxllm.weights.leaves.adapted import bare
+from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten
+from jaxllm.weights.types.lora import strip_adapters
 
 plt.rcParams["figure.dpi"] = 110
 
@@ -103,8 +103,10 @@ WIDTH = 112
 def data_of(style):
     """Rows to train on, and rows to measure on, of the stories in a style."""
     texts = [style(story, hero) for story, hero in zip(stories, heroes, strict=True)]
-    examples = from_texts(texts, Writing(lm.tokenizer, eos=False))
-    return [Dataset(each, WIDTH, batch_size=8, pack=False) for each in part(examples, 1 / 8)]
+    examples = from_texts(texts, TextEncoder(lm.tokenizer, eos=False))
+    return [
+        Dataset(each, WIDTH, batch_size=8, pack=False) for each in split_examples(examples, 1 / 8)
+    ]
 
 
 data, held_out = data_of(calling)
@@ -126,18 +128,27 @@ def train(data, held_out, steps=STEPS):
     """The job, and what came of running it, or the first steps of it."""
     job = jobs.lora(lm, config, seed=1)
     optimizer = Optimizer(steps=STEPS, lr=5e-3, schedule="cosine", weight_decay=0.0)
-    plan = Plan(steps=steps, eval_steps=8)
-    return job, jobs.run(job, data, optimizer, plan, held_out=held_out, show_progress=False)
+    plan = TrainPlan(steps=steps, eval_steps=8)
+    return job, jobs.run_job(job, data, optimizer, plan, eval_data=held_out, show_progress=False)
 
 
 job, run = train(data, held_out)
-adapter = taken(lm.config, run.params, config)
+adapter = extract_adapter(lm.config, run.params, config)
 size = sum(x.size for x in jax.tree.leaves(lm.params))
-print(f"{adapter.size} numbers are trained beside the model's {size}: {adapter.size / size:.0%}")
-print(f"held-out loss: {run.before:.1f} nats a token before, {run.records[-1].held_out:.1f} after")
-assert run.records[-1].held_out < 0.7 * run.before
+print(
+    f"{adapter.num_params} numbers are trained beside the model's {size}:"
+    f" {adapter.num_params / size:.0%}"
+)
+print(
+    f"held-out loss: {run.initial_loss:.1f} nats a token before, {run.records[-1].held_out:.1f}"
+    " after"
+)
+assert run.records[-1].held_out < 0.7 * run.initial_loss
 
-measured = [(0, run.before), *((r.step, r.held_out) for r in run.records if r.held_out is not None)]
+measured = [
+    (0, run.initial_loss),
+    *((r.step, r.held_out) for r in run.records if r.held_out is not None),
+]
 _, axes = plt.subplots(figsize=(9, 3), layout="constrained")
 axes.plot([r.step for r in run.records], [r.loss for r in run.records], color="#1b6ca8", lw=1)
 axes.plot(*zip(*measured, strict=True), "o-", color="#d1495b", label="held out")
@@ -167,7 +178,7 @@ show("before", tell(lm))
 show("after", tell(taught))
 
 base, trained = dict(flatten(lm.params)), dict(flatten(run.params))
-assert all(bare(leaf) is base[path] for path, leaf in trained.items())
+assert all(strip_adapters(leaf) is base[path] for path, leaf in trained.items())
 
 # %% [markdown]
 # ## Which matrices changed
@@ -180,7 +191,7 @@ change = np.zeros((len(kinds), lm.config.num_hidden_layers))
 for name, (a, b, _) in adapter.matrices.items():
     added = config.scale(config.r, config.lora_alpha) * np.asarray(b) @ np.asarray(a)
     _, layer, kind = name.split(".", 2)
-    whole = np.asarray(dense(base[f"{name}.weight"]), np.float32)
+    whole = np.asarray(to_dense(base[f"{name}.weight"]), np.float32)
     change[kinds.index(kind), int(layer)] = np.linalg.norm(added) / np.linalg.norm(whole)
     assert np.linalg.matrix_rank(added) == config.r
 
@@ -321,19 +332,17 @@ for name, text in texts.items():
     show(name, text)
 assert texts["base"] == tell(lm) and texts["calling"] == tell(taught)
 
-# %% [markdown]
-# ## Merged, and quantized
-#
-# `merged` adds each product to its weight, after which the adapter costs nothing at run time. In
-# float32 the model is the same. In a format with fewer bits the sum is rounded; what that costs is
-# the divergence from the model with the adapter beside it. The base model in the same format, which
-# was never trained, is beside it for comparison.
+# %% [markdown] ## Merged, and quantized  `merge_adapter` adds each product to its weight, after
+# which the adapter costs nothing at run time. In float32 the model is the same. In a format with
+# fewer bits the sum is rounded; what that costs is the divergence from the model with the adapter
+# beside it. The base model in the same format, which was never trained, is beside it for
+# comparison.
 
 # %%
 texts = {}
 print(f"{'':>8} {'merged':>12} {'same first choice':>18} {'the base':>12}")
 for format in ("float32", "int8", "int4"):
-    _, params = merged(lm.config, run.params, format)
+    _, params = merge_adapter(lm.config, run.params, format)
     plain = jaxllm.quantize(lm.params, [(r"layers\..*", format)])
     found, reference = look(params)[0], look(plain)[0]
     kl = divergence(logits["after"], found)[counted_BT].mean()

@@ -45,10 +45,23 @@ SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "
 
 # What takes longest in one piece begins first, so that two workers end together.
 LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_api.py")
+# A file, or a test of which `make test` runs the first case alone; `make test-more` runs the rest.
+MORE = {
+    line
+    for line in (ROOT / "tests" / "more.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    seen: set[str] = set()
+    for item in items:
+        file, _, _ = item.nodeid.partition("::")
+        test, _, _ = item.nodeid.partition("[")
+        if file in MORE or (test in MORE and test in seen):
+            item.add_marker(pytest.mark.more)
+        seen.add(test)
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import drop_range, fork
-from jaxllm.cache.prefix import reuse
+from jaxllm.cache.prefix_reuse import reuse_prefix
 from jaxllm.errors import (
     CacheMismatchError,
     CapacityError,
@@ -70,11 +70,11 @@ def test_what_a_cache_has_of_a_prompt_is_not_run_again(demo: jaxllm.LM) -> None:
         assert [p.token for p in pieces] == again.tokens
         assert pieces[-1].cache.tokens() == demo.encode(prompt) + again.tokens[:-1]
     ids = demo.encode("Once upon a time") + first.tokens
-    cache, rest = reuse(first.cache, ids, 5)
+    cache, rest = reuse_prefix(first.cache, ids, 5)
     assert rest == first.tokens[-1:]
     np.testing.assert_array_equal(cache.position_BS, first.cache.position_BS)
-    assert reuse(first.cache, ids[:3], 5)[1] == ids[2:3]
-    larger, rest = reuse(first.cache, [*ids, *[5] * 150], 5)  # more than there is room for
+    assert reuse_prefix(first.cache, ids[:3], 5)[1] == ids[2:3]
+    larger, rest = reuse_prefix(first.cache, [*ids, *[5] * 150], 5)  # more than there is room for
     assert len(rest) == 151
     assert larger.capacity >= len(ids) + 150 + 4
 
@@ -151,7 +151,7 @@ def test_speculation_guidance_and_contrast_are_options_too(demo: jaxllm.LM) -> N
         found = demo.generate(prompt, max_new_tokens=16, **options)
         assert found.tokens == plain.tokens
         assert found.text == plain.text
-        assert found.drafted is not None
+        assert found.draft_stats is not None
     assert demo.generate(prompt, max_new_tokens=16, penalty_alpha=0.0).tokens == plain.tokens
     guided = demo.generate(prompt, max_new_tokens=16, guidance_scale=1.0001, negative_prompt="One")
     assert guided.tokens == plain.tokens  # next to no guidance
@@ -362,13 +362,12 @@ def test_one_gguf_file_of_a_repository_is_downloaded_with_its_parts(
 
 
 def test_every_public_name_is_there() -> None:
-    """And the same one where a type checker looks: in the imports that are never run."""
-    (typed,) = (node for node in ast.parse(Path(jaxllm.__file__).read_text()).body
-                if isinstance(node, ast.If))  # fmt: skip
+    """And it is the one that the stub names for type checkers."""
+    stub = ast.parse(Path(jaxllm.__file__).with_suffix(".pyi").read_text())
     found = [
-        (alias.name, getattr(importlib.import_module(node.module), alias.name))
-        for node in typed.body
-        if isinstance(node, ast.ImportFrom) and node.module and node.module != "jaxllm"
+        (alias.name, getattr(importlib.import_module(f"jaxllm.{node.module}"), alias.name))
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     ]
     assert sorted([*dict(found), "errors"]) == sorted(jaxllm.__all__)

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm import adapters
-from jaxllm import cache as caches
+from jaxllm import adapters, cache as caches
 from jaxllm.adapters import LoraConfig
 from jaxllm.errors import JaxllmError, TokenError
 from jaxllm.evaluate.likelihood.data import loader
+from jaxllm.generation.options import OPTIONS
 from jaxllm.models import FAMILIES
-from jaxllm.options import OPTIONS
 from jaxllm.train import jobs
 from tests.twins import random_model
 
@@ -220,15 +219,18 @@ STEPS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "embeddings model": ("model", lambda m, x: jaxllm.embeddings(x, m[1], [[5]])),
     "embeddings layer": ("whole", lambda m, x: jaxllm.embeddings(m[0], m[1], [[5]], layer=x)),
     "embeddings pooling": ("name", lambda m, x: jaxllm.embeddings(m[0], m[1], [[5]], pooling=x)),
-    "stages tokens": ("ids", lambda m, x: jaxllm.stages(m[0], m[1], None, x)),
-    "stages model": ("model", lambda m, x: jaxllm.stages(x, m[1], None, [[5]])),
-    "stages cache": ("cache", lambda m, x: jaxllm.stages(m[0], m[1], x or 0, [[5]])),
+    "stages tokens": ("ids", lambda m, x: jaxllm.activations(m[0], m[1], None, x)),
+    "stages model": ("model", lambda m, x: jaxllm.activations(x, m[1], None, [[5]])),
+    "stages cache": ("cache", lambda m, x: jaxllm.activations(m[0], m[1], x or 0, [[5]])),
     "perplexity loader": ("loader", lambda m, x: jaxllm.perplexity(m[0], m[1], x)),
     "perplexity model": ("model", lambda m, x: jaxllm.perplexity(x, m[1], None)),  # type: ignore[arg-type]
     "divergence loader": ("loader", lambda m, x: jaxllm.divergence(m[0], m[1], m[0], m[1], x)),
     "divergence other": ("model", lambda m, x: jaxllm.divergence(m[0], m[1], x, m[1], None)),  # type: ignore[arg-type]
-    "sensitivity loader": ("loader", lambda m, x: jaxllm.sensitivity(m[0], m[1], x, "int8")),
-    "sensitivity format": ("name", lambda m, x: jaxllm.sensitivity(m[0], m[1], None, x)),  # type: ignore[arg-type]
+    "sensitivity loader": (
+        "loader",
+        lambda m, x: jaxllm.measure_sensitivity(m[0], m[1], x, "int8"),
+    ),
+    "sensitivity format": ("name", lambda m, x: jaxllm.measure_sensitivity(m[0], m[1], None, x)),  # type: ignore[arg-type]
     "loader documents": ("documents", lambda m, x: loader(x, window=4)),
     "FixedShapeRunner model": ("model", lambda m, x: jaxllm.FixedShapeRunner(x, m[1], 4, 16)),
     "FixedShapeRunner params": ("params", lambda m, x: jaxllm.FixedShapeRunner(m[0], x, 4, 16)),
@@ -290,8 +292,8 @@ CACHES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "compact cache": ("cache", lambda m, x: caches.compact(x)),
     "close_gaps": ("cache", lambda m, x: caches.close_gaps(x)),
     "slot_order": ("cache", lambda m, x: caches.slot_order(x)),
-    "slots_at positions": ("grid", lambda m, x: caches.slots_at(m[2], x)),
-    "slots_at cache": ("cache", lambda m, x: caches.slots_at(x, [[0]])),
+    "slots_at positions": ("grid", lambda m, x: caches.find_slots(m[2], x)),
+    "slots_at cache": ("cache", lambda m, x: caches.find_slots(x, [[0]])),
     "patch slots": ("positions", lambda m, x: caches.patch(m[2], x, _delta(m))),
     "patch delta": ("delta", lambda m, x: caches.patch(m[2], [[0], [0]], x)),
     "commit delta": ("delta", lambda m, x: caches.commit(m[2], x)),
@@ -314,7 +316,7 @@ CACHES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
         "whole",
         lambda m, x: caches.heavy_hitters(m[2], np.zeros((2, 16)), heavy=1, recent=x),
     ),
-    "segment_in_hand": ("cache", lambda m, x: caches.segment_in_hand(x)),
+    "segment_in_hand": ("cache", lambda m, x: caches.current_segment(x)),
     "pool ratio": ("whole", lambda m, x: caches.pool(m[2], ratio=x, sinks=0, recent=0)),
     "pool mass": (
         "mass",
@@ -361,7 +363,7 @@ LMS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "LM.embed adapter": ("name", lambda m, x: m.embed([[5]], adapter=x)),
     "LM.embed pooling": ("name", lambda m, x: m.embed([[5]], pooling=x)),
     "LM.embed pool": ("name", lambda m, x: m.embed([[5]], pool=x)),
-    "LM.using": ("name", lambda m, x: m.using(x)),
+    "LM.using": ("name", lambda m, x: m.with_adapter(x)),
     "LM.init_cache batch": ("whole", lambda m, x: m.init_cache(x, 8)),
     "LM.init_cache capacity": ("whole?", lambda m, x: m.init_cache(1, x)),
     "LM.serve rows": ("whole", lambda m, x: _next(m.serve([], rows=x))),
@@ -370,18 +372,18 @@ LMS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "LM.save": ("path", lambda m, x: m.save(x)),
     "LM.self_extended group": (
         "whole",
-        lambda m, x: m.self_extended(group_size=x, neighbor_window=8),
+        lambda m, x: m.with_self_extend(group_size=x, neighbor_window=8),
     ),
     "LM.self_extended window": (
         "whole",
-        lambda m, x: m.self_extended(group_size=2, neighbor_window=x),
+        lambda m, x: m.with_self_extend(group_size=2, neighbor_window=x),
     ),
     "jobs.lora seed": ("seed", lambda m, x: jobs.lora(m, LoraConfig(r=1), seed=x)),
     "jobs.lora start": ("cache", lambda m, x: jobs.lora(m, LoraConfig(r=1), start=x or 0)),
-    "jobs.full dtype": ("dtype", lambda m, x: jobs.full(m, x)),
+    "jobs.full dtype": ("dtype", lambda m, x: jobs.full_finetune(m, x)),
     "adapters.fresh dtype": (
         "dtype",
-        lambda m, x: adapters.fresh(m.config, m.params, LoraConfig(r=1), None, dtype=x),  # type: ignore[arg-type]
+        lambda m, x: adapters.init_adapter(m.config, m.params, LoraConfig(r=1), None, dtype=x),  # type: ignore[arg-type]
     ),
 }
 
@@ -427,7 +429,7 @@ def _chat(lm: Any) -> Any:
 def _made_with(lm: Any, **asked: Any) -> Any:
     """A job that begins with an adapter of rank 2, scale 1 beside q_proj, under another one."""
     usual: dict[str, Any] = {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
-    start = adapters.fresh(lm.config, lm.params, LoraConfig(**usual), jax.random.key(0))
+    start = adapters.init_adapter(lm.config, lm.params, LoraConfig(**usual), jax.random.key(0))
     return jobs.lora(lm, LoraConfig(**{**usual, **asked}), start=start)
 
 
@@ -559,10 +561,10 @@ def test_help_names_families_and_options() -> None:
     for method in (jaxllm.LM.generate, jaxllm.LM.stream):
         assert OPTIONS.keys() < inspect.signature(method).parameters.keys()
     names = dir(jaxllm)
-    assert len(names) == len(set(names)) and set(jaxllm.__all__) < set(names)
+    assert len(names) == len(set(names)) and set(jaxllm.__all__) <= set(names)
     assert not {"Any", "TYPE_CHECKING", "import_module"} & set(names)
 
 
 def test_a_piece_prints_as_its_text() -> None:
-    piece = jaxllm.Piece(" there", 5, -0.5, None, 0.0, None)  # type: ignore[arg-type]
+    piece = jaxllm.StreamChunk(" there", 5, -0.5, None, 0.0, None)  # type: ignore[arg-type]
     assert str(piece) == " there"

@@ -12,16 +12,18 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm import bench
-from jaxllm.bench import Row
-from jaxllm.bench import Test as Work  # a name that pytest does not collect
 from jaxllm.cli.quantize import quantize
-from jaxllm.compress.apply import pruned
+from jaxllm.compress.pipeline import prune_to_format
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.evaluate import bench
+from jaxllm.evaluate.bench import (
+    BenchResult,
+    Test as Work,  # a name that pytest does not collect
+)
+from jaxllm.weights.formats import to_dense, weight_format
 from tests.twins import save_random
 
-ROW = Row("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
+ROW = BenchResult("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
 
 
 def test_the_figures_of_a_row() -> None:
@@ -35,8 +37,8 @@ def test_the_figures_of_a_row() -> None:
         "bus_gb_s": 40.0,
         "share_of_bus": 0.75,
     }
-    once = Row("pp8", 8, (0.5,), 0.0, None, 40.0)
-    assert (once.median, once.spread) == (16.0, 0.0)
+    once = BenchResult("pp8", 8, (0.5,), 0.0, None, 40.0)
+    assert (once.tokens_per_second, once.stdev) == (16.0, 0.0)
     assert once.to_dict()["weights_gb_s"] is once.to_dict()["share_of_bus"] is None
     assert bench.as_csv([ROW, once]).splitlines() == [
         "test,tokens_per_second,spread,compile_s,weights_gb_s,bus_gb_s,share_of_bus",
@@ -51,10 +53,10 @@ def test_the_figures_of_a_row() -> None:
 
 
 def test_what_is_timed() -> None:
-    asked = bench.tests_of([8, 16], 4, [0, 32], [1, 2])
+    asked = bench.make_tests([8, 16], 4, [0, 32], [1, 2])
     assert [test.name for test in asked] == ["pp8", "pp16", "tg4", "tg4 @ d32", "tg4 x 2"]
     assert [test.tokens for test in asked] == [8, 16, 4, 4, 8]
-    assert bench.tests_of([], 1, [], [1]) == []
+    assert bench.make_tests([], 1, [], [1]) == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_what_is_timed() -> None:
 )
 def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        bench.tests_of(*arguments)
+        bench.make_tests(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +116,18 @@ def test_the_first_run_is_compiling_and_the_rest_are_timed(
     readings = iter([10.0, 30.0, 20.0, 5.0, 6.0, 7.0])
     ran = []
     monkeypatch.setattr(bench, "PROBE_BYTES", 64)
-    monkeypatch.setattr(bench, "prepared", lambda lm, test, chunk: lambda: ran.append(test))
-    monkeypatch.setattr(bench, "bandwidth", lambda probe: next(readings))
+    monkeypatch.setattr(bench, "prepare_run", lambda lm, test, chunk: lambda: ran.append(test))
+    monkeypatch.setattr(bench, "measure_bandwidth", lambda probe: next(readings))
     tests = [Work(decode=4, batch=2), Work(prompt=6)]
     decode, prompt = bench.bench(lm, tests[:1], repetitions=3), bench.bench(lm, tests[1:])
     (row,) = decode
     assert (row.test, row.tokens, row.seconds) == ("tg4 x 2", 8, (0.5, 4.0, 2.0))
-    assert (row.median, row.compile_s, row.bus_gb_s) == (4.0, 5.0, 30.0)
+    assert (row.tokens_per_second, row.compile_s, row.bandwidth_gb_s) == (4.0, 5.0, 30.0)
     assert row.weights_gb_s == pytest.approx(bench.weight_bytes(lm) * 4 / 2.0 / 1e9)
     takes(monkeypatch, 1.0, *[3.0] * 5)  # a first run faster than others took no time to compile
     readings = iter([1.0] * 5)
     (row,) = prompt
-    assert (row.median, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)
+    assert (row.tokens_per_second, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)
     assert ran == [tests[0]] * 4 + [tests[1]] * 6
 
 
@@ -143,25 +145,27 @@ def test_a_test_that_exceeds_the_context_is_refused(
 def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     takes(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
-    assert bench.bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
+    assert bench.measure_bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
 
 
 @pytest.mark.parametrize("name", ["bfloat16-2:4", "int8-bitmap"])
 def test_a_model_is_pruned_for_its_timing_to_the_larger_half(name: str, tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     lm = jaxllm.load(tmp_path)
-    small = pruned(lm, name)
+    small = prune_to_format(lm, name)
     before, after = (m.params["layers.0"]["mlp"]["up_proj"]["weight"] for m in (lm, small))
-    w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(dense(after), np.float32) != 0
+    w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(to_dense(after), np.float32) != 0
     groups = (-1, 4) if name.endswith("2:4") else (1, -1)  # of the matrix
     for row, here in zip(w.reshape(groups), kept.reshape(groups), strict=True):
         half = len(row) // 2
         rounded = half // 20 + 1 if name.startswith("int8") else 0  # codes that may be 0
         assert half - rounded <= here.sum() <= half
         assert (row[~here] <= row[here].min()).all()
-    assert format_of(after) == name
-    assert format_of(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
+    assert weight_format(after) == name
+    assert weight_format(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
     assert bench.weight_bytes(small) < bench.weight_bytes(lm)
-    assert pruned(small, name).recipe == 2 * small.recipe  # asked for twice, it is done twice
+    assert (
+        prune_to_format(small, name).recipe == 2 * small.recipe
+    )  # asked for twice, it is done twice
     with pytest.raises(ConfigError, match=r"format unknown: got 'int8', .* one of float32-2:4"):
-        pruned(lm, "int8")
+        prune_to_format(lm, "int8")

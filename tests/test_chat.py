@@ -13,8 +13,9 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 import jaxllm
-from jaxllm import cache, complete
+from jaxllm import cache
 from jaxllm.cli import terminal
+from jaxllm.generation import completion
 from tests.conftest import ROOT, Run
 
 DEMO = "demo:llama"
@@ -33,11 +34,11 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found = []
 
     def reuse(*args: Any) -> Any:
-        kept, rest = cache.prefix.reuse(*args)
+        kept, rest = cache.prefix_reuse.reuse_prefix(*args)
         found.append(len(rest))
         return kept, rest
 
-    monkeypatch.setattr(complete, "reuse", reuse)
+    monkeypatch.setattr(completion, "reuse_prefix", reuse)
     return found
 
 
@@ -191,12 +192,12 @@ def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Read lines from keys as a terminal sends them."""
-    monkeypatch.setenv(terminal.VARIABLE, str(tmp_path / "state" / "history"))
+    monkeypatch.setenv(terminal.HISTORY_VARIABLE, str(tmp_path / "state" / "history"))
     with create_pipe_input() as keys:
 
         def read(text: str, count: int = 1) -> list[str | int]:
             keys.send_text(text)
-            reader = terminal.line_reader(input=keys, output=DummyOutput())
+            reader = terminal.make_line_reader(input=keys, output=DummyOutput())
             return [reader() for _ in range(count)]
 
         yield read
@@ -216,9 +217,9 @@ def test_control_c_clears_a_line_and_leaves_twice(
     assert typed("half\x03one\r") == ["one\n"]
     assert typed("\x03one\r") == ["one\n"]
     assert capsys.readouterr().err == "press Ctrl-C again or Ctrl-D to leave\n"
-    assert typed("\x03\x03") == [terminal.INTERRUPTED]
-    assert typed("\x04") == [terminal.LEFT]
-    assert typed("half\x04\x03\x04") == [terminal.LEFT]
+    assert typed("\x03\x03") == [terminal.EXIT_INTERRUPTED]
+    assert typed("\x04") == [terminal.EXIT_OK]
+    assert typed("half\x04\x03\x04") == [terminal.EXIT_OK]
 
 
 def test_lines_are_recalled_from_a_private_file(typed: Any, tmp_path: Path) -> None:
@@ -232,12 +233,12 @@ def test_lines_are_recalled_from_a_private_file(typed: Any, tmp_path: Path) -> N
 def test_a_history_that_others_own_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(terminal.VARIABLE, "0")
+    monkeypatch.setenv(terminal.HISTORY_VARIABLE, "0")
     assert terminal.history_file() is None
     assert capsys.readouterr().err == ""
     for wrong in (tmp_path, tmp_path / "file" / "history"):
         (tmp_path / "file").write_text("")
-        monkeypatch.setenv(terminal.VARIABLE, str(wrong))
+        monkeypatch.setenv(terminal.HISTORY_VARIABLE, str(wrong))
         assert terminal.history_file() is None
         assert f"cannot save lines in {wrong}: " in capsys.readouterr().err
 
@@ -246,12 +247,12 @@ def test_a_long_history_loses_its_older_half(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "history"
-    monkeypatch.setenv(terminal.VARIABLE, str(file))
+    monkeypatch.setenv(terminal.HISTORY_VARIABLE, str(file))
     entries = [f"\n# then\n+line {n}\n" for n in range(100_000)]
     file.write_text("".join(entries))
     assert terminal.history_file() == file
     kept = file.read_text()
-    assert len(kept) <= terminal.MOST_BYTES // 2
+    assert len(kept) <= terminal.MAX_HISTORY_BYTES // 2
     assert kept == "".join(entries[-kept.count("+") :])
 
 

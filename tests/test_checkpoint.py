@@ -12,9 +12,9 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.checkpoint import open_native, save
+from jaxllm.checkpoints.native import open_native, save
 from jaxllm.cli.convert import convert
-from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.lazy import LazyTensor
 from tests.convert.test_convert import edit_config

@@ -15,9 +15,10 @@ import typer
 from safetensors import safe_open
 
 import jaxllm
-from jaxllm import cli, located
-from jaxllm.cli.options import dtype_named
-from jaxllm.located import DEMOS
+from jaxllm import cli
+from jaxllm.checkpoints import resolve
+from jaxllm.checkpoints.resolve import DEMO_DIR
+from jaxllm.cli.options import parse_dtype
 from jaxllm.text.chat import ChatTemplate
 from tests.conftest import ROOT, Run
 from tests.twins import save_random
@@ -34,7 +35,7 @@ def _shallow_demos(
 ) -> None:
     """What tests the commands does with a demo's first layers, which compile sooner."""
     if "whole_demos" not in request.fixturenames:
-        monkeypatch.setattr(located, "DEMOS", shallow_demos)
+        monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
 
 def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:
@@ -194,7 +195,7 @@ def test_a_talk_with_a_demo_is_one_story(model: str) -> None:
         {"role": "assistant", "content": " upon a time"},
         {"role": "user", "content": "Then"},
     ]
-    text = ChatTemplate.from_directory(DEMOS / model).render(talk)
+    text = ChatTemplate.from_directory(DEMO_DIR / model).render(talk)
     assert text == "<|bos|>A story. Once upon a time Then"
 
 
@@ -236,10 +237,10 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
         ("batch", none, away): f"cannot read {away}",
         ("batch", none, prompts, "--resume"): "--resume requires --out FILE",
         ("batch", none, prompts, "--task", "scores"): "did you mean score",
-        ("batch", none, prompts, "--task", "score", "-n", 5): "takes no --max-new-tokens",
+        ("batch", none, prompts, "--task", "score", "-n", 5): "leave out --max-new-tokens",
         ("batch", none, prompts, "--task", "embed", "-o", "pool=cls"): "no option pool",
-        ("batch", none, prompts, "--workers", 0, "--threads", 1): "as it is",
-        ("batch", none, prompts, "--threads", 4096): "there are ",
+        ("batch", none, prompts, "--workers", 0, "--threads", 1): "runs in this process",
+        ("batch", none, prompts, "--threads", 4096): "at most the number of cores",
         ("generate", none, "--prompt-cache", away): nowhere,
         ("generate", none, "-o", "stop_strings=[1"): "--option stop_strings is not valid",
         ("generate", none, "-o", f"seed={'9' * 5000}"): "5,000 digits",
@@ -271,7 +272,7 @@ def test_bytes_that_are_not_utf8_are_one_line(run: Run, arguments: tuple[str, ..
 
 def test_formats_are_understood_as_people_call_them(run: Run) -> None:
     for name, full in {"fp16": "float16", "bf16": "bfloat16", "float32": "float32"}.items():
-        assert dtype_named(name) == full
+        assert parse_dtype(name) == full
     status, _, err = run("generate", "--dtype", "int3")
     assert status == 1
     assert "a dtype must be one of float32, bfloat16, float16" in err
@@ -466,7 +467,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["generate", "--top-p", "2"], "top_p must be"),
         (["generate", "--seed", "-1"], "seed must be"),
         (["generate", "--dtype", "int3"], "must be one of"),
-        (["info", "/dev/null"], "is not a directory"),
+        (["info", "/dev/null"], "is not a checkpoint directory or file"),
         (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
         (["bench", "--json", "--csv"], "--json and --csv cannot be combined"),
         (["bench", "-r", "0"], "--repetitions must be at least 1"),

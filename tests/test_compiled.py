@@ -10,29 +10,29 @@ import jax
 import pytest
 
 import jaxllm
-from jaxllm import programs
 from jaxllm.errors import ConfigError
+from jaxllm.ops import compile_cache
 from tests.conftest import Run
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for programs, of which JAX is told nothing."""
-    monkeypatch.setenv(programs.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(compile_cache.CACHE_ENV, str(tmp_path))
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     with monkeypatch.context() as patch:
         patch.setattr(jax.config, "update", lambda *_: None)
-        patch.setattr(programs.compilation_cache, "reset_cache", lambda: None)
+        patch.setattr(compile_cache.compilation_cache, "reset_cache", lambda: None)
         yield tmp_path
-    programs.keep(None)
+    compile_cache.set_folder(None)
     jax.config.update("jax_compilation_cache_dir", before)
 
 
 def kept_in() -> Path | None:
-    programs.keep(None)
-    assert programs.keep_programs() == programs._folder
-    return programs._folder
+    compile_cache.set_folder(None)
+    assert compile_cache.enable_compile_cache() == compile_cache._folder
+    return compile_cache._folder
 
 
 def test_the_folder_is_the_users_own(home: Path) -> None:
@@ -97,37 +97,37 @@ def test_a_named_folder_is_used_or_refused(home: Path, tmp_path: Path) -> None:
     """Whatever the variable says; `jaxllm.load` takes its name."""
     named = tmp_path / "named"
     for keep in (str(named), named):
-        assert programs.keep_programs(keep) == programs._folder
-        assert programs._folder is not None
-        assert programs._folder.parent == named
-    programs._folder.chmod(0o777)
+        assert compile_cache.enable_compile_cache(keep) == compile_cache._folder
+        assert compile_cache._folder is not None
+        assert compile_cache._folder.parent == named
+    compile_cache._folder.chmod(0o777)
     with pytest.raises(ConfigError, match="another user may write there"):
         jaxllm.load("demo:llama", keep_programs=named)
     with pytest.raises(ConfigError, match="Not a directory"):
-        programs.keep_programs(__file__)
+        compile_cache.enable_compile_cache(__file__)
 
 
 def test_load_keeps_programs_if_asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """True is the folder of the commands, unless the variable turns it off."""
-    programs.keep(None)
+    compile_cache.set_folder(None)
     jaxllm.load("demo:llama")
-    assert programs._folder is None
+    assert compile_cache._folder is None
     jaxllm.load("demo:llama", keep_programs=True)
-    assert programs._folder is not None
-    assert programs._folder.parent == home
-    programs.keep(None)
-    monkeypatch.setenv(programs.VARIABLE, "0")
+    assert compile_cache._folder is not None
+    assert compile_cache._folder.parent == home
+    compile_cache.set_folder(None)
+    monkeypatch.setenv(compile_cache.CACHE_ENV, "0")
     jaxllm.load("demo:llama", keep_programs=True)
-    assert programs._folder is None
+    assert compile_cache._folder is None
 
 
 def test_time_compiling_counts_each_second_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of programs within others and in several threads: their union, in this block alone."""
     event = "/jax/core/compile/backend_compile_duration"
-    with programs.time_compiling() as seconds:
+    with compile_cache.time_compiling() as seconds:
         assert seconds() == 0
         for now, passed in ((2.0, 1.0), (5.0, 1.0), (5.5, 1.0), (6.0, 3.5), (10.0, 0.5)):
-            monkeypatch.setattr(programs.time, "perf_counter", lambda now=now: now)
+            monkeypatch.setattr(compile_cache.time, "perf_counter", lambda now=now: now)
             jax.monitoring.record_event_duration_secs(event, passed)
         jax.monitoring.record_event_duration_secs("/jax/something/else_duration", 100.0)
         assert seconds() == pytest.approx(1.0 + 3.5 + 0.5)
@@ -139,8 +139,8 @@ def test_time_compiling_counts_each_second_once(monkeypatch: pytest.MonkeyPatch)
 def test_generate_reports_time_spent_compiling(
     run: Run, monkeypatch: pytest.MonkeyPatch, kept: bool
 ) -> None:
-    monkeypatch.setattr(programs, "time_compiling", lambda: nullcontext(lambda: 5.5))
-    monkeypatch.setattr(programs, "keeps_programs", lambda: kept)
+    monkeypatch.setattr(compile_cache, "time_compiling", lambda: nullcontext(lambda: 5.5))
+    monkeypatch.setattr(compile_cache, "has_compile_cache", lambda: kept)
     err = run("generate", "-p", "Tom", "-n", 1)[2]
     later = "; the next run reuses the programs" * kept
     assert err.endswith(f" s (5.5 s of it compiling{later})\n")

@@ -9,10 +9,10 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.config import HIDDEN_ACTS, ROPE_FIELDS
-from jaxllm.convert.decoders import DIVISORS
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import HIDDEN_ACTS, ROPE_FIELDS
+from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
-from jaxllm.longer import LongAttention
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.weights.paths import flatten
 from tests.twins import random_model, tokens
@@ -101,7 +101,7 @@ def test_every_activation_has_a_function() -> None:
 def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
     required, _ = ROPE_FIELDS[kind]
     values: dict[str, Any] = {
-        name: (4.0 + i,) if name in DIVISORS else 4 + i for i, name in enumerate(required)
+        name: (4.0 + i,) if name in DIVISOR_FIELDS else 4 + i for i, name in enumerate(required)
     }
     jaxllm.Rope(rope_type=kind, rope_theta=1e4, **values)
     for name in required:

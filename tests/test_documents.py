@@ -30,7 +30,7 @@ def test_documents_side_by_side_are_what_transformers_makes_of_each_alone(
     save_random(tmp_path, family, **changes)
     twin = load_twin(tmp_path)
     token_BT, position_BT, document_BT = packed()
-    trace, _, _ = steps.run(
+    trace, _, _ = steps.run_model(
         twin.model, twin.params, (), token_BT, position_BT, document_BT=document_BT
     )
     for part in np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]):
@@ -44,7 +44,7 @@ def test_documents_see_all_of_the_cache() -> None:
     cache = jaxllm.init_cache(model, 1, 6)
     _, cache = jaxllm.prefill(model, params, cache, prefix)
     position_BT = packed()[1] + 6
-    trace, _, _ = steps.run(
+    trace, _, _ = steps.run_model(
         model, params, cache.segments, token_BT, position_BT, document_BT=document_BT
     )
     part = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
@@ -61,7 +61,7 @@ def test_blocks_that_are_computed_again_have_the_same_gradients(family: str) -> 
         def loss(params: dict[str, jax.Array]) -> jax.Array:
             token_BT, position_BT, document_BT = given
             again = model.clone(remat=remat)
-            trace, _, _ = steps.run(
+            trace, _, _ = steps.run_model(
                 again, params, (), token_BT, position_BT, document_BT=document_BT
             )
             return trace.logits.std()

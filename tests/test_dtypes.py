@@ -10,7 +10,7 @@ import torch
 
 import jaxllm
 from jaxllm.errors import ConfigError
-from jaxllm.whole import dtype_name
+from jaxllm.runtime.validation import check_dtype
 from tests.twins import random_model
 
 SAME = {
@@ -26,13 +26,13 @@ OTHERS = [True, False, 3, float, list, np.float64, torch.float64, jnp.int8, np.f
 
 @pytest.mark.parametrize("name", SAME)
 def test_dtype_name_takes_any_library(name: str) -> None:
-    assert {dtype_name("dtype", x) for x in SAME[name]} == {name}
+    assert {check_dtype("dtype", x) for x in SAME[name]} == {name}
 
 
 @pytest.mark.parametrize("x", OTHERS, ids=lambda x: str(x).split(" at ")[0])
 def test_dtype_name_refuses_others(x: Any) -> None:
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16 "):
-        dtype_name("dtype", x)
+        check_dtype("dtype", x)
 
 
 def test_load_takes_the_dtype() -> None:
@@ -52,7 +52,7 @@ REFUSING = {
     "cache": lambda x: jaxllm.Precision(cache=x),
     "quantize": lambda x: jaxllm.Precision(quantize=x),
     "uniform": lambda x: jaxllm.Precision.uniform(x),
-    "in_dtype": lambda x: jaxllm.Precision().in_dtype(x),
+    "in_dtype": lambda x: jaxllm.Precision().with_dtype(x),
     "an override's weights": lambda x: jaxllm.Override(weights=x),
     "an override's output": lambda x: jaxllm.Override(output=x),
     "init_cache": lambda x: jaxllm.init_cache(random_model("llama")[0].config, 1, 8, dtype=x),
@@ -81,4 +81,4 @@ def test_precision_keeps_full_names() -> None:
         quantize=((".*mlp.*", "bf16"),),
         overrides=(("norm", jaxllm.Override(weights="float16", output="float32")),),
     )
-    assert written.format_at("layers.0.mlp.up_proj.weight", 2) == "bfloat16"
+    assert written.param_format("layers.0.mlp.up_proj.weight", 2) == "bfloat16"

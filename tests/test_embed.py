@@ -13,10 +13,10 @@ import torch
 from safetensors.numpy import load_file
 
 import jaxllm
-from jaxllm.embed import embeddings
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
-from jaxllm.ops.pooling import normalized, pool
-from jaxllm.verifying import transformers_directory
+from jaxllm.evaluate.verify import transformers_directory
+from jaxllm.generation.embeddings import embeddings
+from jaxllm.ops.pooling import l2_normalize, pool
 from tests.conftest import Run
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
@@ -92,7 +92,7 @@ def test_pooling_with_padding_anywhere(array: Callable[..., Any]) -> None:
         found = pool(array(x), mask, pooling)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(np.asarray(found), [row, np.zeros(3)])
-    found = normalized(array([[3.0, 4.0], [0.0, 0.0]], dtype=np.float32))
+    found = l2_normalize(array([[3.0, 4.0], [0.0, 0.0]], dtype=np.float32))
     np.testing.assert_allclose(np.asarray(found), [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
 
 
@@ -194,7 +194,7 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ((), "give either --text"),
-        (("--text", "a", "--file", "b"), "one of the two"),
+        (("--text", "a", "--file", "b"), "give either --text"),
         (("--file", "nowhere"), "cannot read nowhere: No such file"),
         (("--file", "-"), "- has no lines"),
         (("--text", "a", "--pooling", "max"), "pooling must be one of"),

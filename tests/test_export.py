@@ -15,8 +15,7 @@ from safetensors.numpy import load_file
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.fixed import Form, exported
-from jaxllm.fixed import export as exporting
+from jaxllm.export import StepSignature, command_line as exporting, runtime
 from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
@@ -26,30 +25,30 @@ from tests.twins import random_model, save_random, tokens
 
 N, M = 4, 13
 IDS = tokens(2, 8)
-EXPLICIT = Form(embeddings=True, rotary=True, mask="boolean")
+EXPLICIT = StepSignature(embeddings=True, rotary=True, mask="boolean")
 # Model, its format, that of its weights, the step's inputs, which step.
 FORMS = {
     "explicit": ("llama", "float32", None, EXPLICIT, "prefill"),
-    "additive-int4": ("gpt2", "float32", "int4-g32", Form(mask="additive"), "prefill"),
-    "bfloat16": ("llama", "bfloat16", None, Form(), "decode"),
+    "additive-int4": ("gpt2", "float32", "int4-g32", StepSignature(mask="additive"), "prefill"),
+    "bfloat16": ("llama", "bfloat16", None, StepSignature(), "decode"),
 }  # fmt: skip
 
 # What somebody without the model does: positions and slots by hand, a prefill, then single tokens.
 SCRIPT = """
 import sys
 import numpy as np
-from jaxllm.fixed import exported
+from jaxllm.export import runtime
 
 directory, ids, out = sys.argv[1], np.load(sys.argv[2]), sys.argv[3]
-steps = exported.load(directory)
+steps = runtime.load(directory)
 prefill, decode = steps["prefill"], steps["decode"]
-width, inputs = prefill.inputs["input_ids"].shape[1], prefill.blank()
+width, inputs = prefill.inputs["input_ids"].shape[1], prefill.blank_inputs()
 inputs["input_ids"][:, 1:] = ids[:, : width - 1]  # a column of padding on the left
 inputs["position_ids"][:, 1:] = inputs["slots"][:, 1:] = np.arange(width - 1)
 outputs = prefill(inputs)
 logits = [np.asarray(outputs["logits"])[:, 1:]]
 for column in range(width - 1, ids.shape[1]):
-    inputs = {**decode.blank(), **decode.past(outputs)}
+    inputs = {**decode.blank_inputs(), **decode.next_past(outputs)}
     inputs["input_ids"][:] = ids[:, column : column + 1]
     inputs["position_ids"][:] = inputs["slots"][:] = column
     outputs = decode(inputs)
@@ -65,7 +64,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """A directory with both steps, and the model."""
     directory = tmp_path_factory.mktemp("export") / "plain"
     model, params = random_model("llama")
-    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2, text=True)
+    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2, write_mlir=True)
     return directory, model, params
 
 
@@ -83,9 +82,8 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     needed = (
-        "distributed", "errors", "files", "fixed", "fixed.exported", "moved", "process", "weights",
-        "weights.files",
-        "weights.lazy", "whole",
+        "errors", "export", "export.runtime", "files", "runtime", "runtime.multihost",
+        "runtime.signals", "runtime.validation", "weights", "weights.lazy", "weights.safetensors",
     )  # fmt: skip
     assert {n for n in done.stdout.split() if not n.startswith("jaxllm.files.")} == {
         f"jaxllm.{name}" for name in needed
@@ -102,16 +100,16 @@ def test_every_form_equals_forward(name: str, tmp_path: Path) -> None:
     model, params = random_model(family, precision=Precision.uniform(dtype), **layers)
     params = quantize(params, weights) if weights else cast(params, model.precision)
     lengths = {"num_tokens": N, "max_tokens": M}
-    exporting.export(model, params, tmp_path, form=form, what=[what], **lengths)
+    exporting.export(model, params, tmp_path, signature=form, step_names=[what], **lengths)
     bar = 2e-2 if dtype == "bfloat16" else 1e-5
-    assert exporting.compare(model, params, tmp_path)[what] < bar
+    assert exporting.compare_logits(model, params, tmp_path)[what] < bar
 
 
 def test_compare_sees_a_difference(tmp_path: Path) -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M)
     other = random_model("llama", seed=1, num_hidden_layers=1)[1]
-    differences = exporting.compare(model, other, tmp_path)
+    differences = exporting.compare_logits(model, other, tmp_path)
     assert set(differences) == {"prefill", "decode"}
     assert min(differences.values()) > 0.1
 
@@ -146,26 +144,32 @@ def test_weights_lie_under_their_own_names(plain: Any) -> None:
 def test_one_export_for_several_platforms(plain: Any, tmp_path: Path) -> None:
     _, model, params = plain
     exporting.export(
-        model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"],
+        model, params, tmp_path, num_tokens=N, max_tokens=M, step_names=["decode"],
         platforms=["cpu", "cuda", "tpu"],
     )  # fmt: skip
-    assert exporting.compare(model, params, tmp_path)["decode"] < 1e-5
+    assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
 def test_one_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
     _, model, params = plain
     exporting.export(
-        model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"], platforms=["tpu"]
+        model,
+        params,
+        tmp_path,
+        num_tokens=N,
+        max_tokens=M,
+        step_names=["decode"],
+        platforms=["tpu"],
     )
     with pytest.raises(CheckpointError, match="was exported for tpu; this process runs on cpu"):
-        exported.load(tmp_path)
+        runtime.load(tmp_path)
 
 
 def test_nothing_is_written_over_and_half_an_export_is_none(
     plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, model, params = plain
-    again = {"num_tokens": N, "max_tokens": M, "batch": 2, "what": ["decode"]}
+    again = {"num_tokens": N, "max_tokens": M, "batch": 2, "step_names": ["decode"]}
     with pytest.raises(CheckpointError, match="already holds an export"):
         exporting.export(model, params, directory, **again)
 
@@ -188,24 +192,24 @@ def test_nothing_is_written_over_and_half_an_export_is_none(
             exporting.export(model, params, tmp_path / "half", **again)
     assert [f.name for f in (tmp_path / "half").iterdir()] == ["mine"]
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: not an export"):
-        exported.load(tmp_path / "half")
+        runtime.load(tmp_path / "half")
     exporting.export(model, params, tmp_path / "half", **again)
-    assert list(exported.load(tmp_path / "half").steps) == ["decode"]
+    assert list(runtime.load(tmp_path / "half").steps) == ["decode"]
 
 
 def test_native_kernels_are_left_out_or_named(plain: Any, tmp_path: Path) -> None:
     _, model, params = plain
-    lengths = {"num_tokens": N, "max_tokens": M, "what": ["decode"]}
+    lengths = {"num_tokens": N, "max_tokens": M, "step_names": ["decode"]}
     left = json.loads((plain[0] / "manifest.json").read_text())
     assert left["custom_calls"] == []
     assert "custom_call @jaxllm" not in (plain[0] / "decode.mlir").read_text()
-    if native.kernels() is None:
+    if native.load_kernels() is None:
         pytest.skip("no native kernels were built")
-    kept = exporting.export(model, params, tmp_path, native="keep", text=True, **lengths)
+    kept = exporting.export(model, params, tmp_path, native="keep", write_mlir=True, **lengths)
     assert "jaxllm_linear" in kept["custom_calls"]
     text = (tmp_path / "decode.mlir").read_text()
     assert set(re.findall(r"custom_call @(jaxllm_\w+)", text)) == set(kept["custom_calls"])
-    assert exporting.compare(model, params, tmp_path)["decode"] < 1e-5
+    assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
 def test_a_call_that_nobody_else_knows_is_no_export(
@@ -219,7 +223,7 @@ def test_a_call_that_nobody_else_knows_is_no_export(
 
     monkeypatch.setattr(exporting, "run_step", step)
     with pytest.raises(ConfigError, match=r"cannot be exported.*a_stranger"):
-        exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M, what=["decode"])
+        exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M, step_names=["decode"])
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,8 @@ def test_a_call_that_nobody_else_knows_is_no_export(
         ({"num_tokens": 0}, "num_tokens must be"),
         ({"max_tokens": N}, r"max_tokens \(4\) must exceed"),
         ({"batch": 0}, "batch must be"),
-        ({"what": []}, "a step must be one of prefill, decode; got none"),
-        ({"what": ["train"]}, "got 'train'"),
+        ({"step_names": []}, "a step must be one of prefill, decode; got none"),
+        ({"step_names": ["train"]}, "got 'train'"),
         ({"platforms": ["npu"]}, "a platform must be one of cpu, cuda, rocm, tpu; got 'npu'"),
         ({"native": "maybe"}, "native must be one of keep, leave-out; got 'maybe'"),
     ],
@@ -272,7 +276,7 @@ def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     for options, message in {
         (): "already holds an export",
         ("--form", "rotary"): "gpt2 has no RoPE",
-        ("--form", "square"): "--form takes tokens, embeddings",
+        ("--form", "square"): "--form must be words of tokens, embeddings",
         ("--form", "boolean,additive"): "additive contradicts",
         ("--what", "train"): "a step must be one of",
         ("--quantize", "int5"): "int5",

@@ -14,8 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.fixed import Form, exported, input_shapes
-from jaxllm.fixed import export as exporting
+from jaxllm.export import StepSignature, command_line as exporting, input_shapes, runtime
 from tests.twins import random_model
 
 N, M = 4, 13
@@ -52,23 +51,25 @@ def foreign_weights(directory: Path) -> None:
     stored = load_file(path)
     stored["norm.weight"] = stored["norm.weight"][:-1]
     save_file(stored, path)
-    change(directory, lambda m: m["weights"].update(sha256=exported.digest(path)))
+    change(directory, lambda m: m["weights"].update(sha256=runtime.digest(path)))
 
 
 def foreign_step(directory: Path) -> None:
     """Another model's code under this manifest, its hash put in: only the program can tell."""
     model, params = random_model("llama", hidden_size=48)
     other = directory.parent / "other"
-    exporting.export(model, params, other, num_tokens=N, max_tokens=M, batch=2, what=["prefill"])
+    exporting.export(
+        model, params, other, num_tokens=N, max_tokens=M, batch=2, step_names=["prefill"]
+    )
     path = directory / "prefill.stablehlo"
     shutil.copyfile(other / "prefill.stablehlo", path)
-    change(directory, lambda m: m["steps"]["prefill"].update(sha256=exported.digest(path)))
+    change(directory, lambda m: m["steps"]["prefill"].update(sha256=runtime.digest(path)))
 
 
 def not_stablehlo(directory: Path) -> None:
     path = directory / "decode.stablehlo"
     path.write_bytes(b"nonsense")
-    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=runtime.digest(path)))
 
 
 def broken_code(directory: Path) -> None:
@@ -78,7 +79,7 @@ def broken_code(directory: Path) -> None:
     for _ in range(64):
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
-    change(directory, lambda m: m["steps"]["decode"].update(sha256=exported.digest(path)))
+    change(directory, lambda m: m["steps"]["decode"].update(sha256=runtime.digest(path)))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -144,18 +145,18 @@ def test_damaged_and_foreign_files_are_refused_by_name(
 ) -> None:
     apply, message = DAMAGE[damage]
     apply(copy)
-    monkeypatch.delitem(sys.modules, exported.NATIVE, raising=False)
+    monkeypatch.delitem(sys.modules, runtime.NATIVE, raising=False)
     with pytest.raises(CheckpointError, match=message):
-        exported.load(copy)
+        runtime.load(copy)
 
 
 def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
-    steps = exported.load(plain[0])
+    steps = runtime.load(plain[0])
     with pytest.raises(ConfigError, match="no step 'generate' was exported"):
         steps["generate"]
     step = steps["decode"]
-    assert (step.blank()["slots"] == M - N).all()  # nowhere: padding writes nothing
-    inputs: dict[str, Any] = {**step.blank(), "mask": np.zeros(1)}
+    assert (step.blank_inputs()["slots"] == M - N).all()  # nowhere: padding writes nothing
+    inputs: dict[str, Any] = {**step.blank_inputs(), "mask": np.zeros(1)}
     inputs["input_ids"] = np.zeros((2, 2), np.int32)
     inputs["slots"] = np.zeros((2, 1), np.int64)
     del inputs["position_ids"]
@@ -173,7 +174,7 @@ def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
 def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None:
     """Ids, shapes, and a start after tokens that no slot holds; steps of another form."""
     directory, model, _ = plain
-    step = exported.load(directory)["prefill"]
+    step = runtime.load(directory)["prefill"]
     for tokens, start, said in (
         ([1, 2], 0, r"tokens must be \[2, 1 to 4\], got \[2\]"),
         ([[1]], 0, r"got \[1, 1\]"),
@@ -186,8 +187,12 @@ def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None
         ([[1], [2]], -1, "start must be"),
     ):
         with pytest.raises(ConfigError, match=said):
-            step.place(tokens, start)
-    for form in (Form(embeddings=True), Form(rotary=True), Form(mask="boolean")):
+            step.token_inputs(tokens, start)
+    for form in (
+        StepSignature(embeddings=True),
+        StepSignature(rotary=True),
+        StepSignature(mask="boolean"),
+    ):
         inputs = input_shapes(model, form, batch=2, num_tokens=N, capacity=M - N)
         with pytest.raises(ConfigError, match="does not take token ids and positions"):
-            dataclasses.replace(step, inputs=inputs).place([[1], [2]])
+            dataclasses.replace(step, inputs=inputs).token_inputs([[1], [2]])

@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jaxllm
 from jaxllm import ops
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.fixed import FixedShapeRunner, Form, Past, fixed_step, input_shapes
-from jaxllm.ops.masked import attend_masked
+from jaxllm.export import FixedShapeRunner, StaticCache, StepSignature, input_shapes, make_step
+from jaxllm.ops.masked import attend_with_mask
 from jaxllm.weights.precision import Precision
 from tests.twins import random_model, tokens
 
@@ -36,7 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    """Each model, and `forward` over all of `IDS`: a prefix of it is a prefix of the logits."""
+    """Each model, and `forward` over all of `ID_KEYS`: a prefix of it is a prefix of the logits."""
     found = {}
     for family in ("llama", "gpt2"):
         model, params = random_model(family)
@@ -133,12 +132,12 @@ def test_keys_and_values_of_a_cache_go_in(models: Any) -> None:
     model, params, whole = models["llama"]
     cache = jaxllm.init_cache(model.config, 3, 7)  # fewer slots than the step has
     _, cache = jaxllm.prefill(model, params, cache, IDS[:, :5])
-    past = Past(cache.tail.k, cache.tail.v, np.asarray(cache.position_BS))
+    past = StaticCache(cache.tail.k, cache.tail.v, np.asarray(cache.position_BS))
     for padding in ("left", "right"):
         out = make(models, "llama", padding=padding)(tokens=IDS[:, 5:M], past=past)
         close(out.logits, whole[:, 5:])
         assert out.past.k[0].shape == (3, M - N, *cache.tail.k[0].shape[2:])
-        assert out.past.missing == 3 * (M - (M - N))
+        assert out.past.num_missing == 3 * (M - (M - N))
 
 
 def test_what_comes_back_says_where_it_stands(models: Any) -> None:
@@ -203,7 +202,7 @@ def test_one_program_a_batch_whatever_the_lengths(compiled: list[str]) -> None:
 
 def test_the_step_is_a_pure_function_of_named_arrays(models: Any) -> None:
     model, params, whole = models["llama"]
-    form = Form(mask="boolean", rotary=True)
+    form = StepSignature(mask="boolean", rotary=True)
     shapes = input_shapes(model, form, batch=3, num_tokens=N, capacity=M - N)
     assert list(shapes)[:5] == ["input_ids", "cos", "sin", "attention_mask", "slots"]
     assert shapes["cos"].shape == (3, 1, N, 3)
@@ -217,9 +216,9 @@ def test_the_step_is_a_pure_function_of_named_arrays(models: Any) -> None:
     inputs["slots"][:] = np.arange(N)
     for i in range(2):  # slots that nobody sees may hold anything
         inputs[f"past_key_values.{i}.value"][:] = np.nan
-    outputs = jax.jit(fixed_step(model, form))(params, inputs)
+    outputs = jax.jit(make_step(model, form))(params, inputs)
     close(outputs["logits"], whole[:, :N])
-    declared = jax.eval_shape(fixed_step(model, form), params, shapes)
+    declared = jax.eval_shape(make_step(model, form), params, shapes)
     assert {n: (x.shape, x.dtype) for n, x in outputs.items()} == {
         n: (x.shape, x.dtype) for n, x in declared.items()
     }
@@ -229,7 +228,7 @@ def test_the_step_is_a_pure_function_of_named_arrays(models: Any) -> None:
 def test_a_foreign_step_is_given_what_is_documented(models: Any, padding: str) -> None:
     """What a compiler's session would see: on which side padding stands, -1 and 0 in it, masks."""
     model, params, _ = models["llama"]
-    compiled = jax.jit(fixed_step(model, Form(mask="additive")))
+    compiled = jax.jit(make_step(model, StepSignature(mask="additive")))
     seen: list[dict[str, Any]] = []
 
     def step(inputs: Any) -> Any:
@@ -238,7 +237,7 @@ def test_a_foreign_step_is_given_what_is_documented(models: Any, padding: str) -
 
     run = make(models, "llama", "additive", padding=padding, mask_value=-7.0, step=step)
     past = run(tokens=[[5, 6]]).past
-    few = Past(
+    few = StaticCache(
         tuple(x[:, :2] for x in past.k), tuple(x[:, :2] for x in past.v), past.position_BS[:, :2]
     )
     run(tokens=[[999, 7, 8]], mask=[[0, 1, 1]], past=few)
@@ -264,11 +263,11 @@ def test_a_large_score_beats_minus_fifty_but_no_boolean_mask() -> None:
     q = jnp.ones((1, 1, 1, 2))
     part = ops.Part(entries(-45.0, 0.0), entries(1.0, 2.0), jnp.zeros((1, 2), jnp.int32))
     seen = jnp.array([[[True, False]]])
-    out = attend_masked(q, [part], seen, scale=1.0)
+    out = attend_with_mask(q, [part], seen, scale=1.0)
     np.testing.assert_array_equal(np.asarray(out).ravel(), [1.0, 1.0])
-    lost = attend_masked(q, [part], jnp.where(seen, 0.0, -50.0), scale=1.0)
+    lost = attend_with_mask(q, [part], jnp.where(seen, 0.0, -50.0), scale=1.0)
     np.testing.assert_allclose(np.asarray(lost).ravel(), [2.0, 2.0], atol=1e-6)
-    blind = attend_masked(q, [part], jnp.zeros_like(seen), scale=1.0)
+    blind = attend_with_mask(q, [part], jnp.zeros_like(seen), scale=1.0)
     np.testing.assert_array_equal(np.asarray(blind).ravel(), [0.0, 0.0])
 
 
@@ -320,10 +319,14 @@ def test_int8_keys_and_values_are_refused() -> None:
         ({"tokens": [[1.5]]}, TokenError, "must be integers"),
         ({"tokens": [[1, 131]]}, TokenError, r"token id 131 .* 131 \(row 0, column 1\)"),
         ({"tokens": [[-1]]}, TokenError, "token id -1"),
-        ({"tokens": [[1, 2]], "mask": [[1]]}, TokenError, r"mask must have the input's shape \(1, 2\)"),
+        (
+            {"tokens": [[1, 2]], "mask": [[1]]},
+            TokenError,
+            r"mask must have the input's shape \(1, 2\)",
+        ),
         ({"tokens": [[1, 2]], "mask": [[1, 2]]}, TokenError, "mask must be 1 for real"),
         ({"tokens": [[1, 2], [3]], "mask": [[1, 1], [1, 0]]}, TokenError, "mask requires an array"),
-        ({"embeddings": np.zeros((1, 2, 39))}, TokenError, r"must be \[B, T, 40\]"),
+        ({"embeddings": np.zeros((1, 2, 39))}, TokenError, r"\[B, T, 40\]"),
         ({"embeddings": np.zeros((1, 2, 40), int)}, TokenError, "must be floats"),
         ({"embeddings": np.full((1, 2, 40), np.nan)}, TokenError, "row 0, column 0 is not"),
         ({"tokens": IDS[:1].repeat(2, 1)}, CapacityError, "0 past and 26 new tokens"),
@@ -344,7 +347,7 @@ def test_a_past_that_does_not_belong_is_refused(models: Any) -> None:
         run(tokens=IDS[:, :1], past=full)
     with pytest.raises(CapacityError, match="2 past and 12 new tokens do not fit"):
         run(tokens=IDS[:, :12], past=past)
-    wider = Past(
+    wider = StaticCache(
         *(tuple(np.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in y) for y in (past.k, past.v)),
         np.pad(past.position_BS, ((0, 0), (0, 1)), constant_values=-1),
     )

@@ -109,7 +109,7 @@ def tinyllama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(directory: Path, shape: str, dtype: str) -> None:
-    script = ROOT / "scripts" / "make_checkpoint.py"
+    script = ROOT / "scripts" / "tools" / "make_checkpoint.py"
     command = [sys.executable, str(script), shape, str(directory), "--dtype", dtype]
     subprocess.run(command, check=True)
 

@@ -17,7 +17,7 @@ import transformers
 
 from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
 from jaxllm.evaluate.likelihood.continuations import continuation_likelihoods, document_logprobs
-from jaxllm.harness import Answers, register
+from jaxllm.evaluate.lm_eval import JaxLM, register
 from tests.conftest import ROOT
 from tests.twins import save_random
 
@@ -112,11 +112,11 @@ def reference(directory: Path) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def answers(directory: Path) -> Answers:
-    return Answers(str(directory), max_length=LENGTH, batch_size=4)
+def answers(directory: Path) -> JaxLM:
+    return JaxLM(str(directory), max_length=LENGTH, batch_size=4)
 
 
-def test_likelihoods_equal_transformers(answers: Answers, reference: Reference) -> None:
+def test_likelihoods_equal_transformers(answers: JaxLM, reference: Reference) -> None:
     found = answers.loglikelihood(asked(PAIRS))
     expected = [reference.likelihood(*pair) for pair in PAIRS]
     np.testing.assert_allclose(
@@ -129,19 +129,19 @@ def test_likelihoods_equal_transformers(answers: Answers, reference: Reference) 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation() -> None:
     """A byte-level vocabulary has " time" as one token, and "a " as two that nobody wrote."""
-    plain = Answers("demo:gpt2", batch_size=2)
+    plain = JaxLM("demo:gpt2", batch_size=2)
     found = plain.loglikelihood(asked([("Once upon a ", "time"), ("Once upon a", " time")]))
     assert found[0] == found[1]
     assert found[0][1]
 
 
-def test_rolling_likelihoods_equal_transformers(answers: Answers, reference: Reference) -> None:
+def test_rolling_likelihoods_equal_transformers(answers: JaxLM, reference: Reference) -> None:
     texts = ["One day", STORY, STORY + STORY[:60], ""]
     found = answers.loglikelihood_rolling(asked(texts))
     np.testing.assert_allclose(found, [reference.rolling(text) for text in texts], rtol=1e-5)
 
 
-def test_generation_equals_transformers(answers: Answers, reference: Reference) -> None:
+def test_generation_equals_transformers(answers: JaxLM, reference: Reference) -> None:
     """Unequal prompts and stops in one batch; prompts cut from the left to leave room."""
     contexts = ["Once upon a time", STORY, "One day, Lily", "Tom had a dog."]
     stops = [["."], ["\n\n", " the"], [], [",", "He"]]
@@ -158,7 +158,7 @@ def test_generation_equals_transformers(answers: Answers, reference: Reference) 
     assert found == [reference.generate(*case) for case in cases]
 
 
-def test_samples_have_a_seed_each(answers: Answers) -> None:
+def test_samples_have_a_seed_each(answers: JaxLM) -> None:
     options = {"until": [], "max_gen_toks": 15, "temperature": 1.0}
     requests = asked([("Once upon a time", options)] * 4)
     found = answers.generate_until(requests)
@@ -166,16 +166,16 @@ def test_samples_have_a_seed_each(answers: Answers) -> None:
     assert answers.generate_until(requests) == found
 
 
-def test_what_cannot_be_answered_is_refused(answers: Answers, tmp_path: Path) -> None:
+def test_what_cannot_be_answered_is_refused(answers: JaxLM, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="path="):
-        Answers()
+        JaxLM()
     with pytest.raises(CapacityError, match=r"max_length must be from 1 to \d+, got 10000"):
-        Answers("demo:llama", max_length=10_000)
+        JaxLM("demo:llama", max_length=10_000)
     with pytest.raises(ConfigError, match="batch_size"):
-        Answers("demo:llama", batch_size=0)
+        JaxLM("demo:llama", batch_size=0)
     save_random(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(TokenError, match="has no tokenizer"):
-        Answers(str(tmp_path))
+        JaxLM(str(tmp_path))
     with pytest.raises(TokenError, match="pair 1: context and continuation must not be"):
         answers.loglikelihood(asked([("One", " day"), ("One day", "")]))
     with pytest.raises(CapacityError, match="expected at most 40"):
@@ -198,7 +198,7 @@ def test_conversations_are_spelled_as_transformers_spells_them(
     for file in directory.iterdir():
         shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    talker = Answers(str(tmp_path), max_length=LENGTH)
+    talker = JaxLM(str(tmp_path), max_length=LENGTH)
     history = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Once "}]
     for goes_on in (False, True):
         expected = reference.tokenizer.apply_chat_template(
@@ -215,7 +215,7 @@ def test_conversations_are_spelled_as_transformers_spells_them(
     assert talker.tokenizer_name == tmp_path.name
 
 
-def test_ids_and_lengths_are_checked(answers: Answers) -> None:
+def test_ids_and_lengths_are_checked(answers: JaxLM) -> None:
     lm = answers.lm
     vocab, context = lm.config.vocab_size, lm.config.context_length
     with pytest.raises(TokenError, match=f"token id {vocab} is outside"):
@@ -277,7 +277,7 @@ def test_lm_eval_runs_and_its_numbers_are_transformers(
         # JSON is YAML.
         (tmp_path / f"{name}.yaml").write_text(json.dumps(whole), encoding="utf-8")
     command = [
-        sys.executable, "-m", "jaxllm.harness", "--model", "jaxllm",
+        sys.executable, "-m", "jaxllm.evaluate.lm_eval", "--model", "jaxllm",
         "--model_args", f"path={directory},max_length={LENGTH}", "--batch_size", "3",
         "--tasks", ",".join(TASKS), "--include_path", str(tmp_path),
         "--output_path", str(tmp_path / "out"), "--log_samples",

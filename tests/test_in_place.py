@@ -14,7 +14,9 @@ from tests.twins import random_model
 
 CAPACITY = 1013  # nothing else has as many numbers
 
-pytestmark = pytest.mark.skipif(not native.enabled(), reason="XLA alone copies what it writes to")
+pytestmark = pytest.mark.skipif(
+    not native.is_enabled(), reason="XLA alone copies what it writes to"
+)
 
 
 def copies(step: Any, cache: jaxllm.KVCache, *args: Any) -> list[str]:

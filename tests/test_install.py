@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jaxllm.located import DEMOS
+from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.ops.native import INSTRUCTION_SETS
 from tests.conftest import ROOT
 from tests.twins import load_twin
@@ -42,7 +42,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def story() -> str:
     """What transformers makes of the prompt, greedily and in float32."""
-    twin = load_twin(DEMOS / "llama")
+    twin = load_twin(DEMO_DIR / "llama")
     from jaxllm import load
 
     lm = load("demo:llama")

@@ -61,7 +61,7 @@ def test_the_pair_agrees(source: Path, tmp_path: Path) -> None:
 
 @each_notebook
 def test_running_it_gives_what_it_shows(source: Path, tmp_path: Path) -> None:
-    script = ROOT / "scripts" / "execute_notebooks.py"
+    script = ROOT / "scripts" / "tools" / "execute_notebooks.py"
     run(script, source, "--output-dir", tmp_path, cwd=tmp_path)
     again = json.loads((tmp_path / f"{source.stem}.ipynb").read_text(encoding="utf-8"))
     assert again["metadata"] == stored(source)["metadata"]

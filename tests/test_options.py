@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.decode.sampling.options import make_sampler
-from jaxllm.decode.sampling.penalties import Repetition
-from jaxllm.decode.sampling.spellings import SPELLINGS
 from jaxllm.errors import CapacityError, SamplingError, TokenError
-from jaxllm.options import OPTIONS, GenerateOptions, check_options
+from jaxllm.generation.options import OPTIONS, GenerateOptions, check_options
+from jaxllm.generation.sampling.aliases import HINTS
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.sampling.penalties import RepetitionPenalty
 from tests.twins import save_random
 
 
@@ -39,7 +39,7 @@ def test_table_types_and_docstring_name_the_same_options() -> None:
     for name, option in OPTIONS.items():
         assert option.meaning, name
         assert option.help, name
-    assert not set(SPELLINGS) & set(OPTIONS)
+    assert not set(HINTS) & set(OPTIONS)
 
 
 WRONG: dict[str, list[Any]] = {
@@ -209,7 +209,9 @@ def test_processors_and_samplers_of_ones_own_come_in_at_the_front_door(lm: jaxll
     assert served.tokens == even.tokens
     drawn = lm.generate([5], temperature=1.0, top_k=20, seed=3, **options)
     assert not any(token % 2 for token in drawn.tokens)
-    ours = lm.generate([5], max_new_tokens=8, logits_processor=[Repetition(jnp.float32(3.0))])
+    ours = lm.generate(
+        [5], max_new_tokens=8, logits_processor=[RepetitionPenalty(jnp.float32(3.0))]
+    )
     assert ours.tokens == lm.generate([5], max_new_tokens=8, repetition_penalty=3.0).tokens
     sampler = make_sampler(temperature=0.7, top_k=9)
     assert (
@@ -295,9 +297,14 @@ def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
     gone.set()
     counts = iter(range(99))
     requests = [
-        {"prompt": [5], "id": "whole", "max_new_tokens": 20, "cancelled": never.is_set},
-        {"prompt": [6], "id": "some", "max_new_tokens": 90, "cancelled": lambda: next(counts) > 2},
-        {"prompt": [7], "id": "none", "max_new_tokens": 90, "cancelled": gone.is_set},
+        {"prompt": [5], "id": "whole", "max_new_tokens": 20, "is_cancelled": never.is_set},
+        {
+            "prompt": [6],
+            "id": "some",
+            "max_new_tokens": 90,
+            "is_cancelled": lambda: next(counts) > 2,
+        },
+        {"prompt": [7], "id": "none", "max_new_tokens": 90, "is_cancelled": gone.is_set},
         {"prompt": [8], "id": "next", "max_new_tokens": 5},
     ]
     found = dict(lm.serve(requests, rows=2, capacity=96))
@@ -308,7 +315,7 @@ def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
     assert lm.generate([6], max_new_tokens=len(some)).tokens == some
     for name, prompt, new in (("whole", [5], 20), ("next", [8], 5)):
         assert found[name].tokens == lm.generate(prompt, max_new_tokens=new).tokens
-    [(_, error)] = lm.serve([{"prompt": [5], "cancelled": True}], rows=1, capacity=32)
+    [(_, error)] = lm.serve([{"prompt": [5], "is_cancelled": True}], rows=1, capacity=32)
     assert "cancelled must be a function" in str(error)
 
 

@@ -1,5 +1,6 @@
 """The pages in docs/ tell the truth: what they quote stands in the files, what they run runs."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ import pytest
 
 import jaxllm
 from jaxllm.cli.chat import COMMANDS
-from scripts.family_lines import count
 from tests.conftest import ROOT, Run
 from tests.convert.flax_twin import as_flax
 from tests.twins import cut_demo
@@ -52,7 +52,7 @@ def test_what_the_page_runs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code.text, FAMILY, "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     assert "layers.5.attention.q_proj.weight (512, 512)" in said
-    for command in (s for s in snippets(FAMILY) if s.language == "sh"):
+    for command in (s for s in snippets(FAMILY) if s.language == "text"):
         for line in command.text.splitlines():
             assert (ROOT / line.split()[1]).exists(), line
 
@@ -62,7 +62,31 @@ def test_the_page_counts_lines_rightly() -> None:
     rows = re.findall(r"^\| (\w+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.M)
     assert {name for name, *_ in rows} == {"gpt_neox", "qwen2"}
     for name, *lines in rows:
-        assert tuple(map(int, lines)) == count(name), f"python scripts/family_lines.py {name}"
+        assert list(map(int, lines)) == count_lines(name), name
+
+
+def count_lines(family: str) -> list[int]:
+    """Count the lines of a family's module, its table and its tests.
+
+    The tests are its row in `KINDS` of tests/twins.py and its own file in tests/models, if any.
+    """
+    (kinds,) = (
+        node.value
+        for node in ast.parse((ROOT / "tests" / "twins.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "KINDS"
+    )
+    assert isinstance(kinds, ast.Dict)
+    (row,) = (
+        value
+        for key, value in zip(kinds.keys, kinds.values, strict=True)
+        if key is not None and ast.literal_eval(key) == family
+    )
+    files = (f"jaxllm/models/{family}.py", f"convert/{family}.py", f"tests/models/test_{family}.py")
+    module, table, tests = (
+        len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+        for path in map(ROOT.joinpath, files)
+    )
+    return [module, table, tests + (row.end_lineno or row.lineno) - row.lineno + 1]
 
 
 def test_who_comes_from_flax_can_run_the_page(

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.layers.stream import Stage, each_layer
+from jaxllm.compress.layers.layerwise import LayerInputs, map_layers
 from jaxllm.weights.paths import Params
 from tests.twins import save_random, tokens
 
@@ -36,14 +36,14 @@ logits, cache = jaxllm.prefill(lm.model, lm.params, cache, ids)
 logits, cache = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
 np.save(sys.argv[3], np.asarray(logits))
 
-from jaxllm.compress.layers.stream import each_layer
+from jaxllm.compress.layers.layerwise import map_layers
 seen = []
 
 def look(stage):
     seen.append(stage.x_NTD)
     return stage.params
 
-each_layer(lm.model, lm.params, ids, look, name="", show_progress=False)
+map_layers(lm.model, lm.params, ids, look, name="", show_progress=False)
 np.save(sys.argv[4], np.stack(seen))
 """
 
@@ -70,11 +70,11 @@ def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
 
     seen: list[np.ndarray] = []
 
-    def look(stage: Stage) -> Params:
+    def look(stage: LayerInputs) -> Params:
         seen.append(stage.x_NTD)
         return stage.params
 
-    each_layer(lm.model, lm.params, ids, look, name="", show_progress=False)
+    map_layers(lm.model, lm.params, ids, look, name="", show_progress=False)
     np.testing.assert_allclose(np.load(tmp_path / "seen.npy"), np.stack(seen), atol=1e-4)
 
 

@@ -22,13 +22,17 @@ WORKS = {
     "swallowing": BUSY + "\n    try: time.sleep(99)\n    except BaseException: pass",
     "cleaning": BUSY + "\n    try: time.sleep(99)\n    finally: time.sleep(99)",
     "writing": """
-from jaxllm.files import writing, writing_directory
-with writing_directory(Path("model")) as made, writing(made / "weights") as file:
+from jaxllm.files import atomic_directory, atomic_file
+with atomic_directory(Path("model")) as made, atomic_file(made / "weights") as file:
     file.write(b"half")
     {busy}
 """,
-    "one file": 'from jaxllm.files import writing\nwith writing(Path("x")) as file:\n    {busy}\n',
-    "telling": 'with process.saying(lambda: "3 of 7 are done"):\n    {busy}\n',
+    "one file": """
+from jaxllm.files import atomic_file
+with atomic_file(Path("x")) as file:
+    {busy}
+""",
+    "telling": 'with signals.exit_message(lambda: "3 of 7 are done"):\n    {busy}\n',
 }
 SAID = {
     "writing": "; model was not written",
@@ -66,7 +70,7 @@ def started() -> Iterator[Program]:
 def _started(code: str, folder: Path) -> "subprocess.Popen[bytes]":
     busy = "\n    ".join(WORKS["sleeping"].splitlines())
     whole = (
-        "from pathlib import Path\nfrom jaxllm import process\nprocess.begin()\n"
+        "from pathlib import Path\nfrom jaxllm.runtime import signals\nsignals.setup_process()\n"
         + code.replace("{busy}", busy)
     )
     return subprocess.Popen(
@@ -100,8 +104,9 @@ def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(
     assert process.communicate()[1] == b"jaxllm: terminated\n"
     assert process.returncode == 143
     code = (
-        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from jaxllm import process;"
-        " process.begin(); signal.raise_signal(signal.SIGINT); print('on')"
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        " from jaxllm.runtime import signals;"
+        " signals.setup_process(); signal.raise_signal(signal.SIGINT); print('on')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, b"on\n")
@@ -110,7 +115,7 @@ def test_a_process_is_terminated_alike_and_ignores_what_it_was_told_to(
 def test_what_is_done_is_done_when_a_signal_comes_at_the_very_end() -> None:
     code = (
         "import atexit, signal; atexit.register(signal.raise_signal, signal.SIGINT);"
-        " from jaxllm import process; process.begin(); print('done')"
+        " from jaxllm.runtime import signals; signals.setup_process(); print('done')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
@@ -121,7 +126,7 @@ def test_a_deferred_interrupt_is_asked_for_and_the_second_ends(
 ) -> None:
     code = """
 import time
-with process.deferred("a moment") as asked:
+with signals.defer_interrupt("a moment") as asked:
     print("ready", flush=True)
     while not asked():
         time.sleep(0.01)
@@ -178,8 +183,8 @@ def test_streams_that_are_closed_or_full() -> None:
 
 def test_statistics_begin_on_a_line_of_their_own() -> None:
     code = (
-        "from jaxllm.cli.console import note, write\n"
-        "write('a text'); note('one'); note('two'); write('line\\n'); note('three')"
+        "from jaxllm.cli.console import log, write\n"
+        "write('a text'); log('one'); log('two'); write('line\\n'); log('three')"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT

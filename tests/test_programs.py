@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jaxllm
-import jaxllm.forms
-from jaxllm import models, programs
-from jaxllm.decode.sampling.sampler import Function
-from jaxllm.programs import Program
+import jaxllm.convert.registry
+from jaxllm import models
+from jaxllm.generation.sampling.sampler import FunctionProcessor
+from jaxllm.ops import compile_cache
+from jaxllm.ops.compile_cache import CachedJit
 
 traced: list[str] = []
 
@@ -27,15 +28,15 @@ def scaled(x_B: jax.Array, by: float, about: object) -> jax.Array:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     traced.clear()
-    programs.keep(tmp_path)
+    compile_cache.set_folder(tmp_path)
     yield tmp_path
-    programs.keep(None)
-    programs._record = None
+    compile_cache.set_folder(None)
+    compile_cache._record = None
 
 
-def fresh() -> Program:
+def fresh() -> CachedJit:
     """As another process has it: it knows no program yet."""
-    return Program(scaled, static=(1,))
+    return CachedJit(scaled, static_argnums=(1,))
 
 
 X = np.arange(4, dtype=np.float32)
@@ -57,9 +58,9 @@ def test_a_kept_program_is_not_traced_again(folder: Path) -> None:
 
 def test_other_settings_are_other_programs(folder: Path) -> None:
     fresh()(X, 2.0, ())
-    with jaxllm.ops.native.disabled():
+    with jaxllm.ops.native.disable_kernels():
         fresh()(X, 2.0, ())
-    assert len(traced) == (2 if jaxllm.ops.native.enabled() else 1)
+    assert len(traced) == (2 if jaxllm.ops.native.is_enabled() else 1)
 
 
 def test_what_is_damaged_is_made_again(folder: Path) -> None:
@@ -74,7 +75,7 @@ def test_what_is_damaged_is_made_again(folder: Path) -> None:
 
 
 def test_what_a_name_does_not_describe_is_not_kept(folder: Path) -> None:
-    np.testing.assert_array_equal(fresh()(X, 2.0, Function(lambda s, c: s)), X * 2)
+    np.testing.assert_array_equal(fresh()(X, 2.0, FunctionProcessor(lambda s, c: s)), X * 2)
     assert not list(folder.iterdir())
     assert traced
 
@@ -87,7 +88,7 @@ def test_inside_jit_it_is_a_part_of_the_whole(folder: Path) -> None:
 def test_what_is_given_away_is_gone(folder: Path) -> None:
     for _ in range(2):
         given = jnp.asarray(X) + 0
-        out = Program(scaled, static=(1,), donated=0)(given, 2.0, ())
+        out = CachedJit(scaled, static_argnums=(1,), donate_argnums=0)(given, 2.0, ())
         np.testing.assert_array_equal(out, X * 2)
         assert given.is_deleted()
     assert len(traced) == 1
@@ -95,7 +96,7 @@ def test_what_is_given_away_is_gone(folder: Path) -> None:
 
 def test_forms_of_parameters_are_recalled(folder: Path) -> None:
     models.param_shapes.cache_clear()
-    model = models.build(jaxllm.forms.open_checkpoint("demo:llama").config)
+    model = models.build(jaxllm.convert.registry.open_checkpoint("demo:llama").config)
     traced = models.param_shapes(model)
     (file,) = folder.glob("*.forms")
     for damage in (None, b"", file.read_bytes()[:-1]):
@@ -103,7 +104,7 @@ def test_forms_of_parameters_are_recalled(folder: Path) -> None:
             file.write_bytes(damage)
         models.param_shapes.cache_clear()
         assert models.param_shapes(model) == traced
-    programs.keep(None)
+    compile_cache.set_folder(None)
     models.param_shapes.cache_clear()
     assert models.param_shapes(model) == traced
 
@@ -125,13 +126,13 @@ def test_a_program_of_another_version_or_machine_is_not_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     fresh()(X, 2.0, ())
-    programs._versions.cache_clear()
+    compile_cache._code_versions.cache_clear()
     try:
         change(monkeypatch)
         fresh()(X, 2.0, ())
         assert len(traced) == 2
     finally:
-        programs._versions.cache_clear()
+        compile_cache._code_versions.cache_clear()
 
 
 def test_what_was_used_longest_ago_goes_first(
@@ -139,7 +140,7 @@ def test_what_was_used_longest_ago_goes_first(
 ) -> None:
     fresh()(X, 2.0, ())
     (first,) = folder.iterdir()
-    monkeypatch.setattr(programs, "MOST_BYTES", 1)
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 1)
     fresh()(X, 3.0, ())
     (left,) = folder.iterdir()
     assert left != first
@@ -150,5 +151,5 @@ def test_texts_are_the_same_from_kept_programs(folder: Path) -> None:
     options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "seed": 3}
     kept = [p.token for p in lm.stream("Once", **options)]  # type: ignore[arg-type]
     assert list(folder.iterdir())
-    programs.keep(None)
+    compile_cache.set_folder(None)
     assert lm.generate("Once", **options).tokens == kept  # type: ignore[call-overload]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxllm.progress import bytes_bar
+from jaxllm.runtime.progress import bytes_bar
 
 
 @pytest.mark.parametrize(("show", "seen"), [(True, True), (False, False), (None, False)])

@@ -68,7 +68,7 @@ def test_a_shorter_text_without_gaps() -> None:
 def test_learned_positions_take_insertions_where_nothing_moves() -> None:
     model, params = lm = random_model("gpt2")
     cache = filled(lm, tokens(1, 9))
-    with pytest.raises(ConfigError, match="gpt2 learns a vector"):
+    with pytest.raises(ConfigError, match="gpt2 has learned position"):
         jaxllm.insert(model, params, cache, 4, [[1]])
     longer = jaxllm.insert(model, params, cache, 9, [[1, 2]])
     close(peek(lm, longer)[0], fresh(lm, [*tokens(1, 9)[0], 1, 2]))

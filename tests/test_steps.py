@@ -367,7 +367,7 @@ def test_attention_weights_of_heads_that_share_keys_add_up_to_their_heads() -> N
     model, params = random_model("mistral", sliding_window=4)
     ids = tokens(1, 9)
     out = jaxllm.forward(model, params, None, ids, attention_weights=True)
-    layer = jaxllm.stages(model, params, None, ids)
+    layer = jaxllm.activations(model, params, None, ids)
     weight_NTS = out.attention_weights[0, 0]
     assert not weight_NTS[:, 8, :5].any()  # the window
     v_SKH = layer["layers.0.v"][0]

@@ -21,10 +21,10 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxllm import models
-from jaxllm.checkpoint import load_params
-from jaxllm.config import ModelConfig
-from jaxllm.convert.engine import open_hf, read_config
-from jaxllm.located import DEMOS
+from jaxllm.checkpoints.native import load_params
+from jaxllm.checkpoints.resolve import DEMO_DIR
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.hf import open_hf, read_config
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -214,7 +214,7 @@ def in_both(fixture: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
 
 def cut_demo(family: str, directory: Path, layers: int = 2) -> Path:
     """The first layers of a demo model with its tokenizer: text, for a third of the compiling."""
-    source, count = DEMOS / family, {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
+    source, count = DEMO_DIR / family, {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
     shutil.copytree(source, directory, dirs_exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps({**config, count: layers}))

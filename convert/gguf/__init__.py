@@ -1,9 +1,9 @@
 """GGUF, llama.cpp's file format: reader and writer.
 
-Reading: header parses a file within bounds; blocks: a table of tensor types; stored: tensors as
+Reading: header parses a file within bounds; blocks: a table of tensor types; tensors: tensors as
 lazy tensors; names: tensor names, by family; architecture, families: a table of architectures;
-settings: keys to configurations and back; rotary: rotary settings; vocabulary: tokenizer and chat
-template; pre: pre-tokenizers, by name; opening: whole files as checkpoints. Writing: writing
-writes files; super_blocks quantizes to K types; tensor_types: mixtures of types; vocabulary_keys:
-tokenizers.
+settings: keys to configurations and back; rotary: rotary settings; tokenizer_read: tokenizer and
+chat template; pre_tokenizers: pre-tokenizers, by name; reader: whole files as checkpoints. Writing:
+writing writes files; super_blocks quantizes to K types; tensor_types: mixtures of types;
+tokenizer_write: tokenizers.
 """

@@ -4,17 +4,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxllm.convert.gguf.names import ModuleRow
+from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
 
-from ..tables import REQUIRED, Field
-from .names import Module
-
 # From fields and from keys (without the architecture) to derived fields.
-Follows = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+DeriveFields = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class GGUFArchitecture:
     """A row of the table: one `general.architecture`.
 
     Attributes:
@@ -22,30 +21,30 @@ class Architecture:
         modules: Its tensors.
         fields: GGUF's keys, our fields, and defaults.
         constants: Fields that llama.cpp supports with one value only.
-        says: Fields that are true if a tensor is present.
-        allowed: Keys that may only have these values.
-        ignored: Keys without effect on results.
-        rotary: Whether it uses RoPE.
-        partial: Whether RoPE may rotate only a part of each head.
-        follows: Derives fields from other fields and, when reading, from the keys in `known`.
-        known: Keys that only `follows` reads.
+        tensor_flags: Fields that are true if a tensor is present.
+        allowed_values: Keys that may only have these values.
+        ignored_keys: Keys without effect on results.
+        uses_rope: Whether it uses RoPE.
+        partial_rotary: Whether RoPE may rotate only a part of each head.
+        derive: Derives fields from other fields and, when reading, from the keys in `derive_keys`.
+        derive_keys: Keys that only `derive` reads.
     """
 
     family: Family
-    modules: tuple[Module, ...]
+    modules: tuple[ModuleRow, ...]
     fields: tuple[Field, ...]
     constants: Mapping[str, Any]
-    says: Mapping[str, str]
-    allowed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
-    rotary: bool = True
-    partial: bool = False
-    follows: Follows = lambda fields, data: {}
-    known: frozenset[str] = frozenset()
+    tensor_flags: Mapping[str, str]
+    allowed_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    ignored_keys: frozenset[str] = frozenset()
+    uses_rope: bool = True
+    partial_rotary: bool = False
+    derive: DeriveFields = lambda fields, data: {}
+    derive_keys: frozenset[str] = frozenset()
 
 
 # Fields that all architectures share.
-SIZES = (
+SIZE_FIELDS = (
     Field("embedding_length", "hidden_size", REQUIRED),
     Field("feed_forward_length", "intermediate_size", REQUIRED),
     Field("block_count", "num_hidden_layers", REQUIRED),
@@ -56,7 +55,7 @@ SIZES = (
 )
 IGNORED = frozenset({"vocab_size", "attention.value_length", "rope.dimension_count"})  # see below
 # Prefixes of keys that change llama.cpp's results: unknown keys that begin so are refused.
-MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "wkv.", "xielu.")
+MATH_PREFIXES = ("attention.", "rope.", "expert", "ssm.", "wkv.", "xielu.")
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),

@@ -11,95 +11,97 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
+from jaxllm.convert.gguf.super_blocks import quantize_q4_k, quantize_q5_k, quantize_q6_k
 
-SUPER = 256  # columns per block of the K types
-SMALL = 32  # columns per block of the other quantized types
+SUPER_BLOCK_SIZE = 256  # columns per block of the K types
+BLOCK_SIZE = 32  # columns per block of the other quantized types
 
 
-class Block(NamedTuple):
+class BlockType(NamedTuple):
     """A tensor type.
 
     Attributes:
-        number: ggml's number of the type.
+        type_id: ggml's number of the type.
         columns, nbytes: The size of a block.
         dtype: The dtype if the type is not quantized.
-        numbers: Dequantizes blocks uint8 `[n, nbytes]` to float32 `[n, columns]`.
-        made: Quantizes float32 `[n, columns]` to blocks, if the type can be written.
+        dequantize_blocks: Dequantizes blocks uint8 `[n, nbytes]` to float32 `[n, columns]`.
+        quantize_blocks: Quantizes float32 `[n, columns]` to blocks, if the type can be written.
     """
 
-    number: int
+    type_id: int
     name: str
     columns: int
     nbytes: int
     dtype: np.dtype | None = None
-    numbers: Callable[[np.ndarray], np.ndarray] | None = None
-    made: Callable[[np.ndarray], np.ndarray] | None = None
+    dequantize_blocks: Callable[[np.ndarray], np.ndarray] | None = None
+    quantize_blocks: Callable[[np.ndarray], np.ndarray] | None = None
 
     def row_bytes(self, columns: int) -> int:
         """Return the size in bytes of a row of `columns` columns, a multiple of the block size."""
         return columns // self.columns * self.nbytes
 
-    def dequantized(self, rows: np.ndarray) -> np.ndarray:
+    def dequantize(self, rows: np.ndarray) -> np.ndarray:
         """Dequantize rows of bytes `[R, row_bytes]` to float32 `[R, I]`."""
         if self.dtype is not None:
             return np.ascontiguousarray(rows).view(self.dtype).astype(np.float32)
-        assert self.numbers is not None
+        assert self.dequantize_blocks is not None
         blocks = np.ascontiguousarray(rows).reshape(-1, self.nbytes)
-        return self.numbers(blocks).reshape(len(rows), -1)
+        return self.dequantize_blocks(blocks).reshape(len(rows), -1)
 
-    def quantized(self, rows: np.ndarray) -> np.ndarray:
+    def quantize(self, rows: np.ndarray) -> np.ndarray:
         """Quantize rows of numbers `[R, I]` to bytes `[R, row_bytes]`."""
         if self.dtype is not None:
             with np.errstate(over="ignore"):
                 return np.ascontiguousarray(rows.astype(self.dtype)).view(np.uint8)
-        assert self.made is not None
+        assert self.quantize_blocks is not None
         blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, self.columns)
-        return self.made(blocks).reshape(len(rows), -1)
+        return self.quantize_blocks(blocks).reshape(len(rows), -1)
 
 
-def _half(blocks: np.ndarray, begin: int) -> np.ndarray:
+def _read_half(blocks: np.ndarray, begin: int) -> np.ndarray:
     """Read a float16 at byte `begin` of each block, as float32 `[n, 1]`."""
     pair = np.ascontiguousarray(blocks[:, begin : begin + 2])
     return pair.view(np.float16).astype(np.float32)
 
 
-def _nibbles(qs: np.ndarray) -> np.ndarray:
+def _unpack_nibbles(qs: np.ndarray) -> np.ndarray:
     """Unpack the low nibbles, then the high nibbles: `[n, B]` to `[n, 2 B]`."""
     return np.concatenate([qs & 15, qs >> 4], axis=1)
 
 
-def _fifth(blocks: np.ndarray, begin: int) -> np.ndarray:
+def _read_fifth_bits(blocks: np.ndarray, begin: int) -> np.ndarray:
     """Read the fifth bits of 32 codes from four bytes of each block, as 16 or 0."""
     bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
     return bits << 4
 
 
-def _q8_0(blocks: np.ndarray) -> np.ndarray:
+def _dequantize_q8_0(blocks: np.ndarray) -> np.ndarray:
     codes = np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
-    return codes * _half(blocks, 0)
+    return codes * _read_half(blocks, 0)
 
 
-def _q4_0(blocks: np.ndarray) -> np.ndarray:
-    codes = _nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8)
-    return codes * _half(blocks, 0)
+def _dequantize_q4_0(blocks: np.ndarray) -> np.ndarray:
+    codes = _unpack_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8)
+    return codes * _read_half(blocks, 0)
 
 
-def _q4_1(blocks: np.ndarray) -> np.ndarray:
-    return _nibbles(blocks[:, 4:]).astype(np.float32) * _half(blocks, 0) + _half(blocks, 2)
+def _dequantize_q4_1(blocks: np.ndarray) -> np.ndarray:
+    return _unpack_nibbles(blocks[:, 4:]).astype(np.float32) * _read_half(blocks, 0) + _read_half(
+        blocks, 2
+    )
 
 
-def _q5_0(blocks: np.ndarray) -> np.ndarray:
-    codes = (_nibbles(blocks[:, 6:]) | _fifth(blocks, 2)).astype(np.float32)
-    return (codes - np.float32(16)) * _half(blocks, 0)
+def _dequantize_q5_0(blocks: np.ndarray) -> np.ndarray:
+    codes = (_unpack_nibbles(blocks[:, 6:]) | _read_fifth_bits(blocks, 2)).astype(np.float32)
+    return (codes - np.float32(16)) * _read_half(blocks, 0)
 
 
-def _q5_1(blocks: np.ndarray) -> np.ndarray:
-    codes = (_nibbles(blocks[:, 8:]) | _fifth(blocks, 4)).astype(np.float32)
-    return codes * _half(blocks, 0) + _half(blocks, 2)
+def _dequantize_q5_1(blocks: np.ndarray) -> np.ndarray:
+    codes = (_unpack_nibbles(blocks[:, 8:]) | _read_fifth_bits(blocks, 4)).astype(np.float32)
+    return codes * _read_half(blocks, 0) + _read_half(blocks, 2)
 
 
-def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Unpack 12 bytes to the scales and minima of 8 runs of 32 columns, uint8 `[n, 8]` each."""
     first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (high & 15) | (first >> 6 << 4)], axis=1)
@@ -107,54 +109,56 @@ def six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, minima
 
 
-def runs(qs: np.ndarray) -> np.ndarray:
+def unpack_runs(qs: np.ndarray) -> np.ndarray:
     """Unpack 128 bytes to 8 runs of 32 4-bit codes `[n, 8, 32]`, per 32 bytes low nibbles first."""
     bytes_ = qs.reshape(-1, 4, 1, 32)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def fifth_bits(qh: np.ndarray) -> np.ndarray:
+def unpack_fifth_bits(qh: np.ndarray) -> np.ndarray:
     """Unpack fifth bits of runs, as 16 or 0: bit r of byte i belongs to code i of run r."""
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     return (qh[:, None, :] >> shifts & 1) << 4
 
 
-def scaled(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def read_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the scales and minima of 8 runs, float32 `[n, 8]`, exact: c stands for c s - m."""
-    scales, minima = six_bits(blocks[:, 4:16])
-    return scales * _half(blocks, 0), minima * _half(blocks, 2)
+    scales, minima = unpack_six_bits(blocks[:, 4:16])
+    return scales * _read_half(blocks, 0), minima * _read_half(blocks, 2)
 
 
-def _runs_times(codes: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    scale, minimum = scaled(blocks)
+def _dequantize_runs(codes: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    scale, minimum = read_scales(blocks)
     numbers = codes.astype(np.float32) * scale[..., None] - minimum[..., None]
     return numbers.reshape(len(blocks), -1)
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    return _runs_times(runs(blocks[:, 16:]), blocks)
+def _dequantize_q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _dequantize_runs(unpack_runs(blocks[:, 16:]), blocks)
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
-    return _runs_times(runs(blocks[:, 48:]) | fifth_bits(blocks[:, 16:48]), blocks)
+def _dequantize_q5_k(blocks: np.ndarray) -> np.ndarray:
+    return _dequantize_runs(
+        unpack_runs(blocks[:, 48:]) | unpack_fifth_bits(blocks[:, 16:48]), blocks
+    )
 
 
-def six_bit_codes(blocks: np.ndarray) -> np.ndarray:
+def unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
     """Unpack the codes of Q6_K's 16 runs of 16, uint8 `[n, 256]`, 0 to 63."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
-    return (low | high << 4).reshape(-1, SUPER)
+    return (low | high << 4).reshape(-1, SUPER_BLOCK_SIZE)
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _half(blocks, 208)
-    codes = six_bit_codes(blocks).astype(np.float32) - np.float32(32)
-    return (codes.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, SUPER)
+def _dequantize_q6_k(blocks: np.ndarray) -> np.ndarray:
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _read_half(blocks, 208)
+    codes = unpack_q6_k(blocks).astype(np.float32) - np.float32(32)
+    return (codes.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, SUPER_BLOCK_SIZE)
 
 
-def _made_q8_0(blocks: np.ndarray) -> np.ndarray:
+def _quantize_q8_0(blocks: np.ndarray) -> np.ndarray:
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     steps = blocks * _inverse(scale)
     away = np.floor(np.abs(steps))  # round half away from zero, like C's roundf
@@ -163,28 +167,30 @@ def _made_q8_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([_as_half(scale), codes.view(np.uint8)], axis=1)
 
 
-def _made_q4_0(blocks: np.ndarray) -> np.ndarray:
+def _quantize_q4_0(blocks: np.ndarray) -> np.ndarray:
     largest = np.abs(blocks).argmax(axis=1, keepdims=True)
     scale = np.take_along_axis(blocks, largest, axis=1) / np.float32(-8)
     codes = np.trunc(blocks * _inverse(scale) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
     return np.concatenate([_as_half(scale), codes[:, :16] | codes[:, 16:] << 4], axis=1)
 
 
-def _made_q5_0(blocks: np.ndarray) -> np.ndarray:
+def _quantize_q5_0(blocks: np.ndarray) -> np.ndarray:
     largest = np.abs(blocks).argmax(axis=1, keepdims=True)
     scale = np.take_along_axis(blocks, largest, axis=1) / np.float32(-16)
     codes = np.trunc(blocks * _inverse(scale) + np.float32(16.5)).astype(np.uint8).clip(0, 31)
-    return np.concatenate([_as_half(scale), _five_bits(codes)], axis=1)
+    return np.concatenate([_as_half(scale), _pack_five_bits(codes)], axis=1)
 
 
-def _made_q5_1(blocks: np.ndarray) -> np.ndarray:
+def _quantize_q5_1(blocks: np.ndarray) -> np.ndarray:
     low = blocks.min(axis=1, keepdims=True)
     scale = (blocks.max(axis=1, keepdims=True) - low) / np.float32(31)
     codes = np.trunc((blocks - low) * _inverse(scale) + np.float32(0.5)).astype(np.uint8)
-    return np.concatenate([_as_half(scale), _as_half(low), _five_bits(codes.clip(0, 31))], axis=1)
+    return np.concatenate(
+        [_as_half(scale), _as_half(low), _pack_five_bits(codes.clip(0, 31))], axis=1
+    )
 
 
-def _five_bits(codes: np.ndarray) -> np.ndarray:
+def _pack_five_bits(codes: np.ndarray) -> np.ndarray:
     """Pack 5-bit codes `[n, 32]` to bytes: four bytes of fifth bits, then nibbles."""
     low, fifth = codes & 15, np.packbits(codes >> 4, axis=1, bitorder="little")
     return np.concatenate([fifth, low[:, :16] | low[:, 16:] << 4], axis=1)
@@ -201,24 +207,75 @@ def _as_half(scale: np.ndarray) -> np.ndarray:
 
 
 _ROWS = (
-    Block(0, "F32", 1, 4, np.dtype("<f4")),
-    Block(1, "F16", 1, 2, np.dtype("<f2")),
-    Block(30, "BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    Block(8, "Q8_0", SMALL, 34, numbers=_q8_0, made=_made_q8_0),
-    Block(2, "Q4_0", SMALL, 18, numbers=_q4_0, made=_made_q4_0),
-    Block(3, "Q4_1", SMALL, 20, numbers=_q4_1),
-    Block(6, "Q5_0", SMALL, 22, numbers=_q5_0, made=_made_q5_0),
-    Block(7, "Q5_1", SMALL, 24, numbers=_q5_1, made=_made_q5_1),
-    Block(12, "Q4_K", SUPER, 144, numbers=_q4_k, made=quantize_q4_k),
-    Block(13, "Q5_K", SUPER, 176, numbers=_q5_k, made=quantize_q5_k),
-    Block(14, "Q6_K", SUPER, 210, numbers=_q6_k, made=quantize_q6_k),
+    BlockType(0, "F32", 1, 4, np.dtype("<f4")),
+    BlockType(1, "F16", 1, 2, np.dtype("<f2")),
+    BlockType(30, "BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    BlockType(
+        8,
+        "Q8_0",
+        BLOCK_SIZE,
+        34,
+        dequantize_blocks=_dequantize_q8_0,
+        quantize_blocks=_quantize_q8_0,
+    ),
+    BlockType(
+        2,
+        "Q4_0",
+        BLOCK_SIZE,
+        18,
+        dequantize_blocks=_dequantize_q4_0,
+        quantize_blocks=_quantize_q4_0,
+    ),
+    BlockType(3, "Q4_1", BLOCK_SIZE, 20, dequantize_blocks=_dequantize_q4_1),
+    BlockType(
+        6,
+        "Q5_0",
+        BLOCK_SIZE,
+        22,
+        dequantize_blocks=_dequantize_q5_0,
+        quantize_blocks=_quantize_q5_0,
+    ),
+    BlockType(
+        7,
+        "Q5_1",
+        BLOCK_SIZE,
+        24,
+        dequantize_blocks=_dequantize_q5_1,
+        quantize_blocks=_quantize_q5_1,
+    ),
+    BlockType(
+        12,
+        "Q4_K",
+        SUPER_BLOCK_SIZE,
+        144,
+        dequantize_blocks=_dequantize_q4_k,
+        quantize_blocks=quantize_q4_k,
+    ),
+    BlockType(
+        13,
+        "Q5_K",
+        SUPER_BLOCK_SIZE,
+        176,
+        dequantize_blocks=_dequantize_q5_k,
+        quantize_blocks=quantize_q5_k,
+    ),
+    BlockType(
+        14,
+        "Q6_K",
+        SUPER_BLOCK_SIZE,
+        210,
+        dequantize_blocks=_dequantize_q6_k,
+        quantize_blocks=quantize_q6_k,
+    ),
 )
-BLOCKS = {row.number: row for row in _ROWS}
+BLOCKS = {row.type_id: row for row in _ROWS}
 BY_NAME = {row.name: row for row in _ROWS}
-WRITTEN = tuple(row.name for row in _ROWS if row.dtype is not None or row.made is not None)
+WRITABLE = tuple(
+    row.name for row in _ROWS if row.dtype is not None or row.quantize_blocks is not None
+)
 
 # Names of types that are refused.
-NAMES = {
+UNSUPPORTED = {
     9: "Q8_1",
     10: "Q2_K",
     11: "Q3_K",

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
+from jaxllm.convert.gguf import names
+from jaxllm.convert.gguf.architecture import SIZE_FIELDS, GGUFArchitecture
+from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models import (
     gemma2,
     gemma3_text,
@@ -20,21 +23,17 @@ from jaxllm.models import (
     smollm3,
 )
 
-from ..tables import REQUIRED, Field
-from . import names
-from .architecture import SIZES, Architecture
-
 MAX_LAYERS = 1024
-RMS = (*SIZES, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
-LAYER_NORM = (*SIZES, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
-SLIDING = Field("attention.sliding_window", "sliding_window", None)
+RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
+LAYER_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_epsilon", "norm_eps", REQUIRED))
+SLIDING_WINDOW = Field("attention.sliding_window", "sliding_window", None)
 EXPERTS = (
     Field("expert_count", "num_experts", REQUIRED),
     Field("expert_used_count", "num_experts_per_tok", REQUIRED),
 )
 SILU = {"hidden_act": "silu"}
-BIASES = {"attention_bias": "blk.0.attn_q.bias"}
-MLP_BIASES = {**BIASES, "mlp_bias": "blk.0.ffn_gate.bias"}
+BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
+MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
 # Keys of expert routing, with the values that match what llama.cpp computes.
 ROUTING: dict[str, tuple[Any, ...]] = {
     "expert_gating_func": (0, 1),  # softmax
@@ -46,31 +45,31 @@ ROUTING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _layers(count: Any) -> range:
+def _layer_range(count: Any) -> range:
     """Return the layer numbers; none for an invalid count, which is refused later."""
     return range(count) if type(count) is int and count <= MAX_LAYERS else range(0)
 
 
 def _layer_types(count: Any, slides: Callable[[int], bool]) -> tuple[str, ...]:
     kinds = ("full_attention", "sliding_attention")
-    return tuple(kinds[slides(i)] for i in _layers(count))
+    return tuple(kinds[slides(i)] for i in _layer_range(count))
 
 
-def _all_full(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _full_attention(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": _layer_types(fields["num_hidden_layers"], lambda i: False)}
 
 
-def _gemma(
-    fields: Mapping[str, Any], data: Mapping[str, Any], period: int, largest: int
+def _derive_gemma(
+    fields: Mapping[str, Any], data: Mapping[str, Any], period: int, largest_layers: int
 ) -> dict[str, Any]:
     """Derive layer types and the query scale.
 
     Each `period`th layer has full attention. Queries are scaled by 1 / sqrt(head_dim), except in
-    the model with `largest` layers, where it is 1 / sqrt(hidden_size / heads).
+    the model with `largest_layers` layers, where it is 1 / sqrt(hidden_size / heads).
     """
     count, share = fields["num_hidden_layers"], fields["head_dim"]
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    if count == largest and type(hidden) is int and type(heads) is int and heads > 0:
+    if count == largest_layers and type(hidden) is int and type(heads) is int and heads > 0:
         share = hidden // heads
     pattern = data.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, tuple) and len(pattern) == count:  # per layer: whether it has a window
@@ -82,44 +81,44 @@ def _gemma(
     return {"query_pre_attn_scalar": share, "layer_types": slides}
 
 
-def _gemma2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    return _gemma(fields, data, 2, 46)
+def _derive_gemma2(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    return _derive_gemma(fields, data, 2, 46)
 
 
-def _gemma3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_gemma3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     theta = data.get("rope.freq_base_swa", 10000.0)
     local = Rope(rope_type="default", rope_theta=theta)
-    return {**_gemma(fields, data, 6, 62), "local_rope": local}
+    return {**_derive_gemma(fields, data, 6, 62), "local_rope": local}
 
 
-def _smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_smollm3(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Disable RoPE in every fourth layer."""
     count = fields["num_hidden_layers"]
-    turns = tuple((i + 1) % 4 != 0 for i in _layers(count))
-    return {**_all_full(fields, data), "turns": turns}
+    turns = tuple((i + 1) % 4 != 0 for i in _layer_range(count))
+    return {**_full_attention(fields, data), "turns": turns}
 
 
-def _qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     count = fields["num_hidden_layers"]
-    return {"mlp_layer_types": tuple("sparse" for _ in _layers(count))}
+    return {"mlp_layer_types": tuple("sparse" for _ in _layer_range(count))}
 
 
-LLAMA = Architecture(
+LLAMA = GGUFArchitecture(
     family=llama.FAMILY,
     modules=names.LLAMA,
-    fields=(*RMS, SLIDING),
+    fields=(*RMS_NORM, SLIDING_WINDOW),
     constants=SILU,
-    says=MLP_BIASES,
+    tensor_flags=MLP_BIAS_TENSORS,
 )
-MIXTRAL = Architecture(
+MIXTRAL = GGUFArchitecture(
     family=mixtral.FAMILY,
     modules=names.MIXTRAL,
-    fields=(*RMS, SLIDING, *EXPERTS),
+    fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
     constants=SILU,
-    says={},
-    allowed=ROUTING,
+    tensor_flags={},
+    allowed_values=ROUTING,
 )
-GPT2 = Architecture(
+GPT2 = GGUFArchitecture(
     family=gpt2.FAMILY,
     modules=names.GPT2,
     fields=LAYER_NORM,
@@ -128,108 +127,112 @@ GPT2 = Architecture(
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     },
-    says={},
-    rotary=False,
+    tensor_flags={},
+    uses_rope=False,
 )
-QWEN2 = Architecture(
+QWEN2 = GGUFArchitecture(
     family=qwen2.FAMILY,
     modules=names.QWEN2,
-    fields=RMS,
+    fields=RMS_NORM,
     constants={**SILU, "sliding_window": None},
-    follows=_all_full,
-    says={},
+    derive=_full_attention,
+    tensor_flags={},
 )
-QWEN3 = Architecture(
+QWEN3 = GGUFArchitecture(
     family=qwen3.FAMILY,
     modules=names.QWEN3,
-    fields=RMS,
+    fields=RMS_NORM,
     constants={**SILU, "sliding_window": None},
-    follows=_all_full,
-    says=BIASES,
+    derive=_full_attention,
+    tensor_flags=BIAS_TENSORS,
 )
-QWEN3_MOE = Architecture(
+QWEN3_MOE = GGUFArchitecture(
     family=qwen3_moe.FAMILY,
     modules=names.QWEN3_MOE,
     fields=(
-        *RMS,
+        *RMS_NORM,
         *EXPERTS,
         Field("expert_feed_forward_length", "moe_intermediate_size", REQUIRED),
     ),
     constants={**SILU, "sliding_window": None, "norm_topk_prob": True},
-    follows=_qwen3_moe,
-    says=BIASES,
-    allowed=ROUTING,
+    derive=_derive_qwen3_moe,
+    tensor_flags=BIAS_TENSORS,
+    allowed_values=ROUTING,
 )
-GEMMA2 = Architecture(
+GEMMA2 = GGUFArchitecture(
     family=gemma2.FAMILY,
     modules=names.GEMMA2,
     fields=(
-        *RMS,
+        *RMS_NORM,
         Field("attention.sliding_window", "sliding_window", 4096),
         Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
         Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
     ),
     constants={"hidden_act": "gelu_pytorch_tanh"},
-    follows=_gemma2,
-    says=BIASES,
+    derive=_derive_gemma2,
+    tensor_flags=BIAS_TENSORS,
 )
-GEMMA3 = Architecture(
+GEMMA3 = GGUFArchitecture(
     family=gemma3_text.FAMILY,
     modules=names.GEMMA3,
     fields=(
-        *RMS,
+        *RMS_NORM,
         Field("attention.sliding_window", "sliding_window", REQUIRED),
         Field("final_logit_softcapping", "final_logit_softcapping", None),
     ),
     constants={"hidden_act": "gelu_pytorch_tanh"},
-    follows=_gemma3,
-    known=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
-    says=BIASES,
+    derive=_derive_gemma3,
+    derive_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+    tensor_flags=BIAS_TENSORS,
 )
-PHI3 = Architecture(
+PHI3 = GGUFArchitecture(
     family=phi3.FAMILY,
     modules=names.PHI3,
-    fields=(*RMS, SLIDING),
+    fields=(*RMS_NORM, SLIDING_WINDOW),
     constants=SILU,
-    says={},
-    partial=True,
+    tensor_flags={},
+    partial_rotary=True,
 )
-OLMO2 = Architecture(
-    family=olmo2.FAMILY, modules=names.OLMO2, fields=RMS, constants=SILU, says=BIASES
+OLMO2 = GGUFArchitecture(
+    family=olmo2.FAMILY,
+    modules=names.OLMO2,
+    fields=RMS_NORM,
+    constants=SILU,
+    tensor_flags=BIAS_TENSORS,
 )
-SMOLLM3 = Architecture(
+SMOLLM3 = GGUFArchitecture(
     family=smollm3.FAMILY,
     modules=names.LLAMA,
-    fields=RMS,
+    fields=RMS_NORM,
     constants={**SILU, "sliding_window": None},
-    follows=_smollm3,
-    says=MLP_BIASES,
+    derive=_derive_smollm3,
+    tensor_flags=MLP_BIAS_TENSORS,
 )
-GRANITE = Architecture(
+GRANITE = GGUFArchitecture(
     family=granite.FAMILY,
     modules=names.LLAMA,
     fields=(
-        *RMS,
+        *RMS_NORM,
         Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
         Field("embedding_scale", "embedding_multiplier", 1.0),
         Field("residual_scale", "residual_multiplier", 1.0),
         Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
     ),
     constants=SILU,
-    says=MLP_BIASES,
+    tensor_flags=MLP_BIAS_TENSORS,
     # For Granite this is a switch: without it llama.cpp applies no RoPE.
-    allowed={"rope.scaling.finetuned": (True,)},
+    allowed_values={"rope.scaling.finetuned": (True,)},
 )
-GPT_NEOX = Architecture(
+GPT_NEOX = GGUFArchitecture(
     family=gpt_neox.FAMILY,
     modules=names.GPT_NEOX,
     fields=(*LAYER_NORM, Field("use_parallel_residual", "use_parallel_residual", True)),
     # Pythia's activation, which no key names; llama.cpp uses the tanh approximation.
     constants={"hidden_act": "gelu"},
-    says={"attention_bias": "blk.0.attn_qkv.bias"},
-    partial=True,
+    tensor_flags={"attention_bias": "blk.0.attn_qkv.bias"},
+    partial_rotary=True,
 )
-ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": LLAMA,
     "gpt2": GPT2,
     "qwen2": QWEN2,
@@ -243,4 +246,4 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": GRANITE,
     "gptneox": GPT_NEOX,
 }
-MIXTURES: dict[str, Architecture] = {"llama": MIXTRAL}  # for files with experts
+MOE_ARCHITECTURES: dict[str, GGUFArchitecture] = {"llama": MIXTRAL}  # for files with experts

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxllm.convert.gguf.blocks import BLOCKS, UNSUPPORTED, BlockType
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.files import map_file
-
-from .blocks import BLOCKS, NAMES, Block
+from jaxllm.weights.safetensors import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -48,12 +47,12 @@ _SCALARS: dict[int, tuple[str, np.dtype]] = {
 _FLOAT, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor of the file: its type, its shape in NumPy's order, and its offset."""
 
-    block: Block
+    block: BlockType
     shape: tuple[int, ...]
-    begin: int
+    offset: int
 
     @property
     def nbytes(self) -> int:
@@ -65,14 +64,14 @@ class Header(NamedTuple):
 
     Attributes:
         settings: Values by key; numeric arrays are NumPy's, string arrays lists.
-        entries: The tensors by name, in file order.
-        whole: The memory-mapped file.
+        tensor_infos: The tensors by name, in file order.
+        buffer: The memory-mapped file.
     """
 
     path: Path
     settings: Mapping[str, Any]
-    entries: Mapping[str, Entry]
-    whole: mmap.mmap
+    tensor_infos: Mapping[str, TensorInfo]
+    buffer: mmap.mmap
 
 
 def is_gguf(path: Path) -> bool:
@@ -91,17 +90,17 @@ def read_header(path: Path) -> Header:
     """
     whole = map_file(path)
     reader = _Reader(whole, f"{path}: its GGUF header")
-    version = reader.version()
-    count, keys = reader.count("tensors", MAX_TENSORS), reader.count("keys", MAX_KEYS)
+    version = reader.read_version()
+    count, keys = reader.read_count("tensors", MAX_TENSORS), reader.read_count("keys", MAX_KEYS)
     if version not in VERSIONS:
         raise reader.error(f"version {version} is not supported (known: 2, 3)")
     settings: dict[str, Any] = {}
     for number in range(keys):
-        key = reader.text(f"key {number}", MAX_NAME)
+        key = reader.read_text(f"key {number}", MAX_NAME)
         if key in settings:
             raise reader.error(f"the key {key!r:.80} occurs twice")
-        settings[key] = reader.value(key)
-    found = [reader.entry(number) for number in range(count)]
+        settings[key] = reader.read_value(key)
+    found = [reader.read_tensor_info(number) for number in range(count)]
     entries = dict(found)
     if len(entries) < len(found):
         ((twice, _),) = Counter(name for name, _ in found).most_common(1)
@@ -111,95 +110,95 @@ def read_header(path: Path) -> Header:
         raise reader.error(
             f"general.alignment is {alignment!r:.40}, expected a power of 2, 8 to {MAX_ALIGNMENT}"
         )
-    start = -(-reader.at // alignment) * alignment
-    return Header(path, settings, _placed(entries, start, alignment, reader), whole)
+    start = -(-reader.position // alignment) * alignment
+    return Header(path, settings, _locate_tensors(entries, start, alignment, reader), whole)
 
 
-def _placed(
-    entries: Mapping[str, Entry], start: int, alignment: int, reader: "_Reader"
-) -> dict[str, Entry]:
+def _locate_tensors(
+    entries: Mapping[str, TensorInfo], start: int, alignment: int, reader: "_Reader"
+) -> dict[str, TensorInfo]:
     """Return the entries with offsets in the file, sorted; refuse overlaps and overruns."""
     end, before = start, ""
     placed = {}
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].begin):
-        begin = start + entry.begin
-        if entry.begin % alignment:
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        begin = start + entry.offset
+        if entry.offset % alignment:
             raise reader.error(
-                f"{name!r:.80} is at offset {entry.begin:,}, which is not a multiple of the"
+                f"{name!r:.80} is at offset {entry.offset:,}, which is not a multiple of the"
                 f" alignment {alignment}"
             )
         if begin < end:
-            raise reader.error(f"{name!r:.80} at offset {entry.begin:,} overlaps {before!r:.80}")
+            raise reader.error(f"{name!r:.80} at offset {entry.offset:,} overlaps {before!r:.80}")
         end, before = begin + entry.nbytes, name
         if end > reader.size:
             raise reader.error(
                 f"{name!r:.80}, {entry.block.name} {entry.shape}, ends at byte {end:,}, but the"
                 f" file ends at {reader.size:,}: cut off?"
             )
-        placed[name] = entry._replace(begin=begin)
+        placed[name] = entry._replace(offset=begin)
     return placed
 
 
 class _Reader:
-    """A reader with a position, `at`. where: the prefix of error messages."""
+    """A reader with a position, `position`. where: the prefix of error messages."""
 
-    def __init__(self, whole: mmap.mmap, where: str) -> None:
-        self.whole, self.where, self.at = whole, where, 0
-        self.size, self.strings = len(whole), 0
+    def __init__(self, buffer: mmap.mmap, where: str) -> None:
+        self.buffer, self.where, self.position = buffer, where, 0
+        self.size, self.string_count = len(buffer), 0
 
     def error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {text}")
 
-    def version(self) -> int:
-        if self.whole[:4] != MAGIC:
+    def read_version(self) -> int:
+        if self.buffer[:4] != MAGIC:
             raise CheckpointError(f"{self.where} does not begin with {MAGIC.decode()}")
-        self.at = 4
-        version = int(self.number(4, "its version"))
+        self.position = 4
+        version = int(self.read_number(4, "its version"))
         if version and not version & 0xFFFF:
             raise self.error("big endian is not supported. Convert it with gguf_convert_endian")
         return version
 
-    def need(self, size: int, what: str) -> int:
+    def advance(self, size: int, what: str) -> int:
         """Advance by `size` bytes, within the file and the limit; return their offset."""
-        begin, self.at = self.at, self.at + size
-        if self.at > min(self.size, MAX_HEADER):
+        begin, self.position = self.position, self.position + size
+        if self.position > min(self.size, MAX_HEADER):
             text = f"{what} takes {size:,} bytes from byte {begin:,}"
-            if self.at > self.size:
+            if self.position > self.size:
                 raise self.error(f"{text}, but the file has {self.size:,}: cut off?")
             raise self.error(f"{text}; at most {MAX_HEADER:,} bytes of a header are read")
         return begin
 
-    def number(self, kind: int, what: str) -> Any:
+    def read_number(self, kind: int, what: str) -> Any:
         code, dtype = _SCALARS[kind]
-        (value,) = struct.unpack_from(code, self.whole, self.need(dtype.itemsize, what))
+        (value,) = struct.unpack_from(code, self.buffer, self.advance(dtype.itemsize, what))
         return value
 
-    def count(self, what: str, most: int) -> int:
-        count = int(self.number(10, f"the number of {what}"))
-        if count > most:
-            raise self.error(f"{count:,} {what}, expected at most {most:,}")
+    def read_count(self, what: str, maximum: int) -> int:
+        count = int(self.read_number(10, f"the number of {what}"))
+        if count > maximum:
+            raise self.error(f"{count:,} {what}, expected at most {maximum:,}")
         return count
 
-    def text(self, what: str, most: int = MAX_HEADER) -> str:
-        length = self.count(f"bytes of {what}", most)
-        begin = self.need(length, what)
-        return self.decoded(self.whole[begin : begin + length], what)
+    def read_text(self, what: str, maximum: int = MAX_HEADER) -> str:
+        length = self.read_count(f"bytes of {what}", maximum)
+        begin = self.advance(length, what)
+        return self.decode_text(self.buffer[begin : begin + length], what)
 
-    def decoded(self, raw: bytes, what: str) -> str:
+    def decode_text(self, raw: bytes, what: str) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError:
             raise self.error(f"{what} is not UTF-8: {raw[:40]!r}") from None
 
-    def value(self, key: str) -> Any:
-        kind = int(self.number(4, f"the type of {key!r:.80}"))
+    def read_value(self, key: str) -> Any:
+        kind = int(self.read_number(4, f"the type of {key!r:.80}"))
         if kind == _STRING:
-            return self.text(f"{key!r:.80}")
+            return self.read_text(f"{key!r:.80}")
         if kind == _ARRAY:
-            return self.array(key)
+            return self.read_array(key)
         if kind not in _SCALARS:
             raise self.error(f"{key!r:.80} has the unknown type {kind}")
-        value = self.number(kind, f"{key!r:.80}")
+        value = self.read_number(kind, f"{key!r:.80}")
         if kind == _FLOAT:
             return float(str(np.float32(value)))  # shortest decimal: 1e-05
         if kind != _BOOL:
@@ -208,29 +207,29 @@ class _Reader:
             raise self.error(f"{key!r:.80} is {value}, expected a boolean")
         return bool(value)
 
-    def array(self, key: str) -> Any:
+    def read_array(self, key: str) -> Any:
         what = f"{key!r:.80}"
-        kind = int(self.number(4, f"the item type of {what}"))
-        count = self.count(f"items of {what}", MAX_HEADER)
+        kind = int(self.read_number(4, f"the item type of {what}"))
+        count = self.read_count(f"items of {what}", MAX_HEADER)
         if kind == _STRING:
-            return self.texts(count, what)
+            return self.read_texts(count, what)
         if kind not in _SCALARS:
             within = "arrays" if kind == _ARRAY else f"items of type {kind}"
             raise self.error(f"{what} is an array of {within}, which is not supported")
         dtype = _SCALARS[kind][1]
-        begin = self.need(count * dtype.itemsize, what)
-        array = np.frombuffer(self.whole, dtype, count, begin)
+        begin = self.advance(count * dtype.itemsize, what)
+        array = np.frombuffer(self.buffer, dtype, count, begin)
         if kind == _BOOL and array.max(initial=0) > 1:
             raise self.error(f"{what} contains {array.max()}, expected booleans")
         return array.astype(bool) if kind == _BOOL else array
 
-    def texts(self, count: int, what: str) -> list[str]:
-        self.strings += count
-        if self.strings > MAX_STRINGS:
+    def read_texts(self, count: int, what: str) -> list[str]:
+        self.string_count += count
+        if self.string_count > MAX_STRINGS:
             raise self.error(f"{what} has {count:,} strings; at most {MAX_STRINGS:,} are read")
-        self.need(8 * count, what)  # their lengths alone
-        at, last = self.at - 8 * count, min(self.size, MAX_HEADER)
-        whole, length_at = self.whole, struct.Struct("<Q").unpack_from
+        self.advance(8 * count, what)  # their lengths alone
+        at, last = self.position - 8 * count, min(self.size, MAX_HEADER)
+        whole, length_at = self.buffer, struct.Struct("<Q").unpack_from
         found: list[bytes] = []
         keep: Callable[[bytes], None] = found.append
         for _ in range(count):  # inlined: 0.1 s for 300,000 strings
@@ -243,25 +242,25 @@ class _Reader:
             keep(whole[begin:at])
         if len(found) < count or at > last:
             raise self.error(f"string {len(found):,} of {what} exceeds the file or the limit")
-        self.at = at
+        self.position = at
         try:
             return [raw.decode() for raw in found]
         except UnicodeDecodeError:
-            return [self.decoded(raw, f"a string of {what}") for raw in found]
+            return [self.decode_text(raw, f"a string of {what}") for raw in found]
 
-    def entry(self, number: int) -> tuple[str, Entry]:
-        name = self.text(f"the name of tensor {number}", MAX_NAME)
-        rank = int(self.number(4, f"the rank of {name!r:.80}"))
+    def read_tensor_info(self, number: int) -> tuple[str, TensorInfo]:
+        name = self.read_text(f"the name of tensor {number}", MAX_NAME)
+        rank = int(self.read_number(4, f"the rank of {name!r:.80}"))
         if not 0 < rank <= MAX_DIMENSIONS:
             raise self.error(f"{name!r:.80} has {rank} dimensions, expected 1 to {MAX_DIMENSIONS}")
-        sizes = [int(self.number(10, f"the shape of {name!r:.80}")) for _ in range(rank)]
+        sizes = [int(self.read_number(10, f"the shape of {name!r:.80}")) for _ in range(rank)]
         shape = tuple(reversed(sizes))  # stored with the contiguous axis first
-        kind = int(self.number(4, f"the type of {name!r:.80}"))
-        begin = int(self.number(10, f"the offset of {name!r:.80}"))
+        kind = int(self.read_number(4, f"the type of {name!r:.80}"))
+        begin = int(self.read_number(10, f"the offset of {name!r:.80}"))
         if kind not in BLOCKS:
             known = ", ".join(block.name for block in BLOCKS.values())
             raise self.error(
-                f"{name!r:.80} has type {NAMES.get(kind, kind)}, which is not supported"
+                f"{name!r:.80} has type {UNSUPPORTED.get(kind, kind)}, which is not supported"
                 f" (known: {known})"
             )
         block = BLOCKS[kind]
@@ -272,4 +271,4 @@ class _Reader:
                 f"{name!r:.80} has rows of {shape[-1]}, expected a multiple of {block.name}'s block"
                 f" size {block.columns}"
             )
-        return name, Entry(block, shape, begin)
+        return name, TensorInfo(block, shape, begin)

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
 from jaxllm.errors import ConfigError
 from jaxllm.ops.rope import inverse_frequencies, longrope_magnitude
 
 FREQS = "rope_freqs.weight"
 # LongRoPE's divisors: for texts within the original context, and for longer ones.
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-DIVISORS = (FREQS, SHORT, LONG)
+DIVISOR_TENSORS = (FREQS, SHORT, LONG)
 _SCALING = "rope.scaling."
 _FACTOR, _CONTEXT = f"{_SCALING}factor", f"{_SCALING}original_context_length"
 _MAGNITUDE = f"{_SCALING}attn_factor"
@@ -48,16 +48,16 @@ ROPE_KEYS = frozenset(
 def read_rope(
     data: Mapping[str, Any],
     divisors: Mapping[str, np.ndarray],
-    begins: str,
+    key_prefix: str,
     complaints: list[str],
-    turned: tuple[Any, int],
+    rotary_dims: tuple[Any, int],
 ) -> Rope | None:
     """Read the rotary settings; return None after a complaint.
 
     Args:
         divisors: The divisors of each pair's frequency, by tensor name.
-        begins: The prefix of keys, for complaints.
-        turned: The number of rotated dimensions (None: all), and the head size.
+        key_prefix: The prefix of keys, for complaints.
+        rotary_dims: The number of rotated dimensions (None: all), and the head size.
     """
     for name, vector in divisors.items():
         if not (np.isfinite(vector).all() and (vector > 0).all()):
@@ -68,39 +68,41 @@ def read_rope(
     factor = data.get(_FACTOR, data.get("rope.scale_linear"))
     if kind == "none" and "rope.scale_linear" in data and factor != 1.0:
         kind = "linear"
-    fields: dict[str, Any] = {"rope_type": "default", "rope_theta": _number(theta)}
-    count, width = turned
+    fields: dict[str, Any] = {"rope_type": "default", "rope_theta": _to_float(theta)}
+    count, width = rotary_dims
     if count is not None and count != width:
         if type(count) is not int or not 0 < count < width or count % 2:
-            complaints.append(f"{begins}rope.dimension_count is {count!r:.20}, head size {width}")
+            complaints.append(
+                f"{key_prefix}rope.dimension_count is {count!r:.20}, head size {width}"
+            )
             return None
         fields["partial_rotary_factor"] = count / width
     if SHORT in divisors or LONG in divisors:
         if {SHORT, LONG} - set(divisors) or kind not in ("none", "longrope") or freqs is not None:
             complaints.append(f"{SHORT} and {LONG} must both exist, without other scaling")
             return None
-        fields |= _longrope(data, divisors)
+        fields |= _read_longrope(data, divisors)
         kind = "none"
     if kind == "linear" and factor not in (None, 1.0):
-        fields |= {"rope_type": "linear", "factor": _number(factor)}
+        fields |= {"rope_type": "linear", "factor": _to_float(factor)}
     elif kind == "yarn":
-        yarn = {ours: _number(data[key]) for ours, key in _YARN.items() if key in data}
+        yarn = {ours: _to_float(data[key]) for ours, key in _YARN.items() if key in data}
         context = data.get(_CONTEXT, data.get("context_length"))
-        fields |= {"rope_type": "yarn", "factor": _number(factor), **yarn}
+        fields |= {"rope_type": "yarn", "factor": _to_float(factor), **yarn}
         fields["original_max_position_embeddings"] = context
         complaints += [
-            f"{begins}{key} must be {' or '.join(map(repr, known))}, got {data[key]!r:.40}"
+            f"{key_prefix}{key} must be {' or '.join(map(repr, known))}, got {data[key]!r:.40}"
             for key, known in _NEUTRAL.items()
             if data.get(key, known[0]) not in known
         ]
     elif kind not in ("none", "linear"):
-        complaints.append(f"{begins}{_SCALING}type {kind!r:.40} is not supported")
+        complaints.append(f"{key_prefix}{_SCALING}type {kind!r:.40} is not supported")
         return None
     if freqs is not None and (freqs != 1).any():
         if fields["rope_type"] != "default":
             complaints.append(f"{FREQS} with {_SCALING}type {kind!r} is not supported")
             return None
-        fields |= _llama3(fields["rope_theta"], freqs) or {
+        fields |= _match_llama3(fields["rope_theta"], freqs) or {
             "rope_type": "divisors",
             "divisors": tuple(float(x) for x in freqs),
         }
@@ -116,7 +118,7 @@ def write_rope(
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Return keys with values, and the tensors of divisors. context: the maximum length."""
     settings: dict[str, Any] = {"rope.freq_base": float(rope.rope_theta)}
-    if rope.extended:
+    if rope.is_self_extended:
         complaints.append("Self-Extend (group_size, neighbor_window)")
     match rope.rope_type:
         case "default":
@@ -125,7 +127,9 @@ def write_rope(
             scaling = {f"{_SCALING}type": "linear", _FACTOR: rope.factor}
             return {**settings, **scaling}, {}
         case "llama3" | "divisors":
-            exact = rope.divisors if rope.rope_type == "divisors" else _divisors(rope, head_dim)
+            exact = (
+                rope.divisors if rope.rope_type == "divisors" else _llama3_divisors(rope, head_dim)
+            )
             return settings, {FREQS: np.asarray(exact, np.float32)}
         case "yarn":
             magnitude = rope.attention_factor or (rope.mscale and rope.mscale_all_dim)
@@ -145,16 +149,19 @@ def write_rope(
     return settings, {}
 
 
-def _longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _read_longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return LongRoPE's fields, without the magnitude if it is Hugging Face's default."""
     context = data.get("context_length")
     fields: dict[str, Any] = {
         "rope_type": "longrope",
         "original_max_position_embeddings": data.get(_CONTEXT, context),
-        "short_factor": _decimals(divisors[SHORT]),
-        "long_factor": _decimals(divisors[LONG]),
+        "short_factor": _shortest_decimals(divisors[SHORT]),
+        "long_factor": _shortest_decimals(divisors[LONG]),
     }
-    said, original = _number(data.get(_MAGNITUDE, 1.0)), fields["original_max_position_embeddings"]
+    said, original = (
+        _to_float(data.get(_MAGNITUDE, 1.0)),
+        fields["original_max_position_embeddings"],
+    )
     if type(context) is int and type(original) is int and original > 1 and type(said) is float:
         try:
             computed = longrope_magnitude(Rope(rope_theta=1.0, **fields), context)
@@ -165,28 +172,28 @@ def _longrope(data: Mapping[str, Any], divisors: Mapping[str, np.ndarray]) -> di
     return {**fields, "attention_factor": said}
 
 
-def _llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
+def _match_llama3(theta: float, freqs: np.ndarray) -> dict[str, Any] | None:
     """Return the fields of Llama 3.1's scaling if they give these divisors, else None.
 
     Hugging Face's format can express these, but not divisors in general.
     """
     fields = {"rope_type": "llama3", **_LLAMA3, "factor": float(freqs.max())}
-    made = _divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
+    made = _llama3_divisors(Rope(rope_theta=theta, **fields), 2 * freqs.size)
     return fields if np.allclose(made, freqs, rtol=2e-6, atol=0) else None
 
 
-def _divisors(rope: Rope, head_dim: int) -> np.ndarray:
+def _llama3_divisors(rope: Rope, head_dim: int) -> np.ndarray:
     """Return the divisors of llama3's scaling, float32 `[head_dim / 2]`."""
     plain = rope.rope_theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turned, _ = inverse_frequencies(rope, head_dim=head_dim)
     return (plain / turned).astype(np.float32)
 
 
-def _decimals(vector: np.ndarray) -> tuple[float, ...]:
+def _shortest_decimals(vector: np.ndarray) -> tuple[float, ...]:
     """Return the shortest decimals of the float32s, as config.json has them."""
     return tuple(float(str(x)) for x in vector)
 
 
-def _number(value: Any) -> Any:
+def _to_float(value: Any) -> Any:
     """Return an int as a float, since files may store an int for a float key."""
     return float(value) if type(value) is int else value

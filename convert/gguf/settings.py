@@ -11,20 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import ModelConfig, Rope
+from jaxllm.config.model import ModelConfig, Rope
+from jaxllm.convert.gguf.architecture import ALLOWED, IGNORED, MATH_PREFIXES, GGUFArchitecture
+from jaxllm.convert.gguf.families import ARCHITECTURES, MAX_LAYERS, MOE_ARCHITECTURES
+from jaxllm.convert.gguf.header import Header, TensorInfo
+from jaxllm.convert.gguf.rotary import ROPE_KEYS, read_rope, write_rope
+from jaxllm.convert.tables import REQUIRED, refuse
 from jaxllm.errors import ConfigError
 from jaxllm.ops import ACTIVATIONS
 
-from ..tables import REQUIRED, refuse
-from .architecture import ALLOWED, IGNORED, MATHEMATICS, Architecture
-from .families import ARCHITECTURES, MAX_LAYERS, MIXTURES
-from .header import Entry, Header
-from .rotary import ROPE_KEYS, read_rope, write_rope
-
-TOKENS = "token_embd.weight"
+TOKEN_TABLE = "token_embd.weight"
 
 
-def architecture_of(header: Header) -> tuple[str, Architecture]:
+def find_architecture(header: Header) -> tuple[str, GGUFArchitecture]:
     """Return a model file's architecture and row; raise ConfigError if it is not supported."""
     name, kind = header.settings.get("general.architecture"), header.settings.get("general.type")
     if kind not in (None, "model"):
@@ -36,28 +35,30 @@ def architecture_of(header: Header) -> tuple[str, Architecture]:
             f" (known: {', '.join(ARCHITECTURES)})"
         )
     experts = header.settings.get(f"{name}.expert_count")
-    if name in MIXTURES and type(experts) is int and experts:
-        return name, MIXTURES[name]
+    if name in MOE_ARCHITECTURES and type(experts) is int and experts:
+        return name, MOE_ARCHITECTURES[name]
     return name, ARCHITECTURES[name]
 
 
 def unknown_keys(header: Header) -> tuple[str, ...]:
     """Return the architecture's keys that `read_config` ignores because it does not know them."""
-    name, row = architecture_of(header)
+    name, row = find_architecture(header)
     begins = f"{name}."
     keys = (key for key in header.settings if key.startswith(begins))
-    return tuple(key for key in keys if not _known(row, key.removeprefix(begins)))
+    return tuple(key for key in keys if not _is_known(row, key.removeprefix(begins)))
 
 
-def _known(row: Architecture, key: str) -> bool:
+def _is_known(row: GGUFArchitecture, key: str) -> bool:
     """Return whether a key (without the architecture) is read, allowed or refused."""
-    named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed}
-    return key.startswith(MATHEMATICS) or key in named | IGNORED | row.ignored | row.known
+    named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed_values}
+    return (
+        key.startswith(MATH_PREFIXES) or key in named | IGNORED | row.ignored_keys | row.derive_keys
+    )
 
 
 def read_config(
     header: Header,
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorInfo],
     divisors: Mapping[str, np.ndarray],
     *,
     strict: bool = False,
@@ -72,12 +73,12 @@ def read_config(
     Raises:
         ConfigError: With every key that is missing or has an unsupported value.
     """
-    name, row = architecture_of(header)
+    name, row = find_architecture(header)
     begins, complaints = f"{name}.", list[str]()
     if strict and (unread := unknown_keys(header)):
         complaints.append(f"unknown keys {', '.join(unread)}. Drop strict to ignore them")
     data = {
-        key.removeprefix(begins): _common(key, value, complaints)
+        key.removeprefix(begins): _common_value(key, value, complaints)
         for key, value in header.settings.items()
         if key.startswith(begins)
     }
@@ -88,15 +89,15 @@ def read_config(
             complaints.append(f"{begins}{theirs} is missing")
         # 0 means none: no window, no scale.
         fields[ours] = default if value == 0 and default in (None, 1.0) else value
-    if TOKENS not in entries or len(entries[TOKENS].shape) != 2:
-        complaints.append(f"{TOKENS} is missing or not a matrix")
-    known = {field.theirs for field in row.fields} | IGNORED | row.ignored | row.known
-    allowed = {**ALLOWED, **row.allowed}
+    if TOKEN_TABLE not in entries or len(entries[TOKEN_TABLE].shape) != 2:
+        complaints.append(f"{TOKEN_TABLE} is missing or not a matrix")
+    known = {field.theirs for field in row.fields} | IGNORED | row.ignored_keys | row.derive_keys
+    allowed = {**ALLOWED, **row.allowed_values}
     for key, value in data.items():
-        if key in known or (row.rotary and key in ROPE_KEYS and key not in row.allowed):
+        if key in known or (row.uses_rope and key in ROPE_KEYS and key not in row.allowed_values):
             continue
         if key not in allowed:
-            if key.startswith(MATHEMATICS):
+            if key.startswith(MATH_PREFIXES):
                 complaints.append(f"{begins}{key} is not supported (got {value!r:.60})")
         elif value not in allowed[key]:
             values = " or ".join(map(repr, allowed[key]))
@@ -112,44 +113,44 @@ def read_config(
                 where, [f"embedding_length {hidden!r:.20} is not a multiple of head_count {heads}"]
             )
         fields["head_dim"] = hidden // heads
-    fields |= {"vocab_size": entries[TOKENS].shape[0], **row.constants}
-    fields |= {field: tensor in entries for field, tensor in row.says.items()}
+    fields |= {"vocab_size": entries[TOKEN_TABLE].shape[0], **row.constants}
+    fields |= {field: tensor in entries for field, tensor in row.tensor_flags.items()}
     fields["tie_word_embeddings"] = "output.weight" not in entries
     if "attention_multiplier" in fields and fields["attention_multiplier"] is None:
         fields["attention_multiplier"] = float(fields["head_dim"] ** -0.5)
-    whole = ["rope.dimension_count"] if row.rotary and not row.partial else []
+    whole = ["rope.dimension_count"] if row.uses_rope and not row.partial_rotary else []
     for key in ("attention.value_length", *whole):
         if data.get(key, fields["head_dim"]) != fields["head_dim"]:
             complaints.append(
                 f"{begins}{key} is not supported: got {data[key]!r:.20}, expected the head size"
                 f" {fields['head_dim']}"
             )
-    if row.rotary:
-        share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial else None
+    if row.uses_rope:
+        share = data.get("rope.dimension_count", fields["head_dim"]) if row.partial_rotary else None
         fields["rope"] = read_rope(data, divisors, begins, complaints, (share, fields["head_dim"]))
     refuse(where, complaints)
     try:
-        return row.family.config(**{**fields, **row.follows(fields, data)})
+        return row.family.config(**{**fields, **row.derive(fields, data)})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
 def write_config(
     config: ModelConfig,
-) -> tuple[str, Architecture, dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[str, GGUFArchitecture, dict[str, Any], dict[str, np.ndarray]]:
     """Return the architecture, its row, keys with values, and the tensors of divisors to write.
 
     Raises ConfigError with everything in a configuration that GGUF cannot express.
     """
-    rows = [*ARCHITECTURES.items(), *MIXTURES.items()]
+    rows = [*ARCHITECTURES.items(), *MOE_ARCHITECTURES.items()]
     found = [(n, row) for n, row in rows if type(config) is row.family.config]
     if not found:
         raise ConfigError(f"{type(config).__name__} cannot be written as GGUF")
     name, row = found[0]
     complaints = [
         f"{field} {getattr(config, field)!r} (expected {value!r})"
-        for field, value in {**row.constants, **row.follows(vars(config), {})}.items()
-        if not _same_meaning(getattr(config, field), value)
+        for field, value in {**row.constants, **row.derive(vars(config), {})}.items()
+        if not _is_equivalent(getattr(config, field), value)
     ]
     kind = config.long_attention(0)
     if kind is not None:
@@ -157,11 +158,11 @@ def write_config(
     values = {theirs: getattr(config, ours) for theirs, ours, _ in row.fields}
     values |= {"attention.value_length": config.head_dim, "vocab_size": config.vocab_size}
     divisors, rope = dict[str, np.ndarray](), getattr(config, "rope", None)
-    if row.rotary and isinstance(rope, Rope):
+    if row.uses_rope and isinstance(rope, Rope):
         context = config.max_position_embeddings
         settings, divisors = write_rope(rope, config.head_dim, context, complaints)
-        turned = rope.width(config.head_dim)
-        if turned != config.head_dim and not row.partial:
+        turned = rope.rotary_dim(config.head_dim)
+        if turned != config.head_dim and not row.partial_rotary:
             complaints.append(f"partial_rotary_factor {rope.partial_rotary_factor!r}")
         values |= {"rope.dimension_count": turned, **settings}
     if complaints:
@@ -170,12 +171,12 @@ def write_config(
     return name, row, keys, divisors
 
 
-def _same_meaning(value: Any, known: Any) -> bool:
+def _is_equivalent(value: Any, known: Any) -> bool:
     names = isinstance(value, str) and value in ACTIVATIONS
     return value == known or (names and ACTIVATIONS[value] is ACTIVATIONS.get(known))
 
 
-def _common(key: str, value: Any, complaints: list[str]) -> Any:
+def _common_value(key: str, value: Any, complaints: list[str]) -> Any:
     """Reduce per-layer values to their common value; keep sliding_window_pattern as a tuple."""
     if not isinstance(value, np.ndarray):
         return value

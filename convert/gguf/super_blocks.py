@@ -11,78 +11,79 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-_AT_ONCE = 128  # super-blocks per chunk, which fits into a CPU cache
-_SMALLEST = np.float32(1e-15)  # runs with smaller magnitudes become zeros
+_CHUNK_SIZE = 128  # super-blocks per chunk, which fits into a CPU cache
+_MIN_MAGNITUDE = np.float32(1e-15)  # runs with smaller magnitudes become zeros
 
 
 def quantize_q4_k(blocks: np.ndarray) -> np.ndarray:
     """Return super-blocks float32 `[n, 256]` as Q4_K's bytes `[n, 144]`."""
-    return _in_parts(_q4_k, blocks)
+    return _map_chunks(_quantize_q4_chunk, blocks)
 
 
 def quantize_q5_k(blocks: np.ndarray) -> np.ndarray:
     """Return super-blocks float32 `[n, 256]` as Q5_K's bytes `[n, 176]`."""
-    return _in_parts(_q5_k, blocks)
+    return _map_chunks(_quantize_q5_chunk, blocks)
 
 
 def quantize_q6_k(blocks: np.ndarray) -> np.ndarray:
     """Return super-blocks float32 `[n, 256]` as Q6_K's bytes `[n, 210]`."""
-    return _in_parts(_q6_k, blocks)
+    return _map_chunks(_quantize_q6_chunk, blocks)
 
 
-def _in_parts(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
+def _map_chunks(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
     def part(begin: int) -> np.ndarray:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            return quantize(blocks[begin : begin + _AT_ONCE])
+            return quantize(blocks[begin : begin + _CHUNK_SIZE])
 
     with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
-        return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _AT_ONCE))])
+        return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _CHUNK_SIZE))])
 
 
-def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    head, codes = _affine(blocks, 15, np.arange(-1.0, 1.05, 0.1))
-    return np.concatenate([head, _pairs(codes)], axis=1)
+def _quantize_q4_chunk(blocks: np.ndarray) -> np.ndarray:
+    head, codes = _quantize_affine(blocks, 15, np.arange(-1.0, 1.05, 0.1))
+    return np.concatenate([head, _pack_pairs(codes)], axis=1)
 
 
-def _q5_k(blocks: np.ndarray) -> np.ndarray:
-    head, codes = _affine(blocks, 31, np.arange(-0.5, 1.05, 0.1))
+def _quantize_q5_chunk(blocks: np.ndarray) -> np.ndarray:
+    head, codes = _quantize_affine(blocks, 31, np.arange(-0.5, 1.05, 0.1))
     fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]  # bit r belongs to run r
-    return np.concatenate([head, fifth, _pairs(codes & 15)], axis=1)
+    return np.concatenate([head, fifth, _pack_pairs(codes & 15)], axis=1)
 
 
-def _pairs(codes: np.ndarray) -> np.ndarray:
+def _pack_pairs(codes: np.ndarray) -> np.ndarray:
     """Pack 4-bit codes `[n, 8, 32]` to bytes: runs 2 i (low) and 2 i + 1 share 32 bytes."""
     return (codes[:, 0::2] | codes[:, 1::2] << 4).reshape(len(codes), -1)
 
 
-def _affine(blocks: np.ndarray, most: int, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Quantize to scales' bytes `[n, 16]` and codes uint8 `[n, 8, 32]`, 0 to `most`.
+def _quantize_affine(
+    blocks: np.ndarray, max_code: int, trials: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize to scales' bytes `[n, 16]` and codes uint8 `[n, 8, 32]`, 0 to `max_code`.
 
     Args:
-        blocks: float32 `[n, 256]`.
-        most: The largest code.
-        tried: Additions to `most`; the search tries the step range / (most + addition) for each.
+        blocks: float32 `[n, 256]`. max_code: The largest code. trials: Additions to `max_code`; the
+        search tries the step range / (most + addition) for each.
     """
     x = blocks.reshape(-1, 32)
     weight = np.sqrt(np.einsum("ni,ni->n", x, x) / np.float32(32))[:, None] + np.abs(x)
-    scale, minimum = _search_affine(x, weight, most, tried)
-    wide, scales = _six_bits(scale.reshape(-1, 8))
-    wide_minimum, minima = _six_bits(minimum.reshape(-1, 8))
+    scale, minimum = _search_affine(x, weight, max_code, trials)
+    wide, scales = _quantize_six_bits(scale.reshape(-1, 8))
+    wide_minimum, minima = _quantize_six_bits(minimum.reshape(-1, 8))
     step = (wide * scales).reshape(-1, 1)
     offset = (wide_minimum * minima).reshape(-1, 1)
-    codes = np.rint((x + offset) * _inverse(step)).clip(0, most).astype(np.uint8)
+    codes = np.rint((x + offset) * _inverse(step)).clip(0, max_code).astype(np.uint8)
     halves = [half.astype(np.float16).view(np.uint8) for half in (wide, wide_minimum)]
-    head = np.concatenate([*halves, _packed_scales(scales, minima)], axis=1)
+    head = np.concatenate([*halves, _pack_scales(scales, minima)], axis=1)
     return head, codes.reshape(-1, 8, 32)
 
 
 def _search_affine(
-    x: np.ndarray, weight: np.ndarray, most: int, tried: np.ndarray
+    x: np.ndarray, weight: np.ndarray, max_code: int, trials: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return non-negative scales and minima `[n]` of runs `x` `[n, 32]`.
 
     A code c stands for `scale c - minimum`. The weighted squared error is `sum(weight x^2) - gain`,
-    so the search maximizes `gain`.
+    so the search maximizes `add_token`.
     """
     low, high = np.minimum(x.min(axis=1), 0), x.max(axis=1)
     weighted = weight * x
@@ -90,9 +91,9 @@ def _search_affine(
     best = np.full(len(x), -np.inf, np.float32)
     scale, minimum = np.zeros_like(low), -low
     span, above = high - low, x - low[:, None]
-    for more in tried:
-        codes = above * (np.float32(most + more) / span)[:, None]
-        np.minimum(np.rint(codes, out=codes), np.float32(most), out=codes)
+    for more in trials:
+        codes = above * (np.float32(max_code + more) / span)[:, None]
+        np.minimum(np.rint(codes, out=codes), np.float32(max_code), out=codes)
         coded = weight * codes
         sum_l, sum_l2 = coded.sum(axis=1), np.einsum("ni,ni->n", coded, codes)
         sum_xl = np.einsum("ni,ni->n", weighted, codes)
@@ -110,7 +111,7 @@ def _search_affine(
     return np.where(flat, np.float32(0), scale), np.where(flat, -low, minimum)
 
 
-def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _quantize_six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Quantize `[n, 8]` to integers 0 to 63 with a float16 scale `[n, 1]`, returned as float32."""
     largest = numbers.max(axis=1, keepdims=True)
     whole = np.rint(numbers * (np.float32(63) * _inverse(largest))).clip(0, 63).astype(np.uint8)
@@ -118,14 +119,14 @@ def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return half.astype(np.float32), whole
 
 
-def _packed_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
+def _pack_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     """Pack 8 scales and 8 minima of 6 bits into 12 bytes."""
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     return np.concatenate([first, second, scales[:, 4:] & 15 | minima[:, 4:] << 4], axis=1)
 
 
-def _q6_k(blocks: np.ndarray) -> np.ndarray:
+def _quantize_q6_chunk(blocks: np.ndarray) -> np.ndarray:
     x = blocks.reshape(-1, 16)
     scale = _search_symmetric(x).reshape(-1, 16)
     largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
@@ -158,7 +159,7 @@ def _search_symmetric(x: np.ndarray) -> np.ndarray:
         better = slope * sum_xl > best
         best = np.where(better, slope * sum_xl, best)
         scale = np.where(better, slope, scale)
-    return np.where(np.abs(end[:, 0]) > _SMALLEST, scale, np.float32(0))
+    return np.where(np.abs(end[:, 0]) > _MIN_MAGNITUDE, scale, np.float32(0))
 
 
 def _inverse(step: np.ndarray) -> np.ndarray:

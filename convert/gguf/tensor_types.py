@@ -6,21 +6,20 @@ in the first and last eighth of the layers and in every third layer between.
 
 import re
 
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.gguf.blocks import BY_NAME, WRITABLE, BlockType
 
-from .blocks import BY_NAME, WRITTEN, Block
-
-MIXED = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # mixture: the type of most matrices
-KINDS = (*WRITTEN, *MIXED)
+MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}  # mixture: the type of most matrices
+KINDS = (*WRITABLE, *MIXTURES)
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15,
     "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
 }  # general.file_type  # fmt: skip
 # Replacements for rows that are not whole super-blocks, like in llama-quantize.
-_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 
-def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> Block:
+def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> BlockType:
     """Return the type of a matrix.
 
     Args:
@@ -30,17 +29,17 @@ def choose_block(kind: str, name: str, columns: int, config: ModelConfig) -> Blo
             smaller blocks, or by F16.
         config: The model's configuration.
     """
-    block = BY_NAME[_mixed(kind, name, config) if kind in MIXED else kind]
-    if columns % block.columns and block.name in _SMALLER:
-        block = BY_NAME[_SMALLER[block.name]]
+    block = BY_NAME[_choose_mixture_type(kind, name, config) if kind in MIXTURES else kind]
+    if columns % block.columns and block.name in _FALLBACK:
+        block = BY_NAME[_FALLBACK[block.name]]
     return BY_NAME["F16"] if columns % block.columns else block
 
 
-def _mixed(kind: str, name: str, config: ModelConfig) -> str:
-    most = MIXED[kind]
+def _choose_mixture_type(kind: str, name: str, config: ModelConfig) -> str:
+    most = MIXTURES[kind]
     layers, experts = config.num_hidden_layers, getattr(config, "num_experts", 0)
     number = re.match(r"blk\.(\d+)\.", name)
-    more = number is not None and _needs_more(int(number[1]), layers)
+    more = number is not None and _needs_more_bits(int(number[1]), layers)
     module = name.removesuffix(".weight").rpartition(".")[2]
     if module == "output" or (module == "token_embd" and config.tie_word_embeddings):
         return "Q6_K"
@@ -59,6 +58,6 @@ def _mixed(kind: str, name: str, config: ModelConfig) -> str:
     return most
 
 
-def _needs_more(layer: int, layers: int) -> bool:
+def _needs_more_bits(layer: int, layers: int) -> bool:
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2

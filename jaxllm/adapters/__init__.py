@@ -1,38 +1,47 @@
-"""LoRA and DoRA adapters: initialize, attach, read and write PEFT and GGUF files, combine, merge.
+"""LoRA and DoRA adapters: initialize, attach, read and write PEFT and GGUF peft_io, combine, merge.
 
-config: `LoraConfig`. targets: which modules it selects, by PEFT's rules or by path rules. attach:
-attach an adapter to parameters for training, and extract it again. settings: PEFT's
-adapter_config.json; every field is read or rejected. files: PEFT directories; fused: modules that
-are fused in PEFT's base model and separate here; gguf: GGUF adapters. several: multi-LoRA, with an
-adapter per row of a batch. load: adapters by path. merge: merge an adapter into the weights.
+lora_config: `LoraConfig`. targets: which modules it selects, by PEFT's rules or by path rules.
+attach: attach an adapter to parameters for training, and extract it again. peft_config: PEFT's
+adapter_config.json; every field is read or rejected. peft_io: PEFT directories; fused_modules:
+modules that are fused in PEFT's base model and separate here; gguf: GGUF adapters. multi_lora:
+multi-LoRA, with an adapter per row of a batch. load: adapters by path. merge: merge an adapter into
+the weights.
 
 An `Adapter` is separate from the parameters. Attaching it wraps the weights of its target modules
 (`weights.leaves.adapted`), and neither copies nor changes the base weights.
 """
 
-from jaxllm.adapters.attach import Adapter, around, attach, attached, fresh, taken, with_config
-from jaxllm.adapters.config import LoraConfig
-from jaxllm.adapters.files import read_adapter, write_adapter
+from jaxllm.adapters.attach import (
+    Adapter,
+    attach_adapter,
+    attach_new_lora,
+    extract_adapter,
+    init_adapter,
+    make_attacher,
+    with_config,
+)
 from jaxllm.adapters.gguf import read_gguf_adapter, write_gguf_adapter
-from jaxllm.adapters.merge import merged
-from jaxllm.adapters.several import BASE, number_of, with_adapters
-from jaxllm.weights.leaves.adapted import Adapted, choose
+from jaxllm.adapters.lora_config import LoraConfig
+from jaxllm.adapters.merge import merge_adapter
+from jaxllm.adapters.multi_lora import with_adapters
+from jaxllm.adapters.peft_io import read_adapter, write_adapter
+from jaxllm.weights.types.lora import BASE, LoraWeight, adapter_index, choose_adapters
 
 __all__ = [
     "BASE",
-    "Adapted",
     "Adapter",
     "LoraConfig",
-    "around",
-    "attach",
-    "attached",
-    "choose",
-    "fresh",
-    "merged",
-    "number_of",
+    "LoraWeight",
+    "adapter_index",
+    "attach_adapter",
+    "attach_new_lora",
+    "choose_adapters",
+    "extract_adapter",
+    "init_adapter",
+    "make_attacher",
+    "merge_adapter",
     "read_adapter",
     "read_gguf_adapter",
-    "taken",
     "with_adapters",
     "with_config",
     "write_adapter",

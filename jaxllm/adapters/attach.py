@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxllm.adapters.config import LoraConfig
-from jaxllm.adapters.targets import Low, plan
-from jaxllm.config import ModelConfig
+from jaxllm.adapters.lora_config import LoraConfig
+from jaxllm.adapters.targets import LoraSpec, resolve_targets
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.runtime.validation import check_dtype
 from jaxllm.weights.paths import Params, flatten, map_leaves
-from jaxllm.whole import dtype_name
+from jaxllm.weights.types.arrays import DTYPES
+from jaxllm.weights.types.lora import LoraWeight
 
 
-class Matrices(NamedTuple):
-    """LoRA matrices of one module, as in `Adapted`: a `[K, I]`, b `[O, K]`, DoRA's magnitude."""
+class LoraMatrices(NamedTuple):
+    """LoRA matrices of one module, as in `LoraWeight`: a `[K, I]`, b `[O, K]`, DoRA's magnitude."""
 
     a: jax.Array
     b: jax.Array
@@ -33,15 +33,15 @@ class Adapter:
     """An adapter: its configuration, and its matrices by our module paths."""
 
     config: LoraConfig
-    matrices: Mapping[str, Matrices]
+    matrices: Mapping[str, LoraMatrices]
 
     @property
-    def size(self) -> int:
+    def num_params(self) -> int:
         """Number of parameters."""
         return sum(x.size for m in self.matrices.values() for x in m if x is not None)
 
 
-def attach(
+def attach_new_lora(
     config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
 ) -> Params:
     """Attach a new adapter to parameters, for training. key: random key of the initialization.
@@ -49,10 +49,10 @@ def attach(
     Untargeted weights, and the base weights inside targeted ones, are the same objects as before.
     Raises ConfigError for targets that do not exist.
     """
-    return attached(config, params, fresh(config, params, lora, key, dtype=dtype))
+    return attach_adapter(config, params, init_adapter(config, params, lora, key, dtype=dtype))
 
 
-def fresh(
+def init_adapter(
     config: ModelConfig, params: Params, lora: LoraConfig, key: jax.Array, *, dtype: str = "float32"
 ) -> Adapter:
     """Return a new adapter that does not change the model's output (see `LoraConfig`).
@@ -60,11 +60,11 @@ def fresh(
     dtype: dtype of the matrices, as for `jaxllm.load`. params: base weights, which initialize
     DoRA's magnitudes. Raises ConfigError if these weights are missing.
     """
-    dtype = dtype_name("an adapter's dtype", dtype)
+    dtype = check_dtype("an adapter's dtype", dtype)
     weights = dict(flatten(params))
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).reshape(-1))
     made = {}
-    for module, low in plan(config, lora).items():
+    for module, low in resolve_targets(config, lora).items():
         (rows, columns), rank, kept = low.target.shape, low.rank, DTYPES[dtype]
         if low.target.site == "rows":
             a_KI = rng.standard_normal((rank, columns))
@@ -73,7 +73,7 @@ def fresh(
         else:
             a_KI = rng.uniform(-1.0, 1.0, (rank, columns)) / columns**0.5
         a_KI, b_OK = jax.device_put((a_KI.astype(kept), np.zeros((rows, rank), kept)))
-        matrices = Matrices(a_KI, b_OK, None)
+        matrices = LoraMatrices(a_KI, b_OK, None)
         if lora.use_dora:
             weight = weights.get(low.target.path)
             if weight is None or weight.shape != low.target.shape:  # in a pipeline's stages
@@ -81,36 +81,39 @@ def fresh(
                     f"DoRA needs the row norms of {low.target.path}, which these parameters do not"
                     " contain as a separate weight. Train LoRA, or use a mesh with stage=1"
                 )
-            leaf = leaf_of(weight, low, matrices, lora)
-            matrices = matrices._replace(magnitude=norms(leaf))
+            leaf = make_leaf(weight, low, matrices, lora)
+            matrices = matrices._replace(magnitude=row_norms(leaf))
         made[module] = matrices
     return Adapter(lora, made)
 
 
-def attached(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
+def attach_adapter(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
     """Attach an adapter to parameters, for training.
 
     Raises ConfigError if they have one already.
     """
-    return map_leaves(around(config, adapter), params)
+    return map_leaves(make_attacher(config, adapter), params)
 
 
-def around(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
+def make_attacher(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any], Any]:
     """Return a function (path, weight) that wraps targeted weights and passes others through.
 
     It raises ConfigError for a weight that already has an adapter.
     """
-    lows = [(low, adapter.matrices[name]) for name, low in plan(config, adapter.config).items()]
+    lows = [
+        (low, adapter.matrices[name])
+        for name, low in resolve_targets(config, adapter.config).items()
+    ]
 
-    def of(path: str, weight: Any) -> Any:
-        if isinstance(weight, Adapted):
+    def attach_leaf(path: str, weight: Any) -> Any:
+        if isinstance(weight, LoraWeight):
             raise ConfigError(f"{path} has an adapter already: train it, or merge it first")
         for low, matrices in lows:
             if low.target.path == path:
-                weight = leaf_of(weight, low, matrices, adapter.config)
+                weight = make_leaf(weight, low, matrices, adapter.config)
         return weight
 
-    return of
+    return attach_leaf
 
 
 def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adapter:
@@ -123,11 +126,12 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
         raise ConfigError(f"an adapter must be an Adapter (read_adapter), got {adapter!r:.60}")
     if not isinstance(lora, LoraConfig):
         raise ConfigError(f"an adapter's configuration must be a LoraConfig, got {lora!r:.60}")
-    made, wanted = ((plan(config, c), c.use_dora) for c in (adapter.config, lora))
+    made, wanted = ((resolve_targets(config, c), c.use_dora) for c in (adapter.config, lora))
     differ = [
-        f"{name}: the adapter has {_facts(made, name)}, the configuration {_facts(wanted, name)}"
+        f"{name}: the adapter has {_describe(made, name)}, the configuration"
+        f" {_describe(wanted, name)}"
         for name in sorted(made[0].keys() | wanted[0].keys())
-        if _facts(made, name) != _facts(wanted, name)
+        if _describe(made, name) != _describe(wanted, name)
     ]
     if differ:
         raise ConfigError(
@@ -145,7 +149,7 @@ def with_config(config: ModelConfig, adapter: Adapter, lora: LoraConfig) -> Adap
     return dataclasses.replace(adapter, config=lora)
 
 
-def _facts(planned: tuple[Mapping[str, Low], bool], name: str) -> str:
+def _describe(planned: tuple[Mapping[str, LoraSpec], bool], name: str) -> str:
     """Describe a configuration's adapter of one module."""
     lows, dora = planned
     if name not in lows:
@@ -154,26 +158,26 @@ def _facts(planned: tuple[Mapping[str, Low], bool], name: str) -> str:
     return f"{kind} of rank {lows[name].rank}, scale {lows[name].scale:g}"
 
 
-def taken(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
+def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
     """Extract the adapter from parameters. Raises ConfigError if they do not have it."""
     leaves, found = dict(flatten(params)), {}
-    for module, low in plan(config, lora).items():
+    for module, low in resolve_targets(config, lora).items():
         leaf = leaves[low.target.path]
-        while isinstance(leaf, Adapted) and leaf.site != low.target.site:
+        while isinstance(leaf, LoraWeight) and leaf.site != low.target.site:
             leaf = leaf.weight
-        if not isinstance(leaf, Adapted) or leaf.owner is not None:
+        if not isinstance(leaf, LoraWeight) or leaf.owner is not None:
             raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
-        found[module] = Matrices(leaf.a, leaf.b, leaf.magnitude)
+        found[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
     return Adapter(lora, found)
 
 
-norms = jax.jit(Adapted.norms)  # one program per shape, not one per operation
+row_norms = jax.jit(LoraWeight.norms)  # one program per shape, not one per operation
 
 
-def leaf_of(weight: Any, low: Low, matrices: Matrices, lora: LoraConfig) -> Adapted:
+def make_leaf(weight: Any, spec: LoraSpec, matrices: LoraMatrices, lora: LoraConfig) -> LoraWeight:
     """Wrap a module's weight with an adapter."""
-    scale = jax.device_put(np.full(low.rank, low.scale, np.float32))
-    site = low.target.site
-    return Adapted(
+    scale = jax.device_put(np.full(spec.rank, spec.scale, np.float32))
+    site = spec.target.site
+    return LoraWeight(
         weight, *matrices[:2], scale, matrices.magnitude, site=site, dropout=lora.lora_dropout
     )

@@ -14,26 +14,26 @@ import jax
 import numpy as np
 
 from jaxllm import models
-from jaxllm.adapters.attach import Adapter, Matrices
-from jaxllm.adapters.config import LoraConfig
-from jaxllm.adapters.targets import Target, plan, shortest, targets_of
-from jaxllm.config import ModelConfig
+from jaxllm.adapters.attach import Adapter, LoraMatrices
+from jaxllm.adapters.lora_config import LoraConfig
+from jaxllm.adapters.targets import TargetModule, list_targets, resolve_targets, shorten_names
+from jaxllm.config.model import ModelConfig
 from jaxllm.convert.gguf import names
-from jaxllm.convert.gguf.architecture import Architecture
+from jaxllm.convert.gguf.architecture import GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES
 from jaxllm.convert.gguf.header import Header, read_header
-from jaxllm.convert.gguf.names import Module, Named
-from jaxllm.convert.gguf.opening import recognises
+from jaxllm.convert.gguf.names import MatchedParam, ModuleRow
+from jaxllm.convert.gguf.reader import recognizes
 from jaxllm.convert.gguf.settings import write_config
-from jaxllm.convert.gguf.stored import Stored
-from jaxllm.convert.gguf.writing import check_absent, write_file
+from jaxllm.convert.gguf.tensors import GGUFTensor
+from jaxllm.convert.gguf.writer import check_absent, write_arrays
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.files import first_non_finite
+from jaxllm.weights.safetensors import first_non_finite
 
-__all__ = ["read_gguf_adapter", "recognises", "write_gguf_adapter"]
+__all__ = ["read_gguf_adapter", "recognizes", "write_gguf_adapter"]
 
 _ALPHA = "adapter.lora.alpha"
-_PIECES = ("lora_a", "lora_b")
+_MATRIX_NAMES = ("lora_a", "lora_b")
 
 
 def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
@@ -43,26 +43,30 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     tensors other than LoRA's, values that are not finite.
     """
     header = read_header(Path(path))
-    row, alpha = _checked(header, config)
-    targets, complaints = targets_of(config), list[str]()
+    row, alpha = _check_header(header, config)
+    targets, complaints = list_targets(config), list[str]()
     pieces: dict[str, dict[str, np.ndarray]] = {}
-    stems = dict.fromkeys(name.rpartition(".")[0] for name in header.entries)
-    for found in names.ours(row.modules, stems):
+    stems = dict.fromkeys(name.rpartition(".")[0] for name in header.tensor_infos)
+    for found in names.match_names(row.modules, stems):
         if isinstance(found, str) or found.path.removesuffix(".weight") not in targets:
             what = found if isinstance(found, str) else found.name
             complaints.append(f"{what} cannot have an adapter here")
-    known = {f"{found.name}.{piece}": (found, piece) for found in _targets(row.modules, targets)
-             for piece in _PIECES if found.module.part is None}  # fmt: skip
-    for name in header.entries:
+    known = {
+        f"{found.name}.{piece}": (found, piece)
+        for found in _named_targets(row.modules, targets)
+        for piece in _MATRIX_NAMES
+        if found.module.row_range is None
+    }
+    for name in header.tensor_infos:
         if name in known:
             found, piece = known[name]
-            array = _array(header, name, found.module if piece == "lora_b" else None, config)
+            array = _read_array(header, name, found.module if piece == "lora_b" else None, config)
             pieces.setdefault(found.path.removesuffix(".weight"), {})[piece] = array
         elif not complaints:
             complaints.append(f"{name} is not a LoRA tensor")
     matrices, ranks = {}, {}
     for module, pair in pieces.items():
-        made = _matrices(targets[module], pair, complaints)
+        made = _make_matrices(targets[module], pair, complaints)
         if made is not None:
             matrices[module], ranks[module] = made, made.a.shape[0]
     if not pieces:
@@ -70,7 +74,7 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     if complaints:
         shown = "\n  ".join(complaints[:50])
         raise CheckpointError(f"{path} does not fit this model:\n  {shown}")
-    return Adapter(_lora(config, targets, ranks, alpha), matrices)
+    return Adapter(_infer_config(config, targets, ranks, alpha), matrices)
 
 
 def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) -> None:
@@ -84,23 +88,23 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     architecture, row, _, _ = write_config(config)
     if adapter.config.use_dora:
         raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
-    lows, alpha = plan(config, adapter.config), float(adapter.config.lora_alpha)
+    lows, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha)
     if not alpha:
         alpha = 1.0
     tensors: dict[str, np.ndarray] = {}
-    for found in _targets(row.modules, targets_of(config)):
+    for found in _named_targets(row.modules, list_targets(config)):
         module = found.path.removesuffix(".weight")
         if module not in lows:
             continue
-        if found.module.part is not None:
+        if found.module.row_range is not None:
             raise ConfigError(f"{found.name} is fused in GGUF and separate here: not supported")
         low, (a, b, _) = lows[module], adapter.matrices[module]
         times = np.float32(low.scale * low.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))
         if low.target.site == "rows":  # GGUF has the transpose
             first, second = second, np.ascontiguousarray(first.T)
-        if found.module.order is not None:
-            second = second[found.module.order(config)]
+        if found.module.row_order is not None:
+            second = second[found.module.row_order(config)]
         tensors[f"{found.name}.lora_a"] = first
         tensors[f"{found.name}.lora_b"] = second if times == 1 else second * times
     settings = {
@@ -109,10 +113,10 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
         "adapter.type": "lora",
         _ALPHA: alpha,
     }
-    write_file(path, settings, tensors)
+    write_arrays(path, settings, tensors)
 
 
-def _checked(header: Header, config: ModelConfig) -> tuple[Architecture, float]:
+def _check_header(header: Header, config: ModelConfig) -> tuple[GGUFArchitecture, float]:
     """Validate the header; return the table row of its architecture, and alpha."""
     settings, where = header.settings, f"{header.path}"
     kind, how = settings.get("general.type"), settings.get("adapter.type")
@@ -121,7 +125,7 @@ def _checked(header: Header, config: ModelConfig) -> tuple[Architecture, float]:
             f"{where}: not a LoRA adapter: general.type {kind!r:.40}, adapter.type {how!r:.40}"
         )
     row = ARCHITECTURES.get(str(settings.get("general.architecture")))
-    if row is None or row.family is not models.family(config.model_type):
+    if row is None or row.family is not models.get_family(config.model_type):
         raise CheckpointError(
             f"{where}: the adapter's architecture is"
             f" {settings.get('general.architecture')!r:.40}, expected {config.model_type}"
@@ -134,29 +138,35 @@ def _checked(header: Header, config: ModelConfig) -> tuple[Architecture, float]:
     return row, alpha
 
 
-def _targets(modules: tuple[Module, ...], targets: Mapping[str, Target]) -> list[Named]:
+def _named_targets(
+    modules: tuple[ModuleRow, ...], targets: Mapping[str, TargetModule]
+) -> list[MatchedParam]:
     """Return the targets that have a name in GGUF; a tied head has none."""
     paths = [f"{module}.weight" for module, target in targets.items() if target.site != "head"]
-    return [found for found in names.theirs(modules, paths) if isinstance(found, Named)]
+    return [found for found in names.match_paths(modules, paths) if isinstance(found, MatchedParam)]
 
 
-def _array(header: Header, name: str, module: Module | None, config: ModelConfig) -> np.ndarray:
-    entry, order = header.entries[name], None
-    if module is not None and module.order is not None:
-        back = np.argsort(module.order(config))
-        order = back if entry.shape[0] == len(back) else None  # else `_matrices` reports the shape
-    return np.asarray(Stored(header.whole, entry, order).numbers().read())
+def _read_array(
+    header: Header, name: str, module: ModuleRow | None, config: ModelConfig
+) -> np.ndarray:
+    entry, order = header.tensor_infos[name], None
+    if module is not None and module.row_order is not None:
+        back = np.argsort(module.row_order(config))
+        order = (
+            back if entry.shape[0] == len(back) else None
+        )  # else `_make_matrices` reports the shape
+    return np.asarray(GGUFTensor(header.buffer, entry, order).to_plain().read())
 
 
-def _matrices(
-    target: Target, pair: Mapping[str, np.ndarray], complaints: list[str]
-) -> Matrices | None:
+def _make_matrices(
+    target: TargetModule, pair: Mapping[str, np.ndarray], complaints: list[str]
+) -> LoraMatrices | None:
     """Return the matrices in our layout, or None after appending to `complaints`."""
-    missing = [piece for piece in _PIECES if piece not in pair]
+    missing = [piece for piece in _MATRIX_NAMES if piece not in pair]
     if missing:
         complaints.append(f"{target.path}: {missing[0]} is missing")
         return None
-    a, b = (pair[piece] for piece in _PIECES)
+    a, b = (pair[piece] for piece in _MATRIX_NAMES)
     rows, columns = target.shape
     if target.site == "rows":
         a, b = (b.T, a) if a.ndim == b.ndim == 2 else (a, b)
@@ -169,17 +179,17 @@ def _matrices(
         if first_non_finite(np.ascontiguousarray(array)) is not None:
             complaints.append(f"{target.path}: the adapter holds NaN or infinity")
     kept: Any = np.ascontiguousarray
-    return Matrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
+    return LoraMatrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
 
 
-def _lora(
-    config: ModelConfig, targets: Mapping[str, Target], ranks: Mapping[str, int], alpha: float
+def _infer_config(
+    config: ModelConfig, targets: Mapping[str, TargetModule], ranks: Mapping[str, int], alpha: float
 ) -> LoraConfig:
     """Return the configuration of an adapter with these ranks."""
     ((rank, _),) = Counter(ranks.values()).most_common(1)
     called = {module: targets[module].name for module in ranks}
     others = {called[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
-    names_of = shortest(called.values(), targets.values())
+    names_of = shorten_names(called.values(), targets.values())
     if alpha:
         return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names_of, rank_pattern=others)
     return LoraConfig(

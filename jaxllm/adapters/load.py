@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.adapters.files import read_adapter
-from jaxllm.adapters.several import with_adapters
-from jaxllm.config import ModelConfig
+from jaxllm.adapters.multi_lora import with_adapters
+from jaxllm.adapters.peft_io import read_adapter
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves.adapted import choose
 from jaxllm.weights.paths import Params
+from jaxllm.weights.types.lora import choose_adapters
 
 # Paths of adapters: one, several, or a mapping from names.
-Adapters = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+AdapterPaths = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 _EXPECTED = "directories or GGUF files: one, a list of them, or {name: directory}"
 
 
-def with_directories(
-    config: ModelConfig, params: Params, adapters: Adapters
+def with_loaded_adapters(
+    config: ModelConfig, params: Params, adapters: AdapterPaths
 ) -> tuple[Params, tuple[str, ...]]:
     """Load and attach adapters, with the first one selected; also return their names.
 
@@ -30,15 +30,15 @@ def with_directories(
     """
     named = {
         name: read_adapter(directory, config, params)
-        for name, directory in _named(adapters).items()
+        for name, directory in _name_paths(adapters).items()
     }
     if not named:
         return params, ()
     first = jax.device_put(np.zeros(1, np.int32))
-    return choose(with_adapters(config, params, named), first), tuple(named)
+    return choose_adapters(with_adapters(config, params, named), first), tuple(named)
 
 
-def _named(adapters: Adapters) -> dict[str, Path]:
+def _name_paths(adapters: AdapterPaths) -> dict[str, Path]:
     """Return the paths by name; the default name is that of the directory or file."""
     given: Any = [adapters] if isinstance(adapters, str | PathLike) else adapters
     if not isinstance(given, Mapping | list | tuple):

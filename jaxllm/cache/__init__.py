@@ -1,28 +1,29 @@
 """The key/value cache: an immutable pytree, and pure functions that return new ones.
 
-kv: the cache, and an empty one. growth: `commit`. write: the only code that writes slots. rows:
-fork, branch, select, merge. surgery: rewind, cull, compact, move, patch. unread: rewinding a
-memory. eviction: what to cull. pooling: several tokens in one slot. sequences: llama.cpp's sequence
-operations. prefix: prompt-prefix reuse. files: save and load. show: a row as text. equal: equality.
+kv: the cache, and an empty one. growth: `commit`. slot_update: the only code that writes slots.
+batch_ops: fork, branch, select, merge. edit: rewind, cull, compact, move, patch. infini_rewind:
+rewinding a memory. eviction: what to cull. token_merging: several tokens in one slot. sequences:
+llama.cpp's sequence operations. prefix_reuse: prompt-prefix reuse. files: save and load. render: a
+row as text. equality: equality.
 """
 
-from jaxllm.cache.eviction import heavy_hitters, segment_in_hand, sinks_and_window
-from jaxllm.cache.files import fingerprint, load_cache, save_cache
-from jaxllm.cache.growth import commit
-from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
-from jaxllm.cache.pooling import pool
-from jaxllm.cache.rows import branch, fork, merge_rows, select
-from jaxllm.cache.surgery import (
+from jaxllm.cache.batch_ops import branch, fork, merge_rows, select
+from jaxllm.cache.edit import (
     close_gaps,
     compact,
     drop_range,
+    find_slots,
     keep,
     patch,
     rewind,
     shift,
     slot_order,
-    slots_at,
 )
+from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_window
+from jaxllm.cache.files import fingerprint, load_cache, save_cache
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
+from jaxllm.cache.token_merging import pool
 
 __all__ = [
     "Delta",
@@ -32,7 +33,9 @@ __all__ = [
     "close_gaps",
     "commit",
     "compact",
+    "current_segment",
     "drop_range",
+    "find_slots",
     "fingerprint",
     "fork",
     "heavy_hitters",
@@ -44,10 +47,8 @@ __all__ = [
     "pool",
     "rewind",
     "save_cache",
-    "segment_in_hand",
     "select",
     "shift",
     "sinks_and_window",
     "slot_order",
-    "slots_at",
 ]

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxllm.cache.kv import MOST_SLOTS, KVCache, check_mass, check_no_memory, check_usable
-from jaxllm.cache.surgery import keep, keep_slots
+from jaxllm.cache.edit import keep, keep_slots
+from jaxllm.cache.kv import MAX_SLOTS, KVCache, check_mass, check_no_memory, check_usable
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.whole import whole
+from jaxllm.runtime.validation import check_int
 
 
 def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
@@ -17,14 +17,14 @@ def sinks_and_window(cache: KVCache, *, sinks: int, window: int) -> KVCache:
     """
     check_usable(cache)
     check_no_memory(cache, "sinks_and_window")
-    sinks = whole("sinks", sinks, 0, MOST_SLOTS, CapacityError)
-    window = whole("window", window, 1, MOST_SLOTS, CapacityError)
+    sinks = check_int("sinks", sinks, 0, MAX_SLOTS, CapacityError)
+    window = check_int("window", window, 1, MAX_SLOTS, CapacityError)
     position_BS = cache.position_BS
     recent = position_BS >= cache.next_position_B[:, None] - window
     return keep(cache, (position_BS < sinks) | recent)
 
 
-def segment_in_hand(cache: KVCache) -> KVCache:
+def current_segment(cache: KVCache) -> KVCache:
     """Keep the tokens of the current segment, in a model with a memory of earlier segments.
 
     Outputs do not change: no token attends to keys and values of a finished segment. `compact` then
@@ -57,8 +57,8 @@ def heavy_hitters(cache: KVCache, mass_BS: jax.Array, *, heavy: int, recent: int
     check_usable(cache)
     check_no_memory(cache, "heavy_hitters")
     mass_BS = check_mass(cache, mass_BS)
-    heavy = whole("heavy", heavy, 0, MOST_SLOTS, CapacityError)
-    recent = whole("recent", recent, 0, MOST_SLOTS, CapacityError)
+    heavy = check_int("heavy", heavy, 0, MAX_SLOTS, CapacityError)
+    recent = check_int("recent", recent, 0, MAX_SLOTS, CapacityError)
     position_BS = cache.position_BS
     recent_BS = position_BS >= cache.next_position_B[:, None] - recent
     old_BS = (position_BS >= 0) & ~recent_BS

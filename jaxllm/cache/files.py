@@ -20,23 +20,23 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MOST_SLOTS, KVCache, Segment, check_usable, init_cache
-from jaxllm.config import ModelConfig
-from jaxllm.distributed import fetched, several
+from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, check_usable, init_cache
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_path, as_schema, check_memory, parse_json
 from jaxllm.ops import Int8Entries
-from jaxllm.weights import files
-from jaxllm.weights.files import open_tensors, read_header, write_tensors
-from jaxllm.weights.later import now
+from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.runtime.validation import as_token_array, check_int, check_token_ids
+from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves.adapted import alone
-from jaxllm.weights.paths import Params, Placed, check_params, put
-from jaxllm.whole import check_ids, token_array, whole
+from jaxllm.weights.lazy_gather import load_weight
+from jaxllm.weights.paths import Params, ShardedModelBase, check_params, put
+from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
+from jaxllm.weights.types.lora import keep_chosen_adapter
 
 FORMAT = "jaxllm-cache"
 VERSION = 2
-_AT_ONCE = 4  # arrays hashed concurrently
+_HASH_THREADS = 4  # arrays hashed concurrently
 
 _Slots = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -62,32 +62,34 @@ def fingerprint(params: Params) -> str:
     """Return a SHA-256 of the weights: paths, formats, shapes and every bit.
 
     Reads all weights once, a few at a time; each of several processes reads all. Of several
-    adapters only the selected one counts. A `Later` counts as the weight that it returns.
+    adapters only the selected one counts. A `LazyWeight` counts as the weight that it returns.
     """
 
-    def hashed(path: Any, array: Any) -> bytes:
-        return bytes.fromhex(files.digest({jax.tree_util.keystr(path): np.asarray(array)}))
+    def hash_array(path: Any, array: Any) -> bytes:
+        return bytes.fromhex(safetensors.digest({jax.tree_util.keystr(path): np.asarray(array)}))
 
     check_params(params)
     whole, begun = hashlib.sha256(), deque[Future[bytes]]()
-    with ThreadPoolExecutor(_AT_ONCE) as threads:  # hashing releases the GIL
-        for path, array in _in_order(params):
-            begun.append(threads.submit(hashed, path, fetched(array) if several() else array))
-            if len(begun) > _AT_ONCE:
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:  # hashing releases the GIL
+        for path, array in _iter_arrays(params):
+            begun.append(
+                threads.submit(hash_array, path, to_host(array) if is_multiprocess() else array)
+            )
+            if len(begun) > _HASH_THREADS:
                 whole.update(begun.popleft().result())
         for one in begun:
             whole.update(one.result())
     return whole.hexdigest()
 
 
-def _in_order(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def _iter_arrays(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """Iterate over the parameters' paths and arrays in JAX's order."""
     if isinstance(node, Mapping):
         for key in sorted(node):
-            yield from _in_order(node[key], (*keys, key))
+            yield from _iter_arrays(node[key], (*keys, key))
         return
-    inside = functools.reduce(lambda x, key: {key: x}, reversed(keys), now(node))
-    yield from jax.tree_util.tree_leaves_with_path(alone(inside))
+    inside = functools.reduce(lambda x, key: {key: x}, reversed(keys), load_weight(node))
+    yield from jax.tree_util.tree_leaves_with_path(keep_chosen_adapter(inside))
 
 
 def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:
@@ -108,7 +110,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
     tensors = {
         f"{i}.{name}": np.asarray(array)
         for i, segment in enumerate((*cache.frozen, tail))
-        for name, array in _arrays(segment)
+        for name, array in _segment_arrays(segment)
     }
     tensors["next_position_B"] = np.asarray(cache.next_position_B)
     for i, array in enumerate(jax.tree.leaves(cache.memory)):
@@ -123,7 +125,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
     header["digest"] = digest(header, tensors)
     write_tensors(
         path,
-        {name: LazyTensor.of(array) for name, array in tensors.items()},
+        {name: LazyTensor.from_array(array) for name, array in tensors.items()},
         metadata={"format": FORMAT, "header": json.dumps(header)},
     )
 
@@ -150,13 +152,13 @@ def load_cache(
     """
     path = as_path(path)
     if capacity is not None:
-        capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+        capacity = check_int("a cache's capacity", capacity, 1, MAX_SLOTS, CapacityError)
     if prefix is not None:
-        prefix = token_array("prefix", prefix).tolist()
-    header, fields = _header(path)
+        prefix = as_token_array("prefix", prefix).tolist()
+    header, fields = _read_header(path)
     for name, ours in _identity(model, params).items():
         if fields[name] != ours:
-            raise CacheMismatchError(f"{path}: {_difference(name, fields[name], ours)}")
+            raise CacheMismatchError(f"{path}: {_describe_difference(name, fields[name], ours)}")
     tensors = {name: tensor.read() for name, tensor in open_tensors(path).items()}
     if digest(fields, tensors) != header.digest:
         raise CheckpointError(f"{path}: damaged, its contents do not match its digest")
@@ -170,9 +172,9 @@ def load_cache(
         raise CheckpointError(f"{path}: next_position_B is missing or not int32 [rows]")
     check_memory(empty.nbytes * rows * capacity, f"{path}: {rows} rows of {capacity:,} slots")
     *frozen, tail = (
-        _segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
+        _take_segment(tensors, i, empty.tail, rows, str(path)) for i in range(header.segments)
     )
-    memory = _memory(tensors, empty.memory, rows, str(path))
+    memory = _take_memory(tensors, empty.memory, rows, str(path))
     if tensors:
         raise CheckpointError(f"{path}: {next(iter(tensors))} is not part of this cache")
     _check_tail(tail, header.cursor, rows, str(path))
@@ -180,8 +182,8 @@ def load_cache(
     room = capacity - tail.position_BS.shape[1]
     cache = empty.replace(
         frozen=tuple(frozen),
-        tail=jax.tree.map(lambda x: _with_room(x, room), tail).replace(
-            position_BS=_with_room(tail.position_BS, room, EMPTY)
+        tail=jax.tree.map(lambda x: _resize_slots(x, room), tail).replace(
+            position_BS=_resize_slots(tail.position_BS, room, EMPTY)
         ),
         cursor=jnp.asarray(header.cursor, jnp.int32),
         next_position_B=jax.device_put(next_B),
@@ -189,8 +191,8 @@ def load_cache(
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
-    if isinstance(model, Placed):
-        return put(cache.replace(writer=model.writer), model.place)
+    if isinstance(model, ShardedModelBase):
+        return put(cache.replace(writer=model.cache_writer), model.cache_sharding)
     return cache
 
 
@@ -206,7 +208,7 @@ def _identity(model: nn.Module, params: Params) -> dict[str, Any]:
     return plain
 
 
-def _difference(name: str, theirs: Any, ours: Any) -> str:
+def _describe_difference(name: str, theirs: Any, ours: Any) -> str:
     if name == "weights":
         return "the cache was made with other weights"
     if isinstance(theirs, dict):
@@ -220,11 +222,11 @@ def _difference(name: str, theirs: Any, ours: Any) -> str:
 def _check_config(theirs: ModelConfig, ours: ModelConfig, what: str) -> None:
     if theirs != ours:
         raise CacheMismatchError(
-            f"{what}: {_difference('config', theirs.to_dict(), ours.to_dict())}"
+            f"{what}: {_describe_difference('config', theirs.to_dict(), ours.to_dict())}"
         )
 
 
-def _header(path: Path) -> tuple[_Header, dict[str, Any]]:
+def _read_header(path: Path) -> tuple[_Header, dict[str, Any]]:
     """Return the checked header, and its fields as they stand in the file."""
     metadata = read_header(path).metadata
     if metadata.get("format") != FORMAT:
@@ -274,10 +276,12 @@ def _check_numbers(
                 f" {config.position_limit}"
             )
         held_BS = position_BS != EMPTY
-        check_ids(token_BS, config.vocab_size, f"{where}: ", real_X=held_BS, error=CheckpointError)
+        check_token_ids(
+            token_BS, config.vocab_size, f"{where}: ", real_X=held_BS, error=CheckpointError
+        )
 
 
-def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
+def _segment_arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over a segment's arrays by name."""
     for name in ("k", "v"):
         for layer, entries in enumerate(getattr(segment, name)):
@@ -290,14 +294,14 @@ def _arrays(segment: Segment) -> Iterator[tuple[str, jax.Array]]:
         yield name, getattr(segment, name)
 
 
-def _segment(
-    tensors: dict[str, np.ndarray], index: int, like: Segment, rows: int, where: str
+def _take_segment(
+    tensors: dict[str, np.ndarray], index: int, template: Segment, rows: int, where: str
 ) -> Segment:
-    """Take one segment from the tensors, laid out as `like`, with consistent rows and slots."""
+    """Take one segment from the tensors, laid out as `template`, with consistent rows and slots."""
     arrays = []
     position = tensors.get(f"{index}.position_BS")
     slots = position.shape[1] if position is not None and position.ndim == 2 else 0
-    for name, expected in _arrays(like):
+    for name, expected in _segment_arrays(template):
         array = tensors.pop(f"{index}.{name}", np.empty(0))
         shapes = [(n, slots, *expected.shape[2:]) for n in (1, rows)]
         if array.shape not in shapes or array.dtype != expected.dtype:
@@ -306,15 +310,15 @@ def _segment(
                 f" {expected.dtype} {shapes[-1]}"
             )
         arrays.append(jax.device_put(array))
-    segment: Segment = jax.tree.unflatten(jax.tree.structure(like), arrays)
+    segment: Segment = jax.tree.unflatten(jax.tree.structure(template), arrays)
     return segment
 
 
-def _memory(
-    tensors: dict[str, np.ndarray], like: tuple[Any, ...], rows: int, where: str
+def _take_memory(
+    tensors: dict[str, np.ndarray], template: tuple[Any, ...], rows: int, where: str
 ) -> tuple[Any, ...]:
-    """Take the memories from the tensors, laid out as `like`, for these rows."""
-    leaves, tree = jax.tree.flatten(like)
+    """Take the memories from the tensors, laid out as `template`, for these rows."""
+    leaves, tree = jax.tree.flatten(template)
     arrays = [tensors.pop(f"memory.{i}", np.empty(0)) for i in range(len(leaves))]
     for i, (array, expected) in enumerate(zip(arrays, leaves, strict=True)):
         if array.shape != (rows, *expected.shape[1:]) or array.dtype != expected.dtype:
@@ -326,9 +330,9 @@ def _memory(
 def digest(header: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
     """Return a hash of a cache file without its digest field."""
     said = {name: value for name, value in header.items() if name != "digest"}
-    return files.digest(tensors, json.dumps(said, sort_keys=True))
+    return safetensors.digest(tensors, json.dumps(said, sort_keys=True))
 
 
-def _with_room(x: jax.Array, room: int, value: int = 0) -> jax.Array:
+def _resize_slots(x: jax.Array, room: int, value: int = 0) -> jax.Array:
     padding = ((0, 0), (0, max(room, 0)), *[(0, 0)] * (x.ndim - 2))
     return jnp.pad(x, padding, constant_values=value)[:, : x.shape[1] + room]

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import Delta, KVCache, Segment, cast_like, check_delta, check_usable
-from jaxllm.cache.write import at_cursor, window_at_cursor
+from jaxllm.cache.kv import Delta, KVCache, Segment, cast_delta, check_delta, check_usable
+from jaxllm.cache.slot_update import update_window, write_at_cursor
 from jaxllm.errors import CacheMismatchError, CapacityError
 
 
@@ -37,12 +37,12 @@ def commit(cache: KVCache, delta: Delta, *, donate: bool = False) -> KVCache:
     return step(grown, delta).replace(frozen=frozen)
 
 
-def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] = ()) -> KVCache:
-    """Commit without checks, inside compiled programs. after: see `at_cursor`."""
+def apply_delta(cache: KVCache, delta: Delta, wait_for: tuple[jax.Array, ...] = ()) -> KVCache:
+    """Commit without checks, inside compiled programs. after: see `write_at_cursor`."""
     used = (delta.position_BS >= 0).any(axis=0)
     columns = jnp.max(jnp.where(used, jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32), 0))
-    write = cache.writer or at_cursor
-    written = write(cache.cursor, cache.tail, cast_like(delta, cache.tail), after)
+    write = cache.writer or write_at_cursor
+    written = write(cache.cursor, cache.tail, cast_delta(delta, cache.tail), wait_for)
     return cache.replace(
         tail=written,
         cursor=cache.cursor + columns,
@@ -51,20 +51,20 @@ def unchecked_commit(cache: KVCache, delta: Delta, after: tuple[jax.Array, ...] 
     )
 
 
-_commit = jax.jit(unchecked_commit)
-_commit_in_place = jax.jit(unchecked_commit, donate_argnums=0)
+_commit = jax.jit(apply_delta)
+_commit_in_place = jax.jit(apply_delta, donate_argnums=0)
 
 
-def settle(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
+def to_cache_slots(mass_XBS: jax.Array, tail: KVCache, new: int) -> jax.Array:
     """Map attention mass over slots and `new` tokens, `[..., B, S + T]`, to slots, `[..., B, S]`.
 
     The new tokens' share moves to the tail slots that `commit` gives them. Frozen slots come first,
     whether or not `tail` contains them.
     """
     if mass_XBS.ndim > 2:
-        return jax.vmap(lambda mass: settle(mass, tail, new))(mass_XBS)
+        return jax.vmap(lambda mass: to_cache_slots(mass, tail, new))(mass_XBS)
     mass_BS, new_BT = mass_XBS[:, :-new], mass_XBS[:, -new:]
-    own_BS = window_at_cursor(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
+    own_BS = update_window(jnp.zeros_like(mass_BS[:, -tail.capacity :]), new_BT, tail.cursor)
     return mass_BS.at[:, -tail.capacity :].add(own_BS)
 
 
@@ -88,12 +88,12 @@ def _check_match(cache: KVCache, delta: Delta) -> None:
     if kept != jax.tree.structure(delta.memory):
         raise CacheMismatchError("the delta's memory does not have the structure of the cache's")
 
-    def form(segment: Segment) -> tuple[int, tuple[int, ...]]:
+    def signature(segment: Segment) -> tuple[int, tuple[int, ...]]:
         shape = segment.k[0].shape
         return len(segment.k), (shape[0], *shape[2:])
 
-    if form(cache.tail) != form(delta):
+    if signature(cache.tail) != signature(delta):
         raise CacheMismatchError(
             "delta and cache differ in (layers, (rows, kv heads, head dim)): got"
-            f" {form(delta)}, expected {form(cache.tail)}"
+            f" {signature(delta)}, expected {signature(cache.tail)}"
         )

@@ -12,20 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxllm.cache.equal import same
-from jaxllm.cache.show import Shown, marked_text
-from jaxllm.config import ModelConfig
-from jaxllm.distributed import fetched, several
+from jaxllm.cache.equality import caches_equal
+from jaxllm.cache.render import RenderedRows, render_row
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.files import check_memory
-from jaxllm.ops.entries import Entries, Int8Entries, cast, side_by_side
-from jaxllm.programs import Program
-from jaxllm.weights.paths import Place, Placed, named_arrays, put
+from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.ops.kv_quant import Entries, Int8Entries, cast, concat_slots
+from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.runtime.validation import check_dtype, check_int
+from jaxllm.weights.paths import Placement, ShardedModelBase, list_arrays, put
 from jaxllm.weights.precision import CACHE_DTYPES
-from jaxllm.whole import dtype_name, whole
 
 EMPTY = -1
-MOST_SLOTS = (1 << 31) - 1  # row and slot numbers are int32
+MAX_SLOTS = (1 << 31) - 1  # row and slot numbers are int32
 
 
 class Segment(struct.PyTreeNode):
@@ -35,8 +35,8 @@ class Segment(struct.PyTreeNode):
     shared, a slot has the same position in every row that has it.
 
     Attributes:
-        k, v: One `[B or 1, S, K, H]` per layer, an array or `Int8Entries`.
-        position_BS: int32, absolute. -1 in an empty slot; `culled(p)`, below -1, where a token at p
+        k, v: One `[B or 1, S, K, H]` per layer, an array or `Int8Entries`. position_BS: int32,
+        absolute. -1 in an empty slot; `cull_mark(p)`, below -1, where a token at p
             was culled. The keys and values of such slots are never attended to.
         token_BS: int32, the token ids.
         patched_BS: bool, True where `patch` or `pool` replaced what `commit` wrote.
@@ -75,8 +75,9 @@ class KVCache(struct.PyTreeNode):
             `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
             cannot be removed from a memory, except by `rewind` within limits (`unread`). So
             `patch`, `keep`, `drop_range` and culling are refused.
-        writer: Static, writes the tail if `at_cursor` does not (`Placed.writer`).
-        table: Static. In a pipeline, the layer numbers of each stage, whose heads are concatenated
+        writer: Static, writes the tail if `write_at_cursor` does not (`ShardedModelBase.writer`).
+        stage_layers: Static. In a pipeline, the layer numbers of each stage, whose heads are
+        concatenated
             in one array; empty if each array is one layer's.
     """
 
@@ -87,7 +88,7 @@ class KVCache(struct.PyTreeNode):
     next_position_B: jax.Array
     memory: tuple[Any, ...] = ()
     writer: Any = struct.field(pytree_node=False, default=None)
-    table: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
+    stage_layers: tuple[tuple[int | None, ...], ...] = struct.field(pytree_node=False, default=())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -105,9 +106,11 @@ class KVCache(struct.PyTreeNode):
         return self.tail.position_BS.shape[-1]
 
     @property
-    def layers(self) -> tuple[tuple[int | None, ...], ...]:
+    def array_layers(self) -> tuple[tuple[int | None, ...], ...]:
         """For each array of keys, the layers whose heads it holds, in order; None: no layer."""
-        return tuple(zip(*self.table, strict=True)) or tuple((i,) for i in range(len(self.tail.k)))
+        return tuple(zip(*self.stage_layers, strict=True)) or tuple(
+            (i,) for i in range(len(self.tail.k))
+        )
 
     @property
     def slots(self) -> int:
@@ -122,27 +125,27 @@ class KVCache(struct.PyTreeNode):
     @property
     def position_BS(self) -> jax.Array:
         """Positions of all slots of all segments in order, int32 `[B, S]`; negative: no token."""
-        return side_by_side([s.position_BS for s in self.segments], self.batch)
+        return concat_slots([s.position_BS for s in self.segments], self.batch)
 
     @property
     def token_BS(self) -> jax.Array:
         """Token ids of all slots of all segments in order, int32 `[B, S]`."""
-        return side_by_side([s.token_BS for s in self.segments], self.batch)
+        return concat_slots([s.token_BS for s in self.segments], self.batch)
 
     @property
     def patched_BS(self) -> jax.Array:
         """Which slots of all segments, in order, were patched, bool `[B, S]`."""
-        return side_by_side([s.patched_BS for s in self.segments], self.batch)
+        return concat_slots([s.patched_BS for s in self.segments], self.batch)
 
     def tokens(self, row: int = 0) -> list[int]:
         """Return the token ids of a row in order of their positions."""
         check_usable(self)
-        row = whole("row", row, 0, self.batch - 1, CacheMismatchError)
-        position_S = fetched(self.position_BS)[row]
+        row = check_int("row", row, 0, self.batch - 1, CacheMismatchError)
+        position_S = to_host(self.position_BS)[row]
         order = np.argsort(position_S, kind="stable")
-        return fetched(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
+        return to_host(self.token_BS)[row, order[position_S[order] >= 0]].tolist()
 
-    def show(self, tokenizer: Any) -> Shown:
+    def show(self, tokenizer: Any) -> RenderedRows:
         """Render each row as text; culled tokens appear as [-...-], patched ones as {+...+}.
 
         Args:
@@ -155,9 +158,9 @@ class KVCache(struct.PyTreeNode):
         if not hasattr(tokenizer, "decode"):
             raise TokenError(f"show needs a tokenizer (lm.tokenizer), got {tokenizer!r:.60}")
         arrays = (self.position_BS, self.token_BS, self.patched_BS)
-        return Shown(
-            marked_text(position_S, token_S, patched_S, tokenizer)
-            for position_S, token_S, patched_S in zip(*map(fetched, arrays), strict=True)
+        return RenderedRows(
+            render_row(position_S, token_S, patched_S, tokenizer)
+            for position_S, token_S, patched_S in zip(*map(to_host, arrays), strict=True)
         )
 
     def __eq__(self, other: object) -> bool:
@@ -172,7 +175,7 @@ class KVCache(struct.PyTreeNode):
             return NotImplemented
         check_usable(self)
         check_usable(other)
-        return same(self, other)
+        return caches_equal(self, other)
 
     @property
     def length_B(self) -> jax.Array:
@@ -211,7 +214,7 @@ def init_cache(
     capacity: int,
     *,
     dtype: str | None = None,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> KVCache:
     """Return an empty cache with room for `capacity` tokens in each of `batch` rows.
 
@@ -228,24 +231,24 @@ def init_cache(
         ConfigError: Unknown dtype.
         CapacityError: A size is not a positive integer, or the cache exceeds the machine's memory.
     """
-    config, dtype = _form_of(model, dtype)
-    batch = whole("a cache's batch", batch, 1, MOST_SLOTS, CapacityError)
-    capacity = whole("a cache's capacity", capacity, 1, MOST_SLOTS, CapacityError)
+    config, dtype = _resolve_config(model, dtype)
+    batch = check_int("a cache's batch", batch, 1, MAX_SLOTS, CapacityError)
+    capacity = check_int("a cache's capacity", capacity, 1, MAX_SLOTS, CapacityError)
     check_memory(
         cache_nbytes(config, batch, capacity, dtype),
         f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
     )
-    spread = model if isinstance(model, Placed) else None
+    spread = model if isinstance(model, ShardedModelBase) else None
     return put(_EMPTY_CACHE(config, batch, capacity, dtype, spread), place)
 
 
 def _empty_cache(
-    config: ModelConfig, batch: int, capacity: int, dtype: str, spread: Placed | None
+    config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: ShardedModelBase | None
 ) -> KVCache:
-    """Build an empty cache; `spread`: the model, if it is sharded."""
+    """Build an empty cache; `sharded`: the model, if it is sharded."""
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    if spread is not None:
-        layers, heads = spread.kept()
+    if sharded is not None:
+        layers, heads = sharded.cache_shape()
     shape = (batch, capacity, heads, config.head_dim)
 
     def zeros() -> Entries:
@@ -265,41 +268,43 @@ def _empty_cache(
         ),
         cursor=jnp.zeros((), jnp.int32),
         next_position_B=jnp.zeros((batch,), jnp.int32),
-        memory=_no_memory(config, batch),
-        writer=None if spread is None else spread.writer,
-        table=() if spread is None else spread.stacks(),
+        memory=_empty_memory(config, batch),
+        writer=None if sharded is None else sharded.cache_writer,
+        stage_layers=() if sharded is None else sharded.stage_layers(),
     )
-    return where_placed(cache, spread)
+    return constrain_cache(cache, sharded)
 
 
-def where_placed(cache: KVCache, model: Any) -> KVCache:
+def constrain_cache(cache: KVCache, model: Any) -> KVCache:
     """Constrain a cache to the shardings of its model, inside a compiled program."""
-    if not isinstance(model, Placed):
+    if not isinstance(model, ShardedModelBase):
         return cache
-    named, structure = named_arrays(cache)
-    placed = [jax.lax.with_sharding_constraint(x, model.place(path, x)) for path, x in named]
+    named, structure = list_arrays(cache)
+    placed = [
+        jax.lax.with_sharding_constraint(x, model.cache_sharding(path, x)) for path, x in named
+    ]
     made: KVCache = jax.tree.unflatten(structure, placed)
     return made
 
 
-def where_read(tree: Any, model: Any) -> Any:
+def replicate_for_host(tree: Any, model: Any) -> Any:
     """Replicate values that the host reads, inside a compiled program of several processes."""
-    if not (several() and isinstance(model, Placed)):
+    if not (is_multiprocess() and isinstance(model, ShardedModelBase)):
         return tree
-    everywhere = model.place("", np.zeros(()))
+    everywhere = model.cache_sharding("", np.zeros(()))
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, everywhere), tree)
 
 
-def back_in_place(cache: KVCache, model: Any) -> KVCache:
+def reshard_cache(cache: KVCache, model: Any) -> KVCache:
     """Move an edited cache back to its model's shardings; no-op for unsharded models."""
-    return put(cache, model.place) if isinstance(model, Placed) else cache
+    return put(cache, model.cache_sharding) if isinstance(model, ShardedModelBase) else cache
 
 
-_EMPTY_CACHE = Program(_empty_cache, static=(0, 1, 2, 3, 4))
+_EMPTY_CACHE = CachedJit(_empty_cache, static_argnums=(0, 1, 2, 3, 4))
 
 
-def _no_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:
-    forms = tuple(config.memory(layer) for layer in range(config.num_hidden_layers))
+def _empty_memory(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+    forms = tuple(config.memory_shape(layer) for layer in range(config.num_hidden_layers))
     if all(form is None for form in forms):
         return ()
     empty: tuple[Any, ...] = jax.tree.map(lambda x: jnp.zeros((batch, *x.shape), x.dtype), forms)
@@ -315,7 +320,7 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
     return batch * capacity * (layers + marks)
 
 
-def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
+def _resolve_config(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
     """Return the configuration, and the dtype of keys and values."""
     if isinstance(model, nn.Module):
         config, dtype = model.config, model.precision.cache if dtype is None else dtype
@@ -326,19 +331,19 @@ def _form_of(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelCo
             "init_cache needs a model or its configuration (lm.model, lm.config), got"
             f" {model!r:.60}"
         )
-    return config, dtype_name("cache dtype", "float32" if dtype is None else dtype, "int8")
+    return config, check_dtype("cache dtype", "float32" if dtype is None else dtype, "int8")
 
 
-def culled(position: Any) -> Any:
+def cull_mark(position: Any) -> Any:
     """Return the mark of a slot whose token at this position was culled; its own inverse."""
     return -2 - position
 
 
-def cast_like(delta: Delta, like: Segment) -> Segment:
+def cast_delta(delta: Delta, template: Segment) -> Segment:
     """Return the delta as a segment, cast to the dtypes of another segment."""
     return Segment(
-        k=tuple(cast(new, old.dtype) for new, old in zip(delta.k, like.k, strict=True)),
-        v=tuple(cast(new, old.dtype) for new, old in zip(delta.v, like.v, strict=True)),
+        k=tuple(cast(new, old.dtype) for new, old in zip(delta.k, template.k, strict=True)),
+        v=tuple(cast(new, old.dtype) for new, old in zip(delta.v, template.v, strict=True)),
         position_BS=delta.position_BS,
         token_BS=delta.token_BS,
         patched_BS=delta.patched_BS,

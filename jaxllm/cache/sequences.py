@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxllm.cache.edit import gather_slots, movable_ropes, rerotate_keys
 from jaxllm.cache.kv import (
     EMPTY,
-    MOST_SLOTS,
+    MAX_SLOTS,
     KVCache,
     Segment,
     check_no_memory,
     check_usable,
     init_cache,
 )
-from jaxllm.cache.surgery import gather_slots, movable_ropes, turn_keys
-from jaxllm.cache.write import NOWHERE, at_slots
-from jaxllm.config import ModelConfig
+from jaxllm.cache.slot_update import NO_SLOT, write_slots
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, TokenError
-from jaxllm.shapes import power_of_two
-from jaxllm.whole import whole
+from jaxllm.ops.padding import next_power_of_two
+from jaxllm.runtime.validation import check_int
 
 
 class Positions(NamedTuple):
@@ -52,7 +52,7 @@ class Positions(NamedTuple):
         return last_B + 1
 
     @property
-    def holders_N(self) -> np.ndarray:
+    def ref_count_N(self) -> np.ndarray:
         """Number of sequences that have each shared slot."""
         return np.asarray((self.shared_BN >= 0).sum(axis=0))
 
@@ -76,7 +76,7 @@ def init_sequences(
     """
     cache = init_cache(config, sequences, capacity, dtype=dtype)
     shared = capacity if shared is None else shared
-    shared = whole("shared", shared, 0, MOST_SLOTS, CapacityError)
+    shared = check_int("shared", shared, 0, MAX_SLOTS, CapacityError)
     if not shared:
         return cache
     pool = init_cache(config, 1, shared, dtype=dtype).tail
@@ -84,7 +84,7 @@ def init_sequences(
     return cache.replace(frozen=(pool.replace(position_BS=jax.device_put(position_BN)),))
 
 
-def positions_of(state: KVCache) -> Positions:
+def read_positions(state: KVCache) -> Positions:
     """Read the positions of all slots from the device.
 
     Raises CacheMismatchError for a cache of another structure, or one that was donated.
@@ -100,11 +100,13 @@ def positions_of(state: KVCache) -> Positions:
     return Positions(np.array(state.tail.position_BS), np.array(pool.position_BS) if pool else none)
 
 
-def with_positions(state: KVCache, now: Positions) -> KVCache:
+def with_positions(state: KVCache, positions: Positions) -> KVCache:
     """Return the state with these positions, and cursor and next positions to match."""
-    used = np.flatnonzero((now.own_BS >= 0).any(axis=0))
+    used = np.flatnonzero((positions.own_BS >= 0).any(axis=0))
     cursor = np.array(used[-1] + 1 if used.size else 0, np.int32)
-    own, shared, cursor, next_B = jax.device_put((*now, cursor, now.next_B.astype(np.int32)))
+    own, shared, cursor, next_B = jax.device_put(
+        (*positions, cursor, positions.next_B.astype(np.int32))
+    )
     return state.replace(
         frozen=tuple(pool.replace(position_BS=shared) for pool in state.frozen),
         tail=state.tail.replace(position_BS=own),
@@ -130,17 +132,17 @@ def copy_sequence(
         CapacityError: Too few shared slots.
         TokenError: Unknown sequence, or `target` has a token at one of these positions.
     """
-    now = positions_of(state)
-    _check(state, source, target)
+    now = read_positions(state)
+    _check_sequences(state, source, target)
     if source == target:
         return state
     own_S, shared_N = now.own_BS[source], now.shared_BN[source]
-    moving = np.flatnonzero(_inside(own_S, start, stop))
-    copied = [own_S[moving], shared_N[_inside(shared_N, start, stop)]]
+    moving = np.flatnonzero(_range_mask(own_S, start, stop))
+    copied = [own_S[moving], shared_N[_range_mask(shared_N, start, stop)]]
     taken = np.intersect1d(np.concatenate(copied), np.concatenate([x[target] for x in now]))
     if taken.size:
         raise TokenError(f"sequence {target} already has a token at position {taken[0]}")
-    free = np.flatnonzero(now.holders_N == 0)
+    free = np.flatnonzero(now.ref_count_N == 0)
     if moving.size > free.size:
         raise CapacityError(
             f"{moving.size} tokens to copy, but only {free.size} shared slots are empty. Remove a"
@@ -148,10 +150,10 @@ def copy_sequence(
         )
     free = free[: moving.size]
     if moving.size:
-        pool = _poured(state.frozen[0], state.tail, 0, free, source, moving, donate=donate)
+        pool = _copy_slots(state.frozen[0], state.tail, 0, free, source, moving, donate=donate)
         state = state.replace(frozen=(pool,))
         shared_N[free], own_S[moving] = own_S[moving], EMPTY
-    given = _inside(shared_N, start, stop)
+    given = _range_mask(shared_N, start, stop)
     now.shared_BN[target, given] = shared_N[given]
     return with_positions(state, now)
 
@@ -165,19 +167,19 @@ def remove_range(
     the removed ones, as in `keep`. Keys and values are shared with `state`. Raises TokenError for
     an unknown sequence.
     """
-    now = positions_of(state)
+    now = read_positions(state)
     if sequence is not None:
-        _check(state, sequence)
+        _check_sequences(state, sequence)
     rows = slice(None) if sequence is None else slice(sequence, sequence + 1)
     for x in now:
-        x[rows] = np.where(_inside(x[rows], start, stop), EMPTY, x[rows])
+        x[rows] = np.where(_range_mask(x[rows], start, stop), EMPTY, x[rows])
     return with_positions(state, now)
 
 
 def keep_sequence(state: KVCache, sequence: int) -> KVCache:
     """Remove all sequences but this one. Raises TokenError for an unknown one."""
-    now = positions_of(state)
-    _check(state, sequence)
+    now = read_positions(state)
+    _check_sequences(state, sequence)
     others = np.arange(state.batch) != sequence
     for x in now:
         x[others] = EMPTY
@@ -197,8 +199,8 @@ def add_positions(
         CapacityError: No room for such copies.
         TokenError: Unknown sequence, or a token would exceed the position limits.
     """
-    by = whole("by", by, -(1 << 62), 1 << 62, TokenError)
-    return _renumbered(state, sequence, start, stop, lambda position: position + by)
+    by = check_int("by", by, -(1 << 62), 1 << 62, TokenError)
+    return _renumber(state, sequence, start, stop, lambda position: position + by)
 
 
 def divide_positions(
@@ -208,8 +210,8 @@ def divide_positions(
 
     Otherwise as `add_positions`.
     """
-    divisor = whole("divisor", divisor, 1, MOST_SLOTS, TokenError)
-    return _renumbered(state, sequence, start, stop, lambda position: position // divisor)
+    divisor = check_int("divisor", divisor, 1, MAX_SLOTS, TokenError)
+    return _renumber(state, sequence, start, stop, lambda position: position // divisor)
 
 
 def defragment(state: KVCache) -> KVCache:
@@ -218,18 +220,18 @@ def defragment(state: KVCache) -> KVCache:
     Shared slots that only one sequence has return to its own slots, if there is room. Logits do not
     change: attention does not depend on slot numbers.
     """
-    now = positions_of(state)
+    now = read_positions(state)
     for row in range(state.batch):
-        lone = np.flatnonzero((now.shared_BN[row] >= 0) & (now.holders_N == 1))
+        lone = np.flatnonzero((now.shared_BN[row] >= 0) & (now.ref_count_N == 1))
         lone = lone[: np.count_nonzero(now.own_BS[row] < 0)]
-        state = _taken_back(state, now, row, lone)
+        state = _unshare_slots(state, now, row, lone)
     last = np.iinfo(np.int32).max
     order_BS = np.argsort(np.where(now.own_BS < 0, last, now.own_BS), axis=1, kind="stable")
     own_BS = np.take_along_axis(now.own_BS, order_BS, axis=1)
     tail = gather_slots((state.tail,), order_BS.astype(np.int32), state.capacity)
     frozen, shared_BN = state.frozen, now.shared_BN
     if state.frozen:
-        first_N = np.where(now.holders_N == 0, last, shared_BN.max(axis=0))
+        first_N = np.where(now.ref_count_N == 0, last, shared_BN.max(axis=0))
         order_N = np.argsort(first_N, kind="stable")
         pool = state.frozen[0].replace(position_BS=jax.device_put(shared_BN[:1]))
         frozen = (gather_slots((pool,), order_N[None].astype(np.int32), order_N.size),)
@@ -237,20 +239,20 @@ def defragment(state: KVCache) -> KVCache:
     return with_positions(state.replace(tail=tail, frozen=frozen), Positions(own_BS, shared_BN))
 
 
-def _renumbered(
+def _renumber(
     state: KVCache,
     row: int,
     start: int,
     stop: int | None,
     move: Callable[[np.ndarray], np.ndarray],
 ) -> KVCache:
-    now, limit = positions_of(state), state.config.position_limit
-    _check(state, row)
-    lent = np.flatnonzero(_inside(now.shared_BN[row], start, stop) & (now.holders_N > 1))
-    state = _taken_back(state, now, row, lent)
+    now, limit = read_positions(state), state.config.position_limit
+    _check_sequences(state, row)
+    lent = np.flatnonzero(_range_mask(now.shared_BN[row], start, stop) & (now.ref_count_N > 1))
+    state = _unshare_slots(state, now, row, lent)
     before = Positions(*(x.copy() for x in now))
     for x in now:
-        inside = _inside(x[row], start, stop)
+        inside = _range_mask(x[row], start, stop)
         there = move(x[row, inside].astype(np.int64))
         wrong = there[(there < 0) | (there >= limit)]
         if wrong.size:
@@ -262,36 +264,39 @@ def _renumbered(
     by = Positions(*(there - here for there, here in zip(now, before, strict=True)))
     ropes = movable_ropes(state, np.concatenate([x[row] for x in by]))
 
-    def turned(segment: Segment, by_BS: np.ndarray) -> Segment:
+    def rotate_segment(segment: Segment, by_BS: np.ndarray) -> Segment:
         if not by_BS.any():
             return segment
-        k = turn_keys(segment.k, jax.device_put(by_BS), ropes, state.config.head_dim)
+        k = rerotate_keys(segment.k, jax.device_put(by_BS), ropes, state.config.head_dim)
         return segment.replace(k=k)
 
     state = state.replace(
-        tail=turned(state.tail, by.own_BS),
-        frozen=tuple(turned(pool, by.shared_BN[row : row + 1]) for pool in state.frozen),
+        tail=rotate_segment(state.tail, by.own_BS),
+        frozen=tuple(rotate_segment(pool, by.shared_BN[row : row + 1]) for pool in state.frozen),
     )
     return with_positions(state, now)
 
 
-def _taken_back(state: KVCache, now: Positions, row: int, slots: np.ndarray) -> KVCache:
-    """Copy shared slots of a row into its own; updates the caller's `now` in place."""
+def _unshare_slots(state: KVCache, positions: Positions, row: int, slots: np.ndarray) -> KVCache:
+    """Copy shared slots of a row into its own; updates the caller's `positions` in place."""
     if not slots.size:
         return state
-    free = np.flatnonzero(now.own_BS[row] < 0)
+    free = np.flatnonzero(positions.own_BS[row] < 0)
     if slots.size > free.size:
         raise CapacityError(
             f"sequence {row} needs {slots.size} own slots for tokens that it shares, but only"
             f" {free.size} are empty"
         )
     free = free[: slots.size]
-    tail = _poured(state.tail, state.frozen[0], row, free, 0, slots, donate=False)
-    now.own_BS[row, free], now.shared_BN[row, slots] = now.shared_BN[row, slots], EMPTY
+    tail = _copy_slots(state.tail, state.frozen[0], row, free, 0, slots, donate=False)
+    positions.own_BS[row, free], positions.shared_BN[row, slots] = (
+        positions.shared_BN[row, slots],
+        EMPTY,
+    )
     return state.replace(tail=tail)
 
 
-def _poured(
+def _copy_slots(
     into: Segment,
     source: Segment,
     into_row: int,
@@ -302,40 +307,40 @@ def _poured(
     donate: bool,
 ) -> Segment:
     """Copy slots of `source` to `into`, without positions."""
-    width = power_of_two(slots.size)
+    width = next_power_of_two(slots.size)
     padding = (0, width - slots.size)
-    step = _POUR_IN_PLACE if donate else _POUR
+    step = _COPY_IN_PLACE if donate else _COPY
     position_BS, kept = into.position_BS, into.replace(position_BS=None)
     poured: Segment = step(
         kept,
         source.replace(position_BS=None),
         np.int32(into_row),
-        np.pad(into_slots, padding, constant_values=NOWHERE).astype(np.int32),
+        np.pad(into_slots, padding, constant_values=NO_SLOT).astype(np.int32),
         np.int32(row),
         np.pad(slots, padding).astype(np.int32),
     )
     return poured.replace(position_BS=position_BS)
 
 
-def _pour(
+def _copy(
     into: Segment, source: Segment, into_row: Any, into_P: Any, row: Any, slot_P: Any
 ) -> Segment:
     taken = jax.tree.map(lambda x: x[row, slot_P][None], source)
-    return at_slots(into, taken, into_P[None], into_row[None])
+    return write_slots(into, taken, into_P[None], into_row[None])
 
 
-_POUR = jax.jit(_pour)
-_POUR_IN_PLACE = jax.jit(_pour, donate_argnums=0)
+_COPY = jax.jit(_copy)
+_COPY_IN_PLACE = jax.jit(_copy, donate_argnums=0)
 
 
-def _inside(position: np.ndarray, start: int, stop: int | None) -> np.ndarray:
-    start = whole("start", start, -MOST_SLOTS, MOST_SLOTS, TokenError)
+def _range_mask(position: np.ndarray, start: int, stop: int | None) -> np.ndarray:
+    start = check_int("start", start, -MAX_SLOTS, MAX_SLOTS, TokenError)
     inside: np.ndarray = (position >= 0) & (position >= start)
     if stop is None:
         return inside
-    return inside & (position < whole("stop", stop, -MOST_SLOTS, MOST_SLOTS, TokenError))
+    return inside & (position < check_int("stop", stop, -MAX_SLOTS, MAX_SLOTS, TokenError))
 
 
-def _check(state: KVCache, *sequences: int) -> None:
+def _check_sequences(state: KVCache, *sequences: int) -> None:
     for sequence in sequences:
-        whole("a sequence", sequence, 0, state.batch - 1, TokenError)
+        check_int("a sequence", sequence, 0, state.batch - 1, TokenError)

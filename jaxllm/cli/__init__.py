@@ -18,17 +18,17 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm import __version__, distributed, guard, process
+from jaxllm import __version__
 from jaxllm.cli import (
     batch,
     bench,
     chat,
     compress,
     convert,
+    distributed,
     embed,
     export,
     generate,
-    group,
     infini,
     info,
     merge,
@@ -43,8 +43,9 @@ from jaxllm.cli import (
     verify,
 )
 from jaxllm.cli.command import Command, describe_error
-from jaxllm.cli.console import complain, note, write
-from jaxllm.errors import ConfigError, JaxllmError, UnreadWarning
+from jaxllm.cli.console import log, write, write_stderr
+from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
+from jaxllm.runtime import multihost, signals, supervisor
 
 # Command name -> function, and the example at the end of its --help.
 COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
@@ -79,21 +80,21 @@ for name, (function, epilog) in COMMANDS.items():
 app.add_typer(train.app, name="train")
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         write(f"jaxllm {__version__}\n")
         raise typer.Exit
 
 
 @app.callback()
-def _everywhere(
+def _apply_global_options(
     context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, help="Print the version and exit.")
     ] = False,
-    address: group.Address = None,
-    processes: group.Processes = None,
-    process: group.Process = None,
+    address: distributed.Address = None,
+    processes: distributed.Processes = None,
+    process: distributed.Process = None,
 ) -> None:
     """Language-model inference as pure functions in JAX and Flax."""
     if address is None:
@@ -101,7 +102,7 @@ def _everywhere(
             raise ConfigError("--processes and --process require --distributed HOST:PORT")
         return
     asked = context.invoked_subcommand, context.obj or ()
-    if (status := group.enter(*asked, address, processes, process)) is not None:
+    if (status := distributed.enter_group(*asked, address, processes, process)) is not None:
         raise typer.Exit(status)
 
 
@@ -122,41 +123,41 @@ def run_command(function: Callable[..., None], name: str, epilog: str) -> None:
 
 def _run(program: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     try:
-        with _warnings_noted():
+        with _log_unread_warnings():
             status = program(args=arguments, prog_name=name, standalone_mode=False, obj=arguments)
         write("")  # flushes, for example, the rest of a --help
     except JaxllmError as error:
-        status = _failed(str(error))
+        status = _report_failure(str(error))
     except typer.TyperException as error:
-        status = _failed(describe_error(error, name), status=2)
+        status = _report_failure(describe_error(error, name), status=2)
     except OSError as error:
-        status = _failed(_told(error))
+        status = _report_failure(_describe_os_error(error))
     except (ValueError, RuntimeError) as error:  # what JAX raises
-        if not (process.guarded() and distributed.is_lost(error)):
+        if not (signals.is_supervised() and multihost.is_connection_lost(error)):
             raise
-        guard.lost(error)
-    distributed.leave(status or 0)
+        supervisor.exit_on_lost_peer(error)
+    multihost.leave_group(status or 0)
     sys.exit(status)
 
 
 @contextlib.contextmanager
-def _warnings_noted() -> Iterator[None]:
-    """Print each `UnreadWarning` once, as a line on stderr."""
+def _log_unread_warnings() -> Iterator[None]:
+    """Print each `UnusedSettingsWarning` once, as a line on stderr."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def noted(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
-            if issubclass(category, UnreadWarning):
-                note(f"jaxllm: {message}")
+        def log_warning(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+            if issubclass(category, UnusedSettingsWarning):
+                log(f"jaxllm: {message}")
             else:
                 show(message, category, *where, **more)
 
-        warnings.simplefilter("default", UnreadWarning)
-        warnings.showwarning = noted
+        warnings.simplefilter("default", UnusedSettingsWarning)
+        warnings.showwarning = log_warning
         yield
 
 
-def _told(error: OSError) -> str:
+def _describe_os_error(error: OSError) -> str:
     """Return an OSError as one line with its file name."""
     try:
         write("")
@@ -166,6 +167,6 @@ def _told(error: OSError) -> str:
     return f"{error.filename}: {reason}" if error.filename else reason
 
 
-def _failed(message: str, status: int = 1) -> int:
-    complain(f"jaxllm: {message}")
+def _report_failure(message: str, status: int = 1) -> int:
+    write_stderr(f"jaxllm: {message}")
     return status

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, read_stdin, write
-from jaxllm.cli.options import Model, Stop, check_writable, read_more, read_options
-from jaxllm.cli.shared import Loading, Sampling, with_options
+from jaxllm.cli.console import log, read_stdin, write
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.options import Model, Stop, check_writable, read_extra_options, read_options
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.fleet.rows import Row
-    from jaxllm.fleet.running import Workers
+    from jaxllm.batch_inference.rows import Row
+    from jaxllm.batch_inference.runner import Workers
 
 EXAMPLE = """
 Examples:
@@ -27,8 +27,8 @@ Examples:
 
 @with_options
 def batch(
-    sampling: Sampling,
-    loading: Loading,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
     model: Model,
     file: Annotated[
         str,
@@ -88,46 +88,46 @@ def batch(
     """Generate from, score or embed every row of a file. Answers keep the order of the file and are
     bit-identical for any number of workers; a row that fails has an error in place of its answer.
     """
-    from jaxllm.fleet.job import Job
-    from jaxllm.fleet.processes import Processes
-    from jaxllm.fleet.running import run, stream
-    from jaxllm.fleet.tasks import check_task
-    from jaxllm.fleet.written import line
+    from jaxllm.batch_inference.job import BatchJob
+    from jaxllm.batch_inference.output import format_answer
+    from jaxllm.batch_inference.processes import ProcessWorkers
+    from jaxllm.batch_inference.runner import run_job, stream
+    from jaxllm.batch_inference.tasks import check_task
 
     start = time.perf_counter()
     if out is None and resume:
         raise ConfigError("--resume requires --out FILE: name the file to resume")
     check_writable("--out", out)
-    options = _options(
+    options = _read_task_options(
         task,
         sampling.more,
-        **sampling.named,
+        **sampling.options,
         stop_strings=stop,
-        seed=_seed(sampling) if task == "generate" else None,
+        seed=_parse_seed(sampling) if task == "generate" else None,
     )
     check_task(task, options)
-    found = _rows(file, field)
+    found = _read_rows(file, field)
     load = partial(loading.load, model, show_progress=False if workers != 0 else None)
-    where, threads = _workers(load, workers, threads, ray, -(-len(found) // group))
-    if timeout is not None and not isinstance(where, Processes):
+    where, threads = _choose_workers(load, workers, threads, ray, -(-len(found) // group))
+    if timeout is not None and not isinstance(where, ProcessWorkers):
         raise ConfigError(
             "--timeout requires worker processes on this machine: give --workers N with N >= 1,"
             " and leave out --ray"
         )
-    job = Job(
+    job = BatchJob(
         task=task, options=options, rows=batch_size, group=group, threads=threads,
         timeout=timeout, tries=3 if timeout is None else 1,
-        about={"model": model, **loading.facts()},
+        metadata={"model": model, **loading.facts()},
     )  # fmt: skip
     if out is not None:
-        ran = run(found, job, where, out, resume=resume, say=note)
+        ran = run_job(found, job, where, out, resume=resume, log=log)
         answered, failed = ran.rows, ran.failed
     else:
         answered = failed = 0
         for answer in stream(found, job, where):
-            write(line(answer))
+            write(format_answer(answer))
             answered, failed = answered + 1, failed + ("error" in answer)
-    note(
+    log(
         f"{answered} answers{f' in {out}' if out else ''}, {failed} of them errors;"
         f" {time.perf_counter() - start:.1f} s"
     )
@@ -135,27 +135,27 @@ def batch(
         raise typer.Exit(1)
 
 
-def _options(task: str, more: list[str] | None, **named: Any) -> dict[str, Any]:
+def _read_task_options(task: str, extra: list[str] | None, **flags: Any) -> dict[str, Any]:
     """Return the options of a task; those of score and embed can only be set by -o."""
     if task == "generate":
-        return read_options(more, kind="serve", **named)
-    for name, value in named.items():
+        return read_options(extra, kind="serve", **flags)
+    for name, value in flags.items():
         if value not in (None, []):
             flag = name.removesuffix("_strings").replace("_", "-")
             raise ConfigError(f"--task {task} does not generate text: leave out --{flag}")
-    return read_more(more)
+    return read_extra_options(extra)
 
 
-def _seed(sampling: Sampling) -> int:
+def _parse_seed(sampling: SamplingOptions) -> int:
     """Return the seed of a batch, 0 by default. Raises ConfigError for --seed random."""
-    if (seed := sampling.given_seed(0)) == "random":
+    if (seed := sampling.parse_seed(0)) == "random":
         raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
     return int(seed)
 
 
-def _rows(file: str, field: str | None) -> "list[Row]":
+def _read_rows(file: str, field: str | None) -> "list[Row]":
+    from jaxllm.batch_inference.rows import read_lines, read_rows
     from jaxllm.files import split_lines
-    from jaxllm.fleet.rows import read_lines, read_rows
 
     if file == "-":
         found = read_lines(split_lines(read_stdin()), field)
@@ -163,27 +163,29 @@ def _rows(file: str, field: str | None) -> "list[Row]":
         found = read_rows(Path(file), field)
     if not found:
         raise ConfigError(f"{file} has no rows")
-    if again := sum(row.copy > 0 for row in found):
-        note(
+    if again := sum(row.duplicate > 0 for row in found):
+        log(
             f"{again} rows repeat the id of an earlier row; tell their answers apart by line number"
         )
     return found
 
 
-def _workers(
+def _choose_workers(
     load: Any, workers: int | None, threads: int | None, ray: str | None, groups: int
 ) -> "tuple[Workers, int]":
     """Return the workers, and the number of threads of each."""
-    from jaxllm.fleet.processes import Here, Processes, available_cores
-    from jaxllm.fleet.raydata import RayData
+    from jaxllm.batch_inference.processes import InProcessWorkers, ProcessWorkers, available_cores
+    from jaxllm.batch_inference.ray_data import RayWorkers
 
     cores = len(available_cores())
     if workers == 0:
         if ray is not None or threads is not None:
             raise ConfigError("--workers 0 runs in this process: leave out --ray and --threads")
-        return Here(load), cores
+        return InProcessWorkers(load), cores
     threads = threads or 1
     if threads > cores and ray in (None, "local"):
         raise ConfigError(f"--threads must be at most the number of cores, {cores}: got {threads}")
     count = workers or max(1, min(cores // threads, groups))
-    return (Processes(load, count, note) if ray is None else RayData(load, count, ray)), threads
+    return (
+        ProcessWorkers(load, count, log) if ray is None else RayWorkers(load, count, ray)
+    ), threads

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, waiting, write
+from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.option_groups import LoadingOptions, with_options
 from jaxllm.cli.options import AsJson, Model
-from jaxllm.cli.shared import Loading, with_options
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
@@ -14,7 +14,7 @@ EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batch
 
 @with_options
 def bench(
-    loading: Loading,
+    loading: LoadingOptions,
     model: Model = "demo:llama",
     prompts: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
@@ -55,34 +55,34 @@ def bench(
         raise ConfigError(f"--repetitions must be at least 1, got {repetitions}")
     if sparse is not None and loading.quantize is not None:
         raise ConfigError("--sparse already sets the weight format: leave out --quantize")
-    lengths, levels, rows_at_once = map(_numbers, (prompts, depths, batches))
+    lengths, levels, rows_at_once = map(_parse_ints, (prompts, depths, batches))
 
     import os
     import time
 
-    with waiting("starting"):
+    with spinner("starting"):
         import jax
 
-        from jaxllm import bench as timing
+        from jaxllm.evaluate import bench as timing
         from jaxllm.ops import native
-        from jaxllm.progress import steps_bar
+        from jaxllm.runtime.progress import steps_bar
 
     start = time.perf_counter()
     # Compiling is timed too: no stored programs.
     lm = loading.load(model, int8_inputs=int8_inputs, reuse_compiled=False)
     loaded = time.perf_counter() - start
     if sparse is not None:
-        from jaxllm.compress.apply import pruned
-        from jaxllm.train.jobs import alone, spread_as
+        from jaxllm.compress.pipeline import prune_to_format
+        from jaxllm.train.jobs import shard_like, to_one_device
 
-        lm = spread_as(pruned(alone(lm), sparse), lm)
-        note(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
+        lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
+        log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
     context = lm.config.context_length
-    asked = timing.tests_of(lengths, decode, levels, rows_at_once)
+    asked = timing.make_tests(lengths, decode, levels, rows_at_once)
     fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]
     for test in asked:
         if test not in fits:
-            note(f"{test.name}: skipped, longer than the model's context of {context} tokens")
+            log(f"{test.name}: skipped, longer than the model's context of {context} tokens")
     rows = []
     with steps_bar(f"timing {lm.path.name}", len(fits)) as done:
         for row in timing.bench(lm, fits, repetitions=repetitions):
@@ -92,7 +92,7 @@ def bench(
         "model": repr(lm),
         "backend": jax.default_backend(),
         "threads": os.cpu_count(),
-        "kernels": native.isa() if native.enabled() else None,
+        "kernels": native.isa() if native.is_enabled() else None,
         "int8_inputs": lm.model.precision.int8_inputs,
         "weights_mb": round(sum(x.nbytes for x in jax.tree.leaves(lm.params)) / 1e6, 1),
         "peak_mb": round(timing.peak_bytes() / 1e6, 1),
@@ -101,11 +101,11 @@ def bench(
     }
     if as_json:
         return write(timing.as_json(rows, about))
-    note(", ".join(f"{name} {value}" for name, value in about.items()))
+    log(", ".join(f"{name} {value}" for name, value in about.items()))
     write(timing.as_csv(rows) if as_csv else timing.as_markdown(rows))
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_ints(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part]
     except ValueError:

@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.cli.corpus import bos_id, read_text_option
+from jaxllm.cli.eval_data import bos_id, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
     from jaxllm.compress.data.calibration import Calibration
+    from jaxllm.lm import LM
 
 SOURCES = "--text @FILE, --documents FILE, --wikitext FILE or --samples N"
-SHARE = 10  # one part in 10 of a text is held out for evaluation
+EVAL_ONE_IN = 10  # one part in 10 of a text is held out for evaluation
 
 Document = str | list[int]
 
 
-class Source(NamedTuple):
+class CalibrationSource(NamedTuple):
     """Source of the calibration data.
 
     file: option and path or text, or None. samples: number of rows sampled from the model, or None.
@@ -35,35 +35,37 @@ class Source(NamedTuple):
     seed: int
 
 
-def source_of(
+def choose_source(
     files: Mapping[str, str | Path | None],
     samples: int | None,
     rows: int,
     length: int | None,
     seed: int,
-) -> Source:
+) -> CalibrationSource:
     """Return the source that is given, if any. Raises ConfigError for more than one."""
     given = [(option, path) for option, path in files.items() if path is not None]
     if len(given) + (samples is not None) > 1:
         raise ConfigError(f"more than one source of calibration data: give one of {SOURCES}")
-    return Source(given[0] if given else None, samples, rows, length, seed)
+    return CalibrationSource(given[0] if given else None, samples, rows, length, seed)
 
 
-def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None, Document | None]:
+def read_source(
+    source: CalibrationSource, eval_data: Path | None
+) -> tuple[Document | None, Document | None]:
     """Return the calibration text and the evaluation text, each None if no file has it.
 
-    Without `evaluated`, the last tenth of the calibration text is held out for evaluation. Raises
+    Without `eval_data`, the last tenth of the calibration text is held out for evaluation. Raises
     CheckpointError if a file cannot be read, TokenError if the text is too short to split.
     """
-    whole = None if source.file is None else _read(*source.file)
-    if evaluated is not None:
-        kind, given = "--text", f"@{evaluated}"
-        if evaluated.suffix == ".parquet":
-            kind, given = "--wikitext", str(evaluated)
-        return whole, _read(kind, given)
+    whole = None if source.file is None else _read_document(*source.file)
+    if eval_data is not None:
+        kind, given = "--text", f"@{eval_data}"
+        if eval_data.suffix == ".parquet":
+            kind, given = "--wikitext", str(eval_data)
+        return whole, _read_document(kind, given)
     if whole is None:
         return None, None
-    begin = len(whole) * (SHARE - 1) // SHARE
+    begin = len(whole) * (EVAL_ONE_IN - 1) // EVAL_ONE_IN
     if isinstance(whole, str):  # cut after a newline, else after a space
         begin = next((at + 1 for c in "\n " if (at := whole.rfind(c, 0, begin)) >= 0), begin)
     if not begin:
@@ -73,19 +75,19 @@ def read_source(source: Source, evaluated: Path | None) -> tuple[Document | None
     return whole[:begin], whole[begin:]
 
 
-def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibration":
+def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) -> "Calibration":
     """Return the calibration rows of a recipe, checked against the model's config.
 
     Args:
       document: the calibration text from `read_source`; None for samples.
     """
     from jaxllm.compress.data.calibration import from_texts, from_tokens
-    from jaxllm.compress.data.cutting import Cut, Pieces, cut_rows
+    from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
 
-    length = _length(lm, source)
+    length = _row_length(lm, source)
     if source.samples is not None:
-        return _said(lm, source, source.samples, source.seed)
-    cut = Cut(width=length, rows=source.rows, seed=source.seed)
+        return _sample_rows(lm, source, source.samples, source.seed)
+    cut = ChunkSpec(width=length, rows=source.rows, seed=source.seed)
     assert document is not None and source.file is not None
     option, given = source.file
     about: dict[str, Any] = {"kind": option.lstrip("-"), "file": _file_name(option, given)}
@@ -94,57 +96,60 @@ def calibrate(lm: "LM", source: Source, document: Document | None) -> "Calibrati
     else:
         import numpy as np
 
-        made = from_tokens(cut_rows(Pieces([np.array(document, np.int32)]), length, cut))
+        made = from_tokens(chunk_rows(Pieces([np.array(document, np.int32)]), length, cut))
     made = dataclasses.replace(made, source={**made.source, **about, "seed": source.seed})
     made.check(lm.config)
     return made
 
 
-def samples_to_measure(lm: "LM", source: Source, most: int) -> list[list[int]]:
-    """Sample evaluation rows from the model: as many as a recipe is calibrated on, at most `most`.
+def sample_eval_rows(lm: "LM", source: CalibrationSource, maximum: int) -> list[list[int]]:
+    """Sample evaluation rows from the model: as many as a recipe is calibrated on, at most
+    `maximum`.
 
     The last token of each is dropped, so that with a begin-of-text token they are as long as the
     calibration rows.
     """
     assert source.samples is not None
-    rows = min(source.samples, max(1, most))
-    said_NT = _said(lm, source, rows, source.seed ^ 1).token_NT  # a seed other than calibration's
+    rows = min(source.samples, max(1, maximum))
+    said_NT = _sample_rows(
+        lm, source, rows, source.seed ^ 1
+    ).token_NT  # a seed other than calibration's
     found: list[list[int]] = said_NT[:, :-1].tolist()
     return found
 
 
-def _length(lm: "LM", source: Source) -> int:
+def _row_length(lm: "LM", source: CalibrationSource) -> int:
     """Return the number of tokens per row."""
     return min(512, lm.config.context_length) if source.length is None else source.length
 
 
-def _said(lm: "LM", source: Source, rows: int, seed: int) -> "Calibration":
+def _sample_rows(lm: "LM", source: CalibrationSource, rows: int, seed: int) -> "Calibration":
     """Sample rows from the model."""
     from jaxllm.compress.data.calibration import from_samples
 
-    width = _length(lm, source)
+    width = _row_length(lm, source)
     made = from_samples(lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed)
     made.check(lm.config)
     return made
 
 
-def _file_name(option: str, given: str | Path) -> str | None:
+def _file_name(option: str, value: str | Path) -> str | None:
     """Return the name of an option's file, without its folders; None if the value is a text."""
-    is_file = option != "--text" or str(given).startswith("@")
-    return Path(str(given).removeprefix("@")).name if is_file else None
+    is_file = option != "--text" or str(value).startswith("@")
+    return Path(str(value).removeprefix("@")).name if is_file else None
 
 
-def _read(option: str, given: str | Path) -> Document:
+def _read_document(option: str, value: str | Path) -> Document:
     """Return the value of an option as one document."""
     from jaxllm.compress.data.calibration import SEPARATOR
-    from jaxllm.compress.data.corpora import MOST, read_wikitext
+    from jaxllm.data.wikitext import MAX_BYTES, read_wikitext
     from jaxllm.evaluate.likelihood.data import read_documents
 
-    path = Path(given)
+    path = Path(value)
     if option == "--wikitext":
         return SEPARATOR.join(read_wikitext(path))
     if option == "--text":
-        return read_text_option(str(given), MOST)
+        return read_text_option(str(value), MAX_BYTES)
     found: Any = read_documents(path)
     if isinstance(found[0], str):
         return SEPARATOR.join(found)

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from jaxllm.cli import terminal
-from jaxllm.cli.console import note
-from jaxllm.cli.options import Model, Overflow, read_more, read_options
-from jaxllm.cli.shared import Loading, Sampling, with_options
-from jaxllm.distributed import told
+from jaxllm.cli.console import log
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.options import Model, Overflow, read_extra_options, read_options
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
+from jaxllm.runtime.multihost import broadcast_from_zero
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
     from jaxllm.cli.conversation import Conversation
+    from jaxllm.lm import LM
 
 EXAMPLE = "Example: jaxllm chat ~/models/TinyLlama-1.1B-Chat --temperature 0.7"
 KEYS = """\
@@ -37,7 +37,7 @@ class Command(NamedTuple):
     run: "Callable[[Conversation, str], str | None]"
 
 
-def _set(talk: "Conversation", text: str) -> str:
+def _set_option(talk: "Conversation", text: str) -> str:
     name, _, value = text.partition(" ")
     if not name:
         return talk.list_options()
@@ -47,7 +47,7 @@ def _set(talk: "Conversation", text: str) -> str:
 
 
 COMMANDS = {
-    "/help": Command("", "list the commands", lambda talk, _: _help()),
+    "/help": Command("", "list the commands", lambda talk, _: _format_help()),
     "/system": Command(
         "[TEXT]",
         "set the system message; without TEXT, remove it",
@@ -61,7 +61,9 @@ COMMANDS = {
         "", "remove all messages but the system message", lambda talk, _: talk.reset()
     ),
     "/set": Command(
-        "[NAME VALUE]", "set a generation option, as in temperature 0.9; alone: list them", _set
+        "[NAME VALUE]",
+        "set a generation option, as in temperature 0.9; alone: list them",
+        _set_option,
     ),
     "/save": Command(
         "FILE", "write the messages as JSON; replaces an earlier save", lambda talk, f: talk.save(f)
@@ -74,8 +76,8 @@ COMMANDS = {
 
 @with_options
 def chat(
-    sampling: Sampling,
-    loading: Loading,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
     model: Model = "demo:llama",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     chat_template: Annotated[
@@ -92,64 +94,64 @@ def chat(
     JAXLLM_CHAT_HISTORY names another file, 0 saves nothing. If a conversation outgrows the context,
     further lines are an error; with --overflow slide the oldest turns are dropped instead.
     """
-    with terminal.hold_keys():
-        loading.begin(model)
-        named = {**sampling.named, "seed": sampling.given_seed("random"), "overflow": overflow}
-        asked = named | read_more(sampling.more)
+    with terminal.buffer_keys():
+        loading.start_weight_scan(model)
+        named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}
+        asked = named | read_extra_options(sampling.more)
         read_options(None, kind="stream", **asked)  # raises before the model is loaded
-        talk = _begin(loading.load(model), asked, system, chat_template)
-        if terminal.on_terminal():
-            note(f"{_describe(talk)}\n/help lists the commands, Ctrl-D leaves")
-        failed, status = False, terminal.LEFT
-        for line in _lines():
+        talk = _start_conversation(loading.load(model), asked, system, chat_template)
+        if terminal.is_interactive():
+            log(f"{_describe_model(talk)}\n/help lists the commands, Ctrl-D leaves")
+        failed, status = False, terminal.EXIT_OK
+        for line in _read_lines():
             if isinstance(line, int):
                 status = line
                 break
             try:
                 if not line.startswith("/"):
                     talk.answer(line)
-                elif (said := _run(talk, line)) is None:
+                elif (said := _run_command(talk, line)) is None:
                     break
                 elif said:
-                    note(said)
+                    log(said)
             except JaxllmError as error:  # the conversation is unchanged
-                note(f"jaxllm: {error}")
+                log(f"jaxllm: {error}")
                 failed = True
-    if failed and told(lambda: "" if sys.stdin.isatty() else "a pipe"):
+    if failed and broadcast_from_zero(lambda: "" if sys.stdin.isatty() else "a pipe"):
         status = 1
     if status:
         raise typer.Exit(status)
 
 
-def _begin(
-    lm: "LM", asked: dict[str, Any], system: str | None, chat_template: Path | None
+def _start_conversation(
+    lm: "LM", options: dict[str, Any], system: str | None, chat_template: Path | None
 ) -> "Conversation":
     """Return the conversation before its first line. Raises any error that line would raise."""
     from jaxllm.cli.conversation import Conversation
-    from jaxllm.forms import read_chat_template
+    from jaxllm.convert.registry import read_chat_template
 
     if lm.tokenizer is None:
         raise TokenError(f"{lm.path} has no tokenizer, which chat requires. Add its files there")
     if chat_template is not None:
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
-    return Conversation(lm, asked, system)
+    return Conversation(lm, options, system)
 
 
-def _describe(talk: "Conversation") -> str:
+def _describe_model(talk: "Conversation") -> str:
     """Return a line about the model and the seed."""
     about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
     return f"{about}, seed {talk.seed}"
 
 
-def _help() -> str:
+def _format_help() -> str:
     names = {name: f"{name} {command.argument}".strip() for name, command in COMMANDS.items()}
     width = max(map(len, names.values()))
     rows = [f"{names[name]:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join([*rows, KEYS])
 
 
-def _run(talk: "Conversation", line: str) -> str | None:
+def _run_command(talk: "Conversation", line: str) -> str | None:
     """Run a slash command; returns the text to log, or None to leave the chat."""
     name, _, text = line.strip().partition(" ")
     if (command := COMMANDS.get(name)) is None:
@@ -164,13 +166,13 @@ def _run(talk: "Conversation", line: str) -> str | None:
     return command.run(talk, text.strip())
 
 
-def _lines() -> Iterator[str | int]:
+def _read_lines() -> Iterator[str | int]:
     """Yield lines from the terminal or a pipe, and at the end the exit status. In a group of
     processes the first one reads.
     """
-    read = terminal.line_reader()
+    read = terminal.make_line_reader()
     while True:
-        line: str | int = json.loads(told(lambda: json.dumps(read())))
+        line: str | int = json.loads(broadcast_from_zero(lambda: json.dumps(read())))
         if isinstance(line, int):
             yield line
             return

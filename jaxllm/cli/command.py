@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
-from jaxllm.errors import CheckpointError, nearest
+from jaxllm.errors import CheckpointError, suggest_name
 
 MODEL = "model"  # the argument that -m and --model can set
 _OPTION = "-m"  # the key of their value in the parser; not a parameter name
@@ -57,31 +57,31 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
 
-def check_model(given: Mapping[str, Any]) -> None:
+def check_model(params: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a command's model is neither a file nor a directory.
 
     A Hugging Face repository (`hf:`) is not checked: that would download it.
     """
-    from jaxllm.located import resolve
+    from jaxllm.checkpoints.resolve import resolve_path
 
-    if given[MODEL].startswith("hf:"):
+    if params[MODEL].startswith("hf:"):
         return
     try:
-        resolve(given[MODEL])
+        resolve_path(params[MODEL])
     except CheckpointError as error:
         hint = ""
-        if "prompt" in given and not given["prompt"]:
+        if "prompt" in params and not params["prompt"]:
             hint = " Give a prompt after the model, or with -p."
         raise CheckpointError(f"{error}{hint}") from None
 
 
-def check_adapters(given: Any) -> None:
+def check_adapters(adapters: Any) -> None:
     """Raise CheckpointError if an adapter is neither a file nor a directory.
 
     Args:
-      given: the value of --adapter: one or several of DIR or NAME=DIR, or None.
+      adapters: the value of --adapter: one or several of DIR or NAME=DIR, or None.
     """
-    for item in given if isinstance(given, list) else [given] if given else []:
+    for item in adapters if isinstance(adapters, list) else [adapters] if adapters else []:
         path = str(item).partition("=")[2] or str(item)
         if not os.path.exists(path):
             raise CheckpointError(f"--adapter: {path} does not exist")
@@ -94,29 +94,29 @@ def describe_error(error: typer.TyperException, name: str) -> str:
     said = error.format_message()
     if type(error).__name__ == "NoSuchOption":  # not exported by typer
         said = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
-        said += _meant(option, context.command.params) if context else ""
-    elif isinstance(error, typer.BadParameter) and (expected := _expected(error)):
+        said += _suggest_option(option, context.command.params) if context else ""
+    elif isinstance(error, typer.BadParameter) and (expected := _describe_bad_value(error)):
         said = expected
     return f"{said} (see {where} --help)"
 
 
-def _meant(option: str, params: list[Any]) -> str:
+def _suggest_option(option: str, params: list[Any]) -> str:
     """Return a suggestion for an option that a command does not have."""
     flags = {name: p for p in params if isinstance(p, TyperOption) for name in p.opts}
-    close = nearest(option, [name for name in flags if name.startswith("--")])
+    close = suggest_name(option, [name for name in flags if name.startswith("--")])
     if close or "--option" not in flags:
         return close
-    from jaxllm.decode.sampling.spellings import OURS
-    from jaxllm.options import OPTIONS
+    from jaxllm.generation.options import OPTIONS
+    from jaxllm.generation.sampling.aliases import ALIASES
 
     name = option.lstrip("-").replace("-", "_")
-    ours = OURS.get(name, name)
+    ours = ALIASES.get(name, name)
     if (flag := f"--{ours.replace('_', '-')}") in flags:
         return f": use {flag}"
     return f": use -o {ours}=VALUE" if ours in OPTIONS else ""
 
 
-def _expected(error: typer.BadParameter) -> str:
+def _describe_bad_value(error: typer.BadParameter) -> str:
     """Return a message for a value of the wrong type, "" for any other error."""
     complaints: list[Any] = getattr(error.__cause__, "errors", list)()
     if len(complaints) != 1 or complaints[0]["type"] not in _EXPECTED or error.param is None:

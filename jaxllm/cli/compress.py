@@ -11,23 +11,23 @@ import typer
 
 from jaxllm.cli.calibration import (
     SOURCES,
+    CalibrationSource,
     Document,
-    Source,
     calibrate,
+    choose_source,
     read_source,
-    samples_to_measure,
-    source_of,
+    sample_eval_rows,
 )
-from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.corpus import described, make_loader
+from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.eval_data import describe_text, make_loader
 from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_model
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
-    from jaxllm.compress.journal import Journal
+    from jaxllm.checkpoints.resume import Journal
     from jaxllm.compress.recipe import Recipe
     from jaxllm.evaluate.likelihood.data import Loader
+    from jaxllm.lm import LM
 
 EXAMPLES = """
 Examples:
@@ -38,17 +38,17 @@ Examples:
 """
 
 
-def _listed(asked: bool) -> None:
-    if asked:
-        with waiting("starting"):
-            from jaxllm.compress.steps import STEPS
+def _list_steps(requested: bool) -> None:
+    if requested:
+        with spinner("starting"):
+            from jaxllm.compress.registry import STEPS
         for step in STEPS:
-            wants = " (needs calibration data)" if step.calibrated else ""
+            wants = " (needs calibration data)" if step.needs_calibration else ""
             write(f"{step.usage}\n    {step.help}{wants}\n")
         raise typer.Exit
 
 
-def _on_one_device(mesh: str | None) -> None:
+def _refuse_mesh(mesh: str | None) -> None:
     if mesh is not None:
         raise ConfigError(
             "compress runs on one device, one layer at a time, since its steps need unsharded"
@@ -90,7 +90,7 @@ def compress(
         typer.Option(help="Tokens per calibration row [default: 512, or the context if shorter]."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the calibration rows.")] = 0,
-    evaluated: Annotated[
+    eval_data: Annotated[
         Path | None,
         typer.Option(
             "--eval",
@@ -114,7 +114,7 @@ def compress(
         str | None,
         typer.Option(
             metavar="AXES",
-            callback=_on_one_device,
+            callback=_refuse_mesh,
             help="Not supported: recipes run on one device, layer by layer. Commands that run the"
             " result take --mesh.",
         ),
@@ -123,9 +123,11 @@ def compress(
         bool, typer.Option("--again", help="Repeat steps that this model's recipe already has.")
     ] = False,
     as_json: AsJson = False,
-    listed: Annotated[
+    list_steps: Annotated[
         bool,
-        typer.Option("--list", callback=_listed, is_eager=True, help="List all steps and exit."),
+        typer.Option(
+            "--list", callback=_list_steps, is_eager=True, help="List all steps and exit."
+        ),
     ] = False,
 ) -> None:
     """Apply a compression recipe to a model.
@@ -135,44 +137,43 @@ def compress(
     The result has its own configuration and formats, and records the recipe. Finished work stays in
     OUT.parts until the result is written: the same command resumes from it.
     """
-    with waiting("starting"):  # JAX is imported
-        from jaxllm.checkpoint import claim
-        from jaxllm.compress import apply, picture
-        from jaxllm.compress.report import Scale, as_table, in_words
-        from jaxllm.compress.report import as_json as as_report
-        from jaxllm.files import writing
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.checkpoints.native import check_output_directory
+        from jaxllm.compress import pipeline, plots
+        from jaxllm.compress.report import StepEvaluator, as_json as as_report, as_table, summarize
+        from jaxllm.files import atomic_file
         from jaxllm.weights.paths import flatten
 
-    lines = _recipe(recipe, step)
-    claim(target)  # before the work, not after it
+    lines = _read_recipe(recipe, step)
+    check_output_directory(target)  # before the work, not after it
     for option, path in (("--report", report), ("--plot", plot)):
         check_writable(option, path)
     if plot is not None:
-        picture.check_plot()
+        plots.check_plot()
     files = {"--documents": documents, "--wikitext": wikitext}
-    source = source_of({"--text": text, **files}, samples, calibration_rows, length, seed)
+    source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
-    _check_calibrated(lines, calibrated)
-    seen, measured = read_source(source, evaluated)
+    _check_calibration(lines, calibrated)
+    seen, measured = read_source(source, eval_data)
     if plot is not None and measured is None and samples is None:
         raise ConfigError("--plot requires evaluation data: give --eval FILE")
     lm = load_model(model, dtype)
-    apply.check(lm, lines, calibrated=calibrated, again=again)
-    loader, facts = _loader(lm, source, measured, window, limit)
-    wanted = any(line.step.calibrated for line in lines)
+    pipeline.check_applicable(lm, lines, has_calibration=calibrated, allow_repeat=again)
+    loader, facts = _make_eval_loader(lm, source, measured, window, limit)
+    wanted = any(line.step.needs_calibration for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
-    parts = _parts(target)
-    journal = apply.journal_of(lm, calibration, parts, note)
-    scale, subject = Scale(lm, loader, not no_speed), apply.subject_of(lm)
-    _note_room(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
-    with _keeping(journal):
-        table = [scale.first(journal)]
-        for stage in apply.stages(lm, lines, calibration, journal, say=note):
-            subject = stage.subject or subject
-            table.append(scale.row(stage))
-            note(f"{len(table) - 1} of {len(lines)}: {in_words(table[-1])}")
-        apply.compressed(lm, lines, subject).save(target)
-        journal.forget()
+    parts = _parts_dir(target)
+    journal = pipeline.make_journal(lm, calibration, parts, log)
+    scale, subject = StepEvaluator(lm, loader, not no_speed), pipeline.initial_state(lm)
+    _log_low_disk(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
+    with _keep_journal(journal):
+        table = [scale.original_row(journal)]
+        for stage in pipeline.run_steps(lm, lines, calibration, journal, log=log):
+            subject = stage.state or subject
+            table.append(scale.step_row(stage))
+            log(f"{len(table) - 1} of {len(lines)}: {summarize(table[-1])}")
+        pipeline.build_model(lm, lines, subject).save(target)
+        journal.clear()
     about = {
         "model": model,
         "dtype": dtype,
@@ -183,17 +184,17 @@ def compress(
     content = as_report(table, about)
     write(content if as_json else as_table(table))
     if report is not None:
-        with writing(report, "w") as file:
+        with atomic_file(report, "w") as file:
             file.write(content)
     if plot is not None:
-        picture.plot({target.name: table}, plot, f"{model}: mean KL divergence against bytes")
-    note(f"{target}: written" + (f"; quality on {described(facts)}" if facts else ""))
+        plots.plot({target.name: table}, plot, f"{model}: mean KL divergence against bytes")
+    log(f"{target}: written" + (f"; quality on {describe_text(facts)}" if facts else ""))
 
 
-def _recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
+def _read_recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
     """Return the recipe of a file or of flags. Raises ConfigError unless exactly one is given."""
     from jaxllm.compress.recipe import parse_lines, read_recipe
-    from jaxllm.compress.steps import STEPS
+    from jaxllm.compress.registry import STEPS
 
     if (file is None) == (not steps):
         raise ConfigError('give either --recipe FILE or --step "verb: method ..."')
@@ -202,49 +203,53 @@ def _recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
     )
 
 
-def _check_calibrated(lines: "Recipe", calibrated: bool) -> None:
+def _check_calibration(lines: "Recipe", has_calibration: bool) -> None:
     """Raise ConfigError for a step that needs calibration data if there is none."""
     for line in lines:
-        if line.step.calibrated and not calibrated:
+        if line.step.needs_calibration and not has_calibration:
             raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
 
 
-def _loader(
-    lm: "LM", source: Source, measured: Document | None, window: int | None, limit: int
+def _make_eval_loader(
+    lm: "LM",
+    source: CalibrationSource,
+    eval_document: Document | None,
+    window: int | None,
+    limit: int,
 ) -> "tuple[Loader | None, dict[str, Any] | None]":
     """Return the evaluation data and facts about it, or None and None if there is none."""
-    if measured is None and source.samples is not None:
-        rows = samples_to_measure(lm, source, limit)
+    if eval_document is None and source.samples is not None:
+        rows = sample_eval_rows(lm, source, limit)
         return make_loader(lm, rows, window=window, limit=limit, bos="first")
-    if measured is None:
-        note("quality is not measured: give --eval FILE")
+    if eval_document is None:
+        log("quality is not measured: give --eval FILE")
         return None, None
-    corpus: Any = [measured]
+    corpus: Any = [eval_document]
     return make_loader(lm, corpus, window=window, limit=limit)
 
 
-def _parts(target: Path) -> Path:
+def _parts_dir(target: Path) -> Path:
     """Return the directory of finished work: OUT.parts, next to the result."""
     whole = Path(os.path.realpath(target))
     return whole.with_name(f"{whole.name}.parts")
 
 
-def _note_room(parts: Path, size: int) -> None:
+def _log_low_disk(parts: Path, size: int) -> None:
     """Log if the disk may be too small for the result and the finished work."""
     folder = next(path for path in parts.parents if path.exists())
     free = shutil.disk_usage(folder).free
     if free < 2 * size:
-        note(f"{folder} has {free / 1e6:,.0f} MB left; the model has {size / 1e6:,.0f} MB")
+        log(f"{folder} has {free / 1e6:,.0f} MB left; the model has {size / 1e6:,.0f} MB")
 
 
 @contextlib.contextmanager
-def _keeping(journal: "Journal") -> Iterator[None]:
+def _keep_journal(journal: "Journal") -> Iterator[None]:
     """Keep finished work if the block fails, and name it in the error; not measurements alone."""
-    with journal.kept():
+    with journal.lock():
         try:
             yield
         except JaxllmError as error:
-            if all(".row." in path.name for path in journal.parts()):
-                journal.forget()
+            if all(".row." in path.name for path in journal.part_paths()):
+                journal.clear()
                 raise
             raise type(error)(f"{error}; finished work is in {journal.directory}") from None

@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
-from jaxllm import distributed, process
 from jaxllm.errors import TokenError
+from jaxllm.runtime import multihost, signals
 
 
 def write(text: str) -> None:
@@ -19,29 +19,29 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe
-        _give_up(sys.stdout)
+        _discard_output(sys.stdout)
         sys.exit(0)
     except OSError as error:
-        _give_up(sys.stdout)
+        _discard_output(sys.stdout)
         raise OSError(error.errno, error.strerror, "stdout") from None
-    process.printed(text)
+    signals.track_line_end(text)
 
 
-def note(text: str) -> None:
+def log(text: str) -> None:
     """Write a line to stderr, in the first process of a group only. Starts a new line if stdout is
     the same file and in mid-line. A failure to write is ignored.
     """
-    if process.leads():
-        complain(text)
+    if signals.is_leader():
+        write_stderr(text)
 
 
-def complain(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a line to stderr in every process of a group: an error of this process."""
     try:
-        sys.stderr.write(f"{process.fresh_line()}{text}\n")
+        sys.stderr.write(f"{signals.line_prefix()}{text}\n")
         sys.stderr.flush()
     except OSError:
-        _give_up(sys.stderr)
+        _discard_output(sys.stderr)
 
 
 def read_stdin() -> str:
@@ -49,10 +49,10 @@ def read_stdin() -> str:
 
     Raises TokenError if it is not UTF-8.
     """
-    return distributed.told(lambda: decoded(sys.stdin.buffer.read()))
+    return multihost.broadcast_from_zero(lambda: decode_stdin(sys.stdin.buffer.read()))
 
 
-def decoded(content: bytes) -> str:
+def decode_stdin(content: bytes) -> str:
     """Decode bytes from stdin. Raises TokenError if they are not UTF-8."""
     try:
         return content.decode("utf-8-sig")
@@ -61,14 +61,14 @@ def decoded(content: bytes) -> str:
 
 
 @contextlib.contextmanager
-def waiting(what: str | None) -> Iterator[Callable[[], None]]:
+def spinner(message: str | None) -> Iterator[Callable[[], None]]:
     """Show a spinner if stderr is a terminal; yields a function that stops it. None: no spinner."""
-    if what is None or not (process.leads() and sys.stderr.isatty()):
+    if message is None or not (signals.is_leader() and sys.stderr.isatty()):
         yield lambda: None
         return
     from rich.console import Console
 
-    status = Console(stderr=True).status(what)
+    status = Console(stderr=True).status(message)
     status.start()
     try:
         yield status.stop
@@ -76,7 +76,7 @@ def waiting(what: str | None) -> Iterator[Callable[[], None]]:
         status.stop()
 
 
-def _give_up(stream: object) -> None:
+def _discard_output(stream: object) -> None:
     """Redirect the stream to the null device; else the interpreter flushes it again at exit."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from jaxllm import process
-from jaxllm.cache.prefix import reuse
-from jaxllm.cli.console import note, waiting, write
-from jaxllm.cli.options import read_more, read_options
-from jaxllm.cli.shared import draw_seed
-from jaxllm.distributed import once, told
+from jaxllm.cache.prefix_reuse import reuse_prefix
+from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.option_groups import draw_seed
+from jaxllm.cli.options import read_extra_options, read_options
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, JaxllmError
-from jaxllm.files import as_schema, is_there, read_json, write_json
+from jaxllm.files import as_schema, path_exists, read_json, write_json
+from jaxllm.runtime import signals
+from jaxllm.runtime.multihost import broadcast_from_zero, run_on_process_zero
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
     from jaxllm.cache import KVCache
+    from jaxllm.lm import LM
 
 FORMAT, VERSION = "jaxllm-chat", 1
-LEAST_ROOM = 16  # tokens reserved for an answer if max_new_tokens is not set
-STOPPING = "stopping the answer; press Ctrl-C again to end the chat"
+MIN_ANSWER_TOKENS = 16  # tokens reserved for an answer if max_new_tokens is not set
+STOP_MESSAGE = "stopping the answer; press Ctrl-C again to end the chat"
 
 Messages = list[dict[str, str]]
 
@@ -35,7 +35,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-class _Saved(msgspec.Struct, forbid_unknown_fields=True):
+class _SavedChat(msgspec.Struct, forbid_unknown_fields=True):
     format: Literal["jaxllm-chat"]
     version: Literal[1]
     messages: list[_Message]
@@ -44,20 +44,21 @@ class _Saved(msgspec.Struct, forbid_unknown_fields=True):
 class Conversation:
     """An optional system message, then alternating lines and answers.
 
-    asked: options of `LM.stream` as the user gave them; options: the same, checked and completed.
+    user_options: options of `LM.stream` as the user gave them; options: the same, checked and
+        completed.
     seed: the seed of the first of `answers` answers, each next one uses the next number; random by
     default. cache: the cache of the newest answer, reused for the prefix shared with the next
     prompt.
     """
 
-    def __init__(self, lm: "LM", asked: dict[str, Any], system: str | None) -> None:
+    def __init__(self, lm: "LM", user_options: dict[str, Any], system: str | None) -> None:
         self.lm = lm
-        self.asked: dict[str, Any] = {}
+        self.user_options: dict[str, Any] = {}
         self.options: dict[str, Any] = {}
         self.seed = self.answers = 0
         self.cache: KVCache | None = None
         self.messages: Messages = []
-        self._choose({"seed": None, **asked})
+        self._apply_options({"seed": None, **user_options})
         self.set_system(system or "")
 
     @property
@@ -68,7 +69,7 @@ class Conversation:
     def answer(self, line: str) -> None:
         """Stream an answer to a line. Raises CapacityError if the context has no room for both."""
         try:
-            self._draw([*self.messages, {"role": "user", "content": line}])
+            self._generate_answer([*self.messages, {"role": "user", "content": line}])
         except CapacityError as error:
             kept = "The line is dropped; the conversation is unchanged."
             raise CapacityError(f"{error} {kept}") from None
@@ -77,7 +78,7 @@ class Conversation:
         """Stream another answer, with the next seed, to replace the last one."""
         self._check_turn()
         *asked, last = self.messages
-        self._draw(asked)
+        self._generate_answer(asked)
         same = "(the same answer: without a temperature, decoding is greedy)"
         return same if self.messages[-1] == last else ""
 
@@ -97,19 +98,19 @@ class Conversation:
         """Set the system message, or remove it; the lines and answers stay."""
         before = self.system
         changed: Messages = [{"role": "system", "content": text}] if text else []
-        self._take([*changed, *self.messages[len(before) :]])
+        self._set_messages([*changed, *self.messages[len(before) :]])
         if text:
             return "system message set"
         return f"system message removed (it was: {before[0]['content']})" if before else ""
 
     def set_option(self, name: str, value: str) -> str:
         """Set a generation option to a JSON value; null restores the default."""
-        self._choose(self.asked | read_more([f"{name}={value}"], "/set"))
+        self._apply_options(self.user_options | read_extra_options([f"{name}={value}"], "/set"))
         return ""
 
     def list_options(self) -> str:
         """Return the options set by the user or by the checkpoint, one per line."""
-        from jaxllm.options import OPTIONS
+        from jaxllm.generation.options import OPTIONS
 
         lines = [f"seed = {self.seed}"]
         lines += [f"{name} = {json.dumps(value)}" for name, value in self.options.items()]
@@ -121,8 +122,8 @@ class Conversation:
     def save(self, name: str) -> str:
         """Write the messages to a new file, or over an earlier conversation."""
         path = Path(name).expanduser()
-        once(lambda: _save(path, self.messages))
-        return f"{path}: {self._count()} written"
+        run_on_process_zero(lambda: _write_messages(path, self.messages))
+        return f"{path}: {self._count_turns()} written"
 
     def load(self, name: str) -> str:
         """Replace the messages, system message included, by those of a file.
@@ -130,10 +131,12 @@ class Conversation:
         Raises CheckpointError if the file cannot be read.
         """
         path = Path(name).expanduser()
-        self._take(json.loads(told(lambda: json.dumps(_read(path)))))
-        return f"{path}: {self._count()} read"
+        self._set_messages(
+            json.loads(broadcast_from_zero(lambda: json.dumps(_read_messages(path))))
+        )
+        return f"{path}: {self._count_turns()} read"
 
-    def _count(self) -> str:
+    def _count_turns(self) -> str:
         turns = len(self.messages) // 2
         return (
             f"{turns} turn{'' if turns == 1 else 's'}{' and a system message' * len(self.system)}"
@@ -143,31 +146,31 @@ class Conversation:
         if len(self.messages) - len(self.system) < 2:
             raise ConfigError("the conversation has no answer yet. Type a line first")
 
-    def _choose(self, asked: dict[str, Any]) -> None:
+    def _apply_options(self, user_options: dict[str, Any]) -> None:
         """Check and set the options; a seed among them restarts the count of answers."""
-        options = read_options(None, kind="stream", **asked)
-        self.lm.using(options.get("adapter"))  # raises if there is no such adapter
+        options = read_options(None, kind="stream", **user_options)
+        self.lm.with_adapter(options.get("adapter"))  # raises if there is no such adapter
         if isinstance(seed := options.pop("seed", None), list):
             raise ConfigError(f"seed must be one number: got {seed!r:.40}")
-        if "seed" in asked:
+        if "seed" in user_options:
             self.seed, self.answers = draw_seed() if seed in (None, "random") else seed, 0
         if self.cache is not None and options.get("adapter") != self.options.get("adapter"):
             self.cache = None
-        self.asked = {name: value for name, value in asked.items() if name != "seed"}
+        self.user_options = {name: value for name, value in user_options.items() if name != "seed"}
         self.options = options
 
-    def _take(self, messages: Messages) -> None:
+    def _set_messages(self, messages: Messages) -> None:
         """Set the messages if the chat template accepts them."""
         self.lm.chat_prompt([*messages, {"role": "user", "content": "?"}])
         self.messages = messages
 
-    def _draw(self, messages: Messages) -> None:
+    def _generate_answer(self, messages: Messages) -> None:
         """Stream an answer to the last message until it ends or Ctrl-C stops it, and store both."""
-        messages, prompt = self._fit(messages)
+        messages, prompt = self._fit_context(messages)
         text, cache = "", None
         seed = (self.seed + self.answers) % 2**64
-        options = {**self.options, "cache": _shared(self.cache, prompt), "seed": seed}
-        with process.deferred(STOPPING) as stopped, waiting("reading") as ready:
+        options = {**self.options, "cache": _reuse_cache(self.cache, prompt), "seed": seed}
+        with signals.defer_interrupt(STOP_MESSAGE) as stopped, spinner("reading") as ready:
             for piece in self.lm.stream(prompt, **options):
                 ready()
                 write(piece.text)
@@ -178,26 +181,26 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.cache, self.answers = cache, self.answers + 1
 
-    def _fit(self, messages: Messages) -> tuple[Messages, list[int]]:
+    def _fit_context(self, messages: Messages) -> tuple[Messages, list[int]]:
         """Return the messages and their ids, without the oldest turns if overflow drops them.
 
         Raises CapacityError if there is no room for an answer.
         """
         lm, fixed = self.lm, len(self.system)
         context = lm.config.context_length
-        room = min(int(np.max(self.options.get("max_new_tokens", LEAST_ROOM))), context // 2)
+        room = min(int(np.max(self.options.get("max_new_tokens", MIN_ANSWER_TOKENS))), context // 2)
         overflows = self.options.get("overflow", "refuse") != "refuse"
         forgotten = 0
         while len(prompt := lm.chat_prompt(messages)) + room > context:
             if not overflows or len(messages) <= fixed + 1:
-                raise self._too_long(messages, len(prompt), room)
+                raise self._length_error(messages, len(prompt), room)
             messages = messages[:fixed] + messages[fixed + 2 :]  # a line and its answer
             forgotten += 1
         if forgotten:
-            note(f"(dropped the {forgotten} oldest turns)")
+            log(f"(dropped the {forgotten} oldest turns)")
         return messages, prompt
 
-    def _too_long(self, messages: Messages, tokens: int, room: int) -> CapacityError:
+    def _length_error(self, messages: Messages, tokens: int, room: int) -> CapacityError:
         lm, context = self.lm, self.lm.config.context_length
         assert lm.tokenizer is not None
         line = len(lm.tokenizer.encode(messages[-1]["content"]))
@@ -210,20 +213,20 @@ class Conversation:
         )
 
 
-def _shared(cache: "KVCache | None", prompt: list[int]) -> "KVCache | None":
+def _reuse_cache(cache: "KVCache | None", prompt: list[int]) -> "KVCache | None":
     """Return a cache of the shared prefix; None if its overflow policy has dropped tokens."""
     if cache is None:
         return None
     try:
-        return reuse(cache, prompt, 1)[0]
+        return reuse_prefix(cache, prompt, 1)[0]
     except JaxllmError:
         return None
 
 
-def _save(path: Path, messages: Messages) -> None:
-    if is_there(path):
+def _write_messages(path: Path, messages: Messages) -> None:
+    if path_exists(path):
         try:
-            _read(path)
+            _read_messages(path)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{path} exists and is not a saved conversation ({error}). Name another file"
@@ -231,9 +234,9 @@ def _save(path: Path, messages: Messages) -> None:
     write_json(path, {"format": FORMAT, "version": VERSION, "messages": messages})
 
 
-def _read(path: Path) -> Messages:
+def _read_messages(path: Path) -> Messages:
     """Read messages from a file. Raises CheckpointError if they are not turns of a conversation."""
-    saved: _Saved = as_schema(read_json(path), _Saved, str(path))
+    saved: _SavedChat = as_schema(read_json(path), _SavedChat, str(path))
     messages = [{"role": m.role, "content": m.content} for m in saved.messages]
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     roles = [m["role"] for m in turns]

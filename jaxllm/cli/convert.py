@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, waiting
+from jaxllm.cli.console import log, spinner
 from jaxllm.cli.options import (
     Model,
     PrecisionFile,
     Strict,
     check_folder,
-    dtype_named,
-    precision_over,
+    override_precision,
+    parse_dtype,
     read_json_option,
 )
 from jaxllm.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            callback=dtype_named,
+            callback=parse_dtype,
             help="Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:"
             " unchanged].",
         ),
@@ -101,26 +101,32 @@ def convert(
         raise ConfigError("--keep-quantized requires --to-hf: add it")
     if to_gguf is not None and dtype is not None:
         raise ConfigError("--to-gguf sets the type of all weights: leave out --dtype")
-    with waiting("starting"):  # JAX is imported
-        from jaxllm.checkpoint import claim, dequantized, in_memory, load_params, save
-        from jaxllm.convert.engine import write_hf
-        from jaxllm.forms import open_checkpoint, texts_files
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.checkpoints.native import (
+            check_output_directory,
+            dequantize_checkpoint,
+            load_params,
+            save,
+            with_params,
+        )
+        from jaxllm.convert.hf import write_hf
+        from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files
         from jaxllm.weights.formats import DTYPES
 
     table = None if precision is None else read_json_option("--precision", precision)
     if to_gguf is not None:
         _write_gguf(model, target, to_gguf, strict)
         return
-    claim(target)  # before the work, not after it
+    check_output_directory(target)  # before the work, not after it
     opened = quantized = open_checkpoint(model, strict=strict)
     if opened.formats and (to_hf or dtype is not None):
-        opened = dequantized(opened)
+        opened = dequantize_checkpoint(opened)
     if dtype is not None:
-        opened = recast(opened, dtype)
+        opened = cast_checkpoint(opened, dtype)
     if table is not None:
-        chosen = precision_over(opened.precision, table, f"--precision {precision}")
-        opened = in_memory(opened, load_params(opened, chosen), chosen)
-    with texts_files(opened.directory) as files:
+        chosen = override_precision(opened.precision, table, f"--precision {precision}")
+        opened = with_params(opened, load_params(opened, chosen), chosen)
+    with open_tokenizer_files(opened.directory) as files:
         if to_hf:
             keep = None if keep_quantized is None else (keep_quantized, quantized)
             write_hf(target, opened, files=files, keep=keep)
@@ -131,7 +137,7 @@ def convert(
     named = sorted(set(opened.formats.values())) or formats
     if keep_quantized is not None:
         size, named = (target / "model.safetensors").stat().st_size, [keep_quantized]
-    note(
+    log(
         f"{target}: {opened.config.model_type}, {len(opened.tensors)} tensors,"
         f" {size / 1e6:.1f} MB, {' and '.join(named)}"
         + (", with its tokenizer" if files else ", no tokenizer found")
@@ -140,29 +146,29 @@ def convert(
 
 def _write_gguf(model: str, target: Path, kind: str, strict: bool) -> None:
     """Write the checkpoint with its tokenizer and chat template as a GGUF file."""
-    from jaxllm.convert.gguf.writing import check_absent, write_gguf
-    from jaxllm.forms import open_checkpoint, texts_files
+    from jaxllm.convert.gguf.writer import check_absent, write_gguf
+    from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files
     from jaxllm.text.chat import template_source
-    from jaxllm.text.formats import find_form, read_tree
+    from jaxllm.text.formats import find_tokenizer_format, read_tree
 
     check_absent(target)
     opened = open_checkpoint(model, strict=strict)
-    with texts_files(opened.directory) as files:
+    with open_tokenizer_files(opened.directory) as files:
         folder = files[0].parent if files else None
-        spoken = folder is not None and find_form(folder) is not None
+        spoken = folder is not None and find_tokenizer_format(folder) is not None
         tokenizer = read_tree(folder) if folder is not None and spoken else None
         template = template_source(folder) if folder is not None and spoken else None
         replaced = write_gguf(target, opened, kind.upper(), tokenizer=tokenizer, template=template)
-    note(
+    log(
         f"{target}: {opened.config.model_type}, {target.stat().st_size / 1e6:.1f} MB,"
         f" {kind.upper()}"
         + (", with its tokenizer" if tokenizer is not None else ", no tokenizer found")
     )
     for name, count in replaced.items():
-        note(f"{count} matrices are {name}, as in llama-quantize: their rows do not fill blocks")
+        log(f"{count} matrices are {name}, as in llama-quantize: their rows do not fill blocks")
 
 
-def recast(opened: Any, dtype: str) -> Any:
+def cast_checkpoint(opened: Any, dtype: str) -> Any:
     """Return the checkpoint with every tensor in another dtype, cast lazily when it is read.
 
     Raises ConfigError for an unknown dtype; reading raises CheckpointError for NaN, infinity, or
@@ -170,15 +176,15 @@ def recast(opened: Any, dtype: str) -> Any:
     """
     import numpy as np
 
-    from jaxllm.weights.files import first_non_finite
     from jaxllm.weights.lazy import LazyTensor
-    from jaxllm.weights.leaves.arrays import DTYPES
     from jaxllm.weights.precision import Precision
+    from jaxllm.weights.safetensors import first_non_finite
+    from jaxllm.weights.types.arrays import DTYPES
 
     precision = Precision.uniform(dtype)
 
-    def checked(path: str, tensor: LazyTensor) -> LazyTensor:
-        def change(part: np.ndarray, first: int) -> np.ndarray:
+    def cast_tensor(path: str, tensor: LazyTensor) -> LazyTensor:
+        def cast_part(part: np.ndarray, first: int) -> np.ndarray:
             with np.errstate(over="ignore"):
                 array = part.astype(DTYPES[dtype], copy=False)
             if (bad := first_non_finite(array)) is not None:
@@ -188,7 +194,7 @@ def recast(opened: Any, dtype: str) -> Any:
                 )
             return array
 
-        return tensor.changed(np.dtype(DTYPES[dtype]), change)
+        return tensor.map_blocks(np.dtype(DTYPES[dtype]), cast_part)
 
-    tensors = {path: checked(path, tensor) for path, tensor in opened.tensors.items()}
+    tensors = {path: cast_tensor(path, tensor) for path, tensor in opened.tensors.items()}
     return dataclasses.replace(opened, tensors=tensors, precision=precision)

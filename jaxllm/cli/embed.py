@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm import distributed
-from jaxllm.cli.console import note, read_stdin, write
-from jaxllm.cli.corpus import read_text_option
+from jaxllm.cli.console import log, read_stdin, write
+from jaxllm.cli.eval_data import read_text_option
 from jaxllm.cli.options import (
     Adapters,
     Dtype,
@@ -21,6 +20,7 @@ from jaxllm.cli.options import (
     load_model,
 )
 from jaxllm.errors import ConfigError
+from jaxllm.runtime import multihost
 
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
 
@@ -70,8 +70,8 @@ def embed(
     if out is not None and out.exists():
         raise ConfigError(f"{out} exists; name another file")
     check_writable("--out", out)
-    texts = _texts(text, file)
-    distributed.agree({"texts": distributed.digest(texts)})
+    texts = _read_texts(text, file)
+    multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = load_model(
         model,
         dtype,
@@ -83,14 +83,14 @@ def embed(
     )
     found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
-        _save(out, found)
-        note(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
+        _save_rows(out, found)
+        log(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
         return
     for row in found.tolist():
         write((json.dumps(row) if as_json else " ".join(f"{x:.6g}" for x in row)) + "\n")
 
 
-def _texts(text: list[str] | None, file: str | None) -> list[str]:
+def _read_texts(text: list[str] | None, file: str | None) -> list[str]:
     """Return the given texts, or the lines of the file."""
     if bool(text) == (file is not None):
         raise ConfigError("give either --text (repeatable) or --file")
@@ -104,16 +104,16 @@ def _texts(text: list[str] | None, file: str | None) -> list[str]:
     return lines
 
 
-def _save(out: Path, array: Any) -> None:
+def _save_rows(out: Path, array: Any) -> None:
     """Write the rows atomically."""
     import numpy as np
 
-    from jaxllm.files import writing
-    from jaxllm.weights.files import write_tensors
+    from jaxllm.files import atomic_file
     from jaxllm.weights.lazy import LazyTensor
+    from jaxllm.weights.safetensors import write_tensors
 
     if out.suffix == ".safetensors":
-        write_tensors(out, {"embeddings": LazyTensor.of(array)}, aligned=False)
+        write_tensors(out, {"embeddings": LazyTensor.from_array(array)}, aligned=False)
         return
-    with writing(out) as stream:
+    with atomic_file(out) as stream:
         np.save(stream, array)

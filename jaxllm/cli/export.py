@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, write
+from jaxllm.cli.console import log, write
 from jaxllm.cli.options import (
     AsJson,
     Dtype,
@@ -73,29 +73,28 @@ def export(
 
     For runtimes without jaxllm: StableHLO, safetensors, JSON.
 
-    Each step takes and returns keys and values of fixed shapes; jaxllm.fixed.exported runs the
+    Each step takes and returns keys and values of fixed shapes; jaxllm.export.runtime runs the
     steps from Python.
     """
-    inputs = _form(form)
+    inputs = _parse_form(form)
     from jaxllm.files import check_vacant
 
     check_vacant(directory, "manifest.json", "an export")
     lm = load_model(model, dtype, quantize=quantize, precision=precision)
-    from jaxllm.fixed import Form
-    from jaxllm.fixed import export as exporting
+    from jaxllm.export import StepSignature, command_line as exporting
 
     manifest = exporting.export(
         lm.model,
         lm.params,
         directory,
-        what=_words(what),
-        form=Form(**inputs),
+        step_names=_split_words(what),
+        signature=StepSignature(**inputs),
         num_tokens=num_tokens,
         max_tokens=lm.config.context_length if max_tokens is None else max_tokens,
         batch=batch,
-        platforms=_words(platforms) if platforms else None,
+        platforms=_split_words(platforms) if platforms else None,
         native=native,  # type: ignore[arg-type]
-        text=mlir,
+        write_mlir=mlir,
     )
     report: dict[str, Any] = {
         "directory": str(directory),
@@ -105,7 +104,7 @@ def export(
         "custom_calls": manifest["custom_calls"],
     }
     if check:
-        report["difference"] = exporting.compare(lm.model, lm.params, directory)
+        report["difference"] = exporting.compare_logits(lm.model, lm.params, directory)
     if as_json:
         write(json.dumps(report) + "\n")
         return
@@ -113,7 +112,7 @@ def export(
         write(f"{name}.stablehlo  {size:,} bytes\n")
         names = [i["name"] for i in manifest["steps"][name]["inputs"]]
         few = [n for n in names if not n.startswith("past_key_values")]
-        note(f"{name} takes {', '.join(few)}, past_key_values.N.key and .value")
+        log(f"{name} takes {', '.join(few)}, past_key_values.N.key and .value")
     write(f"weights.safetensors  {report['weights']:,} bytes\n")
     activations = lm.model.precision.activations
     for name, difference in report.get("difference", {}).items():
@@ -132,9 +131,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def _form(text: str) -> dict[str, Any]:
+def _parse_form(text: str) -> dict[str, Any]:
     form: dict[str, Any] = {}
-    for word in _words(text):
+    for word in _split_words(text):
         if word not in FORMS:
             raise ConfigError(f"--form must be words of {', '.join(FORMS)}: got {word!r:.40}")
         for name, value in FORMS[word].items():
@@ -143,5 +142,5 @@ def _form(text: str) -> dict[str, Any]:
     return form
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]

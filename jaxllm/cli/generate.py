@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm import distributed
-from jaxllm.cli.console import note, read_stdin, waiting, write
+from jaxllm.cli.console import log, read_stdin, spinner, write
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed, with_options
 from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
-from jaxllm.cli.shared import Loading, Sampling, draw_seed, with_options
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
+from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM, Piece
     from jaxllm.cache import KVCache
+    from jaxllm.lm import LM, StreamChunk
 
 EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 80"
 
 
 @with_options
 def generate(
-    sampling: Sampling,
-    loading: Loading,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
     model: Model = "demo:llama",
     prompt: Annotated[
         str | None,
@@ -64,18 +64,18 @@ def generate(
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
-    text = _prompt(prompt, prompt_option, prompt_file)
-    loading.begin(model)
+    text = _read_prompt(prompt, prompt_option, prompt_file)
+    loading.start_weight_scan(model)
     options = read_options(
         sampling.more,
         stop_strings=stop,
         overflow=overflow,
         seed=sampling.draw_seed(),
-        **sampling.named,
+        **sampling.options,
     )
     if options["seed"] == "random":  # -o seed=random
         options["seed"] = draw_seed()
-    if distributed.several():
+    if multihost.is_multiprocess():
         for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
             if given:
                 raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
@@ -83,22 +83,22 @@ def generate(
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # typing does not count as load time
-    lm = loading.load(model).using(options.pop("adapter", None))
-    tokens = _encode(lm, text, chat)
+    lm = loading.load(model).with_adapter(options.pop("adapter", None))
+    tokens = _encode_prompt(lm, text, chat)
     if prompt_cache:
         options["cache"] = _read_cache(lm, tokens, prompt_cache)
-    seed = options["seed"] if _draws(lm, options) else None
+    seed = options["seed"] if _uses_seed(lm, options) else None
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
     if draft:
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
-    if not _streams(options):
-        return _several(lm, text, tokens, options, seed, as_json)
-    from jaxllm.programs import time_compiling
+    if not _can_stream(options):
+        return _print_completions(lm, text, tokens, options, seed, as_json)
+    from jaxllm.ops.compile_cache import time_compiling
 
-    pieces: list[Piece] = []
-    with waiting("compiling and reading the prompt") as ready, time_compiling() as compiling:
+    pieces: list[StreamChunk] = []
+    with spinner("compiling and reading the prompt") as ready, time_compiling() as compiling:
         for piece in lm.stream(tokens, **options):
             if not pieces:
                 first, compiled = time.perf_counter() - loaded, compiling()
@@ -108,30 +108,30 @@ def generate(
                 # Without a tokenizer there is no text: the ids are the output.
                 write(piece.text if lm.tokenizer else f"{piece.token} ")
     if prompt_cache:
-        _keep_cache(lm, pieces[-1].cache, prompt_cache)
+        _write_cache(lm, pieces[-1].cache, prompt_cache)
     if as_json:
         _print_json(lm, text, pieces, seed, loaded - start, first, compiled)
     elif sys.stdout.isatty():
         write("\n")
     drawn = "" if seed is None else f"; seed {seed}"
-    note(
+    log(
         f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
         f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
-        + _about_compiling(compiled)
+        + _describe_compiling(compiled)
     )
 
 
-def _about_compiling(seconds: float) -> str:
+def _describe_compiling(seconds: float) -> str:
     """Return how long compiling took, and whether the next run reuses the programs."""
-    from jaxllm.programs import keeps_programs
+    from jaxllm.ops.compile_cache import has_compile_cache
 
     if seconds < 0.1:
         return ""
-    later = "; the next run reuses the programs" if keeps_programs() else ""
+    later = "; the next run reuses the programs" if has_compile_cache() else ""
     return f" ({seconds:.1f} s of it compiling{later})"
 
 
-def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
+def _read_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
     """Return the prompt, or "" if none is given. Raises ConfigError if it is given twice."""
     given = [way for way in (argument, option, file) if way is not None]
     if len(given) > 1:
@@ -143,7 +143,7 @@ def _prompt(argument: str | None, option: str | None, file: Path | None) -> str:
     return str(given[0]) if given else ""
 
 
-def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
+def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
     """Return the prompt's token ids; with `chat`, through the chat template.
 
     Without a tokenizer the prompt must be a JSON list of ids, else TokenError is raised.
@@ -163,50 +163,50 @@ def _encode(lm: "LM", text: str, chat: bool) -> list[int]:
     tokens = lm.encode(text)
     with contextlib.suppress(JaxllmError):  # there may be no template
         if text and lm.chat_prompt(message) != tokens:
-            note("(the model has a chat template: --chat applies it to the prompt)")
+            log("(the model has a chat template: --chat applies it to the prompt)")
     return tokens
 
 
-def _draws(lm: "LM", options: dict[str, Any]) -> bool:
+def _uses_seed(lm: "LM", options: dict[str, Any]) -> bool:
     """Return whether the text depends on the seed."""
-    from jaxllm.settings import draws_tokens
+    from jaxllm.generation.config import uses_sampling
 
-    return draws_tokens(options, lm.generation) and options.get("temperature") != 0
+    return uses_sampling(options, lm.generation) and options.get("temperature") != 0
 
 
 def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     """Load the cache file, if it exists; it must share a prefix with the prompt."""
     from jaxllm.cache import load_cache
-    from jaxllm.cache.prefix import shared_prefix
+    from jaxllm.cache.prefix_reuse import prefix_length
 
     if not file.exists():
         return None
     cache = load_cache(file, lm.model, lm.params)
-    held, shared = len(cache.tokens()), shared_prefix(cache, tokens)
+    held, shared = len(cache.tokens()), prefix_length(cache, tokens)
     if shared < min(held, len(tokens), 2):  # nothing, or only a begin-of-text token
         raise CacheMismatchError(f"{file} caches another text: name another file, or remove it")
-    note(
+    log(
         f"{file}: {shared} of the prompt's {len(tokens)} tokens are cached; the file holds {held},"
         " the last prompt and its answer"
     )
     return cache
 
 
-def _keep_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
+def _write_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
     from jaxllm.cache import save_cache
 
     save_cache(file, cache, lm.model, lm.params)
-    note(f"{file}: {len(cache.tokens())} tokens written")
+    log(f"{file}: {len(cache.tokens())} tokens written")
 
 
-def _streams(options: dict[str, Any]) -> bool:
+def _can_stream(options: dict[str, Any]) -> bool:
     """Return whether these options yield one text that can be streamed."""
-    from jaxllm.options import PLAIN, way_of
+    from jaxllm.generation.options import PLAIN, select_mode
 
-    return way_of(options) == PLAIN and options.get("num_return_sequences", 1) == 1
+    return select_mode(options) == PLAIN and options.get("num_return_sequences", 1) == 1
 
 
-def _several(
+def _print_completions(
     lm: "LM",
     prompt: str,
     tokens: list[int],
@@ -215,7 +215,7 @@ def _several(
     as_json: bool,
 ) -> None:
     """Print several continuations, or the result of a search; neither can be streamed."""
-    with waiting("generating"):
+    with spinner("generating"):
         found = lm.generate(tokens, **options)
     for number, completion in enumerate(found if isinstance(found, list) else [found]):
         if as_json:
@@ -225,25 +225,25 @@ def _several(
                 "tokens": completion.tokens,
                 "finish_reason": completion.finish_reason,
                 "score": completion.score,
-                "drafted": completion.drafted,
+                "drafted": completion.draft_stats,
                 "seed": seed,
             }
             write(json.dumps(report, ensure_ascii=False) + "\n")
             continue
         about = "" if completion.score is None else f" (score {completion.score:.3f})"
-        if completion.drafted is not None:
-            about = " ({1} of {0} drafted tokens accepted)".format(*completion.drafted)
-        note(f"--- {number + 1}{about}")
+        if completion.draft_stats is not None:
+            about = " ({1} of {0} drafted tokens accepted)".format(*completion.draft_stats)
+        log(f"--- {number + 1}{about}")
         text = completion.text if lm.tokenizer else " ".join(map(str, completion.tokens))
         write(f"{text}\n")
     if seed is not None and not as_json:
-        note(f"seed {seed}")
+        log(f"seed {seed}")
 
 
 def _print_json(
     lm: "LM",
     prompt: str,
-    pieces: "list[Piece]",
+    pieces: "list[StreamChunk]",
     seed: int | None,
     load_s: float,
     first_token_s: float,

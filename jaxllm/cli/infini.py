@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, waiting
+from jaxllm.cli.console import log, spinner
 from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm infini demo:llama remembering --segment 128 --update delta_once"
@@ -36,12 +36,12 @@ def infini(
     Its first segment is identical to the original model. To use the memory, train it on texts of
     several segments: jaxllm train full OUT TUNED --no-pack --length 512.
     """
-    with waiting("starting"):
-        from jaxllm.checkpoint import claim
-        from jaxllm.train.infini import as_update, with_memory
+    with spinner("starting"):
+        from jaxllm.checkpoints.native import check_output_directory
+        from jaxllm.train.infini import check_update, with_memory
 
-    rule = as_update(update)
-    claim(target)  # before the work, not after it
+    rule = check_update(update)
+    check_output_directory(target)  # before the work, not after it
     made = with_memory(load_model(model, dtype, quantize=quantize), segment, update=rule, gate=gate)
     made.save(target)
-    note(f"{target}: segments of {segment} tokens, with a memory of earlier ones ({update})")
+    log(f"{target}: segments of {segment} tokens, with a memory of earlier ones ({update})")

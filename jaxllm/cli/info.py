@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 
-from jaxllm.cli.console import waiting, write
+from jaxllm.cli.console import spinner, write
 from jaxllm.cli.options import AsJson, Model, Strict
 
 EXAMPLE = "Example: jaxllm info ~/models/TinyLlama-1.1B"
@@ -15,25 +15,25 @@ def info(
     strict: Strict = False,
 ) -> None:
     """Show a checkpoint's architecture, parameters, bytes, cache. Reads no weights."""
-    with waiting("starting"):
+    with spinner("starting"):
         import jax
 
         from jaxllm.cache import init_cache
-        from jaxllm.forms import open_checkpoint, read_texts
+        from jaxllm.convert.registry import open_checkpoint, read_text_assets
         from jaxllm.models import build, param_shapes
-        from jaxllm.models.experts import share_read
+        from jaxllm.models.moe import max_read_fraction
         from jaxllm.ops import native
 
     opened = open_checkpoint(model, strict=strict)
     config = opened.config
     shapes = jax.tree.leaves(param_shapes(build(config)))
     count = sum(leaf.size for leaf in shapes)
-    active = sum(round(leaf.size * share_read(config, leaf.ndim)) for leaf in shapes)
+    active = sum(round(leaf.size * max_read_fraction(config, leaf.ndim)) for leaf in shapes)
     size = sum(t.nbytes for t in opened.tensors.values())
     token = init_cache(config, 1, 1, dtype=opened.precision.cache).tail
     facts = {
         "path": str(opened.directory),
-        "form": opened.form,
+        "form": opened.file_format,
         **config.to_dict(),
         "parameters": count,
         **({} if active == count else {"parameters_per_token": active}),
@@ -44,7 +44,7 @@ def info(
         "recipe": list(opened.recipe),
         "ignored": list(opened.ignored),
         "cache_bytes_per_token": sum(x.nbytes for x in jax.tree.leaves((token.k, token.v))),
-        "tokenizer": read_texts(opened).tokenizer is not None,
+        "tokenizer": read_text_assets(opened).tokenizer is not None,
         "kernels": native.isa() or "none: on a CPU, decoding quantized or bfloat16 weights is slow",
         "instructions": native.INSTRUCTION_SETS.get(str(native.isa())),
     }

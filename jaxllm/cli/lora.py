@@ -9,26 +9,27 @@ from jaxllm.errors import ConfigError
 V = TypeVar("V", int, float)
 
 
-def modules(option: str, given: list[str] | None) -> str | list[str] | None:
+def parse_modules(option: str, values: list[str] | None) -> str | list[str] | None:
     """Return module names for `LoraConfig`: a list of name suffixes, one regex, or "all-linear".
 
     Values of only word characters, dots, dashes and commas are names; any other is a regex. Raises
     ConfigError for a regex among several values.
     """
-    if not given:
+    if not values:
         return None
-    if len(given) == 1 and given[0].lower() == "all-linear":
-        return given[0].lower()
-    if all(re.fullmatch(r"[\w.,-]+", text) for text in given):
-        return [name for text in given for name in text.split(",") if name]
-    if len(given) > 1:
+    if len(values) == 1 and values[0].lower() == "all-linear":
+        return values[0].lower()
+    if all(re.fullmatch(r"[\w.,-]+", text) for text in values):
+        return [name for text in values for name in text.split(",") if name]
+    if len(values) > 1:
         raise ConfigError(
-            f"{option} must be names or one regex: got {', '.join(given):.80}. Join regexes with |."
+            f"{option} must be names or one regex: got {', '.join(values):.80}. Join regexes with"
+            " |."
         )
-    return given[0]
+    return values[0]
 
 
-def layers(text: str | None) -> list[int] | None:
+def parse_layers(text: str | None) -> list[int] | None:
     """Parse layer numbers like "0,4-7". Raises ConfigError for any other text."""
     if text is None:
         return None
@@ -43,13 +44,15 @@ def layers(text: str | None) -> list[int] | None:
     return found
 
 
-def patterns(option: str, given: list[str] | None, number: Callable[[str], V]) -> dict[str, V]:
+def parse_patterns(
+    option: str, values: list[str] | None, to_number: Callable[[str], V]
+) -> dict[str, V]:
     """Parse "REGEX=NUMBER" texts to a dict. Raises ConfigError for any other text."""
     found: dict[str, V] = {}
-    for text in given or []:
+    for text in values or []:
         regex, _, value = text.rpartition("=")
         try:
-            found[regex] = number(value)
+            found[regex] = to_number(value)
         except ValueError:
             regex = ""
         if not regex:

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxllm.cli.console import note, waiting
-from jaxllm.cli.corpus import Text, bos_id, described, make_loader, read_corpus
+from jaxllm.cli.console import log, spinner
+from jaxllm.cli.eval_data import Text, bos_id, describe_text, make_loader, read_corpus
 from jaxllm.cli.options import Dtype, Exact, Mesh, Model, Out, Quantize, load_model
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
     from jaxllm.evaluate.likelihood.data import Loader
+    from jaxllm.lm import LM
 
 EXAMPLE = "Example: jaxllm merge demo:llama merged --adapter pirate"
 ROWS, WIDTH = 8, 128  # of the texts sampled from the model for the measurement
@@ -46,48 +46,48 @@ def merge(
     without an adapter keep their format. --mesh applies to the measurement only: the merge runs on
     one device.
     """
-    with waiting("starting"):  # JAX is imported
-        from jaxllm.checkpoint import claim
-        from jaxllm.weights.formats import parse
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.checkpoints.native import check_output_directory
+        from jaxllm.weights.formats import parse_format
 
-    parse(format)
-    claim(target)  # before the work, not after it
+    parse_format(format)
+    check_output_directory(target)  # before the work, not after it
     corpus = None if text is None else read_corpus(text, None, False)
     lm = load_model(model, dtype, quantize=quantize, adapters=[adapter], mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.divergence import divergence
-    from jaxllm.train.jobs import alone, spread_as
+    from jaxllm.train.jobs import shard_like, to_one_device
 
-    made = merged_model(alone(lm), format)
-    there = spread_as(made, lm)
+    made = merge_into_weights(to_one_device(lm), format)
+    there = shard_like(made, lm)
     if corpus is None:
-        loader, measured = _said(lm), f"{ROWS} texts sampled from it"
+        loader, measured = _sample_loader(lm), f"{ROWS} texts sampled from it"
     else:
         loader, facts = make_loader(lm, corpus, window=None)
-        measured = described(facts)
+        measured = describe_text(facts)
     both = divergence(lm.model, lm.params, there.model, there.params, loader)
     made.save(target)
-    note(
+    log(
         f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the"
         f" adapter: {both.kl.mean:.2e} nats per token, at most {both.kl_max:.2e}; same top-1 token"
         f" in {100 * both.same_top.mean:.2f}% ({measured})"
     )
 
 
-def merged_model(lm: "LM", format: str) -> "LM":
+def merge_into_weights(lm: "LM", format: str) -> "LM":
     """Return the model with its adapter merged into the weights, in a given weight format."""
     from jaxllm import models
-    from jaxllm.adapters import merged
-    from jaxllm.weights.leaves.adapted import alone
-    from jaxllm.weights.precision import exactly
+    from jaxllm.adapters import merge_adapter
+    from jaxllm.weights.precision import match_precision
+    from jaxllm.weights.types.lora import keep_chosen_adapter
 
-    config, params = merged(lm.config, alone(lm.params), format)
-    model = models.build(config, exactly(params, lm.model.precision))
+    config, params = merge_adapter(lm.config, keep_chosen_adapter(lm.params), format)
+    model = models.build(config, match_precision(params, lm.model.precision))
     return dataclasses.replace(
         lm, config=config, model=model, params=params, adapters=(), adapter=None
     )
 
 
-def _said(lm: "LM") -> "Loader":
+def _sample_loader(lm: "LM") -> "Loader":
     from jaxllm.compress.data.calibration import from_samples
     from jaxllm.evaluate.likelihood.data import loader
 

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm import distributed
-from jaxllm.cli.console import waiting
+from jaxllm.cli.console import spinner
 from jaxllm.errors import CheckpointError, ConfigError, SamplingError
+from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
-    from jaxllm.options import Kind
+    from jaxllm.generation.options import Kind
+    from jaxllm.lm import LM
     from jaxllm.weights.precision import Precision
 
 
-def dtype_named(name: str | None) -> str | None:
+def parse_dtype(name: str | None) -> str | None:
     """Return a dtype by its full name. Raises ConfigError for an unknown name."""
-    from jaxllm.whole import dtype_name
+    from jaxllm.runtime.validation import check_dtype
 
-    return None if name is None else dtype_name("a dtype", name)
+    return None if name is None else check_dtype("a dtype", name)
 
 
-def cache_dtype_named(name: str | None) -> str | None:
-    """Return the dtype of cached keys and values: as `dtype_named`, or int8."""
-    return name if name == "int8" else dtype_named(name)
+def parse_cache_dtype(name: str | None) -> str | None:
+    """Return the dtype of cached keys and values: as `parse_dtype`, or int8."""
+    return name if name == "int8" else parse_dtype(name)
 
 
 Model = Annotated[
@@ -41,12 +41,12 @@ Model = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        callback=dtype_named,
+        callback=parse_dtype,
         help="Dtype: float32, bfloat16 or float16 [default: the checkpoint's].",
     ),
 ]
 FullDtype = Annotated[
-    str, typer.Option(callback=dtype_named, help="Dtype: float32, bfloat16 or float16.")
+    str, typer.Option(callback=parse_dtype, help="Dtype: float32, bfloat16 or float16.")
 ]
 Quantize = Annotated[
     str | None,
@@ -56,7 +56,7 @@ Quantize = Annotated[
 ]
 PrecisionFile = Annotated[
     Path | None,
-    typer.Option("--precision", help="JSON file of formats by module path; see the README."),
+    typer.Option("--precision", help="JSON file of formats by module path (docs/quantization.md)."),
 ]
 NewTokens = Annotated[
     int | None,
@@ -69,7 +69,7 @@ NewTokens = Annotated[
 CacheDtype = Annotated[
     str | None,
     typer.Option(
-        callback=cache_dtype_named,
+        callback=parse_cache_dtype,
         help="Dtype of cached keys and values: as --dtype, or int8 [default: as the activations].",
     ),
 ]
@@ -105,7 +105,7 @@ Overflow = Annotated[
         " segments [default: refuse]."
     ),
 ]
-More = Annotated[
+ExtraOptions = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
@@ -123,7 +123,7 @@ def check_folder(out: Path) -> Path:
         there = os.path.isdir(out.parent)
         return "" if there else f"cannot write {out}: no such folder: {out.parent}"
 
-    if said := distributed.told(complaint):
+    if said := multihost.broadcast_from_zero(complaint):
         raise CheckpointError(said)
     return out
 
@@ -144,7 +144,7 @@ SelfExtend = Annotated[
     str | None,
     typer.Option(
         metavar="G,W",
-        callback=lambda text: text and ",".join(map(str, group_and_window(text))),
+        callback=lambda text: text and ",".join(map(str, parse_self_extend(text))),
         help="Self-Extend (longer contexts without training): group size G beyond a neighbor window"
         " of W tokens, for example 8,512.",
     ),
@@ -177,7 +177,7 @@ Seed = Annotated[
 ]
 
 
-def group_and_window(text: str) -> tuple[int, int]:
+def parse_self_extend(text: str) -> tuple[int, int]:
     """Parse --self-extend, "G,W". Raises ConfigError for any other text."""
     numbers = re.fullmatch(r"\s*(\d{1,9})\s*,\s*(\d{1,9})\s*", text)
     if not numbers:
@@ -188,13 +188,13 @@ def group_and_window(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def begin_reading(model: str, *changes: str | Path | None) -> None:
+def start_weight_scan(model: str, *changes: str | Path | None) -> None:
     """Start threads that scan a directory's weights for NaN while JAX is imported, unless one of
     `changes` (dtype, format, mesh) is set."""
-    from jaxllm.weights.ahead import begin
+    from jaxllm.weights.prefetch_scan import begin_scan
 
     if changes.count(None) == len(changes):
-        begin(model)
+        begin_scan(model)
 
 
 def load_model(
@@ -218,7 +218,7 @@ def load_model(
 
     Args:
       adapters: adapter paths, each optionally as NAME=DIR.
-      self_extend: "G,W", parsed by `group_and_window`.
+      self_extend: "G,W", parsed by `parse_self_extend`.
       mesh, exact, fsdp, strict: as in `load`.
       reuse_compiled: use programs that an earlier process compiled.
       show_progress: None shows progress if stderr is a terminal.
@@ -226,30 +226,30 @@ def load_model(
     table = None if precision is None else read_json_option("--precision", precision)
     # Importing JAX takes seconds; downloads and weight loading show their own progress bars.
     quiet = show_progress is False or model.startswith("hf:")
-    with waiting(None if quiet else f"loading {model}"):
-        from jaxllm.api import load
-        from jaxllm.forms import open_checkpoint
-        from jaxllm.programs import keep_programs
+    with spinner(None if quiet else f"loading {model}"):
+        from jaxllm.convert.registry import open_checkpoint
+        from jaxllm.lm import load
+        from jaxllm.ops.compile_cache import enable_compile_cache
 
         if reuse_compiled:
-            keep_programs()
+            enable_compile_cache()
         opened = open_checkpoint(model, strict=strict)
         chosen = opened.precision
         if dtype is not None:
-            chosen = chosen.in_dtype(dtype)
+            chosen = chosen.with_dtype(dtype)
         if table is not None:
-            chosen = precision_over(chosen, table, f"--precision {precision}")
+            chosen = override_precision(chosen, table, f"--precision {precision}")
         if cache_dtype is not None:
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
         if int8_inputs:
             chosen = dataclasses.replace(chosen, int8_inputs=True)
     if self_extend is not None:  # before the weights are read
-        opened.config.self_extended(*group_and_window(self_extend))
+        opened.config.with_self_extend(*parse_self_extend(self_extend))
     lm = load(
         opened,
         dtype=chosen,
         quantize=quantize,
-        adapters=_adapters(adapters or []),
+        adapters=_parse_adapters(adapters or []),
         mesh=mesh,
         exact=exact,
         fsdp=fsdp,
@@ -257,15 +257,15 @@ def load_model(
     )
     if self_extend is None:
         return lm
-    group_size, neighbor_window = group_and_window(self_extend)
-    return lm.self_extended(group_size=group_size, neighbor_window=neighbor_window)
+    group_size, neighbor_window = parse_self_extend(self_extend)
+    return lm.with_self_extend(group_size=group_size, neighbor_window=neighbor_window)
 
 
-def _adapters(given: list[str]) -> dict[str, Path] | list[Path]:
+def _parse_adapters(values: list[str]) -> dict[str, Path] | list[Path]:
     """Return adapter paths for `load`: a list, or a dict if at least one has a name."""
-    pairs = [item.partition("=") for item in given]
+    pairs = [item.partition("=") for item in values]
     if not any(equals for _, equals, _ in pairs):
-        return [Path(item) for item in given]
+        return [Path(item) for item in values]
     named: dict[str, Path] = {}
     for name, equals, directory in pairs:
         path = Path(directory if equals else name)
@@ -288,7 +288,7 @@ def read_json_option(option: str, file: Path) -> Any:
         raise ConfigError(f"{option}: {error}") from None
 
 
-def precision_over(base: "Precision", data: Any, where: str) -> "Precision":
+def override_precision(base: "Precision", data: Any, where: str) -> "Precision":
     """Return `base` with a table applied: an object of `Precision` fields, or only its overrides.
 
     Overrides are rows `[regex over module paths, {"weights": ..., "activations": ..., "output":
@@ -311,7 +311,7 @@ def check_writable(option: str, path: Path | None) -> None:
       CheckpointError: its folder does not exist or is not writable, or it is a directory.
     """
     if path is not None:
-        distributed.once(lambda: _check_writable(option, path))
+        multihost.run_on_process_zero(lambda: _check_writable(option, path))
 
 
 def _check_writable(option: str, path: Path) -> None:
@@ -324,7 +324,9 @@ def _check_writable(option: str, path: Path) -> None:
         raise CheckpointError(f"{option} {path}: no write permission")
 
 
-def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any) -> dict[str, Any]:
+def read_options(
+    extra: list[str] | None, kind: "Kind" = "generate", **flags: Any
+) -> dict[str, Any]:
     """Return the given options of `LM.generate`, checked. top-k, top-p and min-p imply sampling.
 
     Args:
@@ -332,33 +334,35 @@ def read_options(more: list[str] | None, kind: "Kind" = "generate", **named: Any
 
     Raises SamplingError for values that no model accepts.
     """
-    options = {name: value for name, value in named.items() if value not in (None, [])}
-    options |= read_more(more)
+    options = {name: value for name, value in flags.items() if value not in (None, [])}
+    options |= read_extra_options(extra)
     if options.keys() & {"top_k", "top_p", "min_p"}:
         options.setdefault("do_sample", True)
-    with waiting("starting"):  # JAX is imported
-        from jaxllm.options import check_options
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.generation.options import check_options
     check_options(options, kind)
     return options
 
 
-def read_more(more: list[str] | None, source: str = "--option") -> dict[str, Any]:
+def read_extra_options(extra: list[str] | None, source: str = "--option") -> dict[str, Any]:
     """Parse NAME=VALUE options, without checking them. Raises SamplingError for any other form.
 
     Args:
       source: the option or command they come from, for messages.
     """
     options = {}
-    for item in more or []:
+    for item in extra or []:
         name, equals, value = item.partition("=")
         if not equals:
             raise SamplingError(f"{source} must be NAME=VALUE: got {item!r:.80}")
         name = name.replace("-", "_")
-        options["stop_strings" if name == "stop" else name] = _value(f"{source} {name}", value)
+        options["stop_strings" if name == "stop" else name] = _parse_value(
+            f"{source} {name}", value
+        )
     return options
 
 
-def _value(where: str, text: str) -> Any:
+def _parse_value(where: str, text: str) -> Any:
     """Parse an option's JSON value; what does not start like JSON is an unquoted string."""
     from jaxllm.files import parse_json
 

@@ -6,20 +6,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm import distributed
-from jaxllm.cli.console import note, write
-from jaxllm.cli.corpus import (
+from jaxllm.cli.console import log, write
+from jaxllm.cli.eval_data import (
+    BatchSize,
     Bos,
     Documents,
     Limit,
     Protocol,
-    Rows,
     Separate,
     Stride,
     Text,
     Window,
-    described,
-    encode,
+    describe_text,
+    encode_corpus,
     make_loader,
     read_corpus,
 )
@@ -33,18 +32,19 @@ from jaxllm.cli.options import (
     Quantize,
     SelfExtend,
     check_writable,
-    dtype_named,
     load_model,
+    parse_dtype,
 )
 from jaxllm.errors import ConfigError, TokenError
+from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
-    from jaxllm.api import LM
-    from jaxllm.cli.corpus import Corpus
+    from jaxllm.cli.eval_data import Corpus
     from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.evaluate.likelihood.divergence import Divergence
+    from jaxllm.evaluate.likelihood.loss_by_position import Bucket
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
-    from jaxllm.evaluate.likelihood.positions import Bucket
+    from jaxllm.lm import LM
 
 EXAMPLES = """
 Examples:
@@ -64,7 +64,7 @@ def perplexity(
     stride: Stride = None,
     protocol: Protocol = "strided",
     bos: Bos = "auto",
-    batch: Rows = None,
+    batch: BatchSize = None,
     limit: Limit = None,
     dtype: Dtype = None,
     quantize: Quantize = None,
@@ -78,7 +78,7 @@ def perplexity(
     ] = None,
     other_dtype: Annotated[
         str | None,
-        typer.Option(callback=dtype_named, help="Dtype of the other model [default: --dtype]."),
+        typer.Option(callback=parse_dtype, help="Dtype of the other model [default: --dtype]."),
     ] = None,
     other_quantize: Annotated[
         str | None, typer.Option(help="Weight format of the other model.")
@@ -117,7 +117,7 @@ def perplexity(
     check_writable("--journal", journal)
     alone = compare is None and other_dtype is None and other_quantize is None
     _check_by_position(by_position, alone, buckets, picture)
-    if journal is not None and distributed.several():
+    if journal is not None and multihost.is_multiprocess():
         raise ConfigError("--journal cannot be combined with --distributed: leave one out")
     corpus = read_corpus(text, documents, separate)
     lm = load_model(
@@ -144,30 +144,34 @@ def perplexity(
     )
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
     if alone:
-        borders = _borders(loader.width, buckets) if by_position else []
+        borders = _bucket_edges(loader.width, buckets) if by_position else []
         logprob_N = token_logprobs(lm.model, lm.params, loader, journal=journal)
-        found = Perplexity.of(logprob_N)
-        report |= _numbers(found)
-        rows = [("text", described(facts)), *_lines(found)]
+        found = Perplexity.from_logprobs(logprob_N)
+        report |= _perplexity_json(found)
+        rows = [("text", describe_text(facts)), *_perplexity_lines(found)]
         if by_position:
-            each = _each_position(logprob_N, loader, borders)
-            report["by_position"] = [_bucket(b) for b in each]
+            each = _loss_by_position(logprob_N, loader, borders)
+            report["by_position"] = [_bucket_json(b) for b in each]
             rows += [("position", "tokens   nats per token"), *map(_bucket_line, each)]
             if picture is not None:
-                from jaxllm.evaluate.likelihood.positions import plot
+                from jaxllm.evaluate.likelihood.loss_by_position import plot
 
                 plot(each, found.nll.mean, picture, f"{model}: loss by position")
-                note(f"{picture} written")
+                log(f"{picture} written")
     else:
         other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
         check_pair(lm.model, other.model)
         _check_tokenizers(lm, other, corpus)
         both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)
         names = {"model": compare or model, "dtype": other_dtype or dtype}
-        report |= _numbers(both.reference)
-        report["other"] = {**names, "quantize": other_quantize, **_numbers(both.other)}
-        report["divergence"] = differences(both)
-        rows = [("text", described(facts)), *_lines(both.reference), *_compared(both)]
+        report |= _perplexity_json(both.reference)
+        report["other"] = {**names, "quantize": other_quantize, **_perplexity_json(both.other)}
+        report["divergence"] = divergence_json(both)
+        rows = [
+            ("text", describe_text(facts)),
+            *_perplexity_lines(both.reference),
+            *_divergence_lines(both),
+        ]
     if as_json:
         write(json.dumps(finite_json(report)) + "\n")
         return
@@ -176,106 +180,108 @@ def perplexity(
         write(f"{name:{width}}  {value}\n")
 
 
-def _check_by_position(asked: bool, alone: bool, buckets: int | None, picture: Path | None) -> None:
+def _check_by_position(
+    requested: bool, single_model: bool, buckets: int | None, picture: Path | None
+) -> None:
     """Raise ConfigError for options that cannot be combined, before anything is loaded."""
-    if not asked and (buckets is not None or picture is not None):
+    if not requested and (buckets is not None or picture is not None):
         raise ConfigError("--buckets and --picture require --by-position")
-    if asked and not alone:
+    if requested and not single_model:
         raise ConfigError(
             "--by-position measures one model: run it once for each, and leave out --compare and"
             " --other-*"
         )
     check_writable("--picture", picture)
     if picture is not None:
-        from jaxllm.compress.picture import check_plot
+        from jaxllm.compress.plots import check_plot
 
         check_plot("--picture")
 
 
-def _borders(width: int, buckets: int | None) -> list[int]:
-    from jaxllm.evaluate.likelihood.positions import edges
+def _bucket_edges(width: int, buckets: int | None) -> list[int]:
+    from jaxllm.evaluate.likelihood.loss_by_position import bucket_edges
 
-    return edges(width, buckets)
-
-
-def _each_position(logprob_N: Any, loader: "Loader", borders: list[int]) -> "list[Bucket]":
-    from jaxllm.evaluate.likelihood.positions import by_position, token_positions
-
-    return by_position(logprob_N, token_positions(loader), borders)
+    return bucket_edges(width, buckets)
 
 
-def _bucket(found: "Bucket") -> dict[str, Any]:
-    nll = found.nll
+def _loss_by_position(logprob_N: Any, loader: "Loader", edges: list[int]) -> "list[Bucket]":
+    from jaxllm.evaluate.likelihood.loss_by_position import bucket_losses, token_positions
+
+    return bucket_losses(logprob_N, token_positions(loader), edges)
+
+
+def _bucket_json(bucket: "Bucket") -> dict[str, Any]:
+    nll = bucket.nll
     return {
-        "start": found.start,
-        "stop": found.stop,
-        "tokens": found.tokens,
-        "nll_total": found.total,
+        "start": bucket.start,
+        "stop": bucket.stop,
+        "tokens": bucket.tokens,
+        "nll_total": bucket.total,
         "nll": None if nll is None else nll.mean,
         "nll_error": None if nll is None else nll.error,
     }
 
 
-def _bucket_line(found: "Bucket") -> tuple[str, str]:
-    last = found.stop - 1
-    name = str(last) if last == found.start else f"{found.start}-{last}"
-    shown = "none" if found.nll is None else _shown(found.nll)
-    return f"  {name}", f"{found.tokens:<8,} {shown}"
+def _bucket_line(bucket: "Bucket") -> tuple[str, str]:
+    last = bucket.stop - 1
+    name = str(last) if last == bucket.start else f"{bucket.start}-{last}"
+    shown = "none" if bucket.nll is None else _format_estimate(bucket.nll)
+    return f"  {name}", f"{bucket.tokens:<8,} {shown}"
 
 
 def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
     """Raise TokenError if the other model encodes the text differently."""
     if lm.tokenizer is None or other.tokenizer is None or lm.path == other.path:
         return
-    if encode(lm, corpus) != encode(other, corpus):
+    if encode_corpus(lm, corpus) != encode_corpus(other, corpus):
         raise TokenError(f"{lm.path} and {other.path} encode the text to different tokens")
 
 
-def _numbers(found: "Perplexity") -> dict[str, Any]:
+def _perplexity_json(result: "Perplexity") -> dict[str, Any]:
     return {
-        "tokens": found.tokens,
-        "perplexity": found.perplexity.mean,
-        "perplexity_error": found.perplexity.error,
-        "nll": found.nll.mean,
-        "nll_error": found.nll.error,
+        "tokens": result.tokens,
+        "perplexity": result.perplexity.mean,
+        "perplexity_error": result.perplexity.error,
+        "nll": result.nll.mean,
+        "nll_error": result.nll.error,
     }
 
 
-def differences(found: "Divergence") -> dict[str, Any]:
+def divergence_json(result: "Divergence") -> dict[str, Any]:
     return {
-        "kl": found.kl.mean,
-        "kl_error": found.kl.error,
-        "kl_median": found.kl_median,
-        "kl_p99": found.kl_p99,
-        "kl_max": found.kl_max,
-        "same_top": found.same_top.mean,
-        "same_top_error": found.same_top.error,
-        "perplexity_ratio": found.ratio.mean,
-        "perplexity_ratio_error": found.ratio.error,
-        "delta_p": found.delta_p.mean,
-        "delta_p_error": found.delta_p.error,
-        "delta_p_rms": found.delta_p_rms,
+        "kl": result.kl.mean,
+        "kl_error": result.kl.error,
+        "kl_median": result.kl_median,
+        "kl_p99": result.kl_p99,
+        "kl_max": result.kl_max,
+        "same_top": result.same_top.mean,
+        "same_top_error": result.same_top.error,
+        "perplexity_ratio": result.ratio.mean,
+        "perplexity_ratio_error": result.ratio.error,
+        "delta_p": result.delta_p.mean,
+        "delta_p_error": result.delta_p.error,
+        "delta_p_rms": result.delta_p_rms,
     }
 
 
-def _lines(found: "Perplexity", whose: str = "") -> list[tuple[str, str]]:
+def _perplexity_lines(result: "Perplexity", suffix: str = "") -> list[tuple[str, str]]:
     return [
-        (f"tokens scored{whose}", f"{found.tokens:,}"),
-        (f"negative log-likelihood{whose}", f"{_shown(found.nll)} nats per token"),
-        (f"perplexity{whose}", _shown(found.perplexity)),
+        (f"tokens scored{suffix}", f"{result.tokens:,}"),
+        (f"negative log-likelihood{suffix}", f"{_format_estimate(result.nll)} nats per token"),
+        (f"perplexity{suffix}", _format_estimate(result.perplexity)),
     ]
 
 
-def _compared(found: "Divergence") -> list[tuple[str, str]]:
-    quantiles = f"median {found.kl_median:.3g}, p99 {found.kl_p99:.3g}, max {found.kl_max:.3g}"
+def _divergence_lines(result: "Divergence") -> list[tuple[str, str]]:
+    quantiles = f"median {result.kl_median:.3g}, p99 {result.kl_p99:.3g}, max {result.kl_max:.3g}"
     return [
-        _lines(found.other, ", other")[-1],
-        ("perplexity ratio", _shown(found.ratio)),
-        ("KL divergence", f"{found.kl.mean:.3g} +/- {found.kl.error:.2g} nats; {quantiles}"),
-        ("same top-1", f"{found.same_top.mean:.2%} +/- {found.same_top.error:.2%}"),
-        ("change of p", f"{_shown(found.delta_p)}; RMS {found.delta_p_rms:.5f}"),
+        _perplexity_lines(result.other, ", other")[-1],
+        ("perplexity ratio", _format_estimate(result.ratio)),
+        ("KL divergence", f"{result.kl.mean:.3g} +/- {result.kl.error:.2g} nats; {quantiles}"),
+        ("same top-1", f"{result.same_top.mean:.2%} +/- {result.same_top.error:.2%}"),
+        ("change of p", f"{_format_estimate(result.delta_p)}; RMS {result.delta_p_rms:.5f}"),
     ]
 
 
-def _shown(estimate: "Estimate") -> str:
+def _format_estimate(estimate: "Estimate") -> str:
     return f"{estimate.mean:.5f} +/- {estimate.error:.5f}"

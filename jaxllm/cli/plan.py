@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import waiting, write
+from jaxllm.cli.console import spinner, write
 from jaxllm.cli.options import AsJson, Dtype, Model, Quantize
 from jaxllm.errors import ConfigError
 
@@ -56,42 +56,41 @@ def plan(
     Prints bytes, communication, idle time, and what fits. Reads no weights; MODEL may be just a
     Hugging Face config.json, or a directory with only that file.
     """
-    with waiting("starting"):
-        from jaxllm.mesh.axes import Axes, parse
-        from jaxllm.mesh.rules import fitted
-        from jaxllm.plan.estimate import Asked
-        from jaxllm.plan.estimate import plan as planned
-        from jaxllm.plan.hardware import hardware as named
-        from jaxllm.plan.opening import opened_for
-        from jaxllm.plan.propose import check_goal, proposals
-        from jaxllm.plan.report import ranking, text, values
-        from jaxllm.weights.precision import freeze
-        from jaxllm.whole import whole
+    with spinner("starting"):
+        from jaxllm.plan.estimate import PlanQuery, plan as planned
+        from jaxllm.plan.hardware import parse_hardware as named
+        from jaxllm.plan.open_model import open_for_planning
+        from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
+        from jaxllm.plan.search import check_goal, propose_meshes
+        from jaxllm.runtime.validation import check_int
+        from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
+        from jaxllm.sharding.partition_rules import fit_mesh
+        from jaxllm.weights.precision import freeze_rules
 
     if mesh is not None and devices is not None:
         raise ConfigError("--mesh and --devices cannot be combined: leave one out")
-    whole("--batch", batch, 1, error=ConfigError)
-    wanted = None if devices is None else whole("--devices", devices, 1, 1 << 20, ConfigError)
+    check_int("--batch", batch, 1, error=ConfigError)
+    wanted = None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
     if context is not None:
-        whole("--context", context, 1, error=ConfigError)
+        check_int("--context", context, 1, error=ConfigError)
     check_goal(goal)
-    spread = None if mesh is None else parse(mesh)
+    spread = None if mesh is None else parse_mesh(mesh)
     kind = named(hardware)
-    opened = opened_for(Path(model) if model.endswith(".json") else model)
+    opened = open_for_planning(Path(model) if model.endswith(".json") else model)
     precision = opened.precision
     if dtype is not None:
-        precision = precision.in_dtype(dtype)
+        precision = precision.with_dtype(dtype)
     if quantize is not None:
-        precision = dataclasses.replace(precision, quantize=freeze(quantize))
-    context = context if context is not None else opened.config.usual_capacity
-    axes = Axes() if spread is None else fitted(spread, opened.config)
-    asked = Asked(opened, precision, kind, axes, batch, context, exact, microbatches)
+        precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
+    context = context if context is not None else opened.config.default_cache_size
+    axes = MeshSpec() if spread is None else fit_mesh(spread, opened.config)
+    asked = PlanQuery(opened, precision, kind, axes, batch, context, exact, microbatches)
     if wanted is None:
         found = planned(asked)
-        write(json.dumps(values(found)) + "\n" if as_json else text(found))
+        write(json.dumps(plan_to_dict(found)) + "\n" if as_json else format_plan(found))
         return
-    plans = proposals(asked, wanted, goal)
+    plans = propose_meshes(asked, wanted, goal)
     if as_json:
-        write(json.dumps([values(plan) for plan in plans]) + "\n")
+        write(json.dumps([plan_to_dict(plan) for plan in plans]) + "\n")
         return
-    write(f"{ranking(plans)}\nthe first of them:\n\n{text(plans[0])}")
+    write(f"{format_ranking(plans)}\nthe first of them:\n\n{format_plan(plans[0])}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, waiting
+from jaxllm.cli.console import log, spinner
 from jaxllm.cli.options import Dtype, Model, Out, read_json_option
 from jaxllm.errors import ConfigError
 
@@ -53,26 +53,28 @@ def quantize(
 
     Writes jaxllm's format; norms and biases are not quantized.
     """
-    with waiting("starting"):  # JAX is imported
-        from jaxllm.api import load
-        from jaxllm.checkpoint import claim
-        from jaxllm.forms import open_checkpoint
-        from jaxllm.weights.quantize import rules_of
+    with spinner("starting"):  # JAX is imported
+        from jaxllm.checkpoints.native import check_output_directory
+        from jaxllm.convert.registry import open_checkpoint
+        from jaxllm.lm import load
+        from jaxllm.weights.quantize import resolve_rules
 
-    wanted = read_rules(rules) if rules else name or _name(bits, group, zero_point, half_scales)
-    rules_of(wanted)
-    claim(target)  # before the work, not after it
+    wanted = (
+        read_rules(rules) if rules else name or _format_name(bits, group, zero_point, half_scales)
+    )
+    resolve_rules(wanted)
+    check_output_directory(target)  # before the work, not after it
     load(model, dtype=dtype, quantize=wanted).save(target)
     opened, made = open_checkpoint(model), open_checkpoint(target)
     before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
-    note(
+    log(
         f"{target}: {len(made.formats)} matrices in"
         f" {', '.join(sorted(set(made.formats.values())))}; {before / 1e6:.1f} MB to"
         f" {after / 1e6:.1f} MB"
     )
 
 
-def _name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> str:
+def _format_name(bits: int, group: int | None, zero_point: bool, half_scales: bool) -> str:
     grouped = f"-g{group}" if group else ("" if bits == 8 else "-g64")
     return f"int{bits}{grouped}{'-zp' if zero_point else ''}{'-f16' if half_scales else ''}"
 

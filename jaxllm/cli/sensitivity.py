@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.console import note, write
-from jaxllm.cli.corpus import (
+from jaxllm.cli.console import log, write
+from jaxllm.cli.eval_data import (
+    BatchSize,
     Documents,
-    Rows,
     Stride,
     Text,
     Window,
-    described,
+    describe_text,
     make_loader,
     read_corpus,
 )
@@ -40,7 +40,7 @@ def sensitivity(
     ] = "layer",
     window: Window = None,
     stride: Stride = None,
-    batch: Rows = None,
+    batch: BatchSize = None,
     limit: Annotated[int, typer.Option(help="Maximum number of windows.")] = 8,
     dtype: Dtype = None,
     mesh: Mesh = None,
@@ -58,21 +58,20 @@ def sensitivity(
     check_writable("--plot", plot)
     corpus = read_corpus(text, documents, separate=False)
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
-    from jaxllm.evaluate.likelihood.sensitivity import plot as draw
-    from jaxllm.evaluate.likelihood.sensitivity import sensitivity
+    from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
     from jaxllm.files import finite_json
 
     loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
-    rows = sensitivity(lm.model, lm.params, loader, format, by=by)
+    rows = measure_sensitivity(lm.model, lm.params, loader, format, group_by=by)
     if plot is not None:
         draw(rows, plot, f"{model}: {format}, one {by} at a time")
-        note(f"{plot} written")
+        log(f"{plot} written")
     if as_json:
         report = {"model": model, "format": format, "by": by, "tokens": loader.tokens, **facts}
-        groups = [_numbers(row) for row in rows]
+        groups = [_group_json(row) for row in rows]
         write(json.dumps(finite_json({**report, "groups": groups})) + "\n")
         return
-    note(f"{described(facts)}; {loader.tokens:,} tokens scored")
+    log(f"{describe_text(facts)}; {loader.tokens:,} tokens scored")
     width = max(len("group"), *(len(row.group) for row in rows))
     write(
         f"{'group':{width}}  {'mean KL':>9} {'+/-':>8} {'p99':>8}  same top-1  ppl ratio    saves\n"
@@ -85,13 +84,13 @@ def sensitivity(
         )
 
 
-def _numbers(row: "Sensitivity") -> dict[str, Any]:
-    from jaxllm.cli.perplexity import differences
+def _group_json(row: "Sensitivity") -> dict[str, Any]:
+    from jaxllm.cli.perplexity import divergence_json
 
     return {
         "group": row.group,
         "regex": row.regex,
         "bytes_before": row.bytes_before,
         "bytes_after": row.bytes_after,
-        **differences(row.divergence),
+        **divergence_json(row.divergence),
     }

@@ -1,7 +1,7 @@
 """Input of `jaxllm chat`: lines edited with prompt_toolkit on a terminal, or read from a pipe.
 
 prompt_toolkit is imported only for a terminal. Its prompt runs in a thread, because in the main
-thread it would take over the signals that `jaxllm.process` waits for.
+thread it would take over the signals that `jaxllm.runtime.signals` waits for.
 """
 
 import contextlib
@@ -13,41 +13,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.cli.console import decoded, note
+from jaxllm.cli.console import decode_stdin, log
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings
 
-VARIABLE = "JAXLLM_CHAT_HISTORY"
-MOST_BYTES = 1 << 20  # of the history file; a larger one loses its older part
-LEFT, INTERRUPTED = 0, 130  # exit statuses: Ctrl-D, and Ctrl-C twice
-AGAIN = "press Ctrl-C again or Ctrl-D to leave"
+HISTORY_VARIABLE = "JAXLLM_CHAT_HISTORY"
+MAX_HISTORY_BYTES = 1 << 20  # of the history file; a larger one loses its older part
+EXIT_OK, EXIT_INTERRUPTED = 0, 130  # exit statuses: Ctrl-D, and Ctrl-C twice
+INTERRUPT_HINT = "press Ctrl-C again or Ctrl-D to leave"
 
 Reader = Callable[[], "str | int"]  # returns the next line, or the exit status
 
 
-def on_terminal() -> bool:
+def is_interactive() -> bool:
     """Return whether stdin and stdout are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def line_reader(**streams: Any) -> Reader:
+def make_line_reader(**streams: Any) -> Reader:
     """Return a function that reads the next line from the terminal or a pipe.
 
     Args:
       streams: input and output for prompt_toolkit, for tests; by default the terminal.
     """
-    return _typed(**streams) if streams or on_terminal() else _piped
+    return _make_prompt_reader(**streams) if streams or is_interactive() else _read_pipe
 
 
 @contextlib.contextmanager
-def hold_keys() -> Iterator[None]:
+def buffer_keys() -> Iterator[None]:
     """Buffer keys for the next prompt without echo, so that a Ctrl-D typed during an answer leaves.
 
     In its normal mode the terminal would discard that Ctrl-D.
     """
-    if not on_terminal() or importlib.util.find_spec("termios") is None:
+    if not is_interactive() or importlib.util.find_spec("termios") is None:
         yield
         return
     import termios
@@ -68,7 +68,7 @@ def history_file() -> Path | None:
     JAXLLM_CHAT_HISTORY names the file, 0 disables it; the default is `jaxllm/chat_history` in
     XDG_STATE_HOME. If the file cannot be used, a line on stderr names it.
     """
-    named = os.environ.get(VARIABLE, "")
+    named = os.environ.get(HISTORY_VARIABLE, "")
     if named == "0":
         return None
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
@@ -81,29 +81,33 @@ def history_file() -> Path | None:
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
                 raise OSError(0, "not a regular file of this user")
             os.fchmod(opened.fileno(), 0o600)
-            if found.st_size > MOST_BYTES:
-                opened.seek(-MOST_BYTES // 2, os.SEEK_END)
+            if found.st_size > MAX_HISTORY_BYTES:
+                opened.seek(-MAX_HISTORY_BYTES // 2, os.SEEK_END)
                 recent = opened.read().partition(b"\n#")[2]
                 opened.seek(0)
                 opened.write(b"\n#" + recent)
                 opened.truncate()
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        note(f"cannot save lines in {file}: {getattr(error, 'strerror', None) or error}")
+        log(f"cannot save lines in {file}: {getattr(error, 'strerror', None) or error}")
         return None
     return file
 
 
-def _piped() -> str | int:
-    return decoded(sys.stdin.buffer.readline()) or LEFT
+def _read_pipe() -> str | int:
+    return decode_stdin(sys.stdin.buffer.readline()) or EXIT_OK
 
 
-def _typed(**streams: Any) -> Reader:
+def _make_prompt_reader(**streams: Any) -> Reader:
     """Return a reader with line editing and history; a paste of several lines is one line."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.utils import is_dumb_terminal
 
     session: PromptSession[str] = PromptSession(
-        "> ", history=_history(), key_bindings=_keys(), enable_suspend=True, **streams
+        "> ",
+        history=_open_history(),
+        key_bindings=_make_key_bindings(),
+        enable_suspend=True,
+        **streams,
     )
 
     def read() -> str | int:
@@ -113,14 +117,14 @@ def _typed(**streams: Any) -> Reader:
                 text = session.prompt(in_thread=True)
                 text.encode()
             except EOFError:
-                return LEFT
+                return EXIT_OK
             except KeyboardInterrupt:
                 if warned:
-                    return INTERRUPTED
+                    return EXIT_INTERRUPTED
                 warned = True
-                note(AGAIN)
+                log(INTERRUPT_HINT)
             except UnicodeEncodeError:
-                note("that line is not UTF-8 text")
+                log("that line is not UTF-8 text")
             else:
                 if not is_dumb_terminal():  # for a paste during an answer, too
                     session.output.enable_bracketed_paste()
@@ -130,7 +134,7 @@ def _typed(**streams: Any) -> Reader:
     return read
 
 
-def _keys() -> "KeyBindings":
+def _make_key_bindings() -> "KeyBindings":
     """Bind Ctrl-C (clear the line, or interrupt if it is empty) and Alt-Enter (newline)."""
     from prompt_toolkit.filters import is_searching
     from prompt_toolkit.key_binding import KeyBindings
@@ -151,13 +155,13 @@ def _keys() -> "KeyBindings":
     return keys
 
 
-def _history() -> "History":
+def _open_history() -> "History":
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    class Kept(FileHistory):
+    class TolerantHistory(FileHistory):
         def store_string(self, string: str) -> None:
             with contextlib.suppress(OSError):  # a full disk
                 super().store_string(string)
 
     file = history_file()
-    return InMemoryHistory() if file is None else Kept(str(file))
+    return InMemoryHistory() if file is None else TolerantHistory(str(file))

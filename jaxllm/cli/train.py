@@ -5,23 +5,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxllm.cli.console import waiting
-from jaxllm.cli.renamed import TrainCommand
-from jaxllm.cli.shared import with_options
-from jaxllm.cli.training import (
-    Options,
+from jaxllm.cli.console import spinner
+from jaxllm.cli.option_groups import with_options
+from jaxllm.cli.renamed_options import TrainCommand
+from jaxllm.cli.train_common import (
+    ModelToTrain,
     Target,
-    TrainedModel,
-    check,
-    loaded,
-    trained,
+    TrainOptions,
+    check_run,
+    load_training_model,
+    run_training,
 )
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxllm.train.data.examples import Examples
     from jaxllm.train.data.rows import Data
-    from jaxllm.train.jobs import Job
+    from jaxllm.train.jobs import TrainJob
 
 EXAMPLE_FULL = (
     "Example: jaxllm train full demo:llama tuned --data story.txt --lr 3e-4; on eight devices,"
@@ -57,9 +57,9 @@ EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --for
 
 @with_options
 def full(
-    model: TrainedModel,
+    model: ModelToTrain,
     target: Target,
-    options: Options,
+    options: TrainOptions,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Regex of the only parameters to train; repeatable."),
@@ -92,33 +92,33 @@ def full(
     The state is saved in OUT.parts during the run: the same command resumes an interrupted run from
     it, bit for bit.
     """
-    with waiting("starting"):
+    with spinner("starting"):
         from jaxllm.train import jobs
-        from jaxllm.train.routing import balanced, check_experts
-        from jaxllm.train.scheduled import Scheduled
-        from jaxllm.train.trained import ALL, check_rules
+        from jaxllm.train.moe_losses import add_router_loss, check_experts
+        from jaxllm.train.partition import ALL_PARAMS, check_rules
+        from jaxllm.train.pipeline_loss import ScheduledLoss
 
-        checked = check(model, target, options, 1e-4, gate_lr=gate_lr)
-        check_experts(checked.opened.config, router_loss, capacity)
-        rules = tuple((regex, True) for regex in only) if only else ALL
-        check_rules(checked.opened, rules)
+        checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
+        check_experts(checked.checkpoint.config, router_loss, capacity)
+        rules = tuple((regex, True) for regex in only) if only else ALL_PARAMS
+        check_rules(checked.checkpoint, rules)
         if pipeline is not None and options.mesh is None:
             raise ConfigError("--pipeline requires stages: give --mesh stage=N with N >= 2")
-    lm = loaded(model, options, "float32")
-    scheduled = None if pipeline is None else Scheduled(pipeline, microbatches)
+    lm = load_training_model(model, options, "float32")
+    scheduled = None if pipeline is None else ScheduledLoss(pipeline, microbatches)
     if scheduled is not None:
-        scheduled.of(lm.model)
-    kept = jobs.zeros_of(lm, rules) if keep_zeros else None
-    job = jobs.full(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
-    job = balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
-    trained(lm, job, target, options, checked, f"full fine-tuning of {model}")
+        scheduled.pipeline_loss(lm.model)
+    kept = jobs.zeros_constraint(lm, rules) if keep_zeros else None
+    job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
+    job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
+    run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")
 
 
 @with_options
 def lora(
-    model: TrainedModel,
+    model: ModelToTrain,
     target: Target,
-    options: Options,
+    options: TrainOptions,
     rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="LoRA rank.")] = 8,
     lora_alpha: Annotated[
         float | None,
@@ -179,44 +179,46 @@ def lora(
 
     generate --adapter OUT uses it. The state is saved in OUT.parts during the run.
     """
-    with waiting("starting"):
+    with spinner("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
-        from jaxllm.adapters.targets import plan
-        from jaxllm.cli.lora import layers, modules, patterns
+        from jaxllm.adapters.targets import resolve_targets
+        from jaxllm.cli.lora import parse_layers, parse_modules, parse_patterns
         from jaxllm.files import read_text
-        from jaxllm.train import jobs, prompts
-        from jaxllm.train.routing import balanced, check_experts
+        from jaxllm.train import jobs, prompt_jobs
+        from jaxllm.train.moe_losses import add_router_loss, check_experts
 
         config = LoraConfig(
             r=rank,
             lora_alpha=2.0 * rank if lora_alpha is None else lora_alpha,
             lora_dropout=lora_dropout,
-            target_modules=modules("--target-modules", target_modules) or "all-linear",
-            exclude_modules=modules("--exclude-modules", exclude_modules),
-            layers_to_transform=layers(layers_to_transform),
-            rank_pattern=patterns("--rank-pattern", rank_pattern, int),
-            alpha_pattern=patterns("--alpha-pattern", alpha_pattern, float),
+            target_modules=parse_modules("--target-modules", target_modules) or "all-linear",
+            exclude_modules=parse_modules("--exclude-modules", exclude_modules),
+            layers_to_transform=parse_layers(layers_to_transform),
+            rank_pattern=parse_patterns("--rank-pattern", rank_pattern, int),
+            alpha_pattern=parse_patterns("--alpha-pattern", alpha_pattern, float),
             use_dora=dora,
             use_rslora=rslora,
         )
-        checked = check(model, target, options, 1e-3, "adapter_config.json")
-        check_experts(checked.opened.config, router_loss, capacity)
-        plan(checked.opened.config, config)
+        checked = check_run(model, target, options, 1e-3, "adapter_config.json")
+        check_experts(checked.checkpoint.config, router_loss, capacity)
+        resolve_targets(checked.checkpoint.config, config)
         text = None if prefix is None else read_text(prefix)
-    lm = loaded(model, options, quantize=quantize)
+    lm = load_training_model(model, options, quantize=quantize)
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if text is None else lm.encode(text)
     job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    job = prompts.after(job, before) if before else job
-    job = balanced(job, router_loss, by_layer=by_layer, capacity=capacity)
-    trained(lm, job, target, options, checked, f"an adapter of {model}", room=len(before))
+    job = prompt_jobs.with_prefix(job, before) if before else job
+    job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
+    run_training(
+        lm, job, target, options, checked, f"an adapter of {model}", reserved_tokens=len(before)
+    )
 
 
 @with_options
 def prompt(
-    model: TrainedModel,
+    model: ModelToTrain,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Cache file to write.")],
-    options: Options,
+    options: TrainOptions,
     begin: Annotated[
         str, typer.Option("--begin", help="Initial text of the prompt; it fixes the length.")
     ],
@@ -229,21 +231,23 @@ def prompt(
 
     generate --prompt-cache OUT -p TEXT continues from it if TEXT starts with the text of --begin.
     """
-    with waiting("starting"):
-        from jaxllm.train import prompts
+    with spinner("starting"):
+        from jaxllm.train import prompt_jobs
 
-        checked = check(model, target, options, 3e-3, None)
-    lm = loaded(model, options)
+        checked = check_run(model, target, options, 3e-3, None)
+    lm = load_training_model(model, options)
     tokens = lm.encode(begin)
-    job = prompts.prompt(lm, tokens, kind="entries" if entries else "embeddings")
-    trained(lm, job, target, options, checked, f"a prompt for {model}", room=len(tokens))
+    job = prompt_jobs.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
+    run_training(
+        lm, job, target, options, checked, f"a prompt for {model}", reserved_tokens=len(tokens)
+    )
 
 
 @with_options
 def qat(
-    model: TrainedModel,
+    model: ModelToTrain,
     target: Target,
-    options: Options,
+    options: TrainOptions,
     name: Annotated[
         str,
         typer.Option(
@@ -272,10 +276,10 @@ def qat(
     Its logits are those of the last step, bit for bit. The state is saved in OUT.parts during the
     run.
     """
-    with waiting("starting"):
+    with spinner("starting"):
         from jaxllm.cli.quantize import read_rules
-        from jaxllm.train.fake.job import qat as job_of
-        from jaxllm.train.fake.prepare import check_formats
+        from jaxllm.train.qat.job import qat as job_of
+        from jaxllm.train.qat.prepare import check_formats
 
         if options.fsdp:
             raise ConfigError(
@@ -284,20 +288,20 @@ def qat(
             )
         wanted = name if rules is None else read_rules(rules)
         check_formats(wanted)
-        checked = check(model, target, options, 1e-4)
-    lm = loaded(model, options, "float32")
+        checked = check_run(model, target, options, 1e-4)
+    lm = load_training_model(model, options, "float32")
     job = job_of(
-        lm, wanted, dtype=options.dtype, learned=learned_scales, dynamic=int8_inputs,
-        starts=float_steps,
+        lm, wanted, dtype=options.dtype, learn_scales=learned_scales, dynamic_inputs=int8_inputs,
+        start_step=float_steps,
     )  # fmt: skip
-    trained(lm, job, target, options, checked, f"quantization-aware training of {model}")
+    run_training(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
 @with_options
 def distill(
-    model: TrainedModel,
+    model: ModelToTrain,
     target: Target,
-    options: Options,
+    options: TrainOptions,
     student: Annotated[
         str | None, typer.Option(help="Student model [default: a part of MODEL].")
     ] = None,
@@ -353,45 +357,45 @@ def distill(
     The logged loss is the training objective: with --alpha 1 the divergence. The teacher's logits
     or texts are saved in OUT.taught; the state in OUT.parts, during the run.
     """
-    with waiting("starting"):
+    with spinner("starting"):
         from jaxllm.train.distill import teachers
         from jaxllm.train.distill.job import distill as job_of
         from jaxllm.train.distill.settings import Distillation
-        from jaxllm.train.distill.student import Smaller, check_part
+        from jaxllm.train.distill.student_init import StudentSize, check_student
 
         asked = Distillation(
             alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
             on_policy=on_policy, hidden=hidden,  # type: ignore[arg-type]  # it checks
             new_tokens=max_new_tokens or 128,
         )  # fmt: skip
-        part = Smaller(layers, heads, channels)
-        if (student is None) == (part == Smaller()):
+        part = StudentSize(layers, heads, channels)
+        if (student is None) == (part == StudentSize()):
             raise ConfigError(
                 "the student must be either --student DIR or a part of MODEL: --layers, --heads or"
                 " --channels"
             )
-        checked = check(model, target, options, 3e-4)
-        check_part(checked.opened.config, part)
+        checked = check_run(model, target, options, 3e-4)
+        check_student(checked.checkpoint.config, part)
         new = 0
         if written is not None:
-            new = teachers.new_tokens(checked.opened.config, written, max_new_tokens)
-    teacher = loaded(model, options)
+            new = teachers.new_token_count(checked.checkpoint.config, written, max_new_tokens)
+    teacher = load_training_model(model, options)
     directory = target.with_name(f"{target.name}.taught")
 
-    def made(data: "Data", held_out: "Data | None") -> "Job":
-        taught = None if student is None else loaded(student, options)
-        taught = taught or teachers.part_of(teacher, part, data)
+    def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
+        taught = None if student is None else load_training_model(student, options)
+        taught = taught or teachers.make_student(teacher, part, data)
         return job_of(
-            teacher, taught, data, asked, held_out=held_out, directory=directory,
+            teacher, taught, data, asked, eval_data=eval_data, directory=directory,
             seed=options.seed,
         )  # fmt: skip
 
-    def texts(path: Path) -> "Examples":
+    def read_teacher_texts(path: Path) -> "Examples":
         assert written is not None
-        return teachers.completed(teacher, path, written, directory, options.seed, new)
+        return teachers.complete_examples(teacher, path, written, directory, options.seed, new)
 
-    how = None if written is None else texts
-    trained(teacher, made, target, options, checked, f"a student of {model}", how)
+    how = None if written is None else read_teacher_texts
+    run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
 
 
 # Command name -> function, and the example at the end of its --help.

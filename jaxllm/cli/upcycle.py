@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, waiting
+from jaxllm.cli.console import log, spinner
 from jaxllm.cli.options import Dtype, Model, Out, Quantize, load_model
 
 EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
@@ -28,11 +28,11 @@ def upcycle(
     Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. To specialize the experts, train the
     result: jaxllm train full OUT TUNED --router-loss 0.001.
     """
-    with waiting("starting"):
-        from jaxllm.checkpoint import claim
-        from jaxllm.train.upcycle import upcycled
+    with spinner("starting"):
+        from jaxllm.checkpoints.native import check_output_directory
+        from jaxllm.train.upcycle import upcycle_model
 
-    claim(target)  # before the work, not after it
-    made = upcycled(load_model(model, dtype, quantize=quantize), experts, per_token, seed=seed)
+    check_output_directory(target)  # before the work, not after it
+    made = upcycle_model(load_model(model, dtype, quantize=quantize), experts, per_token, seed=seed)
     made.save(target)
-    note(f"{target}: {made.config.model_type} with {experts} experts, {per_token} per token")
+    log(f"{target}: {made.config.model_type} with {experts} experts, {per_token} per token")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxllm.cli.console import note, write
+from jaxllm.cli.console import log, write
 from jaxllm.cli.options import (
     Exact,
     FullDtype,
@@ -21,8 +21,8 @@ from jaxllm.cli.options import (
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.evaluate.equivalence.compare import Report
-    from jaxllm.evaluate.equivalence.sides import Ours
+    from jaxllm.evaluate.parity.backends import JaxBackend
+    from jaxllm.evaluate.parity.compare import Report
 
 EXAMPLE = """
 Examples:
@@ -79,13 +79,13 @@ def vectors(
 
         check_vacant(directory, "vectors.json", "vectors")
     lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
-    from jaxllm.evaluate.equivalence.sides import Ours
+    from jaxllm.evaluate.parity.backends import JaxBackend
 
-    ours = Ours(f"jaxllm, {model}", lm.model, lm.params)
+    ours = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
     if action is Action.check:
         _check(ours, directory, tolerance, other_weights, as_json)
         return
-    from jaxllm.evaluate.equivalence.vectors import make
+    from jaxllm.evaluate.parity.golden import make
 
     texts = (
         [lm.tokenizer.encode(text, bos=lm.tokenizer.adds_bos) for text in TEXTS]
@@ -95,22 +95,22 @@ def vectors(
     if source == "jaxllm":
         make(directory, ours, texts, new_tokens=new_tokens)
     else:
-        from jaxllm.evaluate.equivalence.first import of_first
-        from jaxllm.evaluate.equivalence.reference import Transformers
-        from jaxllm.verifying import transformers_directory
+        from jaxllm.evaluate.parity.process_zero import on_process_zero
+        from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
+        from jaxllm.evaluate.verify import transformers_directory
 
         with transformers_directory(model, lm, dtype) as hf:
-            theirs = of_first(lambda: Transformers.load(hf, dtype))
+            theirs = on_process_zero(lambda: TransformersBackend.load(hf, dtype))
             make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
-    note(f"wrote {directory}")
+    log(f"wrote {directory}")
 
 
 def _check(
-    ours: "Ours", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
+    ours: "JaxBackend", directory: Path, tolerance: float | None, other_weights: bool, as_json: bool
 ) -> None:
-    from jaxllm.evaluate.equivalence.difference import Tolerance
-    from jaxllm.evaluate.equivalence.report import to_json
-    from jaxllm.evaluate.equivalence.vectors import check, read
+    from jaxllm.evaluate.parity.golden import check, read
+    from jaxllm.evaluate.parity.report import to_json
+    from jaxllm.evaluate.parity.tolerance import Tolerance
 
     checked = check(
         read(directory), ours, tolerance=None if tolerance is None else Tolerance(tolerance)
@@ -119,20 +119,20 @@ def _check(
     reports = checked.reports.items()
     if as_json:
         cases = {name: to_json(report) for name, report in reports}
-        result = {"holds": holds, "differs": checked.differs, "cases": cases}
+        result = {"holds": holds, "differs": checked.model_mismatches, "cases": cases}
         write(json.dumps(result, allow_nan=False) + "\n")
     else:
-        for name in checked.differs:
+        for name in checked.model_mismatches:
             write(f"{name} differ{'s' * (name != 'weights')} from those of the vectors\n")
         for name, report in reports:
             worst = max(d.relative_max for d in report.differences)
-            write(f"{name}: {_said(report)}; largest relative error {worst:.1e}\n")
+            write(f"{name}: {_describe_report(report)}; largest relative error {worst:.1e}\n")
         write("holds\n" if holds else "DOES NOT HOLD\n")
     if not holds:
         raise typer.Exit(1)
 
 
-def _said(report: "Report") -> str:
+def _describe_report(report: "Report") -> str:
     """Summarize one case."""
     greedy = f"{report.greedy.agreed} of {report.greedy.compared} greedy tokens"
     stages = f"{len(report.stages)} stages hold"

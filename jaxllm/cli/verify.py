@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from jaxllm.cli.console import note, write
+from jaxllm.cli.console import log, write
 from jaxllm.cli.options import (
     AsJson,
     Exact,
@@ -16,8 +16,8 @@ from jaxllm.cli.options import (
     PrecisionFile,
     Quantize,
     check_writable,
-    dtype_named,
     load_model,
+    parse_dtype,
 )
 
 EXAMPLE = """
@@ -43,7 +43,7 @@ def verify(
     against_dtype: Annotated[
         str | None,
         typer.Option(
-            callback=dtype_named,
+            callback=parse_dtype,
             help="Dtype of the reference [default: --dtype for transformers, else float32].",
         ),
     ] = None,
@@ -76,9 +76,9 @@ def verify(
     """
     check_writable("--plot", plot)
     lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
-    from jaxllm.evaluate.equivalence.difference import Tolerance
-    from jaxllm.evaluate.equivalence.report import to_json, to_png, to_text
-    from jaxllm.verifying import verify as compare
+    from jaxllm.evaluate.parity.report import to_json, to_png, to_text
+    from jaxllm.evaluate.parity.tolerance import Tolerance
+    from jaxllm.evaluate.verify import verify as compare
 
     report = compare(
         lm,
@@ -94,6 +94,6 @@ def verify(
     write(json.dumps(to_json(report), allow_nan=False) + "\n" if as_json else to_text(report))
     if plot is not None:
         to_png(report, plot)
-        note(f"wrote {plot}")
+        log(f"wrote {plot}")
     if not report.holds:
         raise typer.Exit(1)

@@ -1,8 +1,8 @@
-"""Model compression: a recipe is a list of steps, each a function from parameters to parameters.
+"""Model compression: a recipe is a list of registry, each a function from parameters to parameters.
 
-recipe: the recipe parser, and the types that steps take and return. steps: the registry of methods.
-apply: runs a recipe. journal: saves finished work so that a run can resume. report: size, quality
-and speed after each step. picture: plots of quality against bytes.
+recipe: the recipe parser, and the types that steps take and return. registry: the registry of
+methods. pipeline: runs a recipe. journal: saves finished work so that a run can resume. report:
+size, quality and speed after each step. plots: plots of quality against bytes.
 
 Subpackages: data (calibration data), observe (observers of ranges), matrices (algorithms for one
 matrix), layers (the layerwise calibration loop), structure (pruning of heads, channels and layers),

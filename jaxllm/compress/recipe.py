@@ -17,20 +17,20 @@ import flax.linen as nn
 import msgspec
 
 from jaxllm import models
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.compress.data.calibration import Calibration
-from jaxllm.compress.journal import Journal
 from jaxllm.compress.matrices import sparsity
-from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError, nearest
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.files import compile_pattern, read_text, split_lines
-from jaxllm.weights.formats import parse
-from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.weights.formats import parse_format
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.types.arrays import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class ModelState:
     """The model that steps transform, as a value: each step returns one with some fields replaced.
 
     The weights themselves determine their formats, not `precision`.
@@ -47,7 +47,7 @@ class Subject:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class StepContext:
     """What a step needs besides the model.
 
     calibration: None only for a step that needs none. journal: this step's own, for finished
@@ -57,21 +57,21 @@ class Work:
     calibration: Calibration | None
     journal: Journal
     show_progress: bool | None
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No options; the base class of every method's options."""
 
 
-class On(Options, frozen=True):
+class RuleOptions(Options, frozen=True):
     """on: a regex over whole paths: which matrices to change."""
 
     on: str = r"(layers|h)\..*"
 
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter, by path
-Run = Callable[[Subject, str, Any, Work], Subject]
+Run = Callable[[ModelState, str, Any, StepContext], ModelState]
 
 
 class Argument(NamedTuple):
@@ -96,8 +96,8 @@ class Step(NamedTuple):
     help: str
     argument: Argument | None = None
     options: type[Options] = Options
-    calibrated: bool = True
-    experts: bool = False
+    needs_calibration: bool = True
+    supports_experts: bool = False
     check: Callable[[Shapes, str, Any], None] | None = None
 
     @property
@@ -110,11 +110,11 @@ class Step(NamedTuple):
         """A line with the argument and all options with their defaults."""
         words = [self.name, *([self.argument.name] if self.argument else [])]
         defaults = msgspec.to_builtins(self.options())
-        return " ".join([*words, *(f"[{name}={_text(x)}]" for name, x in defaults.items())])
+        return " ".join([*words, *(f"[{name}={_format_value(x)}]" for name, x in defaults.items())])
 
 
 @dataclasses.dataclass(frozen=True)
-class Line:
+class RecipeStep:
     """A parsed line of a recipe. argument: "" if there is none."""
 
     step: Step
@@ -124,11 +124,11 @@ class Line:
     def __str__(self) -> str:
         """The line in canonical form: without defaults, options in the order of their fields."""
         plain, given = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
-        options = [f"{n}={_text(value)}" for n, value in given.items() if value != plain[n]]
+        options = [f"{n}={_format_value(value)}" for n, value in given.items() if value != plain[n]]
         return " ".join(filter(None, [self.step.name, self.argument, *options]))
 
 
-Recipe = tuple[Line, ...]
+Recipe = tuple[RecipeStep, ...]
 
 
 def read_recipe(path: Path, table: Sequence[Step]) -> Recipe:
@@ -151,7 +151,7 @@ def parse_lines(lines: Iterable[str], table: Sequence[Step], where: str = "the r
     return tuple(read)
 
 
-def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> Line:
+def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> RecipeStep:
     """Parse one line. Raises ConfigError as `parse_lines` does."""
     verb, colon, rest = text.partition(":")
     words = rest.split()
@@ -159,7 +159,7 @@ def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> Lin
         raise ConfigError(
             f"{where}: got {text!r:.80}, expected 'verb: method [argument] [option=x]'"
         )
-    step = _row(verb.strip(), words[0], table, where)
+    step = _find_method(verb.strip(), words[0], table, where)
     words = words[1:] if step.method else words
     named = [word for word in words if re.match(r"\w+=", word)]
     plain = [word for word in words if word not in named]
@@ -171,28 +171,29 @@ def parse_line(text: str, table: Sequence[Step], where: str = "the step") -> Lin
         options = _options(step, named)
     except ConfigError as error:
         raise ConfigError(f"{where}: {step.name}: {error}") from None
-    return Line(step, plain[0] if plain else "", options)
+    return RecipeStep(step, plain[0] if plain else "", options)
 
 
-def check_recipe(recipe: Recipe, config: ModelConfig, *, calibrated: bool) -> None:
+def check_recipe(recipe: Recipe, config: ModelConfig, *, has_calibration: bool) -> None:
     """Check, before any work, that each step applies to a model.
 
-    calibrated: whether there is calibration data. Raises ConfigError for a rule that matches no
-    matrix, a step that needs calibration data if there is none, and what a step's `check` raises.
+    has_calibration: whether there is calibration data. Raises ConfigError for a rule that matches
+    no matrix, a step that needs calibration data if there is none, and what a step's `check`
+    raises.
     """
-    shapes = shapes_of(models.param_shapes(models.build(config)))
+    shapes = shapes_by_path(models.param_shapes(models.build(config)))
     for line in recipe:
-        if line.step.calibrated and not calibrated:
+        if line.step.needs_calibration and not has_calibration:
             raise ConfigError(f"{str(line)!r} needs calibration data: pass --text or --samples")
-        check_line(line, shapes)
+        check_step(line, shapes)
 
 
-def check_line(line: Line, shapes: Shapes) -> None:
+def check_step(line: RecipeStep, shapes: Shapes) -> None:
     """Raise ConfigError for a step that does not apply to parameters of these shapes."""
-    if isinstance(line.options, On):
-        found = matched(shapes, line.options.on, str(line))
+    if isinstance(line.options, RuleOptions):
+        found = match_paths(shapes, line.options.on, str(line))
         stacks = [path for path in found if len(shapes[path]) > 2]
-        if stacks and not line.step.experts:
+        if stacks and not line.step.supports_experts:
             raise ConfigError(
                 f"{str(line)!r} does not support experts, whose inputs differ: got {stacks[0]}."
                 r" Exclude experts, for example with on=.*self_attn.*, or use 'quantize: gptq' or"
@@ -205,25 +206,25 @@ def check_line(line: Line, shapes: Shapes) -> None:
             raise ConfigError(f"{str(line)!r}: {error}") from None
 
 
-def shapes_of(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_by_path(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter, by path."""
     return {path: tuple(leaf.shape) for path, leaf in flatten(params)}
 
 
-def check_again(recipe: Recipe, done: Sequence[str]) -> None:
+def check_repeats(recipe: Recipe, applied: Sequence[str]) -> None:
     """Raise ConfigError for a step that was applied before, or is in the recipe twice.
 
-    done: the lines of the model's own recipe.
+    applied: the lines of the model's own recipe.
     """
     lines = [str(line) for line in recipe]
     for number, line in enumerate(lines):
-        if line in done:
+        if line in applied:
             raise ConfigError(f"{line!r} was already applied to this model: --again repeats it")
         if line in lines[:number]:
             raise ConfigError(f"{line!r} is in the recipe twice: --again applies it twice")
 
 
-def matched(shapes: Shapes, rule: str, where: str) -> list[str]:
+def match_paths(shapes: Shapes, rule: str, where: str) -> list[str]:
     """Return the paths of the matrices that match a rule. Raises ConfigError if none does."""
     matrices = [path for path, shape in shapes.items() if len(shape) >= 2]
     found = [path for path in matrices if first_match([(rule, True)], path)]
@@ -234,19 +235,20 @@ def matched(shapes: Shapes, rule: str, where: str) -> list[str]:
     return found
 
 
-def _row(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
+def _find_method(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
     methods = {step.method: step for step in table if step.verb == verb}
     if not methods:
         verbs = list(dict.fromkeys(step.verb for step in table))
         raise ConfigError(
-            f"{where}: unknown verb {verb!r:.40}{nearest(verb, verbs)}; expected one of"
+            f"{where}: unknown verb {verb!r:.40}{suggest_name(verb, verbs)}; expected one of"
             f" {', '.join(verbs)}"
         )
     if "" in methods:
         return methods[""]
     if method not in methods:
         raise ConfigError(
-            f"{where}: {verb} has no method {method!r:.40}{nearest(method, methods)}; expected one"
+            f"{where}: {verb} has no method {method!r:.40}{suggest_name(method, methods)};"
+            " expected one"
             f" of {', '.join(methods)}"
         )
     return methods[method]
@@ -260,7 +262,7 @@ def _options(step: Step, words: Sequence[str]) -> Any:
         name, _, value = word.partition("=")
         if name not in fields:
             known = f"it has {', '.join(fields)}" if fields else "it has none"
-            raise ConfigError(f"no option {name!r:.40}{nearest(name, fields)} ({known})")
+            raise ConfigError(f"no option {name!r:.40}{suggest_name(name, fields)} ({known})")
         if name in given:
             raise ConfigError(f"{name} is given twice")
         given[name] = value
@@ -269,16 +271,18 @@ def _options(step: Step, words: Sequence[str]) -> Any:
     except msgspec.ValidationError as problem:
         message, _, at = str(problem).partition(" - at `$.")
         name = at.rstrip("`")
-        raise ConfigError(f"{name} {_expected(message)}, got {given.get(name, '')!r:.40}") from None
+        raise ConfigError(
+            f"{name} {_explain_type(message)}, got {given.get(name, '')!r:.40}"
+        ) from None
     for name, value in msgspec.to_builtins(read).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{name} must be a number, got {given[name]!r:.40}")
-    if isinstance(read, On):
+    if isinstance(read, RuleOptions):
         compile_pattern(read.on, "on")
     return read
 
 
-def _expected(message: str) -> str:
+def _explain_type(message: str) -> str:
     """Rewrite msgspec's message about a value without type names."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
     found = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
@@ -287,18 +291,18 @@ def _expected(message: str) -> str:
     )
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Format an option's value as in a line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _format(text: str) -> None:
-    if parse(text).name in DTYPES:
+def _check_quantized(text: str) -> None:
+    if parse_format(text).name in DTYPES:
         raise ConfigError(f"{text} does not quantize: use 'store: {text}'")
 
 
 # Arguments of methods.
-FORMAT = Argument("FORMAT", parse)
-QUANTIZED = Argument("FORMAT", _format)
+FORMAT = Argument("FORMAT", parse_format)
+QUANTIZED = Argument("FORMAT", _check_quantized)
 PATTERN = Argument("N:M|SHARE%", sparsity.parse)
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # type of an option

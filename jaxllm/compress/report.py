@@ -10,27 +10,27 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxllm import bench
-from jaxllm.api import LM
-from jaxllm.compress.apply import Stage, subject_of
-from jaxllm.compress.journal import Journal
-from jaxllm.compress.recipe import Subject
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.compress.pipeline import StepResult, initial_state
+from jaxllm.compress.recipe import ModelState
+from jaxllm.evaluate import bench
 from jaxllm.evaluate.likelihood.data import Loader
 from jaxllm.evaluate.likelihood.divergence import (
     Divergence,
     check_pair,
-    counted,
-    differences,
-    joined,
+    concatenate,
+    select_scored,
+    token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
 from jaxllm.files import as_schema, finite_json, read_json
-from jaxllm.progress import steps_bar
-from jaxllm.weights.formats import as_leaf
+from jaxllm.lm import LM
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.weights.formats import as_weight
 from jaxllm.weights.paths import flatten
 
 ORIGINAL = "original"
-DECODED = 16  # tokens per timed decoding
+DECODED_TOKENS = 16  # tokens per timed decoding
 REPETITIONS = 5
 
 
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scale:
+class StepEvaluator:
     """Measures models against the original.
 
     loader: evaluation data; None measures no quality. speed: whether to time decoding.
@@ -69,39 +69,41 @@ class Scale:
     speed: bool = True
     show_progress: bool | None = None
 
-    def first(self, journal: Journal) -> Row:
+    def original_row(self, journal: Journal) -> Row:
         """Return the row of the original itself. journal: from `journal_of`."""
-        return self._kept(ORIGINAL, subject_of(self.original), None, journal.within("0"))
+        return self._load_or_measure(
+            ORIGINAL, initial_state(self.original), None, journal.child("0")
+        )
 
-    def row(self, stage: Stage) -> Row:
+    def step_row(self, result: StepResult) -> Row:
         """Return the row of a step; an earlier run's measurements on the same data are reused."""
-        return self._kept(str(stage.line), stage.subject, stage.seconds, stage.journal)
+        return self._load_or_measure(str(result.line), result.state, result.seconds, result.journal)
 
-    def measure(self, step: str, subject: Subject, seconds: float | None = None) -> Row:
+    def measure(self, step: str, state: ModelState, seconds: float | None = None) -> Row:
         """Measure a model. Raises what `divergence` raises.
 
         Memory: the float32 logits `[B, T, V]` of a batch, twice.
         """
-        size = sum(int(as_leaf(leaf).nbytes) for _, leaf in flatten(subject.params))
-        quality = {} if self.loader is None else self._quality(subject, self.loader)
-        speed = tokens_per_second(self.original, subject) if self.speed else None
+        size = sum(int(as_weight(leaf).nbytes) for _, leaf in flatten(state.params))
+        quality = {} if self.loader is None else self._quality(state, self.loader)
+        speed = tokens_per_second(self.original, state) if self.speed else None
         return Row(step=step, bytes=size, seconds=seconds, tokens_per_second=speed, **quality)
 
-    def _kept(
-        self, step: str, subject: Subject | None, seconds: float | None, journal: Journal
+    def _load_or_measure(
+        self, step: str, state: ModelState | None, seconds: float | None, journal: Journal
     ) -> Row:
         data = "" if self.loader is None else self.loader.digest
-        kept = journal.within("row", data, str(self.speed))
-        if (found := kept.get_with("numbers")) is not None:
+        kept = journal.child("row", data, str(self.speed))
+        if (found := kept.get_with_facts("numbers")) is not None:
             return msgspec.convert(found[1], Row)
-        if subject is None:  # measured on other data, and the model is no longer available
+        if state is None:  # measured on other data, and the model is no longer available
             return Row(step=step, seconds=seconds)
-        row = self.measure(step, subject, seconds)
+        row = self.measure(step, state, seconds)
         kept.put("numbers", {}, msgspec.to_builtins(row))
         return row
 
-    def _quality(self, subject: Subject, loader: Loader) -> dict[str, float]:
-        ours, theirs = self.original, subject.model
+    def _quality(self, state: ModelState, loader: Loader) -> dict[str, float]:
+        ours, theirs = self.original, state.model
         check_pair(ours.model, theirs)
         for model in (ours.model, theirs):
             check_loader(model, loader)
@@ -111,10 +113,10 @@ class Scale:
             for batch, _ in loader.batches():
                 arrays = batch.token_BT, batch.position_BT
                 p_BTV = _logits(ours.model, ours.params, *arrays)
-                q_BTV = _logits(theirs, subject.params, *arrays)
-                parts.append(counted(_differences(p_BTV, q_BTV, batch.token_BT), batch))
+                q_BTV = _logits(theirs, state.params, *arrays)
+                parts.append(select_scored(_differences(p_BTV, q_BTV, batch.token_BT), batch))
                 done()
-        found = Divergence.of(joined(parts))
+        found = Divergence.from_differences(concatenate(parts))
         perplexity = found.other.perplexity
         return {
             "perplexity": perplexity.mean,
@@ -130,32 +132,30 @@ class Scale:
 
 # Jitted here so that the original's program is compiled once for all comparisons.
 _logits = jax.jit(logits, static_argnums=0)
-_differences = jax.jit(differences)
+_differences = jax.jit(token_differences)
 
 
-def tokens_per_second(lm: LM, subject: Subject) -> float:
+def tokens_per_second(lm: LM, state: ModelState) -> float:
     """Return the median speed of a compiled decoding loop, one row from an empty cache.
 
-    lm: supplies all but the configuration, model and parameters, which are `subject`'s.
+    lm: supplies all but the configuration, model and parameters, which are `state`'s.
     """
-    other = dataclasses.replace(
-        lm, config=subject.config, model=subject.model, params=subject.params
-    )
-    count = min(DECODED, subject.config.context_length - 1)
-    run = bench.prepared(other, bench.Test(decode=count), chunk=count)
+    other = dataclasses.replace(lm, config=state.config, model=state.model, params=state.params)
+    count = min(DECODED_TOKENS, state.config.context_length - 1)
+    run = bench.prepare_run(other, bench.Test(decode=count), chunk=count)
     run()  # compiles
-    return count / statistics.median(bench.timed(run) for _ in range(REPETITIONS))
+    return count / statistics.median(bench.time_run(run) for _ in range(REPETITIONS))
 
 
 COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
-    ("MB", lambda r: _shown(r.bytes and r.bytes / 1e6, ".2f")),
-    ("perplexity", lambda r: _shown(r.perplexity, ".4f")),
-    ("ratio", lambda r: _shown(r.ratio, ".4f")),
-    ("mean KL", lambda r: _shown(r.kl, ".3g")),
-    ("+/-", lambda r: _shown(r.kl_error, ".1g")),
-    ("same top-1", lambda r: _shown(r.same_top, ".2%")),
-    ("tokens/s", lambda r: _shown(r.tokens_per_second, ".1f")),
-    ("seconds", lambda r: _shown(r.seconds, ".1f")),
+    ("MB", lambda r: _format_value(r.bytes and r.bytes / 1e6, ".2f")),
+    ("perplexity", lambda r: _format_value(r.perplexity, ".4f")),
+    ("ratio", lambda r: _format_value(r.ratio, ".4f")),
+    ("mean KL", lambda r: _format_value(r.kl, ".3g")),
+    ("+/-", lambda r: _format_value(r.kl_error, ".1g")),
+    ("same top-1", lambda r: _format_value(r.same_top, ".2%")),
+    ("tokens/s", lambda r: _format_value(r.tokens_per_second, ".1f")),
+    ("seconds", lambda r: _format_value(r.seconds, ".1f")),
 )
 
 
@@ -170,7 +170,7 @@ def as_table(rows: Sequence[Row]) -> str:
     )
 
 
-def in_words(row: Row) -> str:
+def summarize(row: Row) -> str:
     """Summarize a row in one line."""
     found = [(name, show(row)) for name, show in COLUMNS if name in ("MB", "mean KL", "seconds")]
     return f"{row.step}: " + ", ".join(f"{name} {value}" for name, value in found if value != "-")
@@ -189,5 +189,5 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _format_value(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

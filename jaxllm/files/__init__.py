@@ -1,62 +1,62 @@
 """All file access of the package: size limits and schemas on reading, atomic writes.
 
-reading: regular files of bounded size, JSON of bounded depth and digits. lines: JSON lines.
-schema: checks of JSON fields. writing: atomic files and directories, and locks. patterns: regular
-expressions from files and users. memory: the machine's memory.
+reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON jsonl. schema:
+checks of JSON fields. atomic: atomic files and directories, and locks. regex_limits: regular
+expressions from files and users. memory_limit: the machine's memory_limit.
 """
 
-from jaxllm.files.lines import json_lines, split_lines
-from jaxllm.files.memory import check_memory, give_back, machine_memory
-from jaxllm.files.patterns import check_name_pattern, compile_pattern, match_names
+from jaxllm.files.atomic import (
+    atomic_directory,
+    atomic_file,
+    check_vacant,
+    copy_files,
+    finite_json,
+    lock_file,
+    remove_partials,
+    write_json,
+)
+from jaxllm.files.jsonl import read_json_lines, split_lines
+from jaxllm.files.memory_limit import check_memory, machine_memory, release_pages
 from jaxllm.files.reading import (
     as_path,
-    inside,
-    is_there,
     open_regular,
     parse_json,
+    path_exists,
+    path_inside,
     read_bytes,
     read_json,
     read_text,
     regular_size,
 )
-from jaxllm.files.schema import as_schema, complaints_of
-from jaxllm.files.writing import (
-    check_vacant,
-    copy_files,
-    finite_json,
-    locked,
-    sweep,
-    write_json,
-    writing,
-    writing_directory,
-)
+from jaxllm.files.regex_limits import check_name_pattern, compile_pattern, match_names
+from jaxllm.files.schema import as_schema, field_errors
 
 __all__ = [
     "as_path",
     "as_schema",
+    "atomic_directory",
+    "atomic_file",
     "check_memory",
     "check_name_pattern",
     "check_vacant",
     "compile_pattern",
-    "complaints_of",
     "copy_files",
+    "field_errors",
     "finite_json",
-    "give_back",
-    "inside",
-    "is_there",
-    "json_lines",
-    "locked",
+    "lock_file",
     "machine_memory",
     "match_names",
     "open_regular",
     "parse_json",
+    "path_exists",
+    "path_inside",
     "read_bytes",
     "read_json",
+    "read_json_lines",
     "read_text",
     "regular_size",
+    "release_pages",
+    "remove_partials",
     "split_lines",
-    "sweep",
     "write_json",
-    "writing",
-    "writing_directory",
 ]

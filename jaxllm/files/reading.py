@@ -17,7 +17,9 @@ from typing import Any
 from jaxllm.errors import CheckpointError, JaxllmError
 
 MAX_BYTES = 1 << 28
-MAX_JSON = 1 << 26  # nested lists take 20 times this in memory; the largest tokenizers have 2**25
+MAX_JSON_BYTES = (
+    1 << 26
+)  # nested lists take 20 times this in memory; the largest tokenizers have 2**25
 MAX_DEPTH = 64  # of JSON: a tokenizer's has 10
 MAX_DIGITS = 40  # of a JSON integer: 2**64 has 20
 
@@ -31,7 +33,7 @@ def regular_size(path: Path) -> int:
     try:
         found = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {_error_reason(error)}") from error
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
     return found.st_size
@@ -48,7 +50,7 @@ def open_regular(path: Path) -> io.BufferedReader:
             raise CheckpointError(f"{path} is not a regular file")
         return os.fdopen(descriptor, "rb")
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+        raise CheckpointError(f"cannot read {path}: {_error_reason(error)}") from error
 
 
 def as_path(path: Any) -> Path:
@@ -58,12 +60,12 @@ def as_path(path: Any) -> Path:
     return Path(path)
 
 
-def is_there(path: str | Path) -> bool:
+def path_exists(path: str | Path) -> bool:
     """Return whether a file or directory of this name exists; False for impossible names."""
     return os.path.exists(path)  # unlike Path.exists, which can raise
 
 
-def inside(directory: Path, name: str) -> Path:
+def path_inside(directory: Path, name: str) -> Path:
     """Return the path of a file in a directory, for untrusted names and directories.
 
     Raises:
@@ -73,7 +75,7 @@ def inside(directory: Path, name: str) -> Path:
     if name != os.path.basename(name) or name in ("", ".", "..") or {"\\", "\0"} & {*name}:
         raise CheckpointError(f"{directory}: {name!r:.80} is not a plain file name")
     path = directory / name
-    if not is_there(path):
+    if not path_exists(path):
         raise CheckpointError(f"{directory}: {name} is missing")
     regular_size(path)
     home = directory.resolve()
@@ -87,42 +89,42 @@ def inside(directory: Path, name: str) -> Path:
     return path
 
 
-def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most` bytes.
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a regular file of at most `max_bytes` bytes.
 
     Raises:
       CheckpointError: as `regular_size`, or the file is too large.
     """
     with open_regular(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > most:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
             raise CheckpointError(
-                f"{path} is too large: got {size:,} bytes, expected at most {most:,}"
+                f"{path} is too large: got {size:,} bytes, expected at most {max_bytes:,}"
             )
         try:
             return file.read(size)
         except OSError as error:
-            raise CheckpointError(f"cannot read {path}: {_reason(error)}") from error
+            raise CheckpointError(f"cannot read {path}: {_error_reason(error)}") from error
 
 
-def read_text(path: Path, most: int = MAX_BYTES) -> str:
-    """Return the text of a UTF-8 file of at most `most` bytes.
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a UTF-8 file of at most `max_bytes` bytes.
 
     Raises:
       CheckpointError: as `read_bytes`, or the bytes are not UTF-8.
     """
     try:
-        return read_bytes(path, most).decode("utf-8-sig")
+        return read_bytes(path, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of at most `MAX_JSON` bytes.
+    """Return the JSON object in a file of at most `MAX_JSON_BYTES` bytes.
 
     Raises:
       CheckpointError: as `read_text` and `parse_json`, or it is not an object.
     """
-    content = parse_json(read_text(path, MAX_JSON), str(path))
+    content = parse_json(read_text(path, MAX_JSON_BYTES), str(path))
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object: got {type(content).__name__}")
     return content
@@ -140,10 +142,10 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
     try:
         value = json.loads(
             text,
-            object_pairs_hook=_without_duplicates,
-            parse_int=_whole,
-            parse_float=_finite,
-            parse_constant=_refused,
+            object_pairs_hook=_reject_duplicates,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_reject_constant,
         )
         _check_depth(value)
     except json.JSONDecodeError as problem:
@@ -156,11 +158,11 @@ def parse_json(text: str | bytes, where: str, error: type[JaxllmError] = Checkpo
     return value
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
@@ -168,20 +170,20 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _whole(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer has {len(digits):,} digits, expected at most {MAX_DIGITS}")
     return int(digits)
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"the number {digits:.40} exceeds float64")
     return number
 
 
-def _refused(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number")
 
 
@@ -194,17 +196,17 @@ def _check_depth(value: Any) -> None:
         below: list[Any] = []
         for node in level:
             if isinstance(node, dict):
-                if not all(map(_encodable, node)):
+                if not all(map(_is_encodable, node)):
                     raise ValueError("a lone surrogate, which is not text")
                 below += node.values()
             elif isinstance(node, list):
                 below += node
-            elif isinstance(node, str) and not _encodable(node):
+            elif isinstance(node, str) and not _is_encodable(node):
                 raise ValueError("a lone surrogate, which is not text")
         level = below
 
 
-def _encodable(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     if text.isascii():
         return True
     try:

@@ -29,16 +29,16 @@ def as_schema(
     try:
         fitting = msgspec.convert(value, schema, strict=True)
     except msgspec.ValidationError as problem:
-        raise error(f"{where}: {_said(problem, value)}") from None
-    if unknown := _unknown(value, fitting):
+        raise error(f"{where}: {_describe_problem(problem, value)}") from None
+    if unknown := _unknown_names(value, fitting):
         raise error(f"{where}: unknown {', '.join(unknown)}")
     return fitting
 
 
-def complaints_of(instance: Any) -> list[str]:
+def field_errors(instance: Any) -> list[str]:
     """Return messages for dataclass fields that violate their annotations: "size must be ..."."""
     found = []
-    for name, hint in _hints(type(instance)).items():
+    for name, hint in _field_hints(type(instance)).items():
         value = getattr(instance, name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
             continue
@@ -50,16 +50,16 @@ def complaints_of(instance: Any) -> list[str]:
                 known = ", ".join(map(str, get_args(either[0])))
                 found.append(f"{name} must be one of {known}, got {value!r:.60}")
             else:
-                found.append(_said(problem, value, name))
+                found.append(_describe_problem(problem, value, name))
     return found
 
 
-def _hints(kind: type) -> dict[str, Any]:
+def _field_hints(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
-def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
+def _describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
     """Translate msgspec's message for the author of the file: "rope.factor must be ..., got 0".
 
     Args:
@@ -84,16 +84,16 @@ def _said(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
     return f"{where} must be {' or '.join(kinds)}{expected[2]}{got}".lstrip()
 
 
-def _unknown(value: Any, fitting: Any) -> list[str]:
+def _unknown_names(value: Any, converted: Any) -> list[str]:
     """Return the names in a value that the dataclasses it was converted to lack."""
-    if dataclasses.is_dataclass(fitting) and isinstance(value, dict):
-        names = {field.name for field in dataclasses.fields(fitting)}
-        within = [(value[name], getattr(fitting, name)) for name in value.keys() & names]
+    if dataclasses.is_dataclass(converted) and isinstance(value, dict):
+        names = {field.name for field in dataclasses.fields(converted)}
+        within = [(value[name], getattr(converted, name)) for name in value.keys() & names]
         here = [str(name) for name in value if name not in names]
-    elif isinstance(fitting, dict) and isinstance(value, dict):
-        here, within = [], [(value.get(name), part) for name, part in fitting.items()]
-    elif isinstance(fitting, list | tuple) and isinstance(value, list | tuple):
-        here, within = [], list(zip(value, fitting, strict=True))
+    elif isinstance(converted, dict) and isinstance(value, dict):
+        here, within = [], [(value.get(name), part) for name, part in converted.items()]
+    elif isinstance(converted, list | tuple) and isinstance(value, list | tuple):
+        here, within = [], list(zip(value, converted, strict=True))
     else:
         return []
-    return here + [name for pair in within for name in _unknown(*pair)]
+    return here + [name for pair in within for name in _unknown_names(*pair)]

@@ -2,7 +2,7 @@
 
 Families, one row each in `FAMILIES`: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral,
 olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3. family: the row type. decoder: the base of most
-families; layer_types: layers with full or sliding attention; experts: mixtures of experts. modules:
+families; hybrid_attention: layers with full or sliding attention; moe: mixtures of moe. modules:
 shared Flax modules; layers: what layers compute; long/: long-context attention. A family's file
 also defines its configuration with rotary settings and windows (`ModelConfig.rotary`, `.window`).
 Its checkpoint mapping is a table in `convert`. docs/add_a_family.md covers all of it.
@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema
 from jaxllm.models import (
@@ -34,8 +34,8 @@ from jaxllm.models import (
     smollm3,
 )
 from jaxllm.models.family import Family
-from jaxllm.models.layers import Layer, Scope, angles_of
-from jaxllm.programs import recalled
+from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
+from jaxllm.ops.compile_cache import load_or_make
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -59,7 +59,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family(model_type: str) -> Family:
+def get_family(model_type: str) -> Family:
     """Return the row of a `model_type`. Raises ConfigError for an unknown one."""
     if model_type not in FAMILIES:
         raise ConfigError(
@@ -80,7 +80,7 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
             f"precision must be a Precision, got {precision!r:.60}. For one dtype, use"
             " Precision.uniform(dtype)"
         )
-    module: Any = family(config.model_type).module
+    module: Any = get_family(config.model_type).module
     built: nn.Module = module(config=config, precision=precision or Precision())
     return built
 
@@ -98,9 +98,9 @@ def run_layer(
     params: the layer's own. Precision overrides by module path do not apply here.
     """
     c: ModelConfig = model.config
-    block = family(c.model_type).block
+    block = get_family(c.model_type).block
     made: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
-    scope = Scope(position_BT, angles=angles_of(c, position_BT, length_B))
+    scope = AttentionContext(position_BT, angles=rotary_angles(c, position_BT, length_B))
     ran: Layer = made.apply({"params": params}, x_BTD, scope)
     return ran
 
@@ -130,8 +130,10 @@ def param_shapes(model: nn.Module) -> Params:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a Flax module (lm.model), got {model!r:.60}")
     c: ModelConfig = model.config
-    forms = [c.form(i) for i in range(c.num_hidden_layers)]
-    found = {form: _shapes_of(model.clone(config=c.with_layers([form]))) for form in set(forms)}
+    forms = [c.layer_template(i) for i in range(c.num_hidden_layers)]
+    found = {
+        form: _single_layer_shapes(model.clone(config=c.with_layers([form]))) for form in set(forms)
+    }
     repeated: Params = {}
     for name, form in found[forms[0]].items():
         block, _, number = name.partition(".")
@@ -142,16 +144,16 @@ def param_shapes(model: nn.Module) -> Params:
     return repeated
 
 
-def _shapes_of(one: nn.Module) -> Params:
+def _single_layer_shapes(model: nn.Module) -> Params:
     """Return the parameter shapes of a model of one layer."""
 
-    def forms() -> Params:
-        """Return shapes and dtype names: plain values, which `recalled` can store."""
+    def shapes_and_dtypes() -> Params:
+        """Return shapes and dtype names: plain values, which `load_or_make` can store."""
         token_BT = jax.ShapeDtypeStruct((1, 1), jnp.int32)
         length_B = jax.ShapeDtypeStruct((1,), jnp.int32)
         key = jax.eval_shape(jax.random.key, 0)
-        traced = jax.eval_shape(one.init, key, token_BT, token_BT, length_B)["params"]
+        traced = jax.eval_shape(model.init, key, token_BT, token_BT, length_B)["params"]
         return map_leaves(lambda _, leaf: (leaf.shape, leaf.dtype.name), traced)
 
-    plain = recalled(one, forms)
+    plain = load_or_make(model, shapes_and_dtypes)
     return map_leaves(lambda _, form: jax.ShapeDtypeStruct(*form), plain)

@@ -13,24 +13,32 @@ import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig, Rope
-from jaxllm.models.family import Family, Member, Site
+from jaxllm.config.model import ModelConfig, Rope
+from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import (
-    ALONE,
-    Across,
+    NO_PARALLEL,
     Angles,
-    Attended,
-    Course,
+    AttentionContext,
+    AttentionOutput,
     Layer,
-    Mass,
-    Scope,
+    LayerRunner,
+    MassMode,
+    ParallelHooks,
     Trace,
-    angles_of,
     attend,
+    rotary_angles,
     run_blocks,
 )
-from jaxllm.models.long.infini import Beside
-from jaxllm.models.modules import Embedding, Linear, RMSNorm, leaf, pick, project, unembed
+from jaxllm.models.long.infini import MemoryInputs
+from jaxllm.models.modules import (
+    Embedding,
+    Linear,
+    RMSNorm,
+    get_param,
+    project,
+    select_columns,
+    unembed,
+)
 from jaxllm.ops import compressive
 from jaxllm.weights.precision import Precision
 
@@ -58,23 +66,25 @@ class DecoderConfig(ModelConfig):
         """Return all rotary settings, whether or not a layer uses them."""
         return (self.rope,)
 
-    def rotary(self, layer: int) -> Rope | None:
+    def layer_rope(self, layer: int) -> Rope | None:
         return self.rope
 
-    def memory(self, layer: int) -> Any:
+    def memory_shape(self, layer: int) -> Any:
         kind = self.long_attention(layer)
         if kind is None or kind.kind != "infini":
             return None
         update = kind.update or "linear"
-        return compressive.form(self.num_key_value_heads, self.head_dim, update)
+        return compressive.memory_shapes(self.num_key_value_heads, self.head_dim, update)
 
     @property
     def context_length(self) -> int:
-        """The trained context, extended by `dynamic` NTK scaling (its factor) or Self-Extend."""
+        """The trained context, extended by `dynamic_inputs` NTK scaling (its factor) or
+        Self-Extend.
+        """
         stretch = self.rope.factor if self.rope.rope_type == "dynamic" else 1.0
-        return self.rope.reach(int(self.max_position_embeddings * (stretch or 1.0)))
+        return self.rope.extended_length(int(self.max_position_embeddings * (stretch or 1.0)))
 
-    def self_extended(self, group_size: int, neighbor_window: int) -> Self:
+    def with_self_extend(self, group_size: int, neighbor_window: int) -> Self:
         rope = dataclasses.replace(
             self.rope, group_size=group_size, neighbor_window=neighbor_window
         )
@@ -96,7 +106,7 @@ class DecoderConfig(ModelConfig):
         return None
 
     @property
-    def norm_plus(self) -> float:
+    def norm_weight_offset(self) -> float:
         """Offset added to norm weights."""
         return 0.0
 
@@ -127,17 +137,17 @@ class Attention(nn.Module):
     Attributes:
         qk_norm: "each head" or "all heads": how queries and keys are normalized before rotation;
             None: not at all.
-        out: Name of the output projection.
+        out_name: Name of the output projection.
     """
 
     config: DecoderConfig
     precision: Precision
     layer: int
     qk_norm: str | None = None
-    out: str = "o_proj"
+    out_name: str = "o_proj"
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> Attended:
+    def __call__(self, x: jax.Array, scope: AttentionContext) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv_bias, bias, _ = c.biases
@@ -145,19 +155,19 @@ class Attention(nn.Module):
         def linear(name: str, heads: int) -> Linear:
             return Linear(heads * c.head_dim, qkv_bias, p, name=name)
 
-        K, rope = c.num_key_value_heads, c.rotary(self.layer)
+        K, rope = c.num_key_value_heads, c.layer_rope(self.layer)
         heads = {"q_proj": c.num_attention_heads, "k_proj": K, "v_proj": K}
         q, k, v = project(x, *(linear(*item) for item in heads.items()))
         if self.qk_norm == "all heads":
-            q, k = self._normed(q, k)
+            q, k = self._norm_qk(q, k)
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
         if self.qk_norm == "each head":
-            q, k = self._normed(q, k)
+            q, k = self._norm_qk(q, k)
         kind, beside = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
-            gate_N = leaf(self, "memory_gate", c.num_attention_heads)
+            gate_N = get_param(self, "memory_gate", c.num_attention_heads)
             memory = scope.memory[self.layer] if scope.memory else None
-            beside = Beside(q, k, v, gate_N, memory)
+            beside = MemoryInputs(q, k, v, gate_N, memory)
         if rope is not None:
             angles = scope.angles[c.ropes.index(rope)]
             q, k = ops.rotate(q, *angles), ops.rotate(k, *angles)
@@ -167,20 +177,20 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            Linear(D, bias, p, name=self.out),
+            Linear(D, bias, p, name=self.out_name),
             cache_dtype=p.cache,
             scale=c.attention_scale,
             window=c.window(self.layer),
             cap=c.attention_cap,
             kind=kind,
-            beside=beside,
-            extended=rope if rope is not None and rope.extended else None,
+            memory_inputs=beside,
+            self_extend=rope if rope is not None and rope.is_self_extended else None,
         )
 
-    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+    def _norm_qk(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
         c = self.config
         return tuple(
-            RMSNorm(c.norm_eps, c.norm_plus, name=name)(y)
+            RMSNorm(c.norm_eps, c.norm_weight_offset, name=name)(y)
             for name, y in (("q_norm", q), ("k_norm", k))
         )
 
@@ -226,20 +236,20 @@ class Block(nn.Module):
     qk_norm: ClassVar[str | None] = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
         before, after, before_mlp, after_mlp = self.norms
-        normed = scope.whole(self._norm(before, x))
+        normed = scope.gather_tokens(self._norm(before, x))
         attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
-        x = self._added(x, self._norm(after, attended.x))
-        mlp_normed = scope.whole(self._norm(before_mlp, x))
+        x = self._add_residual(x, self._norm(after, attended.x))
+        mlp_normed = scope.gather_tokens(self._norm(before_mlp, x))
         hidden, y, router = self._mlp(mlp_normed, scope)
-        x = self._added(x, self._norm(after_mlp, y))
+        x = self._add_residual(x, self._norm(after_mlp, y))
         memory = attended.memory
         return Layer(normed, attended, mlp_normed, hidden, y, x, memory, router)
 
     def _mlp(
-        self, x: jax.Array, scope: Scope
+        self, x: jax.Array, scope: AttentionContext
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """Return the MLP's hidden channels, output and router scores; None if it has no such."""
         hidden, y = MLP(self.config, self.precision, name="mlp")(x)
@@ -248,10 +258,12 @@ class Block(nn.Module):
     def _norm(self, name: str | None, x: jax.Array) -> jax.Array:
         if name is None:
             return x
-        normed: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name=name)(x)
+        normed: jax.Array = RMSNorm(
+            self.config.norm_eps, self.config.norm_weight_offset, name=name
+        )(x)
         return normed
 
-    def _added(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _add_residual(self, x: jax.Array, y: jax.Array) -> jax.Array:
         scale = self.config.residual_scale
         return x + y if scale == 1 else x + y * scale
 
@@ -261,17 +273,17 @@ class Decoder(nn.Module):
 
     Attributes:
         block: The class of its layers.
-        tokens: Name of the embedding table.
-        remat, course: See `layers.run_blocks`.
+        token_table: Name of the embedding table.
+        remat, runner: See `layers.run_blocks`.
     """
 
     config: DecoderConfig
     precision: Precision
     remat: bool = False
-    course: Course | None = None
+    runner: LayerRunner | None = None
 
     block: ClassVar[type[nn.Module]] = Block
-    tokens: ClassVar[str] = "embed_tokens"
+    token_table: ClassVar[str] = "embed_tokens"
 
     @nn.compact
     def __call__(
@@ -281,14 +293,14 @@ class Decoder(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: Mass = False,
+        attention_mass: MassMode = False,
         *,
         embeddings_BTD: jax.Array | None = None,
         angles: tuple[Angles, ...] | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
         memory: tuple[Any, ...] = (),
-        across: Across = ALONE,
+        hooks: ParallelHooks = NO_PARALLEL,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -300,36 +312,36 @@ class Decoder(nn.Module):
             angles: Cosines and sines of the new tokens for each of `ModelConfig.ropes`, each `[B,
                 T, F]`; None: computed from positions.
             mask_BTS: What each query attends to of all slots and then the new tokens, as in
-                `attend_masked`. Replaces positions and sliding window; excludes attention mass.
-            document_BT, memory, across: See `Scope`.
+                `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
+            document_BT, memory, hooks: See `AttentionContext`.
         """
         c, p = self.config, self.precision
-        x, table = Embedding(c.vocab_size, c.hidden_size, name=self.tokens)(token_BT)
+        x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         if c.embedding_scale != 1:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
-        angles = angles_of(c, position_BT, length_B) if angles is None else angles
-        told = (mask_BTS, attention_mass, angles, document_BT, memory, across)
-        scope = Scope(position_BT, segments, *told)
+        angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks)
+        scope = AttentionContext(position_BT, segments, *told)
         blocks = [
             self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
             for i in range(c.num_hidden_layers)
         ]
         embeddings = x
-        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
-        norm = scope.whole(self.normed(x))
-        logits = unembed(c, p, table, pick(norm, column_B))
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
+        norm = scope.gather_tokens(self.final_norm(x))
+        logits = unembed(c, p, table, select_columns(norm, column_B))
         if c.logits_scale != 1:
             logits = logits * c.logits_scale
-        return Trace(embeddings, layers, norm, ops.capped(logits, c.logits_cap))
+        return Trace(embeddings, layers, norm, ops.soft_cap(logits, c.logits_cap))
 
-    def normed(self, x: jax.Array) -> jax.Array:
+    def final_norm(self, x: jax.Array) -> jax.Array:
         """Apply the final norm to the last layer's output."""
-        y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_plus, name="norm")(x)
+        y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_weight_offset, name="norm")(x)
         return y
 
 
-def family(
+def decoder_family(
     config: type[DecoderConfig],
     module: type[Decoder],
     aliases: tuple[str, ...] = (),
@@ -346,8 +358,8 @@ def family(
     return Family(
         config=config,
         module=module,
-        tokens="embed_tokens",
-        positions=None,
+        token_table="embed_tokens",
+        position_table=None,
         embeddings=embeddings,
         layers="layers",
         attention_norm=before,
@@ -356,19 +368,28 @@ def family(
         mlp_down="mlp.down_proj",
         norm="norm",
         block=block,
-        sites=(
-            Site("attention_norm", _paths("self_attn", "qkv"), "attention.x", before),
-            Site("attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"),
-            Site("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", before_mlp),
-            Site("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
+        linear_groups=(
+            LinearGroup("attention_norm", _proj_paths("self_attn", "qkv"), "attention.x", before),
+            LinearGroup(
+                "attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"
+            ),
+            LinearGroup("mlp_norm", ("mlp.gate_proj", "mlp.up_proj"), "mlp", before_mlp),
+            LinearGroup("mlp_hidden", ("mlp.down_proj",), "mlp", "mlp.up_proj"),
         ),
-        heads=(
-            *(Member(f"self_attn.{x}_proj", 0, grouped=x != "q") for x in "qkv"),
-            Member("self_attn.o_proj", 1),
+        head_linears=(
+            *(ParallelLinear(f"self_attn.{x}_proj", 0, kv_heads_only=x != "q") for x in "qkv"),
+            ParallelLinear("self_attn.o_proj", 1),
         ),
-        channels=(Member("mlp.gate_proj", 0), Member("mlp.up_proj", 0), Member("mlp.down_proj", 1)),
-        norms=(
-            (Member("self_attn.q_norm", 0), Member("self_attn.k_norm", 0, grouped=True))
+        channel_linears=(
+            ParallelLinear("mlp.gate_proj", 0),
+            ParallelLinear("mlp.up_proj", 0),
+            ParallelLinear("mlp.down_proj", 1),
+        ),
+        head_norms=(
+            (
+                ParallelLinear("self_attn.q_norm", 0),
+                ParallelLinear("self_attn.k_norm", 0, kv_heads_only=True),
+            )
             if block.qk_norm == "all heads"
             else ()
         ),
@@ -376,5 +397,5 @@ def family(
     )
 
 
-def _paths(module: str, letters: str) -> tuple[str, ...]:
+def _proj_paths(module: str, letters: str) -> tuple[str, ...]:
     return tuple(f"{module}.{letter}_proj" for letter in letters)

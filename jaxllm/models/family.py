@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import flax.linen as nn
 
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
 
 
-class Site(NamedTuple):
+class LinearGroup(NamedTuple):
     """Linears of a layer that share one input.
 
     Attributes:
@@ -26,20 +26,20 @@ class Site(NamedTuple):
     source: str | None
 
 
-class Member(NamedTuple):
+class ParallelLinear(NamedTuple):
     """A linear of a layer that can be sharded by head or by channel.
 
     Attributes:
         linear: Its path in the layer.
         axis: 0 if output rows are sharded (with the bias), 1 if input columns are.
-        runs: Number of fused matrices, each of which is sharded by itself.
-        grouped: Whether it is sharded by key/value heads only, without query heads.
+        fused_parts: Number of fused matrices, each of which is sharded by itself.
+        kv_heads_only: Whether it is sharded by key/value heads only, without query heads.
     """
 
     linear: str
     axis: int
-    runs: int = 1
-    grouped: bool = False
+    fused_parts: int = 1
+    kv_heads_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,29 +50,26 @@ class Family:
     family has no such module.
 
     Attributes:
-        config, module: The classes of configuration and model.
-        tokens, positions: Paths of the token and learned-position tables.
-        embeddings, norm: Activation names of the embeddings and of the final norm's output.
-        layers: Path of the layers, without their number.
-        attention_norm, mlp_norm: The norms before attention and before the MLP.
-        attention: Activation name of attention's output.
-        mlp_down: The MLP's last linear.
-        block: The class of a layer.
-        sites: A layer's linears in execution order, without experts; a layer may lack some.
-        heads: Linears sharded by key/value head with its query heads.
-        channels: Linears sharded by hidden channel of the MLP.
-        experts: Likewise by hidden channel of each expert, in families whose channels are not
+        config, module: The classes of configuration and model. tokens, positions: Paths of the
+        token and learned-position tables. embeddings, norm: Activation names of the embeddings and
+        of the final norm's output. layers: Path of the layers, without their number.
+        attention_norm, mlp_norm: The norms before attention and before the MLP. attention:
+        Activation name of attention's output. mlp_down: The MLP's last linear. block: The class of
+        a layer. linear_groups: A layer's linears in execution order, without experts; a layer may
+        lack some. head_linears: Linears sharded by key/value head with its query heads.
+        channel_linears: Linears sharded by hidden channel of the MLP. expert_linears: Likewise by
+        hidden channel of each expert, in families whose channels are not
             sharded, with the linears of their dense layers.
-        norms: Norms over all heads at once.
-        widths: The config fields with the number of hidden channels.
+        head_norms: Norms over all heads at once.
+        width_fields: The config fields with the number of hidden channels.
         router: The router, in place of `mlp_down` in layers with experts.
         aliases: Hugging Face model_types that are this one under another name.
     """
 
     config: type[ModelConfig]
     module: type[nn.Module]
-    tokens: str
-    positions: str | None
+    token_table: str
+    position_table: str | None
     embeddings: str
     layers: str
     attention_norm: str | None
@@ -81,16 +78,20 @@ class Family:
     mlp_down: str
     norm: str
     block: type[nn.Module]
-    sites: tuple[Site, ...]
-    heads: tuple[Member, ...]
-    channels: tuple[Member, ...]
-    experts: tuple[Member, ...] = ()
-    norms: tuple[Member, ...] = ()
-    widths: tuple[str, ...] = ("intermediate_size",)
+    linear_groups: tuple[LinearGroup, ...]
+    head_linears: tuple[ParallelLinear, ...]
+    channel_linears: tuple[ParallelLinear, ...]
+    expert_linears: tuple[ParallelLinear, ...] = ()
+    head_norms: tuple[ParallelLinear, ...] = ()
+    width_fields: tuple[str, ...] = ("intermediate_size",)
     router: str | None = None
     aliases: tuple[str, ...] = ()
 
     @property
-    def tables(self) -> tuple[str, ...]:
+    def embedding_tables(self) -> tuple[str, ...]:
         """The paths of all embedding tables."""
-        return (self.tokens,) if self.positions is None else (self.tokens, self.positions)
+        return (
+            (self.token_table,)
+            if self.position_table is None
+            else (self.token_table, self.position_table)
+        )

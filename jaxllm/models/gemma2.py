@@ -7,14 +7,14 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from jaxllm.config import Positive
+from jaxllm.config.model import Positive
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, family
-from jaxllm.models.layer_types import MixedConfig
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GemmaConfig(MixedConfig):
+class GemmaConfig(HybridAttentionConfig):
     """Shared by Gemma 2 and 3. query_pre_attn_scalar: scores are divided by its square root."""
 
     query_pre_attn_scalar: Positive
@@ -30,7 +30,7 @@ class GemmaConfig(MixedConfig):
         return float(self.query_pre_attn_scalar**-0.5)
 
     @property
-    def norm_plus(self) -> float:
+    def norm_weight_offset(self) -> float:
         return 1.0
 
     @property
@@ -73,4 +73,4 @@ class Gemma2(Decoder):
     block = Block
 
 
-FAMILY = family(Gemma2Config, Gemma2)
+FAMILY = decoder_family(Gemma2Config, Gemma2)

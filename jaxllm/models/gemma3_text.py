@@ -6,9 +6,9 @@ Sliding-window layers have separate rotary settings; attention scores are not so
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
 from jaxllm.models import gemma2
-from jaxllm.models.decoder import Decoder, family
+from jaxllm.models.decoder import Decoder, decoder_family
 from jaxllm.models.gemma2 import GemmaConfig
 
 
@@ -20,8 +20,8 @@ class Gemma3Config(GemmaConfig):
 
     local_rope: Rope
 
-    def rotary(self, layer: int) -> Rope | None:
-        return self.local_rope if self.slides(layer) else self.rope
+    def layer_rope(self, layer: int) -> Rope | None:
+        return self.local_rope if self.is_sliding(layer) else self.rope
 
     def _ropes(self) -> tuple[Rope, ...]:
         return (self.rope, self.local_rope)
@@ -40,4 +40,4 @@ class Gemma3(Decoder):
     block = Block
 
 
-FAMILY = family(Gemma3Config, Gemma3)
+FAMILY = decoder_family(Gemma3Config, Gemma3)

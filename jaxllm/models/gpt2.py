@@ -13,21 +13,21 @@ import jax.numpy as jnp
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig
-from jaxllm.models.family import Family, Member, Site
+from jaxllm.config.model import ModelConfig
+from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import (
-    ALONE,
-    Across,
-    Attended,
-    Course,
+    NO_PARALLEL,
+    AttentionContext,
+    AttentionOutput,
     Layer,
-    Mass,
-    Scope,
+    LayerRunner,
+    MassMode,
+    ParallelHooks,
     Trace,
     attend,
     run_blocks,
 )
-from jaxllm.models.modules import Embedding, LayerNorm, Linear, pick, unembed
+from jaxllm.models.modules import Embedding, LayerNorm, Linear, select_columns, unembed
 from jaxllm.weights.precision import Precision
 
 
@@ -45,7 +45,7 @@ class GPT2Config(ModelConfig):
         """The number of rows of the position table."""
         return self.max_position_embeddings
 
-    def computes(self, layer: int) -> tuple[Any, ...]:
+    def layer_signature(self, layer: int) -> tuple[Any, ...]:
         return (layer if self.scale_attn_by_inverse_layer_idx else 0,)
 
     def _complaints(self) -> list[str]:
@@ -65,13 +65,13 @@ class GPT2Config(ModelConfig):
 class GPT2(nn.Module):
     """The model: token and position embeddings, blocks, final norm, and logits.
 
-    remat, course: see `layers.run_blocks`.
+    remat, runner: see `layers.run_blocks`.
     """
 
     config: GPT2Config
     precision: Precision
     remat: bool = False
-    course: Course | None = None
+    runner: LayerRunner | None = None
 
     @nn.compact
     def __call__(
@@ -81,12 +81,12 @@ class GPT2(nn.Module):
         length_B: jax.Array,
         segments: tuple[Segment, ...] = (),
         column_B: jax.Array | None = None,
-        attention_mass: Mass = False,
+        attention_mass: MassMode = False,
         *,
         embeddings_BTD: jax.Array | None = None,
         mask_BTS: jax.Array | None = None,
         document_BT: jax.Array | None = None,
-        across: Across = ALONE,
+        hooks: ParallelHooks = NO_PARALLEL,
     ) -> Trace:
         """Run tokens as `Decoder.__call__` does, but ignore `length_B`.
 
@@ -101,13 +101,13 @@ class GPT2(nn.Module):
         )
         x = x if embeddings_BTD is None else embeddings_BTD
         x = x.astype(p.activations) + places.astype(p.activations)
-        told: Any = {"document_BT": document_BT, "across": across}
-        scope = Scope(position_BT, segments, mask_BTS, attention_mass, **told)
+        told: Any = {"document_BT": document_BT, "hooks": hooks}
+        scope = AttentionContext(position_BT, segments, mask_BTS, attention_mass, **told)
         blocks = [Block(c, p, i, name=f"h.{i}") for i in range(c.num_hidden_layers)]
         embeddings = x
-        layers, x = run_blocks(blocks, x, scope, self.remat, self.course)
-        norm = scope.whole(LayerNorm(c.norm_eps, name="ln_f")(x))
-        logits = unembed(c, p, table, pick(norm, column_B))
+        layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
+        norm = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_f")(x))
+        logits = unembed(c, p, table, select_columns(norm, column_B))
         return Trace(embeddings, layers, norm, logits)
 
 
@@ -119,12 +119,12 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        normed = scope.whole(LayerNorm(c.norm_eps, name="ln_1")(x))
+        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_1")(x))
         attended = Attention(c, p, self.layer, name="attn")(normed, scope)
         x = x + attended.x
-        mlp_normed = scope.whole(LayerNorm(c.norm_eps, name="ln_2")(x))
+        mlp_normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x))
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, x + y)
 
@@ -137,7 +137,7 @@ class Attention(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> Attended:
+    def __call__(self, x: jax.Array, scope: AttentionContext) -> AttentionOutput:
         c, p = self.config, self.precision
         B, T, D = x.shape
         qkv = Linear(3 * D, True, p, name="c_attn")(x)
@@ -167,8 +167,8 @@ class MLP(nn.Module):
 FAMILY = Family(
     config=GPT2Config,
     module=GPT2,
-    tokens="wte",
-    positions="wpe",
+    token_table="wte",
+    position_table="wpe",
     embeddings="embeddings",  # token plus position embeddings
     layers="h",
     attention_norm="ln_1",
@@ -177,12 +177,15 @@ FAMILY = Family(
     mlp_down="mlp.c_proj",
     norm="ln_f",
     block=Block,
-    sites=(
-        Site("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
-        Site("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
-        Site("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
-        Site("mlp_hidden", ("mlp.c_proj",), "mlp", None),
+    linear_groups=(
+        LinearGroup("attention_norm", ("attn.c_attn",), "attention.x", "ln_1"),
+        LinearGroup("attention.heads", ("attn.c_proj",), "attention.x", "attn.c_attn"),
+        LinearGroup("mlp_norm", ("mlp.c_fc",), "mlp", "ln_2"),
+        LinearGroup("mlp_hidden", ("mlp.c_proj",), "mlp", None),
     ),
-    heads=(Member("attn.c_attn", 0, runs=3), Member("attn.c_proj", 1)),
-    channels=(Member("mlp.c_fc", 0), Member("mlp.c_proj", 1)),
+    head_linears=(
+        ParallelLinear("attn.c_attn", 0, fused_parts=3),
+        ParallelLinear("attn.c_proj", 1),
+    ),
+    channel_linears=(ParallelLinear("mlp.c_fc", 0), ParallelLinear("mlp.c_proj", 1)),
 )

@@ -12,8 +12,8 @@ import jax
 
 from jaxllm import ops
 from jaxllm.models.decoder import Attention, Decoder, DecoderConfig
-from jaxllm.models.family import Family, Member, Site
-from jaxllm.models.layers import Layer, Scope
+from jaxllm.models.family import Family, LinearGroup, ParallelLinear
+from jaxllm.models.layers import AttentionContext, Layer
 from jaxllm.models.modules import LayerNorm, Linear
 from jaxllm.weights.precision import Precision
 
@@ -54,13 +54,15 @@ class Block(nn.Module):
     layer: int
 
     @nn.compact
-    def __call__(self, x: jax.Array, scope: Scope) -> Layer:
+    def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        normed = scope.whole(LayerNorm(c.norm_eps, name="input_layernorm")(x))
-        attended = Attention(c, p, self.layer, out="dense", name="attention")(normed, scope)
+        normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="input_layernorm")(x))
+        attended = Attention(c, p, self.layer, out_name="dense", name="attention")(normed, scope)
         after = x + attended.x
         read = x if c.use_parallel_residual else after
-        mlp_normed = scope.whole(LayerNorm(c.norm_eps, name="post_attention_layernorm")(read))
+        mlp_normed = scope.gather_tokens(
+            LayerNorm(c.norm_eps, name="post_attention_layernorm")(read)
+        )
         hidden, y = MLP(c, p, name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, after + y)
 
@@ -70,9 +72,9 @@ class GPTNeoX(Decoder):
 
     config: GPTNeoXConfig
     block = Block
-    tokens = "embed_in"
+    token_table = "embed_in"
 
-    def normed(self, x: jax.Array) -> jax.Array:
+    def final_norm(self, x: jax.Array) -> jax.Array:
         y: jax.Array = LayerNorm(self.config.norm_eps, name="final_layer_norm")(x)
         return y
 
@@ -82,8 +84,8 @@ _QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 FAMILY = Family(
     config=GPTNeoXConfig,
     module=GPTNeoX,
-    tokens="embed_in",
-    positions=None,
+    token_table="embed_in",
+    position_table=None,
     embeddings="embed_in",
     layers="layers",
     attention_norm="input_layernorm",
@@ -92,12 +94,18 @@ FAMILY = Family(
     mlp_down="mlp.dense_4h_to_h",
     norm="final_layer_norm",
     block=Block,
-    sites=(
-        Site("attention_norm", _QKV, "attention.x", "input_layernorm"),
-        Site("attention.heads", ("attention.dense",), "attention.x", "attention.v_proj"),
-        Site("mlp_norm", ("mlp.dense_h_to_4h",), "mlp", "post_attention_layernorm"),
-        Site("mlp_hidden", ("mlp.dense_4h_to_h",), "mlp", None),
+    linear_groups=(
+        LinearGroup("attention_norm", _QKV, "attention.x", "input_layernorm"),
+        LinearGroup("attention.heads", ("attention.dense",), "attention.x", "attention.v_proj"),
+        LinearGroup("mlp_norm", ("mlp.dense_h_to_4h",), "mlp", "post_attention_layernorm"),
+        LinearGroup("mlp_hidden", ("mlp.dense_4h_to_h",), "mlp", None),
     ),
-    heads=(*(Member(path, 0) for path in _QKV), Member("attention.dense", 1)),
-    channels=(Member("mlp.dense_h_to_4h", 0), Member("mlp.dense_4h_to_h", 1)),
+    head_linears=(
+        *(ParallelLinear(path, 0) for path in _QKV),
+        ParallelLinear("attention.dense", 1),
+    ),
+    channel_linears=(
+        ParallelLinear("mlp.dense_h_to_4h", 0),
+        ParallelLinear("mlp.dense_4h_to_h", 1),
+    ),
 )

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.config import Positive
-from jaxllm.models.decoder import Decoder, DecoderConfig, family
+from jaxllm.config.model import Positive
+from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,4 +49,4 @@ class Granite(Decoder):
     config: GraniteConfig
 
 
-FAMILY = family(GraniteConfig, Granite, embeddings="embeddings")
+FAMILY = decoder_family(GraniteConfig, Granite, embeddings="embeddings")

@@ -10,20 +10,20 @@ from flax import struct
 
 from jaxllm import ops
 from jaxllm.cache.kv import Segment
-from jaxllm.config import ModelConfig, Rope
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import ModelConfig, Rope
 from jaxllm.errors import ConfigError
-from jaxllm.longer import LongAttention
-from jaxllm.models.long import KINDS
-from jaxllm.models.long.infini import Beside
-from jaxllm.ops.extended import attend_extended
-from jaxllm.ops.masked import attend_masked, attention_weights, within_documents
+from jaxllm.models.long import ATTENTION_KINDS
+from jaxllm.models.long.infini import MemoryInputs
+from jaxllm.ops.masked import attend_with_mask, attention_weights, document_mask
+from jaxllm.ops.self_extend import attend_self_extend
 
 Angles = tuple[jax.Array, jax.Array]  # cosines and sines per token, [B, T, F]
-Mass = bool | Literal["heads"]  # none, summed over queries and heads, or all weights
+MassMode = bool | Literal["heads"]  # none, summed over queries and heads, or all weights
 
 
-class Attend(Protocol):
-    """Attention over a text that is sharded over devices: see `Across`."""
+class AttendFunction(Protocol):
+    """Attention over a text that is sharded over devices: see `ParallelHooks`."""
 
     def __call__(
         self,
@@ -42,55 +42,55 @@ class Attend(Protocol):
         """
 
 
-class Across(NamedTuple):
+class ParallelHooks(NamedTuple):
     """Hooks for layers whose tokens are sharded over devices.
 
     Attributes:
-        attend: Attention; None: this device has all tokens that its heads need.
-        whole: Gathers the tokens of the residual stream between linears; None: not sharded.
-        at_once: Whether attention synchronizes all devices of the mesh, not only those that run the
+        attend: Attention; None: this device has all tokens that its heads need. gather_tokens:
+        Gathers the tokens of the residual stream between linears; None: not sharded. global_sync:
+        Whether attention synchronizes all devices of the mesh, not only those that run the
             same layers.
     """
 
-    attend: Attend | None = None
-    whole: Callable[[jax.Array], jax.Array] | None = None
-    at_once: bool = False
+    attend: AttendFunction | None = None
+    gather_tokens: Callable[[jax.Array], jax.Array] | None = None
+    global_sync: bool = False
 
 
-ALONE = Across()
+NO_PARALLEL = ParallelHooks()
 
 
-class Scope(NamedTuple):
+class AttentionContext(NamedTuple):
     """What new tokens may attend to, the same for every layer.
 
     Attributes:
         position_BT: int32, of the new tokens, -1 for padding.
         segments: Of the cache, oldest first.
         mask_BTS: What each query attends to of all slots and then the new tokens, as in
-            `attend_masked`; replaces positions and windows.
+            `attend_with_mask`; replaces positions and windows.
         mass: Which attention mass to return; none under a mask or with documents.
         angles: Cosines and sines for each of `ModelConfig.ropes`.
         document_BT: int32, the document of each new token, which attends to new tokens of the same
             document only, and to all of the cache.
         memory: Each layer's memory of earlier text; empty for none.
-        across: Hooks if tokens are sharded over devices.
+        hooks: Hooks if tokens are sharded over devices.
     """
 
     position_BT: jax.Array
     segments: tuple[Segment, ...] = ()
     mask_BTS: jax.Array | None = None
-    mass: Mass = False
+    mass: MassMode = False
     angles: tuple[Angles, ...] = ()
     document_BT: jax.Array | None = None
     memory: tuple[Any, ...] = ()
-    across: Across = ALONE
+    hooks: ParallelHooks = NO_PARALLEL
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
-        return x if self.across.whole is None else self.across.whole(x)
+        return x if self.hooks.gather_tokens is None else self.hooks.gather_tokens(x)
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """What attention computes, in order.
 
     Attributes:
@@ -127,7 +127,7 @@ class Layer(NamedTuple):
     """
 
     attention_norm: jax.Array
-    attention: Attended
+    attention: AttentionOutput
     mlp_norm: jax.Array
     mlp_hidden: jax.Array | None
     mlp: jax.Array
@@ -165,7 +165,7 @@ class Trace(struct.PyTreeNode):
         return tuple(layer.attention.v for layer in self.layers)
 
     @property
-    def reads(self) -> tuple[jax.Array, ...]:
+    def read_outputs(self) -> tuple[jax.Array, ...]:
         """Outputs of the last cache reads, `[B, T, D]`, which writes wait for.
 
         Empty if all slots are read before any new key is computed.
@@ -186,7 +186,7 @@ class Trace(struct.PyTreeNode):
 
 
 def attend(
-    scope: Scope,
+    scope: AttentionContext,
     layer: int,
     q: jax.Array,
     k: jax.Array,
@@ -198,9 +198,9 @@ def attend(
     window: int | None,
     cap: float | None = None,
     kind: LongAttention | None = None,
-    beside: Beside | None = None,
-    extended: Rope | None = None,
-) -> Attended:
+    memory_inputs: MemoryInputs | None = None,
+    self_extend: Rope | None = None,
+) -> AttentionOutput:
     """Compute attention of one layer over its cached keys and values, and the new tokens.
 
     Args:
@@ -210,9 +210,9 @@ def attend(
         cache_dtype: Dtype of keys and values if there is no cache.
         window: How many of the last positions a query attends to, its own included; None: all.
         cap: See `ops.attend`.
-        kind: Long-context attention, a row of `long.KINDS`; None: dense.
-        beside: Further inputs for a kind that has a memory.
-        extended: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
+        kind: Long-context attention, a row of `long.ATTENTION_KINDS`; None: dense.
+        memory_inputs: Further inputs for a kind that has a memory.
+        self_extend: The layer's rotary settings if they are Self-Extend's; excludes `kind`.
 
     Raises:
         ConfigError: Self-Extend with a mask, documents, or per-head weights; or a text sharded over
@@ -225,36 +225,36 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
-    if scope.across.attend is not None:
+    if scope.hooks.attend is not None:
         at, documents = scope.position_BT, scope.document_BT
         if mask_BTS is not None or scope.mass is not False:
             raise ConfigError(
                 "a text that is sharded over devices (sequence=) supports neither masks nor"
                 " attention mass. Use a mesh without sequence"
             )
-        out, new = scope.across.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
+        out, new = scope.hooks.attend(q, at, parts, documents, scale=scale, window=window, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
-        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, None)
+        return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, None)
     if kind is not None:
-        attend_long = KINDS[kind.kind]
-        out, mass, memory = attend_long(kind, scope, q, parts, beside, scale=scale, cap=cap)
+        attend_long = ATTENTION_KINDS[kind.kind]
+        out, mass, memory = attend_long(kind, scope, q, parts, memory_inputs, scale=scale, cap=cap)
         x = project_out(out.reshape(*out.shape[:2], -1))
-        return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass, memory)
-    if extended is not None and (mask_BTS is not None or scope.document_BT is not None):
+        return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, mass, memory)
+    if self_extend is not None and (mask_BTS is not None or scope.document_BT is not None):
         raise ConfigError(
             "Self-Extend (group_size, neighbor_window) supports no masks, packed documents or"
             " exported graphs. Use the model without it"
         )
     if scope.document_BT is not None:
-        mask_BTS = within_documents(scope.position_BT, parts, scope.document_BT, window=window)
+        mask_BTS = document_mask(scope.position_BT, parts, scope.document_BT, window=window)
     if mask_BTS is not None:
-        out, mass = attend_masked(q, parts, mask_BTS, scale=scale, cap=cap), None
-    elif extended is not None:
+        out, mass = attend_with_mask(q, parts, mask_BTS, scale=scale, cap=cap), None
+    elif self_extend is not None:
         if scope.mass == "heads":
             raise ConfigError("Self-Extend does not support attention_weights. Use attention_mass")
         at, summed = scope.position_BT, scope.mass is True
-        out, mass = attend_extended(
-            q, at, parts, rope=extended, scale=scale, window=window, cap=cap, mass=summed
+        out, mass = attend_self_extend(
+            q, at, parts, rope=self_extend, scale=scale, window=window, cap=cap, mass=summed
         )
     else:
         at, summed = scope.position_BT, scope.mass is True
@@ -262,44 +262,44 @@ def attend(
         if scope.mass == "heads":
             mass = attention_weights(q, at, parts, scale=scale, window=window, cap=cap)
     x = project_out(out.reshape(*out.shape[:2], -1))
-    return Attended(q, new.k_BSKH, new.v_BSKH, out, x, mass)
+    return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 
 
-class Course(Protocol):
+class LayerRunner(Protocol):
     """Runs the layers in another way, e.g. pipelined; a frozen dataclass, since models store it."""
 
     def __call__(
-        self, blocks: Sequence[nn.Module], x: jax.Array, scope: Scope, remat: bool
+        self, blocks: Sequence[nn.Module], x: jax.Array, scope: AttentionContext, remat: bool
     ) -> tuple[tuple[Layer, ...], jax.Array]: ...
 
 
 def run_blocks(
     blocks: Sequence[nn.Module],
     x: jax.Array,
-    scope: Scope,
+    scope: AttentionContext,
     remat: bool,
-    course: Course | None = None,
+    runner: LayerRunner | None = None,
 ) -> tuple[tuple[Layer, ...], jax.Array]:
     """Run the layers; return what each computes, and the output of the last.
 
     remat: recompute activations in the backward pass instead of storing them.
     """
-    if course is not None:
-        return course(blocks, x, scope, remat)
+    if runner is not None:
+        return runner(blocks, x, scope, remat)
     layers = list[Layer]()
     for block in blocks:
-        layers.append(_run_again(block, x, scope) if remat else block(x, scope))
+        layers.append(_run_remat(block, x, scope) if remat else block(x, scope))
         x = layers[-1].x
     return tuple(layers), x
 
 
-def _run_again(block: nn.Module, x: jax.Array, scope: Scope) -> Layer:
+def _run_remat(block: nn.Module, x: jax.Array, scope: AttentionContext) -> Layer:
     again = nn.remat(lambda module, x: module(x, scope), prevent_cse=True)
     layer: Layer = again(block, x)
     return layer
 
 
-def angles_of(
+def rotary_angles(
     config: ModelConfig, position_BT: jax.Array, length_B: jax.Array
 ) -> tuple[Angles, ...]:
     """Return cosines and sines for tokens at these positions, of texts of these lengths."""

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from jaxllm.config import Tokens
-from jaxllm.longer import LongAttention
-from jaxllm.models.decoder import Block, Decoder, DecoderConfig, family
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import TokenCount
+from jaxllm.models.decoder import Block, Decoder, DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class LlamaConfig(DecoderConfig):
 
     attention_bias: bool = False
     mlp_bias: bool = False
-    sliding_window: Tokens | None = None
+    sliding_window: TokenCount | None = None
     attention: LongAttention | None = None
 
     def _complaints(self) -> list[str]:
@@ -38,12 +38,12 @@ class LlamaConfig(DecoderConfig):
                 f"segments of {segment} tokens exceed max_position_embeddings"
                 f" ({self.max_position_embeddings})"
             )
-        if segment is not None and self.rope.follows_length:
+        if segment is not None and self.rope.depends_on_length:
             complaints.append(
                 f"rotary settings of type {self.rope.rope_type!r} follow the text's length, but"
                 " segments have a fixed length"
             )
-        if self.rope.extended:
+        if self.rope.is_self_extended:
             complaints.append(
                 f"attention of kind {self.attention.kind!r} excludes Self-Extend (group_size,"
                 " neighbor_window): remove one of them"
@@ -61,11 +61,11 @@ class LlamaConfig(DecoderConfig):
 
     def long_attention(self, layer: int) -> LongAttention | None:
         kind = self.attention
-        return kind.for_layers([layer]) if kind is not None else None
+        return kind.with_layers([layer]) if kind is not None else None
 
-    def with_layers(self, numbers: Sequence[int]) -> Self:
-        kind = self.attention and self.attention.for_layers(numbers)
-        return dataclasses.replace(self, num_hidden_layers=len(numbers), attention=kind)
+    def with_layers(self, indices: Sequence[int]) -> Self:
+        kind = self.attention and self.attention.with_layers(indices)
+        return dataclasses.replace(self, num_hidden_layers=len(indices), attention=kind)
 
     def to_dict(self) -> dict[str, Any]:
         fields = super().to_dict()
@@ -85,4 +85,4 @@ class Llama(Decoder):
     block = Block
 
 
-FAMILY = family(LlamaConfig, Llama, aliases=("mistral",))
+FAMILY = decoder_family(LlamaConfig, Llama, aliases=("mistral",))

@@ -3,18 +3,18 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.config import Tokens
+from jaxllm.config.model import TokenCount
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.experts import Block, MixtureConfig, family
+from jaxllm.models.moe import Block, MoEConfig, moe_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MixtralConfig(MixtureConfig):
+class MixtralConfig(MoEConfig):
     """Mixtral. intermediate_size: hidden channels of each expert."""
 
     model_type: ClassVar[str] = "mixtral"
 
-    sliding_window: Tokens | None = None
+    sliding_window: TokenCount | None = None
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -27,4 +27,4 @@ class Mixtral(Decoder):
     block = Block
 
 
-FAMILY = family(MixtralConfig, Mixtral)
+FAMILY = moe_family(MixtralConfig, Mixtral)

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
-from jaxllm.weights.leaves.parted import Spread
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.types.tensor_parallel import ShardedNorm
 
 
-def leaf(module: nn.Module, name: str, *shape: int) -> Any:
+def get_param(module: nn.Module, name: str, *shape: int) -> Any:
     """Return the parameter `name` of `module`; declares its shape for `param_shapes`."""
     if module.is_initializing():
         return module.param(name, nn.initializers.zeros, shape, jnp.float32)
@@ -30,35 +30,35 @@ def leaf(module: nn.Module, name: str, *shape: int) -> Any:
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias` in the module's dtypes, returned in x's dtype, or in `out`."""
+    """`x @ weight.T + bias` in the module's dtypes, returned in x's dtype, or in `out_dtype`."""
 
     features: int
     bias: bool
     precision: Precision
-    out: str | None = None
+    out_dtype: str | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return project(x, self)[0]
 
     @nn.compact
-    def term(self, features: int) -> tuple[Any, jax.Array | None]:
+    def weight_and_bias(self, features: int) -> tuple[Any, jax.Array | None]:
         """Return the weight `[O, I]` and the bias, for this number of input features."""
-        weight = leaf(self, "weight", self.features, features)
-        return weight, leaf(self, "bias", self.features) if self.bias else None
+        weight = get_param(self, "weight", self.features, features)
+        return weight, get_param(self, "bias", self.features) if self.bias else None
 
 
 def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
     """Apply several `Linear`s to x, in one kernel call if their dtypes agree."""
     precision, names = modules[0].precision, [".".join(module.path) for module in modules]
-    dtypes = [precision.activations_at(name) for name in names]
+    dtypes = [precision.activation_dtype(name) for name in names]
     if len(set(dtypes)) > 1:
         return [y for module in modules for y in project(x, module)]
-    terms = [module.term(x.shape[-1]) for module in modules]
+    terms = [module.weight_and_bias(x.shape[-1]) for module in modules]
     products = linears(x.astype(dtypes[0]), terms, int8_inputs=precision.int8_inputs)
     results = []
     for name, module, y in zip(names, modules, products, strict=True):
-        y = y.astype(precision.output_at(name) or module.out or dtypes[0])
-        results.append(y.astype(module.out or x.dtype))
+        y = y.astype(precision.output_dtype(name) or module.out_dtype or dtypes[0])
+        results.append(y.astype(module.out_dtype or x.dtype))
     return results
 
 
@@ -71,7 +71,7 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, index_BT: jax.Array) -> tuple[jax.Array, Any]:
         """Return the rows `[B, T, D]` and the table itself."""
-        weight = leaf(self, "weight", self.rows, self.features)
+        weight = get_param(self, "weight", self.rows, self.features)
         return embed(weight, index_BT), weight
 
 
@@ -79,13 +79,15 @@ class RMSNorm(nn.Module):
     """RMS norm. plus: offset added to the weights."""
 
     eps: float
-    plus: float = 0.0
+    weight_offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight_D = leaf(self, "weight", x.shape[-1])
-        norm = partial(ops.rms_norm, eps=self.eps, plus=self.plus)
-        return weight_D.normed(x, norm) if isinstance(weight_D, Spread) else norm(x, weight_D)
+        weight_D = get_param(self, "weight", x.shape[-1])
+        norm = partial(ops.rms_norm, eps=self.eps, weight_offset=self.weight_offset)
+        return (
+            weight_D.apply_norm(x, norm) if isinstance(weight_D, ShardedNorm) else norm(x, weight_D)
+        )
 
 
 class LayerNorm(nn.Module):
@@ -93,11 +95,11 @@ class LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight, bias = leaf(self, "weight", x.shape[-1]), leaf(self, "bias", x.shape[-1])
+        weight, bias = get_param(self, "weight", x.shape[-1]), get_param(self, "bias", x.shape[-1])
         return ops.layer_norm(x, weight, bias, eps=self.eps)
 
 
-def pick(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
+def select_columns(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
     """Select one column of each row, `[B, 1, D]`; all if `column_B` is None."""
     if column_B is None:
         return x_BTD
@@ -108,4 +110,4 @@ def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array)
     """Return float32 logits, from the embedding table if tied, else from `lm_head`."""
     if config.tie_word_embeddings:
         return linear(x, table)
-    return Linear(config.vocab_size, False, precision, out="float32", name="lm_head")(x)
+    return Linear(config.vocab_size, False, precision, out_dtype="float32", name="lm_head")(x)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, DecoderConfig, family
+from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,4 +34,4 @@ class Olmo2(Decoder):
     block = Block
 
 
-FAMILY = family(Olmo2Config, Olmo2)
+FAMILY = decoder_family(Olmo2Config, Olmo2)

@@ -2,16 +2,17 @@
 
 Checkpoints store queries, keys and values as one matrix, and gate and up as another; here they are
 separate. LongRoPE uses one list of divisors for texts of up to `original_max_position_embeddings`
-tokens and another for longer ones. When a text crosses this length (`ModelConfig.border`),
-transformers runs all of it again; here a generation that would cross it is refused. Replacing the
-short list by the long one removes the limit, and changes outputs of short texts slightly.
+tokens and another for longer ones. When a text crosses this length
+(`ModelConfig.original_context`), transformers runs all of it again; here a generation that would
+cross it is refused. Replacing the short list by the long one removes the limit, and changes outputs
+of short texts slightly.
 """
 
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.config import Tokens
-from jaxllm.models.decoder import Decoder, DecoderConfig, family
+from jaxllm.config.model import TokenCount
+from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Phi3Config(DecoderConfig):
 
     model_type: ClassVar[str] = "phi3"
 
-    sliding_window: Tokens | None = None
+    sliding_window: TokenCount | None = None
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -32,4 +33,4 @@ class Phi3(Decoder):
     config: Phi3Config
 
 
-FAMILY = family(Phi3Config, Phi3)
+FAMILY = decoder_family(Phi3Config, Phi3)

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import Decoder, family
-from jaxllm.models.layer_types import MixedConfig
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2Config(MixedConfig):
+class Qwen2Config(HybridAttentionConfig):
     """Qwen2."""
 
     model_type: ClassVar[str] = "qwen2"
@@ -24,4 +24,4 @@ class Qwen2(Decoder):
     config: Qwen2Config
 
 
-FAMILY = family(Qwen2Config, Qwen2)
+FAMILY = decoder_family(Qwen2Config, Qwen2)

@@ -4,12 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, family
-from jaxllm.models.layer_types import MixedConfig
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config(MixedConfig):
+class Qwen3Config(HybridAttentionConfig):
     """Qwen3."""
 
     model_type: ClassVar[str] = "qwen3"
@@ -35,4 +35,4 @@ class Qwen3(Decoder):
     block = Block
 
 
-FAMILY = family(Qwen3Config, Qwen3)
+FAMILY = decoder_family(Qwen3Config, Qwen3)

@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from jaxllm.config import Tokens, Width
-from jaxllm.models import experts
+from jaxllm.config.model import HiddenSize, TokenCount
+from jaxllm.models import moe
 from jaxllm.models.decoder import Decoder
-from jaxllm.models.experts import MixtureConfig, family
+from jaxllm.models.moe import MoEConfig, moe_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(MixtureConfig):
+class Qwen3MoeConfig(MoEConfig):
     """Qwen3-MoE.
 
     Attributes:
@@ -19,31 +19,31 @@ class Qwen3MoeConfig(MixtureConfig):
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
-    by_layer: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
+    per_layer_fields: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
 
-    moe_intermediate_size: Width
+    moe_intermediate_size: HiddenSize
     norm_topk_prob: bool
     mlp_layer_types: tuple[Literal["sparse", "dense"], ...]
     attention_bias: bool = False
-    sliding_window: Tokens | None = None
+    sliding_window: TokenCount | None = None
 
     @property
     def expert_size(self) -> int:
         return self.moe_intermediate_size
 
     @property
-    def renormalises(self) -> bool:
+    def normalize_topk(self) -> bool:
         return self.norm_topk_prob
 
-    def routed(self, layer: int) -> bool:
+    def is_moe_layer(self, layer: int) -> bool:
         return self.mlp_layer_types[layer] == "sparse"
 
-    def form(self, layer: int) -> int:
+    def layer_template(self, layer: int) -> int:
         return self.mlp_layer_types.index(self.mlp_layer_types[layer])
 
-    def computes(self, layer: int) -> tuple[Any, ...]:
+    def layer_signature(self, layer: int) -> tuple[Any, ...]:
         """Return whether the layer has experts in place of `form`; otherwise as the base class."""
-        return (self.routed(layer), *super().computes(layer)[1:])
+        return (self.is_moe_layer(layer), *super().layer_signature(layer)[1:])
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -53,7 +53,7 @@ class Qwen3MoeConfig(MixtureConfig):
         return (self.attention_bias, self.attention_bias, False)
 
 
-class Block(experts.Block):
+class Block(moe.Block):
     """One layer."""
 
     config: Qwen3MoeConfig
@@ -68,5 +68,6 @@ class Qwen3Moe(Decoder):
 
 
 FAMILY = dataclasses.replace(
-    family(Qwen3MoeConfig, Qwen3Moe), widths=("intermediate_size", "moe_intermediate_size")
+    moe_family(Qwen3MoeConfig, Qwen3Moe),
+    width_fields=("intermediate_size", "moe_intermediate_size"),
 )

@@ -3,23 +3,23 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.config import Rope
-from jaxllm.models.decoder import Decoder, family
-from jaxllm.models.layer_types import MixedConfig
+from jaxllm.config.model import Rope
+from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolLM3Config(MixedConfig):
+class SmolLM3Config(HybridAttentionConfig):
     """SmolLM3. turns: whether each layer uses RoPE."""
 
     model_type: ClassVar[str] = "smollm3"
-    by_layer: ClassVar[tuple[str, ...]] = (*MixedConfig.by_layer, "turns")
+    per_layer_fields: ClassVar[tuple[str, ...]] = (*HybridAttentionConfig.per_layer_fields, "turns")
 
     turns: tuple[bool, ...]
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def rotary(self, layer: int) -> Rope | None:
+    def layer_rope(self, layer: int) -> Rope | None:
         return self.rope if self.turns[layer] else None
 
     @property
@@ -33,4 +33,4 @@ class SmolLM3(Decoder):
     config: SmolLM3Config
 
 
-FAMILY = family(SmolLM3Config, SmolLM3)
+FAMILY = decoder_family(SmolLM3Config, SmolLM3)

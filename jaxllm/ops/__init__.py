@@ -1,17 +1,17 @@
 """Pure functions on arrays, independent of caches and parameters.
 
-attention: blockwise, over segments; extended: Self-Extend; masked: under an explicit mask;
-dilated/: LongNet's. entries: keys and values as a cache stores them, int8 or not. rope, norms,
+attention: blockwise, over segments; self_extend: Self-Extend; masked: under an explicit mask;
+dilated/: LongNet's. kv_quant: keys and values as a cache stores them, int8 or not. rope, norms,
 activations. pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens
-grouped by segment. varying: varying axes of `shard_map`. likelihood: token log-probabilities.
-native/: C++ kernels; pallas: a GPU kernel.
+grouped by segment. varying_axes: varying axes of `shard_map`. token_logprobs: token
+log-probabilities. native/: C++ kernels; pallas: a GPU kernel.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS
-from jaxllm.ops.attention import Part, attend, capped, visible
-from jaxllm.ops.entries import Entries, Int8Entries, cast, dense
+from jaxllm.ops.attention import Part, attend, soft_cap, visible
+from jaxllm.ops.kv_quant import Entries, Int8Entries, cast, dequantize
 from jaxllm.ops.norms import layer_norm, rms_norm
-from jaxllm.ops.rope import inverse_frequencies, rope_angles, rotate, turn
+from jaxllm.ops.rope import inverse_frequencies, rerotate, rope_angles, rotate
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,14 +19,14 @@ __all__ = [
     "Int8Entries",
     "Part",
     "attend",
-    "capped",
     "cast",
-    "dense",
+    "dequantize",
     "inverse_frequencies",
     "layer_norm",
+    "rerotate",
     "rms_norm",
     "rope_angles",
     "rotate",
-    "turn",
+    "soft_cap",
     "visible",
 ]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops import native
-from jaxllm.ops.entries import Entries, Int8Entries, dense
-from jaxllm.ops.varying import varying_as
+from jaxllm.ops.kv_quant import Entries, Int8Entries, dequantize
+from jaxllm.ops.varying_axes import match_varying
 
 BLOCK = 256  # slots per block: small enough to skip empty ones, large enough to be fast
 
@@ -42,7 +42,7 @@ class Queries(NamedTuple):
     cap: float | None = None
 
     @classmethod
-    def of(
+    def from_heads(
         cls, q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], **rules: Any
     ) -> "Queries":
         """Group the queries of all heads by the key heads of `parts`. rules: scale, window, cap."""
@@ -59,10 +59,10 @@ class Softmax(NamedTuple):
     value_BKGTH: jax.Array
 
     @property
-    def log_BKGT(self) -> jax.Array:
+    def lse_BKGT(self) -> jax.Array:
         """Logarithm of the denominator (logsumexp); -inf for a query that has seen nothing."""
         seen = self.total_BKGT > 0
-        log = finite(self.top_BKGT) + jnp.log(jnp.where(seen, self.total_BKGT, 1.0))
+        log = finite_or_zero(self.top_BKGT) + jnp.log(jnp.where(seen, self.total_BKGT, 1.0))
         return jnp.where(seen, log, -jnp.inf)
 
 
@@ -93,8 +93,8 @@ def attend(
         summed over heads and queries, float32 `[B, S]`; None unless requested.
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
-    if not mass and alike and native.enabled():
-        return _traced_once(q_BTNH, position_BT, tuple(parts), scale, window, cap), None
+    if not mass and alike and native.is_enabled():
+        return _attend_native_jit(q_BTNH, position_BT, tuple(parts), scale, window, cap), None
     return _fold(q_BTNH, position_BT, parts, scale, window, cap, mass)
 
 
@@ -108,44 +108,47 @@ def _fold(
     mass: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute attention in plain JAX, on any platform; the reference for the native kernel."""
-    queries = Queries.of(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
-    return fold([Look(queries)], parts, q_BTNH.dtype, mass=mass)
+    queries = Queries.from_heads(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
+    return fold([KeyView(queries)], parts, q_BTNH.dtype, mass=mass)
 
 
 def fold(
-    looks: Sequence["Look"], parts: Sequence[Part], dtype: jnp.dtype, *, mass: bool
+    views: Sequence["KeyView"], parts: Sequence[Part], dtype: jnp.dtype, *, mass: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute one softmax over several views of the parts: heads `[B, T, N, H]`, and mass.
 
     Each slot is visible to a query in at most one view. dtype: of the heads.
     """
-    state = softmax(looks, parts)
-    out = finished(state, dtype)
+    state = softmax(views, parts)
+    out = normalize_output(state, dtype)
     if not mass:
         return out, None
-    blank = varying_as(jnp.zeros((out.shape[0], BLOCK), jnp.float32), state)
+    blank = match_varying(jnp.zeros((out.shape[0], BLOCK), jnp.float32), state)
     each = []
-    for look in looks:
-        walks = [_walk(look.through(_receive), blank, state, look.queries, p)[1] for p in parts]
+    for look in views:
+        walks = [
+            _visit_blocks(look.wrap_visit(_sum_weights), blank, state, look.queries, p)[1]
+            for p in parts
+        ]
         each.append(jnp.concatenate([m for walk in walks for m in walk], axis=1))
     return out, sum(each[1:], each[0])
 
 
-def softmax(looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
+def softmax(views: Sequence["KeyView"], parts: Sequence[Part]) -> Softmax:
     """Return the softmax state of queries after all of the parts."""
-    state = varying_as(unseen(looks[0].queries), looks[0].queries.q_BTKGH, *parts)
-    return looked(state, looks, parts)
+    state = match_varying(empty_softmax(views[0].queries), views[0].queries.q_BTKGH, *parts)
+    return absorb_parts(state, views, parts)
 
 
-def looked(state: Softmax, looks: Sequence["Look"], parts: Sequence[Part]) -> Softmax:
+def absorb_parts(state: Softmax, views: Sequence["KeyView"], parts: Sequence[Part]) -> Softmax:
     """Return the softmax state after these further parts."""
-    for look in looks:
+    for look in views:
         for part in parts:
-            state, _ = _walk(look.through(absorb), None, state, look.queries, part)
+            state, _ = _visit_blocks(look.wrap_visit(absorb), None, state, look.queries, part)
     return state
 
 
-def unseen(queries: Queries) -> Softmax:
+def empty_softmax(queries: Queries) -> Softmax:
     """Return the softmax state of queries that have seen nothing."""
     B, T, K, G, H = queries.q_BTKGH.shape
     return Softmax(
@@ -155,7 +158,7 @@ def unseen(queries: Queries) -> Softmax:
     )
 
 
-def finished(state: Softmax, dtype: jnp.dtype) -> jax.Array:
+def normalize_output(state: Softmax, dtype: jnp.dtype) -> jax.Array:
     """Return the heads, `[B, T, N, H]`; zeros for a query that has seen nothing."""
     B, K, G, T, H = state.value_BKGTH.shape
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
@@ -164,7 +167,7 @@ def finished(state: Softmax, dtype: jnp.dtype) -> jax.Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
-def _in_place(
+def _attend_native(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
@@ -189,7 +192,7 @@ def _in_place(
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
         out = native.attend(q, position_BT, pieces, scale=scale, window=window, cap=cap)
         # A kernel's outputs carry no varying axes.
-        return varying_as(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
+        return match_varying(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
     @kernel.def_vmap
     def _(size: int, batched: Any, *args: Any) -> tuple[jax.Array, bool]:
@@ -202,16 +205,16 @@ def _in_place(
     return out
 
 
-@_in_place.defjvp
+@_attend_native.defjvp
 def _(scale: float, window: int | None, cap: float | None, primals: Any, tangents: Any) -> Any:
     def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
         return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
 
-    return _in_place(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
+    return _attend_native(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
 
 
 # Jitted, so that it is traced once for a model's equal layers.
-_traced_once = jax.jit(_in_place, static_argnums=(3, 4, 5))
+_attend_native_jit = jax.jit(_attend_native, static_argnums=(3, 4, 5))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:
@@ -221,7 +224,7 @@ def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int |
     return seen if window is None else seen & (q - k < window)
 
 
-def capped(x: jax.Array, cap: float | None) -> jax.Array:
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Soft-cap scores to `cap`; None: no cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
@@ -230,30 +233,30 @@ def capped(x: jax.Array, cap: float | None) -> jax.Array:
 Visit = Callable[[Softmax, Queries, Part, jax.Array], tuple[Softmax, Any]]
 
 
-class Look(NamedTuple):
+class KeyView(NamedTuple):
     """Queries, and a transformation of each block and its visibility mask before they attend to it.
 
-    take: maps a block and bool `[B, T, S]` to the same; None: no transformation.
+    transform: maps a block and bool `[B, T, S]` to the same; None: no transformation.
     """
 
     queries: Queries
-    take: Callable[[Part, jax.Array], tuple[Part, jax.Array]] | None = None
+    transform: Callable[[Part, jax.Array], tuple[Part, jax.Array]] | None = None
 
-    def through(self, visit: Visit) -> Visit:
+    def wrap_visit(self, visit: Visit) -> Visit:
         """Wrap a visit so that it receives transformed blocks."""
-        take = self.take
+        take = self.transform
         if take is None:
             return visit
 
-        def taken(
+        def visit_view(
             state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
         ) -> tuple[Softmax, Any]:
             return visit(state, queries, *take(block, seen_BTS))
 
-        return taken
+        return visit_view
 
 
-def _walk(
+def _visit_blocks(
     visit: Visit, blank: Any, state: Softmax, queries: Queries, part: Part
 ) -> tuple[Softmax, list[jax.Array]]:
     """Visit a part block by block; return the final state, and what the visits returned.
@@ -264,14 +267,16 @@ def _walk(
     whole = slots // BLOCK if slots >= 2 * BLOCK else 0
     found: list[Any] = []
 
-    def seen_of(block: Part) -> jax.Array:
+    def visible_slots(block: Part) -> jax.Array:
         return visible(queries.position_BT, block.position_BS, window=queries.window)
 
     if whole:
 
         def step(state: Softmax, i: jax.Array) -> tuple[Softmax, Any]:
-            block = _slots(part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, 1))
-            seen_BTS = seen_of(block)
+            block = _slice_part(
+                part, lambda x: jax.lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, 1)
+            )
+            seen_BTS = visible_slots(block)
             return jax.lax.cond(
                 seen_BTS.any(),
                 lambda state: visit(state, queries, block, seen_BTS),
@@ -282,9 +287,9 @@ def _walk(
         state, each = jax.lax.scan(step, state, jnp.arange(whole))
         if each is not None:
             found.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * BLOCK))
-        part = _slots(part, lambda x: x[:, whole * BLOCK :])
+        part = _slice_part(part, lambda x: x[:, whole * BLOCK :])
     if part.position_BS.shape[1]:
-        state, last = visit(state, queries, part, seen_of(part))
+        state, last = visit(state, queries, part, visible_slots(part))
         if last is not None:
             found.append(last)
     return state, found
@@ -294,7 +299,7 @@ def absorb(
     state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
 ) -> tuple[Softmax, None]:
     """Add a block's weights and values to the softmax state."""
-    v_BSKH = dense(block.v_BSKH)
+    v_BSKH = dequantize(block.v_BSKH)
     # Zero times NaN is NaN: entries of empty slots must not reach the sum.
     used_BS = block.position_BS >= 0
     if v_BSKH.shape[0] == 1:  # a slot that any row still uses
@@ -302,8 +307,8 @@ def absorb(
     v_BSKH = jnp.where(used_BS[:, :, None, None], v_BSKH, jnp.zeros_like(v_BSKH))
     score_BKGTS = scores(queries, block, seen_BTS)
     top = jnp.maximum(state.top_BKGT, jax.lax.stop_gradient(score_BKGTS.max(axis=-1)))
-    weight_BKGTS = jnp.exp(score_BKGTS - finite(top)[..., None])
-    shrink = jnp.exp(state.top_BKGT - finite(top))
+    weight_BKGTS = jnp.exp(score_BKGTS - finite_or_zero(top)[..., None])
+    shrink = jnp.exp(state.top_BKGT - finite_or_zero(top))
     value = weighted_sum(weight_BKGTS, v_BSKH, queries.q_BTKGH.dtype)
     return Softmax(
         top,
@@ -312,47 +317,49 @@ def absorb(
     ), None
 
 
-def _receive(
+def _sum_weights(
     state: Softmax, queries: Queries, block: Part, seen_BTS: jax.Array
 ) -> tuple[Softmax, jax.Array]:
     """Return the weights of a block's slots in the finished softmax, `[B, S]`."""
     total = jnp.where(state.total_BKGT == 0, 1.0, state.total_BKGT)
     score_BKGTS = scores(queries, block, seen_BTS)
-    weight_BKGTS = jnp.exp(score_BKGTS - finite(state.top_BKGT)[..., None]) / total[..., None]
+    weight_BKGTS = (
+        jnp.exp(score_BKGTS - finite_or_zero(state.top_BKGT)[..., None]) / total[..., None]
+    )
     return state, weight_BKGTS.sum(axis=(1, 2, 3))
 
 
-def _slots(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
+def _slice_part(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
     """Apply a slice of slots to a part."""
     taken: Part = jax.tree.map(take, part)
     return taken
 
 
-def finite(top: jax.Array) -> jax.Array:
+def finite_or_zero(top: jax.Array) -> jax.Array:
     """Return the largest scores, or 0 for a query that has seen nothing yet."""
     return jnp.where(jnp.isneginf(top), 0.0, top)
 
 
 def scores(queries: Queries, block: Part, seen_BTS: jax.Array) -> jax.Array:
     """Return the scores of a block's keys, float32 `[B, K, G, T, S]`; -inf if not visible."""
-    q, k = _same_dtype(queries.q_BTKGH, dense(block.k_BSKH))
+    q, k = _match_dtypes(queries.q_BTKGH, dequantize(block.k_BSKH))
     if k.shape[0] == 1:
         product = _product("BTKGH,SKH->BKGTS", q, k[0])
     else:
         product = _product("BTKGH,BSKH->BKGTS", q, k)
-    score = capped(queries.scale * product, queries.cap)
+    score = soft_cap(queries.scale * product, queries.cap)
     return jnp.where(seen_BTS[:, None, None, :, :], score, -jnp.inf)
 
 
 def weighted_sum(weight_BKGTS: jax.Array, v_BSKH: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Return the weighted sum of values, float32 `[B, K, G, T, H]`. dtype: of the weights."""
-    w, v = _same_dtype(weight_BKGTS.astype(dtype), v_BSKH)
+    w, v = _match_dtypes(weight_BKGTS.astype(dtype), v_BSKH)
     if v.shape[0] == 1:
         return _product("BKGTS,SKH->BKGTH", w, v[0])
     return _product("BKGTS,BSKH->BKGTH", w, v)
 
 
-def _same_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _match_dtypes(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cast both to float32 if their dtypes differ, so that mixing loses no precision."""
     if a.dtype == b.dtype:
         return a, b

@@ -30,7 +30,7 @@ class Buckets(NamedTuple):
         n, B, W = self.position_nBW.shape
         if n * W == 1:
             return x_BTX[None]
-        found = jnp.take_along_axis(x_BTX, _like(self.column_BS, x_BTX), axis=1)
+        found = jnp.take_along_axis(x_BTX, _expand_index(self.column_BS, x_BTX), axis=1)
         return jnp.moveaxis(found.reshape(B, n, W, *x_BTX.shape[2:]), 1, 0)
 
     def join(self, x_nBWX: jax.Array) -> jax.Array:
@@ -39,25 +39,25 @@ class Buckets(NamedTuple):
         x_BSX = jnp.moveaxis(x_nBWX, 0, 1).reshape(B, n * W, *x_nBWX.shape[3:])
         if n * W == 1:
             return x_BSX
-        return jnp.take_along_axis(x_BSX, _like(self.place_BT, x_BSX), axis=1)
+        return jnp.take_along_axis(x_BSX, _expand_index(self.place_BT, x_BSX), axis=1)
 
 
-def _like(index_BX: jax.Array, x_BSX: jax.Array) -> jax.Array:
+def _expand_index(index_BX: jax.Array, x_BSX: jax.Array) -> jax.Array:
     return index_BX.reshape(index_BX.shape + (1,) * (x_BSX.ndim - 2))
 
 
-def most_segments(tokens: int, segment_length: int) -> int:
+def max_segments(tokens: int, segment_length: int) -> int:
     """Return how many segments this number of consecutive tokens can touch."""
     return (tokens + 2 * segment_length - 2) // segment_length
 
 
-def in_buckets(position_BT: jax.Array, segment_length: int) -> Buckets:
+def make_buckets(position_BT: jax.Array, segment_length: int) -> Buckets:
     """Return the buckets of tokens at these positions (-1: padding), consecutive in each row.
 
-    Tokens that touch more than `most_segments` segments are not supported; the caller must check.
+    Tokens that touch more than `max_segments` segments are not supported; the caller must check.
     """
     B, T = position_BT.shape
-    n, W = most_segments(T, segment_length), min(T, segment_length)
+    n, W = max_segments(T, segment_length), min(T, segment_length)
     real_BT = position_BT >= 0
     far = jnp.iinfo(jnp.int32).max
     first_B1 = jnp.where(real_BT, position_BT, far).min(axis=1, keepdims=True)

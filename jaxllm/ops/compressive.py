@@ -33,7 +33,7 @@ from jaxllm.ops.buckets import Buckets
 
 Update = Literal["linear", "delta", "delta_once"]
 UPDATES = get_args(Update)
-NOTHING = 1e-30  # smaller sums mean that nothing was written
+MIN_MASS = 1e-30  # smaller sums mean that nothing was written
 
 
 class Memory(struct.PyTreeNode):
@@ -55,7 +55,7 @@ class Memory(struct.PyTreeNode):
     old_BKHH: jax.Array | None = None
 
 
-def form(heads: int, size: int, update: Update) -> Memory:
+def memory_shapes(heads: int, size: int, update: Update) -> Memory:
     """Return the `jax.ShapeDtypeStruct`s of one row, for this number of key heads."""
     matrix: Any = jax.ShapeDtypeStruct((heads, size, size), jnp.float32)
     vector: Any = jax.ShapeDtypeStruct((heads, size), jnp.float32)
@@ -64,9 +64,9 @@ def form(heads: int, size: int, update: Update) -> Memory:
     return Memory(matrix, vector, matrix, vector, number, old)
 
 
-def empty(rows: int, heads: int, size: int, update: Update) -> Memory:
+def empty_memory(rows: int, heads: int, size: int, update: Update) -> Memory:
     """Return a memory of nothing."""
-    one = form(heads, size, update)
+    one = memory_shapes(heads, size, update)
     zeros: Memory = jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), one)
     return zeros
 
@@ -89,11 +89,11 @@ def read(memory: Memory, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     B, T, N, H = q_BTNH.shape
     K = memory.z_BKH.shape[1]
-    found, there = _ask(memory, sigma(q_BTNH).reshape(B, T, K, N // K, H))
+    found, there = _retrieve(memory, sigma(q_BTNH).reshape(B, T, K, N // K, H))
     return found.reshape(B, T, N, -1), there.reshape(B, T, N)
 
 
-def fold(memory: Memory, into_B: jax.Array) -> Memory:
+def finish_segment(memory: Memory, into_B: jax.Array) -> Memory:
     """Add the current segment to the memory in rows that move on to segment `into_B`.
 
     No row moves back.
@@ -102,12 +102,12 @@ def fold(memory: Memory, into_B: jax.Array) -> Memory:
     if memory.old_BKHH is not None:
         z = jnp.maximum(memory.z_BKH, memory.dz_BKH)
         # If nothing was written, nothing is replaced: `old` is zero there.
-        written = jnp.where(memory.dz_BKH > NOTHING, memory.dz_BKH, 1.0)
+        written = jnp.where(memory.dz_BKH > MIN_MASS, memory.dz_BKH, 1.0)
         share = jnp.minimum(1.0, memory.z_BKH / written)
         m = m - share[..., None] * memory.old_BKHH
     nothing = jax.tree.map(jnp.zeros_like, memory)
     folded = nothing.replace(m_BKHH=m, z_BKH=z, segment_B=into_B)
-    return _where(into_B > memory.segment_B, folded, memory)
+    return _select_rows(into_B > memory.segment_B, folded, memory)
 
 
 def write(
@@ -119,7 +119,7 @@ def write(
     v_BTKH = jnp.where(real_BT11, v_BTKH.astype(jnp.float32), 0.0)
     old = memory.old_BKHH
     if update != "linear":
-        known_BTKH = _ask(memory, k_BTKH[:, :, :, None])[0][:, :, :, 0]
+        known_BTKH = _retrieve(memory, k_BTKH[:, :, :, None])[0][:, :, :, 0]
         if old is None:
             v_BTKH = v_BTKH - known_BTKH
         else:
@@ -131,13 +131,13 @@ def write(
     )
 
 
-def at_border(memory: Memory) -> Memory:
+def discard_segment(memory: Memory) -> Memory:
     """Return the memory as it was at the start of the current segment."""
     begun: Memory = jax.tree.map(jnp.zeros_like, memory)
     return begun.replace(m_BKHH=memory.m_BKHH, z_BKH=memory.z_BKH, segment_B=memory.segment_B)
 
 
-def compress(
+def run_segments(
     memory: Memory,
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
@@ -150,31 +150,31 @@ def compress(
     q and k are those before rotation. A differentiable scan over segments.
     """
 
-    def one(
+    def run_segment(
         memory: Memory, segment: tuple[jax.Array, ...]
     ) -> tuple[Memory, tuple[jax.Array, jax.Array]]:
         q_BWNH, k_BWKH, v_BWKH, position_BW, segment_B = segment
         real_BW = position_BW >= 0
         into_B = jnp.where(real_BW.any(axis=1), segment_B, memory.segment_B)
-        memory = fold(memory, into_B)
+        memory = finish_segment(memory, into_B)
         answers = read(memory, q_BWNH)
         return write(memory, k_BWKH, v_BWKH, real_BW, update), answers
 
     qkv = (buckets.split(x) for x in (q_BTNH, k_BTKH, v_BTKH))
     segments = (*qkv, buckets.position_nBW, buckets.segment_nB)
     if buckets.segment_nB.shape[0] == 1:
-        memory, answers = one(memory, jax.tree.map(lambda x: x[0], segments))
+        memory, answers = run_segment(memory, jax.tree.map(lambda x: x[0], segments))
         answers = jax.tree.map(lambda x: x[None], answers)
     else:
-        memory, answers = jax.lax.scan(one, memory, segments)
+        memory, answers = jax.lax.scan(run_segment, memory, segments)
     found, there = (buckets.join(x) for x in answers)
     return found, there, memory
 
 
-def _ask(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _retrieve(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Read finished segments with sigma(q); return values and where there is content."""
     mass = _product("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
-    there = mass > NOTHING
+    there = mass > MIN_MASS
     found = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
     found = found / jnp.where(there, mass, 1.0)[..., None]
     return jnp.where(there[..., None], found, 0.0), there
@@ -185,7 +185,7 @@ def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(spec, a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _where(which_B: jax.Array, yes: Memory, no: Memory) -> Memory:
+def _select_rows(which_B: jax.Array, yes: Memory, no: Memory) -> Memory:
     def choose(yes: jax.Array, no: jax.Array) -> jax.Array:
         return jnp.where(which_B.reshape(which_B.shape + (1,) * (yes.ndim - 1)), yes, no)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.attention import Part, capped, visible
-from jaxllm.ops.entries import dense, side_by_side
+from jaxllm.ops.attention import Part, soft_cap, visible
+from jaxllm.ops.kv_quant import concat_slots, dequantize
 
 
 def attention_weights(
@@ -26,16 +26,16 @@ def attention_weights(
     Zero for slots that a query does not attend to. All B x N x T x S numbers are stored at once.
     """
     B, T, N, _ = q_BTNH.shape
-    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
-    score_BKGTS = capped(_scores(q_BTNH, k_BSKH, scale), cap)
-    position_BS = side_by_side([p.position_BS for p in parts], B)
+    k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    score_BKGTS = soft_cap(_scores(q_BTNH, k_BSKH, scale), cap)
+    position_BS = concat_slots([p.position_BS for p in parts], B)
     seen_BKGTS = visible(position_BT, position_BS, window=window)[:, None, None]
     score_BKGTS = jnp.where(seen_BKGTS, score_BKGTS, -jnp.inf)
     weight_BKGTS = jnp.where(seen_BKGTS, jax.nn.softmax(score_BKGTS, axis=-1), 0.0)
     return weight_BKGTS.reshape(B, N, T, -1)
 
 
-def within_documents(
+def document_mask(
     position_BT: jax.Array,
     parts: Sequence[Part],
     document_BT: jax.Array,
@@ -60,7 +60,7 @@ def within_documents(
     return jnp.concatenate([*seen, new], axis=-1)
 
 
-def attend_masked(
+def attend_with_mask(
     q_BTNH: jax.Array,
     parts: Sequence[Part],
     mask_BTS: jax.Array,
@@ -79,9 +79,9 @@ def attend_masked(
             dominates the scores.
     """
     B, T, N, H = q_BTNH.shape
-    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
-    score_BKGTS = capped(_scores(q_BTNH, k_BSKH, scale), cap)
-    v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
+    k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    score_BKGTS = soft_cap(_scores(q_BTNH, k_BSKH, scale), cap)
+    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
     mask_BKGTS = mask_BTS[:, None, None]
     if mask_BTS.dtype == jnp.bool_:
         unseen_BS = ~mask_BTS.any(axis=1)

@@ -9,21 +9,21 @@ def rms_norm(
     weight_D: jax.Array,
     *,
     eps: float,
-    plus: float = 0.0,
+    weight_offset: float = 0.0,
     mean: jax.Array | None = None,
 ) -> jax.Array:
     """Return `x / sqrt(mean(x^2) + eps) * weight`, in x's dtype (Zhang & Sennrich 2019, eq. 4).
 
     Args:
-        plus: Added to the weights in float32 (Gemma stores weights minus 1).
+        weight_offset: Added to the weights in float32 (Gemma stores weights minus 1).
         mean: Mean of squares, `[..., 1]`, if x is a shard of the normalized axis.
     """
     wide = x.astype(jnp.float32)
     if mean is None:
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(mean + eps)
-    weight = _along_last(weight_D, x)
-    return (wide * scale * (weight + plus if plus else weight)).astype(x.dtype)
+    weight = _broadcast_last(weight_D, x)
+    return (wide * scale * (weight + weight_offset if weight_offset else weight)).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
@@ -34,8 +34,10 @@ def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: flo
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    return (centred * scale * _along_last(weight_D, x) + _along_last(bias_D, x)).astype(x.dtype)
+    return (centred * scale * _broadcast_last(weight_D, x) + _broadcast_last(bias_D, x)).astype(
+        x.dtype
+    )
 
 
-def _along_last(vector_D: jax.Array, x: jax.Array) -> jax.Array:
+def _broadcast_last(vector_D: jax.Array, x: jax.Array) -> jax.Array:
     return vector_D.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -5,7 +5,7 @@ program of the grid takes a block of weight rows and loops over the groups of co
 scale: integers are exact in bfloat16; a group's products are summed in float32, then scaled.
 
 Enabled by JAXLLM_PALLAS=1. It is tested against plain JAX in interpret mode, and has not been
-timed on a GPU (`scripts/bench_gpu.py` does that, with and without).
+timed on a GPU (`scripts/benchmarks/gpu.py` does that, with and without).
 """
 
 import functools
@@ -21,12 +21,12 @@ HALF = 16  # bytes of 32 four-bit columns: see `weights.leaves.integers`
 CHUNK = 128  # columns per step if a row has one scale
 
 
-def enabled() -> bool:
+def is_enabled() -> bool:
     """Whether GPUs use the Pallas kernel."""
     return os.environ.get("JAXLLM_PALLAS", "0") == "1"
 
 
-def fits(x_RI: jax.Array, data: jax.Array) -> bool:
+def is_supported(x_RI: jax.Array, data: jax.Array) -> bool:
     """Whether the kernel supports these: bfloat16 inputs of few rows, weights in full blocks."""
     rows = 0 < x_RI.shape[0] <= ROWS and x_RI.dtype == jnp.bfloat16
     return rows and data.ndim == 2 and data.shape[0] % BLOCK == 0
@@ -42,7 +42,8 @@ def multiply(
     group: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return `x @ weight.T`, float32 `[R, O]`, for arrays of a `QTensor` that `fits` accepts.
+    """Return `x @ weight.T`, float32 `[R, O]`, for arrays of a `QTensor` that `is_supported`
+    accepts.
 
     Args:
         x_RI: bfloat16.

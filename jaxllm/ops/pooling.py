@@ -12,14 +12,14 @@ def pool(x_BTD: Array, mask_BT: Array, pooling: str) -> Array:
     Args:
         mask_BT: bool, True for real tokens; padding may be anywhere and hold anything. A row
             without real tokens gives zeros.
-        pooling: A key of `COUNTED`.
+        pooling: A key of `POOLING_MASKS`.
     """
-    counted_BT = COUNTED[pooling](mask_BT)
+    counted_BT = POOLING_MASKS[pooling](mask_BT)
     sum_BD = x_BTD.astype("float32").sum(axis=1, where=counted_BT[:, :, None])
     return sum_BD / counted_BT.sum(axis=1, keepdims=True).clip(1).astype("float32")
 
 
-def normalized(x_BD: Array) -> Array:
+def l2_normalize(x_BD: Array) -> Array:
     """Divide each row by its Euclidean norm; rows of zeros stay zero."""
     norm_B1 = (x_BD * x_BD).sum(axis=-1, keepdims=True) ** 0.5
     return x_BD / (norm_B1 + (norm_B1 == 0).astype(norm_B1.dtype))
@@ -30,7 +30,7 @@ def _first(mask_BT: Array) -> Array:
 
 
 # Pooling name -> mask of the tokens to average, from the mask of real tokens.
-COUNTED: dict[str, Callable[[Array], Array]] = {
+POOLING_MASKS: dict[str, Callable[[Array], Array]] = {
     "mean": lambda mask_BT: mask_BT,
     "last": lambda mask_BT: _first(mask_BT[:, ::-1])[:, ::-1],
     "cls": _first,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
 
 
 def rope_angles(
@@ -23,17 +23,18 @@ def rope_angles(
     """Return the cosines and sines for `rotate`, each float32 `[B, T, F]`, F = width // 2.
 
     Args:
-        position_BT: int32; empty slots (-1) get finite angles.
-        length_B: Length of the whole text of each row; only `dynamic` and `longrope` depend on it.
+        position_BT: int32; empty slots (-1) get finite angles. length_B: Length of the whole text
+        of each row; only `dynamic_inputs` and `longrope` depend on it.
     """
-    width, magnitude = rope.width(head_dim), 1.0
+    width, magnitude = rope.rotary_dim(head_dim), 1.0
     if rope.rope_type == "dynamic":
         inverse_BF = _dynamic_frequencies(rope, length_B, width, max_position_embeddings)
     elif rope.rope_type == "longrope":
         short_F, long_F = (
-            _divided(rope, divisors, width) for divisors in (rope.short_factor, rope.long_factor)
+            _divide_frequencies(rope, divisors, width)
+            for divisors in (rope.short_factor, rope.long_factor)
         )
-        border = _given(rope.original_max_position_embeddings)
+        border = _require(rope.original_max_position_embeddings)
         inverse_BF = jnp.where(length_B[:, None] > border, long_F[None], short_F[None])
         magnitude = longrope_magnitude(rope, max_position_embeddings)
     else:
@@ -57,7 +58,7 @@ def rotate(x_BTNH: jax.Array, cos_BTF: jax.Array, sin_BTF: jax.Array) -> jax.Arr
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 
-def turn(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> jax.Array:
+def rerotate(x_BSKH: jax.Array, by_BS: jax.Array, rope: Rope, *, head_dim: int) -> jax.Array:
     """Rotate rotated keys at positions p on to positions p + by; float32.
 
     Rotations in a plane add up, so this is `rotate` by the difference alone; the keys already
@@ -81,12 +82,12 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
     Returns:
         float32 `[W // 2]`, and a float.
     """
-    width, magnitude = rope.width(head_dim), 1.0
+    width, magnitude = rope.rotary_dim(head_dim), 1.0
     if rope.rope_type == "divisors":
-        return _divided(rope, rope.divisors, width), magnitude
+        return _divide_frequencies(rope, rope.divisors, width), magnitude
     inverse = _frequencies(rope, width)
     if rope.rope_type == "linear":
-        inverse = inverse / _given(rope.factor)
+        inverse = inverse / _require(rope.factor)
     elif rope.rope_type == "llama3":
         inverse = _llama3(rope, inverse)
     elif rope.rope_type == "yarn":
@@ -100,7 +101,7 @@ def _frequencies(rope: Rope, width: int) -> np.ndarray:
     return found
 
 
-def _divided(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.ndarray:
+def _divide_frequencies(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.ndarray:
     """Return the frequencies, each divided by its divisor; float32."""
     assert divisors is not None
     return (_frequencies(rope, width) / np.asarray(divisors)).astype(np.float32)
@@ -110,59 +111,61 @@ def longrope_magnitude(rope: Rope, max_position_embeddings: int) -> float:
     """Return sqrt(1 + ln(f) / ln(L)), f = context / original length L (Ding et al. 2024)."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    original = _given(rope.original_max_position_embeddings)
+    original = _require(rope.original_max_position_embeddings)
     factor = rope.factor or max_position_embeddings / original
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _llama3(rope: Rope, inverse: np.ndarray) -> np.ndarray:
     factor, low, high = (
-        _given(rope.factor),
-        _given(rope.low_freq_factor),
-        _given(rope.high_freq_factor),
+        _require(rope.factor),
+        _require(rope.low_freq_factor),
+        _require(rope.high_freq_factor),
     )
-    turns = _given(rope.original_max_position_embeddings) * inverse / (2 * math.pi)
+    turns = _require(rope.original_max_position_embeddings) * inverse / (2 * math.pi)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return keep * inverse + (1 - keep) * inverse / factor
 
 
 def _yarn(rope: Rope, inverse: np.ndarray, head_dim: int) -> np.ndarray:
-    context = _given(rope.original_max_position_embeddings)
+    context = _require(rope.original_max_position_embeddings)
 
-    def pair_that_turns(times: float) -> float:
+    def pair_index(times: float) -> float:
         return (
             head_dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
         )
 
-    low = pair_that_turns(rope.beta_fast or 32.0)
-    high = pair_that_turns(rope.beta_slow or 1.0)
+    low = pair_index(rope.beta_fast or 32.0)
+    high = pair_index(rope.beta_slow or 1.0)
     if rope.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # as published, for a ramp of zero width
     interpolate = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
-    return interpolate * inverse / _given(rope.factor) + (1 - interpolate) * inverse
+    return interpolate * inverse / _require(rope.factor) + (1 - interpolate) * inverse
 
 
 def _yarn_magnitude(rope: Rope) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def at(scale: float) -> float:
-        factor = _given(rope.factor)
+    def magnitude_at(scale: float) -> float:
+        factor = _require(rope.factor)
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
-        return at(rope.mscale) / at(rope.mscale_all_dim)
-    return at(1.0)
+        return magnitude_at(rope.mscale) / magnitude_at(rope.mscale_all_dim)
+    return magnitude_at(1.0)
 
 
 def _dynamic_frequencies(
     rope: Rope, length_B: jax.Array, head_dim: int, max_position_embeddings: int
 ) -> jax.Array:
-    """NTK-aware scaling with a base that grows with the text, as `dynamic` in transformers."""
-    factor = _given(rope.factor)
+    """NTK-aware scaling with a base that grows with the text, as `dynamic_inputs` in
+    transformers.
+    """
+    factor = _require(rope.factor)
     length = jnp.maximum(length_B, max_position_embeddings).astype(jnp.float32)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     base_B = rope.rope_theta * stretch ** (head_dim / (head_dim - 2))
@@ -170,6 +173,6 @@ def _dynamic_frequencies(
     return 1.0 / (base_B[:, None] ** exponent[None, :])
 
 
-def _given(value: float | None) -> float:
+def _require(value: float | None) -> float:
     assert value is not None  # checked by Rope
     return value

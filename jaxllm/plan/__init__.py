@@ -1,9 +1,10 @@
 """Planning: estimates of memory, communication and time of a model on a mesh, without running it.
 
-hardware: device specifications. sizes: bytes on each device. traffic: the collectives of a step
-(collective: one kind; split_texts: those of context parallelism). estimate: times from peak rates,
-and the largest batch and context. propose: a ranking of meshes. simulate: many requests on many
-replicas. opening: a checkpoint or a bare configuration; report: plans as text.
+hardware: device specifications. memory: bytes on each device. communication: the collectives of a
+step (collective: one kind; context_parallel: those of context parallelism). estimate: times from
+peak rates, and the largest batch and context. search: a ranking of meshes. simulate: many requests
+on many replicas. open_model: a checkpoint or a bare configuration; report: plans as text.
 
-Collectives and bytes match compiled programs (`mesh.counts`); times are bounds from data sheets.
+Collectives and bytes match compiled programs (`mesh.count_collectives`); times are bounds from data
+sheets.
 """

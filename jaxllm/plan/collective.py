@@ -30,12 +30,12 @@ class Collective:
     times: int = 1
 
     @property
-    def calls(self) -> int:
+    def total_calls(self) -> int:
         """The number of calls in a step."""
         return self.count * self.times
 
     @property
-    def sent(self) -> float:
+    def bytes_sent(self) -> float:
         """The bytes that a device sends for all calls."""
         share = (self.over - 1) / self.over
         parts = {
@@ -45,4 +45,4 @@ class Collective:
             "all-to-all": share,
             "collective-permute": 1.0,
         }
-        return self.calls * self.bytes * parts[self.kind]
+        return self.total_calls * self.bytes * parts[self.kind]

@@ -64,7 +64,7 @@ HARDWARE = {
 FIELDS = tuple(f.name for f in dataclasses.fields(Hardware))
 
 
-def hardware(text: str) -> Hardware:
+def parse_hardware(text: str) -> Hardware:
     """Parse a device: a name, numbers, or a name with some numbers changed.
 
     Examples: `h100`, `h100,memory=94g`, or `flops=1t,memory=16g,bandwidth=20g,link=10g`. Numbers

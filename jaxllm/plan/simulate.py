@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.whole import whole
+from jaxllm.runtime.validation import check_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("count", "prompt", "answer", "groups"):
-            whole(name, getattr(self, name), 1, error=ConfigError)
-        whole("shared", self.shared, 0, self.prompt - 1, ConfigError)
+            check_int(name, getattr(self, name), 1, error=ConfigError)
+        check_int("shared", self.shared, 0, self.prompt - 1, ConfigError)
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise ConfigError(f"rate must be above 0 requests a second, got {self.rate!r:.40}")
 
@@ -69,18 +69,19 @@ class Fleet:
     """The replicas, and how requests are routed.
 
     Attributes:
-      prefilling: number of additional replicas that only prefill, and pass frozen segments on; 0:
+      prefill_replicas: number of additional replicas that only prefill, and pass frozen segments
+          on; 0:
         each replica prefills its own prompts.
-      by_prefix: route a request to a replica that has its prefix, unless its load exceeds the
+      route_by_prefix: route a request to a replica that has its prefix, unless its load exceeds the
         lowest load by more than `Machine.rows`; otherwise to the least loaded.
-      fails: (second, replica, seconds of downtime) of each failure. Its requests start again on
+      failures: (second, replica, seconds of downtime) of each failure. Its requests start again on
         other replicas.
     """
 
     replicas: int
-    prefilling: int = 0
-    by_prefix: bool = False
-    fails: tuple[tuple[float, int, float], ...] = ()
+    prefill_replicas: int = 0
+    route_by_prefix: bool = False
+    failures: tuple[tuple[float, int, float], ...] = ()
 
 
 @dataclasses.dataclass
@@ -92,11 +93,11 @@ class Request:
     number: int
     arrival: float
     group: int
-    first: float = math.inf
-    end: float = math.inf
-    done: int = 0
-    computed: int = 0
-    ready: bool = False  # a prefilling replica has run its prompt
+    first_token_time: float = math.inf
+    end_time: float = math.inf
+    num_answered: int = 0
+    prompt_computed: int = 0
+    is_prefilled: bool = False  # a prefilling replica has run its prompt
 
 
 class _Replica:
@@ -105,10 +106,10 @@ class _Replica:
     def __init__(self) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.kept: list[int] = []  # groups whose prefix it has, the most recently used last
-        self.free = 0.0  # time when it finishes its operation
-        self.down = -math.inf  # time until which it is down
-        self.life = 0  # number of failures; they cancel the operation that was running
+        self.prefixes: list[int] = []  # groups whose prefix it has, the most recently used last
+        self.free_at = 0.0  # time when it finishes its operation
+        self.down_until = -math.inf  # time until which it is down
+        self.restarts = 0  # number of failures; they cancel the operation that was running
 
     @property
     def load(self) -> int:
@@ -117,16 +118,16 @@ class _Replica:
 
 def simulate(workload: Workload, machine: Machine, fleet: Fleet) -> list[Request]:
     """Simulate the fleet, and return the requests in order of arrival, with their times."""
-    if fleet.replicas < 1 or fleet.prefilling < 0:
+    if fleet.replicas < 1 or fleet.prefill_replicas < 0:
         raise ConfigError(f"a fleet needs at least one replica, got {fleet}")
-    return _Run(workload, machine, fleet).run()
+    return _Simulation(workload, machine, fleet).run()
 
 
-class _Run:
+class _Simulation:
     def __init__(self, workload: Workload, machine: Machine, fleet: Fleet) -> None:
         self.workload, self.machine, self.fleet = workload, machine, fleet
         self.decoding = [_Replica() for _ in range(fleet.replicas)]
-        self.prefilling = [_Replica() for _ in range(fleet.prefilling)]
+        self.prefilling = [_Replica() for _ in range(fleet.prefill_replicas)]
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.count = 0
 
@@ -137,29 +138,29 @@ class _Run:
         groups = rng.integers(0, w.groups, w.count)
         requests = [Request(i, float(arrivals[i]), int(groups[i])) for i in range(w.count)]
         for request in requests:
-            self.at(request.arrival, partial(self.arrive, request))
-        for second, number, lasting in self.fleet.fails:
-            self.at(second, partial(self.fail, number, lasting))
+            self.schedule(request.arrival, partial(self.arrive, request))
+        for second, number, lasting in self.fleet.failures:
+            self.schedule(second, partial(self.fail_replica, number, lasting))
         while self.events:
             now, _, happen = heapq.heappop(self.events)
             happen(now)
         return requests
 
-    def at(self, when: float, happen: Callable[[float], None]) -> None:
+    def schedule(self, when: float, action: Callable[[float], None]) -> None:
         self.count += 1
-        heapq.heappush(self.events, (when, self.count, happen))
+        heapq.heappush(self.events, (when, self.count, action))
 
     def arrive(self, request: Request, now: float) -> None:
         """Route a request to a replica with its prefix, or to the least loaded one that is up."""
-        pool = self.decoding if request.ready or not self.prefilling else self.prefilling
-        there = [r for r in pool if r.down <= now]
+        pool = self.decoding if request.is_prefilled or not self.prefilling else self.prefilling
+        there = [r for r in pool if r.down_until <= now]
         if not there:
-            back = min(r.down for r in pool)
-            self.at(back, partial(self.arrive, request))
+            back = min(r.down_until for r in pool)
+            self.schedule(back, partial(self.arrive, request))
             return
         least = min(there, key=lambda r: r.load)
-        if self.fleet.by_prefix and not request.ready:
-            has = [r for r in there if request.group in r.kept]
+        if self.fleet.route_by_prefix and not request.is_prefilled:
+            has = [r for r in there if request.group in r.prefixes]
             near = min(has, key=lambda r: r.load, default=least)
             least = near if near.load <= least.load + self.machine.rows else least
         least.waiting.append(request)
@@ -167,74 +168,76 @@ class _Run:
 
     def wake(self, replica: _Replica, now: float) -> None:
         """Start the next operation of a replica if it is idle."""
-        if replica.free <= now:
-            self.work(replica, now)
+        if replica.free_at <= now:
+            self.start_next(replica, now)
 
-    def work(self, replica: _Replica, now: float) -> None:
+    def start_next(self, replica: _Replica, now: float) -> None:
         """Start the next operation: a prefill if there is a free row, else a decoding step."""
-        if replica.down > now or not replica.load:
+        if replica.down_until > now or not replica.load:
             return
         alone = replica in self.prefilling
         if replica.waiting and (alone or len(replica.running) < self.machine.rows):
             request = replica.waiting.pop(0)
-            ready = request.ready
-            lasting = 0.0 if ready else self.machine.prompt_time(self.tokens(replica, request))
+            ready = request.is_prefilled
+            lasting = (
+                0.0 if ready else self.machine.prompt_time(self.prompt_tokens(replica, request))
+            )
             replica.running.append(request)
-            self.busy(replica, now + lasting, partial(self.prompted, replica, request))
+            self.run_until(replica, now + lasting, partial(self.finish_prompt, replica, request))
             return
         lasting, rows = self.machine.step_time(len(replica.running)), list(replica.running)
-        self.busy(replica, now + lasting, partial(self.stepped, replica, rows))
+        self.run_until(replica, now + lasting, partial(self.finish_step, replica, rows))
 
-    def busy(self, replica: _Replica, until: float, then: Callable[[float], None]) -> None:
-        """Run an operation until `until`, then start the next, unless the replica fails before."""
-        replica.free, life = until, replica.life
+    def run_until(self, replica: _Replica, end: float, action: Callable[[float], None]) -> None:
+        """Run an operation until `end`, then start the next, unless the replica fails before."""
+        replica.free_at, life = end, replica.restarts
 
-        def done(now: float) -> None:
-            if replica.life == life:
-                then(now)
-                self.work(replica, now)
+        def finish(now: float) -> None:
+            if replica.restarts == life:
+                action(now)
+                self.start_next(replica, now)
 
-        self.at(until, done)
+        self.schedule(end, finish)
 
-    def tokens(self, replica: _Replica, request: Request) -> int:
+    def prompt_tokens(self, replica: _Replica, request: Request) -> int:
         """Return the number of prompt tokens to run, and update the replica's prefixes."""
         count = self.workload.prompt
         if self.machine.prefixes:
-            if request.group in replica.kept:
-                replica.kept.remove(request.group)
+            if request.group in replica.prefixes:
+                replica.prefixes.remove(request.group)
                 count -= self.workload.shared
-            replica.kept = [*replica.kept, request.group][-self.machine.prefixes :]
-        request.computed += count
+            replica.prefixes = [*replica.prefixes, request.group][-self.machine.prefixes :]
+        request.prompt_computed += count
         return count
 
-    def prompted(self, replica: _Replica, request: Request, now: float) -> None:
+    def finish_prompt(self, replica: _Replica, request: Request, now: float) -> None:
         if replica in self.prefilling:
             replica.running.remove(request)
-            request.ready = True
-            self.at(now + self.machine.move_time, partial(self.arrive, request))
+            request.is_prefilled = True
+            self.schedule(now + self.machine.move_time, partial(self.arrive, request))
         else:
-            self.gain(replica, request, now)
+            self.add_token(replica, request, now)
 
-    def stepped(self, replica: _Replica, rows: Sequence[Request], now: float) -> None:
+    def finish_step(self, replica: _Replica, rows: Sequence[Request], now: float) -> None:
         for request in rows:
-            self.gain(replica, request, now)
+            self.add_token(replica, request, now)
 
-    def gain(self, replica: _Replica, request: Request, now: float) -> None:
+    def add_token(self, replica: _Replica, request: Request, now: float) -> None:
         """Add a token to a request, which may be the last."""
-        request.done += 1
-        request.first = min(request.first, now)
-        if request.done >= self.workload.answer:
-            request.end = now
+        request.num_answered += 1
+        request.first_token_time = min(request.first_token_time, now)
+        if request.num_answered >= self.workload.answer:
+            request.end_time = now
             replica.running.remove(request)
 
-    def fail(self, number: int, lasting: float, now: float) -> None:
+    def fail_replica(self, number: int, duration: float, now: float) -> None:
         """Take a replica down with all its state; its requests start again on other replicas."""
         replica = self.decoding[number]
         lost = [*replica.running, *replica.waiting]
-        replica.waiting, replica.running, replica.kept = [], [], []
-        replica.down = replica.free = now + lasting
-        replica.life += 1
+        replica.waiting, replica.running, replica.prefixes = [], [], []
+        replica.down_until = replica.free_at = now + duration
+        replica.restarts += 1
         for request in lost:
-            request.done, request.ready = 0, False
+            request.num_answered, request.is_prefilled = 0, False
             self.arrive(request, now)
-        self.at(replica.down, partial(self.wake, replica))
+        self.schedule(replica.down_until, partial(self.wake, replica))

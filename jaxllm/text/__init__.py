@@ -1,10 +1,11 @@
 """Text in and out of a model: tokenizers, incremental detokenization, chat templates.
 
-tokenizer: text to ids and back, for any kind of file; reader: the streamed text of a continuation;
-detokenizer: its pieces; stop: stop strings. formats: Hugging Face's files; spm: SentencePiece
-models; byte_level: vocab.json and merges.txt; written: writes any of them in Hugging Face's format.
-chat: chat templates; sandbox, syntax, budget: their sandbox and limits. bounds, regexes: limits on
-a tokenizer's files.
+tokenizer: text to ids and back, for any kind of file; stream_decoder: the streamed text of a
+continuation; detokenizer: its pieces; stop: stop strings. formats: Hugging Face's files;
+sentencepiece_model: SentencePiece models; byte_level: vocab.json and merges.txt; save_tokenizer:
+writes any of them in Hugging Face's format. chat: chat templates; sandbox, template_ast,
+template_limits: their sandbox and limits. tokenizer_limits, regex_safety: limits on a tokenizer's
+files.
 """
 
 from jaxllm.text.chat import ChatTemplate

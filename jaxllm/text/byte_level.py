@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import inside, read_json, read_text
+from jaxllm.files import path_inside, read_json, read_text
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -32,7 +32,10 @@ def read_byte_level(directory: Path, *, add_prefix_space: bool) -> dict[str, Any
     Raises:
       CheckpointError: a file is malformed, or the vocabulary lacks a byte (text would be lost).
     """
-    vocab, path = read_json(inside(directory, "vocab.json")), inside(directory, "merges.txt")
+    vocab, path = (
+        read_json(path_inside(directory, "vocab.json")),
+        path_inside(directory, "merges.txt"),
+    )
     if missing := sorted(BYTE_OF_SYMBOL.keys() - vocab.keys()):
         raise CheckpointError(
             f"{directory / 'vocab.json'} lacks {len(missing)} of the 256 byte symbols of a "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from jaxllm.errors import TemplateError
-from jaxllm.files import inside, is_there, read_json, read_text
+from jaxllm.files import path_exists, path_inside, read_json, read_text
 from jaxllm.text.formats import read_special_tokens
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ChatTemplate:
     max_seconds: float = MAX_SECONDS
 
     def __post_init__(self) -> None:
-        with _one_line_errors("malformed chat template"):
+        with _convert_errors("malformed chat template"):
             self._sandbox().from_string(self.source)
 
     @classmethod
@@ -101,14 +101,14 @@ class ChatTemplate:
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
         }
-        plain = {name: _plain(value, name) for name, value in given.items()}
+        plain = {name: _copy_plain(value, name) for name, value in given.items()}
         plain["messages"] = [_with_reasoning(message) for message in plain["messages"]]
-        with _one_line_errors("the chat template failed"):
+        with _convert_errors("the chat template failed"):
             return self._sandbox().run(self.source, plain)
 
     def _sandbox(self) -> "Sandbox":
-        from jaxllm.text.budget import Budget
         from jaxllm.text.sandbox import Sandbox
+        from jaxllm.text.template_limits import Budget
 
         return Sandbox(Budget(max_output=self.max_output, max_seconds=self.max_seconds))
 
@@ -132,8 +132,8 @@ def template_source(directory: Path) -> str | None:
 
 def _read_templates(directory: Path) -> dict[str, str]:
     templates: Any = None
-    if is_there(path := directory / "tokenizer_config.json"):
-        templates = read_json(inside(directory, path.name)).get("chat_template")
+    if path_exists(path := directory / "tokenizer_config.json"):
+        templates = read_json(path_inside(directory, path.name)).get("chat_template")
     if isinstance(templates, str):
         templates = [{"name": "default", "template": templates}]
     named = {}
@@ -147,8 +147,8 @@ def _read_templates(directory: Path) -> dict[str, str]:
                 raise TemplateError(
                     f"{path}: chat_template must be a string or a list of names and templates"
                 )
-    if is_there(path := directory / "chat_template.jinja"):
-        named["default"] = read_text(inside(directory, path.name))
+    if path_exists(path := directory / "chat_template.jinja"):
+        named["default"] = read_text(path_inside(directory, path.name))
     return named
 
 
@@ -169,7 +169,7 @@ def _check_messages(messages: Any) -> None:
         )
 
 
-def _plain(value: Any, name: str, depth: int = 0) -> Any:
+def _copy_plain(value: Any, name: str, depth: int = 0) -> Any:
     """Return a copy with JSON types only, since methods of other objects are code."""
     if value is None or isinstance(value, bool):
         return value
@@ -179,17 +179,17 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
     if depth < _MAX_DEPTH:
         if isinstance(value, Mapping):
             return {
-                _plain(key, name, depth + 1): _plain(item, name, depth + 1)
+                _copy_plain(key, name, depth + 1): _copy_plain(item, name, depth + 1)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [_plain(item, name, depth + 1) for item in value]
+            return [_copy_plain(item, name, depth + 1) for item in value]
         raise TemplateError(f"{name} should be plain data, got a {type(value).__name__} in it")
     raise TemplateError(f"{name} is nested more than {_MAX_DEPTH} levels deep, or contains itself")
 
 
 @contextmanager
-def _one_line_errors(what: str) -> Iterator[None]:
+def _convert_errors(what: str) -> Iterator[None]:
     """Convert any error of a template to a TemplateError of one printable line."""
     try:
         yield

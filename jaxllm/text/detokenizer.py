@@ -28,10 +28,10 @@ class Detokenizer:
         self, tokenizer: Tokenizer, *, prompt: Sequence[int] = (), skip_special: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skip_ids = tokenizer.special_ids if skip_special else frozenset[int]()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._previous: list[int] = []
-        shown = (index for index in reversed(prompt) if int(index) not in self._skipped)
+        shown = (index for index in reversed(prompt) if int(index) not in self._skip_ids)
         for index in reversed(list(islice(shown, _LONGEST_CHARACTER))):
             self.push(index)
 
@@ -42,7 +42,7 @@ class Detokenizer:
           TokenError: the id is not a token of the tokenizer; the state is unchanged.
         """
         raw = self._tokenizer.token_bytes(token_id)
-        if int(token_id) in self._skipped:
+        if int(token_id) in self._skip_ids:
             return ""
         previous, self._previous = self._previous, [int(token_id)]
         if raw is not None:

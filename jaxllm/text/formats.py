@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema, inside, is_there, read_json
-from jaxllm.text.bounds import check_tree
+from jaxllm.files import as_schema, path_exists, path_inside, read_json
 from jaxllm.text.byte_level import read_byte_level
-from jaxllm.text.spm import added_token, read_sentencepiece
+from jaxllm.text.sentencepiece_model import make_added_token, read_sentencepiece
+from jaxllm.text.tokenizer_limits import check_tree
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,7 +30,7 @@ ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
 
 # The usual token of a role that no file names (as in GPT-2's own tokenizer_config.json).
 _USUAL_NAMES = {"bos": ("<s>", "<|endoftext|>"), "eos": ("</s>", "<|endoftext|>")}
-_FORMS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
+_FORMATS = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ def tokenizer_files(directory: Path) -> list[Path]:
     return [file for name in TOKENIZER_FILES if (file := directory / name).is_file()]
 
 
-def find_form(directory: Path) -> tuple[str, ...] | None:
+def find_tokenizer_format(directory: Path) -> tuple[str, ...] | None:
     """Return the file names of the first format that is complete in a directory, or None."""
-    for names in _FORMS:
-        if all(is_there(directory / name) for name in names):
+    for names in _FORMATS:
+        if all(path_exists(directory / name) for name in names):
             return names
     return None
 
@@ -66,28 +66,28 @@ def read_tree(directory: Path) -> TokenizerTree:
     Raises:
       CheckpointError: there is none, or one of its files is malformed or contradicts another.
     """
-    form = find_form(directory)
+    form = find_tokenizer_format(directory)
     if form is None:
-        looked_for = ", ".join(" with ".join(names) for names in _FORMS)
+        looked_for = ", ".join(" with ".join(names) for names in _FORMATS)
         raise CheckpointError(f"no tokenizer in {directory}: looked for {looked_for}")
     config = _read_config(directory)
     own_roles: dict[str, str] = {}
     match form[0]:
         case "tokenizer.json":
-            tree = read_json(inside(directory, form[0]))
+            tree = read_json(path_inside(directory, form[0]))
         case "vocab.json":
             tree = read_byte_level(
                 directory, add_prefix_space=config.get("add_prefix_space") is True
             )
         case _:
-            tree, own_roles = read_sentencepiece(inside(directory, form[0]))
+            tree, own_roles = read_sentencepiece(path_inside(directory, form[0]))
     check_tree(tree, str(directory / form[0]))
     model, added = tree["model"], tree.setdefault("added_tokens", [])
     if (unknown := token_text(model.get("unk_token"))) is not None:
         own_roles["unk"] = unknown
 
-    known = _known_ids(directory / form[0], tree)
-    tokens = _declared_tokens(directory, config)
+    known = _token_ids(directory / form[0], tree)
+    tokens = _read_token_fields(directory, config)
     names = {index: content for content, index in known.items()}
     for content, token in tokens.items():
         index = known.setdefault(content, token["id"])
@@ -97,8 +97,8 @@ def read_tree(directory: Path) -> TokenizerTree:
                 f" configuration, but {names[index]!r} is {index} in {form[0]}"
             )
     roles = _find_roles(directory, config, known, default=own_roles)
-    special = {*roles.values(), *_listed_special(directory, config)}
-    tree["added_tokens"] = _merge_added(added, tokens, special, known)
+    special = {*roles.values(), *_read_special_texts(directory, config)}
+    tree["added_tokens"] = _merge_tokens(added, tokens, special, known)
     tree["truncation"] = tree["padding"] = None
     if model.get("type", "BPE") == "BPE":
         model["dropout"] = None
@@ -128,12 +128,12 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
 def _read_config(directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if is_there(directory / name):
-            config |= read_json(inside(directory, name))
+        if path_exists(directory / name):
+            config |= read_json(path_inside(directory, name))
     return config
 
 
-def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
+def _token_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
     vocab = tree["model"]["vocab"]
     pieces = vocab if isinstance(vocab, dict) else {p: index for index, (p, _) in enumerate(vocab)}
     known = pieces | {token["content"]: token["id"] for token in tree["added_tokens"]}
@@ -142,13 +142,13 @@ def _known_ids(path: Path, tree: dict[str, Any]) -> dict[str, int]:
     return known
 
 
-def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_token_fields(directory: Path, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Read `added_tokens.json` and `added_tokens_decoder`; the latter takes precedence."""
     declared: dict[str, dict[str, Any]] = {}
-    if is_there(path := directory / "added_tokens.json"):
-        ids = as_schema(read_json(inside(directory, path.name)), dict[str, int], str(path))
+    if path_exists(path := directory / "added_tokens.json"):
+        ids = as_schema(read_json(path_inside(directory, path.name)), dict[str, int], str(path))
         for content, index in ids.items():
-            declared[content] = added_token(index, content, special=False)
+            declared[content] = make_added_token(index, content, special=False)
     decoder = config.get("added_tokens_decoder") or {}
     path = directory / "tokenizer_config.json"
     if not isinstance(decoder, dict):
@@ -157,13 +157,13 @@ def _declared_tokens(directory: Path, config: dict[str, Any]) -> dict[str, dict[
         text = token_text(fields)
         if text is None or not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise CheckpointError(f"{path}: added_tokens_decoder[{key!r}] is not a token")
-        token = added_token(int(key), text, special=False)
+        token = make_added_token(int(key), text, special=False)
         flags = fields if isinstance(fields, dict) else {}
         declared[text] = token | {k: v for k, v in flags.items() if k in token and k != "id"}
     return declared
 
 
-def _listed_special(directory: Path, config: dict[str, Any]) -> set[str]:
+def _read_special_texts(directory: Path, config: dict[str, Any]) -> set[str]:
     listed: set[str] = set()
     for field in ("additional_special_tokens", "extra_special_tokens"):
         values = config.get(field) or []
@@ -175,7 +175,11 @@ def _listed_special(directory: Path, config: dict[str, Any]) -> set[str]:
 
 
 def _find_roles(
-    directory: Path, config: dict[str, Any], known: Mapping[str, int], *, default: dict[str, str]
+    directory: Path,
+    config: dict[str, Any],
+    token_ids: Mapping[str, int],
+    *,
+    default: dict[str, str],
 ) -> dict[str, str]:
     """Return role -> text; a token that is not in the vocabulary gets no role."""
     roles = {}
@@ -186,18 +190,18 @@ def _find_roles(
             if content is None and config[field] not in (None, "", False):
                 raise CheckpointError(f"{directory}: {field} must be a token, a string or null")
         else:
-            usual = (name for name in _USUAL_NAMES.get(role, ()) if name in known)
+            usual = (name for name in _USUAL_NAMES.get(role, ()) if name in token_ids)
             content = default.get(role) or next(usual, None)
-        if content is not None and content in known:
+        if content is not None and content in token_ids:
             roles[role] = content
     return roles
 
 
-def _merge_added(
+def _merge_tokens(
     added: Iterable[dict[str, Any]],
     declared: Mapping[str, dict[str, Any]],
     special: Iterable[str],
-    known: Mapping[str, int],
+    token_ids: Mapping[str, int],
 ) -> list[dict[str, Any]]:
     """Return all added tokens by id; special ones are matched before normalization.
 
@@ -207,8 +211,8 @@ def _merge_added(
     for content in special:
         if content in merged:
             merged[content] = merged[content] | {"special": True}
-        elif content in known and len(content) > 1:
-            merged[content] = added_token(known[content], content, special=True)
+        elif content in token_ids and len(content) > 1:
+            merged[content] = make_added_token(token_ids[content], content, special=True)
     tokens = (t | {"normalized": False} if t.get("special") else t for t in merged.values())
     return sorted(tokens, key=lambda token: token["id"])
 

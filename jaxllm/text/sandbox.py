@@ -22,8 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 
 from jaxllm.errors import TemplateError
-from jaxllm.text.budget import MAX_WIDTH, Budget
-from jaxllm.text.syntax import CONCATENATE, PACE, WEIGH, GenerationTag, Metered
+from jaxllm.text.template_ast import CHARGE, CHARGE_ITEMS, CONCATENATE, GenerationTag, MeterInserter
+from jaxllm.text.template_limits import MAX_WIDTH, Budget
 
 # Compiling cannot be interrupted; this size takes a second. Real templates have up to 30,000.
 MAX_SOURCE = 1 << 16
@@ -34,7 +34,7 @@ _FILTERS = (
     "last", "length", "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select",
     "selectattr", "sort", "unique",
 )
-_OF_TEXT = (
+_TEXT_FILTERS = (
     "capitalize", "e", "escape", "lower", "safe", "string", "title", "trim", "upper", "wordcount",
 )
 _METHODS: dict[type, tuple[str, ...]] = {
@@ -66,9 +66,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=_printed,
+            finalize=_print_value,
             extensions=[LoopControlExtension, GenerationTag],
-            loader=jinja2.FunctionLoader(_no_other),
+            loader=jinja2.FunctionLoader(_refuse_other),
         )
         self.budget = budget
         self.globals = {
@@ -78,19 +78,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "cycler": self.globals["cycler"],
             "joiner": self.globals["joiner"],
             "raise_exception": self._raise_exception,
-            "strftime_now": _strftime_now,
+            "strftime_now": _format_date,
         }
         self.filters = {
             **{name: self.filters[name] for name in _FILTERS},
-            **{name: self._of_text(self.filters[name]) for name in _OF_TEXT},
+            **{name: self._make_text_filter(self.filters[name]) for name in _TEXT_FILTERS},
             "format": self._format,
             "indent": self._indent,
             "join": self._join,
             "replace": self._replace,
             "round": self._round,
             "tojson": self._to_json,
-            WEIGH: budget.weigh,
-            PACE: budget.pace,
+            CHARGE: budget.charge,
+            CHARGE_ITEMS: budget.charge_items,
             CONCATENATE: self._concatenate,
         }
 
@@ -109,18 +109,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(pieces)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        self.budget.tick()
+        self.budget.check_time()
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
             self.budget.check_method(owner, function.__name__, [*args, *kwargs.values()])
             if function.__name__ != "join":
-                self.budget.size([args, kwargs], printed=True)
+                self.budget.size([args, kwargs], printable_only=True)
             elif len(args) == 1:
-                args = (list(self.budget.pace(args[0])),)
+                args = (list(self.budget.charge_items(args[0])),)
                 self.budget.check_join(owner, args[0])
         if isinstance(function, LoopContext) and args:
-            args = (self.budget.pace(args[0]), *args[1:])
-        return self.budget.weigh(super().call(context, function, *args, **kwargs))
+            args = (self.budget.charge_items(args[0]), *args[1:])
+        return self.budget.charge(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
@@ -129,8 +129,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.budget.check_power(left, right)
         elif operator == "%" and isinstance(left, str):
             self.budget.check_percent(left, right)
-            self.budget.size(right, printed=True)
-        return self.budget.weigh(super().call_binop(context, operator, left, right))
+            self.budget.size(right, printable_only=True)
+        return self.budget.charge(super().call_binop(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         for kind, methods in _METHODS.items():
@@ -143,57 +143,60 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if wrapped is None:
             return None
 
-        def bounded(*args: Any, **kwargs: Any) -> str:
+        def check_and_format(*args: Any, **kwargs: Any) -> str:
             self.budget.check_format(value.__self__, [args, kwargs])
-            self.budget.size([args, kwargs], printed=True)
+            self.budget.size([args, kwargs], printable_only=True)
             return wrapped(*args, **kwargs)
 
-        return bounded
+        return check_and_format
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:
             raise TemplateError(f"it is longer than {MAX_SOURCE:,} characters")
-        tree = Metered().visit(super()._parse(source, name, filename))
+        tree = MeterInserter().visit(super()._parse(source, name, filename))
         tree.set_environment(self)
         return tree
 
-    def _of_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _make_text_filter(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that converts its value to text first."""
 
-        def filtered(value: Any, *args: Any, **kwargs: Any) -> Any:
-            return function(self.budget.text(value), *args, **kwargs)
+        def apply_filter(value: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self.budget.to_text(value), *args, **kwargs)
 
-        return filtered
+        return apply_filter
 
     def _raise_exception(self, message: Any) -> None:
-        raise TemplateError(f"it rejected the messages: {self.budget.text(message)}")
+        raise TemplateError(f"it rejected the messages: {self.budget.to_text(message)}")
 
     def _concatenate(self, parts: list[Any]) -> str:
-        texts = [self.budget.text(part) for part in parts]
+        texts = [self.budget.to_text(part) for part in parts]
         self.budget.check_join("", texts)
-        return str(self.budget.weigh("".join(texts)))
+        return str(self.budget.charge("".join(texts)))
 
     def _join(self, value: Any, d: str = "", attribute: str | int | None = None) -> str:
         parts = value if attribute is None else map(make_attrgetter(self, attribute), value)
-        texts, between = [self.budget.text(part) for part in self.budget.pace(parts)], str(d)
+        texts, between = (
+            [self.budget.to_text(part) for part in self.budget.charge_items(parts)],
+            str(d),
+        )
         self.budget.check_join(between, texts)
         return between.join(texts)
 
     def _replace(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
-        text, old, new = map(self.budget.text, (value, old, new))
+        text, old, new = map(self.budget.to_text, (value, old, new))
         self.budget.check_method(text, "replace", [old, new])
         return text.replace(old, new, -1 if count is None else count)
 
     def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
-        text, values = self.budget.text(value), kwargs or args
+        text, values = self.budget.to_text(value), kwargs or args
         self.budget.check_percent(text, values)
-        self.budget.size(values, printed=True)
+        self.budget.size(values, printable_only=True)
         return text % values
 
     def _indent(
         self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False
     ) -> str:
-        text, step = self.budget.text(value), len(width) if isinstance(width, str) else width
+        text, step = self.budget.to_text(value), len(width) if isinstance(width, str) else width
         self.budget.check_size(len(text) + (len(text.splitlines()) + 1) * step)
         return do_indent(text, width, first, blank)
 
@@ -214,7 +217,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         encoder = json.JSONEncoder(
             ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
-        return "".join(self.budget.pace(encoder.iterencode(value)))
+        return "".join(self.budget.charge_items(encoder.iterencode(value)))
 
 
 class _Namespace(Namespace):
@@ -236,13 +239,13 @@ class _Namespace(Namespace):
 
 
 @jinja2.pass_context
-def _printed(context: Context, value: Any) -> str:
+def _print_value(context: Context, value: Any) -> str:
     """Return the text of `{{ value }}`; jinja2 itself would convert constants unmetered."""
     environment: Any = context.environment
-    return str(environment.budget.weigh(environment.budget.text(value)))
+    return str(environment.budget.charge(environment.budget.to_text(value)))
 
 
-def _no_other(name: str) -> str:
+def _refuse_other(name: str) -> str:
     raise TemplateError(f"a template cannot include, import or extend another ({name!r:.80})")
 
 
@@ -250,7 +253,7 @@ def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-def _strftime_now(format: str) -> str:
+def _format_date(format: str) -> str:
     if re.search(r"\d{4}", format):
         raise TemplateError("it formats a date with a width above 999")
     return datetime.now().strftime(format)

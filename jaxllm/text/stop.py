@@ -17,36 +17,36 @@ class StopStrings:
             if not isinstance(string, str) or not string:
                 raise SamplingError(f"stop_strings must be non-empty strings: got {string!r}")
         self.strings = tuple(strings)
-        self.found = False
-        self._held = ""
+        self.has_matched = False
+        self._pending = ""
 
     def push(self, text: str) -> str:
         """Add text; returns what certainly precedes any stop string."""
-        if self.found:
+        if self.has_matched:
             return ""
-        self._held += text
-        starts = [i for s in self.strings if (i := self._held.find(s)) >= 0]
+        self._pending += text
+        starts = [i for s in self.strings if (i := self._pending.find(s)) >= 0]
         if starts:
-            self.found = True
+            self.has_matched = True
             return self._release(min(starts))
-        return self._release(len(self._held) - self._doubtful())
+        return self._release(len(self._pending) - self._partial_length())
 
     def flush(self) -> str:
         """Return the held-back text at the end."""
-        return "" if self.found else self._release(len(self._held))
+        return "" if self.has_matched else self._release(len(self._pending))
 
     def _release(self, end: int) -> str:
-        text, self._held = self._held[:end], self._held[end:]
+        text, self._pending = self._pending[:end], self._pending[end:]
         return text
 
-    def _doubtful(self) -> int:
+    def _partial_length(self) -> int:
         """Return the number of characters at the end that may start a stop string."""
         longest = max(map(len, self.strings), default=1) - 1
         return next(
             (
                 n
-                for n in range(min(longest, len(self._held)), 0, -1)
-                if any(s.startswith(self._held[-n:]) for s in self.strings)
+                for n in range(min(longest, len(self._pending)), 0, -1)
+                if any(s.startswith(self._pending[-n:]) for s in self.strings)
             ),
             0,
         )

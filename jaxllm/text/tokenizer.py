@@ -20,7 +20,7 @@ import tokenizers
 
 from jaxllm.errors import CheckpointError, JaxllmError, TokenError
 from jaxllm.text.byte_level import symbols_to_bytes
-from jaxllm.text.formats import TOKENIZER_FILES, TokenizerTree, find_form, read_tree
+from jaxllm.text.formats import TOKENIZER_FILES, TokenizerTree, find_tokenizer_format, read_tree
 
 __all__ = ["TOKENIZER_FILES", "Tokenizer", "has_tokenizer"]
 
@@ -29,7 +29,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def has_tokenizer(path: str | Path) -> bool:
     """Return whether a directory has the files of a tokenizer, in any of the three formats."""
-    return find_form(Path(path)) is not None
+    return find_tokenizer_format(Path(path)) is not None
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -54,9 +54,9 @@ class Tokenizer:
     special_ids: frozenset[int]
     name: str
     _plain: tokenizers.Tokenizer = field(repr=False)
-    _whole: Callable[[], tokenizers.Tokenizer] = field(repr=False)
+    _build_parsing: Callable[[], tokenizers.Tokenizer] = field(repr=False)
     _tokens: Mapping[int, str] = field(repr=False)
-    _bytes_in: str | None = field(repr=False)
+    _byte_tokens: str | None = field(repr=False)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Self:
@@ -83,7 +83,7 @@ class Tokenizer:
         special = {token["content"] for token in tree["added_tokens"] if token.get("special")}
         hidden = {name: f"<{secrets.token_hex(16)}>" for name in special}
         shown = {name: special for special, name in hidden.items()}
-        without = _without_names(tree, hidden)
+        without = _hide_special(tree, hidden)
         plain = _build(directory, _json(directory, without))
         for token in tree["added_tokens"]:
             index = plain.token_to_id(hidden.get(token["content"], token["content"]))
@@ -104,9 +104,9 @@ class Tokenizer:
             special_ids=frozenset(t["id"] for t in tree["added_tokens"] if t.get("special")),
             name=directory.resolve().name,
             _plain=plain,
-            _whole=partial(_build, directory, _json(directory, tree)),
+            _build_parsing=partial(_build, directory, _json(directory, tree)),
             _tokens=tokens,
-            _bytes_in=_bytes_in(tree.get("decoder")),
+            _byte_tokens=_find_byte_tokens(tree.get("decoder")),
         )
         if "merges" in tree["model"] and len(without["model"]["merges"]) < len(
             tree["model"]["merges"]
@@ -117,7 +117,7 @@ class Tokenizer:
     @cached_property
     def _parsing(self) -> tokenizers.Tokenizer:
         """The library object that recognizes special tokens, built when a text first needs it."""
-        return self._whole()
+        return self._build_parsing()
 
     def encode(
         self, text: str, *, bos: bool = False, eos: bool = False, parse_special: bool = False
@@ -136,8 +136,8 @@ class Tokenizer:
         tokenizer = self._parsing if parse_special else self._plain
         with _library_errors(TokenError, f"{self!r} cannot encode this text"):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-        begin = [self._required("bos", self.bos_id)] if bos else []
-        end = [self._required("eos", self.eos_id)] if eos else []
+        begin = [self._require_id("bos", self.bos_id)] if bos else []
+        end = [self._require_id("eos", self.eos_id)] if eos else []
         return [*begin, *ids, *end]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
@@ -148,7 +148,7 @@ class Tokenizer:
         Raises:
           TokenError: an id is not a token of this tokenizer.
         """
-        checked = [self._checked(index) for index in ids]
+        checked = [self._check_id(index) for index in ids]
         tokenizer = self._plain if skip_special else self._parsing
         return tokenizer.decode(checked, skip_special_tokens=skip_special)
 
@@ -158,7 +158,7 @@ class Tokenizer:
         Raises:
           TokenError: the id is not a token of this tokenizer.
         """
-        return self._tokens[self._checked(index)]
+        return self._tokens[self._check_id(index)]
 
     def id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
@@ -173,9 +173,9 @@ class Tokenizer:
           TokenError: the id is not a token of this tokenizer.
         """
         token = self.token(index)
-        if self._bytes_in == "every token":
+        if self._byte_tokens == "every token":
             return symbols_to_bytes(token)
-        match = _BYTE_TOKEN.fullmatch(token) if self._bytes_in == "byte tokens" else None
+        match = _BYTE_TOKEN.fullmatch(token) if self._byte_tokens == "byte tokens" else None
         return bytes.fromhex(match[1]) if match else None
 
     def __repr__(self) -> str:
@@ -184,7 +184,7 @@ class Tokenizer:
             f"bos_id={self.bos_id}, eos_id={self.eos_id})"
         )
 
-    def _checked(self, index: int) -> int:
+    def _check_id(self, index: int) -> int:
         try:
             number = operator.index(index)
         except TypeError as error:
@@ -194,7 +194,7 @@ class Tokenizer:
             raise TokenError(f"token id {number} is not in the vocabulary of {self!r}")
         return number
 
-    def _required(self, role: str, index: int | None) -> int:
+    def _require_id(self, role: str, index: int | None) -> int:
         if index is None:
             raise TokenError(f"{self!r} has no {role} token; encode without {role}=True")
         return index
@@ -221,7 +221,7 @@ def _library_errors(kind: type[JaxllmError], what: str) -> Iterator[None]:
         raise kind(f"{what}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any]:
+def _hide_special(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str, Any]:
     """Return a tree with the same ids in which no text can become one of the tokens in `hidden`.
 
     The tokens are renamed to the random values of `hidden`, and BPE merges that involve one are
@@ -236,12 +236,12 @@ def _without_names(tree: dict[str, Any], hidden: Mapping[str, str]) -> dict[str,
         model["unk_token"] = hidden[unknown]
     if "merges" in model:
         prefix = len(model.get("continuing_subword_prefix") or "")
-        model["merges"] = [m for m in model["merges"] if _makes_none(m, prefix, hidden)]
+        model["merges"] = [m for m in model["merges"] if _keeps_merge(m, prefix, hidden)]
     added = [t | {"content": hidden.get(t["content"], t["content"])} for t in tree["added_tokens"]]
     return tree | {"model": model, "added_tokens": added}
 
 
-def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
+def _keeps_merge(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
     """Return whether a merge, a string or a pair, involves none of these tokens.
 
     A malformed merge is kept, for the `tokenizers` library to reject.
@@ -253,7 +253,7 @@ def _makes_none(merge: Any, prefix: int, names: Mapping[str, str]) -> bool:
     return left not in names and right not in names and left + right[prefix:] not in names
 
 
-def _bytes_in(decoder: Any) -> str | None:
+def _find_byte_tokens(decoder: Any) -> str | None:
     """Return which tokens a decoder turns into bytes: "every token", "byte tokens" or None."""
     steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
     kinds = [step.get("type") for step in steps]

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.matrices.sparsity import Sparsity, gradual, lowest_of, parse
+from jaxllm.compress.matrices.sparsity import Sparsity, gradual_sparsity, lowest_in_groups, parse
 from jaxllm.errors import ConfigError
-from jaxllm.train.trained import ALL, Rules, Trained
+from jaxllm.runtime.validation import check_int
+from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams
 from jaxllm.weights.paths import first_match
-from jaxllm.whole import whole
 
-LEAST = 0.1  # share of zeros from which a matrix counts as pruned
+MIN_ZERO_FRACTION = 0.1  # share of zeros from which a matrix counts as pruned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class KeepZeros:
 
     paths: tuple[str, ...]
 
-    def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained:
-        kept = {path: _where_zero(before[path], after[path]) for path in self.paths}
-        return {**after, **kept}
+    def __call__(self, old: TrainedParams, new: TrainedParams, step: jax.Array) -> TrainedParams:
+        kept = {path: _restore_zeros(old[path], new[path]) for path in self.paths}
+        return {**new, **kept}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class PruneGradually:
       sparsity: at the end, a share of each matrix, or N:M of each M neighbors in a row.
       begin, end: steps of the first and of the last pruning, counted from 0.
       every: steps from one pruning to the next.
-      first: share that the first pruning removes.
+      initial_fraction: share that the first pruning removes.
 
     Raises ConfigError for invalid steps, and for a first share that is not below the last.
     """
@@ -53,75 +53,85 @@ class PruneGradually:
     begin: int
     end: int
     every: int
-    first: float = 0.0
+    initial_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        whole("begin of pruning", self.begin, 0, None, ConfigError)
-        whole("end of pruning", self.end, self.begin + 1, None, ConfigError)
-        whole("steps between prunings", self.every, 1, None, ConfigError)
-        if not 0 <= self.first < self.sparsity.fraction:
+        check_int("begin of pruning", self.begin, 0, None, ConfigError)
+        check_int("end of pruning", self.end, self.begin + 1, None, ConfigError)
+        check_int("steps between prunings", self.every, 1, None, ConfigError)
+        if not 0 <= self.initial_fraction < self.sparsity.fraction:
             raise ConfigError(
                 f"the first share of gradual pruning must be at least 0 and below its last one,"
-                f" {self.sparsity.fraction:.4g}: got {self.first}"
+                f" {self.sparsity.fraction:.4g}: got {self.initial_fraction}"
             )
 
     @property
-    def shares(self) -> tuple[float, ...]:
+    def fractions(self) -> tuple[float, ...]:
         """The share that each pruning reaches, from `begin` to `end`."""
         times = range(self.begin, self.end + self.every, self.every)
         return tuple(
-            gradual(
+            gradual_sparsity(
                 min(step, self.end),
                 begin=self.begin,
                 end=self.end,
-                first=self.first,
+                first=self.initial_fraction,
                 last=self.sparsity.fraction,
             )
             for step in times
         )
 
-    def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained:
-        shares = self.shares
+    def __call__(self, old: TrainedParams, new: TrainedParams, step: jax.Array) -> TrainedParams:
+        shares = self.fractions
         # The last pruning is at `end`, even if `end - begin` is not a multiple of `every`.
         at = jnp.where(step == self.end, len(shares) - 1, (step - self.begin) // self.every)
         now = (step >= self.begin) & (step <= self.end)
         now &= ((step - self.begin) % self.every == 0) | (step == self.end)
-        kept = {path: _where_zero(before[path], after[path]) for path in self.paths}
+        kept = {path: _restore_zeros(old[path], new[path]) for path in self.paths}
 
-        def pruned(kept: Trained) -> Trained:
-            return {path: self._pruned(x, at, shares) for path, x in kept.items()}
+        def prune(kept: TrainedParams) -> TrainedParams:
+            return {path: self._prune(x, at, shares) for path, x in kept.items()}
 
-        return {**after, **jax.lax.cond(now, pruned, lambda kept: kept, kept)}
+        return {**new, **jax.lax.cond(now, prune, lambda kept: kept, kept)}
 
-    def _pruned(self, weight_OI: jax.Array, at: jax.Array, shares: tuple[float, ...]) -> jax.Array:
+    def _prune(
+        self, weight_OI: jax.Array, index: jax.Array, fractions: tuple[float, ...]
+    ) -> jax.Array:
         if self.sparsity.pattern is None:
             score_GM = jnp.abs(weight_OI).reshape(1, -1)
         else:
             score_GM = jnp.abs(weight_OI).reshape(-1, self.sparsity.pattern[1])
         size = score_GM.shape[1]
         # The last share of N:M is 1 - N / M; its product with M may be rounded down.
-        counts = np.array([int(size * share + 1e-6) for share in shares], np.int32)
-        gone = _lowest(score_GM, jnp.asarray(counts)[at])
+        counts = np.array([int(size * share + 1e-6) for share in fractions], np.int32)
+        gone = _mask_lowest(score_GM, jnp.asarray(counts)[index])
         return jnp.where(gone.reshape(weight_OI.shape), 0.0, weight_OI)
 
 
-def keep_zeros(trained: Trained, rules: Rules = ALL, *, least: float = LEAST) -> KeepZeros:
-    """Return the constraint for a pruned model: its matrices with at least `least` zeros.
+def keep_zeros(
+    trained: TrainedParams, rules: Rules = ALL_PARAMS, *, min_zeros: float = MIN_ZERO_FRACTION
+) -> KeepZeros:
+    """Return the constraint for a pruned model: its matrices with at least `min_zeros` zeros.
 
     rules: which matrices are examined. Raises ConfigError if none of them has enough zeros.
     """
     matrices = dict(_matrices(trained, rules))
-    paths = tuple(p for p, x in matrices.items() if float((x == 0).mean()) >= least)
+    paths = tuple(p for p, x in matrices.items() if float((x == 0).mean()) >= min_zeros)
     if not paths:
         raise ConfigError(
-            f"no zeros to keep: none of {len(matrices)} trained matrices has {least:.0%} zeros."
+            f"no zeros to keep: none of {len(matrices)} trained matrices has {min_zeros:.0%} zeros."
             " Is the model pruned, and not yet in a sparse format?"
         )
     return KeepZeros(paths)
 
 
 def prune_gradually(
-    trained: Trained, target: str, *, begin: int, end: int, every: int, rules: Rules = ALL
+    trained: TrainedParams,
+    target: str,
+    *,
+    begin: int,
+    end: int,
+    every: int,
+    rules: Rules = ALL_PARAMS,
 ) -> PruneGradually:
     """Return the constraint for the matrices that `rules` select. target: `50%`, `0.5` or `2:4`.
 
@@ -138,18 +148,18 @@ def prune_gradually(
     )
 
 
-def _matrices(trained: Trained, rules: Rules) -> Iterator[tuple[str, jax.Array]]:
+def _matrices(trained: TrainedParams, rules: Rules) -> Iterator[tuple[str, jax.Array]]:
     return ((p, x) for p, x in trained.items() if x.ndim >= 2 and first_match(rules, p))
 
 
-def _where_zero(before: jax.Array, after: jax.Array) -> jax.Array:
-    return jnp.where(before == 0, jnp.zeros((), after.dtype), after)
+def _restore_zeros(old: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.where(old == 0, jnp.zeros((), new.dtype), new)
 
 
-def _lowest(score_GM: jax.Array, count: jax.Array) -> jax.Array:
+def _mask_lowest(score_GM: jax.Array, count: jax.Array) -> jax.Array:
     """Return a mask of the `count` lowest of each M scores `[G, M]`; ties go to the first."""
     if score_GM.shape[1] <= 64:  # N:M groups: compare ranks
-        return lowest_of(score_GM, count)
+        return lowest_in_groups(score_GM, count)
     ordered = jnp.sort(score_GM, axis=1)
     bound = jnp.take(ordered, jnp.maximum(count - 1, 0), axis=1)[:, None]
     below, equal = score_GM < bound, score_GM == bound

@@ -12,83 +12,83 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxllm.train.trained import Hole, Names
-from jaxllm.weights.leaves.arrays import after, as_leaf
-from jaxllm.weights.leaves.leaf import Leaf, Linear
-from jaxllm.weights.leaves.wrapped import Wrapped
-from jaxllm.weights.paths import Params, map_leaves, own_name
+from jaxllm.train.partition import NamesOf, Placeholder
+from jaxllm.weights.paths import Params, identity_path, map_leaves
+from jaxllm.weights.types.arrays import add_dependency, as_weight
+from jaxllm.weights.types.base import LinearFn, WeightBase
+from jaxllm.weights.types.wrapper import WeightWrapper
 
 
-class Frozen(Wrapped, struct.PyTreeNode):
+class FrozenWeight(WeightWrapper, struct.PyTreeNode):
     """A matrix `[O, I]`, an array or a weight type, without a gradient."""
 
-    kind = "frozen/"
-    nests = True
+    format_prefix = "frozen/"
+    allows_composite = True
 
     weight: Any
 
-    def dense(self, dtype: Any = None) -> jax.Array:
-        return jax.lax.stop_gradient(self.stored.dense(dtype))
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        return jax.lax.stop_gradient(self.inner.to_dense(dtype))
 
     def take(self, index: jax.Array) -> jax.Array:
-        return jax.lax.stop_gradient(self.stored.take(index))
+        return jax.lax.stop_gradient(self.inner.take(index))
 
-    def product(self, x_RI: jax.Array) -> jax.Array:
-        return self.through(x_RI, lambda x, weight: as_leaf(weight).product(x))
+    def matmul(self, x_RI: jax.Array) -> jax.Array:
+        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
 
-    def through(self, x_RI: jax.Array, linear: Linear) -> jax.Array:
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         if not jnp.issubdtype(x_RI.dtype, jnp.floating):
             return linear(x_RI, self.weight)
-        return _product(linear, x_RI, self.weight)
+        return _multiply(linear, x_RI, self.weight)
 
-    def beside(self) -> dict[str, jax.Array]:
+    def extra_arrays(self) -> dict[str, jax.Array]:
         return {}
 
 
-def frozen(rest: Params, names: Names = own_name) -> Params:
-    """Wrap each matrix that contains nothing trained in `Frozen`.
+def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
+    """Wrap each matrix that contains nothing trained in `FrozenWeight`.
 
-    names: as `Placed.names`; matrices stacked over pipeline stages have one more axis.
+    names: as `ShardedModelBase.names`; matrices stacked over pipeline stages have one more axis.
     """
-    return map_leaves(lambda path, leaf: _around(leaf, 3 if len(names(path)) > 1 else 2), rest)
+    return map_leaves(lambda path, leaf: _freeze(leaf, 3 if len(names(path)) > 1 else 2), params)
 
 
-def _around(leaf: Any, ndim: int) -> Any:
+def _freeze(leaf: Any, ndim: int) -> Any:
     if not _has_holes(leaf):
-        return Frozen(leaf) if leaf.ndim == ndim else leaf
-    if isinstance(leaf, Wrapped) and not isinstance(leaf.weight, Hole):
+        return FrozenWeight(leaf) if leaf.ndim == ndim else leaf
+    if isinstance(leaf, WeightWrapper) and not isinstance(leaf.weight, Placeholder):
         changed: Any = leaf
-        return changed.replace(weight=_around(leaf.weight, ndim))
+        return changed.replace(weight=_freeze(leaf.weight, ndim))
     return leaf
 
 
 def _has_holes(leaf: Any) -> bool:
-    found = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Hole))
-    return any(isinstance(x, Hole) for x in found)
+    found = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Placeholder))
+    return any(isinstance(x, Placeholder) for x in found)
 
 
-def _ready(x_RI: jax.Array, weight: Any) -> Any:
+def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
     """Return the weight with its expansion ordered after x."""
-    return weight if as_leaf(weight).has_kernels else after(x_RI, weight)
+    return weight if as_weight(weight).has_kernels else add_dependency(x_RI, weight)
 
 
-def _product(linear: Linear, x_RI: jax.Array, weight: Any) -> jax.Array:
+def _multiply(linear: LinearFn, x_RI: jax.Array, weight: Any) -> jax.Array:
     """Return `linear(x, weight)`, whose gradient for x is that of the dense product."""
 
     @jax.custom_vjp
     def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
-        return linear(x_RI, _ready(x_RI, weight))
+        return linear(x_RI, _wait_for(x_RI, weight))
 
     def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
         return multiply(x_RI, weight), weight
 
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
-        weight = after(slope_RO, weight) if isinstance(weight, Leaf) else weight
+        weight = add_dependency(slope_RO, weight) if isinstance(weight, WeightBase) else weight
         half = x_RI.dtype == jnp.bfloat16
         kept = jnp.bfloat16 if half else jnp.float32
         slope_RI = jax.lax.dot_general(
             slope_RO.astype(kept),
-            as_leaf(weight).dense(kept),
+            as_weight(weight).to_dense(kept),
             (((1,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )

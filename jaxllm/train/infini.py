@@ -9,18 +9,18 @@ import dataclasses
 import jax.numpy as jnp
 
 from jaxllm import models
-from jaxllm.api import LM
-from jaxllm.config import ModelConfig
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.longer import LongAttention
+from jaxllm.lm import LM
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.ops.compressive import UPDATES, Update
-from jaxllm.weights.leaves.arrays import DTYPES
-from jaxllm.weights.precision import exactly
-from jaxllm.whole import whole
+from jaxllm.runtime.validation import check_int
+from jaxllm.weights.precision import match_precision
+from jaxllm.weights.types.arrays import DTYPES
 
-GATE = -4.0  # beta; at -100, as in some implementations, the gates never learn
-GATE_RATE = 0.01  # of beta; at the rate of the other parameters gates hardly move
+INITIAL_GATE = -4.0  # beta; at -100, as in some implementations, the gates never learn
+GATE_LR = 0.01  # of beta; at the rate of the other parameters gates hardly move
 
 
 def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[str, float], ...]:
@@ -29,7 +29,7 @@ def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[st
     Raises ConfigError if a rate is given for a model without gates.
     """
     if config.segment_length is not None:
-        return ((r".*\.memory_gate", GATE_RATE if rate is None else rate),)
+        return ((r".*\.memory_gate", GATE_LR if rate is None else rate),)
     if rate is not None:
         raise ConfigError(
             f"--gate-lr needs a model with Infini-attention, and this {config.model_type} has none:"
@@ -38,7 +38,7 @@ def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[st
     return ()
 
 
-def as_update(name: str) -> Update:
+def check_update(name: str) -> Update:
     """Return the update rule of that name. Raises ConfigError if there is none."""
     found = next((update for update in UPDATES if update == name), None)
     if found is None:
@@ -47,7 +47,7 @@ def as_update(name: str) -> Update:
 
 
 def with_memory(
-    lm: LM, segment_length: int, *, update: Update = "linear", gate: float = GATE
+    lm: LM, segment_length: int, *, update: Update = "linear", gate: float = INITIAL_GATE
 ) -> LM:
     """Return the model with a compressive memory in every layer; formats and tokenizer stay.
 
@@ -63,16 +63,16 @@ def with_memory(
         raise ConfigError(f"a {lm.config.model_type} cannot have a memory: only llama models can")
     if lm.config.attention is not None:
         raise ConfigError(f"this model already has {lm.config.attention.kind!r} attention")
-    as_update(update)
-    length = whole("segment_length", segment_length, 1, error=ConfigError)
+    check_update(update)
+    length = check_int("segment_length", segment_length, 1, error=ConfigError)
     kind = LongAttention(kind="infini", segment_length=length, update=update)
     config = dataclasses.replace(lm.config, attention=kind)
     dtype = DTYPES[lm.model.precision.weights]
     gate_N = jnp.full(config.num_attention_heads, gate, dtype)
-    params, name = dict(lm.params), models.family(config.model_type).layers
+    params, name = dict(lm.params), models.get_family(config.model_type).layers
     for number in range(config.num_hidden_layers):
         layer = params[f"{name}.{number}"]
         attention = {**layer["self_attn"], "memory_gate": gate_N}
         params[f"{name}.{number}"] = {**layer, "self_attn": attention}
-    model = models.build(config, exactly(params, lm.model.precision))
+    model = models.build(config, match_precision(params, lm.model.precision))
     return dataclasses.replace(lm, config=config, model=model, params=params, recipe=())

@@ -1,4 +1,4 @@
-"""Training jobs: each kind of training makes a `Job` of a model, which one loop runs.
+"""Training jobs: each kind of training makes a `TrainJob` of a model, which one loop runs.
 
 This module has full fine-tuning and LoRA; `fake.job`, `distill.job` and `prompts` have the others.
 """
@@ -14,86 +14,86 @@ import jax
 from jaxllm.adapters import (
     Adapter,
     LoraConfig,
-    around,
-    attached,
-    fresh,
-    taken,
+    attach_adapter,
+    extract_adapter,
+    init_adapter,
+    make_attacher,
     with_config,
     write_adapter,
 )
-from jaxllm.api import LM
-from jaxllm.compress.journal import Journal
-from jaxllm.distributed import agree
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.lm import LM
+from jaxllm.runtime.multihost import check_processes_agree
+from jaxllm.runtime.validation import check_dtype, check_seed
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
-from jaxllm.train.loop import Plan, Prepare, Report, Run, Say, train
+from jaxllm.train.loop import Log, PrepareRows, Report, TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.train.step import Constraint, Setup, Transformation
-from jaxllm.train.trained import ALL, Rules, trainable
-from jaxllm.weights.leaves.adapted import Adapted
-from jaxllm.weights.paths import Params, Placed, map_leaves, of_one_device
+from jaxllm.train.partition import ALL_PARAMS, Rules, trainable_params
+from jaxllm.train.step import Constraint, OptimizerConfig, Setup
+from jaxllm.weights.paths import Params, ShardedModelBase, gather_params, map_leaves
 from jaxllm.weights.precision import cast
-from jaxllm.whole import check_seed, dtype_name
+from jaxllm.weights.types.lora import LoraWeight
 
 V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainJob:
     """A training job.
 
     Attributes:
-      lm, params: the model, and its parameters at the start.
-      like: the parameters in the compute dtype, if it differs; master weights are float32 anyway.
+      lm, params: the model, and its parameters at the start. compute_params: the parameters in the
+      compute dtype, if it differs; master weights are float32 anyway.
       rules: which parameters are trained.
-      given: further arrays for the objective.
+      extra_inputs: further arrays for the objective.
       finish: writes the result into a directory.
-      data, held_out: replace those of `run`, if a teacher's outputs were added to them.
+      data, held_out: replace those of `run_job`, if a teacher's outputs were added to them.
     """
 
     lm: LM
     params: Params
     objective: Objective
     finish: Callable[[Params, Path], None]
-    like: Params | None = None
-    rules: Rules = ALL
-    given: Any = None
+    compute_params: Params | None = None
+    rules: Rules = ALL_PARAMS
+    extra_inputs: Any = None
     constraint: Constraint | None = None
-    prepare: Prepare | None = None
+    prepare: PrepareRows | None = None
     data: Data | None = None
-    held_out: Data | None = None
+    eval_data: Data | None = None
 
     @property
     def model(self) -> nn.Module:
         return self.lm.model
 
 
-def full(
+def full_finetune(
     lm: LM,
     dtype: str = "float32",
     *,
-    rules: Rules = ALL,
+    rules: Rules = ALL_PARAMS,
     objective: Objective | None = None,
     constraint: Constraint | None = None,
-) -> Job:
+) -> TrainJob:
     """Train all weights, or those that `rules` select.
 
     Args:
       lm: in float32, since the master weights start as its parameters.
       dtype: of computation and of the result.
     """
-    dtype = dtype_name("dtype", dtype)
-    precision = dataclasses.replace(lm.model.precision, quantize=None).in_dtype(dtype)
+    dtype = check_dtype("dtype", dtype)
+    precision = dataclasses.replace(lm.model.precision, quantize=None).with_dtype(dtype)
     ran = dataclasses.replace(lm, model=lm.model.clone(precision=precision))
 
     def finish(params: Params, directory: Path) -> None:
         dataclasses.replace(ran, params=params).save(directory)
 
-    return Job(
+    return TrainJob(
         lm=ran,
         params=lm.params,
-        like=None if dtype == "float32" else cast(lm.params, precision),
+        compute_params=None if dtype == "float32" else cast(lm.params, precision),
         objective=objective or NextToken(),
         rules=rules,
         constraint=constraint,
@@ -101,7 +101,7 @@ def full(
     )
 
 
-def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = None) -> Job:
+def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = None) -> TrainJob:
     """Train an adapter; the weights, in any format, are frozen. The result is a PEFT directory.
 
     Args:
@@ -113,20 +113,20 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     """
     key = jax.random.key(check_seed(seed))
     if start is None:
-        adapter = fresh(lm.config, lm.params, config, key)
+        adapter = init_adapter(lm.config, lm.params, config, key)
     else:
         adapter = with_config(lm.config, start, config)
-    if isinstance(lm.model, Placed):
-        attachment = lm.model.beside(lm.params, around(lm.config, adapter))
+    if isinstance(lm.model, ShardedModelBase):
+        attachment = lm.model.attach_adapter(lm.params, make_attacher(lm.config, adapter))
     else:
-        attachment = attached(lm.config, lm.params, adapter)
+        attachment = attach_adapter(lm.config, lm.params, adapter)
 
     def finish(params: Params, directory: Path) -> None:
-        beside = map_leaves(lambda _, leaf: _adapters_of(leaf), params)
-        found = taken(lm.config, of_one_device(lm.model, beside), config)
+        beside = map_leaves(lambda _, leaf: _extract_adapters(leaf), params)
+        found = extract_adapter(lm.config, gather_params(lm.model, beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
-    return Job(
+    return TrainJob(
         lm=lm,
         params=attachment,
         objective=NextToken(),
@@ -135,103 +135,108 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
     )
 
 
-def _adapters_of(leaf: Any) -> Any:
+def _extract_adapters(leaf: Any) -> Any:
     """Return the adapters of a weight, without the weight."""
-    return leaf.replace(weight=_adapters_of(leaf.weight)) if isinstance(leaf, Adapted) else None
+    return (
+        leaf.replace(weight=_extract_adapters(leaf.weight))
+        if isinstance(leaf, LoraWeight)
+        else None
+    )
 
 
-def zeros_of(lm: LM, rules: Rules = ALL) -> KeepZeros:
+def zeros_constraint(lm: LM, rules: Rules = ALL_PARAMS) -> KeepZeros:
     """Return the constraint that keeps the zeros of a pruned model's matrices.
 
     Raises ConfigError if no matrix has enough zeros.
     """
-    return keep_zeros(trainable(lm.params), rules)
+    return keep_zeros(trainable_params(lm.params), rules)
 
 
-def run(
-    job: Job,
+def run_job(
+    job: TrainJob,
     data: Data,
-    optimizer: Transformation,
-    plan: Plan,
+    optimizer: OptimizerConfig,
+    plan: TrainPlan,
     *,
-    held_out: Data | None = None,
+    eval_data: Data | None = None,
     directory: Path | None = None,
     remat: bool = False,
     report: Report = lambda *_: None,
     checkpoint: Callable[[Params, int], None] = lambda *_: None,
     sample: Callable[[Params], str] | None = None,
     show_progress: bool | None = None,
-    say: Say = lambda _: None,
-) -> Run:
+    log: Log = lambda _: None,
+) -> TrainResult:
     """Run a job. The other arguments and the errors are those of `loop.train`.
 
     Args:
-      directory: where the state is saved, to resume from. The caller removes it (`forget`) after
+      directory: where the state is saved, to resume from. The caller removes it (`delete_state`)
+          after
         writing the result.
       remat: recompute the inside of each block in the backward pass (gradient checkpointing).
     """
-    model = in_training(job.model).clone(remat=remat)
+    model = with_sharded_outputs(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
-    data, held_out = job.data or data, job.held_out or held_out
-    digests = [None if some is None else some.digest for some in (data, held_out)]
-    agree({"data": digests})
+    data, eval_data = job.data or data, job.eval_data or eval_data
+    digests = [None if some is None else some.digest for some in (data, eval_data)]
+    check_processes_agree({"data": digests})
     return train(
         job.params,
         data,
         setup,
         plan,
         rules=job.rules,
-        like=job.like,
-        given=job.given,
-        held_out=held_out,
+        compute_params=job.compute_params,
+        extra_inputs=job.extra_inputs,
+        eval_data=eval_data,
         prepare=job.prepare,
         directory=directory,
         report=report,
         checkpoint=checkpoint,
         sample=sample,
         show_progress=show_progress,
-        say=say,
+        log=log,
     )
 
 
-def in_training(model: nn.Module) -> nn.Module:
+def with_sharded_outputs(model: nn.Module) -> nn.Module:
     """Return the model; on a mesh its outputs stay sharded, since the host does not read them."""
-    return model.clone(apart=True) if isinstance(model, Placed) else model
+    return model.clone(keep_sharded_outputs=True) if isinstance(model, ShardedModelBase) else model
 
 
-def shared(model: nn.Module, params: Params) -> Params:
+def shard_params(model: nn.Module, params: Params) -> Params:
     """Shard single-device parameters if `model` is on a mesh."""
-    return model.shared(params) if isinstance(model, Placed) else params
+    return model.shard(params) if isinstance(model, ShardedModelBase) else params
 
 
-def everywhere(model: nn.Module, tree: V) -> V:
+def replicate(model: nn.Module, tree: V) -> V:
     """Replicate arrays that are not the model's parameters over its mesh, if it is on one."""
-    return model.everywhere(tree) if isinstance(model, Placed) else tree
+    return model.replicate(tree) if isinstance(model, ShardedModelBase) else tree
 
 
-def alone(lm: LM) -> LM:
+def to_one_device(lm: LM) -> LM:
     """Return the model for one device, with its parameters gathered on the host of each process."""
-    if not isinstance(lm.model, Placed):
+    if not isinstance(lm.model, ShardedModelBase):
         return lm
-    return dataclasses.replace(lm, model=lm.model.plain(), params=lm.model.whole(lm.params))
+    return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
 
 
-def spread_as(lm: LM, other: LM) -> LM:
+def shard_like(lm: LM, other: LM) -> LM:
     """Shard a single-device model like another model, if that is on a mesh."""
-    if not isinstance(other.model, Placed):
+    if not isinstance(other.model, ShardedModelBase):
         return lm
-    model = other.model.like(lm.config).clone(precision=lm.model.precision)
-    return dataclasses.replace(lm, model=model, params=model.shared(lm.params))
+    model = other.model.with_config(lm.config).clone(precision=lm.model.precision)
+    return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 
 
-def forget(directory: Path) -> None:
+def delete_state(directory: Path) -> None:
     """Remove the saved state of a run, after its result is written."""
     journal = Journal(directory)
-    with journal.kept():
-        journal.forget()
+    with journal.lock():
+        journal.clear()
 
 
-def told(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
+def make_sampler(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
     """Return a function from parameters to a greedy continuation of a prompt, as one line."""
 
     def sample(params: Params) -> str:

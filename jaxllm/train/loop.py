@@ -16,45 +16,45 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm import process
-from jaxllm.compress.journal import Journal
-from jaxllm.distributed import told
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.progress import noted_bar
-from jaxllm.train.data.rows import Data, Rows
-from jaxllm.train.keeping import (
+from jaxllm.runtime import signals
+from jaxllm.runtime.multihost import broadcast_from_zero
+from jaxllm.runtime.progress import status_bar
+from jaxllm.runtime.validation import check_int, check_seed
+from jaxllm.train.checkpointing import (
     check_unused,
-    confirm,
+    collect_settings,
     differences,
-    fall_back,
-    journal_of,
-    keep,
-    keep_best,
-    kept,
-    kept_best,
-    settings_of,
+    drop_previous,
+    load_best,
+    load_state,
+    open_journal,
+    restore_previous,
+    save_best,
+    save_state,
 )
-from jaxllm.train.spread import Form
-from jaxllm.train.step import Metrics, Setup, TrainState, measure, start, train_step
-from jaxllm.train.trained import ALL, Rules, Trained, join, split
-from jaxllm.weights.paths import Params, Placed, later, names_of
-from jaxllm.whole import check_seed, whole
+from jaxllm.train.data.rows import Data, Rows
+from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
+from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.step import Metrics, Setup, TrainState, eval_step, init_state, train_step
+from jaxllm.weights.paths import Params, ShardedModelBase, gather_lazy, unsharded_paths
 
-KEEP_SECONDS = 30.0  # at least, between two saved states,
-KEEP_SHARE = 20  # and this many times the duration of the last save
-_SPEED = 20  # steps over which the speed is averaged
-MOST_STEPS = (1 << 31) - 1  # steps are counted in int32
-_PREPARING = 0x5EED  # makes keys that differ from those of steps
+SAVE_SECONDS = 30.0  # at least, between two saved states,
+SAVE_FACTOR = 20  # and this many times the duration of the last save
+_SPEED_STEPS = 20  # steps over which the speed is averaged
+MAX_STEPS = (1 << 31) - 1  # steps are counted in int32
+_PREPARE_SALT = 0x5EED  # makes keys that differ from those of steps
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 # Maps parameters, the rows of a step `[A, B, T]` and a key to the rows to train on.
-Prepare = Callable[[Params, Rows, jax.Array], Rows]
+PrepareRows = Callable[[Params, Rows, jax.Array], Rows]
 # Takes the records so far and the validation loss before the first step.
-Report = Callable[[Sequence["Record"], float | None], None]
+Report = Callable[[Sequence["StepRecord"], float | None], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrainPlan:
     """The length of a run, and how often it is evaluated and saved.
 
     Attributes:
@@ -81,11 +81,11 @@ class Plan:
         for name in (*required, "eval_steps", "patience", "save_steps"):
             value = getattr(self, name)
             if value is not None or name in required:
-                object.__setattr__(self, name, whole(name, value, 1, MOST_STEPS, ConfigError))
+                object.__setattr__(self, name, check_int(name, value, 1, MAX_STEPS, ConfigError))
         object.__setattr__(self, "seed", check_seed(self.seed))
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """The metrics of a step.
 
     Attributes:
@@ -105,52 +105,52 @@ class Record(NamedTuple):
     also: dict[str, float]
 
 
-class Run(NamedTuple):
+class TrainResult(NamedTuple):
     """The result of a run.
 
     Attributes:
       params: after step `best` if the plan has patience, else after the last step.
-      before: validation loss before the first step.
+      initial_loss: validation loss before the first step.
     """
 
     params: Params
-    records: list[Record]
-    before: float | None
-    best: Record | None
+    records: list[StepRecord]
+    initial_loss: float | None
+    best: StepRecord | None
 
 
 def train(
     params: Params,
     data: Data,
     setup: Setup,
-    plan: Plan,
+    plan: TrainPlan,
     *,
-    rules: Rules = ALL,
-    like: Params | None = None,
-    given: Any = None,
-    held_out: Data | None = None,
-    prepare: Prepare | None = None,
+    rules: Rules = ALL_PARAMS,
+    compute_params: Params | None = None,
+    extra_inputs: Any = None,
+    eval_data: Data | None = None,
+    prepare: PrepareRows | None = None,
     directory: Path | None = None,
     report: Report = lambda *_: None,
     checkpoint: Callable[[Params, int], None] = lambda *_: None,
     sample: Callable[[Params], str] | None = None,
     show_progress: bool | None = None,
-    say: Say = lambda _: None,
-) -> Run:
+    log: Log = lambda _: None,
+) -> TrainResult:
     """Train parameters on data; the given arrays are not modified.
 
     Args:
-      rules, like: which parameters are trained and their compute dtype, as in `trained.split`.
-      given: further arrays for the objective.
-      held_out: validation data.
+      rules, like: which parameters are trained and their compute dtype, as in `trained.partition`.
+      extra_inputs: further arrays for the objective.
+      eval_data: validation data.
       prepare: a pure function that changes rows on the host before a step (on-policy samples, say).
       directory: where the state is saved; default: nowhere. A run resumes from a state in it; the
-        settings in `keeping.FREE` may differ.
+        settings in `keeping.CHANGEABLE` may differ.
       report: called after each evaluation and each save, and at the end, also after a loss that is
         not finite.
       checkpoint: called with the parameters and the step every `plan.save_steps` steps.
       sample: returns a text generated with the parameters, logged after each evaluation.
-      say: takes a line to log.
+      log: takes a line to log.
 
     Raises:
       ConfigError: if there is nothing to train or no data.
@@ -160,168 +160,168 @@ def train(
     """
     if not data.tokens:
         raise ConfigError("the data has no labels to learn: all of them are ignored")
-    if plan.patience is not None and held_out is None:
+    if plan.patience is not None and eval_data is None:
         raise ConfigError("patience needs validation data (held_out)")
-    if isinstance(setup.model, Placed):
+    if isinstance(setup.model, ShardedModelBase):
         setup.model.check_rows(data.batch(0).token_BT.shape[0])
     named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
-    settings = settings_of(
+    settings = collect_settings(
         setup, plan, rules=rules, prepare=named, data=data.digest,
-        held_out=None if held_out is None else held_out.digest,
+        held_out=None if eval_data is None else eval_data.digest,
     )  # fmt: skip
     journal = Journal()
     if directory is not None:
-        journal = journal_of(later(setup.model, params), given, settings, directory)
-    trained, rest = split(params, rules, like, names_of(setup.model))
-    form = Form.of(setup.model, rest)
-    key, state = jax.random.key(plan.seed), start(trained, setup)
+        journal = open_journal(gather_lazy(setup.model, params), extra_inputs, settings, directory)
+    trained, rest = partition(params, rules, compute_params, unsharded_paths(setup.model))
+    form = StateLayout.from_model(setup.model, rest)
+    key, state = jax.random.key(plan.seed), init_state(trained, setup)
     del trained
 
-    def loss(trained: Trained) -> float:
-        assert held_out is not None
+    def eval_loss(trained: TrainedParams) -> float:
+        assert eval_data is not None
         each = [
-            measure(trained, rest, given, held_out.batch(n), key, setup=setup)
-            for n in range(len(held_out))
+            eval_step(trained, rest, extra_inputs, eval_data.batch(n), key, setup=setup)
+            for n in range(len(eval_data))
         ]
         total, weight = (float(sum(column)) for column in zip(*(m[:2] for m in each), strict=True))
         return total / (weight or 1.0)
 
-    def save() -> None:
+    def save_now() -> None:
         facts = {"records": [list(r) for r in records], "before": before, "settings": settings}
-        keep(journal, state, facts, form)
+        save_state(journal, state, facts, form)
         saved[0] = len(records)
         report(records, before)
 
-    def so_far() -> str:
+    def describe_progress() -> str:
         done = f"{len(records)} of {plan.steps} steps done"
         if journal.directory is None or not saved[0]:
             return done
         where = f"the state after step {saved[0]} is in {journal.directory}"
         return f"{done}; {where}: the same command resumes from it"
 
-    with journal.kept():
-        state, records, before, best = _continued(journal, state, form, plan, settings, say)
-        if held_out is not None and before is None:
-            before = loss(state.trained)
-            say(f"before training: held-out loss {before:.4f}")
+    with journal.lock():
+        state, records, before, best = _resume(journal, state, form, plan, settings, log)
+        if eval_data is not None and before is None:
+            before = eval_loss(state.trained)
+            log(f"before training: held-out loss {before:.4f}")
         saved, pace = [len(records)], _Pace()
         keeps = journal.directory is not None
-        bar = noted_bar("train", plan.steps, show_progress, len(records))
-        with process.saying(so_far), bar as noted:
-            while len(records) < plan.steps and not _has_waited(records, plan.patience):
-                pace.begin()
-                rows = _rows(data, len(records), plan.gradient_accumulation_steps)
+        bar = status_bar("train", plan.steps, show_progress, len(records))
+        with signals.exit_message(describe_progress), bar as noted:
+            while len(records) < plan.steps and not _is_out_of_patience(records, plan.patience):
+                pace.start_step()
+                rows = _stack_batches(data, len(records), plan.gradient_accumulation_steps)
                 if prepare is not None:
-                    own = jax.random.fold_in(jax.random.fold_in(key, len(records)), _PREPARING)
-                    rows = prepare(join(state.trained, rest), rows, own)
-                state, metrics = train_step(state, rest, given, rows, key, setup=setup)
-                record = _record(len(records) + 1, metrics)
-                pace.end(record)
+                    own = jax.random.fold_in(jax.random.fold_in(key, len(records)), _PREPARE_SALT)
+                    rows = prepare(combine(state.trained, rest), rows, own)
+                state, metrics = train_step(state, rest, extra_inputs, rows, key, setup=setup)
+                record = _make_record(len(records) + 1, metrics)
+                pace.end_step(record)
                 if not bool(metrics.finite):
                     report(records, before)
                     if saved[0] == len(records):
-                        fall_back(journal)
-                    raise NonFiniteError(_diverged(record, journal))
+                        restore_previous(journal)
+                    raise NonFiniteError(_divergence_message(record, journal))
                 if saved[0] == len(records):
-                    confirm(journal)
-                if held_out is not None and _is_due(record.step, plan):
-                    record = record._replace(held_out=loss(state.trained))
+                    drop_previous(journal)
+                if eval_data is not None and _is_due(record.step, plan):
+                    record = record._replace(held_out=eval_loss(state.trained))
                 records.append(record)
-                noted(record.step, pace.note(record))
+                noted(record.step, pace.bar_text(record))
                 if record.held_out is not None:
-                    say(f"{_in_words(record)}{pace.words}")
+                    log(f"{_format_record(record)}{pace.speed_text}")
                     report(records, before)
-                    if plan.patience is not None and _best(records) is record:
+                    if plan.patience is not None and _best_record(records) is record:
                         best = {path: jnp.copy(x) for path, x in state.trained.items()}
-                        keep_best(journal, best, form)
+                        save_best(journal, best, form)
                     if sample is not None:
-                        say(sample(join(state.trained, rest)))
+                        log(sample(combine(state.trained, rest)))
                 if plan.save_steps and record.step % plan.save_steps == 0:
-                    checkpoint(join(state.trained, rest), record.step)
-                if keeps and told(lambda: "now" if pace.is_time() else ""):
-                    pace.time(save)
+                    checkpoint(combine(state.trained, rest), record.step)
+                if keeps and broadcast_from_zero(lambda: "now" if pace.is_save_due() else ""):
+                    pace.time_save(save_now)
             if keeps and saved[0] < len(records):
-                save()
+                save_now()
         report(records, before)
-    chosen = _best(records) if plan.patience is not None else None
+    chosen = _best_record(records) if plan.patience is not None else None
     if chosen is not None and best is not None:
         state = state.replace(trained=best)
-    return Run(join(state.trained, rest), records, before, chosen)
+    return TrainResult(combine(state.trained, rest), records, before, chosen)
 
 
-def _continued(
+def _resume(
     journal: Journal,
     state: TrainState,
-    form: Form,
-    plan: Plan,
+    layout: StateLayout,
+    plan: TrainPlan,
     settings: dict[str, str],
-    say: Say,
-) -> tuple[TrainState, list[Record], float | None, Trained | None]:
+    log: Log,
+) -> tuple[TrainState, list[StepRecord], float | None, TrainedParams | None]:
     """Return the saved state, the records so far, the initial validation loss, and the best arrays;
     if nothing is saved, the given state.
 
     Raises CheckpointError for the state of another run, ConfigError if it has more steps than the
     plan.
     """
-    found = kept(journal, state, form)
+    found = load_state(journal, state, layout)
     if found is None:
         check_unused(journal, settings)
         return state, [], None, None
     state, facts = found
-    records = [Record(*row) for row in facts["records"]]
+    records = [StepRecord(*row) for row in facts["records"]]
     if len(records) > plan.steps:
         raise ConfigError(
             f"steps must be at least {len(records)}, got {plan.steps}: the state in"
             f" {journal.directory} has that many. Ask for more, or remove it."
         )
-    changed = "".join(f"; {x}" for x in differences(facts["settings"], settings, free=True))
-    say(f"resuming after step {len(records)} of {plan.steps}{changed}")
-    return state, records, facts["before"], kept_best(journal, state, form)
+    changed = "".join(f"; {x}" for x in differences(facts["settings"], settings, changeable=True))
+    log(f"resuming after step {len(records)} of {plan.steps}{changed}")
+    return state, records, facts["before"], load_best(journal, state, layout)
 
 
-def _rows(data: Data, step: int, accumulate: int) -> Rows:
+def _stack_batches(data: Data, step: int, num_batches: int) -> Rows:
     """Return the batches of a step, `[A, B, T]`."""
-    batches = [data.batch(step * accumulate + n) for n in range(accumulate)]
+    batches = [data.batch(step * num_batches + n) for n in range(num_batches)]
     rows: Rows = jax.tree.map(lambda *x: np.stack(x), *batches)
     return rows
 
 
-def _record(step: int, metrics: Metrics) -> Record:
+def _make_record(step: int, metrics: Metrics) -> StepRecord:
     m = jax.device_get(metrics)
-    also = {name: float(value) for name, value in m.also.items()}
-    return Record(step, float(m.loss), float(m.weight), float(m.norm), None, also)
+    also = {name: float(value) for name, value in m.extras.items()}
+    return StepRecord(step, float(m.loss), float(m.weight), float(m.grad_norm), None, also)
 
 
-def _is_due(step: int, plan: Plan) -> bool:
+def _is_due(step: int, plan: TrainPlan) -> bool:
     every = plan.eval_steps
     return step == plan.steps or (every is not None and step % every == 0)
 
 
-def _best(records: list[Record]) -> Record | None:
+def _best_record(records: list[StepRecord]) -> StepRecord | None:
     """Return the record with the lowest validation loss, the first of equal ones."""
     measured = [r for r in records if r.held_out is not None]
     return min(measured, key=lambda r: r.held_out or 0.0, default=None)
 
 
-def _has_waited(records: list[Record], patience: int | None) -> bool:
+def _is_out_of_patience(records: list[StepRecord], patience: int | None) -> bool:
     """Return whether `patience` evaluations have passed since the best one."""
-    best = _best(records)
+    best = _best_record(records)
     if patience is None or best is None:
         return False
     after = [r for r in records if r.held_out is not None and r.step > best.step]
     return len(after) >= patience
 
 
-def _in_words(record: Record) -> str:
+def _format_record(record: StepRecord) -> str:
     also = "".join(f", {name} {value:.4f}" for name, value in record.also.items())
     held = "" if record.held_out is None else f", held-out {record.held_out:.4f}"
     return f"step {record.step}: loss {record.loss:.4f}{held}{also}"
 
 
-def _diverged(record: Record, journal: Journal) -> str:
+def _divergence_message(record: StepRecord, journal: Journal) -> str:
     what = "loss" if not math.isfinite(record.loss) else "gradient"
     remedy = "Try a lower lr: the run then starts again, since no earlier state was saved."
-    if told(lambda: "there" if journal.parts() else ""):
+    if broadcast_from_zero(lambda: "there" if journal.part_paths() else ""):
         remedy = (
             f"An earlier state is in {journal.directory}: the same run with a lower lr continues"
             " from there."
@@ -336,18 +336,18 @@ class _Pace:
     """Timing: the training speed, and when to save the state again."""
 
     def __init__(self) -> None:
-        self._began = 0.0
+        self._step_start = 0.0
         self._steps: list[tuple[float, float]] = []  # seconds and labels of each
-        self._saved, self._pause = time.monotonic(), KEEP_SECONDS
+        self._last_save, self._save_interval = time.monotonic(), SAVE_SECONDS
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Start timing a step."""
-        self._began = time.monotonic()
+        self._step_start = time.monotonic()
 
-    def end(self, record: Record) -> None:
+    def end_step(self, record: StepRecord) -> None:
         """Stop timing a step."""
-        taken = time.monotonic() - self._began, record.weight
-        self._steps = [*self._steps[-_SPEED:], taken] if record.step > 1 else []
+        taken = time.monotonic() - self._step_start, record.weight
+        self._steps = [*self._steps[-_SPEED_STEPS:], taken] if record.step > 1 else []
 
     @property
     def speed(self) -> float:
@@ -355,22 +355,22 @@ class _Pace:
         seconds, weight = (sum(column) for column in zip((0.0, 0.0), *self._steps, strict=True))
         return weight / seconds if seconds else 0.0
 
-    def note(self, record: Record) -> str:
+    def bar_text(self, record: StepRecord) -> str:
         """Return the text of the progress bar after a step."""
-        return f"{_in_words(record).partition(': ')[2]}{self.words}"
+        return f"{_format_record(record).partition(': ')[2]}{self.speed_text}"
 
     @property
-    def words(self) -> str:
+    def speed_text(self) -> str:
         """The speed as text, if it is known."""
         return f", {self.speed:,.0f} tokens/s" if self._steps else ""
 
-    def is_time(self) -> bool:
+    def is_save_due(self) -> bool:
         """Return whether the state should be saved now."""
-        return time.monotonic() - self._saved > self._pause
+        return time.monotonic() - self._last_save > self._save_interval
 
-    def time(self, save: Callable[[], None]) -> None:
+    def time_save(self, save: Callable[[], None]) -> None:
         """Save the state, and schedule the next save."""
         began = time.monotonic()
         save()
-        self._saved = time.monotonic()
-        self._pause = max(KEEP_SECONDS, KEEP_SHARE * (self._saved - began))
+        self._last_save = time.monotonic()
+        self._save_interval = max(SAVE_SECONDS, SAVE_FACTOR * (self._last_save - began))

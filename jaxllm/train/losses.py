@@ -6,11 +6,11 @@ Sums of several batches add up; a mean of means would weight tokens by the size 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.likelihood import Over, log_likelihood
+from jaxllm.ops.token_logprobs import AxisNames, log_likelihood
 from jaxllm.train.data.rows import IGNORED
 
 
-def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ()) -> jax.Array:
+def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: AxisNames = ()) -> jax.Array:
     """Return the log-probability of each label, float32 `[B, T]`; 0 where it is `IGNORED`.
 
     over: as in `ops.likelihood`.
@@ -22,7 +22,7 @@ def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ())
 
 
 def cross_entropy(
-    logits_BTV: jax.Array, label_BT: jax.Array, over: Over = ()
+    logits_BTV: jax.Array, label_BT: jax.Array, over: AxisNames = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Return the summed negative log-likelihood in nats, and the number of labels, float32 each.
 

@@ -10,18 +10,18 @@ from jaxllm import steps
 from jaxllm.models.layers import Trace
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
-from jaxllm.weights.paths import Params, for_sums
+from jaxllm.weights.paths import Params, with_sharded_logits
 
 
-class Measured(NamedTuple):
+class LossOutput(NamedTuple):
     """Sums over rows, float32 scalars: the loss is `total / weight`.
 
-    also: further sums by name, divided by the same weight; they are logged, not minimized.
+    extras: further sums by name, divided by the same weight; they are logged, not minimized.
     """
 
     total: jax.Array
     weight: jax.Array
-    also: dict[str, jax.Array] = {}  # noqa: RUF012  never changed
+    extras: dict[str, jax.Array] = {}  # noqa: RUF012  never changed
 
 
 class Objective(Protocol):
@@ -33,38 +33,38 @@ class Objective(Protocol):
     """
 
     def __call__(
-        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
-    ) -> Measured: ...
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput: ...
 
 
-def run(
+def forward(
     model: nn.Module,
     params: Params,
     rows: Rows,
     segments: steps.Segments = (),
     *,
-    whole: bool = False,
-    **asked: Any,
+    gather_logits: bool = False,
+    **options: Any,
 ) -> Trace:
     """Run the forward pass over rows whose documents do not attend to each other.
 
     Models with a compressive memory need one document a row (`Dataset.check`).
 
     Args:
-      segments: cache segments that all documents attend to.
-      whole: on a mesh, gather the logits of the whole vocabulary on every device. Losses do not
+      segments: cache segments that all documents attend to. gather_logits: on a mesh, gather the
+      logits of the whole vocabulary on every device. Losses do not
         need it: they sum over sharded logits.
-      asked: other arguments of `steps.run`.
+      options: other arguments of `steps.forward`.
     """
     if model.config.segment_length is None:
-        asked["document_BT"] = rows.document_BT
-    return steps.run(
-        model if whole else for_sums(model),
+        options["document_BT"] = rows.document_BT
+    return steps.run_model(
+        model if gather_logits else with_sharded_logits(model),
         params,
         segments,
         rows.token_BT,
         rows.position_BT,
-        **asked,
+        **options,
     )[0]
 
 
@@ -73,6 +73,6 @@ class NextToken:
     """Cross-entropy with the labels, in nats per token."""
 
     def __call__(
-        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
-    ) -> Measured:
-        return Measured(*cross_entropy(run(model, params, rows).logits, rows.label_BT))
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput:
+        return LossOutput(*cross_entropy(forward(model, params, rows).logits, rows.label_BT))

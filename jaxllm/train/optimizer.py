@@ -11,17 +11,18 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.files import compile_pattern
-from jaxllm.train.trained import Trained
+from jaxllm.runtime.validation import is_integer, is_number
+from jaxllm.train.partition import TrainedParams
 from jaxllm.weights.paths import first_match
-from jaxllm.whole import is_number, is_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
 
-    A run that is resumed with another `steps` or `lr` (`train.keeping.FREE`) uses the new values
-    from its next step on: the rate of step `n` is their `rate_at(n)`, whatever came before.
+    A run that is resumed with another `steps` or `lr` (`train.keeping.CHANGEABLE`) uses the new
+    values from its next step on: the rate of step `n` is their `learning_rate(n)`, whatever came
+    before.
 
     Attributes:
       steps: steps of the whole run.
@@ -55,11 +56,11 @@ class Optimizer:
             if not (is_number(value := getattr(self, name)) and fits(value))
             and not (name == "max_grad_norm" and value is None)
         ]
-        if is_whole(self.steps) and self.steps >= 1:
+        if is_integer(self.steps) and self.steps >= 1:
             object.__setattr__(self, "steps", operator.index(self.steps))
         else:
             complaints.append(f"steps must be a whole number from 1 up, got {self.steps!r:.40}")
-        complaints += self._wrong_rates()
+        complaints += self._check_rates()
         if not isinstance(self.schedule, str) or self.schedule not in SCHEDULES:
             complaints.append(
                 f"schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r:.40}"
@@ -67,7 +68,7 @@ class Optimizer:
         if complaints:
             raise ConfigError("; ".join(complaints))
 
-    def _wrong_rates(self) -> list[str]:
+    def _check_rates(self) -> list[str]:
         """Make tuples of the rows of `rates`, and return complaints about them.
 
         Raises ConfigError for an invalid regex.
@@ -86,11 +87,11 @@ class Optimizer:
             if not (is_number(rate) and fits(rate))
         ]
 
-    def rate_at(self, step: jax.Array) -> jax.Array:
+    def learning_rate(self, step: jax.Array) -> jax.Array:
         """Return the learning rate of step `step`, counted from 0."""
-        return self.lr * self._share_at(step)
+        return self.lr * self._relative_rate(step)
 
-    def _share_at(self, step: jax.Array) -> jax.Array:
+    def _relative_rate(self, step: jax.Array) -> jax.Array:
         """Return the learning rate of a step as a share of the peak."""
         step, warm = jnp.asarray(step, jnp.float32), round(self.warmup * self.steps)
         done = (step - warm) / max(1, self.steps - warm)
@@ -98,34 +99,34 @@ class Optimizer:
         rising = (step + 1) / (warm + 1)
         return jnp.where(step < warm, rising, share)
 
-    def made(self) -> Any:
+    def build(self) -> Any:
         """Return the optax transformation. Raises ConfigError if optax is not installed."""
-        optax = check_optax()
+        optax = import_optax()
         norm = self.max_grad_norm
         clip = [] if norm is None else [optax.clip_by_global_norm(norm)]
         adamw = optax.adamw(
-            lambda step: self._reference * self._share_at(step),
-            self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self._decays,
+            lambda step: self._base_rate * self._relative_rate(step),
+            self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self._decay_mask,
         )  # fmt: skip
-        own = [optax.stateless(self._at_own_rates)] if self.rates else []
+        own = [optax.stateless(self._apply_rates)] if self.rates else []
         return optax.chain(*clip, adamw, *own)
 
-    def _decays(self, trained: Trained) -> dict[str, bool]:
+    def _decay_mask(self, trained: TrainedParams) -> dict[str, bool]:
         return {
             path: yes and first_match(self.rates, path) is None
-            for path, yes in decays(trained).items()
+            for path, yes in decay_mask(trained).items()
         }
 
-    def _at_own_rates(self, updates: Trained, _: Any) -> Trained:
+    def _apply_rates(self, updates: TrainedParams, _: Any) -> TrainedParams:
         """Scale updates by the ratio of the rates: AdamW's updates are proportional to the rate."""
-        return {path: update * self._ratio(path) for path, update in updates.items()}
+        return {path: update * self._rate_ratio(path) for path, update in updates.items()}
 
-    def _ratio(self, path: str) -> float:
+    def _rate_ratio(self, path: str) -> float:
         own = first_match(self.rates, path)
-        return (self.lr if own is None else own) / self._reference
+        return (self.lr if own is None else own) / self._base_rate
 
     @property
-    def _reference(self) -> float:
+    def _base_rate(self) -> float:
         """The peak rate that AdamW runs with: `lr`, or 1 if that is 0 and there are `rates`."""
         return self.lr or (1.0 if self.rates else 0.0)
 
@@ -143,12 +144,12 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
-def decays(trained: Trained) -> dict[str, bool]:
+def decay_mask(trained: TrainedParams) -> dict[str, bool]:
     """Return which arrays decay: matrices and embeddings, but not scales of groups."""
     return {path: x.ndim >= 2 and not path.endswith(".scale") for path, x in trained.items()}
 
 
-def check_optax() -> Any:
+def import_optax() -> Any:
     """Import and return optax. Raises ConfigError if it is not installed."""
     try:
         import optax

@@ -12,22 +12,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.frozen import frozen
-from jaxllm.train.objective import Measured, Objective
-from jaxllm.train.optimizer import check_optax
-from jaxllm.train.trained import Trained, join
-from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.paths import Params, Placed, map_leaves, names_of, put
+from jaxllm.train.frozen import freeze_params
+from jaxllm.train.objective import LossOutput, Objective
+from jaxllm.train.optimizer import import_optax
+from jaxllm.train.partition import TrainedParams, combine
+from jaxllm.weights.paths import Params, ShardedModelBase, map_leaves, put, unsharded_paths
+from jaxllm.weights.types.base import WeightBase
 
 
 class TrainState(struct.PyTreeNode):
     """The state between steps. step: int32, number of steps done."""
 
-    trained: Trained
+    trained: TrainedParams
     optimizer: Any
     step: jax.Array
 
@@ -37,28 +36,30 @@ class Metrics(struct.PyTreeNode):
 
     Attributes:
       weight: divisor of the loss, usually the number of labels.
-      norm: global norm of the gradient before clipping.
+      grad_norm: global norm of the gradient before clipping.
       finite: bool, whether the step was applied.
-      also: the objective's further metrics.
+      extras: the objective's further metrics.
     """
 
     loss: jax.Array
     weight: jax.Array
-    norm: jax.Array
+    grad_norm: jax.Array
     finite: jax.Array
-    also: dict[str, jax.Array]
+    extras: dict[str, jax.Array]
 
 
-class Transformation(Protocol):
+class OptimizerConfig(Protocol):
     """A dataclass that makes an optax optimizer: `optimizer.Optimizer` or your own."""
 
-    def made(self) -> Any: ...
+    def build(self) -> Any: ...
 
 
 class Constraint(Protocol):
     """A frozen dataclass that corrects the trained arrays after each update."""
 
-    def __call__(self, before: Trained, after: Trained, step: jax.Array) -> Trained: ...
+    def __call__(
+        self, old: TrainedParams, new: TrainedParams, step: jax.Array
+    ) -> TrainedParams: ...
 
 
 class Setup(NamedTuple):
@@ -66,24 +67,24 @@ class Setup(NamedTuple):
 
     model: nn.Module
     objective: Objective
-    optimizer: Transformation
+    optimizer: OptimizerConfig
     constraint: Constraint | None = None
 
 
-def start(trained: Trained, setup: Setup) -> TrainState:
+def init_state(trained: TrainedParams, setup: Setup) -> TrainState:
     """Return the state before the first step, with copies of the arrays, since steps donate them.
 
     On a mesh the optimizer state of an array has the sharding of the array.
     """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
-    state = TrainState(own, setup.optimizer.made().init(own), jnp.zeros((), jnp.int32))
-    if not isinstance(setup.model, Placed):
+    state = TrainState(own, setup.optimizer.build().init(own), jnp.zeros((), jnp.int32))
+    if not isinstance(setup.model, ShardedModelBase):
         return state
-    place = setup.model.place
-    return put(state, lambda path, x: _said(x) if x.ndim else place(path, x))
+    place = setup.model.cache_sharding
+    return put(state, lambda path, x: _canonical_sharding(x) if x.ndim else place(path, x))
 
 
-def _said(x: jax.Array) -> jax.sharding.Sharding:
+def _canonical_sharding(x: jax.Array) -> jax.sharding.Sharding:
     """Return an array's sharding in the form in which a compiled step returns it.
 
     Any other form of the same sharding would make the second step compile again.
@@ -103,7 +104,13 @@ def _said(x: jax.Array) -> jax.sharding.Sharding:
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)
 def train_step(
-    state: TrainState, rest: Params, given: Any, rows: Rows, key: jax.Array, *, setup: Setup
+    state: TrainState,
+    frozen_params: Params,
+    extra_inputs: Any,
+    rows: Rows,
+    key: jax.Array,
+    *,
+    setup: Setup,
 ) -> tuple[TrainState, Metrics]:
     """Run one step and return `(state, metrics)`; the given state is donated.
 
@@ -114,31 +121,40 @@ def train_step(
       rows: `[A, B, T]`, A batches whose gradients are accumulated.
       key: of the run; each step and batch folds in its own number.
     """
-    optax = check_optax()
+    optax = import_optax()
     key = jax.random.fold_in(key, state.step)
-    batches, still = rows.token_BT.shape[0], frozen(rest, names_of(setup.model))
+    batches, still = (
+        rows.token_BT.shape[0],
+        freeze_params(frozen_params, unsharded_paths(setup.model)),
+    )
 
-    def total(trained: Trained, rows: Rows, key: jax.Array) -> tuple[jax.Array, Measured]:
+    def compute_loss(
+        trained: TrainedParams, rows: Rows, key: jax.Array
+    ) -> tuple[jax.Array, LossOutput]:
         used, own = jax.random.split(key)
-        params = as_trained(join(trained, still), used, state.step)
-        measured = setup.objective(setup.model, params, given, rows, own)
+        params = prepare_weights(combine(trained, still), used, state.step)
+        measured = setup.objective(setup.model, params, extra_inputs, rows, own)
         return measured.total, measured
 
-    def one(rows: Rows, number: jax.Array) -> tuple[Measured, Trained]:
+    def batch_gradient(rows: Rows, number: jax.Array) -> tuple[LossOutput, TrainedParams]:
         own = jax.random.fold_in(key, number)
-        (_, measured), gradient = jax.value_and_grad(total, has_aux=True)(state.trained, rows, own)
+        (_, measured), gradient = jax.value_and_grad(compute_loss, has_aux=True)(
+            state.trained, rows, own
+        )
         return measured, gradient
 
     if batches == 1:
-        summed = one(jax.tree.map(lambda x: x[0], rows), jnp.zeros((), jnp.int32))
+        summed = batch_gradient(jax.tree.map(lambda x: x[0], rows), jnp.zeros((), jnp.int32))
     else:
         blank = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype),
-            jax.eval_shape(one, jax.tree.map(lambda x: x[0], rows), jnp.zeros((), jnp.int32)),
+            jax.eval_shape(
+                batch_gradient, jax.tree.map(lambda x: x[0], rows), jnp.zeros((), jnp.int32)
+            ),
         )
 
         def add(carry: Any, each: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, one(*each)), None
+            return jax.tree.map(jnp.add, carry, batch_gradient(*each)), None
 
         summed, _ = jax.lax.scan(add, blank, (rows, jnp.arange(batches)))
     measured, gradient = summed
@@ -146,7 +162,7 @@ def train_step(
     gradient = jax.tree.map(lambda g: g / weight, gradient)
     norm = optax.tree.norm(gradient)
     with jax.numpy_dtype_promotion("standard"):  # optax divides its counter by floats
-        method = setup.optimizer.made()
+        method = setup.optimizer.build()
         updates, optimizer = method.update(gradient, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
     if setup.constraint is not None:
@@ -157,28 +173,34 @@ def train_step(
         (trained, optimizer),
         (state.trained, state.optimizer),
     )
-    also = {name: value / weight for name, value in measured.also.items()}
+    also = {name: value / weight for name, value in measured.extras.items()}
     metrics = Metrics(measured.total / weight, measured.weight, norm, finite, also)
     return TrainState(trained, optimizer, state.step + finite.astype(jnp.int32)), metrics
 
 
 @partial(jax.jit, static_argnames="setup")
-def measure(
-    trained: Trained, rest: Params, given: Any, rows: Rows, key: jax.Array, *, setup: Setup
-) -> Measured:
+def eval_step(
+    trained: TrainedParams,
+    frozen_params: Params,
+    extra_inputs: Any,
+    rows: Rows,
+    key: jax.Array,
+    *,
+    setup: Setup,
+) -> LossOutput:
     """Evaluate the objective on one batch `[B, T]`, without the randomness of training."""
-    return setup.objective(setup.model, join(trained, rest), given, rows, key)
+    return setup.objective(setup.model, combine(trained, frozen_params), extra_inputs, rows, key)
 
 
-def as_trained(params: Params, key: jax.Array, step: jax.Array) -> Params:
-    """Return the parameters with each weight in its training form (`Leaf.training`).
+def prepare_weights(params: Params, key: jax.Array, step: jax.Array) -> Params:
+    """Return the parameters with each weight in its training form (`WeightBase.for_training_step`).
 
     Random numbers depend on the path of the weight and not on the other weights.
     """
 
     def change(path: str, leaf: Any) -> Any:
-        if not isinstance(leaf, Leaf):
+        if not isinstance(leaf, WeightBase):
             return leaf
-        return leaf.training(jax.random.fold_in(key, zlib.crc32(path.encode())), step)
+        return leaf.for_training_step(jax.random.fold_in(key, zlib.crc32(path.encode())), step)
 
     return map_leaves(change, params)

@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import models
-from jaxllm.api import LM
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.experts import MixtureConfig
+from jaxllm.lm import LM
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.mixtral import MixtralConfig
+from jaxllm.models.moe import MoEConfig
 from jaxllm.models.qwen3 import Qwen3Config
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
-from jaxllm.weights.formats import as_leaf, can_stack, format_of
-from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.runtime.validation import check_seed
+from jaxllm.weights.formats import as_weight, can_stack, weight_format
 from jaxllm.weights.paths import Params, map_leaves
-from jaxllm.weights.precision import exactly
-from jaxllm.whole import check_seed
+from jaxllm.weights.precision import match_precision
+from jaxllm.weights.types.arrays import DTYPES
 
 DEVIATION = 0.02  # of the router's weights
 
 
-def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
+def upcycle_model(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     """Return the mixture: Mixtral for a Llama or Mistral, Qwen3-MoE for a Qwen3.
 
     Formats and tokenizer stay. Needs memory for one more copy of the MLPs per expert.
@@ -50,42 +50,42 @@ def upcycled(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     config = make(lm.config, num_experts=experts, num_experts_per_tok=per_token)
     params, key = dict(lm.params), jax.random.key(check_seed(seed))
     for number in range(config.num_hidden_layers):
-        name = f"{models.family(config.model_type).layers}.{number}"
-        stacks = map_leaves(partial(_copies, experts, f"{name}.mlp."), params[name]["mlp"])
+        name = f"{models.get_family(config.model_type).layers}.{number}"
+        stacks = map_leaves(partial(_repeat_weight, experts, f"{name}.mlp."), params[name]["mlp"])
         own = jax.random.fold_in(key, number)
         gate = DEVIATION * jax.random.normal(own, (experts, config.hidden_size))
         gate = gate.astype(DTYPES[lm.model.precision.weights])
         params[name] = {**params[name], "mlp": {"gate": {"weight": gate}, "experts": stacks}}
-    params = _in_order(params, config)
-    model = models.build(config, exactly(params, lm.model.precision))
+    params = _sort_params(params, config)
+    model = models.build(config, match_precision(params, lm.model.precision))
     return dataclasses.replace(lm, config=config, model=model, params=params, recipe=())
 
 
-def _copies(count: int, where: str, path: str, leaf: Any) -> Any:
-    name = format_of(leaf)
-    if as_leaf(leaf).composed or not can_stack(name):
-        raise ConfigError(f"{where}{path} is {name}, which experts do not support: dequantize it")
+def _repeat_weight(count: int, prefix: str, path: str, leaf: Any) -> Any:
+    name = weight_format(leaf)
+    if as_weight(leaf).is_composite or not can_stack(name):
+        raise ConfigError(f"{prefix}{path} is {name}, which experts do not support: dequantize it")
     return jax.tree.map(lambda x: jnp.repeat(x[None], count, axis=0), leaf)
 
 
-def _in_order(params: Params, config: MixtureConfig) -> Params:
+def _sort_params(params: Params, config: MoEConfig) -> Params:
     """Return the parameters in the order of the model's definition."""
     shapes = models.param_shapes(models.build(config))
 
-    def ordered(like: Params, found: Params) -> Params:
+    def sort_dict(order: Params, params: Params) -> Params:
         return {
-            name: ordered(part, found[name]) if isinstance(part, dict) else found[name]
-            for name, part in like.items()
+            name: sort_dict(part, params[name]) if isinstance(part, dict) else params[name]
+            for name, part in order.items()
         }
 
-    return ordered(shapes, params)
+    return sort_dict(shapes, params)
 
 
-def _shared(config: ModelConfig, mixture: type[MixtureConfig], **more: Any) -> dict[str, Any]:
-    """Return the config fields that both families have, and `more`."""
+def _common_fields(config: ModelConfig, mixture: type[MoEConfig], **extra: Any) -> dict[str, Any]:
+    """Return the config fields that both families have, and `extra`."""
     fields = {f.name for f in dataclasses.fields(mixture)}
     mine = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    return {**{k: v for k, v in mine.items() if k in fields}, **more}
+    return {**{k: v for k, v in mine.items() if k in fields}, **extra}
 
 
 def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:
@@ -93,7 +93,7 @@ def _mixtral(config: LlamaConfig, **numbers: int) -> MixtralConfig:
         raise ConfigError("Mixtral does not support biases, which this model has")
     if config.attention is not None:
         raise ConfigError(f"Mixtral does not support {config.attention.kind!r} attention")
-    return MixtralConfig(**_shared(config, MixtralConfig, **numbers))
+    return MixtralConfig(**_common_fields(config, MixtralConfig, **numbers))
 
 
 def _qwen3_moe(config: Qwen3Config, **numbers: int) -> Qwen3MoeConfig:
@@ -106,10 +106,10 @@ def _qwen3_moe(config: Qwen3Config, **numbers: int) -> Qwen3MoeConfig:
         "mlp_layer_types": ("sparse",) * len(layers),
         "sliding_window": config.window(0),
     }
-    return Qwen3MoeConfig(**_shared(config, Qwen3MoeConfig, **numbers, **more))
+    return Qwen3MoeConfig(**_common_fields(config, Qwen3MoeConfig, **numbers, **more))
 
 
-_MAKERS: dict[type[ModelConfig], Callable[..., MixtureConfig]] = {
+_MAKERS: dict[type[ModelConfig], Callable[..., MoEConfig]] = {
     LlamaConfig: _mixtral,
     Qwen3Config: _qwen3_moe,
 }

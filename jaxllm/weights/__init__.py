@@ -1,9 +1,9 @@
-"""Weights: their types, products, precision and files.
+"""Weights: their types, products, precision and safetensors.
 
 linear: products with a weight of any type. experts: products with one matrix each of a stack.
-leaves/: the weight types. formats: their names. paths: parameters by dotted path, and ordered
-rules. precision: formats by path. quantize: quantize and dequantize parameters. lazy: tensors that
-are read when needed. later: weights that are gathered when needed. files: safetensors, written as a
-stream. ahead: background scan for NaN. reading: loads a parameter from a file, block by block.
-copies: checks that several processes have the same weights.
+types/: the weight types. formats: their names. paths: parameters by dotted path, and ordered rules.
+precision: formats by path. quantize: quantize and dequantize parameters. lazy: tensors that are
+read when needed. lazy_gather: weights that are gathered when needed. safetensors: safetensors,
+written as a stream. prefetch_scan: background scan for NaN. load: loads a parameter from a file,
+block by block. replica_check: checks that several processes have the same weights.
 """

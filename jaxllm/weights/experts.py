@@ -16,16 +16,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
-from jaxllm.weights.formats import STACKED, Weight, as_leaf, can_stack
-from jaxllm.weights.leaves.leaf import Leaf
-from jaxllm.weights.leaves.parted import Gathered, Partial
-from jaxllm.weights.leaves.scattered import Scattered
+from jaxllm.weights.formats import STACKABLE, Weight, as_weight, can_stack
 from jaxllm.weights.linear import round_to_int8
+from jaxllm.weights.types.base import WeightBase
+from jaxllm.weights.types.fsdp import FsdpShard
+from jaxllm.weights.types.tensor_parallel import RowParallel, RowParallelExact
 
 Stacks = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
-_SHARES = Partial | Gathered | Scattered
-BLOCK = 128  # maximum number of rows that are multiplied with a matrix at once
+_PARALLEL_TYPES = RowParallel | RowParallelExact | FsdpShard
+MAX_BLOCK_ROWS = 128  # maximum number of rows that are multiplied with a matrix at once
 
 
 def expert_linears(
@@ -39,34 +39,36 @@ def expert_linears(
     Args:
         expert_A: int32 expert numbers; for any other number (-1) the result is 0.
     """
-    for stack in map(as_leaf, stacks):
+    for stack in map(as_weight, stacks):
         if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
             raise ValueError(f"expert stack {stack.shape} does not match x of shape {x_AI.shape}")
-        if isinstance(stack, _SHARES):
+        if isinstance(stack, _PARALLEL_TYPES):
             continue  # the weight inside is checked when it multiplies
-        if stack.composed or not can_stack(stack.format):
-            raise ConfigError(f"format of experts must be {STACKED}, got {stack.format}")
-    if any(isinstance(stack, _SHARES) for stack in stacks):
+        if stack.is_composite or not can_stack(stack.format):
+            raise ConfigError(f"format of experts must be {STACKABLE}, got {stack.format}")
+    if any(isinstance(stack, _PARALLEL_TYPES) for stack in stacks):
 
-        def whole(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
+        def multiply_stack(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
             return expert_linears(x_AI, (stack,), expert_A, int8_inputs=int8_inputs)[0]
 
-        def alone(x_AI: jax.Array, stack: Weight) -> jax.Array:
-            if isinstance(stack, Scattered):
-                return stack.applied(whole, x_AI, expert_A)
-            if isinstance(stack, Partial | Gathered):
-                return stack.through(x_AI, alone)
-            return whole(stack, x_AI, expert_A)
+        def multiply_shard(x_AI: jax.Array, stack: Weight) -> jax.Array:
+            if isinstance(stack, FsdpShard):
+                return stack.apply_gathered(multiply_stack, x_AI, expert_A)
+            if isinstance(stack, RowParallel | RowParallelExact):
+                return stack.apply_with(x_AI, multiply_shard)
+            return multiply_stack(stack, x_AI, expert_A)
 
-        return [alone(x_AI, stack) for stack in stacks]
-    digits = 1 if int8_inputs and all(as_leaf(stack).rounds_inputs for stack in stacks) else 3
+        return [multiply_shard(x_AI, stack) for stack in stacks]
+    digits = (
+        1 if int8_inputs and all(as_weight(stack).supports_int8_inputs for stack in stacks) else 3
+    )
     return list(_PRODUCTS[digits](x_AI, tuple(stacks), expert_A))
 
 
-def _multiply(digits: int) -> Callable[..., Products]:
+def _make_product(digits: int) -> Callable[..., Products]:
     @jax.custom_jvp
     def multiply(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
-        return _on_each_platform(digits, x_AI, stacks, expert_A)
+        return _dispatch_platform(digits, x_AI, stacks, expert_A)
 
     @partial(multiply.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
@@ -79,7 +81,7 @@ def _multiply(digits: int) -> Callable[..., Products]:
             some = dict(zip(moving, moved, strict=True))
             whole = [some.get(i, x) for i, x in enumerate(leaves)]
             x_AI, stacks = jax.tree.unflatten(form, whole)
-            return _smooth(x_AI, stacks, primals[2])
+            return _multiply_smooth(x_AI, stacks, primals[2])
 
         old, new = ([values[i] for i in moving] for values in (leaves, slopes))
         return multiply(*primals), jax.jvp(smooth, old, new)[1]
@@ -87,62 +89,66 @@ def _multiply(digits: int) -> Callable[..., Products]:
     return jax.jit(multiply)
 
 
-_PRODUCTS = {digits: _multiply(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
+_PRODUCTS = {digits: _make_product(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
 
 
-def _on_each_platform(
+def _dispatch_platform(
     digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array
 ) -> Products:
-    plain = partial(_plain, digits)
-    if not (native.enabled() and all(map(_lies_ready, map(as_leaf, stacks)))):
+    plain = partial(_multiply_jax, digits)
+    if not (native.is_enabled() and all(map(_is_kernel_ready, map(as_weight, stacks)))):
         return plain(x_AI, stacks, expert_A)
     y: Products = jax.lax.platform_dependent(
-        x_AI, stacks, expert_A, cpu=partial(_kernel, digits), default=plain
+        x_AI, stacks, expert_A, cpu=partial(_multiply_native, digits), default=plain
     )
     return y
 
 
-def _lies_ready(leaf: Leaf) -> bool:
+def _is_kernel_ready(leaf: WeightBase) -> bool:
     """Return whether the kernels take the arrays as stored, without a copy of the whole stack."""
     if not leaf.has_kernels:
         return False
-    matrix, pieces = leaf.matrix(), leaf.pieces().values()
-    same = [a is b for a, b in zip(matrix.pieces, pieces, strict=True)]
-    return all(same) and matrix.kind in native.EXPERTS
+    matrix, pieces = leaf.native_matrix(), leaf.arrays().values()
+    same = [a is b for a, b in zip(matrix.arrays, pieces, strict=True)]
+    return all(same) and matrix.kind in native.EXPERT_KINDS
 
 
-def _kernel(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+def _multiply_native(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     if x_AI.dtype != jnp.bfloat16:
         x_AI = x_AI.astype(jnp.float32)
     inputs = "int8" if digits == 1 else "bfloat16" if x_AI.dtype == jnp.bfloat16 else "float32"
-    matrices = [as_leaf(stack).matrix() for stack in stacks]
-    paths = [native.path(matrix.kind, inputs) for matrix in matrices]
+    matrices = [as_weight(stack).native_matrix() for stack in stacks]
+    paths = [native.kernel_path(matrix.kind, inputs) for matrix in matrices]
     share = x_AI.shape[0] / stacks[0].shape[0]  # rows per expert, by shape and not by routing
-    many = all(p.beyond == "many" and p.rows is not None and share > p.rows for p in paths)
+    many = all(
+        p.fallback == "many" and p.max_rows is not None and share > p.max_rows for p in paths
+    )
     columns = stacks[0].shape[2]
-    found = native.experts(x_AI, expert_A, matrices, columns=columns, digits=digits, many=many)
+    found = native.experts(
+        x_AI, expert_A, matrices, columns=columns, digits=digits, matrix_unit=many
+    )
     return tuple(found)
 
 
-def _plain(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+def _multiply_jax(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
     x_AI = round_to_int8(x_AI) if digits == 1 else x_AI
-    return tuple(_in_blocks(x_AI, stack, expert_A) for stack in stacks)
+    return tuple(_multiply_blocks(x_AI, stack, expert_A) for stack in stacks)
 
 
-def blocks_of(rows: int, experts: int) -> tuple[int, int]:
+def plan_blocks(rows: int, experts: int) -> tuple[int, int]:
     """Return how many rows of one expert a block has, and the maximum number of blocks.
 
     The last block of each expert may be short.
     """
-    width = min(BLOCK, 1 << max(0, math.ceil(math.log2(max(rows, 1) / experts))))
+    width = min(MAX_BLOCK_ROWS, 1 << max(0, math.ceil(math.log2(max(rows, 1) / experts))))
     return width, min(rows, rows // width + experts)
 
 
-def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array:
+def _multiply_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array:
     """Multiply blocks of rows of one expert, one after the other."""
     A, E = x_AI.shape[0], stack.shape[0]
-    width, count = blocks_of(A, E)
+    width, count = plan_blocks(A, E)
     known_A = (expert_A >= 0) & (expert_A < E)
     expert_A = jnp.where(known_A, expert_A, E)  # the rows of expert E are in no block
     rows_E = jnp.zeros(E + 1, jnp.int32).at[expert_A].add(1)[:E]
@@ -160,24 +166,24 @@ def _in_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array
 
     def block(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         x_RI, expert = part
-        return as_leaf(jax.tree.map(lambda piece: piece[expert], stack)).product(x_RI)
+        return as_weight(jax.tree.map(lambda piece: piece[expert], stack)).matmul(x_RI)
 
     y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, x_AI.shape[1]), expert_G))
     y_AO = y_GRO.reshape(count * width, stack.shape[1]).at[at_A].get(mode="clip")
     return jnp.where(known_A[:, None], y_AO, 0.0)
 
 
-def _smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
+def _multiply_smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     """Return the same products, whose derivatives do not read all matrices for each row."""
     return tuple(
-        _plain(3, x_AI, (stack,), expert_A)[0]
-        if isinstance(stack, Leaf)
-        else _ragged(x_AI, stack, expert_A)
+        _multiply_jax(3, x_AI, (stack,), expert_A)[0]
+        if isinstance(stack, WeightBase)
+        else _ragged_dot(x_AI, stack, expert_A)
         for stack in stacks
     )
 
 
-def _ragged(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.Array:
+def _ragged_dot(x_AI: jax.Array, stack_EOI: jax.Array, expert_A: jax.Array) -> jax.Array:
     E = stack_EOI.shape[0]
     known_A = (expert_A >= 0) & (expert_A < E)
     expert_A = jnp.where(known_A, expert_A, E)

@@ -28,49 +28,49 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError
-from jaxllm.weights.leaves import (
+from jaxllm.weights.types import (
+    act_order,
     arrays,
-    factored,
-    fine,
-    integers,
+    bf16_12bit,
+    int_offset,
+    int_quant,
+    low_rank,
     nf4,
-    offset,
-    ordered,
-    packed,
+    q6_k,
     sparse,
-    static,
+    static_quant,
 )
-from jaxllm.weights.leaves.arrays import DTYPES, as_leaf
-from jaxllm.weights.leaves.leaf import Format, Leaf
+from jaxllm.weights.types.arrays import DTYPES, as_weight
+from jaxllm.weights.types.base import Format, WeightBase
 
-Weight = jax.Array | Leaf  # any weight in a dict of parameters
+Weight = jax.Array | WeightBase  # any weight in a dict of parameters
 
 # A row for each type of weight: parses its format's name, and returns None for other names.
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
-    packed.parse,
-    fine.parse,
-    integers.parse,
+    bf16_12bit.parse,
+    q6_k.parse,
+    int_quant.parse,
     nf4.parse,
     sparse.parse,
 )
 # Likewise for composite weights: a row parses the inner format with the function that it is passed.
-COMPOSED: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
-    factored.parse,
-    ordered.parse,
-    offset.parse,
-    static.parse,
+COMPOSITE_PARSERS: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
+    low_rank.parse,
+    act_order.parse,
+    int_offset.parse,
+    static_quant.parse,
 )
 
 
-def parse(name: Any) -> Format:
+def parse_format(name: Any) -> Format:
     """Return the format with this name. Raises ConfigError for an unknown name."""
     if isinstance(name, str):
         for parser in PARSERS:
             if (found := parser(name)) is not None:
                 return found
-        for reader in COMPOSED:
-            if (found := reader(name, parse)) is not None:
+        for reader in COMPOSITE_PARSERS:
+            if (found := reader(name, parse_format)) is not None:
                 return found
     raise ConfigError(
         f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
@@ -79,46 +79,46 @@ def parse(name: Any) -> Format:
     )
 
 
-STACKED = "arrays, int8, int4, int3, int2 or nf4"
+STACKABLE = "arrays, int8, int4, int3, int2 or nf4"
 
 
 def can_stack(name: str) -> bool:
     """Return whether a stack of matrices can have this format: its arrays are then stacks."""
-    return isinstance(parse(name), arrays.Float | integers.Integer | nf4.NormalFloat)
+    return isinstance(parse_format(name), arrays.FloatFormat | int_quant.IntFormat | nf4.NF4Format)
 
 
 # The sizes of their arrays depend on the weight's values, so their shards are quantized anew.
-REMADE = packed.Bfloat16Packed | sparse.SparseFormat
+DATA_DEPENDENT = bf16_12bit.PackedBf16Format | sparse.SparseFormat
 
 
-def form(name: str, shape: tuple[int, ...]) -> Any:
+def abstract_weight(name: str, shape: tuple[int, ...]) -> Any:
     """Return a weight of `shape` as `jax.eval_shape` does: shapes and dtypes only.
 
-    None for a format whose shards are quantized anew (`REMADE`).
+    None for a format whose shards are quantized anew (`DATA_DEPENDENT`).
     """
-    format = parse(name)
-    if isinstance(getattr(format, "inner", format), REMADE):
+    format = parse_format(name)
+    if isinstance(getattr(format, "inner", format), DATA_DEPENDENT):
         return None
-    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.expected(shape).items()}
-    return jax.eval_shape(lambda pieces: format.of_pieces(shape, pieces), pieces)
+    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.array_specs(shape).items()}
+    return jax.eval_shape(lambda pieces: format.from_arrays(shape, pieces), pieces)
 
 
-def apart(name: str) -> tuple[int, ...]:
+def sliceable_axes(name: str) -> tuple[int, ...]:
     """Return the axes, 0 rows and 1 columns, along which slicing and quantizing commute."""
-    found = parse(name)
-    if isinstance(found, arrays.Float):
+    found = parse_format(name)
+    if isinstance(found, arrays.FloatFormat):
         return (0, 1)
-    return () if isinstance(found, nf4.NormalFloat | factored.LowRank) else (0,)
+    return () if isinstance(found, nf4.NF4Format | low_rank.LowRankFormat) else (0,)
 
 
-def dense(weight: Weight, dtype: Any = None) -> jax.Array:
+def to_dense(weight: Weight, dtype: Any = None) -> jax.Array:
     """Return a weight as an array; by default float32 for integers, bfloat16 if packed."""
-    return as_leaf(weight).dense(dtype)
+    return as_weight(weight).to_dense(dtype)
 
 
-def format_of(weight: Weight) -> str:
+def weight_format(weight: Weight) -> str:
     """Return the full name of a weight's format."""
-    return as_leaf(weight).format
+    return as_weight(weight).format
 
 
 def as_format(weight: Weight, name: str) -> Weight:
@@ -131,13 +131,13 @@ def as_format(weight: Weight, name: str) -> Weight:
         ConfigError: for an unknown name, or a matrix whose values the format cannot hold
             (`bf16-packed` holds only bfloat16).
     """
-    wanted = parse(name)
-    if format_of(weight) == wanted.name:
+    wanted = parse_format(name)
+    if weight_format(weight) == wanted.name:
         return weight
-    if isinstance(wanted, sparse.SparseFormat) and format_of(weight) == wanted.dtype:
-        return sparse.sparse_of(weight, wanted.pattern)  # keeps the integer codes
-    array = dense(weight)
+    if isinstance(wanted, sparse.SparseFormat) and weight_format(weight) == wanted.dtype:
+        return sparse.to_sparse(weight, wanted.pattern)  # keeps the integer codes
+    array = to_dense(weight)
     if wanted.name not in DTYPES and array.ndim < 2:
         raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")
-    made: Weight = wanted.make(array)
+    made: Weight = wanted.quantize(array)
     return made

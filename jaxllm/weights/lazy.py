@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-ROWS = 512  # rows that are read at a time if only some of their columns are needed
+BLOCK_ROWS = 512  # rows that are read at a time if only some of their columns are needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +20,12 @@ class LazyTensor:
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
     release: Callable[[], None] = lambda: None  # what was read is copied; its memory may be freed
-    parts: Callable[[int], Iterator[np.ndarray]] | None = None  # `blocks`, if partial reads work
+    read_blocks: Callable[[int], Iterator[np.ndarray]] | None = (
+        None  # `blocks`, if partial reads work
+    )
     # Waits for the result of a `first_non_finite` that was started elsewhere.
-    found: Callable[[], int | None] | None = None
-    cut: Callable[[int, int], "LazyTensor"] | None = None  # `rows`, if partial reads work
+    scan_result: Callable[[], int | None] | None = None
+    slice_rows: Callable[[int, int], "LazyTensor"] | None = None  # `rows`, if partial reads work
 
     @property
     def ndim(self) -> int:
@@ -34,7 +36,7 @@ class LazyTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, array: np.ndarray) -> "LazyTensor":
+    def from_array(cls, array: np.ndarray) -> "LazyTensor":
         """Wrap an array that is in memory."""
         return cls(array.dtype, array.shape, lambda: array)
 
@@ -43,8 +45,8 @@ class LazyTensor:
 
         A block's memory may be freed when the next one is read: copy what you keep.
         """
-        if self.parts is not None:
-            return self.parts(rows)
+        if self.read_blocks is not None:
+            return self.read_blocks(rows)
         whole = self.read()
         flat = whole.reshape(-1, self.columns) if whole.size else whole.reshape(0, self.columns)
         return (flat[begin : begin + rows] for begin in range(0, len(flat), rows))
@@ -56,33 +58,33 @@ class LazyTensor:
 
     def astype(self, dtype: np.dtype) -> "LazyTensor":
         """Convert to another dtype, when read."""
-        return self if dtype == self.dtype else self.changed(dtype, lambda x, _: x.astype(dtype))
+        return self if dtype == self.dtype else self.map_blocks(dtype, lambda x, _: x.astype(dtype))
 
-    def changed(
-        self, dtype: np.dtype, change: Callable[[np.ndarray, int], np.ndarray]
+    def map_blocks(
+        self, dtype: np.dtype, function: Callable[[np.ndarray, int], np.ndarray]
     ) -> "LazyTensor":
-        """Apply `change(part, first)` to what is read; the shape stays.
+        """Apply `function(part, first)` to what is read; the shape stays.
 
         Args:
-            change: gets an array and the flat index of its first number.
+            function: gets an array and the flat index of its first number.
         """
 
         def parts(rows: int) -> Iterator[np.ndarray]:
             first = 0
             for block in self.blocks(rows):
-                yield change(block, first)
+                yield function(block, first)
                 first += block.size
 
-        return LazyTensor(dtype, self.shape, lambda: change(self.read(), 0), self.release, parts)
+        return LazyTensor(dtype, self.shape, lambda: function(self.read(), 0), self.release, parts)
 
     def rows(self, begin: int, end: int) -> "LazyTensor":
         """Slice the first axis."""
-        if self.cut is not None:
-            return self.cut(begin, end)
+        if self.slice_rows is not None:
+            return self.slice_rows(begin, end)
         shape = (end - begin, *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[begin:end], self.release)
 
-    def columns_from(self, begin: int, end: int) -> "LazyTensor":
+    def slice_columns(self, begin: int, end: int) -> "LazyTensor":
         """Slice the last axis."""
         shape = (*self.shape[:-1], end - begin)
 
@@ -90,38 +92,40 @@ class LazyTensor:
             return (block[:, begin:end] for block in self.blocks(rows))
 
         def read() -> np.ndarray:
-            if self.parts is None:
+            if self.read_blocks is None:
                 return self.read()[..., begin:end]
-            return np.concatenate([*parts(ROWS)]).reshape(shape)
+            return np.concatenate([*parts(BLOCK_ROWS)]).reshape(shape)
 
         return LazyTensor(self.dtype, shape, read, self.release, parts)
 
-    def taken(self, index: np.ndarray) -> "LazyTensor":
+    def take_rows(self, index: np.ndarray) -> "LazyTensor":
         """Take rows along the first axis by index."""
         shape = (len(index), *self.shape[1:])
         return LazyTensor(self.dtype, shape, lambda: self.read()[index], self.release)
 
-    def transposed(self) -> "LazyTensor":
+    def transpose(self) -> "LazyTensor":
         """Transpose a matrix, in row-major order, when read."""
         return LazyTensor(self.dtype, self.shape[::-1], lambda: np.ascontiguousarray(self.read().T))
 
 
-def joined(tensors: Sequence[LazyTensor]) -> LazyTensor:
+def concat_tensors(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Concatenate along the first axis tensors of one dtype whose other axes are equal."""
     if len(tensors) == 1:
         return tensors[0]
     shape = (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
-    return _one_by_one(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
+    return _chain_blocks(tensors, shape, lambda: np.concatenate([t.read() for t in tensors]))
 
 
-def stacked(tensors: Sequence[LazyTensor]) -> LazyTensor:
+def stack_tensors(tensors: Sequence[LazyTensor]) -> LazyTensor:
     """Stack tensors of one dtype and shape along a new first axis."""
     shape = (len(tensors), *tensors[0].shape)
-    whole = _one_by_one(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
-    return dataclasses.replace(whole, cut=lambda begin, end: stacked(tensors[begin:end]))
+    whole = _chain_blocks(tensors, shape, lambda: np.stack([t.read() for t in tensors]))
+    return dataclasses.replace(
+        whole, slice_rows=lambda begin, end: stack_tensors(tensors[begin:end])
+    )
 
 
-def _one_by_one(
+def _chain_blocks(
     tensors: Sequence[LazyTensor], shape: tuple[int, ...], read: Callable[[], np.ndarray]
 ) -> LazyTensor:
     """Make one tensor of several, whose rows follow one another."""

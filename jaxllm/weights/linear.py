@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops import native, pallas
-from jaxllm.weights.formats import Weight, as_leaf
-from jaxllm.weights.leaves.arrays import product
-from jaxllm.weights.leaves.leaf import Leaf, up
+from jaxllm.weights.formats import Weight, as_weight
+from jaxllm.weights.types.arrays import matmul
+from jaxllm.weights.types.base import WeightBase, round_up
 
-ROUNDED = 512  # columns of x that share a scale if inputs are rounded to int8
+INT8_BLOCK = 512  # columns of x that share a scale if inputs are rounded to int8
 
 Weights = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
@@ -46,22 +46,22 @@ def linears(
 ) -> list[jax.Array]:
     """Apply `linear` with each weight and bias to one x; the kernels do it in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    leaves = [as_leaf(weight) for weight, _ in terms]
+    leaves = [as_weight(weight) for weight, _ in terms]
     for leaf in leaves:
         if leaf.shape[1] != x.shape[-1]:
             raise ValueError(f"weight shape {leaf.shape} does not match x of shape {x.shape}")
-    rounded = [int8_inputs and leaf.rounds_inputs and x.dtype != jnp.int8 for leaf in leaves]
-    composed = any(leaf.composed for leaf in leaves)
+    rounded = [int8_inputs and leaf.supports_int8_inputs and x.dtype != jnp.int8 for leaf in leaves]
+    composed = any(leaf.is_composite for leaf in leaves)
     if len(terms) > 1 and (composed or len(set(rounded)) > 1):
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
     if composed:
-        products: Products = (leaves[0].through(x_RI, partial(linear, int8_inputs=int8_inputs)),)
+        products: Products = (leaves[0].apply_with(x_RI, partial(linear, int8_inputs=int8_inputs)),)
     else:
         products = _PRODUCTS[1 if all(rounded) else 3](x_RI, tuple(weight for weight, _ in terms))
     results = []
     for y_RO, (_, bias_O) in zip(products, terms, strict=True):
         y_RO = y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]
-        # After a reduce-scatter each device has only some rows (`leaves.parted.Partial`).
+        # After a reduce-scatter each device has only some rows (`leaves.logit_axes.RowParallel`).
         shape = x.shape[:-1] if len(y_RO) == len(x_RI) else (*x.shape[:-2], -1)
         results.append(y_RO.reshape(*shape, y_RO.shape[-1]))
     return results
@@ -69,10 +69,10 @@ def linears(
 
 def embed(weight_VD: Weight, token_BT: jax.Array) -> jax.Array:
     """Return rows of an embedding table: `[B, T]` ids to `[B, T, D]`; NaN for an invalid id."""
-    return as_leaf(weight_VD).take(token_BT)
+    return as_weight(weight_VD).take(token_BT)
 
 
-def _multiply(digits: int) -> Callable[..., Products]:
+def _make_product(digits: int) -> Callable[..., Products]:
     """Return the product, whose derivative is that of the plain one, whichever path runs.
 
     Rounded inputs have no gradient; the derivative passes straight through (Bengio et al. 2013).
@@ -80,73 +80,85 @@ def _multiply(digits: int) -> Callable[..., Products]:
 
     @jax.custom_jvp
     def multiply(x_RI: jax.Array, weights: Weights) -> Products:
-        return _on_each_platform(x_RI, weights, digits)
+        return _dispatch_platform(x_RI, weights, digits)
 
     @multiply.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        return multiply(*primals), jax.jvp(partial(_plain, 3), primals, tangents)[1]
+        return multiply(*primals), jax.jvp(partial(_multiply_jax, 3), primals, tangents)[1]
 
     # A model has the same product in every layer: jitted, it is traced only once.
     return jax.jit(multiply)
 
 
-_PRODUCTS = {digits: _multiply(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
+_PRODUCTS = {digits: _make_product(digits) for digits in (1, 3)}  # 1: with inputs rounded to int8
 
 
-def _on_each_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
-    ways = [_way(x_RI, weight, digits) for weight in weights]
+def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
+    ways = [_choose_path(x_RI, weight, digits) for weight in weights]
     if len(set(ways)) > 1:
         found: dict[int, jax.Array] = {}
         for way in dict.fromkeys(ways):  # weights of one path in one call
             mine = [i for i, other in enumerate(ways) if other is way]
-            some = _on_each_platform(x_RI, tuple(weights[i] for i in mine), digits)
+            some = _dispatch_platform(x_RI, tuple(weights[i] for i in mine), digits)
             found.update(zip(mine, some, strict=True))
         return tuple(found[i] for i in range(len(weights)))
-    plain, branches = partial(_plain, digits), dict[str, Callable[..., Products]]()
-    if ways[0] is not _plain:
+    plain, branches = partial(_multiply_jax, digits), dict[str, Callable[..., Products]]()
+    if ways[0] is not _multiply_jax:
         branches["cpu"] = partial(ways[0], digits)
-    if digits != 1 and pallas.enabled() and all(as_leaf(w).fits_gpu(x_RI) for w in weights):
-        branches["cuda"] = _on_gpu
+    if (
+        digits != 1
+        and pallas.is_enabled()
+        and all(as_weight(w).supports_gpu_kernel(x_RI) for w in weights)
+    ):
+        branches["cuda"] = _multiply_pallas
     if not branches:
         return plain(x_RI, weights)
     y: Products = jax.lax.platform_dependent(x_RI, weights, **branches, default=plain)
     return y
 
 
-def _way(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
+def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """Choose how a CPU multiplies these."""
-    leaf, rows = as_leaf(weight), x_RI.shape[0]
-    if not native.enabled() or not leaf.has_kernels:
-        return _plain
+    leaf, rows = as_weight(weight), x_RI.shape[0]
+    if not native.is_enabled() or not leaf.has_kernels:
+        return _multiply_jax
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
-    if x_RI.dtype == jnp.int8 and leaf.rounds_inputs:
-        return _kernel  # its sums are exact, for any number of rows
-    path = native.path(leaf.matrix().kind, inputs)
-    if rows > 0 and (path.rows is None or rows <= path.rows):
-        return _kernel
-    if path.beyond == "many":
-        return _many
-    return _widened if isinstance(weight, Leaf) and path.beyond == "widened" else _plain
+    if x_RI.dtype == jnp.int8 and leaf.supports_int8_inputs:
+        return _multiply_native  # its sums are exact, for any number of rows
+    path = native.kernel_path(leaf.native_matrix().kind, inputs)
+    if rows > 0 and (path.max_rows is None or rows <= path.max_rows):
+        return _multiply_native
+    if path.fallback == "many":
+        return _multiply_many
+    return (
+        _multiply_dequantized
+        if isinstance(weight, WeightBase) and path.fallback == "widened"
+        else _multiply_jax
+    )
 
 
-def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = False) -> Products:
+def _multiply_native(
+    digits: int, x_RI: jax.Array, weights: Weights, *, matrix_unit: bool = False
+) -> Products:
     """Multiply with the native kernel; under `vmap` over x alone, the batch becomes more rows."""
 
     @jax.custom_batching.custom_vmap
     def call(x_RI: jax.Array, weights: Weights) -> Products:
-        codes = x_RI.dtype == jnp.int8 and all(as_leaf(w).rounds_inputs for w in weights)
+        codes = x_RI.dtype == jnp.int8 and all(as_weight(w).supports_int8_inputs for w in weights)
         x_RI = x_RI if codes or x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
-        matrices = [as_leaf(weight).matrix() for weight in weights]
+        matrices = [as_weight(weight).native_matrix() for weight in weights]
         columns, number = weights[0].shape[1], 1 if codes else digits
-        return tuple(native.linear(x_RI, matrices, columns=columns, digits=number, many=many))
+        return tuple(
+            native.linear(x_RI, matrices, columns=columns, digits=number, matrix_unit=matrix_unit)
+        )
 
     @call.def_vmap
     def _(size: int, batched: Any, x: jax.Array, weights: Weights) -> tuple[Products, Any]:
         if any(jax.tree.leaves(batched[1])):
             axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
-            products = jax.vmap(partial(_plain, digits), in_axes=axes)(x, weights)
+            products = jax.vmap(partial(_multiply_jax, digits), in_axes=axes)(x, weights)
         else:
-            rows = _on_each_platform(x.reshape(-1, x.shape[-1]), weights, digits)
+            rows = _dispatch_platform(x.reshape(-1, x.shape[-1]), weights, digits)
             products = tuple(y.reshape(size, -1, y.shape[-1]) for y in rows)
         return products, (True,) * len(weights)
 
@@ -154,31 +166,31 @@ def _kernel(digits: int, x_RI: jax.Array, weights: Weights, *, many: bool = Fals
     return y
 
 
-def _many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+def _multiply_many(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
     """Multiply many rows with the native kernel for a matrix unit."""
-    return _kernel(digits, x_RI, weights, many=True)
+    return _multiply_native(digits, x_RI, weights, matrix_unit=True)
 
 
-def _widened(digits: int, x_RI: jax.Array, weights: Sequence[Leaf]) -> Products:
+def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[WeightBase]) -> Products:
     """Multiply many rows: the weights are dequantized natively, and XLA runs the product."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
     products = []
     for weight in weights:
-        matrix, scale_O = weight.widened(dtype)
-        y_RO = product(x_RI, native.widen(matrix, dtype, columns=weight.shape[1]))
+        matrix, scale_O = weight.split_scale(dtype)
+        y_RO = matmul(x_RI, native.dequantize(matrix, dtype, columns=weight.shape[1]))
         products.append(y_RO if scale_O is None else y_RO * scale_O[None])
     return tuple(products)
 
 
-def _on_gpu(x_RI: jax.Array, weights: Weights) -> Products:
-    return tuple(as_leaf(weight).gpu_product(x_RI) for weight in weights)
+def _multiply_pallas(x_RI: jax.Array, weights: Weights) -> Products:
+    return tuple(as_weight(weight).gpu_matmul(x_RI) for weight in weights)
 
 
-def _plain(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
+def _multiply_jax(digits: int, x_RI: jax.Array, weights: Weights) -> Products:
     """Multiply in plain JAX, on any platform; the other paths are defined by this one."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
-    return tuple(as_leaf(weight).product(x_RI) for weight in weights)
+    return tuple(as_weight(weight).matmul(x_RI) for weight in weights)
 
 
 def round_to_int8(x_RI: jax.Array) -> jax.Array:
@@ -187,9 +199,9 @@ def round_to_int8(x_RI: jax.Array) -> jax.Array:
     The kernels round to the same integers, bit for bit: by the same operations in the same order.
     """
     rows, columns = x_RI.shape
-    width = up(columns, ROUNDED)
+    width = round_up(columns, INT8_BLOCK)
     x_RCG = jnp.pad(x_RI.astype(jnp.float32), ((0, 0), (0, width - columns)))
-    x_RCG = x_RCG.reshape(rows, -1, ROUNDED)
+    x_RCG = x_RCG.reshape(rows, -1, INT8_BLOCK)
     step = jnp.abs(x_RCG).max(axis=-1, keepdims=True) * (1 / 127)
     x_RCG = jnp.round(x_RCG / jnp.where(step == 0, 1.0, step)) * step
     return x_RCG.reshape(rows, width)[:, :columns]

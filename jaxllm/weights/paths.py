@@ -22,27 +22,27 @@ V = TypeVar("V")
 
 # Of a path and its array, returns where to put it: a device, a sharding, or None to leave it. A
 # quantized weight has several arrays, `....weight.data` and so on.
-Place = Callable[[str, jax.Array], Any]
+Placement = Callable[[str, jax.Array], Any]
 
 
-class Placed:
+class ShardedModelBase:
     """Interface of a model whose parameters and caches are sharded over devices.
 
-    `writer`, compared by value, writes new entries into a cache's tail in place of
-    `cache.write.at_cursor`.
+    `cache_writer`, compared by value, writes new entries into a cache's tail in place of
+    `cache.write.write_at_cursor`.
     """
 
-    writer: Callable[..., Any] | None = None
+    cache_writer: Callable[..., Any] | None = None
 
-    def place(self, path: str, array: Any) -> jax.sharding.Sharding:
+    def cache_sharding(self, path: str, array: Any) -> jax.sharding.Sharding:
         """Return the sharding of the cache array at `path`, which has the shape of `array`."""
         raise NotImplementedError
 
-    def splits(self, columns: int) -> bool:
+    def splits_tokens(self, columns: int) -> bool:
         """Return whether the devices split the tokens of rows with `columns` columns."""
         raise NotImplementedError
 
-    def names(self, path: str) -> tuple[str | None, ...]:
+    def unsharded_paths(self, path: str) -> tuple[str | None, ...]:
         """Return the unsharded model's paths of the parameter at `path`.
 
         That is one path, or in a pipeline one for each stage, None for a stage that has nothing
@@ -50,23 +50,23 @@ class Placed:
         """
         raise NotImplementedError
 
-    def later(self, params: Params) -> Params:
+    def gather_lazy(self, params: Params) -> Params:
         """Return the unsharded model's parameters, each to be gathered when it is read."""
         raise NotImplementedError
 
-    def whole(self, params: Params) -> Params:
+    def gather(self, params: Params) -> Params:
         """Gather all parameters to the host; with several processes, to the host of each."""
-        return map_leaves(lambda _, leaf: leaf.read(), self.later(params))
+        return map_leaves(lambda _, leaf: leaf.read(), self.gather_lazy(params))
 
-    def shared(self, params: Params) -> Params:
+    def shard(self, params: Params) -> Params:
         """Shard parameters of the unsharded model."""
         raise NotImplementedError
 
-    def everywhere(self, tree: V) -> V:
+    def replicate(self, tree: V) -> V:
         """Replicate arrays that are not parameters (such as a trained prompt) on all devices."""
         raise NotImplementedError
 
-    def like(self, config: Any) -> Any:
+    def with_config(self, config: Any) -> Any:
         """Return a model of another configuration, sharded as this one is.
 
         Raises:
@@ -74,11 +74,11 @@ class Placed:
         """
         raise NotImplementedError
 
-    def beside(self, params: Params, around: Callable[[str, Any], Any]) -> Params:
+    def attach_adapter(self, params: Params, wrap: Callable[[str, Any], Any]) -> Params:
         """Add an adapter to sharded parameters, and place its arrays.
 
         Args:
-            around: wraps the weight at a path of the unsharded model; returns a weight without an
+            wrap: wraps the weight at a path of the unsharded model; returns a weight without an
                 adapter unchanged.
 
         Raises:
@@ -86,14 +86,14 @@ class Placed:
         """
         raise NotImplementedError
 
-    def with_parallel_logits(self) -> Any:
+    def with_sharded_logits(self) -> Any:
         """Return the model with logits that stay sharded over the vocabulary, for sums over it.
 
         Returns itself if its vocabulary is not sharded, or sums must be in the order of one device.
         """
         raise NotImplementedError
 
-    def among(self, rows: int) -> int:
+    def num_data_shards(self, rows: int) -> int:
         """Return how many devices split `rows` rows."""
         raise NotImplementedError
 
@@ -101,94 +101,96 @@ class Placed:
         """Raise ConfigError if a training batch of `rows` rows cannot be split."""
         raise NotImplementedError
 
-    def plain(self) -> Any:
+    def unsharded(self) -> Any:
         """Return the unsharded model."""
         raise NotImplementedError
 
-    def kept(self) -> tuple[int, int]:
+    def cache_shape(self) -> tuple[int, int]:
         """Return how many arrays of keys a cache has, and the number of key/value heads in each."""
         raise NotImplementedError
 
-    def stacks(self) -> tuple[tuple[int | None, ...], ...]:
+    def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
         """Return the layer numbers of each pipeline stage, in the order of a cache's arrays.
 
         None marks an empty place. The result is empty if each array belongs to one layer.
         """
         raise NotImplementedError
 
-    def by_layer(self, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def unstack_layers(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Split cache arrays `[B, S, K, H]` of stacked stages into one array per layer."""
         raise NotImplementedError
 
 
-def of_one_device(model: Any, params: Params) -> Params:
+def gather_params(model: Any, params: Params) -> Params:
     """Return the unsharded model's parameters: on the host, if the model is sharded."""
-    return model.whole(params) if isinstance(model, Placed) else params
+    return model.gather(params) if isinstance(model, ShardedModelBase) else params
 
 
-def later(model: Any, params: Params) -> Params:
-    """Return the same with a `Later` for each parameter of a sharded model.
+def gather_lazy(model: Any, params: Params) -> Params:
+    """Return the same with a `LazyWeight` for each parameter of a sharded model.
 
     Read one after the other, they take no more memory than the largest.
     """
-    return model.later(params) if isinstance(model, Placed) else params
+    return model.gather_lazy(params) if isinstance(model, ShardedModelBase) else params
 
 
-def by_layer(model: Any, kept: Sequence[np.ndarray]) -> list[np.ndarray]:
+def unstack_layers(model: Any, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return one array `[B, S, K, H]` per layer, from the arrays in a model's cache."""
-    return model.by_layer(kept) if isinstance(model, Placed) else list(kept)
+    return model.unstack_layers(arrays) if isinstance(model, ShardedModelBase) else list(arrays)
 
 
-def for_sums(model: Any) -> Any:
+def with_sharded_logits(model: Any) -> Any:
     """Return the model for sums over the vocabulary: no device needs all logits."""
-    return model.with_parallel_logits() if isinstance(model, Placed) else model
+    return model.with_sharded_logits() if isinstance(model, ShardedModelBase) else model
 
 
-def among_of(model: Any, rows: int) -> int:
+def num_data_shards(model: Any, rows: int) -> int:
     """Return how many devices split `rows` rows of the model's input."""
-    return model.among(rows) if isinstance(model, Placed) else 1
+    return model.num_data_shards(rows) if isinstance(model, ShardedModelBase) else 1
 
 
-def own_name(path: str) -> tuple[str | None, ...]:
-    """Return the path of a parameter of an unsharded model, as `Placed.names` does."""
+def identity_path(path: str) -> tuple[str | None, ...]:
+    """Return the path of a parameter of an unsharded model, as `ShardedModelBase.unsharded_paths`
+    does.
+    """
     return (path,)
 
 
-def names_of(model: Any) -> Callable[[str], tuple[str | None, ...]]:
+def unsharded_paths(model: Any) -> Callable[[str], tuple[str | None, ...]]:
     """Return the function from a parameter's path to the unsharded model's paths."""
-    return model.names if isinstance(model, Placed) else own_name
+    return model.unsharded_paths if isinstance(model, ShardedModelBase) else identity_path
 
 
-class InRounds:
+class PipelinedDecoder:
     """Interface of a pipelined model that decodes groups of rows, one in each stage."""
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Number of stages, and of groups."""
         raise NotImplementedError
 
-    def groups(self, rows: int) -> np.ndarray | None:
+    def row_groups(self, rows: int) -> np.ndarray | None:
         """Return the group of each row, int32 `[B]`; None: rows are not divisible into groups."""
         raise NotImplementedError
 
-    def flight(self, rows: int) -> jax.Array:
+    def empty_pipeline(self, rows: int) -> jax.Array:
         """Return the activations between stages before the first tick."""
         raise NotImplementedError
 
-    def tick(
+    def run_tick(
         self,
         params: Params,
         segments: Any,
-        flight: jax.Array,
-        number: jax.Array,
+        in_flight: jax.Array,
+        tick: jax.Array,
         start: jax.Array,
         token_B: jax.Array,
         position_B: jax.Array,
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run each stage's layers on its group, at tick `number`.
+        """Run each stage's layers on its group, at tick `tick`.
 
         Args:
-            flight: the activations between stages.
+            in_flight: the activations between stages.
             start: the slot of each row's first token.
             token_B: the newest tokens; those of the group that enters are used.
             position_B: position of each row's token in the pipeline; -1: none.
@@ -225,7 +227,7 @@ def map_leaves(function: Callable[[str, Any], Any], params: Mapping[str, Any]) -
     return visit(params, "")
 
 
-def named_arrays(
+def list_arrays(
     tree: Any, prefix: str = "", is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
     """List the arrays of any pytree with their dotted paths, and return its structure too.
@@ -234,7 +236,7 @@ def named_arrays(
         is_leaf: marks other objects that count as arrays.
     """
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    named = [(".".join([prefix, *map(_word, path)]).strip("."), leaf) for path, leaf in found]
+    named = [(".".join([prefix, *map(_key_name, path)]).strip("."), leaf) for path, leaf in found]
     return named, structure
 
 
@@ -250,23 +252,23 @@ def check_params(params: Any) -> None:
 
 
 def check_place(place: Any) -> None:
-    """Raise ConfigError for anything but a `Place` or None."""
+    """Raise ConfigError for anything but a `Placement` or None."""
     if place is not None and not callable(place):
         raise ConfigError(f"place must be a function of (path, array), got {place!r:.60}")
 
 
-def put(tree: V, place: Place | None, prefix: str = "") -> V:
-    """Put each array of a tree where `place` returns. `prefix` precedes each path."""
+def put(tree: V, place: Placement | None, prefix: str = "") -> V:
+    """Put each array of a tree where `cache_sharding` returns. `prefix` precedes each path."""
     check_place(place)
     if place is None:
         return tree
-    named, structure = named_arrays(tree, prefix)
+    named, structure = list_arrays(tree, prefix)
     placed = [x if (to := place(path, x)) is None else jax.device_put(x, to) for path, x in named]
     result: V = jax.tree.unflatten(structure, placed)
     return result
 
 
-def _word(key: Any) -> str:
+def _key_name(key: Any) -> str:
     """Return one key of a path: of a dict, a dataclass or a sequence."""
     return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema, compile_pattern, complaints_of
-from jaxllm.weights.formats import Weight, as_format, format_of, parse
-from jaxllm.weights.leaves.arrays import DTYPES
+from jaxllm.files import as_schema, compile_pattern, field_errors
+from jaxllm.runtime.validation import canonical_dtype, check_dtype
+from jaxllm.weights.formats import Weight, as_format, parse_format, weight_format
 from jaxllm.weights.paths import Params, check_params, first_match, flatten, map_leaves
-from jaxllm.weights.quantize import Rules, format_at, rules_of
-from jaxllm.whole import dtype_name, format_name
+from jaxllm.weights.quantize import Rules, find_format, resolve_rules
+from jaxllm.weights.types.arrays import DTYPES
 
 CACHE_DTYPES = {**DTYPES, "int8": jnp.int8}
 
@@ -29,13 +29,13 @@ class Override:
     output: str | None = None  # the dtype to which it rounds its result; default: the same
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weights", format_name(self.weights))
+        object.__setattr__(self, "weights", canonical_dtype(self.weights))
         for name in ("activations", "output"):
             if getattr(self, name) is not None:
-                _name_format(self, name)
+                _normalize_field(self, name)
         _check_fields(self)
         if self.weights is not None:
-            parse(self.weights)
+            parse_format(self.weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,20 +62,20 @@ class Precision:
     overrides: tuple[tuple[str, Override], ...] = ()
 
     def __post_init__(self) -> None:
-        _name_format(self, "weights")
-        _name_format(self, "activations")
-        _name_format(self, "cache", "int8")
-        object.__setattr__(self, "quantize", format_name(self.quantize))
+        _normalize_field(self, "weights")
+        _normalize_field(self, "activations")
+        _normalize_field(self, "cache", "int8")
+        object.__setattr__(self, "quantize", canonical_dtype(self.quantize))
         _check_fields(self)
         if self.quantize is not None:
-            rules_of(self.quantize)
+            resolve_rules(self.quantize)
         for regex, _ in self.overrides:
             compile_pattern(regex, "precision override")
 
     @classmethod
     def uniform(cls, dtype: str) -> "Precision":
         """Return a Precision with one format for all; `dtype` as `load` takes it."""
-        dtype = dtype_name("dtype", dtype)
+        dtype = check_dtype("dtype", dtype)
         return cls(weights=dtype, activations=dtype, cache=dtype)
 
     @classmethod
@@ -91,12 +91,12 @@ class Precision:
         precision: Precision = as_schema(data, cls, where, ConfigError)
         return precision
 
-    def in_dtype(self, dtype: str) -> "Precision":
+    def with_dtype(self, dtype: str) -> "Precision":
         """Set one format for weights, activations and cache; quantization rules stay."""
-        dtype = dtype_name("dtype", dtype)
+        dtype = check_dtype("dtype", dtype)
         return dataclasses.replace(self, weights=dtype, activations=dtype, cache=dtype)
 
-    def unquantized(self) -> "Precision":
+    def without_quantization(self) -> "Precision":
         """Remove all weight quantization, by `quantize` or by an override."""
         rows = [
             (regex, o if o.weights in DTYPES else dataclasses.replace(o, weights=None))
@@ -104,61 +104,61 @@ class Precision:
         ]
         return dataclasses.replace(self, quantize=None, overrides=tuple(rows))
 
-    def format_at(self, path: str, ndim: int) -> str:
+    def param_format(self, path: str, ndim: int) -> str:
         """Return the format in which the parameter at `path` is stored."""
-        override = self._override(path, "weights")
+        override = self._find_override(path, "weights")
         if override is not None:
             return override if override in DTYPES or ndim >= 2 else self.weights
-        quantized = None if self.quantize is None else format_at(self.quantize, path, ndim)
+        quantized = None if self.quantize is None else find_format(self.quantize, path, ndim)
         return quantized or self.weights
 
     def cast(self, path: str, weight: Weight) -> Weight:
         """Convert the parameter at `path` to its format, if it has another one."""
-        if format_of(weight) == parse(self.format_at(path, weight.ndim)).name:
+        if weight_format(weight) == parse_format(self.param_format(path, weight.ndim)).name:
             return weight
-        for name in self.formats_at(path, weight.ndim):
+        for name in self.format_chain(path, weight.ndim):
             weight = as_format(weight, name)
         return weight
 
-    def formats_at(self, path: str, ndim: int) -> tuple[str, ...]:
+    def format_chain(self, path: str, ndim: int) -> tuple[str, ...]:
         """Return the formats to convert the parameter at `path` to; the last one is stored."""
-        name = self.format_at(path, ndim)
-        first = parse(name).exact_in == self.weights == "bfloat16"
+        name = self.param_format(path, ndim)
+        first = parse_format(name).lossless_dtype == self.weights == "bfloat16"
         return ("bfloat16", name) if first and name != "bfloat16" else (name,)
 
-    def activations_at(self, module: str) -> jnp.dtype:
+    def activation_dtype(self, module: str) -> jnp.dtype:
         """Return the dtype in which `module` (a dotted path) takes its input."""
-        return jnp.dtype(self._override(module, "activations") or self.activations)
+        return jnp.dtype(self._find_override(module, "activations") or self.activations)
 
-    def output_at(self, module: str) -> str | None:
+    def output_dtype(self, module: str) -> str | None:
         """Return the dtype in which `module` returns its result; None: that of its input stream."""
-        return self._override(module, "output")
+        return self._find_override(module, "output")
 
-    def _override(self, path: str, what: str) -> str | None:
+    def _find_override(self, path: str, what: str) -> str | None:
         values = ((regex, getattr(override, what)) for regex, override in self.overrides)
         return first_match([row for row in values if row[1] is not None], path)
 
 
-def freeze(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
-    """Return quantization rules as a hashable value. Raises as `rules_of` does."""
-    rows, rules = rules_of(rules), format_name(rules)
+def freeze_rules(rules: Rules) -> str | tuple[tuple[str, str | None], ...]:
+    """Return quantization rules as a hashable value. Raises as `resolve_rules` does."""
+    rows, rules = resolve_rules(rules), canonical_dtype(rules)
     return rules if isinstance(rules, str) else tuple(rows)
 
 
-def exactly(params: Params, precision: Precision) -> Precision:
+def match_precision(params: Params, precision: Precision) -> Precision:
     """Return a Precision that keeps each of these parameters in its present format.
 
     Matrices that differ only in their layer number share one rule if they have one format.
     """
-    leaves = {path: (leaf.ndim, format_of(leaf)) for path, leaf in flatten(params)}
+    leaves = {path: (leaf.ndim, weight_format(leaf)) for path, leaf in flatten(params)}
     kinds: dict[str, set[str]] = {}  # the formats of all matrices that a general rule matches
     for path, (ndim, name) in leaves.items():
         if ndim >= 2:
-            kinds.setdefault(_any_layer(path), set()).add(name)
+            kinds.setdefault(_layer_pattern(path), set()).add(name)
     rows, vectors = {}, {}
     for path, (ndim, name) in leaves.items():
         if ndim >= 2 and name != precision.weights:
-            general = _any_layer(path)
+            general = _layer_pattern(path)
             rows[general if len(kinds[general]) == 1 else re.escape(path)] = name
         elif name != precision.weights:  # `quantize` leaves it alone
             vectors[re.escape(path)] = Override(weights=name)
@@ -170,7 +170,7 @@ def exactly(params: Params, precision: Precision) -> Precision:
     )
 
 
-def _any_layer(path: str) -> str:
+def _layer_pattern(path: str) -> str:
     """Return a regex that matches the path with any layer number."""
     return re.sub(r"(?<=\.)\d+(?=\\)", r"\\d+", re.escape(path))
 
@@ -187,11 +187,11 @@ def cast(params: Params, precision: Precision) -> Params:
 
 
 def _check_fields(instance: Any) -> None:
-    if complaints := complaints_of(instance):
+    if complaints := field_errors(instance):
         raise ConfigError(f"precision: {'; '.join(complaints)}")
 
 
-def _name_format(instance: Any, name: str, *more: str) -> None:
+def _normalize_field(instance: Any, name: str, *more: str) -> None:
     """Replace a field's dtype by its full name."""
-    found = dtype_name(f"precision: {name}", getattr(instance, name), *more)
+    found = check_dtype(f"precision: {name}", getattr(instance, name), *more)
     object.__setattr__(instance, name, found)

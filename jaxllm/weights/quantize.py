@@ -6,34 +6,34 @@ import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
 from jaxllm.files import as_schema, compile_pattern
-from jaxllm.weights.formats import STACKED, Weight, as_format, can_stack, dense, parse
-from jaxllm.weights.leaves import sparse
+from jaxllm.runtime.validation import canonical_dtype
+from jaxllm.weights.formats import STACKABLE, Weight, as_format, can_stack, parse_format, to_dense
 from jaxllm.weights.paths import Params, check_params, first_match, map_leaves
-from jaxllm.whole import format_name
+from jaxllm.weights.types import sparse
 
 Rules = str | Sequence[tuple[str, str | None]]
 
-POSITIONS: tuple[str, str | None] = (
+POSITION_RULE: tuple[str, str | None] = (
     r"wpe\.weight",
     None,
 )  # the position table is small, and its errors reach every token
 # A router is small, and its errors send tokens to other experts.
-ROUTER: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
+ROUTER_RULE: tuple[str, str | None] = (r".*mlp\.gate\.weight", None)
 # If a format's name stands for all rules: the token table and the head keep 8 bits if the other
 # matrices have fewer, as in llama.cpp's mixtures, and they are never pruned.
 _TOKENS_AND_HEAD = r"(embed_tokens|embed_in|wte|lm_head)\.weight"
 
 
-def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
+def resolve_rules(rules: Rules) -> list[tuple[str, str | None]]:
     """Return the ordered rows that `rules` stands for.
 
     Raises:
         ConfigError: for a malformed row, an invalid regex or an unknown format.
     """
-    rules = format_name(rules)
+    rules = canonical_dtype(rules)
     if isinstance(rules, str):
-        parse(rules)
-        rows = [POSITIONS, ROUTER]
+        parse_format(rules)
+        rows = [POSITION_RULE, ROUTER_RULE]
         if rules.startswith(("int4", "int3", "int2", "nf4")):
             rows.append((_TOKENS_AND_HEAD, "int8-f16" if rules.endswith("-f16") else "int8"))
         if sparse.parse(rules) is not None:
@@ -43,20 +43,22 @@ def rules_of(rules: Rules) -> list[tuple[str, str | None]]:
     for regex, name in rows:
         compile_pattern(regex, "quantization rule")
         if name is not None:
-            parse(format_name(name))
-    return [(regex, format_name(name)) for regex, name in rows]
+            parse_format(canonical_dtype(name))
+    return [(regex, canonical_dtype(name)) for regex, name in rows]
 
 
-def format_at(rules: Rules, path: str, ndim: int) -> str | None:
+def find_format(rules: Rules, path: str, ndim: int) -> str | None:
     """Return the format that `rules` gives the leaf at `path`; None for any vector.
 
     Raises:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
-    found = first_match([(r, (f,)) for r, f in rules_of(rules)], path)
+    found = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
     name = None if found is None or ndim < 2 else found[0]
     if name is not None and ndim > 2 and not can_stack(name):
-        raise ConfigError(f"{path}: experts cannot be {name}. Add a rule that makes them {STACKED}")
+        raise ConfigError(
+            f"{path}: experts cannot be {name}. Add a rule that makes them {STACKABLE}"
+        )
     return name
 
 
@@ -74,13 +76,13 @@ def quantize(params: Params, rules: Rules) -> Params:
             sparse formats keep them in their dense dtype.
 
     Raises:
-        ConfigError: as `rules_of` does.
+        ConfigError: as `resolve_rules` does.
     """
 
     check_params(params)
 
     def change(path: str, leaf: Weight) -> Weight:
-        name = format_at(rules, path, leaf.ndim)
+        name = find_format(rules, path, leaf.ndim)
         return leaf if name is None else as_format(leaf, name)
 
     return map_leaves(change, params)
@@ -89,4 +91,4 @@ def quantize(params: Params, rules: Rules) -> Params:
 def dequantize(params: Params) -> Params:
     """Convert every weight to an array: float32 for integers, bfloat16 for `bf16-packed`."""
     check_params(params)
-    return map_leaves(lambda _, leaf: jnp.asarray(dense(leaf)), params)
+    return map_leaves(lambda _, leaf: jnp.asarray(to_dense(leaf)), params)

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.adapters import LoraConfig, fresh
-from jaxllm.adapters.attach import Adapter, Matrices
+from jaxllm.adapters import LoraConfig, init_adapter
+from jaxllm.adapters.attach import Adapter, LoraMatrices
 from jaxllm.weights.paths import Params
 
 
@@ -19,12 +19,12 @@ def random_adapter(
     def some(x: jax.Array) -> np.ndarray:
         return rng.normal(0, spread, x.shape).astype(x.dtype)
 
-    made = fresh(config, params, lora, jax.random.key(seed)).matrices
+    made = init_adapter(config, params, lora, jax.random.key(seed)).matrices
     return Adapter(
         lora,
         {
             module: jax.device_put(
-                Matrices(some(a), some(b), None if m is None else m * (1 + np.abs(some(m))))
+                LoraMatrices(some(a), some(b), None if m is None else m * (1 + np.abs(some(m))))
             )
             for module, (a, b, m) in made.items()
         },

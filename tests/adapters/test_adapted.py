@@ -9,21 +9,21 @@ import pytest
 
 from jaxllm import forward
 from jaxllm.adapters import (
-    Adapted,
     LoraConfig,
-    attach,
-    attached,
-    choose,
-    merged,
-    taken,
+    LoraWeight,
+    attach_adapter,
+    attach_new_lora,
+    choose_adapters,
+    extract_adapter,
+    merge_adapter,
     with_adapters,
 )
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import as_format, as_leaf, dense
-from jaxllm.weights.leaves.adapted import Site, alone
+from jaxllm.weights.formats import as_format, as_weight, to_dense
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.quantize import quantize
+from jaxllm.weights.types.lora import LoraSite, keep_chosen_adapter
 from tests.adapters.made import random_adapter
 from tests.twins import assert_close, random_model, tokens
 
@@ -36,21 +36,21 @@ W, A, B, X = (
 SCALE = np.array([0.7, 1.3, 0.2], np.float32)
 
 
-def leaf(weight: Any = W, site: Site = "product", **more: Any) -> Adapted:
+def leaf(weight: Any = W, site: LoraSite = "product", **more: Any) -> LoraWeight:
     arrays = (jnp.asarray(x) for x in (A, B, SCALE))
     held = jnp.asarray(weight) if isinstance(weight, np.ndarray) else weight
-    return Adapted(held, *arrays, site=site, **more)
+    return LoraWeight(held, *arrays, site=site, **more)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4-g32-zp", "rank5/float32"])
 def test_products_rows_and_the_matrix_are_those_of_the_sum(format: str) -> None:
     base = as_format(jnp.asarray(W), format)
-    wide = np.asarray(dense(base, jnp.float32), np.float64)
+    wide = np.asarray(to_dense(base, jnp.float32), np.float64)
     made, sum_OI = leaf(base), wide + (B * SCALE) @ A
     assert made.weight is base and made.shape == W.shape
     assert_close(linear(jnp.asarray(X), made), X @ sum_OI.T)
-    assert_close(made.product(jnp.asarray(X)), X @ sum_OI.T)
-    assert_close(made.dense(jnp.float32), sum_OI)
+    assert_close(made.matmul(jnp.asarray(X)), X @ sum_OI.T)
+    assert_close(made.to_dense(jnp.float32), sum_OI)
     taken_BTD = np.asarray(embed(made, jnp.array([[0, ROWS - 1], [5, ROWS]])), np.float32)
     tolerance = 0.05 if format == "bfloat16" else 1e-4
     np.testing.assert_allclose(taken_BTD[0], sum_OI[[0, ROWS - 1]], atol=tolerance)
@@ -61,14 +61,14 @@ def test_products_rows_and_the_matrix_are_those_of_the_sum(format: str) -> None:
 def test_bfloat16_adapters_keep_float32_between_their_products(rows: int) -> None:
     """What is between them is not rounded: the result is that of the rounded matrices' product."""
     a, b = (jnp.asarray(x, jnp.bfloat16) for x in (A, B))
-    made = Adapted(jnp.asarray(W), a, b, jnp.asarray(SCALE))
+    made = LoraWeight(jnp.asarray(W), a, b, jnp.asarray(SCALE))
     x_RI = RNG.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
     wide_a, wide_b = (np.asarray(x, np.float64) for x in (a, b))
     assert_close(linear(jnp.asarray(x_RI), made), x_RI @ (W + (wide_b * SCALE) @ wide_a).T)
 
 
 @pytest.mark.parametrize("site", ["product", "rows"])
-def test_dora_gives_the_sum_lengths_of_its_own(site: Site) -> None:
+def test_dora_gives_the_sum_lengths_of_its_own(site: LoraSite) -> None:
     """Liu et al. 2024, eq. 5; of a table of tokens the columns have them, as PEFT has it."""
     axis = 0 if site == "rows" else 1
     sum_OI = W.astype(np.float64) + (B * SCALE) @ A
@@ -76,12 +76,12 @@ def test_dora_gives_the_sum_lengths_of_its_own(site: Site) -> None:
     length = RNG.uniform(0.5, 2, norm.shape).astype(np.float32)
     expected = sum_OI * np.expand_dims(length / norm, axis)
     made = leaf(site=site, magnitude=jnp.asarray(length))
-    assert_close(made.dense(), expected)
+    assert_close(made.to_dense(), expected)
     assert_close(made.take(jnp.array([3, 0])), expected[[3, 0]])
     kept = X @ W.T if site == "rows" else X @ expected.T  # a tied head keeps its weight
     assert_close(linear(jnp.asarray(X), made), kept)
     known = leaf(site=site, magnitude=jnp.asarray(length), norm=made.norms())
-    np.testing.assert_array_equal(known.dense(), made.dense())
+    np.testing.assert_array_equal(known.to_dense(), made.to_dense())
 
 
 def test_slopes_at_step_0() -> None:
@@ -120,7 +120,7 @@ def test_dropout_is_of_the_inputs_of_what_is_added(dora: bool) -> None:
     length = jnp.asarray(RNG.uniform(0.5, 2, ROWS), jnp.float32) if dora else None
     made = leaf(magnitude=length, dropout=0.4)
     key = jax.random.key(3)
-    training = made.training(key, jnp.zeros((), jnp.int32))
+    training = made.for_training_step(key, jnp.zeros((), jnp.int32))
     kept = np.asarray(jax.random.bernoulli(key, 0.6, X.shape))
     dropped = np.where(kept, X / 0.6, 0)
     gain = np.ones(ROWS)
@@ -128,7 +128,9 @@ def test_dropout_is_of_the_inputs_of_what_is_added(dora: bool) -> None:
         gain = np.asarray(length) / np.linalg.norm(W + (B * SCALE) @ A, axis=1)
     added = gain * (dropped @ ((B * SCALE) @ A).T) + (gain - 1) * (dropped @ W.T)
     assert_close(linear(jnp.asarray(X), training), X @ W.T + added)
-    assert_close(linear(jnp.asarray(X), made), X @ np.asarray(made.dense()).T)  # not in inference
+    assert_close(
+        linear(jnp.asarray(X), made), X @ np.asarray(made.to_dense()).T
+    )  # not in inference
 
 
 FIRST = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
@@ -154,14 +156,14 @@ def three(tiny: tuple[Any, Any]) -> dict[str, Any]:
 def test_step_0_is_the_base_and_shares_its_leaves(tiny: tuple[Any, Any]) -> None:
     model, params = tiny
     lora = LoraConfig(r=2, target_modules=(*FIRST.target_modules, *THIRD.target_modules))
-    adapted = attach(model.config, params, lora, jax.random.key(0), dtype="bfloat16")
+    adapted = attach_new_lora(model.config, params, lora, jax.random.key(0), dtype="bfloat16")
     base = forward(model, params, None, TOKENS).logits
     np.testing.assert_array_equal(forward(model, adapted, None, TOKENS).logits, base)
     before, after = dict(flatten(params)), dict(flatten(adapted))
-    assert sum(isinstance(x, Adapted) for x in after.values()) == 4
+    assert sum(isinstance(x, LoraWeight) for x in after.values()) == 4
     for path, x in after.items():
-        assert (x.weight if isinstance(x, Adapted) else x) is before[path]
-    matrices = taken(model.config, adapted, lora).matrices
+        assert (x.weight if isinstance(x, LoraWeight) else x) is before[path]
+    matrices = extract_adapter(model.config, adapted, lora).matrices
     low = matrices["layers.0.self_attn.q_proj"]
     bound = 40**-0.5 * (1 + 2**-8)  # bfloat16 may round up
     assert 0.1 < np.abs(np.asarray(low.a, np.float32)).max() <= bound and not low.b.any()
@@ -170,7 +172,7 @@ def test_step_0_is_the_base_and_shares_its_leaves(tiny: tuple[Any, Any]) -> None
 
 def test_dora_begins_as_the_base(tiny: tuple[Any, Any]) -> None:
     model, params = tiny
-    adapted = attach(model.config, params, SECOND, jax.random.key(0))
+    adapted = attach_new_lora(model.config, params, SECOND, jax.random.key(0))
     base = forward(model, params, None, TOKENS).logits
     assert_close(forward(model, adapted, None, TOKENS).logits, np.asarray(base))
 
@@ -180,13 +182,15 @@ def test_each_row_of_a_batch_takes_its_own(tiny: tuple[Any, Any], three: dict[st
     model, params = tiny
     several = with_adapters(model.config, params, three)
     choice = np.array([1, -1, 2, 0], np.int32)
-    found = np.asarray(forward(model, choose(several, jnp.asarray(choice)), None, TOKENS).logits)
+    found = np.asarray(
+        forward(model, choose_adapters(several, jnp.asarray(choice)), None, TOKENS).logits
+    )
     base = np.asarray(forward(model, params, None, TOKENS).logits)
     np.testing.assert_array_equal(found[1], base[1])
     np.testing.assert_array_equal(forward(model, several, None, TOKENS).logits, base)
     for row, number in enumerate(choice):
         if number >= 0:
-            own = attached(model.config, params, list(three.values())[number])
+            own = attach_adapter(model.config, params, list(three.values())[number])
             alone_BTV = np.asarray(forward(model, own, None, TOKENS).logits)
             assert_close(found[row], alone_BTV[row])
             assert np.abs(found[row] - base[row]).max() > 0.1
@@ -201,7 +205,7 @@ def test_one_of_several_is_told_from_the_others(
     model, params = tiny
     several = with_adapters(model.config, params, three)
     prints = {
-        name: fingerprint(choose(several, jnp.array([number])))
+        name: fingerprint(choose_adapters(several, jnp.array([number])))
         for number, name in enumerate((*three, "base"), start=0)
         if name != "base"
     }
@@ -209,8 +213,8 @@ def test_one_of_several_is_told_from_the_others(
     assert len(set(prints.values())) == 4
     assert prints["base"] == fingerprint(params)
     only = with_adapters(model.config, params, {"y": three["y"]})
-    assert prints["y"] == fingerprint(choose(only, jnp.array([0])))
-    own = alone(choose(several, jnp.array([1])))
+    assert prints["y"] == fingerprint(choose_adapters(only, jnp.array([0])))
+    own = keep_chosen_adapter(choose_adapters(several, jnp.array([1])))
     leaf = own["layers.0"]["self_attn"]["q_proj"]["weight"]
     np.testing.assert_array_equal(leaf.a, three["y"].matrices["layers.0.self_attn.q_proj"].a)
 
@@ -221,31 +225,34 @@ def test_adapters_stand_beside_quantized_weights(
 ) -> None:
     model, params = tiny
     base = quantize(params, format)
-    adapted = attached(model.config, base, three["x"])
-    wide = {path: dense(x, jnp.float32) for path, x in flatten(base)}
+    adapted = attach_adapter(model.config, base, three["x"])
+    wide = {path: to_dense(x, jnp.float32) for path, x in flatten(base)}
     logits = np.asarray(forward(model, adapted, None, TOKENS).logits)
-    config, one = merged(model.config, adapted)
+    config, one = merge_adapter(model.config, adapted)
     assert config == model.config
     path = "layers.0.self_attn.q_proj.weight"
     low = three["x"].matrices["layers.0.self_attn.q_proj"]
     expected = np.asarray(wide[path]) + FIRST.scale(2, 8.0) * np.asarray(low.b) @ np.asarray(low.a)
     assert_close(dict(flatten(one))[path], expected)
-    assert as_leaf(dict(flatten(one))["lm_head.weight"]).format.startswith("int8")
+    assert as_weight(dict(flatten(one))["lm_head.weight"]).format.startswith("int8")
     assert_close(forward(model, one, None, TOKENS).logits, logits)
 
 
 def test_rules_of_our_own_name_what_is_adapted(tiny: tuple[Any, Any]) -> None:
     model, params = tiny
     rules = ((r".*self_attn\.o_proj", True), (r"lm_head", True), (r".*", False))
-    adapted = attach(model.config, params, LoraConfig(rules=rules), jax.random.key(0))
+    adapted = attach_new_lora(model.config, params, LoraConfig(rules=rules), jax.random.key(0))
     for path, x in flatten(adapted):
-        assert isinstance(x, Adapted) == bool(first_match(rules, path)), path
+        assert isinstance(x, LoraWeight) == bool(first_match(rules, path)), path
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"target_modules": ("c_attn",)}, "'c_attn' matches no module of this model; expected one of"),
+        (
+            {"target_modules": ("c_attn",)},
+            "'c_attn' matches no module of this model; expected one of",
+        ),
         ({"rules": ((r"nothing", True),)}, "select no module; expected one of"),
         ({"r": 0}, "r must be a whole number >= 1"),
         ({"target_modules": "("}, "target_modules"),
@@ -256,7 +263,7 @@ def test_rules_of_our_own_name_what_is_adapted(tiny: tuple[Any, Any]) -> None:
 def test_what_cannot_be_is_refused(tiny: tuple[Any, Any], asked: Any, said: str) -> None:
     model, params = tiny
     with pytest.raises(ConfigError) as caught:
-        attach(model.config, params, LoraConfig(**asked), jax.random.key(0))
+        attach_new_lora(model.config, params, LoraConfig(**asked), jax.random.key(0))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -264,13 +271,13 @@ def test_an_adapter_over_an_adapter_is_refused(
     tiny: tuple[Any, Any], three: dict[str, Any]
 ) -> None:
     model, params = tiny
-    once = attached(model.config, params, three["x"])
-    for again in (attached, lambda c, p, a: with_adapters(c, p, {"x": a})):
+    once = attach_adapter(model.config, params, three["x"])
+    for again in (attach_adapter, lambda c, p, a: with_adapters(c, p, {"x": a})):
         with pytest.raises(ConfigError, match="has an adapter already"):
             again(model.config, once, three["x"])
     with pytest.raises(ConfigError, match="no adapter to merge"):
-        merged(model.config, params)
+        merge_adapter(model.config, params)
     with pytest.raises(ConfigError, match="Choose the one"):
-        merged(model.config, with_adapters(model.config, params, three))
+        merge_adapter(model.config, with_adapters(model.config, params, three))
     with pytest.raises(ConfigError, match="adapter name 'base' is reserved"):
         with_adapters(model.config, params, {"base": three["x"]})

@@ -11,7 +11,7 @@ import pytest
 import jaxllm
 from jaxllm.adapters import LoraConfig, read_adapter, write_gguf_adapter
 from jaxllm.adapters.attach import Adapter
-from jaxllm.cli.options import _adapters
+from jaxllm.cli.options import _parse_adapters
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from tests.adapters.made import random_adapter
@@ -83,9 +83,11 @@ def test_an_adapter_of_gguf_is_that_of_peft(family: str, tmp_path: Path) -> None
         weights[f"{module}.weight"] += scale * np.asarray(b, np.float64) @ np.asarray(a)
     changed = {path: array.astype(np.float32) for path, array in weights.items()}
     whole = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
-    from jaxllm.adapters import choose, with_adapters
+    from jaxllm.adapters import choose_adapters, with_adapters
 
-    beside = choose(with_adapters(model.config, params, {"x": found}), np.zeros(1, np.int32))
+    beside = choose_adapters(
+        with_adapters(model.config, params, {"x": found}), np.zeros(1, np.int32)
+    )
     expected = jaxllm.forward(model, whole, None, IDS).logits
     assert_close(jaxllm.forward(model, beside, None, IDS).logits, np.asarray(expected))
 
@@ -140,7 +142,10 @@ def test_what_is_one_matrix_there_and_several_here_has_no_form(tmp_path: Path) -
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "a model": (lambda w: w.add_type("model"), "not a LoRA adapter"),
     "another architecture": (lambda w: w.add_string("general.architecture", "gpt2"), "'gpt2'"),
-    "no alpha": (lambda w: w.kv_data[0].pop("adapter.lora.alpha"), "alpha must be a finite number, got None"),
+    "no alpha": (
+        lambda w: w.kv_data[0].pop("adapter.lora.alpha"),
+        "alpha must be a finite number, got None",
+    ),
     "a norm": (
         lambda w: w.add_tensor("blk.0.attn_norm.weight", np.ones(40, np.float32)),
         "blk.0.attn_norm cannot have an adapter",
@@ -198,4 +203,4 @@ def test_a_file_is_taken_where_a_directory_is(
     write_gguf_adapter(tmp_path / "other.gguf", adapter, lm.config)
     beside = jaxllm.load(shallow("llama"), adapters=tmp_path / "other.gguf")
     assert beside.adapters == ("other",) and beside.adapter == "other"
-    assert _adapters([str(tmp_path / "other.gguf"), "x=there"]).keys() == {"other", "x"}
+    assert _parse_adapters([str(tmp_path / "other.gguf"), "x=there"]).keys() == {"other", "x"}

@@ -18,14 +18,14 @@ from safetensors.numpy import load_file, save_file
 from jaxllm import forward
 from jaxllm.adapters import (
     LoraConfig,
-    choose,
-    fresh,
-    merged,
+    choose_adapters,
+    init_adapter,
+    merge_adapter,
     read_adapter,
     with_adapters,
     write_adapter,
 )
-from jaxllm.adapters.targets import plan, targets_of
+from jaxllm.adapters.targets import list_targets, resolve_targets
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import build
 from tests.adapters.made import random_adapter
@@ -141,9 +141,9 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     adapter = read_adapter(directory, twin.config, twin.params)
     expected = peft_logits(theirs)
     held = with_adapters(twin.config, twin.params, {"x": adapter})
-    chosen = choose(held, jnp.zeros(1, jnp.int32))
+    chosen = choose_adapters(held, jnp.zeros(1, jnp.int32))
     assert_close(forward(twin.model, chosen, None, TOKENS).logits, expected)
-    config, one = merged(twin.config, chosen)
+    config, one = merge_adapter(twin.config, chosen)
     assert config.tie_word_embeddings is name.startswith("conv1d")  # else it is two tables now
     assert_close(forward(build(config), one, None, TOKENS).logits, expected)
     assert np.abs(expected - twin.logits(TOKENS)).max() > 0.1
@@ -172,7 +172,7 @@ def test_what_was_trained_apart_is_one_module_of_peft(
     )  # fmt: skip
     adapter = random_adapter(twin.config, twin.params, lora)
     held = with_adapters(twin.config, twin.params, {"x": adapter})
-    ours = forward(twin.model, choose(held, jnp.zeros(1, jnp.int32)), None, TOKENS).logits
+    ours = forward(twin.model, choose_adapters(held, jnp.zeros(1, jnp.int32)), None, TOKENS).logits
     write_adapter(tmp_path / "ours", adapter, twin.config, base=str(twin.directory))
     assert json.loads((tmp_path / "ours/adapter_config.json").read_text())["target_modules"] == [
         "gate_up_proj", "qkv_proj",
@@ -206,10 +206,10 @@ def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: st
     from peft.utils.other import get_pattern_key
 
     config = twins["llama"].config
-    names = {target.name for target in targets_of(config).values()}
+    names = {target.name for target in list_targets(config).values()}
 
     def chosen(**asked: Any) -> set[str]:
-        return {low.target.name for low in plan(config, LoraConfig(**asked)).values()}
+        return {low.target.name for low in resolve_targets(config, LoraConfig(**asked)).values()}
 
     def by_peft(**asked: Any) -> set[str]:
         theirs = peft.LoraConfig(**asked)
@@ -222,7 +222,7 @@ def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: st
     assert chosen(**asked) == by_peft(**asked)
     patterns = {regex.removeprefix("^").removesuffix("$"): 3, "gate_proj": 5}
     lora = LoraConfig(r=2, target_modules=".*", rank_pattern=patterns, alpha_pattern=patterns)
-    for low in plan(config, lora).values():
+    for low in resolve_targets(config, lora).values():
         expected = patterns.get(get_pattern_key(patterns.keys(), low.target.name))
         assert low.rank == (expected or 2), low.target.name
         assert low.alpha == (expected or 8), low.target.name
@@ -234,7 +234,9 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
     twin = twins["llama"]
     directory = tmp_path_factory.mktemp("adapter") / "a"
     lora = LoraConfig(r=2, target_modules=("q_proj", "up_proj"))
-    write_adapter(directory, fresh(twin.config, twin.params, lora, jax.random.key(0)), twin.config)
+    write_adapter(
+        directory, init_adapter(twin.config, twin.params, lora, jax.random.key(0)), twin.config
+    )
     return directory
 
 
@@ -264,7 +266,10 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
         ({"r": 3}, "q_proj.lora_A.weight has shape (2, 40), expected (3, 40)"),
         ({"r": 1.5}, "r must be a whole number"),
         ({"use_dora": True}, "q_proj.lora_magnitude_vector is missing"),
-        ({"target_modules": ["q_proj"]}, "up_proj.lora_A.weight is not covered by its adapter_config"),
+        (
+            {"target_modules": ["q_proj"]},
+            "up_proj.lora_A.weight is not covered by its adapter_config",
+        ),
         ({"target_modules": ["k_proj"]}, "is an adapter for another model: no tensor"),
     ],
 )

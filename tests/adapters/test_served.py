@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, merged, read_adapter, with_adapters, write_adapter
-from jaxllm.adapters.attach import attached
+from jaxllm.adapters import LoraConfig, merge_adapter, read_adapter, with_adapters, write_adapter
+from jaxllm.adapters.attach import attach_adapter
 from jaxllm.cache import load_cache, save_cache
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError, SamplingError
 from tests.adapters.made import random_adapter
@@ -51,7 +51,7 @@ def alone(folder: Path) -> Callable[[str], jaxllm.LM]:
     made = {"base": base}
     for name in NAMES:
         adapter = read_adapter(folder / name, base.config, base.params)
-        _, params = merged(base.config, attached(base.config, base.params, adapter))
+        _, params = merge_adapter(base.config, attach_adapter(base.config, base.params, adapter))
         made[name] = dataclasses.replace(base, params=params)
     return lambda name: made[name]
 
@@ -71,7 +71,7 @@ def test_a_text_is_that_of_the_adapter_that_it_names(
     before = len(compiled)
     for name, text in expected.items():
         assert lm.generate(PROMPT, **NEW, adapter=name).tokens == text
-        assert lm.using(name).generate(PROMPT, **NEW).tokens == text
+        assert lm.with_adapter(name).generate(PROMPT, **NEW).tokens == text
     assert compiled[before:] == []  # the choice is data
     streamed = [piece.token for piece in lm.stream(PROMPT, **NEW, adapter="y")]
     assert streamed == expected["y"]
@@ -111,7 +111,7 @@ def test_requests_with_three_adapters_are_answered_as_each_alone(
     order = ["x", "y", "z", "base", "y", "nobody", None]
     found = dict(lm.serve(requests(order), rows=3, capacity=16))
     assert isinstance(found[5], ConfigError)
-    assert "no adapter 'nobody'; there are x, y, z, base" in str(found[5])
+    assert "no adapter 'nobody'; loaded are x, y, z, base" in str(found[5])
     for number, name in enumerate(order):
         if number != 5:
             answer = found[number]
@@ -135,10 +135,10 @@ def test_a_cache_is_refused_for_another_adapter(
 ) -> None:
     file, cache = tmp_path / "cache", lm.generate(PROMPT, **NEW, adapter="y").cache
     assert cache is not None
-    save_cache(file, cache, lm.model, lm.using("y").params)
+    save_cache(file, cache, lm.model, lm.with_adapter("y").params)
     for name in ("x", "z", "base"):
         with pytest.raises(CacheMismatchError, match="was made with other weights"):
-            load_cache(file, lm.model, lm.using(name).params)
+            load_cache(file, lm.model, lm.with_adapter(name).params)
     other = jaxllm.load(folder / "model", adapters={"mine": folder / "y"})
     np.testing.assert_array_equal(
         load_cache(file, other.model, other.params).tokens(), cache.tokens()
@@ -146,7 +146,7 @@ def test_a_cache_is_refused_for_another_adapter(
 
 
 def test_what_names_no_adapter_is_refused(lm: jaxllm.LM, folder: Path, tmp_path: Path) -> None:
-    for call in (lambda: lm.generate(PROMPT, adapter="xx"), lambda: lm.using("xx")):
+    for call in (lambda: lm.generate(PROMPT, adapter="xx"), lambda: lm.with_adapter("xx")):
         with pytest.raises(ConfigError, match=r"no adapter 'xx'"):
             call()
     with pytest.raises(ConfigError, match="no adapter 'x'; loaded are base"):
@@ -155,7 +155,7 @@ def test_what_names_no_adapter_is_refused(lm: jaxllm.LM, folder: Path, tmp_path:
         lm.generate([PROMPT] * 2, adapter=["x"])
     with pytest.raises(SamplingError, match="requires the same adapter for all"):
         lm.generate([PROMPT] * 2, adapter=["x", "y"], penalty_alpha=0.5, top_k=2)
-    with pytest.raises(CheckpointError, match="cannot store adapters. Merge one"):
+    with pytest.raises(CheckpointError, match=r"cannot store adapters\. Merge one"):
         lm.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     with pytest.raises(ConfigError, match="two adapters have the name 'x'"):
@@ -187,7 +187,7 @@ def test_generate_takes_adapters_by_name(folder: Path, demo: Path, run: Any) -> 
         streamed = lm.stream("Once", max_new_tokens=4, adapter=name)
         assert json.loads(out)["tokens"] == [piece.token for piece in streamed]
     code, _, err = run(*asked, *beside, "-o", "adapter=third")
-    assert code == 1 and "no adapter 'third'; there are demo-x, second, base" in err
+    assert code == 1 and "no adapter 'third'; loaded are demo-x, second, base" in err
 
 
 def test_merge_writes_the_model_with_the_adapter_in_it(
@@ -196,7 +196,7 @@ def test_merge_writes_the_model_with_the_adapter_in_it(
     code, _, err = run("merge", folder / "model", tmp_path / "out", "--adapter", folder / "y")
     assert code == 0 and "y merged, in float32. KL divergence" in err, err
     assert jaxllm.load(tmp_path / "out").generate(PROMPT, **NEW).tokens == expected["y"]
-    divergence = float(err.partition("beside it: ")[2].split()[0])
+    divergence = float(err.partition("with the adapter: ")[2].split()[0])
     assert abs(divergence) < 1e-5
     code, _, err = run("merge", folder / "model", tmp_path / "none", "--adapter", folder)
     assert code == 1 and "has no adapter_config.json" in err

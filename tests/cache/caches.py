@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.ops import dense
+from jaxllm.ops import dequantize
 from jaxllm.weights.precision import Precision
 from tests.twins import random_model
 
@@ -82,6 +82,6 @@ def keys(cache: jaxllm.KVCache, row: int = 0) -> np.ndarray:
     order = order[np.asarray(cache.position_BS)[row][order] >= 0]
     layers = []
     for layer in range(len(cache.tail.k)):
-        parts = [np.asarray(dense(s.k[layer])) for s in cache.segments]
+        parts = [np.asarray(dequantize(s.k[layer])) for s in cache.segments]
         layers.append(np.concatenate([p[min(row, p.shape[0] - 1)] for p in parts])[order])
     return np.stack(layers)

@@ -14,9 +14,9 @@ import jaxllm
 from jaxllm.cache import drop_range, fingerprint, fork, load_cache, save_cache
 from jaxllm.cache.files import digest
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError, JaxllmError
-from jaxllm.weights.files import read_header
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.safetensors import read_header
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
 from tests.twins import random_model, tokens
 
@@ -126,7 +126,9 @@ def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
     def interrupted() -> np.ndarray:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LazyTensor, "of", lambda x: LazyTensor(x.dtype, x.shape, interrupted))
+    monkeypatch.setattr(
+        LazyTensor, "from_array", lambda x: LazyTensor(x.dtype, x.shape, interrupted)
+    )
     with pytest.raises(KeyboardInterrupt):
         save_cache(file, filled(lm, tokens(1, 5)), model, params)
     assert file.read_bytes() == whole
@@ -166,7 +168,7 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_header_is_believed_no_more_than_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxllm.files.memory.machine_memory", lambda: 1 << 30)
+    monkeypatch.setattr("jaxllm.files.memory_limit.machine_memory", lambda: 1 << 30)
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
     save_cache(file, filled(lm, tokens(1, 9)), model, params)

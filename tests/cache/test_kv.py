@@ -10,11 +10,11 @@ import pytest
 import jaxllm
 from jaxllm.cache import branch, drop_range, fork, keep, rewind, shift
 from jaxllm.cache.kv import cache_nbytes
-from jaxllm.cache.write import window_at_cursor
-from jaxllm.decode.sampling.truncation import Temperature
+from jaxllm.cache.slot_update import update_window
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.generation.sampling.truncation import Temperature
 from jaxllm.models import build
-from jaxllm.ops import Int8Entries, cast, dense
+from jaxllm.ops import Int8Entries, cast, dequantize
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, lm_of, peek
 from tests.twins import random_model, tokens
@@ -136,13 +136,13 @@ def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
     entries = cast(jnp.asarray(x), jnp.int8)
     assert isinstance(entries, Int8Entries)
     step = np.abs(x).max(axis=-1, keepdims=True) / 127
-    assert (np.abs(np.asarray(dense(entries)) - x) <= 0.5001 * step).all()
+    assert (np.abs(np.asarray(dequantize(entries)) - x) <= 0.5001 * step).all()
     assert np.abs(np.asarray(entries.value)).max(axis=-1)[1].min() == 127
     assert cast(entries, jnp.dtype(jnp.int8)) is entries
     again = cast(cast(entries, jnp.float32), jnp.int8)  # rounding twice is rounding once
     np.testing.assert_array_equal(again.value, entries.value)
     x[1, 2, 1, 3] = np.nan
-    assert np.isnan(np.asarray(dense(cast(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
+    assert np.isnan(np.asarray(dequantize(cast(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
 
 
 def test_an_int8_cache_is_small_and_close_to_float32() -> None:
@@ -241,5 +241,5 @@ def test_what_is_written_past_the_end_changes_nothing(width: int) -> None:
         for i in range(width):
             if cursor + i < 6:
                 expected[:, cursor + i] = new[:, i]
-        found = window_at_cursor(jnp.asarray(old), jnp.asarray(new), jnp.int32(cursor))
+        found = update_window(jnp.asarray(old), jnp.asarray(new), jnp.int32(cursor))
         assert (np.asarray(found) == expected).all(), cursor

@@ -25,11 +25,11 @@ from jaxllm.cache import (
     select,
     sinks_and_window,
 )
-from jaxllm.cache.sequences import positions_of
+from jaxllm.cache.sequences import read_positions
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
+from jaxllm.generation.recompute import recompute
 from jaxllm.models.layers import Trace
 from jaxllm.models.llama import Llama, LlamaConfig
-from jaxllm.repair import recompute
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
 from tests.twins import random_model, tokens
@@ -37,7 +37,7 @@ from tests.twins import random_model, tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CountingConfig(LlamaConfig):
-    def memory(self, layer: int) -> Any:
+    def memory_shape(self, layer: int) -> Any:
         return {"seen": jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32)} if layer else None
 
 
@@ -138,7 +138,7 @@ def test_what_was_read_cannot_be_unread(lm: Any) -> None:
     with pytest.raises(CacheMismatchError, match=r"rewind: .* memory"):
         rewind(cache, 1)
     with pytest.raises(CacheMismatchError, match=r"sequences: .* memory"):
-        positions_of(cache)
+        read_positions(cache)
     mass_BS = np.ones((1, cache.slots), np.float32)
     for name, culled in {
         "keep": lambda: keep(cache, cache.position_BS != 2),

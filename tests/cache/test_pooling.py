@@ -9,12 +9,12 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import close_gaps, compact, keep, pool
-from jaxllm.cache.pooling import pooled_mass
-from jaxllm.decode.loops.overflow import Full, Pooled, PooledByUse
-from jaxllm.decode.sampling.sampler import Context
+from jaxllm.cache.token_merging import pool_mass
+from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
-from jaxllm.longer import LongAttention
-from jaxllm.ops import dense
+from jaxllm.generation.loops.overflow import OverflowState, PoolByAttention, PoolOlder
+from jaxllm.generation.sampling.sampler import Context
+from jaxllm.ops import dequantize
 from tests.cache.caches import close, entries, filled, keys, lm_of, peek
 from tests.twins import random_model, tokens
 
@@ -42,8 +42,8 @@ def brute(cache: Any, groups: list[list[int]], weights: Any = None) -> tuple[np.
     theta = cache.config.rope.rope_theta
     ks, vs = [], []
     for layer in range(len(cache.tail.k)):
-        k = np.asarray(dense(cache.tail.k[layer]), np.float64)[0]
-        v = np.asarray(dense(cache.tail.v[layer]), np.float64)[0]
+        k = np.asarray(dequantize(cache.tail.k[layer]), np.float64)[0]
+        v = np.asarray(dequantize(cache.tail.v[layer]), np.float64)[0]
         for group in groups:
             w = np.ones(len(group)) if weights is None else np.asarray(weights)[group]
             w = w / w.sum()
@@ -57,7 +57,7 @@ def brute(cache: Any, groups: list[list[int]], weights: Any = None) -> tuple[np.
 
 
 def values(cache: Any, count: int) -> np.ndarray:
-    return np.stack([np.asarray(dense(v))[0, :count] for v in cache.tail.v])
+    return np.stack([np.asarray(dequantize(v))[0, :count] for v in cache.tail.v])
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_neighbours_are_averaged_unturned(made: Any, by_use: bool) -> None:
     assert found.tokens(0) == IDS[0, last].tolist()
     assert np.asarray(found.patched_BS)[0, :n].tolist() == [len(g) > 1 for g in GROUPS]
     assert int(found.cursor) == n and found.next_position_B.tolist() == [17, 17]
-    summed = pooled_mass(cache, mass, ratio=RATIO, sinks=SINKS, recent=RECENT)
+    summed = pool_mass(cache, mass, ratio=RATIO, sinks=SINKS, recent=RECENT)
     np.testing.assert_allclose(summed[1, :n], [mass[1, g].sum() for g in GROUPS], rtol=1e-6)
 
 
@@ -127,11 +127,11 @@ def test_int8_entries_are_rounded_once_more() -> None:
 
 def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(made: Any) -> None:
     (model, params), cache = made
-    policy = Pooled(ratio=3, sinks=2, pooled=2, recent=4)
-    assert policy.room_for(24) == 10
+    policy = PoolOlder(ratio=3, sinks=2, pooled_slots=2, recent=4)
+    assert policy.max_kept(24) == 10
     context = Context.empty(np.zeros(2, np.uint32), 2)
     mass = np.random.default_rng(0).random((2, cache.slots)).astype(np.float32)
-    found, none = policy(Full(model, params, cache, context, None))
+    found, none = policy(OverflowState(model, params, cache, context, None))
     assert none is None
     left = [[0], [1], *GROUPS[3:]]  # the oldest slot of three went
     k, v = brute(cache, left)
@@ -143,8 +143,8 @@ def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(made: Any) -> Non
     close(values(found, len(left)), v)
     assert found.next_position_B.tolist() == [len(left)] * 2
     # The wave of use goes along: what slots have received is what their tokens have.
-    by_use = PooledByUse(ratio=3, sinks=2, pooled=2, recent=4)
-    _, total = by_use(Full(model, params, cache, context, mass))
+    by_use = PoolByAttention(ratio=3, sinks=2, pooled_slots=2, recent=4)
+    _, total = by_use(OverflowState(model, params, cache, context, mass))
     assert total is not None
     expected = [mass[1, g].sum() for g in left]
     np.testing.assert_allclose(total[1, : len(left)], expected, rtol=1e-6)
@@ -152,7 +152,7 @@ def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(made: Any) -> Non
 
 def test_generation_goes_on_beyond_the_cache(made: Any) -> None:
     model, params = made[0]
-    for policy in (Pooled(), PooledByUse()):
+    for policy in (PoolOlder(), PoolByAttention()):
         cache = jaxllm.init_cache(model.config, 2, 24)
         given = {"max_new_tokens": 40, "overflow": policy, "cache": cache}
         result = jaxllm.generate(model, params, IDS, **given)
@@ -168,15 +168,15 @@ def test_what_cannot_be_pooled_is_refused_by_name(made: Any) -> None:
     with pytest.raises(CacheMismatchError, match="attention mass has"):
         pool(cache, ratio=2, sinks=0, recent=0, mass_BS=np.zeros((1, 3), np.float32))
     lm = random_model("gpt2")
-    with pytest.raises(ConfigError, match=r"gpt2 adds a learned vector of its position .* slide"):
+    with pytest.raises(ConfigError, match=r"gpt2 has learned position embeddings.* slide"):
         pool(jaxllm.init_cache(lm[0].config, 1, 8), ratio=2, sinks=0, recent=0)
     with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
-        Pooled(pooled=9, recent=9).room_for(24)
+        PoolOlder(pooled_slots=9, recent=9).max_kept(24)
     config = random_model("phi3")[0].config
     with pytest.raises(ConfigError, match="follow the text's length"):
         pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
     dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
     config = dataclasses.replace(cache.config, attention=dilated)
-    with pytest.raises(ConfigError, match="kind 'dilated' finds tokens by their positions"):
+    with pytest.raises(ConfigError, match="kind 'dilated' selects tokens by position"):
         pool(jaxllm.init_cache(config, 1, 8), ratio=2, sinks=0, recent=0)
     assert close_gaps(pool(cache, ratio=2, sinks=0, recent=0)).next_position_B.tolist() == [9, 9]

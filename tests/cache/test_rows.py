@@ -111,7 +111,7 @@ def test_merged_rows_keep_their_texts_and_their_room(lm: Any) -> None:
     short, long = filled(lm, tokens(1, 4)), filled(lm, tokens(2, 9, seed=1), capacity=12)
     both = merge_rows([short, long])
     assert both.length_B.tolist() == [4, 9, 9]
-    assert both.capacity - int(both.cursor) == 20  # as much as `short` had
+    assert both.capacity - int(both.cursor) == 20  # as much as `num_shortened` had
     _, both = jaxllm.decode_step(model, params, both, np.array([1, 2, 3]))
     close(peek(lm, both)[0], fresh(lm, [*tokens(1, 4)[0], 1]))
     close(peek(lm, both)[2], fresh(lm, [*tokens(2, 9, seed=1)[1], 3]))

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from flax import struct
 
-from jaxllm.api import LM
-from jaxllm.compress.recipe import Subject, Work
-from jaxllm.weights.formats import as_leaf, format_of
-from jaxllm.weights.leaves.leaf import Leaf
+from jaxllm.compress.recipe import ModelState, StepContext
+from jaxllm.lm import LM
+from jaxllm.weights.formats import as_weight, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
+from jaxllm.weights.types.base import WeightBase
 from tests.twins import random_model
 
 
@@ -23,10 +23,10 @@ def tiny(family: str, precision: Precision | None = None, **changes: Any) -> LM:
     return LM(model.config, model, params, None, {}, Path("tiny"))
 
 
-class Whole(Leaf, struct.PyTreeNode):
+class Whole(WeightBase, struct.PyTreeNode):
     """A weight composed of one other, of which it has all."""
 
-    composed = True
+    is_composite = True
     whole: Any
 
     @property
@@ -34,13 +34,13 @@ class Whole(Leaf, struct.PyTreeNode):
         return tuple(self.whole.shape)
 
 
-def halve(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
+def halve(subject: ModelState, argument: str, options: Any, work: StepContext) -> ModelState:
     """Halves each layer by itself and asks the journal first, as steps do."""
     assert work.calibration is not None
     params = dict(subject.params)
     for name in [name for name in params if name.startswith("layers.")]:
         if (found := work.journal.get(name)) is None:
-            work.say(name)
+            work.log(name)
             found = map_leaves(lambda _, leaf: leaf * 0.5, params[name])
             work.journal.put(name, found)
         params[name] = found
@@ -52,8 +52,8 @@ def same(ours: Any, theirs: Any) -> None:
     mine, others = dict(flatten(ours)), dict(flatten(theirs))
     assert mine.keys() == others.keys()
     for path, leaf in mine.items():
-        assert format_of(leaf) == format_of(others[path]), path
-        pieces, wanted = as_leaf(leaf).pieces(), as_leaf(others[path]).pieces()
+        assert weight_format(leaf) == weight_format(others[path]), path
+        pieces, wanted = as_weight(leaf).arrays(), as_weight(others[path]).arrays()
         assert pieces.keys() == wanted.keys()
         for key, piece in pieces.items():
             np.testing.assert_array_equal(np.asarray(piece), np.asarray(wanted[key]), path)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress.data import corpora, cutting
 from jaxllm.compress.data.calibration import (
     Calibration,
     from_documents,
@@ -19,7 +18,8 @@ from jaxllm.compress.data.calibration import (
     from_tokens,
     from_wikitext,
 )
-from jaxllm.compress.data.cutting import Cut
+from jaxllm.data import chunking, wikitext
+from jaxllm.data.chunking import ChunkSpec
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, TokenError
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -44,8 +44,8 @@ def story(lines: int, seed: int = 0) -> str:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces so small that a page of text has several."""
-    monkeypatch.setattr(cutting, "WHOLE", 2048)
-    monkeypatch.setattr(cutting, "PART", 512)
+    monkeypatch.setattr(chunking, "MAX_PIECE_BYTES", 2048)
+    monkeypatch.setattr(chunking, "MIN_PIECE_BYTES", 512)
 
 
 def starts(row: np.ndarray, text: list[int]) -> list[int]:
@@ -57,14 +57,14 @@ def starts(row: np.ndarray, text: list[int]) -> list[int]:
 def test_rows_side_by_side_are_the_text(tokenizer: Tokenizer) -> None:
     texts = [story(4), story(3, seed=1)]
     ids = tokenizer.encode("\n\n".join(texts))
-    made = from_texts(texts, tokenizer, Cut(width=16))
+    made = from_texts(texts, tokenizer, ChunkSpec(width=16))
     assert made.token_NT.dtype == np.int32
     assert made.token_NT.ravel().tolist() == ids[: len(ids) // 16 * 16]
-    assert from_texts(texts, tokenizer, Cut(width=16, rows=2)).token_NT.tolist() == [
+    assert from_texts(texts, tokenizer, ChunkSpec(width=16, rows=2)).token_NT.tolist() == [
         ids[:16],
         ids[16:32],
     ]
-    with_bos = from_texts(texts, tokenizer, Cut(width=16, rows=2, bos=True)).token_NT
+    with_bos = from_texts(texts, tokenizer, ChunkSpec(width=16, rows=2, bos=True)).token_NT
     assert with_bos.tolist() == [[tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)]
 
 
@@ -73,7 +73,7 @@ def test_the_first_rows_of_a_long_file_are_those_of_all_of_it(data: Any, name: s
     path = data("corpora") / "tinyshakespeare.txt"
     reads = Tokenizer.from_directory(data(name))
     text = path.read_text(encoding="utf-8")
-    made = from_file(path, reads, Cut(width=64, rows=40))
+    made = from_file(path, reads, ChunkSpec(width=64, rows=40))
     assert made.token_NT.ravel().tolist() == reads.encode(text[:40_000])[: 64 * 40]
     assert made.source["bytes"] == len(text.encode())
 
@@ -81,9 +81,9 @@ def test_the_first_rows_of_a_long_file_are_those_of_all_of_it(data: Any, name: s
 def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
     text = story(60)
     ids = tokenizer.encode(text)
-    made = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=7))
-    again = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=7))
-    other = from_texts(text, tokenizer, Cut(width=24, rows=12, seed=8))
+    made = from_texts(text, tokenizer, ChunkSpec(width=24, rows=12, seed=7))
+    again = from_texts(text, tokenizer, ChunkSpec(width=24, rows=12, seed=7))
+    other = from_texts(text, tokenizer, ChunkSpec(width=24, rows=12, seed=8))
     assert (made.digest, made.token_NT.tolist()) == (again.digest, again.token_NT.tolist())
     assert made.digest != other.digest
     assert len({tuple(row) for row in made.token_NT.tolist()}) == 12
@@ -93,13 +93,13 @@ def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
 def test_drawn_rows_begin_everywhere_alike(tokenizer: Tokenizer) -> None:
     """Of a text of 30 tokens with rows of 27: at each of four places in a quarter of the rows."""
     ids = list(range(300, 330))
-    source = cutting.Pieces([np.array(ids, np.int32)])
-    rows = cutting.cut_rows(source, 27, Cut(width=27, rows=400, seed=0))
+    source = chunking.Pieces([np.array(ids, np.int32)])
+    rows = chunking.chunk_rows(source, 27, ChunkSpec(width=27, rows=400, seed=0))
     counts = np.bincount(rows[:, 0] - 300)
     assert len(counts) == 4
     assert np.abs(counts - 100).max() < 4 * np.sqrt(400 * 0.25 * 0.75)
-    split = cutting.Pieces([np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)])
-    rows = cutting.cut_rows(split, 27, Cut(width=27, rows=50, seed=0))
+    split = chunking.Pieces([np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)])
+    rows = chunking.chunk_rows(split, 27, ChunkSpec(width=27, rows=50, seed=0))
     assert sorted({int(row[0]) for row in rows}) == [300, 301, 302, 303]
 
 
@@ -119,16 +119,16 @@ def test_a_long_text_is_encoded_in_pieces(
             return tokenizer.encode(piece)
 
     counting: Any = Counting()
-    made = from_file(tmp_path / "story.txt", counting, Cut(width=30, rows=2))
+    made = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30, rows=2))
     assert made.token_NT.ravel().tolist() == ids[:60]
     assert len("".join(encoded)) <= 2048  # not the whole
     encoded.clear()
-    every = from_file(tmp_path / "story.txt", counting, Cut(width=30))
+    every = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30))
     assert "".join(encoded) == text
     assert all(piece.endswith("\n") for piece in encoded)
     assert abs(every.token_NT.size - len(ids)) < 30 + len(encoded)
     encoded.clear()
-    drawn = from_file(tmp_path / "story.txt", counting, Cut(width=30, rows=3, seed=1))
+    drawn = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30, rows=3, seed=1))
     assert len("".join(encoded)) < len(text) / 2
     joined = tokenizer.decode(ids)
     assert all(tokenizer.decode(row.tolist()).strip()[5:60] in joined for row in drawn.token_NT)
@@ -149,7 +149,7 @@ def test_pieces_end_with_lines_words_or_characters(monkeypatch: pytest.MonkeyPat
         "\n" + "y" * 9000,
         "€a" * 4000,
     ):
-        made = from_texts(text, Bytes(), Cut(width=7))  # type: ignore[arg-type]
+        made = from_texts(text, Bytes(), ChunkSpec(width=7))  # type: ignore[arg-type]
         expected = text.removeprefix("\ufeff").encode()
         assert bytes(made.token_NT.ravel().tolist()) == expected[: len(expected) // 7 * 7]
 
@@ -169,7 +169,7 @@ def test_both_forms_of_wikitext_are_one_text(tokenizer: Tokenizer, tmp_path: Pat
     pyarrow.parquet.write_table(table, tmp_path / "test.parquet", row_group_size=3)
     ids = tokenizer.encode("\n\n".join(WIKI_ROWS))
     for name in ("wiki.test.raw", "test.parquet"):
-        made = from_wikitext(tmp_path / name, tokenizer, Cut(width=4))
+        made = from_wikitext(tmp_path / name, tokenizer, ChunkSpec(width=4))
         assert made.token_NT.ravel().tolist() == ids[: len(ids) // 4 * 4]
         assert made.source["file"] == name
 
@@ -177,10 +177,13 @@ def test_both_forms_of_wikitext_are_one_text(tokenizer: Tokenizer, tmp_path: Pat
 def test_documents_are_joined(tokenizer: Tokenizer, tmp_path: Path) -> None:
     texts, path = [story(2), story(2, seed=5)], tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    made = from_documents(path, tokenizer, Cut(width=8))
-    assert made.digest == from_texts(texts, tokenizer, Cut(width=8)).digest
+    made = from_documents(path, tokenizer, ChunkSpec(width=8))
+    assert made.digest == from_texts(texts, tokenizer, ChunkSpec(width=8)).digest
     path.write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5, 6, 7]}\n', encoding="utf-8")
-    assert from_documents(path, None, Cut(width=3)).token_NT.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert from_documents(path, None, ChunkSpec(width=3)).token_NT.tolist() == [
+        [1, 2, 3],
+        [4, 5, 6],
+    ]
 
 
 def test_a_calibration_is_known_by_its_rows() -> None:
@@ -233,28 +236,29 @@ def test_rows_must_suit_the_model(lm: jaxllm.LM) -> None:
 def test_what_is_no_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
-    text, cut = story(1), Cut(width=64)
+    text, cut = story(1), ChunkSpec(width=64)
     count = len(tokenizer.encode(text))
+    wide, many = ChunkSpec(width=64, rows=1, seed=0), ChunkSpec(width=8, rows=9)
     for call, kind, message in (
         (lambda: from_texts([], tokenizer, cut), TokenError, "calibration text is empty"),
-        (lambda: from_texts("", tokenizer, Cut(width=8, rows=2, seed=1)), TokenError, "is empty"),
+        (lambda: from_texts("", tokenizer, cut), TokenError, "is empty"),
         (lambda: from_file(tmp_path / "empty.txt", tokenizer, cut), TokenError, "is empty"),
         (lambda: from_file(tmp_path / "none.txt", tokenizer, cut), CheckpointError, "none.txt"),
         (lambda: from_file(tmp_path, tokenizer, cut), CheckpointError, "not a regular file"),
         (lambda: from_file(tmp_path / "latin.txt", tokenizer, cut), TokenError, "byte 3"),
         (lambda: from_texts(text, tokenizer, cut), TokenError, f"got {count} tokens, one row"),
-        (lambda: from_texts(text, tokenizer, Cut(width=64, rows=1, seed=0)), TokenError, "one row"),
-        (lambda: from_texts(text, tokenizer, Cut(width=8, rows=9)), TokenError, "9 rows of 8"),
+        (lambda: from_texts(text, tokenizer, wide), TokenError, "one row"),
+        (lambda: from_texts(text, tokenizer, many), TokenError, "9 rows of 8"),
         (lambda: from_texts("\ud800", tokenizer, cut), TokenError, "surrogate"),
         (lambda: from_texts(text, None, cut), TokenError, "needs a tokenizer"),
         (lambda: from_tokens([[1, 2], [3]]), TokenError, "ragged"),
         (lambda: from_tokens([]), TokenError, r"\[N, T\]"),
         (lambda: from_tokens([[0.5]]), TokenError, "integers"),
         (lambda: from_tokens([[-1]]), TokenError, "-1"),
-        (lambda: Cut(width=0), ConfigError, "width"),
-        (lambda: Cut(width=1, bos=True), ConfigError, "width"),
-        (lambda: Cut(width=8, rows=0), ConfigError, "rows"),
-        (lambda: Cut(width=8, seed=1), ConfigError, "number of rows"),
+        (lambda: ChunkSpec(width=0), ConfigError, "width"),
+        (lambda: ChunkSpec(width=1, bos=True), ConfigError, "width"),
+        (lambda: ChunkSpec(width=8, rows=0), ConfigError, "rows"),
+        (lambda: ChunkSpec(width=8, seed=1), ConfigError, "number of rows"),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):
             call()
@@ -266,7 +270,7 @@ def test_a_text_of_pieces_that_is_shorter_than_a_row_is_refused_with_its_length(
     text = story(60)
     small(monkeypatch)
     with pytest.raises(TokenError, match=r"got 1,\d\d\d tokens, one row of 9,000"):
-        from_texts(text, tokenizer, Cut(width=9000, rows=2, seed=0))
+        from_texts(text, tokenizer, ChunkSpec(width=9000, rows=2, seed=0))
 
 
 def test_bad_parquet_is_refused(
@@ -275,7 +279,7 @@ def test_bad_parquet_is_refused(
     import pyarrow
     import pyarrow.parquet
 
-    path, cut = tmp_path / "rows.parquet", Cut(width=4)
+    path, cut = tmp_path / "rows.parquet", ChunkSpec(width=4)
     path.write_bytes(b"PAR1 not parquet")
     with pytest.raises(CheckpointError, match="cannot be read as parquet"):
         from_wikitext(path, tokenizer, cut)
@@ -291,7 +295,7 @@ def test_bad_parquet_is_refused(
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(corpora, "import_module", missing)
+    monkeypatch.setattr(wikitext, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
         from_wikitext(path, tokenizer, cut)
 

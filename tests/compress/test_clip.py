@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress.apply import compress
-from jaxllm.compress.layers.moments import Moments
-from jaxllm.compress.matrices.clip import STEPS, rounded
-from jaxllm.weights.formats import dense
-from jaxllm.weights.leaves.integers import parse
+from jaxllm.compress.layers.input_stats import InputStats
+from jaxllm.compress.matrices.weight_clipping import SHRINK_STEPS, round_to_nearest
+from jaxllm.compress.pipeline import compress
+from jaxllm.weights.formats import to_dense
+from jaxllm.weights.types.int_quant import parse
 
 
 @pytest.mark.parametrize("name", ["int3-g32", "int4-g64-zp", "int8"])
@@ -22,9 +22,9 @@ def test_the_range_of_least_error_of_those_tried(name: str, data: bool) -> None:
     x_RI = (rng.standard_normal((300, 100)) @ rng.standard_normal((100, 100))).astype(np.float32)
     to = parse(name)
     assert to is not None
-    moments = Moments.none(100).add(jnp.asarray(x_RI)) if data else None
-    found = np.asarray(rounded(jnp.asarray(w_OI), to, moments, clip=True).dense())
-    size = to.size(100)
+    moments = InputStats.empty(100).add(jnp.asarray(x_RI)) if data else None
+    found = np.asarray(round_to_nearest(jnp.asarray(w_OI), to, moments, clip=True).to_dense())
+    size = to.group_size(100)
     for begin in range(0, 100, size):
         some = slice(begin, min(begin + size, 100))
         w_OGg = np.zeros((6, 1, size), np.float32)
@@ -35,10 +35,10 @@ def test_the_range_of_least_error_of_those_tried(name: str, data: bool) -> None:
             return np.asarray((((q_Og - w_OI[:, some]) @ x_Rg.T) ** 2).sum(-1))
 
         least = np.full(6, np.inf)
-        for step in range(STEPS // 2):
-            scale, zero = to.grid(jnp.asarray(w_OGg), 1 - step / STEPS)
-            codes = to.codes(jnp.asarray(w_OGg), scale[..., None], zero[..., None])
-            q = np.asarray(to.values(codes, scale[..., None], zero[..., None]))[:, 0]
+        for step in range(SHRINK_STEPS // 2):
+            scale, zero = to.choose_grid(jnp.asarray(w_OGg), 1 - step / SHRINK_STEPS)
+            codes = to.to_codes(jnp.asarray(w_OGg), scale[..., None], zero[..., None])
+            q = np.asarray(to.to_values(codes, scale[..., None], zero[..., None]))[:, 0]
             least = np.minimum(least, error(q[:, : some.stop - begin]))
         np.testing.assert_allclose(error(found[:, some]), least, rtol=2e-3)
 
@@ -51,7 +51,8 @@ def test_a_recipe_clips(shallow_demos: Path) -> None:
     )
     for layer in ("layers.0", "layers.1"):
         weight, *found = (
-            dense(one.params[layer]["mlp"]["down_proj"]["weight"]) for one in (lm, plain, clipped)
+            to_dense(one.params[layer]["mlp"]["down_proj"]["weight"])
+            for one in (lm, plain, clipped)
         )
         errors = [float(((q - weight) ** 2).sum()) for q in found]
         assert errors[1] < errors[0]
@@ -61,4 +62,4 @@ def test_without_clipping_it_is_rounding() -> None:
     to = parse("int4-g64")
     assert to is not None
     w_OI = jnp.asarray(np.random.default_rng(1).standard_normal((5, 70)), jnp.float32)
-    np.testing.assert_array_equal(rounded(w_OI, to).data, to.make(w_OI).data)
+    np.testing.assert_array_equal(round_to_nearest(w_OI, to).data, to.quantize(w_OI).data)

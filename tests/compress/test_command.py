@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm import api, located
-from jaxllm.cli.calibration import Source, calibrate, read_source, samples_to_measure
-from jaxllm.compress import steps
-from jaxllm.compress.apply import compress
+from jaxllm.checkpoints import resolve
+from jaxllm.cli.calibration import CalibrationSource, calibrate, read_source, sample_eval_rows
+from jaxllm.compress import registry
 from jaxllm.compress.data import calibration
 from jaxllm.compress.data.calibration import Calibration, from_tokens
-from jaxllm.compress.recipe import Step, Subject
-from jaxllm.compress.report import Scale
+from jaxllm.compress.pipeline import compress
+from jaxllm.compress.recipe import ModelState, Step
+from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
 from tests.compress.models import halve, same
@@ -26,7 +26,7 @@ STORY = "Once upon a time there was a little girl who had a red ball and a big d
 
 @pytest.fixture(autouse=True)
 def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def text(tmp_path: Path) -> Path:
 SEEN: list[Calibration] = []
 
 
-def calibrated(subject: Subject, argument: str, options: Any, work: Any) -> Subject:
+def calibrated(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
     SEEN.append(work.calibration)
     return halve(subject, argument, options, work)
 
@@ -49,7 +49,7 @@ def halving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that wants calibration."""
     SEEN.clear()
     step = Step("scale", "halve", calibrated, "half of it")
-    monkeypatch.setattr(steps, "STEPS", (*steps.STEPS, step))
+    monkeypatch.setattr(registry, "STEPS", (*registry.STEPS, step))
 
 
 def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
         (("--step", "quantize: rtn int8 on=nothing"), "on=nothing matches no matrix"),
         (("--recipe", "missing"), "missing"),
         (("--step", "quantize: rtn int8", "--report", "nowhere/x.json"), "nowhere is not a dir"),
-        (("--step", "quantize: rtn int8", "--plot", "x.png"), "--plot draws quality"),
+        (("--step", "quantize: rtn int8", "--plot", "x.png"), "--plot requires evaluation data"),
         (("--step", "quantize: rtn int8", "--text", "a", "--samples", "2"), "give one of --text"),
         (("--step", "quantize: rtn int8", "--text", "@missing"), "missing"),
         (("--step", "scale: halve"), "needs calibration data: give --text @FILE, --documents FILE"),
@@ -130,9 +130,11 @@ def test_what_cannot_work_is_one_line_before_the_work(
 def test_all_steps_are_listed(run: Run) -> None:
     status, out, _ = run("compress", "--list")
     assert status == 0
-    assert out.splitlines()[::2] == [step.usage for step in steps.STEPS]
+    assert out.splitlines()[::2] == [step.usage for step in registry.STEPS]
     assert "prune: wanda N:M|SHARE% [on=" in out
-    assert out.count("(needs calibration data)") == sum(step.calibrated for step in steps.STEPS)
+    assert out.count("(needs calibration data)") == sum(
+        step.needs_calibration for step in registry.STEPS
+    )
 
 
 @pytest.mark.usefixtures("halving")
@@ -148,7 +150,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
         raise CheckpointError("cannot write out: No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(api.LM, "save", full)
+        patched.setattr(jaxllm.LM, "save", full)
         status, said, err = run("compress", "demo:llama", out, *arguments)
     assert (status, said) == (1, "")
     parts = tmp_path / "out.parts"
@@ -157,7 +159,7 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
     kept = {path.name for path in parts.glob("*.part")}
     assert kept == {"1.whole.part", *(f"{step}.row.numbers.part" for step in "012")}
     with monkeypatch.context() as patched:
-        patched.setattr(Scale, "measure", None)  # all of it is known
+        patched.setattr(StepEvaluator, "measure", None)  # all of it is known
         status, said, err = run("compress", "demo:llama", out, *arguments, "--report", report)
     assert status == 0, err
     assert len(SEEN) == 1
@@ -172,15 +174,19 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
 def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(subject: Subject, argument: str, options: Any, work: Any) -> Subject:
+    def fails(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
         raise NonFiniteError("layers.0 makes NaN of the text")
 
-    monkeypatch.setattr(steps, "STEPS", (Step("go", "", fails, "wrong", calibrated=False),))
+    monkeypatch.setattr(
+        registry, "STEPS", (Step("go", "", fails, "wrong", needs_calibration=False),)
+    )
     command = ("compress", "demo:llama", tmp_path / "o", "--no-speed", "--step")
     status, out, err = run(*command, "go: x")
     assert (status, out) == (1, "")
     assert "got 'go: x', expected 'go:'" in err
-    monkeypatch.setattr(steps, "STEPS", (Step("go", "on", fails, "wrong", calibrated=False),))
+    monkeypatch.setattr(
+        registry, "STEPS", (Step("go", "on", fails, "wrong", needs_calibration=False),)
+    )
     status, out, err = run(*command, "go: on")
     assert (status, out) == (1, "")
     assert err.splitlines()[-1] == "jaxllm: layers.0 makes NaN of the text"
@@ -188,7 +194,7 @@ def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
 
 
 def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
-    source = Source(("--text", f"@{text}"), None, 4, 8, 0)
+    source = CalibrationSource(("--text", f"@{text}"), None, 4, 8, 0)
     head, tail = read_source(source, None)
     whole = text.read_text()
     assert isinstance(head, str)
@@ -212,7 +218,7 @@ def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
 def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text('{"tokens": [1, 2, 3, 4, 5, 6]}\n{"tokens": [7, 8, 9, 10]}\n')
-    source = Source(("--documents", file), None, 2, 9, 0)
+    source = CalibrationSource(("--documents", file), None, 2, 9, 0)
     head, tail = read_source(source, None)
     assert (head, tail) == ([*range(1, 10)], [10])
     made = calibrate(jaxllm.load("demo:llama"), source, head)
@@ -232,13 +238,13 @@ def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "from_samples", say)
     lm = jaxllm.load("demo:llama")
     assert lm.tokenizer is not None
-    source = Source(None, 2, 9, None, 1)
+    source = CalibrationSource(None, 2, 9, None, 1)
     assert calibrate(lm, source, None).token_NT.shape == (2, 512)
     assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}
-    assert samples_to_measure(lm, source, 40) == [[1] * 511] * 2
+    assert sample_eval_rows(lm, source, 40) == [[1] * 511] * 2
     assert asked.pop("seed") not in (1, None)
     assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512}
-    assert len(samples_to_measure(lm, source, 1)) == 1
+    assert len(sample_eval_rows(lm, source, 1)) == 1
 
 
 @pytest.mark.usefixtures("halving")
@@ -256,7 +262,7 @@ def test_samples_are_measured_on_other_samples(run: Run, tmp_path: Path) -> None
     lm, rows = jaxllm.load("demo:llama"), SEEN[0].token_NT
     assert lm.tokenizer is not None
     # Measured by hand on rows of another seed, none of which the step has seen.
-    other = samples_to_measure(lm, Source(None, 3, 128, 8, 0), 40)
+    other = sample_eval_rows(lm, CalibrationSource(None, 3, 128, 8, 0), 40)
     assert not any((rows[:, :-1] == row).all(axis=1).any() for row in other)
     ids = np.array([[lm.tokenizer.bos_id, *row] for row in other], np.int32)
     logits = np.asarray(jaxllm.forward(lm.model, lm.params, None, ids).logits, np.float64)

@@ -10,19 +10,19 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.api import LM
-from jaxllm.compress.apply import compress
 from jaxllm.compress.data.calibration import Calibration
-from jaxllm.compress.matrices import surgery
+from jaxllm.compress.matrices import column_solver
+from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import check_recipe, parse_lines
-from jaxllm.compress.steps import STEPS
+from jaxllm.compress.registry import STEPS
 from jaxllm.compress.structure import structure
 from jaxllm.errors import ConfigError
+from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
-from jaxllm.train.fake.prepare import prepare
-from jaxllm.weights.formats import as_format, dense, format_of
-from jaxllm.weights.leaves.integers import parse
+from jaxllm.train.qat.prepare import prepare
+from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.types.int_quant import parse
 from tests.compress.models import tiny
 from tests.twins import tokens
 
@@ -45,17 +45,17 @@ def leaves(lm: LM) -> dict[str, Any]:
 )  # fmt: skip
 def test_experts_are_rounded_each_by_itself_and_the_router_stays(lm: LM, line: str) -> None:
     before, after = leaves(lm), leaves(compress(lm, [line]))
-    assert format_of(after[STACK]) == "int4-g64" and format_of(after[ROUTER]) == "float32"
-    wide = np.asarray(dense(after[STACK]))
+    assert weight_format(after[STACK]) == "int4-g64" and weight_format(after[ROUTER]) == "float32"
+    wide = np.asarray(to_dense(after[STACK]))
     for expert, matrix in enumerate(before[STACK]):
-        np.testing.assert_array_equal(wide[expert], dense(as_format(matrix, "int4")))
+        np.testing.assert_array_equal(wide[expert], to_dense(as_format(matrix, "int4")))
 
 
 @pytest.mark.full
 def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
     before, plain = leaves(lm)[STACK], as_format(leaves(lm)[STACK], "int4")
     clipped = leaves(compress(lm, ["quantize: rtn int4 clip=true"]))[STACK]
-    off = [float(jnp.square(dense(x) - before).sum()) for x in (clipped, plain)]
+    off = [float(jnp.square(to_dense(x) - before).sum()) for x in (clipped, plain)]
     assert clipped.shape == before.shape and off[0] <= off[1]
 
 
@@ -65,9 +65,9 @@ def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
 def test_a_method_that_sees_what_all_tokens_run_is_refused_for_experts(lm: LM, line: str) -> None:
     recipe = parse_lines([line], STEPS)
     with pytest.raises(ConfigError, match=r"not support experts, .*mlp\.experts\.\w+_proj"):
-        check_recipe(recipe, lm.config, calibrated=True)
+        check_recipe(recipe, lm.config, has_calibration=True)
     narrowed = parse_lines([rf"{line} on=.*self_attn.*"], STEPS)
-    check_recipe(narrowed, lm.config, calibrated=True)
+    check_recipe(narrowed, lm.config, has_calibration=True)
 
 
 @pytest.mark.full
@@ -75,7 +75,7 @@ def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
     rows = tokens(4, 16).astype(np.int32)
     lines = ["quantize: gptq int8 on=.*self_attn.*", "quantize: rtn int4 on=.*experts.*"]
     made = compress(lm, lines, calibration=Calibration(rows, {"from": "random"}))
-    found = {path: format_of(leaf) for path, leaf in leaves(made).items()}
+    found = {path: weight_format(leaf) for path, leaf in leaves(made).items()}
     assert found["layers.0.self_attn.q_proj.weight"] == "int8"
     assert (found[STACK], found[ROUTER]) == ("int4-g64", "float32")
     ids = tokens(1, 9)
@@ -86,8 +86,8 @@ def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
 
 def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
     with pytest.raises(ConfigError, match="channels of mixtral cannot be dropped: its MLPs"):
-        structure.narrower(lm.config, "channels", 8)
-    config, params = structure.cut(lm.config, lm.params, "heads", [[1]])
+        structure.narrow_config(lm.config, "channels", 8)
+    config, params = structure.cut_groups(lm.config, lm.params, "heads", [[1]])
     assert (config.num_key_value_heads, config.num_attention_heads) == (1, 4)
     assert params["layers.0"]["self_attn"]["q_proj"]["weight"].shape[0] == 4 * config.head_dim
 
@@ -138,37 +138,39 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 def _change(x_RI: np.ndarray, weight: Any, leaf: Any) -> float:
     """The sum of squares of what becomes of the outputs."""
-    return float(((np.asarray(weight - dense(leaf)) @ x_RI.T) ** 2).sum())
+    return float(((np.asarray(weight - to_dense(leaf)) @ x_RI.T) ** 2).sum())
 
 
 def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM) -> None:
     rows, said, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
     made = compress(
         mixed, [r"quantize: gptq int4 on=layers\.1\.mlp\..*"],
-        calibration=Calibration(rows, {"from": "random"}), say=said.append,
+        calibration=Calibration(rows, {"from": "random"}), log=said.append,
     )  # fmt: skip
     assert [line for line in said if "experts 5, 6" in line]
     before, after = leaves(mixed), leaves(made)
     names = [f"layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")]
-    assert {format_of(after[name]) for name in names} == {"int4-g64"}
+    assert {weight_format(after[name]) for name in names} == {"int4-g64"}
     assert after["layers.1.mlp.gate.weight"] is before["layers.1.mlp.gate.weight"]
     x_RD, expert_Rk = _seen(mixed, rows)
     for expert in range(7):
         mine = x_RD[(expert_Rk == expert).any(axis=1)]
         assert (len(mine) == 0) == (expert in UNUSED)
         one = {name: jax.tree.map(lambda x, e=expert: x[e], after[name]) for name in names}
-        gate, up = (np.asarray(dense(one[name])) for name in names[:2])
+        gate, up = (np.asarray(to_dense(one[name])) for name in names[:2])
         hidden = _silu(mine @ gate.T) * (mine @ up.T)
         for name, inputs in zip(names, (mine, mine, hidden), strict=True):
             weight = before[name][expert]
             plain = as_format(weight, "int4")
             if expert in UNUSED:
-                np.testing.assert_array_equal(dense(one[name]), dense(plain))
+                np.testing.assert_array_equal(to_dense(one[name]), to_dense(plain))
                 continue
             # What GPTQ makes of the matrix with these inputs, which are summed here.
-            by = surgery.factor(inputs.T.astype(np.float64) @ inputs, float(len(inputs)))
-            alone = surgery.solve(weight, by, to=to)
-            assert float(jnp.isclose(dense(one[name]), alone.value_OI).mean()) > 0.98, name
+            by = column_solver.factor_hessian(
+                inputs.T.astype(np.float64) @ inputs, float(len(inputs))
+            )
+            alone = column_solver.solve_columns(weight, by, target=to)
+            assert float(jnp.isclose(to_dense(one[name]), alone.value_OI).mean()) > 0.98, name
             assert _change(inputs, weight, one[name]) < _change(inputs, weight, plain)
 
 
@@ -178,7 +180,7 @@ def test_layers_without_experts_are_not_passed_over(mixed: LM) -> None:
     whole = ("embed_tokens.weight", "lm_head.weight", "layers.1.mlp.gate.weight")
     for path, leaf in made.items():
         if leaf.ndim > 1:
-            assert format_of(leaf) == ("float32" if path in whole else "int4-g64"), path
+            assert weight_format(leaf) == ("float32" if path in whole else "int4-g64"), path
 
 
 @pytest.mark.full
@@ -194,14 +196,16 @@ def test_experts_are_pruned_by_the_tokens_that_are_routed_to_them(mixed: LM, lin
 def test_an_order_of_columns_for_each_expert_is_refused(lm: LM) -> None:
     recipe = parse_lines(["quantize: gptq int4 act_order=true static_groups=false"], STEPS)
     with pytest.raises(ConfigError, match="belongs to experts: act_order requires static_groups"):
-        check_recipe(recipe, lm.config, calibrated=True)
+        check_recipe(recipe, lm.config, has_calibration=True)
 
 
 def test_a_matrix_whose_inputs_nobody_knows_is_named(
     mixed: LM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = models.family("qwen3_moe")
-    monkeypatch.setitem(models.FAMILIES, "qwen3_moe", dataclasses.replace(row, sites=row.sites[:2]))
+    row = models.get_family("qwen3_moe")
+    monkeypatch.setitem(
+        models.FAMILIES, "qwen3_moe", dataclasses.replace(row, linear_groups=row.linear_groups[:2])
+    )
     rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.\w+_proj\.weight has unknown inputs"):
         compress(mixed, ["quantize: gptq int4"], calibration=rows)

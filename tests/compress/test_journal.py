@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.api import LM
-from jaxllm.compress.apply import compressed, journal_of, stages, subject_of
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.compress.data.calibration import Calibration, from_tokens
-from jaxllm.compress.journal import Journal
-from jaxllm.compress.recipe import Options, Recipe, Step, Subject, Work, parse_lines
-from jaxllm.compress.steps import STEPS
+from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
+from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
+from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import locked
+from jaxllm.files import lock_file
+from jaxllm.lm import LM
 from jaxllm.weights.formats import as_format
 from jaxllm.weights.paths import Params
 from tests.compress.models import halve, same, tiny
@@ -42,13 +42,13 @@ def said() -> list[str]:
 @pytest.fixture
 def journal(tmp_path: Path, said: list[str]) -> Journal:
     (tmp_path / "parts").mkdir()
-    return Journal(tmp_path / "parts", "ours", say=said.append)
+    return Journal(tmp_path / "parts", "ours", log=said.append)
 
 
 def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Params) -> None:
     assert journal.get("0") is None
     journal.put("0", params, {"seconds": 2.5, "config": {"layers": [1, None]}})
-    found = journal.get_with("0")
+    found = journal.get_with_facts("0")
     assert found is not None
     same(found[0], params)
     assert found[0].keys() == params.keys()
@@ -56,15 +56,15 @@ def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Pa
 
 
 def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
-    first, second = journal.within("1", "a"), journal.within("2", "a", "b")
+    first, second = journal.child("1", "a"), journal.child("2", "a", "b")
     first.put("0", params)
     assert second.get("0") is None
-    assert journal.within("1", "b").get("0") is None  # what it depends on is another
-    assert journal.within("1", "a").get("0") is not None
+    assert journal.child("1", "b").get("0") is None  # what it depends on is another
+    assert journal.child("1", "a").get("0") is not None
     second.put("0", params)
     second.put("row", {})
-    second.forget("row")
-    assert [path.name for path in journal.parts()] == ["1.0.part", "2.row.part"]
+    second.clear("row")
+    assert [path.name for path in journal.part_paths()] == ["1.0.part", "2.row.part"]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_damaged_part_is_made_again(
     reason: str,
 ) -> None:
     journal.put("0", {"weight": params["layers.0"]["mlp"]["float32"]}, {"seconds": 1})
-    path = journal.parts()[0]
+    path = journal.part_paths()[0]
     before = path.read_bytes()
     path.write_bytes(damage(before))
     assert path.read_bytes() != before
@@ -106,29 +106,29 @@ def test_a_part_of_another_run_is_made_again(
 
 def test_nowhere_keeps_nothing(params: Params) -> None:
     nowhere = Journal()
-    with nowhere.kept():
+    with nowhere.lock():
         nowhere.put("0", params)
         assert nowhere.get("0") is None
-        assert nowhere.within("1").parts() == []
+        assert nowhere.child("1").part_paths() == []
 
 
 def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
     tmp_path: Path, params: Params
 ) -> None:
     journal = Journal(tmp_path / "out.parts", "ours")
-    with journal.kept():
+    with journal.lock():
         journal.put("0", params)
-        with pytest.raises(CheckpointError, match="in use by another process"), journal.kept():
+        with pytest.raises(CheckpointError, match="in use by another process"), journal.lock():
             pass
     assert journal.get("0") is not None
-    with journal.kept():
-        journal.forget()
+    with journal.lock():
+        journal.clear()
     assert not journal.directory.exists() if journal.directory else False
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(CheckpointError, match="cannot write"), Journal(file).kept():
+    with pytest.raises(CheckpointError, match="cannot write"), Journal(file).lock():
         pass
-    with locked(file):
+    with lock_file(file):
         pass
 
 
@@ -136,7 +136,7 @@ class Killed(BaseException):
     """As an interrupt: nobody catches it."""
 
 
-def fewer(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
+def fewer(subject: ModelState, argument: str, options: Any, work: StepContext) -> ModelState:
     """Drops the last layer: another configuration, of which the journal has to keep track."""
     count = subject.config.num_hidden_layers - 1
     config = dataclasses.replace(subject.config, num_hidden_layers=count)
@@ -147,7 +147,7 @@ def fewer(subject: Subject, argument: str, options: Any, work: Work) -> Subject:
 TABLE = (
     Step("scale", "halve", halve, "half"),
     Step("drop", "last", fewer, "a layer less"),
-    Step("drop", "quickly", fewer, "a layer less", calibrated=False),
+    Step("drop", "quickly", fewer, "a layer less", needs_calibration=False),
 )
 LINES = ["scale: halve", "drop: last", "drop: quickly", "scale: halve"]
 CALIBRATION = from_tokens(np.arange(8).reshape(2, 4))
@@ -162,13 +162,13 @@ def result(
 ) -> list[str]:
     """Write what the recipe makes of a model; says which layers it had to make."""
     done: list[str] = []
-    journal = Journal() if parts is None else journal_of(lm, calibration, parts, done.append)
-    subject = subject_of(lm)
-    with journal.kept():
-        for stage in stages(lm, recipe(), calibration, journal, say=done.append):
-            subject = stage.subject or subject
-        compressed(lm, recipe(), subject).save(directory)
-        journal.forget()
+    journal = Journal() if parts is None else make_journal(lm, calibration, parts, done.append)
+    subject = initial_state(lm)
+    with journal.lock():
+        for stage in run_steps(lm, recipe(), calibration, journal, log=done.append):
+            subject = stage.state or subject
+        build_model(lm, recipe(), subject).save(directory)
+        journal.clear()
     return done
 
 
@@ -237,7 +237,7 @@ def test_another_calibration_or_recipe_begins_again(
     with pytest.raises(CheckpointError, match="No space"):
         result(lm, tmp_path / "out", parts)
     monkeypatch.undo()
-    assert [path.name for path in Journal(parts).parts()] == ["4.whole.part"]
+    assert [path.name for path in Journal(parts).part_paths()] == ["4.whole.part"]
     other = from_tokens(np.arange(8).reshape(2, 4) + 1)
     made = result(lm, tmp_path / "other", parts, other)
     assert "4.whole.part was written for another model" in made[0]
@@ -248,8 +248,8 @@ def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_pa
     journal = Journal(tmp_path, "ours")
     for first in ("drop: last", "drop: quickly"):
         done: list[str] = []
-        for _ in stages(
-            lm, parse_lines([first, LINES[0]], TABLE), CALIBRATION, journal, say=done.append
+        for _ in run_steps(
+            lm, parse_lines([first, LINES[0]], TABLE), CALIBRATION, journal, log=done.append
         ):
             pass
         assert done == ["layers.0", "layers.1", "layers.2"]
@@ -258,7 +258,7 @@ def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_pa
 def test_what_was_finished_when_the_disk_was_full_is_kept(
     lm: LM, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import jaxllm.compress.journal as module
+    import jaxllm.checkpoints.resume as module
 
     write, count = module.write_tensors, [0]
 
@@ -283,13 +283,17 @@ def test_a_rule_that_names_what_an_earlier_step_took_away_is_refused(lm: LM) -> 
     table = (*TABLE, *STEPS)
     lines = parse_lines(["drop: quickly", r"quantize: rtn int8 on=layers\.3"], table)
     with pytest.raises(ConfigError, match=r"on=layers\\.3 matches no matrix of this model"):
-        list(stages(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, Journal()))
 
 
 def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> None:
-    def broken(subject: Subject, argument: str, options: Options, work: Work) -> Subject:
+    def broken(
+        subject: ModelState, argument: str, options: Options, work: StepContext
+    ) -> ModelState:
         return dataclasses.replace(subject, params=fewer(subject, "", None, work).params)
 
-    lines = parse_lines(["drop: badly"], (Step("drop", "badly", broken, "", calibrated=False),))
+    lines = parse_lines(
+        ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)
+    )
     with pytest.raises(ValueError, match=r"drop: badly: .* wrong shape at layers\.3"):
-        list(stages(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, Journal()))

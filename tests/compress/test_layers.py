@@ -10,18 +10,18 @@ import pytest
 
 import jaxllm
 from jaxllm import models
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.compress.data import calibration
-from jaxllm.compress.journal import Journal
-from jaxllm.compress.layers import scaling
-from jaxllm.compress.layers.stream import Stage, at, each_layer, put
-from jaxllm.compress.methods import formats
-from jaxllm.compress.methods.formats import Everywhere
-from jaxllm.compress.recipe import Subject, Work, parse_line
-from jaxllm.compress.steps import STEPS
+from jaxllm.compress.layers import channel_scaling
+from jaxllm.compress.layers.layerwise import LayerInputs, get_module, map_layers, replace_leaves
+from jaxllm.compress.methods import rtn
+from jaxllm.compress.methods.rtn import RtnOptions
+from jaxllm.compress.recipe import ModelState, StepContext, parse_line
+from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.weights.formats import as_format, dense, format_of
-from jaxllm.weights.leaves.integers import QTensor, parse
+from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.types.int_quant import QTensor, parse
 
 FAMILIES = ("llama", "gpt2")
 SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # of one shape, so that little is compiled
@@ -45,14 +45,16 @@ def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jaxllm.forward(lm.model, params, None, tokens).logits)
 
 
-def done(lm: jaxllm.LM, line: str, rows: Any, *, said: list[str] | None = None) -> Subject:
+def done(lm: jaxllm.LM, line: str, rows: Any, *, said: list[str] | None = None) -> ModelState:
     read = parse_line(line, STEPS)
     say = (lambda _: None) if said is None else said.append
-    subject = Subject(lm.config, lm.params, lm.model.precision)
-    return read.step.run(subject, read.argument, read.options, Work(rows, Journal(), False, say))
+    subject = ModelState(lm.config, lm.params, lm.model.precision)
+    return read.step.run(
+        subject, read.argument, read.options, StepContext(rows, Journal(), False, say)
+    )
 
 
-def off(lm: jaxllm.LM, made: Subject, tokens: np.ndarray) -> float:
+def off(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
     """The mean KL divergence from the model as it was."""
     p = jax.nn.log_softmax(logits(lm, lm.params, tokens))
     q = jax.nn.log_softmax(jaxllm.forward(made.model, made.params, None, tokens).logits)
@@ -64,18 +66,18 @@ def test_a_layer_by_itself_is_the_layer_of_the_model(lm: jaxllm.LM, rows: Any) -
     position = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape)
     length = jnp.full((2,), 48, jnp.int32)
     trace: Any = lm.model.apply({"params": lm.params}, tokens, position, length)
-    seen: list[Stage] = []
+    seen: list[LayerInputs] = []
 
-    def look(stage: Stage) -> Any:
+    def look(stage: LayerInputs) -> Any:
         seen.append(stage)
         return stage.params
 
-    each_layer(lm.model, lm.params, tokens, look, name="looking", show_progress=False)
+    map_layers(lm.model, lm.params, tokens, look, name="looking", show_progress=False)
     entering = [trace.embeddings, *(layer.x for layer in trace.layers)]
     for stage, x, layer in zip(seen, entering, trace.layers, strict=False):
         np.testing.assert_allclose(stage.x_NTD, x, atol=1e-5)
         for site in stage.sites:
-            got = stage.entries(stage.params, site.input)
+            got = stage.trace_entry(stage.params, site.input)
             want = {
                 "attention_norm": layer.attention_norm,
                 "attention.heads": layer.attention.heads.reshape(2, 48, -1),
@@ -83,7 +85,7 @@ def test_a_layer_by_itself_is_the_layer_of_the_model(lm: jaxllm.LM, rows: Any) -
                 "mlp_hidden": layer.mlp_hidden,
             }[site.input]
             np.testing.assert_allclose(got, want, atol=1e-5)
-            moments = stage.moments(stage.params, site)
+            moments = stage.input_stats(stage.params, site)
             x_RI = np.asarray(want).reshape(-1, want.shape[-1])
             np.testing.assert_allclose(moments.gram_II, x_RI.T @ x_RI, rtol=1e-3, atol=1e-3)
 
@@ -91,22 +93,22 @@ def test_a_layer_by_itself_is_the_layer_of_the_model(lm: jaxllm.LM, rows: Any) -
 def test_the_second_layer_sees_what_has_become_of_the_first(lm: jaxllm.LM, rows: Any) -> None:
     inputs: list[np.ndarray] = []
 
-    def blank(stage: Stage) -> Any:
+    def blank(stage: LayerInputs) -> Any:
         inputs.append(stage.x_NTD)
         return map_leaves(lambda _, x: jnp.zeros_like(x), stage.params)
 
-    each_layer(lm.model, lm.params, rows.token_NT, blank, name="blank", show_progress=False)
+    map_layers(lm.model, lm.params, rows.token_NT, blank, name="blank", show_progress=False)
     np.testing.assert_array_equal(inputs[0], inputs[1])  # a layer of zeros adds nothing
 
 
 def test_nan_is_named_by_its_layer(lm: jaxllm.LM, rows: Any) -> None:
-    family = models.family(lm.config.model_type)
+    family = models.get_family(lm.config.model_type)
     path = f"{family.layers}.1"
-    linear = family.sites[-1].linears[0]
-    weight = at(lm.params[path], linear)["weight"].at[3, 5].set(jnp.nan)
-    broken = {**lm.params, path: put(lm.params[path], linear, weight=weight)}
+    linear = family.linear_groups[-1].linears[0]
+    weight = get_module(lm.params[path], linear)["weight"].at[3, 5].set(jnp.nan)
+    broken = {**lm.params, path: replace_leaves(lm.params[path], linear, weight=weight)}
     with pytest.raises(NonFiniteError, match=rf"{family.layers}\.1 returned NaN"):
-        each_layer(
+        map_layers(
             lm.model, broken, rows.token_NT, lambda s: s.params, name="", show_progress=False
         )
 
@@ -128,18 +130,18 @@ def test_smoothing_leaves_the_model_as_it_was(lm: jaxllm.LM, rows: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_folded_scale_changes_nothing(lm: jaxllm.LM, dtype: str) -> None:
     """For every input that has a source; in bfloat16 the scale is what the norm can have."""
-    family = models.family(lm.config.model_type)
+    family = models.get_family(lm.config.model_type)
     path = f"{family.layers}.0"
     params = map_leaves(lambda _, x: x.astype(dtype), lm.params)
     rng, tokens = np.random.default_rng(1), np.arange(3, 43).reshape(2, 20)
     folded = 0
-    for site in family.sites:
-        if not scaling.foldable(params[path], site):
+    for site in family.linear_groups:
+        if not channel_scaling.can_fold(params[path], site):
             continue
         folded += 1
-        columns = at(params[path], site.linears[0])["weight"].shape[1]
+        columns = get_module(params[path], site.linears[0])["weight"].shape[1]
         scale_I = jnp.asarray(np.exp(rng.standard_normal(columns)), jnp.float32)
-        layer, used_I = scaling.fold(params[path], site, scale_I)
+        layer, used_I = channel_scaling.fold_scale(params[path], site, scale_I)
         assert np.abs(np.log(used_I / scale_I)).max() < (1e-6 if dtype == "float32" else 0.01)
         a, b = (logits(lm, {**params, path: x}, tokens) for x in (params[path], layer))
         np.testing.assert_allclose(a, b, atol=1e-3 if dtype == "float32" else 0.3)
@@ -149,40 +151,45 @@ def test_a_folded_scale_changes_nothing(lm: jaxllm.LM, dtype: str) -> None:
 def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
     lm: jaxllm.LM, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, to = models.family(lm.config.model_type), parse("int3-g64-zp")
+    family, to = models.get_family(lm.config.model_type), parse("int3-g64-zp")
     assert to is not None
-    site = family.sites[0]
+    site = family.linear_groups[0]
     checked: list[int] = []
     widened: list[int] = []
-    dense_of, last = QTensor.dense, family.sites[-1].linears[0]
+    dense_of, last = QTensor.to_dense, family.linear_groups[-1].linears[0]
 
     def counted(leaf: QTensor, dtype: Any = None) -> jax.Array:
         widened.append(leaf.bits)
         return dense_of(leaf, dtype)
 
-    monkeypatch.setattr(QTensor, "dense", counted)
+    monkeypatch.setattr(QTensor, "to_dense", counted)
 
-    def look(stage: Stage) -> Any:
-        norm = at(stage.params, str(site.source))
+    def look(stage: LayerInputs) -> Any:
+        norm = get_module(stage.params, str(site.source))
         loud = norm["weight"].at[7].multiply(100.0)
-        params = put(stage.params, str(site.source), **{**norm, "weight": loud})
-        params = put(params, last, weight=as_format(at(params, last)["weight"], "int8"))
-        moments = stage.moments(params, site)
+        params = replace_leaves(stage.params, str(site.source), **{**norm, "weight": loud})
+        params = replace_leaves(
+            params, last, weight=as_format(get_module(params, last)["weight"], "int8")
+        )
+        moments = stage.input_stats(params, site)
         widened.clear()
-        found = scaling.search(stage, params, site, moments, to)
+        found = channel_scaling.search_scale(stage, params, site, moments, to)
         assert widened.count(8) == 1  # once for all that is tried
-        assert found.loss <= found.plain
-        weight = at(params, site.linears[0])["weight"]
+        assert found.loss <= found.unscaled_loss
+        weight = get_module(params, site.linears[0])["weight"]
         scale_I = found.scale_I[None]
         plain, guarded = (
             np.abs(np.asarray(q - weight))[:, 7].mean()
-            for q in (to.make(weight).dense(), to.make(weight * scale_I).dense() / scale_I)
+            for q in (
+                to.quantize(weight).to_dense(),
+                to.quantize(weight * scale_I).to_dense() / scale_I,
+            )
         )
         assert found.ratio > 0 and guarded < plain
         checked.append(stage.number)
         return stage.params
 
-    each_layer(lm.model, lm.params, rows.token_NT[:8], look, name="awq", show_progress=False)
+    map_layers(lm.model, lm.params, rows.token_NT[:8], look, name="awq", show_progress=False)
     assert checked == [0, 1]
 
 
@@ -200,7 +207,7 @@ def test_calibrated_integers_are_nearer_than_rounded_ones(
 ) -> None:
     made, plain = (done(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64"))
     assert off(lm, made, rows.token_NT) < off(lm, plain, rows.token_NT)
-    found = {format_of(x) for p, x in flatten(made.params) if x.ndim == 2}
+    found = {weight_format(x) for p, x in flatten(made.params) if x.ndim == 2}
     assert found == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
 
 
@@ -208,17 +215,19 @@ def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) ->
     pruned = done(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = done(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    work = Work(rows, Journal(), False, print)
+    work = StepContext(rows, Journal(), False, print)
     after = read.step.run(pruned, read.argument, read.options, work)
-    family = models.family(lm.config.model_type)
+    family = models.get_family(lm.config.model_type)
     for made in (pruned, joint, after):
-        linear = family.sites[1].linears[0]
-        weight = np.asarray(dense(at(made.params[f"{family.layers}.1"], linear)["weight"]))
+        linear = family.linear_groups[1].linears[0]
+        weight = np.asarray(
+            to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
+        )
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
-    stored = formats.store(after, "int8-2:4", Everywhere(on=SQUARE.removeprefix("on=")), work)
+    stored = rtn.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
-        np.testing.assert_array_equal(dense(a), dense(b))  # the integers that GPTQ chose
-        assert (format_of(b) == "int8-2:4") == (format_of(a) == "int8"), path
+        np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
+        assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
     others = [done(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
     assert off(lm, pruned, rows.token_NT) < min(off(lm, one, rows.token_NT) for one in others)
 
@@ -228,10 +237,10 @@ def test_static_grids_of_every_kind(lm: jaxllm.LM, rows: Any) -> None:
     base = off(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
         read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
-        work = Work(rows, Journal(), False, print)
+        work = StepContext(rows, Journal(), False, print)
         made = read.step.run(plain, "", read.options, work)
         assert base < off(lm, made, rows.token_NT) < base + 0.1
-        assert "static/int8" in {format_of(x) for _, x in flatten(made.params)}
+        assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
     with pytest.raises(ConfigError, match="is not int8"):
         done(lm, "activations: static", rows)
 

@@ -12,32 +12,32 @@ import numpy as np
 import pytest
 import torch
 
-from jaxllm.compress.observe.histograms import Histogram, histogram
-from jaxllm.compress.observe.observers import (
-    Extremes,
-    check,
-    grid,
+from jaxllm.compress.observers.histograms import HistogramObserver, histogram
+from jaxllm.compress.observers.qparams import (
+    CHANNEL,
+    ROW,
+    TENSOR,
+    Granularity,
+    QParams,
+    QRange,
+    Range,
+    fake_quantize,
+    find_qparams,
+    integer_range,
+    quantize,
+)
+from jaxllm.compress.observers.statistics import (
+    MinMaxObserver,
+    check_finite,
+    grid_search,
     min_max,
     moving_average,
     observe,
 )
-from jaxllm.compress.observe.ranges import (
-    CHANNEL,
-    ROW,
-    TENSOR,
-    Levels,
-    Parameters,
-    Per,
-    Range,
-    codes,
-    levels,
-    parameters,
-    rounded,
-)
 from jaxllm.errors import ConfigError, NonFiniteError
 
 SHAPE = (2, 33, 12)
-BYTE = Levels(-128, 127)
+BYTE = QRange(-128, 127)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def _scanned(state: Any, arrays: jax.Array) -> Any:
     return jax.lax.scan(lambda carry, x: (observe(carry, x), None), state, arrays)[0]
 
 
-def assert_same_parameters(got: Parameters, observer: Any) -> None:
+def assert_same_parameters(got: QParams, observer: Any) -> None:
     scale, zero = observer.calculate_qparams()
     np.testing.assert_allclose(np.atleast_1d(got.scale), scale.numpy(), rtol=1e-6)
     np.testing.assert_array_equal(np.atleast_1d(got.zero), zero.numpy())
@@ -87,9 +87,9 @@ def assert_same_parameters(got: Parameters, observer: Any) -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("per", [TENSOR, CHANNEL])
 @pytest.mark.parametrize("name", ["MinMax", "MovingAverage"])
-def test_extremes_equal_torchs(name: str, per: Per, symmetric: bool) -> None:
+def test_extremes_equal_torchs(name: str, per: Granularity, symmetric: bool) -> None:
     arrays = stream()
-    make: Callable[..., Extremes] = min_max if name == "MinMax" else moving_average
+    make: Callable[..., MinMaxObserver] = min_max if name == "MinMax" else moving_average
     state = ours(make(SHAPE, per), arrays)
     scheme = f"per_{'tensor' if per == TENSOR else 'channel'}"
     scheme += "_symmetric" if symmetric else "_affine"
@@ -103,14 +103,14 @@ def test_extremes_equal_torchs(name: str, per: Per, symmetric: bool) -> None:
     reference = theirs(kind, arrays, qscheme=getattr(torch, scheme), **options)
     np.testing.assert_allclose(state.low_P, reference.min_val.numpy(), rtol=1e-6)
     np.testing.assert_allclose(state.high_P, reference.max_val.numpy(), rtol=1e-6)
-    assert_same_parameters(parameters(state.range(), BYTE, symmetric=symmetric), reference)
+    assert_same_parameters(find_qparams(state.range(), BYTE, symmetric=symmetric), reference)
 
 
 def test_the_symmetric_levels_of_our_leaves_are_torchs_narrow_range() -> None:
     arrays = stream()
     options = {"qscheme": torch.per_tensor_symmetric, "quant_min": -127, "quant_max": 127}
-    narrow = parameters(
-        ours(min_max(SHAPE), arrays).range(), levels(8, symmetric=True), symmetric=True
+    narrow = find_qparams(
+        ours(min_max(SHAPE), arrays).range(), integer_range(8, symmetric=True), symmetric=True
     )
     assert_same_parameters(narrow, theirs("MinMaxObserver", arrays, **options))
 
@@ -120,19 +120,19 @@ def test_the_symmetric_levels_of_our_leaves_are_torchs_narrow_range() -> None:
 )
 def test_zero_is_a_level(numbers: list[float], meaning: str) -> None:
     state = observe(min_max((1,)), jnp.array(numbers))
-    given = parameters(state.range(), BYTE, symmetric=False)
+    given = find_qparams(state.range(), BYTE, symmetric=False)
     assert_same_parameters(given, theirs("MinMaxObserver", [np.array(numbers, np.float32)]))
-    assert float(rounded(jnp.zeros(1), given, BYTE)[0]) == 0
+    assert float(fake_quantize(jnp.zeros(1), given, BYTE)[0]) == 0
 
 
 def test_a_stream_without_numbers_has_torchs_parameters() -> None:
-    given = parameters(min_max((3,)).range(), BYTE, symmetric=False)
+    given = find_qparams(min_max((3,)).range(), BYTE, symmetric=False)
     assert (float(given.scale), int(given.zero)) == (1.0, 0)
     state = observe(min_max((3, 2)), jnp.zeros((0, 2)))
     assert float(state.low_P) == np.inf
 
 
-def assert_same_counts(state: Histogram, reference: Any) -> None:
+def assert_same_counts(state: HistogramObserver, reference: Any) -> None:
     """Equal but for parts of old bins whose middle lies on the edge of a new one, to a last bit."""
     assert (float(state.low), float(state.high)) == tuple(
         float(x) for x in (reference.min_val, reference.max_val)
@@ -157,7 +157,7 @@ def test_the_search_for_the_least_error_ends_where_torchs_ends(count: int, seed:
     reference.dst_nbins = count
     numbers = [reference.min_val, reference.max_val, reference.histogram]
     low, high, count_B = (jnp.asarray(x.numpy()) for x in numbers)
-    found = histogram().replace(low=low, high=high, count_B=count_B).least_error(count)
+    found = histogram().replace(low=low, high=high, count_B=count_B).min_error_range(count)
     width = float(high - low) / 2048
     for ours, torchs in zip(found, reference._non_linear_param_search(), strict=True):
         assert abs(float(ours) - float(torchs)) < 0.01 * width
@@ -168,8 +168,8 @@ def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
     arrays = [np.full(SHAPE, v, np.float32) for v in (0.25, 0.25)]
     state, reference = ours(histogram(), arrays), theirs("HistogramObserver", arrays)
     np.testing.assert_array_equal(state.count_B, reference.histogram.numpy())
-    assert [float(x) for x in state.least_error(256)] == [0.25, 0.25]
-    assert [float(x) for x in state.percentile(99.9)] == [0.25, 0.25]
+    assert [float(x) for x in state.min_error_range(256)] == [0.25, 0.25]
+    assert [float(x) for x in state.percentile_range(99.9)] == [0.25, 0.25]
     for x in stream(count=2):
         state = observe(state, x)
         reference(torch.from_numpy(x))
@@ -180,8 +180,8 @@ def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
 @pytest.mark.parametrize("percent", [99.9, 99.0, 90.0, 100.0])
 def test_percentiles_are_those_of_all_numbers_to_a_bin(percent: float) -> None:
     arrays = stream()
-    state: Histogram = ours(histogram(), arrays)
-    low, high = state.percentile(percent)
+    state: HistogramObserver = ours(histogram(), arrays)
+    low, high = state.percentile_range(percent)
     sides = np.percentile(np.stack(arrays), [(100 - percent) / 2, (100 + percent) / 2])
     # Numbers between which there is a gap: the percentile is anywhere in it.
     gaps = [np.abs(np.stack(arrays) - side) for side in sides]
@@ -213,13 +213,13 @@ def gptq_find_params(x_OI: torch.Tensor, bits: int, symmetric: bool) -> Any:
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("per", [ROW, Per((0, 1), 32)])
-def test_the_grid_equals_gptqs(per: Per, symmetric: bool) -> None:
+@pytest.mark.parametrize("per", [ROW, Granularity((0, 1), 32)])
+def test_the_grid_equals_gptqs(per: Granularity, symmetric: bool) -> None:
     w_OI = np.random.default_rng(3).standard_t(3, (6, 96)).astype(np.float32)
-    to = Levels(-8, 7)
+    to = QRange(-8, 7)
     found = observe(min_max(w_OI.shape, per), w_OI).range()
-    state = grid(found, to, symmetric=symmetric, per=per)
-    given = parameters(observe(state, w_OI).range(), to, symmetric=symmetric)
+    state = grid_search(found, to, symmetric=symmetric, granularity=per)
+    given = find_qparams(observe(state, w_OI).range(), to, symmetric=symmetric)
     rows = torch.from_numpy(w_OI.reshape(-1, 96 if per == ROW else 32))
     scale, zero = gptq_find_params(rows, 4, symmetric)
     np.testing.assert_allclose(given.scale.ravel(), scale, rtol=1e-6)
@@ -229,15 +229,15 @@ def test_the_grid_equals_gptqs(per: Per, symmetric: bool) -> None:
 def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
     arrays = stream()
     found = ours(min_max(SHAPE), arrays).range()
-    state = grid(found, BYTE, symmetric=False)
+    state = grid_search(found, BYTE, symmetric=False)
     whole = np.concatenate(arrays)
     together, apart = observe(state, whole), ours(state, arrays)
     np.testing.assert_allclose(apart.error_KP, together.error_KP, rtol=1e-4)
     assert apart.error_KP.shape == (80,)
     errors = [
-        np.sum(np.abs(np.asarray(rounded(whole, given, BYTE)) - whole) ** 2.4)
+        np.sum(np.abs(np.asarray(fake_quantize(whole, given, BYTE)) - whole) ** 2.4)
         for given in (
-            parameters(Range(p * found.low, p * found.high), BYTE, symmetric=False)
+            find_qparams(Range(p * found.low, p * found.high), BYTE, symmetric=False)
             for p in (1.0, 0.5, 0.21)
         )
     ]
@@ -247,20 +247,20 @@ def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
 def test_groups_and_channels_are_what_each_would_be_alone() -> None:
     x = stream()[0]
     for per, parts in (
-        (Per((-1,), 4), [x[..., i : i + 4] for i in (0, 4, 8)]),
-        (Per((0, 2), 6), [x[b, :, i : i + 6] for b in (0, 1) for i in (0, 6)]),
-        (Per((1,)), [x[:, t] for t in range(33)]),
+        (Granularity((-1,), 4), [x[..., i : i + 4] for i in (0, 4, 8)]),
+        (Granularity((0, 2), 6), [x[b, :, i : i + 6] for b in (0, 1) for i in (0, 6)]),
+        (Granularity((1,)), [x[:, t] for t in range(33)]),
     ):
         state = observe(min_max(SHAPE, per), x)
         np.testing.assert_array_equal(state.low_P.ravel(), [part.min() for part in parts])
         np.testing.assert_array_equal(state.high_P.ravel(), [part.max() for part in parts])
-        spread = np.broadcast_to(per.spread(state.low_P, SHAPE), SHAPE)
+        spread = np.broadcast_to(per.broadcast(state.low_P, SHAPE), SHAPE)
         assert (spread <= x).all()
         view, shared = per.split(spread)
         np.testing.assert_array_equal(view.min(shared), state.low_P)
     each = jax.vmap(lambda x: observe(histogram(64), x), in_axes=2)(x)
     for channel in range(SHAPE[-1]):
-        alone: Histogram = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
+        alone: HistogramObserver = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
         np.testing.assert_array_equal(
             alone.count_B, np.histogram(x[..., channel], 64)[0].astype(np.float32)
         )
@@ -269,20 +269,22 @@ def test_groups_and_channels_are_what_each_would_be_alone() -> None:
 def test_affine_steps_are_half_the_symmetric_ones_where_all_numbers_have_one_sign() -> None:
     x = np.abs(np.random.default_rng(0).normal(size=4000)).astype(np.float32)
     found = observe(min_max((1,)), x).range()
-    affine, symmetric = (parameters(found, BYTE, symmetric=s) for s in (False, True))
+    affine, symmetric = (find_qparams(found, BYTE, symmetric=s) for s in (False, True))
     assert float(symmetric.scale / affine.scale) == pytest.approx(2, rel=1e-6)
-    errors = [np.std(np.asarray(rounded(x, given, BYTE)) - x) for given in (affine, symmetric)]
+    errors = [
+        np.std(np.asarray(fake_quantize(x, given, BYTE)) - x) for given in (affine, symmetric)
+    ]
     assert errors[1] / errors[0] == pytest.approx(2, rel=0.05)
 
 
 def test_codes_are_torchs() -> None:
     x = stream()[0]
-    given = parameters(observe(min_max(SHAPE), x).range(), BYTE, symmetric=False)
+    given = find_qparams(observe(min_max(SHAPE), x).range(), BYTE, symmetric=False)
     reference = torch.quantize_per_tensor(
         torch.from_numpy(x), float(given.scale), int(given.zero), torch.qint8
     )
     # torch multiplies by the inverse of the scale: a number in the middle of two may go elsewhere.
-    assert np.mean(np.asarray(codes(x, given, BYTE)) != reference.int_repr().numpy()) < 0.002
+    assert np.mean(np.asarray(quantize(x, given, BYTE)) != reference.int_repr().numpy()) < 0.002
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -291,20 +293,20 @@ def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
     x[1, 2, 5] = x[0, 0, 5] = bad
     good = np.where(np.isfinite(x), x, 0.0)
     for state in (min_max(SHAPE, CHANNEL), moving_average(SHAPE), histogram(64)):
-        check(state, "layers.0")
+        check_finite(state, "layers.0")
         after = observe(state, x)
         with pytest.raises(NonFiniteError, match=r"layers\.3: 2 NaN or infinite"):
-            check(after, "layers.3")
+            check_finite(after, "layers.3")
         assert np.isfinite(np.concatenate([np.ravel(v) for v in after_range(after)])).all()
         again = observe(after, good)
         with pytest.raises(NonFiniteError):
-            check(again, "layers.3")
+            check_finite(again, "layers.3")
     with pytest.raises(NonFiniteError, match=r"at \(5,\)"):
-        check(observe(min_max(SHAPE, CHANNEL), x), "x")
+        check_finite(observe(min_max(SHAPE, CHANNEL), x), "x")
 
 
 def after_range(state: Any) -> Range:
-    return state.percentile(99.0) if isinstance(state, Histogram) else state.range()
+    return state.percentile_range(99.0) if isinstance(state, HistogramObserver) else state.range()
 
 
 def test_a_count_of_nan_does_not_overflow() -> None:
@@ -318,23 +320,26 @@ def test_what_is_masked_was_never_there() -> None:
     x[~real_BT] = np.nan
     for make in (lambda: min_max(SHAPE), lambda: histogram(64), lambda: moving_average(SHAPE)):
         masked, some = observe(make(), x, real_BT), observe(make(), x[real_BT])
-        check(masked, "x")
+        check_finite(masked, "x")
         for a, b in zip(jax.tree.leaves(masked), jax.tree.leaves(some), strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
     for call, message in (
-        (lambda: min_max((4, 6), Per((1,), 4)), "group of 4 does not divide"),
-        (lambda: min_max((4, 6), Per((), 4)), "group of 4"),
-        (lambda: min_max((4, 6), Per((2,))), r"\(2,\) are not ascending axes"),
-        (lambda: min_max((4, 6), Per((1, 0))), "ascending"),
+        (lambda: min_max((4, 6), Granularity((1,), 4)), "group of 4 does not divide"),
+        (lambda: min_max((4, 6), Granularity((), 4)), "group of 4"),
+        (lambda: min_max((4, 6), Granularity((2,))), r"\(2,\) are not ascending axes"),
+        (lambda: min_max((4, 6), Granularity((1, 0))), "ascending"),
         (lambda: moving_average((4,), constant=0), "averaging constant"),
         (lambda: histogram(0), "bins"),
-        (lambda: histogram().percentile(0.0), "percentile"),
-        (lambda: histogram().least_error(1), "levels"),
-        (lambda: levels(1, symmetric=True), "bits"),
-        (lambda: grid(Range(jnp.zeros(()), jnp.ones(())), BYTE, symmetric=True, shrink=2), "shri"),
+        (lambda: histogram().percentile_range(0.0), "percentile"),
+        (lambda: histogram().min_error_range(1), "levels"),
+        (lambda: integer_range(1, symmetric=True), "bits"),
+        (
+            lambda: grid_search(Range(jnp.zeros(()), jnp.ones(())), BYTE, symmetric=True, shrink=2),
+            "shri",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -9,13 +9,13 @@ import pytest
 
 import jaxllm
 from jaxllm import Override
-from jaxllm.api import LM
-from jaxllm.compress.apply import compress
 from jaxllm.compress.data.calibration import from_tokens
-from jaxllm.compress.matrices import lowrank
-from jaxllm.compress.structure import influence, salience
+from jaxllm.compress.matrices import low_rank
+from jaxllm.compress.pipeline import compress
+from jaxllm.compress.structure import block_influence, importance
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.lm import LM
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.compress.models import same, tiny
 from tests.twins import tokens
@@ -43,7 +43,7 @@ def leaves(lm: LM) -> dict[str, Any]:
 def parameters(lm: LM) -> int:
     """The numbers of all matrices in layers, factors counted."""
     return sum(
-        sum(piece.size for piece in getattr(leaf, "pieces", lambda x=leaf: {"": x})().values())
+        sum(piece.size for piece in getattr(leaf, "arrays", lambda x=leaf: {"": x})().values())
         for path, leaf in leaves(lm).items()
         if path.startswith("layers") and leaf.ndim == 2
     )
@@ -53,11 +53,11 @@ def test_svd_as_a_step_is_the_format_of_that_rank(lm: LM) -> None:
     made = compress(lm, ["factor: svd 9 format=int8 on=.*mlp.*"])
     for path, leaf in leaves(made).items():
         if ".mlp." not in path:
-            assert format_of(leaf) == "float32"
+            assert weight_format(leaf) == "float32"
             continue
-        assert format_of(leaf) == "rank9/int8", path
+        assert weight_format(leaf) == "rank9/int8", path
         wanted = jaxllm.quantize(lm.params, [(".*mlp.*", "rank9/int8")])
-        np.testing.assert_array_equal(dense(leaf), dense(dict(flatten(wanted))[path]))
+        np.testing.assert_array_equal(to_dense(leaf), to_dense(dict(flatten(wanted))[path]))
     assert made.recipe == ("factor: svd 9 on=.*mlp.* format=int8",)
 
 
@@ -67,58 +67,60 @@ def test_what_is_nearer_in_outputs_is_nearer_at_equal_bytes(lm: LM, tmp_path: Pa
     for line in ("svd 60%", "asvd 60%", "svdllm 60%", "svdllm 60% ranks=spread"):
         made[line] = compress(lm, [f"factor: {line}"], calibration=TEXT)
         assert 0.5 * whole < parameters(made[line]) <= 0.6 * whole, line
-    spread = {format_of(x) for x in leaves(made["svdllm 60% ranks=spread"]).values()}
-    even = {format_of(x) for x in leaves(made["svdllm 60%"]).values()}
+    spread = {weight_format(x) for x in leaves(made["svdllm 60% ranks=spread"]).values()}
+    even = {weight_format(x) for x in leaves(made["svdllm 60%"]).values()}
     assert len(spread) > len(even)
     made["svdllm 60%"].save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")
     same(again.params, made["svdllm 60%"].params)
     # The first linears see the same inputs in all of them, so the promise holds for each exactly.
     q_proj = "layers.0.self_attn.q_proj.weight"
-    trace = salience.trace(lm.model, lm.params, TEXT.token_NT)
+    trace = importance.trace(lm.model, lm.params, TEXT.token_NT)
     x_RI = np.asarray(trace.layers[0].attention_norm, np.float64).reshape(-1, 40)
     weight = np.asarray(leaves(lm)[q_proj], np.float64)
     missed = {
-        line: np.linalg.norm(x_RI @ (weight - np.asarray(dense(leaves(x)[q_proj]), np.float64)).T)
+        line: np.linalg.norm(
+            x_RI @ (weight - np.asarray(to_dense(leaves(x)[q_proj]), np.float64)).T
+        )
         for line, x in made.items()
     }
     assert missed["svdllm 60%"] < min(missed["svd 60%"], missed["asvd 60%"])
-    rank = lowrank.rank_of_share((48, 40), 0.6)
-    exact = lowrank.error(lowrank.whitened(weight, x_RI.T @ x_RI), rank)
+    rank = low_rank.rank_of_share((48, 40), 0.6)
+    exact = low_rank.truncation_error(low_rank.svd_llm(weight, x_RI.T @ x_RI), rank)
     np.testing.assert_allclose(missed["svdllm 60%"], exact, rtol=1e-4)
 
 
 def test_energy_and_what_gains_nothing(lm: LM) -> None:
     told: list[str] = []
-    made = compress(lm, ["factor: svd energy:60% on=.*q_proj"], say=told.append)
+    made = compress(lm, ["factor: svd energy:60% on=.*q_proj"], log=told.append)
     for path in ("layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"):
         sigma = np.linalg.svd(np.asarray(leaves(lm)[path], np.float64), compute_uv=False)
         kept = (np.cumsum(sigma**2) / (sigma**2).sum() < 0.6).sum() + 1
-        assert format_of(leaves(made)[path]) == f"rank{kept}/float32"
+        assert weight_format(leaves(made)[path]) == f"rank{kept}/float32"
     assert not told
-    made = compress(lm, ["factor: svd 40 on=.*q_proj"], say=told.append)  # 48 x 40
+    made = compress(lm, ["factor: svd 40 on=.*q_proj"], log=told.append)  # 48 x 40
     assert "layers.1.self_attn.q_proj.weight: rank 40 of (48, 40) saves nothing" in told[-1]
     assert leaves(made).keys() == leaves(lm).keys()
-    assert {format_of(x) for x in leaves(made).values()} == {"float32"}
+    assert {weight_format(x) for x in leaves(made).values()} == {"float32"}
 
 
 def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: Path) -> None:
     told: list[str] = []
     steps = ["drop: channels 25%", "drop: heads 1 by=magnitude", "drop: layers 1 first=0"]
-    made = compress(lm, steps, calibration=TEXT, say=told.append)
+    made = compress(lm, steps, calibration=TEXT, log=told.append)
     config = made.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 6)
     assert (config.intermediate_size, config.num_hidden_layers) == (42, 1)
     first = compress(lm, steps[:1], calibration=TEXT)
-    found = salience.salience(lm.model, lm.params, "channels", "inputs", TEXT.token_NT)
+    found = importance.measure_salience(lm.model, lm.params, "channels", "inputs", TEXT.token_NT)
     kept = np.sort(np.argsort(found[0])[14:])
     np.testing.assert_array_equal(
         leaves(first)["layers.0.mlp.up_proj.weight"],
         np.asarray(leaves(lm)["layers.0.mlp.up_proj.weight"])[kept],
     )
     narrow = compress(lm, steps[:2], calibration=TEXT)
-    each = influence.block_influence(narrow.model, narrow.params, TEXT.token_NT)
-    assert told[-1] == f"layers {each.argmin()} go"
+    each = block_influence.block_influence(narrow.model, narrow.params, TEXT.token_NT)
+    assert told[-1] == f"dropping layers {each.argmin()}"
     made.save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")
     assert again.config == config and again.recipe == tuple(steps)

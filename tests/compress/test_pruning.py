@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.layers.moments import Moments, check
+from jaxllm.compress.layers.input_stats import InputStats, check_finite
 from jaxllm.compress.matrices import pruning
-from jaxllm.compress.matrices.sparsity import Sparsity, gradual, lowest, parse
+from jaxllm.compress.matrices.sparsity import Sparsity, gradual_sparsity, lowest_mask, parse
 from jaxllm.errors import ConfigError, NonFiniteError
 
 
@@ -34,16 +34,16 @@ def test_what_is_none_is_refused(text: str) -> None:
 def test_exactly_as_many_as_asked_even_of_equal_scores() -> None:
     rng = np.random.default_rng(0)
     score = rng.integers(0, 4, (7, 33)).astype(np.float32)  # mostly equal
-    assert (lowest(score, parse("30%"), rows=True).sum(1) == int(33 * 0.3)).all()
-    whole = lowest(score, parse("30%"), rows=False)
+    assert (lowest_mask(score, parse("30%"), rows=True).sum(1) == int(33 * 0.3)).all()
+    whole = lowest_mask(score, parse("30%"), rows=False)
     assert whole.sum() == int(7 * 33 * 0.3)
     assert score[whole].max() <= score[~whole].min()
     for text, gone in (("1:4", 3), ("2:4", 2), ("5:16", 11)):
         groups = score[:, :32].reshape(-1, int(text.partition(":")[2]))
-        pattern = lowest(score[:, :32], parse(text), rows=True).reshape(groups.shape)
+        pattern = lowest_mask(score[:, :32], parse(text), rows=True).reshape(groups.shape)
         first = np.argsort(groups, axis=1, kind="stable")[:, :gone]  # of equal ones the first
         np.testing.assert_array_equal(np.nonzero(pattern)[1].reshape(-1, gone), np.sort(first))
-    odd = lowest(np.array([[np.nan, 1, np.inf, 2]], np.float32), parse("2:4"), rows=True)
+    odd = lowest_mask(np.array([[np.nan, 1, np.inf, 2]], np.float32), parse("2:4"), rows=True)
     assert odd.tolist() == [[False, True, False, True]]  # what is broken is not hidden
 
 
@@ -51,18 +51,19 @@ def test_wanda_by_hand() -> None:
     """Each row loses the least of weight times norm of input; equal norms leave magnitude."""
     rng = np.random.default_rng(1)
     w_OI, x_RI = rng.standard_normal((4, 6)), rng.standard_normal((50, 6)) * [1, 9, 1, 1, 0.1, 1]
-    moments = Moments.none(6).add(jnp.asarray(x_RI, jnp.float32))
-    found = np.asarray(pruning.wanda(jnp.asarray(w_OI, jnp.float32), moments, parse("50%")))
+    moments = InputStats.empty(6).add(jnp.asarray(x_RI, jnp.float32))
+    found = np.asarray(pruning.prune_wanda(jnp.asarray(w_OI, jnp.float32), moments, parse("50%")))
     for row, kept in zip(w_OI, found, strict=True):
         score = [abs(w) * np.sqrt(sum(x_RI[:, i] ** 2)) for i, w in enumerate(row)]
         gone = sorted(range(6), key=lambda i: score[i])[:3]
         assert [i for i in range(6) if kept[i] == 0] == sorted(gone)
-    even = Moments.none(6).add(jnp.eye(6))
+    even = InputStats.empty(6).add(jnp.eye(6))
     for text in ("50%", "1:2"):
         rows = [
-            pruning.by_magnitude(jnp.asarray(row[None], jnp.float32), parse(text)) for row in w_OI
+            pruning.prune_magnitude(jnp.asarray(row[None], jnp.float32), parse(text))
+            for row in w_OI
         ]
-        same = pruning.wanda(jnp.asarray(w_OI, jnp.float32), even, parse(text))
+        same = pruning.prune_wanda(jnp.asarray(w_OI, jnp.float32), even, parse(text))
         np.testing.assert_array_equal(same, np.concatenate(rows))
 
 
@@ -72,26 +73,28 @@ def test_the_bound_of_a_whole_model_is_exact() -> None:
     some.append(some[1].astype(jnp.bfloat16))
     every = np.sort(np.concatenate([np.abs(np.asarray(w, np.float32)).ravel() for w in some]))
     for fraction in (0.1, 0.5, 0.93):
-        bound = pruning.bound_of(some, fraction)
+        bound = pruning.magnitude_threshold(some, fraction)
         assert bound == every[int(len(every) * fraction)]
-        gone = sum(int((np.asarray(pruning.below(w, bound)) == 0).sum()) for w in some)
+        gone = sum(int((np.asarray(pruning.prune_below(w, bound)) == 0).sum()) for w in some)
         assert gone == (every < bound).sum()
 
 
 def test_gradual_pruning_follows_its_cube() -> None:
     """Zhu and Gupta 2017 (arXiv 1710.01878), equation 1."""
-    at = [gradual(t, begin=10, end=110, first=0.2, last=0.8) for t in (0, 10, 60, 110, 500)]
+    at = [
+        gradual_sparsity(t, begin=10, end=110, first=0.2, last=0.8) for t in (0, 10, 60, 110, 500)
+    ]
     assert at == pytest.approx([0.2, 0.2, 0.8 - 0.6 * 0.125, 0.8, 0.8])
     with pytest.raises(ConfigError, match="before it ends"):
-        gradual(0, begin=5, end=5, first=0.0, last=0.5)
+        gradual_sparsity(0, begin=5, end=5, first=0.0, last=0.5)
 
 
 def test_moments_of_batches_are_those_of_all() -> None:
     rng = np.random.default_rng(3)
     x_RI = rng.standard_normal((60, 5)).astype(np.float32)
-    found = Moments.none(5).add(jnp.asarray(x_RI[:13])).add(jnp.asarray(x_RI[13:]))
+    found = InputStats.empty(5).add(jnp.asarray(x_RI[:13])).add(jnp.asarray(x_RI[13:]))
     np.testing.assert_allclose(found.gram_II, x_RI.T @ x_RI, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(found.mean_abs_I, np.abs(x_RI).mean(0), rtol=1e-5)
     np.testing.assert_array_equal(found.peak_I, np.abs(x_RI).max(0))
     with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp: inputs of 1 of 5 channels"):
-        check(found.add(jnp.asarray([[np.nan, 0, 0, 0, 0]], jnp.float32)), "layers.1.mlp")
+        check_finite(found.add(jnp.asarray([[np.nan, 0, 0, 0, 0]], jnp.float32)), "layers.1.mlp")

@@ -10,31 +10,31 @@ import msgspec
 import pytest
 
 import jaxllm
-from jaxllm.checkpoint import open_native
-from jaxllm.compress.apply import compress
+from jaxllm.checkpoints.native import open_native
+from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import (
     FORMAT,
     PATTERN,
     Fraction,
-    On,
+    ModelState,
     Options,
+    RuleOptions,
     Step,
-    Subject,
-    check_again,
+    check_repeats,
     parse_line,
     parse_lines,
     read_recipe,
 )
-from jaxllm.compress.steps import STEPS
+from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import as_format, format_of
+from jaxllm.weights.formats import as_format, weight_format
 from jaxllm.weights.paths import flatten
-from jaxllm.weights.precision import Override, Precision, exactly
+from jaxllm.weights.precision import Override, Precision, match_precision
 from tests.compress.models import Whole, same, tiny
 from tests.twins import random_model
 
 
-class Settings(On, frozen=True):
+class Settings(RuleOptions, frozen=True):
     """Of every type that an option has."""
 
     share: Fraction = 0.5
@@ -43,7 +43,7 @@ class Settings(On, frozen=True):
     scale: float = 1.0
 
 
-def unchanged(subject: Subject, argument: str, options: Any, work: Any) -> Subject:
+def unchanged(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
     return subject
 
 
@@ -127,11 +127,11 @@ def test_every_step_of_the_table_can_be_read_as_it_is_listed() -> None:
 
 def test_a_step_is_not_done_twice_by_mistake() -> None:
     lines = parse_lines(["prune: much 2:4 rounds=3", "prune: much 2:4 rounds=4"], TABLE)
-    check_again(lines, ["prune: much 50%"])
+    check_repeats(lines, ["prune: much 50%"])
     with pytest.raises(ConfigError, match=r"'prune: much 2:4' was already .*--again"):
-        check_again(lines, ["prune: much 2:4"])
+        check_repeats(lines, ["prune: much 2:4"])
     with pytest.raises(ConfigError, match="twice: --again"):
-        check_again((*lines, lines[0]), [])
+        check_repeats((*lines, lines[0]), [])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_rounding_to_nearest_is_quantizing(family: str) -> None:
     assert made.recipe == ("quantize: rtn int4-g32",)
     steps = [r"quantize: rtn int8 on=.*\.0\..*", r"store: bfloat16 on=.*\.1\..*"]
     made = compress(made, steps)
-    formats = {path: (leaf.ndim, format_of(leaf)) for path, leaf in flatten(made.params)}
+    formats = {path: (leaf.ndim, weight_format(leaf)) for path, leaf in flatten(made.params)}
     assert {f for p, (n, f) in formats.items() if n == 2 and ".0." in p} == {"int8"}
     assert {f for p, (n, f) in formats.items() if n == 2 and ".1." in p} == {"bfloat16"}
     assert made.recipe[1:] == tuple(steps)
@@ -166,7 +166,7 @@ def test_rounding_reaches_what_a_weight_is_composed_of() -> None:
     lm = tiny("llama")
     dense = lm.params["layers.0"]["mlp"]["up_proj"]["weight"]
     params = {"layers.0": {"mlp": {"up_proj": {"weight": Whole(dense)}}}}
-    subject = Subject(lm.config, params, Precision())
+    subject = ModelState(lm.config, params, Precision())
     step = parse_line("quantize: rtn int8", STEPS)
     made = step.step.run(subject, "int8", step.options, None)  # type: ignore[arg-type]
     leaf = made.params["layers.0"]["mlp"]["up_proj"]["weight"]
@@ -203,33 +203,33 @@ def test_a_result_is_loaded_bit_for_bit_and_remembers(tmp_path: Path) -> None:
     assert open_native(tmp_path / "again").recipe == tuple(steps)
     with pytest.raises(ConfigError, match="was already applied to this model"):
         compress(again, steps[:1])
-    assert compress(again, steps[:1], again=True).recipe == (*steps, steps[0])
+    assert compress(again, steps[:1], allow_repeat=True).recipe == (*steps, steps[0])
 
 
 def test_vectors_keep_the_format_that_they_have() -> None:
     _, params = random_model("llama")
     params["norm"]["weight"] = params["norm"]["weight"].astype("bfloat16")
-    found = exactly(params, Precision())
+    found = match_precision(params, Precision())
     assert found.overrides == ((r"norm\.weight", Override(weights="bfloat16")),)
     assert found.quantize is None
     for path, leaf in flatten(params):
-        assert found.format_at(path, leaf.ndim) == format_of(leaf)
+        assert found.param_format(path, leaf.ndim) == weight_format(leaf)
 
 
 def test_a_weight_that_has_its_format_is_not_made_again() -> None:
     """Of one that is composed, or has lost what its format cannot hold, another would come out."""
     packed = as_format(jnp.ones((8, 128), jnp.bfloat16), "bf16-packed")
     precision = Precision(weights="bfloat16", quantize="bf16-packed")
-    assert precision.formats_at("weight", 2) == ("bfloat16", "bf16-packed")
+    assert precision.format_chain("weight", 2) == ("bfloat16", "bf16-packed")
     assert precision.cast("weight", packed) is packed
 
 
 def test_layers_that_differ_have_rules_of_their_own() -> None:
     _, params = random_model("llama", num_hidden_layers=3)
     params = jaxllm.quantize(params, [(r"layers\.[02]\.mlp", "int8"), (".*attn", "int4-g32")])
-    found = exactly(params, Precision())
+    found = match_precision(params, Precision())
     for path, leaf in flatten(params):
-        assert found.format_at(path, leaf.ndim) == format_of(leaf), path
+        assert found.param_format(path, leaf.ndim) == weight_format(leaf), path
     assert (r"layers\.\d+\.self_attn\.q_proj\.weight", "int4-g32") in (found.quantize or ())
     assert len(found.quantize or ()) == 4 + 2 * 3
 

@@ -10,16 +10,24 @@ import pytest
 from hypothesis import given
 from matplotlib.figure import Figure
 
-from jaxllm.api import LM
-from jaxllm.compress.apply import Stage, subject_of
-from jaxllm.compress.journal import Journal
-from jaxllm.compress.picture import pareto, plot
-from jaxllm.compress.recipe import Subject, parse_line
-from jaxllm.compress.report import ORIGINAL, Row, Scale, as_json, as_table, in_words, read_rows
-from jaxllm.compress.steps import STEPS
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.compress.pipeline import StepResult, initial_state
+from jaxllm.compress.plots import pareto, plot
+from jaxllm.compress.recipe import ModelState, parse_line
+from jaxllm.compress.registry import STEPS
+from jaxllm.compress.report import (
+    ORIGINAL,
+    Row,
+    StepEvaluator,
+    as_json,
+    as_table,
+    read_rows,
+    summarize,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.divergence import divergence
+from jaxllm.lm import LM
 from jaxllm.models import build
 from jaxllm.weights.quantize import quantize
 from tests.compress.models import tiny
@@ -39,17 +47,17 @@ def text() -> Loader:
 
 
 @pytest.fixture(scope="module")
-def fewer(lm: LM) -> Subject:
+def fewer(lm: LM) -> ModelState:
     """One layer, of int8."""
     one = tiny("llama", num_hidden_layers=1)
     params = {name: x for name, x in lm.params.items() if name != "layers.1"}
-    return Subject(one.config, quantize(params, "int8"), lm.model.precision)
+    return ModelState(one.config, quantize(params, "int8"), lm.model.precision)
 
 
 def test_a_model_of_another_configuration_is_measured_as_divergence_does(
-    lm: LM, text: Loader, fewer: Subject
+    lm: LM, text: Loader, fewer: ModelState
 ) -> None:
-    row = Scale(lm, text, speed=False).measure("a step", fewer, 1.5)
+    row = StepEvaluator(lm, text, speed=False).measure("a step", fewer, 1.5)
     found = divergence(lm.model, lm.params, build(fewer.config), fewer.params, text)
     assert (row.step, row.seconds, row.tokens_per_second) == ("a step", 1.5, None)
     numbers = {
@@ -66,32 +74,32 @@ def test_a_model_of_another_configuration_is_measured_as_divergence_does(
 
 
 def test_bytes_are_those_of_the_arrays(lm: LM) -> None:
-    scale = Scale(lm, None, speed=False)
-    row = scale.measure("", subject_of(lm))
+    scale = StepEvaluator(lm, None, speed=False)
+    row = scale.measure("", initial_state(lm))
     assert row.bytes == 4 * sum(int(np.prod(x.shape)) for x in leaves(lm.params))
     assert row.kl is None
 
 
 def test_speed_is_a_positive_number(lm: LM) -> None:
-    speed = Scale(lm, None).measure("", subject_of(lm)).tokens_per_second
+    speed = StepEvaluator(lm, None).measure("", initial_state(lm)).tokens_per_second
     assert speed is not None
     assert 0 < speed < 1e9
 
 
 def test_what_was_measured_is_not_measured_again(
-    lm: LM, text: Loader, fewer: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lm: LM, text: Loader, fewer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, journal = Scale(lm, text, speed=False), Journal(tmp_path, "ours")
-    first = scale.first(journal)
+    scale, journal = StepEvaluator(lm, text, speed=False), Journal(tmp_path, "ours")
+    first = scale.original_row(journal)
     assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
-    own = journal.within("1", str(LINE))
-    row = scale.row(Stage(LINE, fewer, 2.0, own))
-    own.forget("row")
-    monkeypatch.setattr(Scale, "measure", None)
-    assert scale.first(journal) == first
-    assert scale.row(Stage(LINE, None, None, own)) == row
-    elsewhere = Scale(lm, None, speed=False)
-    assert elsewhere.row(Stage(LINE, None, None, own)) == Row(step=str(LINE))
+    own = journal.child("1", str(LINE))
+    row = scale.step_row(StepResult(LINE, fewer, 2.0, own))
+    own.clear("row")
+    monkeypatch.setattr(StepEvaluator, "measure", None)
+    assert scale.original_row(journal) == first
+    assert scale.step_row(StepResult(LINE, None, None, own)) == row
+    elsewhere = StepEvaluator(lm, None, speed=False)
+    assert elsewhere.step_row(StepResult(LINE, None, None, own)) == Row(step=str(LINE))
 
 
 ROWS = [
@@ -121,7 +129,7 @@ def test_the_table_has_a_line_a_step() -> None:
     assert lines[2].split()[3:] == ["1.00", "-", "-", "0.00123", "-", "-", "-", "2.0"]
     assert lines[3].split()[2:] == ["0.50", "-", "nan", "0.25", "-", "-", "12.3", "-"]
     assert len(set(map(len, lines))) == 1
-    assert in_words(ROWS[1]) == "quantize: rtn int8: MB 1.00, mean KL 0.00123, seconds 2.0"
+    assert summarize(ROWS[1]) == "quantize: rtn int8: MB 1.00, mean KL 0.00123, seconds 2.0"
 
 
 def test_json_has_every_number_and_no_nan() -> None:

@@ -6,16 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.layers.moments import Moments
+from jaxllm.compress.layers.input_stats import InputStats
 from jaxllm.compress.matrices import pruning, sparsity
-from jaxllm.compress.matrices.surgery import Factor, factor, solve
+from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian, solve_columns
 from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.weights.leaves.integers import Integer, parse
+from jaxllm.weights.types.int_quant import IntFormat, parse
 
 ROWS, COLUMNS, TOKENS = 12, 136, 700  # more than a block of columns, and not whole chunks
 
 
-def integer(name: str) -> Integer:
+def integer(name: str) -> IntFormat:
     found = parse(name)
     assert found is not None
     return found
@@ -33,7 +33,7 @@ def w_OI() -> np.ndarray:
     return np.random.default_rng(1).standard_normal((ROWS, COLUMNS)).astype(np.float32)
 
 
-def damped(x_RI: np.ndarray, by: Factor) -> np.ndarray:
+def damped(x_RI: np.ndarray, by: HessianFactor) -> np.ndarray:
     h_II = 2 / len(x_RI) * x_RI.T @ x_RI
     return np.asarray(h_II + by.damping * np.diagonal(h_II).mean() * np.eye(len(h_II)))
 
@@ -44,12 +44,12 @@ def trace(w_OI: np.ndarray, q_OI: Any, h_II: np.ndarray) -> float:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "int3-g64": {"to": integer("int3-g64")},
-    "int4-g32-zp": {"to": integer("int4-g32-zp")},
-    "int8": {"to": integer("int8")},
+    "int3-g64": {"target": integer("int3-g64")},
+    "int4-g32-zp": {"target": integer("int4-g32-zp")},
+    "int8": {"target": integer("int8")},
     "50%": {"sparsity": sparsity.parse("50%")},
     "2:4": {"sparsity": sparsity.parse("2:4")},
-    "2:4 and int8": {"sparsity": sparsity.parse("2:4"), "to": integer("int8")},
+    "2:4 and int8": {"sparsity": sparsity.parse("2:4"), "target": integer("int8")},
 }
 
 
@@ -58,28 +58,30 @@ def test_the_errors_of_the_columns_are_the_error_of_the_output(
     way: str, x_RI: np.ndarray, w_OI: np.ndarray
 ) -> None:
     """`sum |e|^2 = trace((W - Q) H (W - Q)^T)`, and less than rounding or pruning alone."""
-    by = factor(x_RI.T @ x_RI, len(x_RI))
-    found = solve(jnp.asarray(w_OI), by, **WAYS[way])
+    by = factor_hessian(x_RI.T @ x_RI, len(x_RI))
+    found = solve_columns(jnp.asarray(w_OI), by, **WAYS[way])
     h_II = damped(x_RI, by)
     assert found.error == pytest.approx(trace(w_OI, found.value_OI, h_II), rel=1e-5)
-    to, pattern = WAYS[way].get("to"), WAYS[way].get("sparsity")
+    to, pattern = WAYS[way].get("target"), WAYS[way].get("sparsity")
     plain = jnp.asarray(w_OI)
     if pattern is not None:
-        plain = pruning.by_magnitude(plain, pattern)
+        plain = pruning.prune_magnitude(plain, pattern)
         assert (np.asarray(found.value_OI) == 0).sum() >= (np.asarray(plain) == 0).sum()
     if to is not None:
-        plain = to.make(plain).dense()
-        leaf = to.of(found.codes_OI, found.scale_OG, found.zero_OG)
-        np.testing.assert_array_equal(leaf.dense(), found.value_OI)
+        plain = to.quantize(plain).to_dense()
+        leaf = to.from_codes(found.codes_OI, found.scale_OG, found.zero_OG)
+        np.testing.assert_array_equal(leaf.to_dense(), found.value_OI)
     assert found.error < trace(w_OI, plain, h_II)
 
 
 @pytest.mark.parametrize("static", [True, False])
 def test_columns_of_larger_inputs_first(static: bool, x_RI: np.ndarray, w_OI: np.ndarray) -> None:
     x_RI = x_RI * np.linspace(0.2, 3, COLUMNS)[None]
-    by, plain = (factor(x_RI.T @ x_RI, len(x_RI), act_order=order) for order in (True, False))
+    by, plain = (
+        factor_hessian(x_RI.T @ x_RI, len(x_RI), act_order=order) for order in (True, False)
+    )
     to = integer("int3-g64")
-    found = solve(jnp.asarray(w_OI), by, to=to, static_groups=static)
+    found = solve_columns(jnp.asarray(w_OI), by, target=to, static_groups=static)
     assert found.error == pytest.approx(trace(w_OI, found.value_OI, damped(x_RI, by)), rel=1e-5)
     groups = np.arange(COLUMNS) // 64
     np.testing.assert_array_equal(
@@ -88,7 +90,11 @@ def test_columns_of_larger_inputs_first(static: bool, x_RI: np.ndarray, w_OI: np
     # Of inputs that are in this order already, there is nothing to change.
     sorted_RI, sorted_OI = x_RI[:, by.order_I], jnp.asarray(w_OI[:, by.order_I])
     same, none = (
-        solve(sorted_OI, factor(sorted_RI.T @ sorted_RI, len(x_RI), act_order=order), to=to)
+        solve_columns(
+            sorted_OI,
+            factor_hessian(sorted_RI.T @ sorted_RI, len(x_RI), act_order=order),
+            target=to,
+        )
         for order in (True, False)
     )
     np.testing.assert_array_equal(same.codes_OI, none.codes_OI)
@@ -101,16 +107,16 @@ def test_gptq_is_optimal_brain_surgery_with_explicit_inverses() -> None:
     rng = np.random.default_rng(2)
     x_RI = rng.standard_normal((90, 24)) @ rng.standard_normal((24, 24))
     w_OI = rng.standard_normal((5, 24)).astype(np.float32)
-    by = factor(x_RI.T @ x_RI, len(x_RI))
+    by = factor_hessian(x_RI.T @ x_RI, len(x_RI))
     to = integer("int3-g32")
     h_II, left = damped(x_RI, by), w_OI.astype(np.float64)
-    scale_OG, zero_OG = to.grid(jnp.asarray(np.pad(w_OI, ((0, 0), (0, 8))))[:, None])
+    scale_OG, zero_OG = to.choose_grid(jnp.asarray(np.pad(w_OI, ((0, 0), (0, 8))))[:, None])
     codes = np.zeros((5, 24), np.int64)
     for i in range(24):
-        codes[:, i] = to.codes(jnp.asarray(left[:, i : i + 1], jnp.float32), scale_OG, zero_OG)[
+        codes[:, i] = to.to_codes(jnp.asarray(left[:, i : i + 1], jnp.float32), scale_OG, zero_OG)[
             :, 0
         ]
-        q = np.asarray(to.values(codes[:, i : i + 1], scale_OG, zero_OG), np.float64)[:, 0]
+        q = np.asarray(to.to_values(codes[:, i : i + 1], scale_OG, zero_OG), np.float64)[:, 0]
         inverse = np.linalg.inv(h_II[i:, i:])
         left[:, i:] -= np.outer((left[:, i] - q) / inverse[0, 0], inverse[0])
         done, free = slice(0, i + 1), slice(i + 1, 24)
@@ -118,7 +124,7 @@ def test_gptq_is_optimal_brain_surgery_with_explicit_inverses() -> None:
             h_FR, h_RR = h_II[done, free], h_II[free, free]
             moved = (w_OI.astype(np.float64) - left)[:, done] @ h_FR @ np.linalg.inv(h_RR)
             np.testing.assert_allclose(left[:, free], w_OI[:, free] + moved, atol=1e-9)
-    found = solve(jnp.asarray(w_OI), by, to=to)
+    found = solve_columns(jnp.asarray(w_OI), by, target=to)
     np.testing.assert_array_equal(found.codes_OI, codes)
     np.testing.assert_allclose(found.value_OI, left, atol=1e-5)
 
@@ -127,35 +133,35 @@ def test_what_is_best_for_a_mask_bounds_sparsegpt_and_that_wanda_and_that_magnit
     x_RI: np.ndarray, w_OI: np.ndarray
 ) -> None:
     x_RI = x_RI * np.linspace(0.2, 3, COLUMNS)[None]
-    by, half = factor(x_RI.T @ x_RI, len(x_RI)), sparsity.parse("50%")
+    by, half = factor_hessian(x_RI.T @ x_RI, len(x_RI)), sparsity.parse("50%")
     h_II = damped(x_RI, by)
-    found = solve(jnp.asarray(w_OI), by, sparsity=half)
+    found = solve_columns(jnp.asarray(w_OI), by, sparsity=half)
     best = np.zeros_like(w_OI, np.float64)
     for row, kept in enumerate(np.asarray(found.value_OI) != 0):
         best[row, kept] = np.linalg.solve(h_II[np.ix_(kept, kept)], h_II[kept] @ w_OI[row])
-    moments = Moments.none(COLUMNS).add(jnp.asarray(x_RI, jnp.float32))
+    moments = InputStats.empty(COLUMNS).add(jnp.asarray(x_RI, jnp.float32))
     errors = [
         trace(w_OI, q, h_II)
         for q in (
             best,
             found.value_OI,
-            pruning.wanda(jnp.asarray(w_OI), moments, half),
-            pruning.by_magnitude(jnp.asarray(w_OI), half),
+            pruning.prune_wanda(jnp.asarray(w_OI), moments, half),
+            pruning.prune_magnitude(jnp.asarray(w_OI), half),
         )
     ]
     assert errors == sorted(errors)
 
 
 def test_zeros_stay_and_two_of_four_are_kept(x_RI: np.ndarray, w_OI: np.ndarray) -> None:
-    by = factor(x_RI.T @ x_RI, len(x_RI))
-    pruned = solve(jnp.asarray(w_OI), by, sparsity=sparsity.parse("2:4")).value_OI
+    by = factor_hessian(x_RI.T @ x_RI, len(x_RI))
+    pruned = solve_columns(jnp.asarray(w_OI), by, sparsity=sparsity.parse("2:4")).value_OI
     zero = np.asarray(pruned) == 0
     assert (zero.reshape(ROWS, -1, 4).sum(-1) == 2).all()
-    rounded = solve(pruned, by, to=integer("int4-g64"))
+    rounded = solve_columns(pruned, by, target=integer("int4-g64"))
     assert (np.asarray(rounded.value_OI)[zero] == 0).all()
-    once = solve(pruned, by, sparsity=sparsity.parse("2:4")).value_OI
+    once = solve_columns(pruned, by, sparsity=sparsity.parse("2:4")).value_OI
     np.testing.assert_array_equal(once, pruned)
-    half = solve(jnp.asarray(w_OI), by, sparsity=sparsity.parse("50%")).value_OI
+    half = solve_columns(jnp.asarray(w_OI), by, sparsity=sparsity.parse("50%")).value_OI
     first = np.asarray(half)[:, :128]
     assert (first == 0).sum() == first.size // 2 and (np.asarray(half) == 0).sum() == half.size // 2
 
@@ -165,17 +171,17 @@ def test_dead_channels_and_too_few_tokens(w_OI: np.ndarray) -> None:
     rng = np.random.default_rng(3)
     x_RI = rng.standard_normal((40, COLUMNS))
     x_RI[:, 7] = 0
-    by = factor(x_RI.T @ x_RI, len(x_RI))
+    by = factor_hessian(x_RI.T @ x_RI, len(x_RI))
     assert by.dead_I.sum() == 1
-    found = solve(jnp.asarray(w_OI), by, to=integer("int4-g64"))
+    found = solve_columns(jnp.asarray(w_OI), by, target=integer("int4-g64"))
     assert (np.asarray(found.value_OI)[:, 7] == 0).all() and np.isfinite(found.error)
-    assert factor(x_RI.T @ x_RI, len(x_RI), damping=0.0).damping > 0
+    assert factor_hessian(x_RI.T @ x_RI, len(x_RI), damping=0.0).damping > 0
     for bad in (np.nan, np.inf):
         with pytest.raises(NonFiniteError, match="is singular"):
-            factor(np.full((4, 4), bad), 3)
+            factor_hessian(np.full((4, 4), bad), 3)
 
 
 def test_patterns_want_columns_as_they_lie(x_RI: np.ndarray, w_OI: np.ndarray) -> None:
-    by = factor(x_RI.T @ x_RI, len(x_RI), act_order=True)
+    by = factor_hessian(x_RI.T @ x_RI, len(x_RI), act_order=True)
     with pytest.raises(ConfigError, match="2:4 needs adjacent columns"):
-        solve(jnp.asarray(w_OI), by, sparsity=sparsity.parse("2:4"))
+        solve_columns(jnp.asarray(w_OI), by, sparsity=sparsity.parse("2:4"))

@@ -15,11 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import jaxllm
-from jaxllm.checkpoint import load_params, open_native, save
-from jaxllm.cli.convert import convert, recast
+from jaxllm.checkpoints.native import load_params, open_native, save
+from jaxllm.cli.convert import cast_checkpoint, convert
 from jaxllm.cli.quantize import quantize
 from jaxllm.convert import gpt2, llama
-from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.convert.tables import REQUIRED
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
@@ -93,7 +93,7 @@ def test_there_and_back_again(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "llama")
-    save(tmp_path / "half", recast(open_hf(tmp_path / "hf"), dtype))
+    save(tmp_path / "half", cast_checkpoint(open_hf(tmp_path / "hf"), dtype))
     loaded = jaxllm.load(tmp_path / "hf", dtype=dtype)
     native = jaxllm.load(tmp_path / "half")
     assert native.model == loaded.model
@@ -113,7 +113,7 @@ def test_a_quantized_checkpoint_goes_back_dequantized(
     convert(str(small), back, to_hf=True)
     ours = jaxllm.load(small, dtype="float32")
     assert {type(leaf).__name__ for _, leaf in flatten(ours.params)} >= {
-        "Packed" if name == "bf16-packed" else "QTensor"
+        "PackedBf16" if name == "bf16-packed" else "QTensor"
     }
     found = jaxllm.forward(ours.model, ours.params, None, tokens(2, 19)).logits
     assert_close(found, load_twin(back).logits(tokens(2, 19)))
@@ -144,7 +144,7 @@ def test_a_table_of_formats_is_kept_in_our_own_form(tmp_path: Path) -> None:
         [".*mlp", {"activations": "float16"}],
     ]
     table.write_text(json.dumps(rows))
-    with pytest.raises(ConfigError, match="no place for --precision"):
+    with pytest.raises(ConfigError, match="--precision cannot be combined"):
         convert(str(hf), mixed, precision=table, to_hf=True)
     assert not mixed.exists()
     convert(str(hf), mixed, precision=table)
@@ -219,7 +219,7 @@ def test_every_complaint_about_tensors_comes_at_once(tmp_path: Path) -> None:
         "norm.weight is missing",
         "model.layers.9.mlp.up_proj.weight is not part of this model",
         "layers.0.mlp.up_proj.weight has shape (7, 40), expected (56, 40)",
-        "layers.1.input_layernorm.weight is int32",
+        "layers.1.input_layernorm.weight has dtype int32",
     ):
         assert part in str(caught.value)
 
@@ -301,7 +301,7 @@ def test_a_format_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
         ({"rms_norm_eps": "small"}, "norm_eps must be"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "needs factor"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "requires factor"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta must be a number >= 1e-12"),
         ({"rope_parameters": {"rope_theta": 2e12}}, "rope_theta must be a number <= 1000000000000"),
         ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope_type \['linear'\]"),
@@ -388,7 +388,7 @@ def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
         jaxllm.load(tmp_path / "native")
     for formats in ([], {"h.0.mlp.c_fc.weight": 8}):
         edit_config(tmp_path / "native", version=1, formats=formats)
-        with pytest.raises(CheckpointError, match=r"formats.* must be (an object|a text)"):
+        with pytest.raises(CheckpointError, match=r"formats.* must be (an object|a string)"):
             jaxllm.load(tmp_path / "native")
     edit_config(tmp_path / "native", formats={}, model={"model_type": "gpt2"})
     with pytest.raises(ConfigError, match="missing"):
@@ -412,7 +412,10 @@ def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None
 def test_a_users_own_convert_module_is_not_ours(tmp_path: Path) -> None:
     """Installed, the package is jaxllm.convert: nothing in a working directory shadows it."""
     (tmp_path / "convert.py").write_text("raise SystemExit('the wrong convert')")
-    code = "from jaxllm.forms import open_checkpoint; print(open_checkpoint('demo:llama').config)"
+    code = (
+        "from jaxllm.convert.registry import open_checkpoint;"
+        " print(open_checkpoint('demo:llama').config)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "LlamaConfig" in ran.stdout

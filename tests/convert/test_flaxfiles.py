@@ -14,8 +14,8 @@ import pytest
 import transformers
 
 import jaxllm
-from jaxllm.convert.engine import open_hf
-from jaxllm.convert.flaxfiles import open_flax
+from jaxllm.convert.flax_msgpack import open_flax
+from jaxllm.convert.hf import open_hf
 from jaxllm.errors import CheckpointError
 from tests.convert.flax_twin import as_flax, as_flax_safetensors, flax_arrays, packed
 from tests.fuzz.mutate import cut, fill, flip, number, splice
@@ -160,7 +160,7 @@ def test_deep_cut_doubled_and_followed_files_are_refused(tmp_path: Path) -> None
         good + b"\0": "1 bytes after its end",
         b"\x81\xa1a" * 1000: "nests more than 16 maps",
         b"\xdf\xff\xff\xff\xff": "nests more than 16 maps, or 1,048,576 entries",
-        b"\x82" + good[1:] * 2: "'a' twice",
+        b"\x82" + good[1:] * 2: "duplicate or invalid name 'a'",
     }
     for content, message in texts.items():
         file.write_bytes(content)

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 import jaxllm
-from jaxllm.convert.engine import READERS, open_hf, read_config, unread_fields
-from jaxllm.errors import ConfigError, UnreadWarning
+from jaxllm.convert.hf import READERS, open_hf, read_config, unread_fields
+from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
 from tests.conftest import Run
 from tests.convert.published_configs import PUBLISHED, REFUSED, Row
@@ -164,7 +164,7 @@ def test_unknown_fields_are_named_in_one_warning(tmp_path: Path, run: Run) -> No
     data["rope_parameters"]["odd"] = 1
     (tmp_path / "config.json").write_text(json.dumps(data))
     names = ("mystery", "auto_map", "rope_parameters.odd")
-    with pytest.warns(UnreadWarning) as warned:
+    with pytest.warns(UnusedSettingsWarning) as warned:
         lm = jaxllm.load(tmp_path)
     assert lm.config == expected and len(warned) == 1
     assert all(name in str(warned[0].message) for name in names)

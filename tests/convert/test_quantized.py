@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file
 
 import jaxllm
-from jaxllm.convert.engine import open_hf
-from jaxllm.convert.quantized import rules
-from jaxllm.convert.scheme import Scheme, read_scheme
+from jaxllm.convert.gptq_awq import make_rules
+from jaxllm.convert.hf import open_hf
+from jaxllm.convert.quantization_config import Scheme, read_scheme
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.weights.formats import format_of
+from jaxllm.weights.formats import weight_format
 from jaxllm.weights.paths import flatten
 from tests.convert import hub
 from tests.twins import tokens
@@ -66,7 +66,7 @@ def codes(leaf: Any) -> np.ndarray:
 
 def values(leaf: Any) -> np.ndarray:
     """What the pieces of a leaf mean, by the formula of its class."""
-    if leaf.composed:
+    if leaf.is_composite:
         out = np.empty(leaf.shape, np.float32)
         out[:, np.asarray(leaf.order)] = values(leaf.weight)
         return out
@@ -86,7 +86,7 @@ def test_every_number_is_exactly_what_the_file_means(case: str, tmp_path: Path) 
     meant = hub.write(tmp_path, model, **options)
     found = leaves(tmp_path)
     assert found.keys() == meant.keys()
-    assert {format_of(leaf) for leaf in found.values()} == formats
+    assert {weight_format(leaf) for leaf in found.values()} == formats
     for path, leaf in found.items():
         np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
 
@@ -189,7 +189,7 @@ def test_options_without_a_meaning_here_are_taken() -> None:
         "meta": {"quantizer": ["gptqmodel:4.2"]}, "damp_percent": 0.05, "lm_head": False,
         "dynamic": {"-:lm_head": {}}, "exllama_config": {"version": 1}, "rotation": None,
     }  # fmt: skip
-    assert read_scheme(said) == Scheme(method="gptq", bits=4, group=None)
+    assert read_scheme(said) == Scheme(method="gptq", bits=4, group_size=None)
     with pytest.raises(ConfigError, match="quantization_config must be an object"):
         read_scheme([4])  # type: ignore[arg-type]
 
@@ -224,9 +224,9 @@ def test_all_that_is_wrong_with_the_tensors_is_told_at_once(tmp_path: Path) -> N
         [
             "layers.0.self_attn.q_proj.scales is missing",
             "layers.0.self_attn.k_proj.g_idx is missing",
-            "layers.0.self_attn.v_proj.qweight has shape (9, 32), 4 bits in groups of 32 have"
-            " (8, 32)",
-            "layers.0.self_attn.v_proj.scales is int32, not float16 or bfloat16 or float32",
+            "layers.0.self_attn.v_proj.qweight has shape (9, 32), expected (8, 32) for 4 bits in"
+            " groups of 32",
+            "layers.0.self_attn.v_proj.scales is int32, expected float16 or bfloat16 or float32",
             "layers.0.self_attn.o_proj.g_idx names groups 0 to 7, but there are 2",
             "layers.0.mlp.gate_proj.g_idx does not give each group 32 columns",
             "layers.0.mlp.up_proj.weight and layers.0.mlp.up_proj.qweight are both stored",
@@ -345,7 +345,7 @@ def test_folders_without_weights_name_all_files_that_were_expected(tmp_path: Pat
 def test_layers_that_differ_have_rules_of_their_own() -> None:
     paths = [f"layers.{i}.mlp.{n}.weight" for i in range(12) for n in ("up_proj", "down_proj")]
     formats = {path: "int4-g128" for path in paths if path != "layers.11.mlp.up_proj.weight"}
-    found = dict(rules(formats, paths))
+    found = dict(make_rules(formats, paths))
     assert found.pop(r"layers\.\d+\.mlp\.down_proj\.weight") == "int4-g128"
     assert found == {rf"layers\.{i}\.mlp\.up_proj\.weight": "int4-g128" for i in range(11)}
 

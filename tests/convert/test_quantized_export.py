@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import jaxllm
-from jaxllm.convert.engine import open_hf
+from jaxllm.convert.hf import open_hf
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.conftest import Run
 from tests.convert import hub
@@ -61,8 +61,8 @@ def assert_same_numbers(one: Path, other: Path) -> set[str]:
     expected, found = (dict(flatten(jaxllm.load(path).params)) for path in (one, other))
     assert expected.keys() == found.keys()
     for path, weight in expected.items():
-        np.testing.assert_array_equal(dense(found[path]), dense(weight), path)
-    return {format_of(x) for path, x in found.items() if x.ndim > 1 and not is_table(path)}
+        np.testing.assert_array_equal(to_dense(found[path]), to_dense(weight), path)
+    return {weight_format(x) for path, x in found.items() if x.ndim > 1 and not is_table(path)}
 
 
 CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -100,7 +100,7 @@ def test_kept_integers_are_the_same_numbers_everywhere(case: str, tmp_path: Path
         bits = int(format[3])
         value = by_gptq(state, stem, settings) if method == "gptq" else None
         meant[stem] = by_compressed(state, stem, bits) if value is None else value
-    params = {p: np.asarray(dense(x)) for p, x in flatten(jaxllm.load(ours).params)}
+    params = {p: np.asarray(to_dense(x)) for p, x in flatten(jaxllm.load(ours).params)}
     rows = sorted(
         map(bytes, np.concatenate([x.numpy() for x in meant.values() if x.shape[1] == 64]))
     )
@@ -164,7 +164,7 @@ def test_what_a_form_does_not_have_is_refused(
     assert status and said in error, error
     assert not (tmp_path / "back").exists()
     status, _, error = run("convert", ours, tmp_path / "back", "--keep-quantized", "gptq")
-    assert status and "add --to-hf" in error
+    assert status and "requires --to-hf" in error
 
 
 def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, np.ndarray]:
@@ -206,8 +206,8 @@ def test_int_quantized_matrices_are_read_exactly(
     meant = int_quantized(tmp_path, symmetric, strategy)
     params = dict(flatten(jaxllm.load(tmp_path).params))
     for path, array in meant.items():
-        assert format_of(params[path]) == format
-        np.testing.assert_array_equal(dense(params[path]), array, path)
+        assert weight_format(params[path]) == format
+        np.testing.assert_array_equal(to_dense(params[path]), array, path)
 
 
 def test_wrong_files_of_compressed_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.structure.structure import cut, narrower
-from jaxllm.convert.engine import TABLES, read_config, write_hf
+from jaxllm.compress.structure.structure import cut_groups, narrow_config
+from jaxllm.convert.hf import FAMILY_MODULES, read_config, write_hf
+from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
-from jaxllm.forms import open_path
 from jaxllm.models import config_from_dict
 from tests.conftest import Run
 from tests.twins import KINDS, assert_close, load_twin, save_random, theirs, tokens
@@ -95,7 +95,7 @@ def test_every_field_returns_through_our_form(family: str) -> None:
     }
     assert same <= NO_FIELD_THERE | BY_OTHERS.get(family, set())
     native = config_from_dict(json.loads(json.dumps(config.to_dict())))
-    table = TABLES[config.model_type]
+    table = FAMILY_MODULES[config.model_type]
     direct, again = (json.dumps(table.write_config(c)[0]) for c in (config, native))
     assert again == direct
     made = type(source)(**json.loads(again))
@@ -108,12 +108,12 @@ def test_a_float_of_older_files_is_written_whole(family: str) -> None:
     config, _ = read_config(theirs(family).to_dict())
     data = {**config.to_dict(), "query_pre_attn_scalar": 9.0}
     old = config_from_dict(json.loads(json.dumps(data)))
-    written = TABLES[family].write_config(old)[0]
+    written = FAMILY_MODULES[family].write_config(old)[0]
     assert json.dumps(written["query_pre_attn_scalar"]) == "9"
     type(theirs(family))(**json.loads(json.dumps(written)))
     half = dataclasses.replace(old, query_pre_attn_scalar=9.5)
     with pytest.raises(ConfigError, match=r"got 9\.5, expected a whole number"):
-        TABLES[family].write_config(half)
+        FAMILY_MODULES[family].write_config(half)
 
 
 # Heads of GPT-2 and of OLMo 2 are not cut at all.
@@ -128,7 +128,7 @@ def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads
     pairs = {} if single else {"num_key_value_heads": 4}
     width = {"hidden_size": 64} if single else {}
     data = theirs(family, num_attention_heads=8, **pairs, **width).to_dict()
-    config = narrower(read_config(data)[0], "heads", heads if single else heads // 2)
+    config = narrow_config(read_config(data)[0], "heads", heads if single else heads // 2)
     changed = {"num_attention_heads": heads, "head_dim": config.head_dim}
     changed |= {name: heads // 2 for name in pairs}
     refused = single
@@ -136,7 +136,7 @@ def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads
         type(theirs(family))(**{**data, **changed})
     except Exception:  # whatever it raises
         refused = True
-    write = TABLES[config.model_type].write_config
+    write = FAMILY_MODULES[config.model_type].write_config
     if refused:
         with pytest.raises(ConfigError, match="num_attention_heads is invalid in the Hugging"):
             write(config)
@@ -147,15 +147,15 @@ def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads
 
 def test_refused_heads_name_those_that_fit() -> None:
     data = theirs("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=128).to_dict()
-    config = narrower(read_config(data)[0], "heads", 3)
+    config = narrow_config(read_config(data)[0], "heads", 3)
     with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
-        TABLES["llama"].write_config(config)
+        FAMILY_MODULES["llama"].write_config(config)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])
 def test_heads_that_depend_on_all_are_not_cut(family: str) -> None:
-    with pytest.raises(ConfigError, match=f"heads of {family} cannot be cut"):
-        narrower(read_config(theirs(family).to_dict())[0], "heads", 1)
+    with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):
+        narrow_config(read_config(theirs(family).to_dict())[0], "heads", 1)
 
 
 def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
         num_key_value_heads=4,
     )  # fmt: skip
     lm = jaxllm.load(tmp_path / "whole")
-    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    config, params = cut_groups(lm.config, lm.params, "heads", [[0, 1, 3]])
     model = models.build(config)
     small = dataclasses.replace(lm, config=config, params=params, model=model)
     small.save(tmp_path / "small")
@@ -182,7 +182,7 @@ def test_a_llama_of_uneven_heads_leaves_no_directory(tmp_path: Path, run: Run) -
         num_key_value_heads=4,
     )  # fmt: skip
     lm = jaxllm.load(tmp_path / "whole")
-    config, params = cut(lm.config, lm.params, "heads", [[0, 1, 3]])
+    config, params = cut_groups(lm.config, lm.params, "heads", [[0, 1, 3]])
     small = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
     small.save(tmp_path / "small")
     status, _, err = run("convert", tmp_path / "small", tmp_path / "theirs", "--to-hf")

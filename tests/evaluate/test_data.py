@@ -11,7 +11,13 @@ import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
 from jaxllm.evaluate.likelihood.data import Batch, Loader, loader, read_documents
-from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span, rolling, second_half, strided
+from jaxllm.evaluate.likelihood.windows import (
+    PROTOCOLS,
+    Span,
+    rolling_spans,
+    second_half_spans,
+    strided_spans,
+)
 
 DOCUMENTS = [list(range(100 * n, 100 * n + length)) for n, length in enumerate((7, 1, 12, 3, 20))]
 
@@ -20,8 +26,8 @@ def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> Non
     for length, window, stride in itertools.product(range(14), (2, 3, 5, 8), range(1, 9)):
         if stride > window:
             continue
-        spans = strided(length, window, stride)
-        counted = [t for s in spans for t in range(s.scored, s.end)]
+        spans = strided_spans(length, window, stride)
+        counted = [t for s in spans for t in range(s.score_start, s.end)]
         firsts = set(range(0, length, window)) if stride == window else {0}
         assert counted == [t for t in range(length) if t not in firsts]
         for span in spans:
@@ -29,7 +35,7 @@ def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> Non
             assert span.end == min(span.start + window, length)
             # No earlier window of the same stride holds the token.
             assert all(span.start == 0 or t >= span.start - stride + window or stride == window
-                       for t in range(span.scored, span.end))  # fmt: skip
+                       for t in range(span.score_start, span.end))  # fmt: skip
 
 
 def test_second_half_counts_as_llama_perplexity_does() -> None:
@@ -42,15 +48,18 @@ def test_second_half_counts_as_llama_perplexity_does() -> None:
             for start in range(0, length // window * window, window)
             for logit in range(window // 2, window - 1)
         ]
-        spans = second_half(length, window)
-        assert [t for s in spans for t in range(s.scored, s.end)] == expected
+        spans = second_half_spans(length, window)
+        assert [t for s in spans for t in range(s.score_start, s.end)] == expected
         assert all(s.end - s.start == window for s in spans)
 
 
 def test_rolling_is_the_harness_documented_example() -> None:
     """The example in lm-evaluation-harness's model guide: ten tokens, context 4, a prefix."""
     text = ["BOS", *range(10)]
-    seen = [(text[s.start : s.end - 1], text[s.scored : s.end]) for s in rolling(len(text), 4 + 1)]
+    seen = [
+        (text[s.start : s.end - 1], text[s.score_start : s.end])
+        for s in rolling_spans(len(text), 4 + 1)
+    ]
     assert seen == [
         (["BOS", 0, 1, 2], [0, 1, 2, 3]),
         ([3, 4, 5, 6], [4, 5, 6, 7]),
@@ -62,7 +71,7 @@ def test_rolling_is_the_harness_documented_example() -> None:
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None:
     made = loader(
-        DOCUMENTS, window=6, batch=4, protocol=protocol, bucketed=bucketed, order="length"
+        DOCUMENTS, window=6, batch=4, protocol=protocol, use_buckets=bucketed, order="length"
     )
     seen = []
     for batch, _ in made.batches():
@@ -79,7 +88,9 @@ def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None
             span = made.spans[number]
             ids = DOCUMENTS[span.document]
             assert batch.token_BT[b, :length].tolist() == ids[span.start : span.end]
-            assert batch.token_BT[b][batch.scored_BT[b]].tolist() == ids[span.scored : span.end]
+            assert (
+                batch.token_BT[b][batch.scored_BT[b]].tolist() == ids[span.score_start : span.end]
+            )
             seen.append(int(number))
     assert sorted(seen) == list(range(len(made.spans)))
     assert len(made) == -(-len(made.spans) // 4)
@@ -88,7 +99,7 @@ def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None
 def test_a_bucketed_batch_is_as_wide_as_it_must_be() -> None:
     """Widths are a power of two of inputs and one more, from 9 to the loader's own."""
     documents = [list(range(length)) for length in (3, 9, 10, 17, 18, 33, 40)]
-    made = loader(documents, window=41, batch=1, bucketed=True)
+    made = loader(documents, window=41, batch=1, use_buckets=True)
     widths = [batch.token_BT.shape[1] for batch, _ in made.batches()]
     assert widths == [9, 9, 17, 17, 33, 33, 41]
 

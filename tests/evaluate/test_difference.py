@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.evaluate.equivalence.compare import Report, compare_text, example
-from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, measure, ulp_distance
-from jaxllm.evaluate.equivalence.report import to_json, to_text
+from jaxllm.evaluate.parity.compare import Report, compare_greedy, example_case
+from jaxllm.evaluate.parity.report import to_json, to_text
+from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, measure, ulp_distance
 
 STRICT = TOLERANCES["float32"]
 
@@ -63,7 +63,7 @@ def test_the_tolerance_is_of_the_references_numbers() -> None:
 def test_margins_are_of_the_reference_where_the_first_token_differs() -> None:
     theirs = np.array([[[5.0, 1, 2], [6, 1, 2], [0, 3, 2.75]], [[1, 4, 3], [3.5, 4, 3], [7, 6, 0]]])
     ours = np.array([[[5.0, 1, 2], [6, 1, 2], [0, 3, 3.5]], [[1, 4, 3], [5, 3, 3.5], [7, 6, 0]]])
-    found = compare_text(ours, theirs, Tolerance(1e-5))
+    found = compare_greedy(ours, theirs, Tolerance(1e-5))
     assert (found.compared, found.agreed) == (6, 4)
     # By step and then by row: row 1 differs at step 1, where 4 leads 3.5; row 0 only at step 2.
     assert found.first is not None
@@ -72,14 +72,14 @@ def test_margins_are_of_the_reference_where_the_first_token_differs() -> None:
     assert found.allowed_margin == 1e-3
     assert not found.holds
     # 2 x atol x the largest logit, 7: room for both of two logits to be off by the tolerance.
-    loose = compare_text(ours, theirs, Tolerance(0.04))
+    loose = compare_greedy(ours, theirs, Tolerance(0.04))
     assert loose.allowed_margin == pytest.approx(0.56)
     assert loose.holds
 
 
 def _tiny_report() -> Report:
     found = measure("x", np.float32([1, 2]), np.float32([1, np.nan]), STRICT)
-    greedy = compare_text(np.ones((1, 1, 2)), np.ones((1, 1, 2)), STRICT)
+    greedy = compare_greedy(np.ones((1, 1, 2)), np.ones((1, 1, 2)), STRICT)
     return Report("a", "b", "float32", STRICT, (found,), (), greedy)
 
 
@@ -100,8 +100,8 @@ def test_text_report_fits_and_explains_columns() -> None:
 
 
 def test_the_example_is_deterministic_and_unequal() -> None:
-    case = example(None, 131, 9)
-    np.testing.assert_array_equal(case.token_BT, example(None, 131, 9).token_BT)
+    case = example_case(None, 131, 9)
+    np.testing.assert_array_equal(case.token_BT, example_case(None, 131, 9).token_BT)
     assert (case.position_BT >= 0).sum(axis=1).tolist() == [9, 6]
-    text = example(list(range(100)), 131, 9)
+    text = example_case(list(range(100)), 131, 9)
     assert text.token_BT.tolist() == [list(range(9)), [0, 0, 0, *range(9, 15)]]

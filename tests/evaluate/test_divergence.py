@@ -47,8 +47,10 @@ def distributions(twin: Twin, made: Loader) -> tuple[np.ndarray, np.ndarray]:
     for span in made.spans:
         ids = np.asarray(made.documents[span.document][span.start : span.end])
         logits = twin.logits(ids[None])[0].astype(np.float64)
-        rows.append(scipy.special.log_softmax(logits, axis=-1)[span.scored - span.start - 1 : -1])
-        targets.append(ids[span.scored - span.start :])
+        rows.append(
+            scipy.special.log_softmax(logits, axis=-1)[span.score_start - span.start - 1 : -1]
+        )
+        targets.append(ids[span.score_start - span.start :])
     return np.concatenate(rows), np.concatenate(targets)
 
 
@@ -90,7 +92,7 @@ def test_same_top_counts_what_differs() -> None:
     """Four tokens, one of which changes: 3/4, with the error of a share."""
     kl = np.array([0.0, 0.5, 1.0, 2.5])
     same = np.array([True, True, False, True])
-    found = Divergence.of(Differences(kl, same, -np.ones(4), -2 * np.ones(4)))
+    found = Divergence.from_differences(Differences(kl, same, -np.ones(4), -2 * np.ones(4)))
     assert found.same_top.mean == 0.75
     assert found.same_top.error == pytest.approx(np.sqrt(0.75 * 0.25 / 3))
     assert (found.kl_median, found.kl_max) == (0.75, 2.5)

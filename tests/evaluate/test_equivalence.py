@@ -16,18 +16,24 @@ import torch
 import jaxllm
 from jaxllm import ops
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.evaluate.equivalence.compare import Report, verify
-from jaxllm.evaluate.equivalence.difference import TOLERANCES, Tolerance, ulp_distance
-from jaxllm.evaluate.equivalence.reference import Transformers
-from jaxllm.evaluate.equivalence.report import to_png, to_text
-from jaxllm.evaluate.equivalence.sides import Case, Decoded, Ours, by_position, padded
-from jaxllm.evaluate.equivalence.stages import stage_names, stages
+from jaxllm.evaluate.parity.activations import activation_names, activations
+from jaxllm.evaluate.parity.backends import (
+    DecodeOutput,
+    JaxBackend,
+    ParityCase,
+    pad_case,
+    to_positions,
+)
+from jaxllm.evaluate.parity.compare import Report, verify
+from jaxllm.evaluate.parity.report import to_png, to_text
+from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, ulp_distance
+from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.weights.paths import map_leaves
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 
 STRICT = TOLERANCES["float32"]
 TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
-CASE = padded(TEXTS)
+CASE = pad_case(TEXTS)
 NEW = 6
 
 
@@ -36,14 +42,14 @@ class Pair:
     """One checkpoint on both sides."""
 
     twin: Twin
-    ours: Ours
-    theirs: Transformers
+    ours: JaxBackend
+    theirs: TransformersBackend
 
 
 def _pair(directory: Path, dtype: str = "float32") -> Pair:
     twin = load_twin(directory, dtype)
-    ours = Ours("ours", twin.model, twin.params)
-    return Pair(twin, ours, Transformers.load(directory, dtype))
+    ours = JaxBackend("ours", twin.model, twin.params)
+    return Pair(twin, ours, TransformersBackend.load(directory, dtype))
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -72,7 +78,7 @@ ENDS = (0, 1, 3, 15, 255, 4095, 65535, 2**63)  # of the ULP histogram's buckets
 
 
 def test_every_figure_is_what_plain_numpy_says(pair: Pair, report: Report) -> None:
-    mine, theirs = pair.ours.stages(CASE), pair.theirs.stages(CASE)
+    mine, theirs = pair.ours.activations(CASE), pair.theirs.activations(CASE)
     assert [d.name for d in report.stages] == list(theirs)
     real = CASE.position_BT >= 0
     for found in report.stages:
@@ -124,8 +130,8 @@ def test_both_models_hold_at_every_stage(pair: Pair, report: Report) -> None:
 def test_the_taps_are_what_transformers_itself_returns(pair: Pair) -> None:
     """Hidden states, keys, values and the greedy text by transformers' own outputs."""
     ids = tokens(2, 9)
-    case = padded(ids.tolist())
-    found = pair.theirs.stages(case)
+    case = pad_case(ids.tolist())
+    found = pair.theirs.activations(case)
     model = pair.twin.torch_model
     with torch.no_grad():
         plain = model(torch.tensor(ids), output_hidden_states=True, output_attentions=True)
@@ -159,15 +165,18 @@ def test_the_taps_are_what_transformers_itself_returns(pair: Pair) -> None:
 def test_the_pieces_of_a_case_are_one_text(pair: Pair) -> None:
     """Whatever is padded where, and through the cache or not: the same numbers on both sides."""
     np.testing.assert_array_equal(
-        by_position(np.array([[7, 8, 9], [4, 5, 6]]), np.array([[-1, 1, 0], [0, 2, -3]])),
+        to_positions(np.array([[7, 8, 9], [4, 5, 6]]), np.array([[-1, 1, 0], [0, 2, -3]])),
         [[9, 8, 0], [4, 0, 5]],
     )
     for side in (pair.ours, pair.theirs):
-        whole, cached = side.stages(CASE), side.stages(dataclasses.replace(CASE, cached=5))
+        whole, cached = (
+            side.activations(CASE),
+            side.activations(dataclasses.replace(CASE, num_cached=5)),
+        )
         for name, x in cached.items():
             real = CASE.real_BT[:, 5:]
             assert_close(x[real], whole[name][:, 5:][real])
-        left, right = side.decode(CASE, 2), side.decode(padded(TEXTS, "right"), 2)
+        left, right = side.decode(CASE, 2), side.decode(pad_case(TEXTS, "right"), 2)
         np.testing.assert_array_equal(left.held_BP, [[True] * 10, [True] * 7 + [False] * 3])
         np.testing.assert_array_equal(left.held_BP, right.held_BP)
         assert_close(left.logits_BNV, right.logits_BNV)
@@ -180,9 +189,9 @@ def test_the_pieces_of_a_case_are_one_text(pair: Pair) -> None:
 def test_stages_say_what_forward_says(llama: Pair) -> None:
     """The public function, with a cache and without, by the steps' own outputs and by hand."""
     ids = tokens(2, 9)
-    found = stages(llama.twin.model, llama.twin.params, None, ids)
+    found = activations(llama.twin.model, llama.twin.params, None, ids)
     out = jaxllm.forward(llama.twin.model, llama.twin.params, None, ids, hidden_states=True)
-    assert list(found) == stage_names("llama", 3)
+    assert list(found) == activation_names("llama", 3)
     assert out.hidden_states is not None
     np.testing.assert_array_equal(found["layers.0"], out.hidden_states[1])
     assert_close(found["norm"], np.asarray(out.hidden_states[-1]))
@@ -192,20 +201,20 @@ def test_stages_say_what_forward_says(llama: Pair) -> None:
     assert_close(found["layers.1.attention"], heads.reshape(2, 9, -1) @ o_proj.T)
     cache = jaxllm.init_cache(llama.twin.config, 2, 16)
     cache = jaxllm.prefill(llama.twin.model, llama.twin.params, cache, ids[:, :5])[1]
-    rest = stages(llama.twin.model, llama.twin.params, cache, ids[:, 5:])
+    rest = activations(llama.twin.model, llama.twin.params, cache, ids[:, 5:])
     for name, x in rest.items():
         assert_close(x, np.asarray(found[name])[:, 5:])
 
 
 def test_an_unknown_family_has_no_stages() -> None:
     with pytest.raises(ConfigError, match="model_type 'bert' is not supported"):
-        stage_names("bert", 2)
+        activation_names("bert", 2)
 
 
 # What is broken is found, where it is.
 
 
-def _with(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> Ours:
+def _with(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
     changed = []
 
     def at(name: str, x: jax.Array) -> jax.Array:
@@ -255,11 +264,13 @@ def test_one_changed_weight_is_found_at_its_stage(pair: Pair) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgetful(Ours):
+class Forgetful(JaxBackend):
     """A side whose cache holds one wrong number: layer 1's v of row 0 at position 7."""
 
-    def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        right = super().decode(case, steps, text_BN)
+    def decode(
+        self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
+    ) -> DecodeOutput:
+        right = super().decode(case, steps, forced_BN)
         v = [x.copy() for x in right.v]
         v[1][0, 7, 1, 2] += 0.01
         return right._replace(v=tuple(v))
@@ -285,7 +296,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def test_bfloat16_holds_by_its_distance_to_float32(halves: Pair) -> None:
-    exact = Transformers.load(halves.twin.directory, "float32")
+    exact = TransformersBackend.load(halves.twin.directory, "float32")
     found = verify(halves.ours, halves.theirs, CASE, new_tokens=3, exact=exact)
     print(to_text(found))
     assert found.holds
@@ -293,8 +304,10 @@ def test_bfloat16_holds_by_its_distance_to_float32(halves: Pair) -> None:
     assert {d.dtype for d in found.differences} == {"bfloat16"}
 
     def off(side: Any) -> float:
-        right, real = exact.stages(CASE)["logits"], CASE.position_BT >= 0
-        return float(np.linalg.norm((side.stages(CASE)["logits"].astype(np.float64) - right)[real]))
+        right, real = exact.activations(CASE)["logits"], CASE.position_BT >= 0
+        return float(
+            np.linalg.norm((side.activations(CASE)["logits"].astype(np.float64) - right)[real])
+        )
 
     assert found.drift == pytest.approx(off(halves.ours) / off(halves.theirs))
     assert found.drift <= 1.5
@@ -307,7 +320,7 @@ def test_bfloat16_holds_by_its_distance_to_float32(halves: Pair) -> None:
 def test_two_formats_of_ours_are_compared(llama: Pair) -> None:
     half = jaxllm.Precision.uniform("bfloat16")
     model = jaxllm.build(llama.twin.config, half)
-    ours = Ours("bfloat16", model, jaxllm.cast(llama.twin.params, half))
+    ours = JaxBackend("bfloat16", model, jaxllm.cast(llama.twin.params, half))
     strict = verify(ours, llama.ours, CASE, new_tokens=2, tolerance=STRICT)
     assert strict.first is not None
     assert strict.first.name == "embed_tokens"
@@ -322,10 +335,10 @@ def test_two_formats_of_ours_are_compared(llama: Pair) -> None:
 
 def test_cases_that_do_not_fit_are_refused(llama: Pair, pair: Pair) -> None:
     for case, words in (
-        (padded([[1, 131]]), "token id 131"),
-        (Case(np.ones((1, 3), np.int32), np.int32([[0, 1]])), "shapes"),
-        (Case(np.ones((1, 3), np.int32), np.int32([[-2, 0, 1]])), "position -2"),
-        (dataclasses.replace(padded([[1, 2, 3], [4]]), cached=2), "every row"),
+        (pad_case([[1, 131]]), "token id 131"),
+        (ParityCase(np.ones((1, 3), np.int32), np.int32([[0, 1]])), "shapes"),
+        (ParityCase(np.ones((1, 3), np.int32), np.int32([[-2, 0, 1]])), "position -2"),
+        (dataclasses.replace(pad_case([[1, 2, 3], [4]]), num_cached=2), "every row"),
     ):
         with pytest.raises(TokenError, match=words):
             verify(llama.ours, llama.theirs, case, new_tokens=1)
@@ -343,7 +356,7 @@ def test_without_torch_the_way_out_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[test\]'"):
-        Transformers.load(Path("nowhere"))
+        TransformersBackend.load(Path("nowhere"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="matplotlib"):
         to_png(report, Path("nowhere.png"))
@@ -436,7 +449,7 @@ def test_the_command_refuses_by_name(run: Any, llama: Pair) -> None:
 def test_a_rotation_off_by_one_position_is_found_in_its_layer(
     turned: str, stage: str, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 1 rotates by the angles of the next position; that attention does not see `both`."""
+    """Layer 1 rotates by the angles of the next position; that attention does not see `gate_up`."""
     rotate, calls = ops.rotate, iter(range(1000))
     broken = {"both": (2, 3), "q": (2,), "k": (3,)}[turned]  # of the calls: q and k of each layer
 

@@ -15,7 +15,7 @@ from jaxllm.errors import CapacityError, CheckpointError, ConfigError, NonFinite
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.evaluate.likelihood.perplexity import Perplexity, perplexity, token_logprobs
 from jaxllm.evaluate.likelihood.score import score
-from jaxllm.files import locked
+from jaxllm.files import lock_file
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import map_leaves
 from tests.conftest import Run
@@ -108,7 +108,7 @@ def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list
         together = token_logprobs(
             twin.model,
             twin.params,
-            loader(documents, window=WINDOW, batch=3, bucketed=bucketed),
+            loader(documents, window=WINDOW, batch=3, use_buckets=bucketed),
         )
         alone = np.concatenate([losses(twin, d) for d in documents if len(d) > 1])
         np.testing.assert_allclose(-together, alone, atol=1e-4, rtol=1e-4)
@@ -116,22 +116,22 @@ def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list
 
 def test_the_standard_error_is_scipys() -> None:
     logprob_N = -np.random.default_rng(0).gamma(2.0, 1.5, 500).astype(np.float32)
-    found = Perplexity.of(logprob_N)
+    found = Perplexity.from_logprobs(logprob_N)
     nll = -logprob_N.astype(np.float64)
     assert found.nll.mean == pytest.approx(nll.mean(), rel=1e-12)
     assert found.nll.error == pytest.approx(scipy.stats.sem(nll), rel=1e-12)
     assert found.perplexity.mean == pytest.approx(np.exp(nll.mean()), rel=1e-12)
     # To first order: what the perplexity does when the mean moves by its error.
-    small = Perplexity.of(np.tile(logprob_N, 2000))
+    small = Perplexity.from_logprobs(np.tile(logprob_N, 2000))
     moved = np.exp(nll.mean() + small.nll.error) - np.exp(nll.mean())
     assert small.perplexity.error == pytest.approx(moved, rel=1e-2)
 
 
 def test_one_token_has_no_error_and_a_hopeless_model_is_infinitely_perplexed() -> None:
-    one = Perplexity.of(np.array([-2.0]))
+    one = Perplexity.from_logprobs(np.array([-2.0]))
     assert one.perplexity.mean == pytest.approx(np.exp(2.0))
     assert np.isnan(one.perplexity.error)
-    assert Perplexity.of(np.array([-2000.0, -1000.0])).perplexity.mean == np.inf
+    assert Perplexity.from_logprobs(np.array([-2000.0, -1000.0])).perplexity.mean == np.inf
 
 
 def test_an_interrupted_evaluation_goes_on_from_its_journal(
@@ -223,7 +223,7 @@ def test_a_journal_that_was_altered_is_refused_by_its_line(journaled: Any, tmp_p
 def test_one_process_at_a_time_has_a_journal(journaled: Any, tmp_path: Path) -> None:
     run, text, whole = journaled
     journal = tmp_path / "journal"
-    with locked(journal), pytest.raises(CheckpointError, match="in use by another process"):
+    with lock_file(journal), pytest.raises(CheckpointError, match="in use by another process"):
         run(journal)
     np.testing.assert_array_equal(run(journal), whole)
     assert journal.read_text() == text

@@ -10,7 +10,7 @@ import torch
 
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import loader
-from jaxllm.evaluate.likelihood.positions import by_position, edges, token_positions
+from jaxllm.evaluate.likelihood.loss_by_position import bucket_edges, bucket_losses, token_positions
 from jaxllm.text.tokenizer import Tokenizer
 from tests.conftest import Run
 from tests.twins import load_twin
@@ -20,21 +20,21 @@ WINDOW, STRIDE = 48, 30
 
 
 def test_edges_double_or_are_of_equal_size() -> None:
-    assert edges(48) == [1, 2, 4, 8, 16, 32, 48]
-    assert edges(33) == [1, 2, 4, 8, 16, 32, 33]
-    assert edges(2) == [1, 2]
-    assert edges(13, 3) == [1, 5, 9, 13]
-    assert edges(13, 12) == list(range(1, 14))
+    assert bucket_edges(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert bucket_edges(33) == [1, 2, 4, 8, 16, 32, 33]
+    assert bucket_edges(2) == [1, 2]
+    assert bucket_edges(13, 3) == [1, 5, 9, 13]
+    assert bucket_edges(13, 12) == list(range(1, 14))
     for wrong in (0, 13):
         with pytest.raises(ConfigError, match="buckets must be from 1 to 12"):
-            edges(13, wrong)
+            bucket_edges(13, wrong)
 
 
 @pytest.mark.parametrize("protocol", ["strided", "second-half", "rolling"])
 def test_every_token_stands_where_its_span_says(protocol: str) -> None:
     documents = [list(range(50)), [1], list(range(7))]
     made = loader(documents, window=16, stride=5, protocol=protocol, batch=3)
-    expected = [i - s.start for s in made.spans for i in range(s.scored, s.end)]
+    expected = [i - s.start for s in made.spans for i in range(s.score_start, s.end)]
     np.testing.assert_array_equal(token_positions(made), expected)
 
 
@@ -42,7 +42,7 @@ def test_a_bucket_without_tokens_says_so_and_totals_are_all_of_it() -> None:
     rng = np.random.default_rng(0)
     logprob_N = -rng.gamma(2.0, 1.0, 200).astype(np.float32)
     position_N = rng.integers(1, 9, 200)
-    found = by_position(logprob_N, position_N, edges(20))
+    found = bucket_losses(logprob_N, position_N, bucket_edges(20))
     assert sum(b.tokens for b in found) == 200
     total = -logprob_N.astype(np.float64).sum()
     assert sum(b.total for b in found) == pytest.approx(total, rel=1e-13)

@@ -11,7 +11,7 @@ import scipy.special
 import jaxllm
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Loader, loader
-from jaxllm.evaluate.likelihood.sensitivity import groups, plot, sensitivity
+from jaxllm.evaluate.likelihood.sensitivity import matrix_groups, measure_sensitivity, plot
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.conftest import Run
@@ -53,8 +53,8 @@ def by_hand(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> tupl
 def test_the_ranking_is_that_of_brute_force(
     demo: jaxllm.LM, made: Loader, by: str, name: str
 ) -> None:
-    rows = sensitivity(demo.model, demo.params, made, name, by=by)
-    assert {row.group: row.regex for row in rows} == groups(demo.params, by)
+    rows = measure_sensitivity(demo.model, demo.params, made, name, group_by=by)
+    assert {row.group: row.regex for row in rows} == matrix_groups(demo.params, by)
     expected = {row.group: by_hand(demo, made, [(row.regex, name)]) for row in rows}
     for row in rows:
         kl, same = expected[row.group]
@@ -67,15 +67,18 @@ def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -
     """Whatever is lowered, and to what: its numbers run in the model that is there."""
     windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length of its own
     for name in ("int4", "bfloat16"):  # rounding to a format is compiled too, by shapes
-        sensitivity(demo.model, demo.params, windows, name, by="kind")
+        measure_sensitivity(demo.model, demo.params, windows, name, group_by="kind")
     before = len(compiled)
     for name in ("int4", "bfloat16"):
-        assert len(sensitivity(demo.model, demo.params, windows, name, by="layer")) >= 5
+        assert (
+            len(measure_sensitivity(demo.model, demo.params, windows, name, group_by="layer")) >= 5
+        )
     assert compiled[before:] == []
 
 
 def test_bytes_are_those_of_the_formats(demo: jaxllm.LM, made: Loader) -> None:
-    (first, *_) = [r for r in sensitivity(demo.model, demo.params, made, "bfloat16", by="layer")
+    rows = measure_sensitivity(demo.model, demo.params, made, "bfloat16", group_by="layer")
+    (first, *_) = [r for r in rows
                    if r.group == "layers.0"]  # fmt: skip
     size = sum(
         leaf.size for path, leaf in flatten(demo.params)
@@ -90,7 +93,7 @@ def test_groups_cover_every_matrix_once(family: str) -> None:
     matrices = [path for path, leaf in flatten(params) if leaf.ndim == 2]
     sizes = {}
     for by in ("layer", "kind", "module"):
-        found = groups(params, by)
+        found = matrix_groups(params, by)
         sizes[by] = len(found)
         covered = [p for regex in found.values() for p in matrices if re.fullmatch(regex, p)]
         assert sorted(covered) == sorted(matrices)
@@ -98,14 +101,14 @@ def test_groups_cover_every_matrix_once(family: str) -> None:
     kinds = (len(matrices) - outside) // 2
     assert sizes == {"layer": 2 + outside, "kind": kinds + outside, "module": len(matrices)}
     names = {"llama": "mlp.down_proj", "gpt2": "attn.c_attn"}
-    assert names[family] in groups(params, "kind")
+    assert names[family] in matrix_groups(params, "kind")
 
 
 def test_bad_requests_are_refused(demo: jaxllm.LM, made: Loader) -> None:
     with pytest.raises(ConfigError, match="by must be one of layer, kind, module"):
-        sensitivity(demo.model, demo.params, made, "int8", by="head")
+        measure_sensitivity(demo.model, demo.params, made, "int8", group_by="head")
     with pytest.raises(ConfigError, match="int5"):
-        sensitivity(demo.model, demo.params, made, "int5")
+        measure_sensitivity(demo.model, demo.params, made, "int5")
 
 
 def test_the_command_prints_draws_and_ranks(
@@ -129,7 +132,7 @@ def test_the_command_prints_draws_and_ranks(
 
 
 def test_a_plot_of_equal_models_draws(tmp_path: Path, demo: jaxllm.LM, made: Loader) -> None:
-    rows = sensitivity(demo.model, demo.params, made, "float32", by="layer")
+    rows = measure_sensitivity(demo.model, demo.params, made, "float32", group_by="layer")
     assert all(row.divergence.kl.mean == 0 for row in rows)
     plot(rows, tmp_path / "plot.png", "nothing changed")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -13,13 +13,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
+from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
-from jaxllm.evaluate.equivalence.difference import Tolerance
-from jaxllm.evaluate.equivalence.reference import Transformers
-from jaxllm.evaluate.equivalence.sides import Case, Decoded, Ours, padded
-from jaxllm.evaluate.equivalence.stages import stage_names
-from jaxllm.evaluate.equivalence.vectors import check, make, read
-from jaxllm.located import DEMOS
+from jaxllm.evaluate.parity.activations import activation_names
+from jaxllm.evaluate.parity.backends import DecodeOutput, JaxBackend, ParityCase, pad_case
+from jaxllm.evaluate.parity.golden import check, make, read
+from jaxllm.evaluate.parity.tolerance import Tolerance
+from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.weights.paths import map_leaves
 from tests.conftest import ROOT
 from tests.twins import random_model, save_random
@@ -29,19 +29,19 @@ TEXTS = [[5, 77, 130, 1, 9], [12, 8, 3]]
 
 
 @pytest.fixture(scope="module")
-def tiny() -> Ours:
+def tiny() -> JaxBackend:
     model, params = random_model("llama")
-    return Ours("tiny", model, params)
+    return JaxBackend("tiny", model, params)
 
 
 @pytest.fixture(scope="module")
-def frozen(tiny: Ours, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def frozen(tiny: JaxBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("vectors") / "tiny"
     make(directory, tiny, TEXTS, new_tokens=3)
     return directory
 
 
-def _with(ours: Ours, path: str, change: Callable[[jax.Array], jax.Array]) -> Ours:
+def _with(ours: JaxBackend, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
     params = map_leaves(lambda p, x: change(x) if p == path else x, ours.params)
     return dataclasses.replace(ours, params=params)
 
@@ -54,7 +54,7 @@ def test_the_demo_equals_what_transformers_computed(name: str) -> None:
     vectors = read(COMMITTED / name)
     assert vectors.made_by.startswith("transformers")
     lm = jaxllm.load(f"demo:{name}", dtype="float32")
-    checked = check(vectors, Ours(name, lm.model, lm.params))
+    checked = check(vectors, JaxBackend(name, lm.model, lm.params))
     for case, report in checked.reports.items():
         print(case, max(d.relative_max for d in report.differences))
         assert report.holds, case
@@ -68,11 +68,11 @@ def test_the_demo_equals_what_transformers_computed(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_transformers_still_computes_the_committed_vectors(name: str) -> None:
-    vectors, theirs = read(COMMITTED / name), Transformers.load(DEMOS / name)
-    case = padded(vectors.texts)
-    for stage, x in theirs.stages(case).items():
+    vectors, theirs = read(COMMITTED / name), TransformersBackend.load(DEMO_DIR / name)
+    case = pad_case(vectors.texts)
+    for stage, x in theirs.activations(case).items():
         close = {"rtol": 1e-4, "atol": 1e-5 * max(1.0, float(np.abs(x).max()))}
-        np.testing.assert_allclose(x[case.real_BT], vectors.stages[stage], **close)
+        np.testing.assert_allclose(x[case.real_BT], vectors.activations[stage], **close)
     decoded = theirs.decode(case, vectors.generated_BN.shape[1])
     np.testing.assert_array_equal(decoded.token_BN, vectors.generated_BN)
 
@@ -83,12 +83,12 @@ def test_the_committed_files_are_small_and_plain() -> None:
     assert sum(f.stat().st_size for f in files) < 1_000_000
     tensors = load_file(COMMITTED / "llama" / "vectors.safetensors")
     header = json.loads((COMMITTED / "llama" / "vectors.json").read_text(encoding="utf-8"))
-    assert header["stages"] == stage_names("llama", header["config"]["num_hidden_layers"])
+    assert header["stages"] == activation_names("llama", header["config"]["num_hidden_layers"])
     tokens = sum(map(len, header["texts"]))
     assert {x.shape[0] for n, x in tensors.items() if "generated" not in n} == {tokens}
     assert {x.dtype for n, x in tensors.items() if n != "generated"} == {np.dtype(np.float32)}
     assert tensors["embed_tokens"].shape == (tokens, header["config"]["hidden_size"])
-    table = load_file(DEMOS / "llama" / "model.safetensors")["model.embed_tokens.weight"]
+    table = load_file(DEMO_DIR / "llama" / "model.safetensors")["model.embed_tokens.weight"]
     ids = [token for text in header["texts"] for token in text]
     np.testing.assert_array_equal(tensors["embed_tokens"], table[ids].astype(np.float32))
 
@@ -96,11 +96,11 @@ def test_the_committed_files_are_small_and_plain() -> None:
 # What changes is seen.
 
 
-def test_the_same_model_holds(tiny: Ours, frozen: Path) -> None:
+def test_the_same_model_holds(tiny: JaxBackend, frozen: Path) -> None:
     checked = check(read(frozen), tiny)
     assert checked.holds
     assert all(report.holds for report in checked.reports.values())
-    assert checked.differs == ()
+    assert checked.model_mismatches == ()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_the_same_model_holds(tiny: Ours, frozen: Path) -> None:
     ],
 )
 def test_one_flipped_number_is_found_at_its_stage(
-    path: str, stage: str, tiny: Ours, frozen: Path
+    path: str, stage: str, tiny: JaxBackend, frozen: Path
 ) -> None:
     """The sign of the largest number of one tensor."""
 
@@ -121,7 +121,7 @@ def test_one_flipped_number_is_found_at_its_stage(
         return x.at[at].multiply(-1)
 
     checked = check(read(frozen), _with(tiny, path, flip))
-    assert checked.differs == ("weights",)
+    assert checked.model_mismatches == ("weights",)
     for report in checked.reports.values():
         assert report.first is not None
         assert report.first.name == stage
@@ -129,33 +129,37 @@ def test_one_flipped_number_is_found_at_its_stage(
     assert not checked.holds
 
 
-def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: Ours, frozen: Path) -> None:
+def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: JaxBackend, frozen: Path) -> None:
     """Row 100 of the token table is in none of the texts (and the head is a table of its own)."""
     vectors = read(frozen)
     assert not any(100 in row for row in (*vectors.texts, *vectors.generated_BN.tolist()))
     other = _with(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
     checked = check(vectors, other)
     assert checked.numbers_hold
-    assert checked.differs == ("weights",)
+    assert checked.model_mismatches == ("weights",)
     assert not checked.holds
 
 
 @dataclasses.dataclass(frozen=True)
-class Shifted(Ours):
+class Shifted(JaxBackend):
     """A side that takes padding on the left for text: its positions begin at the padding."""
 
-    def stages(self, case: Case) -> dict[str, np.ndarray]:
+    def activations(self, case: ParityCase) -> dict[str, np.ndarray]:
         B, T = case.token_BT.shape
         everything = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
-        return super().stages(dataclasses.replace(case, position_BT=everything))
+        return super().activations(dataclasses.replace(case, position_BT=everything))
 
-    def decode(self, case: Case, steps: int, text_BN: np.ndarray | None = None) -> Decoded:
-        return super().decode(case, steps, text_BN)
+    def decode(
+        self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
+    ) -> DecodeOutput:
+        return super().decode(case, steps, forced_BN)
 
 
-def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(tiny: Ours, frozen: Path) -> None:
+def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(
+    tiny: JaxBackend, frozen: Path
+) -> None:
     checked = check(read(frozen), Shifted("shifted", tiny.model, tiny.params))
-    assert checked.differs == ()
+    assert checked.model_mismatches == ()
     wrong = {name: report.first for name, report in checked.reports.items()}
     # On the right a causal model does not see it; on the left the keys stand elsewhere.
     assert wrong["text 0"] is None
@@ -165,13 +169,15 @@ def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(tiny: Ours, fr
     assert wrong["left"].worst[0] == 1  # the row that has padding
 
 
-def test_rounded_weights_differ_and_hold_loosely(tiny: Ours, frozen: Path, tmp_path: Path) -> None:
+def test_rounded_weights_differ_and_hold_loosely(
+    tiny: JaxBackend, frozen: Path, tmp_path: Path
+) -> None:
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), tiny.params)
     vectors = read(
         _edited(frozen, tmp_path / "half", lambda h: h["precision"].update(cache="int8"))
     )
     checked = check(vectors, dataclasses.replace(tiny, params=params), tolerance=Tolerance(0.5))
-    assert checked.differs == ("precision", "weights")
+    assert checked.model_mismatches == ("precision", "weights")
     assert all(report.first is None for report in checked.reports.values())
     assert not checked.holds
     assert not check(vectors, dataclasses.replace(tiny, params=params)).numbers_hold
@@ -180,7 +186,7 @@ def test_rounded_weights_differ_and_hold_loosely(tiny: Ours, frozen: Path, tmp_p
 # Files.
 
 
-def test_what_was_written_can_be_read_without_this_library(tiny: Ours, frozen: Path) -> None:
+def test_what_was_written_can_be_read_without_this_library(tiny: JaxBackend, frozen: Path) -> None:
     """Positions say where each of a case's tokens is in the tensors; the logits are the model's."""
     header = json.loads((frozen / "vectors.json").read_text(encoding="utf-8"))
     tensors = load_file(frozen / "vectors.safetensors")
@@ -248,7 +254,7 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
 
 
 def test_vectors_are_not_written_over_and_texts_are_checked(
-    tiny: Ours, frozen: Path, tmp_path: Path
+    tiny: JaxBackend, frozen: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match="already holds"):
         make(frozen, tiny, TEXTS)
@@ -264,7 +270,7 @@ def test_vectors_are_not_written_over_and_texts_are_checked(
 def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
     model, params = random_model("gpt2")
     with pytest.raises(ConfigError, match="different activations"):
-        check(read(frozen), Ours("gpt2", model, params))
+        check(read(frozen), JaxBackend("gpt2", model, params))
 
 
 # The command.

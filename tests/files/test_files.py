@@ -15,21 +15,21 @@ import pytest
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError
 from jaxllm.files import (
     as_schema,
+    atomic_directory,
+    atomic_file,
     check_memory,
     check_vacant,
     compile_pattern,
-    complaints_of,
-    inside,
-    is_there,
-    locked,
+    field_errors,
+    lock_file,
     machine_memory,
     parse_json,
+    path_exists,
+    path_inside,
     read_bytes,
     read_json,
     read_text,
-    sweep,
-    writing,
-    writing_directory,
+    remove_partials,
 )
 
 # Reading.
@@ -59,7 +59,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
 def test_names_that_cannot_be_are_not_there(name: str, tmp_path: Path) -> None:
-    assert not is_there(tmp_path / name)
+    assert not path_exists(tmp_path / name)
     with pytest.raises(CheckpointError, match="cannot read"):
         read_bytes(tmp_path / name)
 
@@ -96,7 +96,7 @@ def test_json_of_bytes_and_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\\b", "a\0b"])
 def test_what_a_directory_names_lies_in_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a plain file name"):
-        inside(tmp_path, name)
+        path_inside(tmp_path, name)
 
 
 def test_links_are_followed_within_a_directory_only(tmp_path: Path) -> None:
@@ -104,15 +104,15 @@ def test_links_are_followed_within_a_directory_only(tmp_path: Path) -> None:
     home.mkdir()
     (home / "file").write_text("x")
     (home / "near").symlink_to("file")
-    assert inside(home, "near").read_text() == "x"
+    assert path_inside(home, "near").read_text() == "x"
     (tmp_path / "alias").symlink_to("home")
-    assert inside(tmp_path / "alias", "file").read_text() == "x"
+    assert path_inside(tmp_path / "alias", "file").read_text() == "x"
     (tmp_path / "outside").write_text("x")
     (home / "far").symlink_to("../outside")
     with pytest.raises(CheckpointError, match="far is a link that leaves the directory"):
-        inside(home, "far")
+        path_inside(home, "far")
     with pytest.raises(CheckpointError, match="missing is missing"):
-        inside(home, "missing")
+        path_inside(home, "missing")
 
 
 # Schemas.
@@ -158,7 +158,7 @@ def test_a_schema_says_what_was_got_where_it_can_be_named() -> None:
         as_schema([{"size": 1}, {"size": 12}], list[Part], "f")
     assert str(caught.value) == "f: [1].size must be a whole number <= 9, got 12"
     wrong = Part(size="x", kind="c", scale=1)  # type: ignore[arg-type]
-    assert complaints_of(wrong) == [
+    assert field_errors(wrong) == [
         "size must be a whole number, got 'x'",
         "kind must be one of a, b, got 'c'",
     ]
@@ -175,30 +175,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
         path.write_text("before")
-        with pytest.raises((KeyboardInterrupt, CheckpointError)), writing(path, "w") as file:
+        with pytest.raises((KeyboardInterrupt, CheckpointError)), atomic_file(path, "w") as file:
             file.write("after")
             raise error
         assert path.read_text() == "before"
         assert _names(tmp_path) == {"x"}
-    with writing(path, "w") as file:
+    with atomic_file(path, "w") as file:
         file.write("after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
     nowhere = tmp_path / "nowhere" / "x"
-    with pytest.raises(CheckpointError, match="x: No such file"), writing(nowhere):
+    with pytest.raises(CheckpointError, match="x: No such file"), atomic_file(nowhere):
         pass
 
 
 def test_a_link_is_written_through_and_a_device_stays_one(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("target")
-    with writing(tmp_path / "link", "w") as file:
+    with atomic_file(tmp_path / "link", "w") as file:
         file.write("x")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").read_text() == "x"
-    with writing(Path(os.devnull)) as file:
+    with atomic_file(Path(os.devnull)) as file:
         file.write(b"x")
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
-    with pytest.raises(CheckpointError, match="Is a directory"), writing(tmp_path):
+    with pytest.raises(CheckpointError, match="Is a directory"), atomic_file(tmp_path):
         pass
 
 
@@ -208,11 +208,11 @@ def test_a_directory_appears_whole_or_not_at_all(there: bool, tmp_path: Path) ->
     if there:
         target.mkdir(parents=True)
         (target / "mine").write_text("mine")
-    with pytest.raises(KeyboardInterrupt), writing_directory(target) as made:
+    with pytest.raises(KeyboardInterrupt), atomic_directory(target) as made:
         (made / "config.json").write_text("{}")
         raise KeyboardInterrupt
     assert target.exists() == there
-    with writing_directory(target) as made:
+    with atomic_directory(target) as made:
         (made / "config.json").write_text("{}")
         (made / "weights").write_text("w")
         assert not (target / "config.json").exists()
@@ -227,7 +227,7 @@ def test_the_working_directory_can_be_written_to(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     check_vacant(Path(), "config.json", "a checkpoint")
-    with writing_directory(Path()) as made:
+    with atomic_directory(Path()) as made:
         (made / "config.json").write_text("{}")
     assert _names(tmp_path) == {"config.json"}
     with pytest.raises(CheckpointError, match="is not a directory"):
@@ -244,20 +244,20 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) ->
     (folder / "x").write_text("")
     os.utime(folder, (long_ago, long_ago))
     (tmp_path / ".young.1.0.partial").write_text("")
-    with locked(tmp_path / ".kept.1.0.partial"):
-        sweep(tmp_path)
+    with lock_file(tmp_path / ".kept.1.0.partial"):
+        remove_partials(tmp_path)
     assert _names(tmp_path) == {".kept.1.0.partial", ".notes.partial", ".young.1.0.partial", "x"}
 
 
 def test_a_lock_is_held_once(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     in_use = pytest.raises(CheckpointError, match="in use by another process")
-    with locked(path), in_use, locked(path):
+    with lock_file(path), in_use, lock_file(path):
         pass
-    with locked(path):
+    with lock_file(path):
         pass
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CheckpointError, match="not a regular file"), locked(tmp_path / "pipe"):
+    with pytest.raises(CheckpointError, match="not a regular file"), lock_file(tmp_path / "pipe"):
         pass
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.files import give_back
+from jaxllm.files import release_pages
 
 
 def resident(path: Path) -> int:
@@ -25,12 +25,12 @@ def test_a_mapped_file_is_given_back_and_read_again(tmp_path: Path) -> None:
     assert array.sum() == (1 << 19) * ((1 << 20) - 1)
     assert resident(path) > 8000  # of 8192
     begin = array.ctypes.data
-    give_back(begin + 8, begin + array.nbytes)  # not what its first page also holds
+    release_pages(begin + 8, begin + array.nbytes)  # not what its first page also holds
     assert resident(path) <= 2 * mmap.PAGESIZE // 1024
     assert array.sum() == (1 << 19) * ((1 << 20) - 1)
 
 
 def test_other_memory_stays() -> None:
     array = np.arange(1 << 18)
-    give_back(array.ctypes.data, array.ctypes.data + array.nbytes)
+    release_pages(array.ctypes.data, array.ctypes.data + array.nbytes)
     np.testing.assert_array_equal(array, np.arange(1 << 18))

@@ -10,33 +10,33 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, fresh, write_adapter, write_gguf_adapter
-from jaxllm.adapters.load import with_directories
-from jaxllm.api import LM
+from jaxllm.adapters import LoraConfig, init_adapter, write_adapter, write_gguf_adapter
+from jaxllm.adapters.load import with_loaded_adapters
+from jaxllm.batch_inference.rows import read_rows
 from jaxllm.cache import fork, load_cache, save_cache
-from jaxllm.checkpoint import in_memory, save
-from jaxllm.cli.options import precision_over, read_json_option
+from jaxllm.checkpoints.native import save, with_params
+from jaxllm.cli.options import override_precision, read_json_option
 from jaxllm.cli.quantize import read_rules
-from jaxllm.config import ModelConfig
-from jaxllm.convert.engine import open_hf, write_hf
-from jaxllm.convert.gguf.writing import write_gguf
-from jaxllm.evaluate.equivalence.sides import Ours
-from jaxllm.evaluate.equivalence.vectors import make, read
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.gguf.writer import write_gguf
+from jaxllm.convert.hf import open_hf, write_hf
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.evaluate.likelihood.data import Batch, loader, read_documents
-from jaxllm.evaluate.likelihood.passes import Columns, over
+from jaxllm.evaluate.likelihood.run import Columns, run_batches
+from jaxllm.evaluate.parity.backends import JaxBackend
+from jaxllm.evaluate.parity.golden import make, read
+from jaxllm.export import runtime
+from jaxllm.export.command_line import export
 from jaxllm.files import read_json
-from jaxllm.fixed import exported
-from jaxllm.fixed.export import export
-from jaxllm.fleet.rows import read_rows
-from jaxllm.forms import open_checkpoint
-from jaxllm.settings import read_settings
+from jaxllm.generation.config import resolve_options
+from jaxllm.lm import LM
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.quantize import rules_of
+from jaxllm.weights.quantize import resolve_rules
 from tests.convert.flax_twin import as_flax
 from tests.fuzz.mutate import redigest_cache, redigest_export
 
@@ -83,8 +83,8 @@ def _random(name: str) -> tuple[Any, Params]:
 
 def _checkpoint(name: str) -> Any:
     _, params = _random(name)
-    tensors = {path: LazyTensor.of(np.asarray(x)) for path, x in flatten(params)}
-    from jaxllm.checkpoint import Checkpoint
+    tensors = {path: LazyTensor.from_array(np.asarray(x)) for path, x in flatten(params)}
+    from jaxllm.checkpoints.native import Checkpoint
 
     return Checkpoint(Path(), CONFIGS[name], tensors, GENERATION, Precision())
 
@@ -124,12 +124,12 @@ def _make_native(directory: Path) -> None:
         {"weights": "bfloat16", "quantize": rules, "overrides": [["norm", {"weights": "float32"}]]}
     )
     params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
-    save(directory, in_memory(checkpoint, params, precision))
+    save(directory, with_params(checkpoint, params, precision))
 
 
 def _use_checkpoint(directory: Path) -> None:
     lm: LM = jaxllm.load(directory)
-    read_settings(lm.config, lm.generation, [[1]], {})
+    resolve_options(lm.config, lm.generation, [[1]], {})
 
 
 def _make_tokenizer(directory: Path) -> None:
@@ -147,8 +147,7 @@ def _use_tokenizer(directory: Path) -> None:
 
 
 def _make_byte_level(directory: Path) -> None:
-    from tokenizers import Tokenizer as Library
-    from tokenizers import models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Library, models, pre_tokenizers, trainers
 
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -201,17 +200,17 @@ def _numbers(batch: Batch) -> Columns:
 
 def _use_journal(directory: Path) -> None:
     data = loader([list(range(40))], window=8, stride=4, batch=3)
-    columns = over(data, _numbers, models={}, journal=directory / "journal.jsonl")
+    columns = run_batches(data, _numbers, models={}, journal=directory / "journal.jsonl")
     expected = [_numbers(batch)["logprob"] for batch, _ in data.batches()]
     assert np.array_equal(columns["logprob"], np.concatenate(expected))
 
 
 def _make_vectors(directory: Path) -> None:
-    make(directory, Ours("tiny", *_random("llama")), [[5, 7, 9], [1, 2]], new_tokens=2)
+    make(directory, JaxBackend("tiny", *_random("llama")), [[5, 7, 9], [1, 2]], new_tokens=2)
 
 
 def _make_export(directory: Path) -> None:
-    export(*_random("llama"), directory, num_tokens=2, max_tokens=6, what=["decode"])
+    export(*_random("llama"), directory, num_tokens=2, max_tokens=6, step_names=["decode"])
 
 
 def _make_documents(directory: Path) -> None:
@@ -230,12 +229,12 @@ def _make_precision(directory: Path) -> None:
 
 def _use_precision(directory: Path) -> None:
     table = read_json_option("--precision", directory / "precision.json")
-    precision = precision_over(Precision(), table, "--precision")
-    rules_of(read_rules(directory / "rules.json"))
+    precision = override_precision(Precision(), table, "--precision")
+    resolve_rules(read_rules(directory / "rules.json"))
     hash(precision)
     for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):
-        precision.format_at(path, 2)
-        precision.activations_at(path)
+        precision.param_format(path, 2)
+        precision.activation_dtype(path)
 
 
 def _make_batch(directory: Path) -> None:
@@ -261,8 +260,8 @@ def _make_options(directory: Path) -> None:
 
 def _use_options(directory: Path) -> None:
     options = read_json(directory / "options.json")
-    read_settings(CONFIGS["llama"], {}, [[1, 2]], options)
-    read_settings(CONFIGS["llama"], options, [[1, 2], [3]], {})
+    resolve_options(CONFIGS["llama"], {}, [[1, 2]], options)
+    resolve_options(CONFIGS["llama"], options, [[1, 2], [3]], {})
 
 
 HF = ("config.json", "generation_config.json", "model.safetensors")
@@ -281,7 +280,7 @@ def _make_adapter(directory: Path) -> None:
         alpha_pattern={r"self_attn\.q_proj": 4.5},
         use_dora=True,
     )
-    made = fresh(CONFIGS["llama"], params, lora, jax.random.key(0))
+    made = init_adapter(CONFIGS["llama"], params, lora, jax.random.key(0))
     write_adapter(directory / "made", made, CONFIGS["llama"], base="somewhere")
     for file in (directory / "made").iterdir():
         file.rename(directory / file.name)
@@ -290,7 +289,7 @@ def _make_adapter(directory: Path) -> None:
 
 def _use_adapter(directory: Path) -> None:
     params = _random("llama")[1]
-    with_directories(CONFIGS["llama"], params, {"x": directory})
+    with_loaded_adapters(CONFIGS["llama"], params, {"x": directory})
 
 
 def _make_gguf(directory: Path) -> None:
@@ -298,7 +297,7 @@ def _make_gguf(directory: Path) -> None:
     rules = [["lm_head.weight", "int8-g32-f16"], [r"layers\.0\..*", "int4-g32-f16"]]
     precision = Precision.from_dict({"quantize": rules})
     params = map_leaves(lambda path, x: precision.cast(path, x), _random("llama")[1])
-    checkpoint = in_memory(_checkpoint("llama"), params, precision)
+    checkpoint = with_params(_checkpoint("llama"), params, precision)
     tokens = json.loads((demo / "tokenizer.json").read_text(encoding="utf-8"))
     tree = TokenizerTree({**tokens, "added_tokens": []}, {}, adds_bos=False)
     small = {name: i for name, i in tree.tree["model"]["vocab"].items() if i < 300}
@@ -315,12 +314,12 @@ def _use_gguf(directory: Path) -> None:
 
 def _make_gguf_adapter(directory: Path) -> None:
     lora = LoraConfig(r=2, target_modules=("q_proj", "embed_tokens", "down_proj"))
-    made = fresh(CONFIGS["llama"], _random("llama")[1], lora, jax.random.key(0))
+    made = init_adapter(CONFIGS["llama"], _random("llama")[1], lora, jax.random.key(0))
     write_gguf_adapter(directory / "x.gguf", made, CONFIGS["llama"])
 
 
 def _use_gguf_adapter(directory: Path) -> None:
-    with_directories(CONFIGS["llama"], _random("llama")[1], {"x": directory / "x.gguf"})
+    with_loaded_adapters(CONFIGS["llama"], _random("llama")[1], {"x": directory / "x.gguf"})
 
 
 KINDS: dict[str, Kind] = {
@@ -349,7 +348,7 @@ KINDS: dict[str, Kind] = {
     "vectors": Kind(_make_vectors, read, ("vectors.json", "vectors.safetensors")),
     "export": Kind(
         _make_export,
-        exported.load,
+        runtime.load,
         ("manifest.json", "weights.safetensors", "decode.stablehlo"),
         redigest_export,
     ),

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from jaxllm.cache.files import digest
-from jaxllm.weights.files import open_tensors
+from jaxllm.weights.safetensors import open_tensors
 
 # Texts that json.dumps would not write: what stands for them in a tree, and they.
 RAW = {

@@ -12,9 +12,9 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import compact, drop_range, fork, load_cache, rewind, save_cache
-from jaxllm.decode.batching.serve import Request, serve
-from jaxllm.fixed import FixedShapeRunner, exported
-from jaxllm.fixed.export import export
+from jaxllm.export import FixedShapeRunner, runtime
+from jaxllm.export.command_line import export
+from jaxllm.generation.batching.scheduler import Request, serve
 from tests.cache.caches import close, filled, fresh, peek
 from tests.twins import random_model, tokens
 
@@ -153,7 +153,7 @@ def test_fixed_shapes_are_forward(lm: Any) -> None:
 def test_an_export_is_forward(lm: Any, tmp_path: Path) -> None:
     model, params = lm
     whole = np.asarray(jaxllm.forward(model, params, None, IDS).logits)
-    export(model, params, tmp_path / "graph", num_tokens=4, max_tokens=16, what=["prefill"])
-    step = exported.load(tmp_path / "graph")["prefill"]
+    export(model, params, tmp_path / "graph", num_tokens=4, max_tokens=16, step_names=["prefill"])
+    step = runtime.load(tmp_path / "graph")["prefill"]
     run = FixedShapeRunner(model, params, 4, 16, step=step)
     close(run(tokens=IDS).logits, whole)

@@ -13,13 +13,14 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm import bench, models
-from jaxllm.api import LM
-from jaxllm.checkpoint import dequantized, open_native
-from jaxllm.convert.engine import open_hf, read_config, write_hf
+from jaxllm import models
+from jaxllm.checkpoints.native import dequantize_checkpoint, open_native
+from jaxllm.convert.hf import open_hf, read_config, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.experts import route, within_capacity
-from jaxllm.weights.formats import dense
+from jaxllm.evaluate import bench
+from jaxllm.lm import LM
+from jaxllm.models.moe import apply_capacity, route
+from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten, map_leaves
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, theirs, tokens
 
@@ -105,9 +106,9 @@ def test_experts_that_are_not_as_the_configuration_says_are_refused(
     whole = {"model.layers.0.mlp.experts.down_proj": np.zeros((5, 48, 56), np.float32)}
     narrow = {"model.layers.0.mlp.experts.gate_up_proj": np.zeros((5, 56, 48), np.float32)}
     cases = {
-        "missing": (without("experts.3.w2"), r"has experts \[0, 1, 2, 4\], but config.json sets 5"),
+        "missing": (without("experts.3.w2"), r"experts \[0, 1, 2, 4\], but config.json sets 5"),
         "shape": (lambda t: {**t, one: t[one][:, :-1].copy()}, "expert 3 is float32 .48, 55., exp"),
-        "twice": (lambda t: {**t, **whole}, "down_proj.weight is there twice"),
+        "twice": (lambda t: {**t, **whole}, "down_proj.weight is stored twice"),
         "narrow": (lambda t: {**t, **narrow}, r"expected \(5, 112, 48\)"),
         "router": (without("block_sparse_moe.gate"), "layers.0.mlp.gate.weight is missing"),
         "more": (lambda t: {**t, one.replace("3", "7"): t[one]}, r"has experts \[0, .* 4, 7\]"),
@@ -122,7 +123,7 @@ def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused(
     qwen = {k: v for k, v in qwen.items() if k not in ("num_experts", "num_local_experts")}
     read = [read_config({**qwen, name: 7})[0] for name in ("num_experts", "num_local_experts")]
     assert read[0] == read[1] and read[0].num_experts == 7
-    assert [read[0].routed(i) for i in range(2)] == [False, True]
+    assert [read[0].is_moe_layer(i) for i in range(2)] == [False, True]
     sparse = read_config({**qwen, "num_experts": 7, "decoder_sparse_step": 2})[0]
     assert sparse.mlp_layer_types == ("dense", "sparse")
     for change, message in (
@@ -152,8 +153,8 @@ def test_quantized_stacks_are_saved_loaded_and_written_for_others(
     np.testing.assert_array_equal(
         logits(again.model, again.params, ids), logits(lm.model, lm.params, ids)
     )
-    write_hf(tmp_path / "hf", dequantized(open_native(tmp_path / "own")))
-    wide = map_leaves(lambda _, leaf: dense(leaf, jnp.float32), lm.params)
+    write_hf(tmp_path / "hf", dequantize_checkpoint(open_native(tmp_path / "own")))
+    wide = map_leaves(lambda _, leaf: to_dense(leaf, jnp.float32), lm.params)
     back = load_twin(tmp_path / "hf")
     jax.tree.map(np.testing.assert_array_equal, dict(flatten(back.params)), dict(flatten(wide)))
     assert_close(logits(lm.model, lm.params, ids), back.logits(ids))
@@ -205,11 +206,11 @@ def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
                 count[expert] += 1
                 if count[expert] > room:
                     wanted[token, choice] = -1
-        found = within_capacity(jnp.asarray(expert_Tk), 4, factor)
+        found = apply_capacity(jnp.asarray(expert_Tk), 4, factor)
         np.testing.assert_array_equal(found, wanted)
     assert (np.asarray(found) == expert_Tk).all()
     padded = jnp.asarray(expert_Tk).at[:10].set(-1)  # takes no room
-    np.testing.assert_array_equal(within_capacity(padded, 4, 1.0), padded)
+    np.testing.assert_array_equal(apply_capacity(padded, 4, 1.0), padded)
 
 
 def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:

@@ -15,15 +15,15 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import shift
-from jaxllm.checkpoint import open_native
-from jaxllm.convert.engine import TABLES, open_hf, read_config, write_hf
+from jaxllm.checkpoints.native import open_native
+from jaxllm.convert.hf import FAMILY_MODULES, open_hf, read_config, write_hf
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.equivalence.compare import verify
-from jaxllm.evaluate.equivalence.reference import Transformers
-from jaxllm.evaluate.equivalence.sides import Ours, padded
+from jaxllm.evaluate.parity.backends import JaxBackend, pad_case
+from jaxllm.evaluate.parity.compare import verify
+from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.models import FAMILIES, config_from_dict
-from jaxllm.weights.files import open_tensors
 from jaxllm.weights.paths import flatten
+from jaxllm.weights.safetensors import open_tensors
 from tests.twins import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
@@ -45,12 +45,12 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_family_has_a_twin_and_a_table() -> None:
-    assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(TABLES)
+    assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(FAMILY_MODULES)
 
 
 def test_every_stage_and_the_text_equal_transformers(twin: Twin) -> None:
-    ours = Ours("ours", twin.model, twin.params)
-    report = verify(ours, Transformers.load(twin.directory), padded(TEXTS), new_tokens=24)
+    ours = JaxBackend("ours", twin.model, twin.params)
+    report = verify(ours, TransformersBackend.load(twin.directory), pad_case(TEXTS), new_tokens=24)
     assert report.holds, report.first
 
 
@@ -136,7 +136,7 @@ def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
     ids = tokens(1, 12)
     cache = jaxllm.init_cache(twin.config, 1, 24)
     _, cache = jaxllm.prefill(twin.model, twin.params, cache, ids)
-    if twin.config.angles_follow_length:
+    if twin.config.rope_depends_on_length:
         with pytest.raises(ConfigError, match="follow the text's length"):
             shift(cache, 7)
         return
@@ -152,12 +152,12 @@ def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
 @of_each_kind
 @pytest.mark.parametrize("format", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_quantized_weights_are_those_that_the_dense_ones_round_to(twin: Twin, format: str) -> None:
-    from jaxllm.weights.formats import dense
+    from jaxllm.weights.formats import to_dense
     from jaxllm.weights.paths import map_leaves
     from jaxllm.weights.quantize import quantize
 
     small = quantize(twin.params, format)
-    wide = map_leaves(lambda _, leaf: dense(leaf, jnp.float32), small)
+    wide = map_leaves(lambda _, leaf: to_dense(leaf, jnp.float32), small)
     ids = tokens(1, 9)
     mine, same = (jaxllm.forward(twin.model, p, None, ids).logits for p in (small, wide))
     assert_close(mine, np.asarray(same))

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.convert.engine import open_hf, read_config
+from jaxllm.convert.hf import open_hf, read_config
 from jaxllm.errors import CheckpointError, ConfigError
 from tests.twins import assert_close, load_twin, save_random, theirs, tokens
 
@@ -50,7 +50,7 @@ def test_the_head_is_read_under_both_names(tmp_path: Path) -> None:
     save_file({**tensors, "lm_head.weight": head}, file)
     np.testing.assert_array_equal(open_hf(tmp_path).tensors["lm_head.weight"].read(), head)
     save_file({**tensors, "lm_head.weight": head, "embed_out.weight": head}, file)
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight is there twice"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is stored twice"):
         open_hf(tmp_path)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm.decode.batching.serve import Request, serve
-from jaxllm.decode.loops.contrastive import contrastive_search
-from jaxllm.decode.loops.guidance import guided_generate
 from jaxllm.errors import CapacityError
+from jaxllm.generation.batching.scheduler import Request, serve
+from jaxllm.generation.loops.contrastive import contrastive_search
+from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.models import build
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
@@ -67,7 +67,7 @@ CROSSING: dict[str, Callable[[Twin], object]] = {
     "speculation": lambda t: jaxllm.speculative_generate(
         t.model, t.params, PROMPT, draft=(t.model, t.params), max_new_tokens=6
     ),
-    "guidance": lambda t: guided_generate(
+    "guidance": lambda t: generate_with_guidance(
         t.model, t.params, PROMPT[0].tolist(), guidance_scale=2.0, max_new_tokens=6
     ),
     "contrastive": lambda t: contrastive_search(
@@ -113,9 +113,9 @@ def test_by_default_a_text_ends_at_the_border(twin: Twin) -> None:
 
 def test_the_border_is_between_two_lists(twin: Twin) -> None:
     rope = twin.config.rope
-    assert twin.config.border == BORDER
-    assert dataclasses.replace(rope, short_factor=rope.long_factor).border is None
-    assert jaxllm.Rope(rope_type="default", rope_theta=1e4).border is None
+    assert twin.config.original_context == BORDER
+    assert dataclasses.replace(rope, short_factor=rope.long_factor).original_context is None
+    assert jaxllm.Rope(rope_type="default", rope_theta=1e4).original_context is None
 
 
 @pytest.mark.full
@@ -196,5 +196,5 @@ def test_it_is_told_once_for_each_text() -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             run()
-        told = [w for w in found if "(dynamic)" in str(w.message)]
+        told = [w for w in found if "dynamic NTK" in str(w.message)]
         assert len(told) == 1, way

@@ -14,15 +14,15 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import jaxllm
-from jaxllm.config import Rope
-from jaxllm.convert.engine import open_hf, write_hf
+from jaxllm.config.long_attention import LongAttention
+from jaxllm.config.model import Rope
 from jaxllm.convert.gguf.rotary import write_rope
-from jaxllm.decode.loops.overflow import SinksAndWindow
+from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.errors import CapacityError, ConfigError
-from jaxllm.longer import LongAttention
+from jaxllm.generation.loops.overflow import SinksAndWindow
 from jaxllm.models import build
 from jaxllm.ops import Part, attend
-from jaxllm.ops.extended import attend_extended
+from jaxllm.ops.self_extend import attend_self_extend
 from tests.conftest import Run
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
@@ -94,7 +94,7 @@ def test_the_operation_is_the_papers_formula(slots: int) -> None:
     ]
     if slots > 512:
         parts = [Part(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))]
-    found, received = attend_extended(
+    found, received = attend_self_extend(
         jnp.asarray(turned_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32), parts,
         rope=extended(), scale=0.4, window=None, mass=True,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_groups_of_one_are_plain_attention() -> None:
     at_BT = jnp.tile(jnp.arange(9, dtype=jnp.int32)[None], (2, 1))
     parts = [Part(k, v, at_BT)]
     plain, _ = attend(q, at_BT, parts, scale=0.4, window=None)
-    same, _ = attend_extended(
+    same, _ = attend_self_extend(
         q, at_BT, parts, rope=extended(group_size=1, neighbor_window=3), scale=0.4, window=None
     )
     assert_close(same, np.asarray(plain))
@@ -158,7 +158,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     forward = papers(GROUP, WINDOW, found.torch_model.model.rotary_emb)
     for layer in found.torch_model.model.layers:
         layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
-    config = found.config.self_extended(GROUP, WINDOW)
+    config = found.config.with_self_extend(GROUP, WINDOW)
     return dataclasses.replace(found, config=config, model=build(config))
 
 
@@ -198,7 +198,7 @@ def test_rows_that_share_a_segment_see_the_same(twin: Twin) -> None:
 
 def test_attention_mass_is_one_a_query_and_policies_work() -> None:
     model, params = random_model("llama", max_position_embeddings=24)
-    model = build(model.config.self_extended(GROUP, WINDOW))
+    model = build(model.config.with_self_extend(GROUP, WINDOW))
     out = jaxllm.forward(model, params, None, IDS, attention_mass=True)
     assert out.attention_mass is not None
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
@@ -212,7 +212,7 @@ def test_attention_mass_is_one_a_query_and_policies_work() -> None:
 @pytest.mark.parametrize(("group", "window"), [(1, 5), (2, 8), (3, 7), (5, 3), (4, 23)])
 def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window: int) -> None:
     config = random_model("llama", max_position_embeddings=24)[0].config
-    reach = config.self_extended(group, window).context_length
+    reach = config.with_self_extend(group, window).context_length
 
     def farthest(length: int) -> int:
         p = length - 1
@@ -224,7 +224,7 @@ def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window
 
 def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> None:
     lm = jaxllm.load(shallow("llama"))
-    longer = lm.self_extended(group_size=2, neighbor_window=500)
+    longer = lm.with_self_extend(group_size=2, neighbor_window=500)
     for model, context in ((lm, 512), (longer, 524)):
         with pytest.raises(CapacityError, match=rf"context of {context}.*overflow='slide'"):
             model.generate([5] * 520, max_new_tokens=10)
@@ -232,14 +232,14 @@ def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> No
 
 def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gpt2 learns position embeddings"):
-        random_model("gpt2")[0].config.self_extended(2, 8)
+        random_model("gpt2")[0].config.with_self_extend(2, 8)
     config = random_model("llama")[0].config
     with pytest.raises(ConfigError, match="neighbor_window must be at least 1"):
-        config.self_extended(2, 0)
+        config.with_self_extend(2, 0)
     with pytest.raises(ConfigError, match="group_size must be"):
-        config.self_extended(0, 2)
+        config.with_self_extend(0, 2)
     with pytest.raises(ConfigError, match=r"neighbor_window 97 .* less than the context of 97"):
-        config.self_extended(2, 97)
+        config.with_self_extend(2, 97)
     with pytest.raises(ConfigError, match="needs both group_size and neighbor_window"):
         Rope(rope_type="default", rope_theta=1e4, group_size=2)
     for kind in ("dynamic", "longrope"):
@@ -249,16 +249,16 @@ def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="angles depend on the text length"):
             extended(rope_type=kind, **more)
     dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
-    with pytest.raises(ConfigError, match=r"'dilated' reads long texts .* name one of them"):
-        dataclasses.replace(config, attention=dilated).self_extended(2, 8)
+    with pytest.raises(ConfigError, match=r"'dilated' excludes Self-Extend .* remove one of them"):
+        dataclasses.replace(config, attention=dilated).with_self_extend(2, 8)
     model, params = random_model("llama", num_hidden_layers=1)
-    model = build(model.config.self_extended(2, 8))
+    model = build(model.config.with_self_extend(2, 8))
     with pytest.raises(ConfigError, match="Self-Extend does not support attention_weights"):
         jaxllm.forward(model, params, None, IDS, attention_weights=True)
 
 
 def test_it_stays_in_the_native_form_and_no_other_has_it(shallow: Any, tmp_path: Path) -> None:
-    lm = jaxllm.load(shallow("llama")).self_extended(group_size=4, neighbor_window=64)
+    lm = jaxllm.load(shallow("llama")).with_self_extend(group_size=4, neighbor_window=64)
     assert lm.config.context_length == 4 * (512 - 64) + 64
     lm.save(tmp_path / "longer")
     again = jaxllm.load(tmp_path / "longer")
@@ -284,7 +284,7 @@ def test_commands_extend_a_model(run: Run, shallow: Any, tmp_path: Path) -> None
     assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
     for given, message in {
         ("generate", "-m", demo, "--self-extend", "8"): "for example 8,512: got '8'",
-        ("generate", "-m", demo, "--self-extend", "8,0"): "collides",
+        ("generate", "-m", demo, "--self-extend", "8,0"): "neighbor_window must be at least 1",
         ("generate", "-m", demo, "--self-extend", "8,512"): "less than the context of 512",
         ("recall", demo, "--self-extend", "8,16"): "requires --policies self-extend",
     }.items():

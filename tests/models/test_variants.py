@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 import jaxllm
-from jaxllm.convert.engine import open_hf
+from jaxllm.convert.hf import open_hf
 from jaxllm.errors import ConfigError, JaxllmError
 from tests.models.test_families import NEW
 from tests.twins import assert_close, load_twin, save_random, theirs, tokens
@@ -64,7 +64,7 @@ def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
     for number, (settings, message) in enumerate(
         (
             ({"rope_type": "proportional", "rope_theta": 1e4}, "'proportional' is not supported"),
-            ({"rope_type": "linear", "rope_theta": 1e4}, "'linear' needs factor"),
+            ({"rope_type": "linear", "rope_theta": 1e4}, "'linear' requires factor"),
             ({"rope_theta": 1e4, "mrope_section": [1]}, "mrope_section must be []"),
         )
     ):

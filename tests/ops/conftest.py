@@ -19,7 +19,7 @@ def kernels() -> Iterator[None]:
 def isa(request: pytest.FixtureRequest, kernels: None) -> str:
     """Each instruction set in turn, taken; what this machine has not is skipped by its name."""
     name: str = request.param
-    if name not in native.available():
+    if name not in native.available_isas():
         pytest.skip(f"{name} is not there: it takes {native.INSTRUCTION_SETS[name]}")
     native.isa(name)
     return name

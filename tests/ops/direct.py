@@ -37,7 +37,13 @@ Weight = structure(
     values=c_int64,
 )  # fmt: skip
 Input = structure(
-    "Input", x=c_void_p, bf16=c_bool, rows=c_int64, columns=c_int64, rounded=c_bool, codes=c_bool
+    "Input",
+    x=c_void_p,
+    bf16=c_bool,
+    rows=c_int64,
+    columns=c_int64,
+    round_inputs=c_bool,
+    codes=c_bool,
 )
 Part = structure(
     "Part", kind=c_int32, one_k=c_bool, one_v=c_bool, one_position=c_bool, slots=c_int64,
@@ -72,7 +78,7 @@ Kernels = structure(
 
 def kernels(isa: str) -> Any:
     """An instruction set's functions; None where this machine, or this build, has it not."""
-    loaded = native.kernels()
+    loaded = native.load_kernels()
     found = loaded and loaded.jaxllm_kernels(isa.encode())
     return ctypes.cast(found, POINTER(Kernels)).contents if found else None
 

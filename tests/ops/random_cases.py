@@ -1,7 +1,7 @@
 """Seeded random calls of one kernel on one instruction set: `python -m tests.ops.random_cases`.
 
 Any shape, addresses past any boundary, numbers of every kind; a wrong answer is a finding. What
-`scripts/sanitize.py` runs on kernels that check every access.
+`scripts/tools/sanitize.py` runs on kernels that check every access.
 """
 
 import argparse

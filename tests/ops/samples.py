@@ -62,7 +62,7 @@ def _floats(kind: Kind) -> Callable[..., Matrix]:
 
 
 def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
-    """See `weights.leaves.packed.Packed`; one column in twenty is an escape."""
+    """See `weights.leaves.packed.PackedBf16`; one column in twenty is an escape."""
     whole, base = _up(columns, 64), 108
     byte = rng.integers(0, 256, (rows, whole), dtype=np.uint8)
     nibbles = rng.integers(0, 256, (rows, _up(columns, 128) // 2), dtype=np.uint8)
@@ -89,7 +89,9 @@ SPARSE = {  # numbers: the kinds of 2:4 and of bitmaps
 
 
 def _sparse(name: str, pattern: int) -> Callable[..., Matrix]:
-    """See `weights.leaves.sparse.Sparse`. Rows of bitmaps are of any density, none and all too."""
+    """See `weights.leaves.sparse.SparseWeight`. Rows of bitmaps are of any density, none and all
+    too.
+    """
     kind = SPARSE[name][pattern]
 
     def draw(rng: Rng, rows: int, columns: int) -> Matrix:

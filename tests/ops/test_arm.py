@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import run_arm
+from scripts.tools import run_arm
 
 
 @pytest.mark.full

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.ops.buckets import in_buckets, most_segments
+from jaxllm.ops.buckets import make_buckets, max_segments
 from jaxllm.ops.compressive import (
     UPDATES,
     Memory,
     Update,
-    at_border,
-    compress,
-    empty,
-    fold,
+    discard_segment,
+    empty_memory,
+    finish_segment,
     read,
+    run_segments,
     sigma,
     write,
 )
@@ -58,15 +58,15 @@ def by_hand(q: Any, k: Any, v: Any, segments: Any, update: str) -> tuple[Any, ..
 
 
 RUN = jax.jit(
-    lambda memory, q, k, v, at, update, length: compress(
-        memory, q, k, v, in_buckets(at, length), update
+    lambda memory, q, k, v, at, update, length: run_segments(
+        memory, q, k, v, make_buckets(at, length), update
     ),
     static_argnums=(5, 6),
 )
 
 
 def finished(memory: Memory) -> Memory:
-    return fold(memory, memory.segment_B + 1)
+    return finish_segment(memory, memory.segment_B + 1)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -75,7 +75,9 @@ def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update)
     at = np.stack([np.arange(T), np.arange(T) + 5])
     at[1, [0, 1, 9, 20]] = -1
     at[1, at[1] >= 0] = np.arange(T - 4) + 6
-    out, there, memory = RUN(empty(B, K, H, update), *qkv, jnp.asarray(at, jnp.int32), update, L)
+    out, there, memory = RUN(
+        empty_memory(B, K, H, update), *qkv, jnp.asarray(at, jnp.int32), update, L
+    )
     memory = finished(memory)
     for row in range(B):
         real = at[row] >= 0
@@ -89,7 +91,7 @@ def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update)
 
 def test_linear_is_kernel_attention_over_all_that_is_past_in_any_order(qkv: Any) -> None:
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    out = RUN(empty(B, K, H, "linear"), *qkv, at, "linear", L)[0]
+    out = RUN(empty_memory(B, K, H, "linear"), *qkv, at, "linear", L)[0]
     q, k, v = (np.asarray(sigma(x)) if i < 2 else x for i, x in enumerate(qkv))
     past = (T - 1) // L * L
     order = np.random.default_rng(1).permutation(past)
@@ -102,9 +104,9 @@ def test_linear_is_kernel_attention_over_all_that_is_past_in_any_order(qkv: Any)
 @pytest.mark.parametrize("update", ["delta_once"])
 def test_chunks_across_borders_and_single_tokens_equal_the_whole(qkv: Any, update: Update) -> None:
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    whole = RUN(empty(B, K, H, update), *qkv, at, update, L)
+    whole = RUN(empty_memory(B, K, H, update), *qkv, at, update, L)
     for width in (1, 7):
-        memory, parts = empty(B, K, H, update), []
+        memory, parts = empty_memory(B, K, H, update), []
         for start in range(0, T, width):
             cut = slice(start, start + width)
             given = [np.pad(x[:, cut], ((0, 0), (0, max(0, start + width - T)), (0, 0), (0, 0)))
@@ -125,7 +127,7 @@ def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_m
     real = jnp.ones((1, 1), bool)
 
     def after(update: Update, *values: jax.Array) -> Memory:
-        memory = empty(1, 1, H, update)
+        memory = empty_memory(1, 1, H, update)
         for value in values:
             memory = finished(write(memory, k, value, real, update))
         return memory
@@ -147,7 +149,7 @@ def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_m
 def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:
     k = jnp.asarray([[1.0, 1.0, -200.0, -200.0], [-200.0, -200.0, 2.0, 0.5]])[:, None, None, None]
     v = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [-5.0, 0.0, 1.0, 9.0]])[:, None, None, None]
-    memory = empty(1, 1, 4, "delta_once")
+    memory = empty_memory(1, 1, 4, "delta_once")
     for i in range(2):
         memory = finished(write(memory, k[i], v[i], jnp.ones((1, 1), bool), "delta_once"))
     for i in range(2):
@@ -157,7 +159,7 @@ def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:
 def test_the_mended_rule_cannot_diverge() -> None:
     """A first segment of one token, then long ones: what is taken away is at most what is there."""
     rng = np.random.default_rng(3)
-    memory, most = empty(1, 1, H, "delta_once"), 0.0
+    memory, most = empty_memory(1, 1, H, "delta_once"), 0.0
     for length in (1, 50, 50, 1, 50, 50):
         k, v = (jnp.asarray(rng.standard_normal((1, length, 1, H), np.float32)) for _ in range(2))
         z, grown = np.asarray(memory.z_BKH[0, 0]), np.asarray(sigma(k)).sum(axis=(0, 1, 2))
@@ -180,16 +182,18 @@ def test_half_precision_that_would_overflow_gives_numbers(scale: float) -> None:
         for heads in (N, K, K)
     )
     at = jnp.arange(9, dtype=jnp.int32)[None]
-    out, _, memory = RUN(empty(1, K, H, "delta"), q, k, v, at, "delta", L)
+    out, _, memory = RUN(empty_memory(1, K, H, "delta"), q, k, v, at, "delta", L)
     assert out.dtype == jnp.float32
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((out, memory)))
-    gradient = jax.grad(lambda q: RUN(empty(1, K, H, "delta"), q, k, v, at, "delta", L)[0].sum())
+    gradient = jax.grad(
+        lambda q: RUN(empty_memory(1, K, H, "delta"), q, k, v, at, "delta", L)[0].sum()
+    )
     assert np.isfinite(gradient(q)).all()
 
 
 def test_padding_alone_changes_nothing(qkv: Any) -> None:
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    _, _, memory = RUN(empty(B, K, H, "delta"), *qkv, at, "delta", L)
+    _, _, memory = RUN(empty_memory(B, K, H, "delta"), *qkv, at, "delta", L)
     _, _, after = RUN(memory, *qkv, jnp.full_like(at, -1), "delta", L)
     for ours, theirs in zip(*map(jax.tree.leaves, (after, memory)), strict=True):
         assert np.array_equal(ours, theirs)
@@ -198,10 +202,12 @@ def test_padding_alone_changes_nothing(qkv: Any) -> None:
 def test_the_border_is_where_the_segment_in_hand_begins(qkv: Any) -> None:
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     border = T // L * L
-    _, _, memory = RUN(empty(B, K, H, "delta"), *qkv, at, "delta", L)
-    _, _, before = RUN(empty(B, K, H, "delta"), *qkv, jnp.where(at < border, at, -1), "delta", L)
+    _, _, memory = RUN(empty_memory(B, K, H, "delta"), *qkv, at, "delta", L)
+    _, _, before = RUN(
+        empty_memory(B, K, H, "delta"), *qkv, jnp.where(at < border, at, -1), "delta", L
+    )
     for ours, theirs in zip(
-        *map(jax.tree.leaves, (at_border(memory), finished(before))), strict=True
+        *map(jax.tree.leaves, (discard_segment(memory), finished(before))), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
@@ -212,4 +218,4 @@ def test_no_run_of_tokens_touches_more_segments_than_there_are_buckets(length: i
         touched = max(
             len({p // length for p in range(first, first + tokens)}) for first in range(length)
         )
-        assert touched == most_segments(tokens, length)
+        assert touched == max_segments(tokens, length)

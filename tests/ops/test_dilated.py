@@ -14,7 +14,7 @@ from jaxllm.ops import Part, cast
 from jaxllm.ops.dilated import blocks
 from jaxllm.ops.dilated.attention import attend
 from jaxllm.ops.dilated.dense import dense_attend, dense_weights, multiplicity
-from jaxllm.ops.dilated.sight import Dilation, Sight
+from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 
 N, K, H = 6, 2, 5
 SCALE = 0.6
@@ -63,7 +63,7 @@ def ran(
     position = jnp.asarray(position, jnp.int32)
     part, sight = (
         Part(jnp.asarray(k), jnp.asarray(v), position),
-        Sight(dilations, SCALE, None, dedupe),
+        DilationPattern(dilations, SCALE, None, dedupe),
     )
     return jax.jit(lambda q, part: attend(q, position, [part], sight, **more))(jnp.asarray(q), part)
 
@@ -104,7 +104,7 @@ def gradients(function: Any, *args: Any) -> Any:
 def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> None:
     q, k, v = map(jnp.asarray, draw(4, LENGTH))
     at = jnp.asarray(UNEQUAL, jnp.int32)
-    sight = Sight(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
+    sight = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return attend(q, at, [Part(k, v, at)], sight)
@@ -121,15 +121,15 @@ def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> 
 
 def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few scores at a time: several segments in a row, and the queries of one in turns."""
-    monkeypatch.setattr(blocks, "SCORES", 24 * 6)
+    monkeypatch.setattr(blocks, "MAX_SCORES", 24 * 6)
     q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
     # Two segments at a time; two queries; and both where the last stride of a segment is shorter.
     for pair in (pairs((3, 1)), pairs((12, 1)), pairs((14, 4))):
-        sight = Sight(pair, SCALE)
+        sight = DilationPattern(pair, SCALE)
 
         def ours(q: Any, k: Any, v: Any) -> Any:
-            return blocks.in_blocks(sight, q, at, (Part(k, v, at),))  # noqa: B023
+            return blocks.attend_blocks(sight, q, at, (Part(k, v, at),))  # noqa: B023
 
         def oracle(q: Any, k: Any, v: Any) -> Any:
             return dense_attend(q, at, [Part(k, v, at)], sight)  # noqa: B023
@@ -146,7 +146,7 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
     as before, whichever branch is taken.
     """
 
-    sight = Sight(pairs((64, 1), (256, 4)), SCALE)
+    sight = DilationPattern(pairs((64, 1), (256, 4)), SCALE)
 
     def most(length: int) -> int:
         at = jnp.arange(length, dtype=jnp.int32)[None]
@@ -180,7 +180,7 @@ def test_a_gradient_keeps_nothing_of_the_way_that_goes_token_by_token(packed: bo
     document = jnp.zeros_like(position) if packed else None
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        sight = Sight(pairs((w, 1)), SCALE)
+        sight = DilationPattern(pairs((w, 1)), SCALE)
         return attend(q, position, [Part(k, v, position)], sight, document_BT=document)
 
     kept = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(run, *given)[1], q, k, v))
@@ -201,7 +201,7 @@ def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     parts[1] = Part(*(cast(jnp.nan_to_num(x), jnp.int8) for x in parts[1][:2]), parts[1][2])
     q, now = jnp.asarray(q[:, 26:]), jnp.asarray(at[:, 26:], jnp.int32)
     clean = [Part(*(jax.tree.map(jnp.nan_to_num, x) for x in p[:2]), p[2]) for p in parts]
-    sight = Sight(PAIRS, SCALE)
+    sight = DilationPattern(PAIRS, SCALE)
     expected = dense_attend(q, now, clean, sight)
     ours = jax.jit(lambda q, parts: attend(q, now, parts, sight))(q, parts)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
@@ -279,7 +279,7 @@ def test_no_gradient_goes_through_a_frozen_mixture() -> None:
         return sum(s * o for s, o in zip(totals, outs, strict=True)) / sum(totals)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, at, [Part(k, v, at)], Sight(pair, SCALE, frozen_mixture=True))
+        return attend(q, at, [Part(k, v, at)], DilationPattern(pair, SCALE, frozen_mixture=True))
 
     _, found = gradients(lambda *x: ours(*x), q, k, v)
     _, expected = gradients(lambda *x: by_hand(True, *x), q, k, v)

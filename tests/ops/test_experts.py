@@ -10,7 +10,7 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.experts import expert_linears
-from jaxllm.weights.formats import as_format, as_leaf, dense
+from jaxllm.weights.formats import as_format, as_weight, to_dense
 from jaxllm.weights.linear import linear
 from jaxllm.weights.quantize import quantize
 
@@ -43,7 +43,7 @@ def of(weight: Any, expert: int) -> Any:
 def test_each_row_is_multiplied_with_its_expert(name: str) -> None:
     """In any order, few and many; by kernels where there are any, and in plain JAX."""
     weight, rng = stack(name), np.random.default_rng(1)
-    wide = np.asarray(dense(weight, jnp.float32), np.float64)
+    wide = np.asarray(to_dense(weight, jnp.float32), np.float64)
     for rows in (3, 41) if name in DAILY else (41,):
         x, expert = numbers(rows, D, seed=2), rng.integers(-1, E, rows).astype(np.int32)
         expert[0] = -1
@@ -59,7 +59,7 @@ def test_each_row_is_multiplied_with_its_expert(name: str) -> None:
 def _disabled(disabled: bool, run: Any) -> np.ndarray:
     if not disabled:
         return np.asarray(run())
-    with native.disabled():
+    with native.disable_kernels():
         return np.asarray(run())
 
 
@@ -75,7 +75,7 @@ def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> 
     rounded = name.startswith("int4") and dtype == "float32"
     before = native.isa()
     try:
-        for isa in native.available():
+        for isa in native.available_isas():
             native.isa(isa)
             both = expert_linears(x, [gate, down], expert, int8_inputs=rounded)
             for y, weight in zip(both, (gate, down), strict=True):
@@ -96,14 +96,17 @@ def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
         np.sort(np.random.default_rng(1).integers(0, E, 90)).astype(np.int32),
     )
     x = jnp.asarray(numbers(90, D, seed=2)).astype(jnp.bfloat16)
-    if native.has_many():
-        assert native.path(as_leaf(weight).matrix().kind, "bfloat16").beyond == "many"
+    if native.has_matrix_unit():
+        assert (
+            native.kernel_path(as_weight(weight).native_matrix().kind, "bfloat16").fallback
+            == "many"
+        )
     (y,) = expert_linears(x, [weight], expert)
-    many = native.has_many()
+    many = native.has_matrix_unit()
     for number in range(E):
         mine = expert == number
-        one = as_leaf(of(weight, number)).matrix()
-        (alone,) = native.linear(x[mine], [one], columns=D, many=many)
+        one = as_weight(of(weight, number)).native_matrix()
+        (alone,) = native.linear(x[mine], [one], columns=D, matrix_unit=many)
         np.testing.assert_array_equal(np.asarray(y)[mine], np.asarray(alone))
 
 
@@ -131,7 +134,7 @@ def test_value_and_gradient_are_those_of_all_experts_with_a_mask() -> None:
     wanted, found = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight) for f in (masked, ours))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-2), found, wanted)
     small = as_format(weight, "int8")
-    wide = jnp.asarray(small.dense())
+    wide = jnp.asarray(small.to_dense())
     pair = (jax.jit(jax.grad(f))(x, w) for f, w in ((masked, wide), (ours, small)))
     np.testing.assert_allclose(*pair, rtol=2e-4, atol=1e-2)
 

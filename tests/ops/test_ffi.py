@@ -59,7 +59,7 @@ WEIGHTS = {
     "four bits, zero points of another type": int4(Q4, zeros(5, 4), zeros(5, 4, dtype=i8)),
     "four bits, fewer zero points": int4(Q4, zeros(5, 4), zeros(5, 3, dtype=u8)),
     "four bits and a piece too many": int4(Q4, zeros(5, 4), zeros(5, 4, dtype=u8), zeros(1)),
-    "packed without escapes": Matrix(Kind.PACKED, packed().pieces[:5]),
+    "packed without escapes": Matrix(Kind.PACKED, packed().arrays[:5]),
     "packed too narrow": packed(sign_mantissa=zeros(5, 192, dtype=u8)),
     "packed with fewer exponents": packed(nibbles=zeros(5, 64, dtype=u8)),
     "packed with a list of bases": packed(base=zeros(1, dtype=i32)),
@@ -72,7 +72,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_weight_whose_pieces_do_not_fit_is_refused(name: str) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
-        native.widen(WEIGHTS[name], f32, columns=200)
+        native.dequantize(WEIGHTS[name], f32, columns=200)
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
         native.linear(X, [WEIGHTS[name]], columns=200)
 
@@ -148,7 +148,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "experts with two results": experts(STACK, out=[shape(2, 5)] * 2),
     "experts without pieces": experts(),
     "experts with a piece of no weight": experts(STACK, STACK, counts=np.array([1], np.int32)),
-    "packed experts": experts(*packed().pieces, kinds=np.array([5], np.int32)),
+    "packed experts": experts(*packed().arrays, kinds=np.array([5], np.int32)),
     "widened to another size": lambda: call(
         "widen", shape(5, 100), W, kind=np.int32(0), group=np.int64(0), columns=np.int64(200)
     ),

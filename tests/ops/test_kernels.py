@@ -42,7 +42,7 @@ def test_a_product_is_exact_to_float32_and_a_row_alone_has_the_same_bits(
 
 def test_a_set_with_a_matrix_unit_says_so(isa: str) -> None:
     """Of which `product` takes the unit, wherever it can."""
-    assert bool(kernels(isa).many.takes) == native.has_many()
+    assert bool(kernels(isa).many.takes) == native.has_matrix_unit()
 
 
 @pytest.mark.parametrize("kind", INPUTS)

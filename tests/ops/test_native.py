@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.ops import native
-from jaxllm.weights.formats import as_format, dense
+from jaxllm.weights.formats import as_format, to_dense
 from jaxllm.weights.linear import embed, linear, linears, round_to_int8
 from tests.ops import samples
 from tests.ops.direct import bfloat16, product
@@ -39,7 +39,7 @@ def matrix(rng: np.random.Generator, shape: tuple[int, int], name: str) -> Any:
 
 def in_float64(x: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:
     """The product, and the sum of the products' magnitudes, which bounds the rounding."""
-    x, w = (np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, dense(weight)))
+    x, w = (np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, to_dense(weight)))
     return x @ w.T, np.abs(x) @ np.abs(w).T
 
 
@@ -53,7 +53,7 @@ def test_the_kernels_give_what_plain_jax_gives(name: str) -> None:
         expected, bound = in_float64(x, weight)
         y = np.asarray(apply(x, weight))
         assert (np.abs(y - expected) <= 1e-6 * bound).all(), (dtype, rows)
-    with native.disabled():
+    with native.disable_kernels():
         for some in (x, x[:1]):
             y = np.asarray(apply(some, weight))
             assert (np.abs(y - expected[: len(some)]) <= 1e-6 * bound[: len(some)]).all(), (
@@ -68,7 +68,7 @@ def test_inputs_of_any_size_keep_float32s_precision_on_every_path(name: str) -> 
     x = rng.normal(0, 1, (3, 256))
     x[0] *= np.exp2(rng.uniform(-60, 60, 256))
     x[1, ::50] = 3e37  # times integers it has no sum in float32, times weights it has
-    column = int(np.argmin(np.abs(np.asarray(dense(weight))[0])))
+    column = int(np.argmin(np.abs(np.asarray(to_dense(weight))[0])))
     x[2, column] = 1e30
     for dtype, rows in (("float32", 1), ("bfloat16", 1), ("float32", 3), ("bfloat16", 40)):
         if name != "int8" and rows == 40:
@@ -76,8 +76,8 @@ def test_inputs_of_any_size_keep_float32s_precision_on_every_path(name: str) -> 
         for first in range(3 if rows == 1 else 1):
             some = jnp.asarray(np.resize(np.roll(x, -first, 0), (rows, 256)), dtype)
             expected, bound = in_float64(some, weight)
-            for path in (nullcontext, native.disabled):
-                if rows == 40 and path is native.disabled:
+            for path in (nullcontext, native.disable_kernels):
+                if rows == 40 and path is native.disable_kernels:
                     continue
                 with path():
                     y = np.asarray(apply(some, weight))
@@ -96,7 +96,7 @@ def test_inputs_are_rounded_to_int8_by_one_formula() -> None:
         np.testing.assert_array_equal(once, rounded(np.asarray(some)))
     weight = matrix(rng, (41, 1300), "int4-g64")
     expected, bound = in_float64(jnp.asarray(rounded(x)), weight)
-    for rows, path in ((3, nullcontext), (30, nullcontext), (3, native.disabled)):
+    for rows, path in ((3, nullcontext), (30, nullcontext), (3, native.disable_kernels)):
         with path():
             y = np.asarray(apply(jnp.asarray(np.tile(x, (rows // 3, 1))), weight, int8_inputs=True))
         many = [np.tile(a, (rows // 3, 1)) for a in (expected, bound)]
@@ -121,7 +121,7 @@ def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
     rng = np.random.default_rng(5)
     x = jnp.asarray(rng.normal(0, 1, (3, 2, 160)).astype(np.float32))
     weight = matrix(rng, (20, 160), "int4-g32")
-    plain = np.asarray(x) @ np.asarray(weight.dense()).T
+    plain = np.asarray(x) @ np.asarray(weight.to_dense()).T
     np.testing.assert_allclose(jax.vmap(linear, (0, None))(x, weight), plain, atol=1e-5)
     np.testing.assert_allclose(jax.lax.map(lambda a: linear(a, weight), x), plain, atol=1e-5)
     stack = jax.tree.map(lambda *a: jnp.stack(a), weight, weight, weight)
@@ -135,10 +135,10 @@ def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
         return jnp.square(linear(x, weight)).sum()
 
     ours = jax.jit(jax.grad(loss))(x, weight)
-    np.testing.assert_allclose(ours, jax.grad(loss)(x, weight.dense()), rtol=1e-4, atol=1e-4)
-    by_weight = jax.grad(loss, 1)(x, weight.dense())
-    with native.disabled():
-        plainly = jax.grad(loss, 1)(x, weight.dense())
+    np.testing.assert_allclose(ours, jax.grad(loss)(x, weight.to_dense()), rtol=1e-4, atol=1e-4)
+    by_weight = jax.grad(loss, 1)(x, weight.to_dense())
+    with native.disable_kernels():
+        plainly = jax.grad(loss, 1)(x, weight.to_dense())
     np.testing.assert_allclose(by_weight, plainly, rtol=1e-4, atol=1e-4)
     by_scale = jax.grad(lambda s: loss(x, weight.replace(scale=s)))(weight.scale)
     step = 1e-3 * jnp.zeros_like(weight.scale).at[3, 1].set(1.0)
@@ -151,7 +151,7 @@ def test_disabled_leaves_no_kernel_in_a_program() -> None:
     x, weight = jnp.ones((1, 64)), jnp.ones((8, 64))
     function = jax.jit(linear)  # the same function, compiled for both
     assert "jaxllm_linear" in function.lower(x, weight).as_text()
-    with native.disabled():
+    with native.disable_kernels():
         assert "jaxllm" not in function.lower(x, weight).as_text()
     assert "jaxllm_linear" in function.lower(x, weight).as_text()
 
@@ -169,11 +169,11 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
         together = jax.jit(lambda x, terms: linears(x, terms))
         calls = together.lower(x, terms).as_text().count("@jaxllm_linear(")
         # Of many bfloat16 rows a matrix unit takes what it can: the float32 weight is another call.
-        unit = native.has_many() and (dtype, rows) == ("bfloat16", 16)
+        unit = native.has_matrix_unit() and (dtype, rows) == ("bfloat16", 16)
         assert calls == (2 if unit else 1), (dtype, rows)
         for term in terms:  # traced for the same set, whichever is then taken
             apply(x, *term)
-        for isa in native.available():
+        for isa in native.available_isas():
             native.isa(isa)
             for y, term in zip(together(x, terms), terms, strict=True):
                 assert np.asarray(y).tobytes() == np.asarray(apply(x, *term)).tobytes(), isa
@@ -183,7 +183,7 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
 def test_an_input_of_another_width_is_refused(name: str) -> None:
     weight = matrix(np.random.default_rng(3), (8, 100), name)
     for columns in (99, 101, 120):
-        with pytest.raises(ValueError, match="does not fit"):
+        with pytest.raises(ValueError, match="does not match x of shape"):
             linear(jnp.ones((1, columns)), weight)
 
 
@@ -216,7 +216,7 @@ def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None
         drawn = samples.FORMATS[name](rng, 70, 200)
         pieces = [jnp.asarray(a) for a in (drawn.data, drawn.scale) if a is not None]
         weight = native.Matrix(drawn.kind, pieces, drawn.group or None)
-        y = native.linear(jnp.asarray(x), [weight], columns=200, many=True)[0]
+        y = native.linear(jnp.asarray(x), [weight], columns=200, matrix_unit=True)[0]
         assert np.asarray(y).tobytes() == product(isa, drawn, x).tobytes(), name
 
 
@@ -230,9 +230,9 @@ def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
         weight = matrix(rng, (33, 200), name)
         if name == "int8":  # what no rounding makes, and a file may have
             weight = weight.replace(data=weight.data.at[::3].set(-128))
-        w = np.asarray(dense(weight), np.float64)
+        w = np.asarray(to_dense(weight), np.float64)
         here = np.asarray(apply(jnp.asarray(x), weight))
-        with native.disabled():
+        with native.disable_kernels():
             plain = np.asarray(apply(jnp.asarray(x), weight))
         if name.startswith("int8"):
             scale = np.asarray(weight.scale).T

@@ -61,12 +61,12 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
         q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
         at = rng.integers(-1, 60, (B, T)).astype(np.int32)
         plain = [
-            (*(np.asarray(ops.dense(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
+            (*(np.asarray(ops.dequantize(x).astype(jnp.float32)) for x in p[:2]), np.asarray(p[2]))
             for p in parts
         ]
         expected = brute_force(q, at, plain, 0.3, window)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
-        for isa in native.available():
+        for isa in native.available_isas():
             native.isa(isa)
             out = attend(jnp.asarray(q), jnp.asarray(at), parts)[0]
             np.testing.assert_allclose(out, expected, atol=5e-6, err_msg=isa)
@@ -78,7 +78,7 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
 
 def in_numpy(parts: list[ops.Part]) -> Parts:
     def dense(x: ops.Entries) -> np.ndarray:
-        return np.asarray(ops.dense(x).astype(jnp.float32))
+        return np.asarray(ops.dequantize(x).astype(jnp.float32))
 
     return [(dense(p.k_BSKH), dense(p.v_BSKH), np.asarray(p.position_BS)) for p in parts]
 
@@ -105,7 +105,7 @@ def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> 
         expected = brute_force(q_32, at, plain, 0.3, window)
         bound = brute_force(q_32, at, [(k, abs(v), p) for k, v, p in plain], 0.3, window)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=window))
-        for isa in native.available():
+        for isa in native.available_isas():
             native.isa(isa)
             out = attend(q, jnp.asarray(at), parts)[0]
             assert out.dtype == jnp.bfloat16
@@ -119,7 +119,7 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) ->
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), kept) for _ in "qkv")
     at = jnp.arange(20)[None]
     attend = jax.jit(partial(ops.attend, scale=0.3, window=None))
-    for isa, bad in itertools.product(native.available(), (np.nan, np.inf)):
+    for isa, bad in itertools.product(native.available_isas(), (np.nan, np.inf)):
         native.isa(isa)
         before = np.asarray(attend(q, at, [ops.Part(k, v, at)])[0], np.float32)
         after = attend(q, at, [ops.Part(k, v.at[0, 11, 1].set(bad), at)])[0]
@@ -157,11 +157,11 @@ def test_scores_are_bent_to_stay_within_a_cap(kept: str) -> None:
     for cap in (0.7, 50.0):
         expected = brute_force(np.asarray(q), np.asarray(at), in_numpy(parts), 0.3, 40, cap)
         attend = jax.jit(partial(ops.attend, scale=0.3, window=40, cap=cap))
-        for isa in native.available():
+        for isa in native.available_isas():
             native.isa(isa)
             outs[isa, cap] = attend(q, at, parts)[0]
             np.testing.assert_allclose(outs[isa, cap], expected, atol=5e-6, err_msg=isa)
-        with native.disabled():
+        with native.disable_kernels():
             plain = ops.attend(q, at, parts, scale=0.3, window=40, cap=cap)[0]
         np.testing.assert_allclose(outs[isa, cap], plain, atol=5e-6)
     assert float(jnp.abs(outs[isa, 0.7] - outs[isa, 50.0]).max()) > 0.1
@@ -172,9 +172,9 @@ def test_a_score_past_every_number_is_its_cap_and_no_number_shows() -> None:
     q = jnp.zeros((2, 3, 4, 32)).at[..., 0].set(3e38)  # one term alone, or sums are of both signs
     parts = [part._replace(k_BSKH=part.k_BSKH.at[..., 0].multiply(9)) for part in parts]
     attend = jax.jit(partial(ops.attend, scale=0.3, window=None, cap=5.0))
-    for isa in native.available():
+    for isa in native.available_isas():
         native.isa(isa)
-        with native.disabled():
+        with native.disable_kernels():
             plain = np.asarray(ops.attend(q, at, parts, scale=0.3, window=None, cap=5.0)[0])
         assert np.isfinite(plain).all()
         np.testing.assert_allclose(attend(q, at, parts)[0], plain, atol=5e-6, err_msg=isa)
@@ -190,7 +190,7 @@ def test_with_a_cap_gradients_and_batches_are_those_of_plain_jax() -> None:
 
     both = jax.value_and_grad(loss, allow_int=True)
     ours, batch = both(q, parts), jax.vmap(loss, (0, None))(jnp.stack([q, 2 * q]), parts)
-    with native.disabled():
+    with native.disable_kernels():
         plain = both(q, parts)
     np.testing.assert_allclose(ours[0], plain[0], rtol=1e-5)
     np.testing.assert_allclose(ours[1], plain[1], atol=1e-5)

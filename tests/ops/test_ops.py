@@ -12,7 +12,7 @@ import transformers
 from transformers.activations import ACT2FN
 
 from jaxllm import ops
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
 from jaxllm.ops import native
 from jaxllm.ops.attention import BLOCK
 from tests.test_against_transformers import ROPES
@@ -131,7 +131,7 @@ def test_attention_equals_brute_force(window: int | None, case: str, kernels: bo
         "gaps": [part(B, [-1, 0, 5, -1, 2]), part(B, [6, 1, -1])],
         "nothing to see": [part(B, [7, 8, -1])],
     }[case]
-    with contextlib.nullcontext() if kernels else native.disabled():
+    with contextlib.nullcontext() if kernels else native.disable_kernels():
         ours, _ = ops.attend(
             jnp.asarray(q),
             jnp.asarray(q_pos),
@@ -150,7 +150,7 @@ def test_attention_over_many_blocks_equals_one_softmax(kernels: bool) -> None:
     k, v = (jax.random.normal(key, (1, S, K, H)) for key in keys[1:])
     pos = jnp.where(jnp.arange(S) % 7 == 0, -1, jnp.arange(S))[None]
     q_pos = jnp.array([[5, BLOCK, 2 * BLOCK + 3, S + 1]])
-    with contextlib.nullcontext() if kernels else native.disabled():
+    with contextlib.nullcontext() if kernels else native.disable_kernels():
         ours, _ = ops.attend(q, q_pos, [ops.Part(k, v, pos)], scale=0.5, window=None)
     seen = (pos[:, None] >= 0) & (pos[:, None] <= q_pos[:, :, None])
     scores = 0.5 * jnp.einsum("btkgh,bskh->bkgts", q.reshape(1, 4, K, 2, H), k)
@@ -169,7 +169,7 @@ def test_attention_over_int8_entries_is_attention_over_the_rounded_numbers() -> 
     ours, mass = ops.attend(
         jnp.asarray(q), jnp.asarray(q_pos), [part], scale=0.3, window=None, mass=True
     )
-    rounded = (np.asarray(ops.dense(k8)), np.asarray(ops.dense(v8)), pos)
+    rounded = (np.asarray(ops.dequantize(k8)), np.asarray(ops.dequantize(v8)), pos)
     np.testing.assert_allclose(ours, brute_force(q, q_pos, [rounded], None), atol=1e-5)
     assert np.abs(rounded[0] - k).max() > 1e-3
     np.testing.assert_allclose(np.asarray(mass).sum(axis=1), 4, rtol=1e-5)

@@ -20,12 +20,12 @@ def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
     if weight.data.dtype == jnp.int8:
         weight = weight.replace(data=weight.data.at[::3, ::2].set(-128))
     x_RI = jnp.asarray(rng.normal(0, 1, (rows, 300)), jnp.bfloat16)
-    assert pallas.fits(x_RI, weight.data)
+    assert pallas.is_supported(x_RI, weight.data)
     y_RO = pallas.multiply(
         x_RI, weight.data, weight.scale, weight.zero, bits=weight.bits, group=weight.group,
         interpret=True,
     )  # fmt: skip
-    x, dense = np.asarray(x_RI, np.float64), np.asarray(weight.dense(), np.float64)
+    x, dense = np.asarray(x_RI, np.float64), np.asarray(weight.to_dense(), np.float64)
     bound = 1e-6 * np.abs(x) @ np.abs(dense).T
     assert (np.abs(y_RO - x @ dense.T) <= bound).all()
 
@@ -33,8 +33,8 @@ def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
 def test_what_does_not_fit_is_said() -> None:
     data = jnp.zeros((48, 128), jnp.int8)
     x = jnp.zeros((16, 100), jnp.bfloat16)
-    assert pallas.fits(x, data)
-    assert not pallas.fits(x.astype(jnp.float32), data)
-    assert not pallas.fits(jnp.zeros((17, 100), jnp.bfloat16), data)
-    assert not pallas.fits(x[:0], data)
-    assert not pallas.fits(x, data[:47])
+    assert pallas.is_supported(x, data)
+    assert not pallas.is_supported(x.astype(jnp.float32), data)
+    assert not pallas.is_supported(jnp.zeros((17, 100), jnp.bfloat16), data)
+    assert not pallas.is_supported(x[:0], data)
+    assert not pallas.is_supported(x, data[:47])

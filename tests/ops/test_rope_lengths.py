@@ -10,7 +10,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from jaxllm import ops
-from jaxllm.config import Rope
+from jaxllm.config.model import Rope
 
 TRAINED, STRETCHED, HEAD = 40, 160, 16
 ROPES: dict[str, dict[str, Any]] = {

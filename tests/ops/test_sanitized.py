@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import sanitize
+from scripts.tools import sanitize
 from tests.ops.random_cases import KERNELS
 
 

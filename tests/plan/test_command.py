@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxllm import models
-from jaxllm.located import DEMOS
-from jaxllm.plan.opening import opened_for
-from tests.conftest import ROOT, Run
+from jaxllm.checkpoints.resolve import DEMO_DIR
+from jaxllm.plan.open_model import open_for_planning
+from scripts.benchmarks.simulate_serving import SHAPE
+from tests.conftest import Run
 
 NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
 
@@ -19,20 +20,15 @@ def test_bytes_of_the_demo_are_those_of_its_file(run: Run) -> None:
     told = json.loads(out)
     assert status == 0
     assert (told["mesh"], told["decode"], told["idle"]) == ("tensor=1", [], 0.0)
-    held = sum(t.nbytes for t in opened_for("demo:llama").tensors.values())
+    held = sum(t.nbytes for t in open_for_planning("demo:llama").tensors.values())
     assert told["weights_bytes"] == held
     # One row of one device: a token reads all weights and the cache from memory, and no more.
     assert told["token_seconds"] == pytest.approx((held + told["cache_bytes"]) / 20e9, rel=0.01)
     assert told["total_bytes"] == sum(told[f"{x}_bytes"] for x in ("weights", "cache", "working"))
 
 
-def test_a_configuration_alone_will_do(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_alone_will_do(run: Run, tmp_path: Path) -> None:
     """Llama 3 70B: 70,553,706,496 parameters, as its model card rounds to 70.6 B."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from simulate_serving import SHAPE
-
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     path = str(tmp_path / "config.json")
     asked = ("--mesh", "tensor=8", "--batch", "16", "--context", "8192", "--json")
@@ -45,7 +41,7 @@ def test_a_configuration_alone_will_do(
         ("all-reduce", 80, 16 * 8192 * 4)
     ] * 2
     assert sums[0]["sent"] == 80 * 2 * 7 / 8 * 16 * 8192 * 4
-    config = opened_for(Path(path)).config
+    config = open_for_planning(Path(path)).config
     assert models.FAMILIES[config.model_type].config is type(config)
 
 
@@ -68,7 +64,7 @@ def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
 
 def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Path) -> None:
     """As its config.json; options are checked before the model is opened."""
-    shutil.copy(DEMOS / "llama" / "config.json", tmp_path)
+    shutil.copy(DEMO_DIR / "llama" / "config.json", tmp_path)
     given = ("--devices", 2, "--json")
     status, out, _ = run("plan", tmp_path, *given)
     assert status == 0
@@ -87,7 +83,7 @@ def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Pat
         (("--mesh", "pipe=2"), "mesh must look like data=2,tensor=4"),
         (("--mesh", "tensor=2", "--devices", "4"), "cannot be combined"),
         (("--devices", "4", "--goal", "speed"), "latency or throughput"),
-        (("--hardware", "h900"), "known: a100"),
+        (("--hardware", "h900"), "is unknown: use a100"),
         (("--context", "0"), "--context must be a whole number from 1"),
         (("--batch", "0"), "--batch must be a whole number from 1"),
         (("--devices", "7"), "no mesh of 7 devices"),

@@ -5,71 +5,77 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.weights.copies import check_same, copy_of, differences, shared_out, sums_of
-from jaxllm.weights.files import BLOCK
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.replica_check import (
+    check_replicas,
+    checksum_tensors,
+    describe_differences,
+    divide_tensors,
+    identify_copy,
+)
+from jaxllm.weights.safetensors import BLOCK_BYTES
 
 HERE, THERE = ["one machine", [[1, 2, 3, 4]]], ["another", [[1, 2, 3, 4]]]
 
 
 def tensors(**arrays: np.ndarray) -> dict[str, LazyTensor]:
-    return {name: LazyTensor.of(array) for name, array in arrays.items()}
+    return {name: LazyTensor.from_array(array) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("at", [0, 700_001, BLOCK // 4 + 5, -1])
+@pytest.mark.parametrize("at", [0, 700_001, BLOCK_BYTES // 4 + 5, -1])
 def test_one_bit_of_one_number_is_found_wherever_it_is(at: int) -> None:
     array = np.random.default_rng(0).standard_normal((1100, 1031)).astype(np.float32)
-    assert array.nbytes > BLOCK  # more than is looked at at once
+    assert array.nbytes > BLOCK_BYTES  # more than is looked at at once
     other = array.copy()
     other.reshape(-1).view(np.uint32)[at] ^= 1
-    one, two = (sums_of(tensors(a=array[:5], w=x)) for x in (array, other))
+    one, two = (checksum_tensors(tensors(a=array[:5], w=x)) for x in (array, other))
     assert one["a"] == two["a"] and one["w"] != two["w"]
-    assert differences([(HERE, one), (THERE, two)]) == (
+    assert describe_differences([(HERE, one), (THERE, two)]) == (
         "the weights w in process 1 differ from those in process 0"
     )
-    assert differences([(HERE, one), (THERE, dict(one))]) == ""
+    assert describe_differences([(HERE, one), (THERE, dict(one))]) == ""
 
 
 def test_what_shares_a_copy_reads_a_part_each_and_all_is_compared() -> None:
     """Three processes: two of one machine, one of another."""
     sizes = {"a": 40, "b": 30, "c": 20, "d": 10, "e": 1}
     some = tensors(**{name: np.arange(n, dtype=np.float32) for name, n in sizes.items()})
-    parts = shared_out(some, 2)
+    parts = divide_tensors(some, 2)
     assert sorted(parts[0] + parts[1]) == sorted(sizes)
     assert [sum(sizes[name] for name in part) for part in parts] == [51, 50]
-    first, second = (sums_of({name: some[name] for name in part}) for part in parts)
-    whole = sums_of(some)
-    assert differences([(HERE, first), (HERE, second), (THERE, whole)]) == ""
+    first, second = (checksum_tensors({name: some[name] for name in part}) for part in parts)
+    whole = checksum_tensors(some)
+    assert describe_differences([(HERE, first), (HERE, second), (THERE, whole)]) == ""
     for name in sizes:
         wrong = {**whole, name: whole[name] ^ 1}
-        said = differences([(HERE, first), (HERE, second), (THERE, wrong)])
+        said = describe_differences([(HERE, first), (HERE, second), (THERE, wrong)])
         assert said == f"the weights {name} in process 2 differ from those in process 0"
     every = {name: x ^ 1 for name, x in whole.items()}
-    assert "a, b, c and 2 more in process 2" in differences(
+    assert "a, b, c and 2 more in process 2" in describe_differences(
         [(HERE, first), (HERE, second), (THERE, every)]
     )
 
 
 def test_of_no_known_machine_each_has_its_own_copy() -> None:
     sums = {"w": 1}
-    assert differences([([], sums), ([], sums)]) == ""
-    assert "process 1" in differences([([], sums), ([], {"w": 2})])
+    assert describe_differences([([], sums), ([], sums)]) == ""
+    assert "process 1" in describe_differences([([], sums), ([], {"w": 2})])
 
 
 def test_a_copy_is_known_by_its_files(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1234")
-    known = copy_of(tmp_path)
-    assert known == copy_of(file) == copy_of(tmp_path)
+    known = identify_copy(tmp_path)
+    assert known == identify_copy(file) == identify_copy(tmp_path)
     (tmp_path / "other").mkdir()
-    assert known == copy_of(tmp_path)
+    assert known == identify_copy(tmp_path)
     file.unlink()
     file.write_bytes(b"12345")
-    assert not known or known != copy_of(tmp_path)
+    assert not known or known != identify_copy(tmp_path)
 
 
 def test_one_process_reads_nothing() -> None:
     def never() -> np.ndarray:
         raise AssertionError
 
-    check_same({"w": LazyTensor(np.dtype(np.float32), (1 << 20,), never)}, Path("nowhere"))
+    check_replicas({"w": LazyTensor(np.dtype(np.float32), (1 << 20,), never)}, Path("nowhere"))

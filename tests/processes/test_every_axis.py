@@ -34,18 +34,18 @@ def asked(lm, names):
 """
 PROGRAM = f"""
 import json, sys
-from jaxllm.distributed import Group, join
+from jaxllm.runtime.multihost import Group, join_group
 {ASKED}
 address, number, model, options, names, *meshes = sys.argv[1:]
-join(Group(address, 2, int(number)))
+join_group(Group(address, 2, int(number)))
 import jax, jaxllm
-from jaxllm.mesh.placing import per_device
+from jaxllm.sharding.shard_params import bytes_per_device
 found = {{}}
 for mesh in meshes:
     lm = jaxllm.load(model, dtype="float32", mesh=mesh, **json.loads(options))
-    held, total = per_device(lm.params), sum(x.nbytes for x in jax.tree.leaves(lm.params))
+    held, total = bytes_per_device(lm.params), sum(x.nbytes for x in jax.tree.leaves(lm.params))
     found[mesh] = {{"share": sum(held.values()) / total / len(held), **asked(lm, names.split(","))}}
-print(json.dumps(found), file=sys.__stdout__, flush=True)  # of all but the first join takes stdout
+print(json.dumps(found), file=sys.__stdout__, flush=True)  # `join_group` takes the others'
 jax.distributed.shutdown()
 """
 TEXTS = ("one", "several", "drawn", "streamed", "beams")  # ids, where numbers differ by rounding

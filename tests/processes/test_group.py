@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from jaxllm import distributed, guard
-from jaxllm.cli import COMMANDS, group, train
-from jaxllm.cli.group import without_number
-from jaxllm.distributed import Group, differences, group_of
+from jaxllm.cli import COMMANDS, distributed, train
+from jaxllm.cli.distributed import drop_process_option
 from jaxllm.errors import ConfigError
+from jaxllm.runtime import multihost, supervisor
+from jaxllm.runtime.multihost import Group, describe_differences, parse_group
 from tests.conftest import Run
 
 AT = "10.0.0.1:7070"
 
 
 def test_a_group_is_an_address_a_count_and_a_number() -> None:
-    assert group_of(AT, 2, 1) == Group(AT, 2, 1)
-    assert group_of("[::1]:7070", 1, 0) == Group("[::1]:7070", 1, 0)
-    assert group_of("auto", None, None) == Group("auto")
+    assert parse_group(AT, 2, 1) == Group(AT, 2, 1)
+    assert parse_group("[::1]:7070", 1, 0) == Group("[::1]:7070", 1, 0)
+    assert parse_group("auto", None, None) == Group("auto")
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_is_no_group_is_refused_before_anything_starts(
     address: str, count: int | None, number: int | None, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        group_of(address, count, number)
+        parse_group(address, count, number)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_is_no_group_is_refused_before_anything_starts(
         (["--distributed", AT, "--processes", 2, "--process", 2, "generate"], "from 0 to 1"),
         (
             ["--distributed", AT, "--processes", 2, "--process", 0, "convert", "x"],
-            "convert is work",
+            "does not support convert",
         ),
         (["--processes", 2, "generate"], "require --distributed"),
     ],
@@ -65,8 +65,8 @@ def test_the_command_refuses_them_in_one_line(
 def test_every_command_is_for_several_processes_or_says_why_not() -> None:
     methods = [f"train {name}" for name in train.METHODS]
     every = {*COMMANDS, *methods}
-    assert set(group.COMMANDS) | set(group.ALONE) == every
-    assert not set(group.COMMANDS) & set(group.ALONE)
+    assert set(distributed.COMMANDS) | set(distributed.SINGLE_PROCESS) == every
+    assert not set(distributed.COMMANDS) & set(distributed.SINGLE_PROCESS)
 
 
 @pytest.mark.parametrize(
@@ -75,32 +75,32 @@ def test_every_command_is_for_several_processes_or_says_why_not() -> None:
 )
 def test_work_of_one_process_is_refused_with_the_reason(run: Run, command: str, words: str) -> None:
     status, out, err = run("--distributed", AT, "--processes", 2, "--process", 0, command, "x")
-    assert (status, out) == (1, "") and f"; {command} is work of one process, and " in err
+    assert (status, out) == (1, "") and f"--distributed does not support {command}, " in err
     assert words in err and err.count("\n") == 1
 
 
 def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None:
     long = "x" * 300
     first = {"jax": "0.10.2", "config": f"{long}a", "same": "1"}
-    assert differences([first, dict(first)]) == ""
-    assert differences([first, {**first, "jax": "0.10.1"}]) == (
+    assert describe_differences([first, dict(first)]) == ""
+    assert describe_differences([first, {**first, "jax": "0.10.1"}]) == (
         "jax: 0.10.2 in process 0, 0.10.1 in process 1"
     )
-    found = differences([first, first, {**first, "config": f"{long}b"}])
+    found = describe_differences([first, first, {**first, "config": f"{long}b"}])
     assert found.startswith("config: ...") and found.endswith("xb in process 2")
     assert len(found) < 200
-    assert differences([{"a": "bc"}, {"a": "b"}]) == "a: bc in process 0, b in process 1"
+    assert describe_differences([{"a": "bc"}, {"a": "b"}]) == "a: bc in process 0, b in process 1"
 
 
 def test_of_one_process_nothing_is_asked() -> None:
-    assert not distributed.several()
-    assert distributed.told(lambda: "mine") == "mine"
+    assert not multihost.is_multiprocess()
+    assert multihost.broadcast_from_zero(lambda: "mine") == "mine"
     done: list[str] = []
-    distributed.once(lambda: done.append("it"))
+    multihost.run_on_process_zero(lambda: done.append("it"))
     assert done == ["it"]
-    assert distributed.arrays_told(lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
-    assert distributed.each([1, "a"]) == [[1, "a"]]
-    distributed.agree({"anything": object()})
+    assert multihost.broadcast_arrays(lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
+    assert multihost.all_gather_objects([1, "a"]) == [[1, "a"]]
+    multihost.check_processes_agree({"anything": object()})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_of_one_process_nothing_is_asked() -> None:
     ],
 )
 def test_processes_differ_in_their_number_alone(arguments: list[str]) -> None:
-    assert without_number(arguments) == ["--distributed", AT, "generate", "-p", "x"]
+    assert drop_process_option(arguments) == ["--distributed", AT, "generate", "-p", "x"]
 
 
 # As jaxlib 0.10.2 says it.
@@ -153,10 +153,10 @@ RPC: /xla.coordination.CoordinationService/RegisterTask
     ],
 )
 def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
-    said = guard.cause(text, Group(AT, 3, 1))
+    said = supervisor.explain_failure(text, Group(AT, 3, 1))
     assert words in said and "\n" not in said
 
 
 def test_of_two_the_other_one_is_gone() -> None:
-    assert guard.cause("Gloo", Group(AT, 2, 0)).startswith("process 1 of the group")
-    assert guard.cause("Gloo", Group(AT, 2, 1)).startswith("process 0 of the group")
+    assert supervisor.explain_failure("Gloo", Group(AT, 2, 0)).startswith("process 1 of the group")
+    assert supervisor.explain_failure("Gloo", Group(AT, 2, 1)).startswith("process 0 of the group")

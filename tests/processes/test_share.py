@@ -17,15 +17,15 @@ SIZES = {"vocab_size": 132, "hidden_size": 1024, "intermediate_size": 2816, "num
 PROGRAM = """
 import json, re, sys
 from pathlib import Path
-from jaxllm.distributed import Group, join
-from jaxllm.mesh.placing import Shared, per_device
+from jaxllm.runtime.multihost import Group, join_group
+from jaxllm.sharding.shard_params import ParamSharder, bytes_per_device
 
 def anonymous():  # bytes of this process's own, without what is mapped from files
     said = Path("/proc/self/status").read_text()
     return int(re.search(r"RssAnon:\\s+(\\d+)", said)[1]) << 10
 
 asked = [0]  # bytes of the checkpoint's tensors
-tensor = Shared.tensor
+tensor = ParamSharder.load_tensor
 
 def counted(self, path, lazy, read, exact):
     def one(some):
@@ -34,19 +34,19 @@ def counted(self, path, lazy, read, exact):
 
     return tensor(self, path, lazy, one, exact)
 
-Shared.tensor = counted
+ParamSharder.load_tensor = counted
 address, number, small, model, quantize, mesh = sys.argv[1:]
-join(Group(address, 2, int(number)))
+join_group(Group(address, 2, int(number)))
 import jax, jaxllm
 jaxllm.load(small, mesh=mesh, quantize=quantize or None)  # code and threads are not counted
 asked[0], before = 0, anonymous()
 lm = jaxllm.load(model, mesh=mesh, quantize=quantize or None)
 print(json.dumps({
-    "devices": sum(per_device(lm.params).values()),
+    "devices": sum(bytes_per_device(lm.params).values()),
     "all": sum(x.nbytes for x in jax.tree.leaves(lm.params)),
     "anonymous": anonymous() - before,
     "read": asked[0],
-}), file=sys.__stdout__, flush=True)  # of all but the first join takes stdout
+}), file=sys.__stdout__, flush=True)  # `join_group` takes the others'
 jax.distributed.shutdown()
 """
 
@@ -54,7 +54,7 @@ jax.distributed.shutdown()
 KEEPING = """
 import json, re, sys
 from pathlib import Path
-from jaxllm.distributed import Group, join
+from jaxllm.runtime.multihost import Group, join_group
 
 def said(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
@@ -66,26 +66,27 @@ def most(work):  # bytes by which the process grows meanwhile, of all pages that
     return found, said("VmHWM") - before
 
 address, number, small, model, mesh, out = sys.argv[1:]
-join(Group(address, 2, int(number)))
+join_group(Group(address, 2, int(number)))
 import jax, jaxllm
-from jaxllm.compress.journal import Journal
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.train import jobs
-from jaxllm.train.keeping import keep, kept
+from jaxllm.train.checkpointing import load_state, save_state
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.spread import Form
-from jaxllm.train.step import Setup, start
-from jaxllm.train.trained import split
-from jaxllm.weights.paths import names_of
+from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.step import Setup, init_state
+from jaxllm.train.partition import partition
+from jaxllm.weights.paths import unsharded_paths
 
 def measured(path, out):
     lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
-    trained, rest = split(lm.params, names=names_of(lm.model))
-    form = Form.of(lm.model, rest)
-    state, journal = start(trained, Setup(lm.model, NextToken(), Optimizer(steps=2))), Journal(out)
-    with journal.kept():
-        kept_by = most(lambda: keep(journal, state, {}, form))[1]
-        found, read_by = most(lambda: kept(journal, state, form))
+    trained, rest = partition(lm.params, names=unsharded_paths(lm.model))
+    form = StateLayout.from_model(lm.model, rest)
+    setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
+    state, journal = init_state(trained, setup), Journal(out)
+    with journal.lock():
+        kept_by = most(lambda: save_state(journal, state, {}, form))[1]
+        found, read_by = most(lambda: load_state(journal, state, form))
         again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
         del found
     saved_by = most(lambda: lm.save(out / "model"))[1]

@@ -57,7 +57,7 @@ def test_if_one_is_killed_the_other_ends_with_a_line(
     status, _, err = ended(both[1 - killed])
     assert status == 1, err
     assert err.startswith("jaxllm: ") and err.count("\n") == 1, err
-    assert "process" in err and "gone" in err
+    assert "process" in err and "lost" in err
 
 
 @pytest.mark.full

@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 
 import jaxllm
-from jaxllm import distributed
 from jaxllm.adapters import LoraConfig
-from jaxllm.api import LM
-from jaxllm.distributed import Group, join
-from jaxllm.train import jobs, loop, prompts
+from jaxllm.lm import LM
+from jaxllm.runtime import multihost
+from jaxllm.runtime.multihost import Group, join_group
+from jaxllm.train import jobs, loop, prompt_jobs
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill import teachers
 from jaxllm.train.distill.job import distill
 from jaxllm.train.distill.settings import Distillation
-from jaxllm.train.distill.student import Smaller
-from jaxllm.train.fake.job import qat
-from jaxllm.train.jobs import Job
-from jaxllm.train.loop import Plan
+from jaxllm.train.distill.student_init import StudentSize
+from jaxllm.train.jobs import TrainJob
+from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.qat.job import qat
 
 STEPS = 4
 
@@ -48,25 +48,25 @@ class Stopped(Exception):
     pass
 
 
-def adapter(lm: LM, dora: bool = False) -> Job:
+def adapter(lm: LM, dora: bool = False) -> TrainJob:
     config = LoraConfig(r=2, target_modules=("q_proj", "down_proj"), use_dora=dora)
     return jobs.lora(lm, config, seed=1)
 
 
-def student(lm: LM, directory: Path, **asked: Any) -> Job:
-    part = teachers.part_of(lm, Smaller(layers=1, channels=64), Texts())
+def student(lm: LM, directory: Path, **asked: Any) -> TrainJob:
+    part = teachers.make_student(lm, StudentSize(layers=1, channels=64), Texts())
     asked_for = Distillation(**asked)
-    return distill(lm, part, Texts(), asked_for, held_out=Texts(), directory=directory, seed=2)
+    return distill(lm, part, Texts(), asked_for, eval_data=Texts(), directory=directory, seed=2)
 
 
-KINDS: dict[str, Callable[[LM, Path], Job]] = {
-    "full": lambda lm, _: jobs.full(lm),
+KINDS: dict[str, Callable[[LM, Path], TrainJob]] = {
+    "full": lambda lm, _: jobs.full_finetune(lm),
     "lora": lambda lm, _: adapter(lm),
     "dora": lambda lm, _: adapter(lm, dora=True),
-    "after": lambda lm, _: prompts.after(adapter(lm), [9, 8, 7]),
-    "prompt": lambda lm, _: prompts.prompt(lm, [5, 6, 7]),
-    "entries": lambda lm, _: prompts.prompt(lm, [5, 6, 7], kind="entries"),
-    "qat": lambda lm, _: qat(lm, "int8-g32", starts=1),
+    "after": lambda lm, _: prompt_jobs.with_prefix(adapter(lm), [9, 8, 7]),
+    "prompt": lambda lm, _: prompt_jobs.prompt_tuning(lm, [5, 6, 7]),
+    "entries": lambda lm, _: prompt_jobs.prompt_tuning(lm, [5, 6, 7], kind="entries"),
+    "qat": lambda lm, _: qat(lm, "int8-g32", start_step=1),
     "distill": lambda lm, directory: student(
         lm, directory, on_policy=0.5, new_tokens=4, hidden="mse"
     ),
@@ -78,7 +78,7 @@ def run(
     model: str, out: Path, *, stop: int | None = None, kind: str = "full", **how: Any
 ) -> dict[str, Any] | None:
     """What came of it; None where it stopped after so many steps, whose state is kept."""
-    loop.KEEP_SECONDS = loop.KEEP_SHARE = 0  # type: ignore[assignment]
+    loop.SAVE_SECONDS = loop.SAVE_FACTOR = 0  # type: ignore[assignment]
     lm, said = jaxllm.load(model, dtype="float32", **how), list[str]()
     job = KINDS[kind](lm, out.with_name(f"{out.name}.taught"))
     optimizer = Optimizer(steps=STEPS, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=1e-3)
@@ -89,23 +89,23 @@ def run(
             raise Stopped
 
     parts = out.with_name(f"{out.name}.parts")
-    plan = Plan(steps=STEPS, eval_steps=1)
+    plan = TrainPlan(steps=STEPS, eval_steps=1)
     try:
-        found = jobs.run(
-            job, Texts(), optimizer, plan, held_out=Texts(), directory=parts, say=say,
+        found = jobs.run_job(
+            job, Texts(), optimizer, plan, eval_data=Texts(), directory=parts, log=say,
             show_progress=False,
         )  # fmt: skip
     except Stopped:
         return None
     job.finish(found.params, out)
-    jobs.forget(parts)
+    jobs.delete_state(parts)
     records = [[r.step, r.loss, r.norm, r.held_out] for r in found.records]
     return {"records": records, "said": said[0]}
 
 
 if __name__ == "__main__":
     address, number, model, out, each = sys.argv[1:]
-    join(Group(address, 2, int(number)))
+    join_group(Group(address, 2, int(number)))
     answers = [run(model, Path(out), **how) for how in json.loads(each)]
     print(json.dumps(answers), file=sys.__stdout__, flush=True)
-    distributed.leave(0)
+    multihost.leave_group(0)

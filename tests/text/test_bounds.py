@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer
-from jaxllm.text.regexes import check_regex
+from jaxllm.text.regex_safety import check_regex
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -71,8 +71,11 @@ def sequence(count: int, step: dict[str, Any]) -> dict[str, Any]:
 ADDED = {"id": 3, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}  # fmt: skip
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "doubling": ({"normalizer": sequence(32, replace({"String": "a"}, "aa"))}, "by more than a factor of 64"),
-    "doubling between": ({"normalizer": sequence(7, replace({"Regex": ""}, "a"))}, "64 times"),
+    "doubling": (
+        {"normalizer": sequence(32, replace({"String": "a"}, "aa"))},
+        "by more than a factor of 64",
+    ),
+    "doubling between": ({"normalizer": sequence(7, replace({"Regex": ""}, "a"))}, "factor of 64"),
     "steps": ({"normalizer": sequence(65, {"type": "NFC"})}, "more than 64 steps"),
     "a long text": ({"normalizer": {"type": "Prepend", "prepend": "a" * 5000}}, "4096 characters"),
     "a regex": (
@@ -118,5 +121,5 @@ def test_long_pieces_of_sentencepiece_are_refused(spm: Path, tmp_path: Path) -> 
     model.ParseFromString((spm / "tokenizer.model").read_bytes())
     model.pieces[300].piece = "a" * 400_000
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
-    with pytest.raises(CheckpointError, match="the longest 400,000"):
+    with pytest.raises(CheckpointError, match="400,000 in one"):
         Tokenizer.from_directory(tmp_path)

@@ -1,8 +1,7 @@
 """Stop strings against a plain search in the whole text."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxllm.errors import SamplingError
 from jaxllm.text.stop import StopStrings
@@ -19,7 +18,7 @@ def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
     shown, ended = "", None
     for i, piece in enumerate(pieces):
         shown += stop.push(piece)
-        if stop.found and ended is None:
+        if stop.has_matched and ended is None:
             ended = i
     shown += stop.flush()
     starts = [i for s in strings if (i := whole.find(s)) >= 0]
@@ -39,7 +38,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert [stop.push(p) for p in ("one", " E", "N", "x\n", "a", "\n", "\nb")] == [
         "one", " ", "", "ENx", "\na", "", "",
     ]  # fmt: skip
-    assert stop.found
+    assert stop.has_matched
     assert stop.flush() == stop.push("more") == ""
     open_end = StopStrings(["END"])
     assert open_end.push("the E") + open_end.flush() == "the E"

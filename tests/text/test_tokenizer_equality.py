@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer

@@ -10,8 +10,8 @@ import transformers
 from peft import LoraConfig
 
 import jaxllm
-from jaxllm import checkpoint, located
-from jaxllm.cli.lora import layers, modules
+from jaxllm.checkpoints import native, resolve
+from jaxllm.cli.lora import parse_layers, parse_modules
 from tests.conftest import Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
@@ -20,7 +20,7 @@ SMALL = ("--length", 32, "--batch-size", 2, "--steps", 2)
 
 @pytest.fixture(autouse=True)
 def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ EARLY = (
     ("full", ("--max-grad-norm", -1), "max_grad_norm must be above 0"),
     ("full", ("--warmup", 2), "warmup must be from 0 to 1"),
     ("full", ("--weight-decay", "nan"), "weight_decay must be at least 0, got nan"),
-    ("full", ("--eval-split", 1), "--eval-split must be from 0 to below 1: got 1.0"),
+    ("full", ("--eval-split", 1), "--eval-split must be at least 0 and below 1: got 1.0"),
     ("full", ("--eval-split", 0, "--patience", 1), "--patience requires an evaluation loss"),
     ("full", ("--length", 5000), "--length must be at most 512"),
     ("full", ("--only", "layer.0"), "matches no trainable parameter"),
@@ -171,7 +171,7 @@ def test_options_are_checked_before_weights_are_read(
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(checkpoint, "load_params", load)
+    monkeypatch.setattr(native, "load_params", load)
     out = tmp_path / "out"
     for kind, arguments, said in EARLY:
         status, _, err = run("train", kind, "demo:llama", out, "--data", text, *arguments)
@@ -202,16 +202,20 @@ def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Pat
 
 
 def test_names_of_modules_and_layers_are_read() -> None:
-    assert modules("", ["q_proj,v_proj", "mlp.up_proj"]) == ["q_proj", "v_proj", "mlp.up_proj"]
-    assert modules("", ["All-Linear"]) == "all-linear"
-    assert modules("", [r"(?:.*)_proj"]) == r"(?:.*)_proj"
-    assert layers("0, 4-7,9") == [0, 4, 5, 6, 7, 9]
+    assert parse_modules("", ["q_proj,v_proj", "mlp.up_proj"]) == [
+        "q_proj",
+        "v_proj",
+        "mlp.up_proj",
+    ]
+    assert parse_modules("", ["All-Linear"]) == "all-linear"
+    assert parse_modules("", [r"(?:.*)_proj"]) == r"(?:.*)_proj"
+    assert parse_layers("0, 4-7,9") == [0, 4, 5, 6, 7, 9]
 
 
 def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
     """Rank and scale of each module that PEFT puts an adapter beside."""
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(located.DEMOS / "llama")
+        transformers.AutoConfig.from_pretrained(resolve.DEMO_DIR / "llama")
     )
     found = peft.inject_adapter_in_model(config, model).named_modules()
     return {

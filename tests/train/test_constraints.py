@@ -10,21 +10,21 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm.compress.matrices.pruning import by_magnitude
-from jaxllm.compress.matrices.sparsity import Sparsity, lowest
+from jaxllm.compress.matrices.pruning import prune_magnitude
+from jaxllm.compress.matrices.sparsity import Sparsity, lowest_mask
 from jaxllm.errors import ConfigError
 from jaxllm.train.constraints import KeepZeros, PruneGradually, keep_zeros, prune_gradually
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
-from jaxllm.train.objective import Measured, NextToken
+from jaxllm.train.objective import LossOutput, NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.step import Setup, start, train_step
-from jaxllm.train.trained import join, split
-from jaxllm.weights.leaves.factored import Factored
-from jaxllm.weights.leaves.sparse import sparse_of
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
+from jaxllm.weights.types.low_rank import LowRankWeight
+from jaxllm.weights.types.sparse import to_sparse
 from tests.twins import random_model, tokens
 
 KEY = jax.random.key(0)
@@ -47,28 +47,28 @@ def text() -> Any:
 
 
 def train(params: Params, setup: Setup, steps: int) -> tuple[Params, list[float]]:
-    trained, rest = split(params)
-    state, losses = start(trained, setup), []
+    trained, rest = partition(params)
+    state, losses = init_state(trained, setup), []
     for _ in range(steps):
         state, metrics = train_step(state, rest, GIVEN, text(), KEY, setup=setup)
         losses.append(float(metrics.loss))
-    return join(state.trained, rest), losses
+    return combine(state.trained, rest), losses
 
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
     """One product, whose mean squared error is made small: quick to compile."""
 
-    def __call__(self, model: Any, params: Params, given: Any, rows: Any, key: Any) -> Measured:
+    def __call__(self, model: Any, params: Params, given: Any, rows: Any, key: Any) -> LossOutput:
         error = linear(jnp.asarray(given[0]), params["w"]["weight"]) - given[1]
-        return Measured((error**2).sum(), jnp.float32(error.size))
+        return LossOutput((error**2).sum(), jnp.float32(error.size))
 
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
     """Plain gradient descent."""
 
-    def made(self) -> Any:
+    def build(self) -> Any:
         return optax.sgd(RATE)
 
 
@@ -83,7 +83,7 @@ def pruned_model() -> tuple[Any, Params]:
     model, params = random_model("gpt2", spread=0.2, n_layer=1)
 
     def prune(path: str, leaf: Any) -> Any:
-        return by_magnitude(leaf, Sparsity(0.5)) if LINEAR.search(path) else leaf
+        return prune_magnitude(leaf, Sparsity(0.5)) if LINEAR.search(path) else leaf
 
     return model, map_leaves(prune, params)
 
@@ -95,7 +95,7 @@ def zeros(params: Params) -> dict[str, np.ndarray]:
 def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
     """AdamW with momentum and decay moves every weight; without the constraint no zero is left."""
     model, params = pruned_model()
-    constraint = keep_zeros(split(params)[0])
+    constraint = keep_zeros(partition(params)[0])
     assert set(constraint.paths) == zeros(params).keys()
     optimizer = Optimizer(steps=40, lr=2e-2, warmup=0.0, weight_decay=0.1)
     found, losses = train(params, Setup(model, NextToken(), optimizer, constraint), 12)
@@ -110,14 +110,14 @@ def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
 @pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
 def test_sparse_leaves_train_in_their_values_alone(pattern: str) -> None:
     """As the same matrix does with zeros that are kept: the same losses, the same weights."""
-    dense = by_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4)))
-    sparse = sparse_of(dense, pattern)
+    dense = prune_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4)))
+    sparse = to_sparse(dense, pattern)
     found, losses = regress(sparse)
     wanted, expected = regress(dense, KeepZeros((WEIGHT,)))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert losses[-1] < losses[0]
     np.testing.assert_array_equal(found.mask, sparse.mask)
-    np.testing.assert_allclose(found.dense(), wanted, atol=1e-4)
+    np.testing.assert_allclose(found.to_dense(), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
@@ -126,15 +126,15 @@ def test_products_with_sparse_values_have_the_dense_products_gradient(
     pattern: str, dtype: str
 ) -> None:
     """d(sum of y * c)/dW = c^T x, where there are weights."""
-    dense = by_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4))).astype(dtype)
-    leaf, x, c = sparse_of(dense, pattern), rng_array(5, 40, seed=1), rng_array(5, 24, seed=2)
+    dense = prune_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4))).astype(dtype)
+    leaf, x, c = to_sparse(dense, pattern), rng_array(5, 40, seed=1), rng_array(5, 24, seed=2)
 
     def total(values: jax.Array) -> jax.Array:
         return (linear(x.astype(dtype), leaf.replace(values=values)) * c).sum()
 
     gradient = jax.grad(total)(leaf.values)
     expected = np.asarray(c).T @ np.asarray(x.astype(dtype).astype("float32"))
-    found = leaf.replace(values=gradient).dense("float32")
+    found = leaf.replace(values=gradient).to_dense("float32")
     wanted = np.where(np.asarray(dense, np.float32) == 0, 0, expected)
     np.testing.assert_allclose(found, wanted, atol=1e-5 if dtype == "float32" else 0.06)
 
@@ -143,18 +143,18 @@ def test_integers_are_refused_by_name() -> None:
     _, params = pruned_model()
     integers = quantize(params, [(r".*c_attn\.weight", "int8-bitmap")])
     with pytest.raises(ConfigError, match=r"h\.0\.attn\.c_attn\.weight is int8-bitmap"):
-        split(integers)
-    trained, _ = split(integers, ((r".*c_attn", False), (".*", True)))
+        partition(integers)
+    trained, _ = partition(integers, ((r".*c_attn", False), (".*", True)))
     assert not any("c_attn.weight" in path for path in trained)
 
 
 def test_factors_of_low_rank_train_and_stay_factors() -> None:
     """As the same two factors of a plain product do, by hand: gradients y'x through each."""
-    factors = Factored(rng_array(24, 6) * 0.3, rng_array(6, 40, seed=1) * 0.3)
-    trained, _ = split({"w": {"weight": factors}})
+    factors = LowRankWeight(rng_array(24, 6) * 0.3, rng_array(6, 40, seed=1) * 0.3)
+    trained, _ = partition({"w": {"weight": factors}})
     assert trained.keys() == {f"{WEIGHT}.left", f"{WEIGHT}.right"}
     found, losses = regress(factors)
-    assert isinstance(found, Factored)
+    assert isinstance(found, LowRankWeight)
     assert (found.rank, found.shape) == (6, (24, 40))
     x, y = GIVEN
     left, right = np.asarray(factors.left, np.float64), np.asarray(factors.right, np.float64)
@@ -201,7 +201,7 @@ def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int]
         assert float(now["b"][0]) == step + 1
         before = now
     np.testing.assert_array_equal(
-        gone, lowest(np.abs(np.asarray(kept)), prune.sparsity, rows=False)
+        gone, lowest_mask(np.abs(np.asarray(kept)), prune.sparsity, rows=False)
     )
 
 
@@ -215,17 +215,17 @@ def test_the_last_pruning_comes_at_the_end_though_it_is_no_multiple() -> None:
 
 def test_a_matrix_is_pruned_while_it_learns() -> None:
     weight = rng_array(24, 40)
-    trained, _ = split({"w": {"weight": weight}})
+    trained, _ = partition({"w": {"weight": weight}})
     prune = prune_gradually(trained, "2:4", begin=1, end=6, every=2)
     found, losses = regress(weight, prune, steps=12)
     assert ((np.asarray(found) == 0).reshape(-1, 4).sum(axis=1) == 2).all()
     assert losses[-1] < losses[7]  # after the last pruning
-    np.testing.assert_array_equal(sparse_of(found, "2:4").dense(), found)
+    np.testing.assert_array_equal(to_sparse(found, "2:4").to_dense(), found)
 
 
 def test_bad_input_is_one_clear_line() -> None:
     _, params = random_model("llama", **SHAPES)
-    trained, _ = split(params)
+    trained, _ = partition(params)
     steps = {"begin": 0, "end": 4, "every": 2}
     for make, said in (
         (lambda: keep_zeros(trained), "no zeros to keep: none of 9 trained matrices has 10%"),
@@ -235,7 +235,7 @@ def test_bad_input_is_one_clear_line() -> None:
         (lambda: prune_gradually(trained, "0.5", begin=4, end=4, every=1), "end of pruning must"),
         (lambda: prune_gradually(trained, "0.5", begin=0, end=4, every=0), "between prunings"),
         (
-            lambda: PruneGradually(paths=(), sparsity=Sparsity(0.5), first=0.6, **steps),
+            lambda: PruneGradually(paths=(), sparsity=Sparsity(0.5), initial_fraction=0.6, **steps),
             "at least 0 and below its last one, 0.5",
         ),
     ):

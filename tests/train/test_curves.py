@@ -13,13 +13,21 @@ import pytest
 import torch
 
 from jaxllm import quantize
-from jaxllm.adapters import Adapter, LoraConfig, attached, fresh, read_adapter, taken, write_adapter
+from jaxllm.adapters import (
+    Adapter,
+    LoraConfig,
+    attach_adapter,
+    extract_adapter,
+    init_adapter,
+    read_adapter,
+    write_adapter,
+)
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.step import Setup, start, train_step
-from jaxllm.train.trained import join, split
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import Setup, init_state, train_step
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import Params, flatten
 from tests.twins import Twin, load_twin, save_random, tokens
 
@@ -77,12 +85,12 @@ def batch(number: int) -> Rows:
 def ours(twin: Twin, params: Params, adapter: Adapter) -> tuple[list[float], Adapter]:
     """The losses of the steps, and the adapter after them."""
     setup = Setup(twin.model, NextToken(), Optimizer(steps=STEPS, lr=RATE, eps=1e-6, **ADAMW))
-    trained, rest = split(attached(twin.config, params, adapter), ADAPTERS)
-    state, losses, key = start(trained, setup), [], jax.random.key(0)
+    trained, rest = partition(attach_adapter(twin.config, params, adapter), ADAPTERS)
+    state, losses, key = init_state(trained, setup), [], jax.random.key(0)
     for number in range(STEPS):
         state, metrics = train_step(state, rest, None, batch(number), key, setup=setup)
         losses.append(float(metrics.loss))
-    return losses, taken(twin.config, join(state.trained, rest), adapter.config)
+    return losses, extract_adapter(twin.config, combine(state.trained, rest), adapter.config)
 
 
 def loaded(twin: Twin, params: Params, directory: Path) -> Any:
@@ -92,8 +100,8 @@ def loaded(twin: Twin, params: Params, directory: Path) -> Any:
     prefix = "transformer." if gpt2 else "model."
     with torch.no_grad():
         for path, leaf in flatten(params):
-            if format_of(leaf) == "nf4":  # GPT-2 keeps its linears as [in, out]
-                array = np.array(dense(leaf, jnp.float32))
+            if weight_format(leaf) == "nf4":  # GPT-2 keeps its linears as [in, out]
+                array = np.array(to_dense(leaf, jnp.float32))
                 model.get_parameter(prefix + path).copy_(torch.tensor(array.T if gpt2 else array))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -129,7 +137,7 @@ def test_training_follows_pefts_curve(twins: dict[str, Twin], name: str, tmp_pat
     params = twin.params
     if "base" in case:
         params = quantize(params, [(BLOCKS, case["base"])])
-    before = fresh(twin.config, params, case["lora"], jax.random.key(1))
+    before = init_adapter(twin.config, params, case["lora"], jax.random.key(1))
     write_adapter(tmp_path / "start", before, twin.config)
     peer = loaded(twin, params, tmp_path / "start")
 

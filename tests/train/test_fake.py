@@ -12,20 +12,20 @@ import torch
 import jaxllm
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.fake.gradient import rounded, valued
-from jaxllm.train.fake.leaf import Fake, Grid
-from jaxllm.train.fake.prepare import convert, prepare
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.step import Setup, measure, start, train_step
-from jaxllm.train.trained import join, split
-from jaxllm.weights.formats import as_format, parse
-from jaxllm.weights.leaves.integers import QTensor
-from jaxllm.weights.leaves.static import Static
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.qat.gradient import fake_quantize, with_derivative
+from jaxllm.train.qat.prepare import convert, prepare
+from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams
+from jaxllm.train.step import Setup, eval_step, init_state, train_step
+from jaxllm.weights.formats import as_format, parse_format
 from jaxllm.weights.linear import linear, round_to_int8
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
+from jaxllm.weights.types.int_quant import QTensor
+from jaxllm.weights.types.static_quant import StaticQuantWeight
 from tests.compress.models import same
 from tests.twins import random_model, tokens
 
@@ -58,7 +58,7 @@ def near(ours: Any, theirs: Any) -> None:
 def seen(_: str, leaf: Any) -> Any:
     """What calibration would make of a weight."""
     fitting = isinstance(leaf, QTensor) and leaf.bits == 8 and leaf.zero is None
-    return Static.of(leaf, 0.03, -7) if fitting else leaf
+    return StaticQuantWeight.from_grid(leaf, 0.03, -7) if fitting else leaf
 
 
 @pytest.mark.parametrize("levels", [(-127, 127), (-8, 7), (0, 15)])
@@ -73,9 +73,13 @@ def test_slopes_of_rounding_are_those_of_pytorchs_learnable_quantizer(
     (y * torch.tensor(g)).sum().backward()
 
     def total(w: jax.Array, scale: jax.Array) -> jax.Array:
-        return (rounded(w, scale[:, None], jnp.asarray(zero)[:, None], levels, factor) * g).sum()
+        return (
+            fake_quantize(w, scale[:, None], jnp.asarray(zero)[:, None], levels, factor) * g
+        ).sum()
 
-    value = rounded(w, jnp.asarray(scale)[:, None], jnp.asarray(zero)[:, None], levels, factor)
+    value = fake_quantize(
+        w, jnp.asarray(scale)[:, None], jnp.asarray(zero)[:, None], levels, factor
+    )
     near(value, y.detach())
     for ours, their in zip(jax.grad(total, (0, 1))(w, scale), theirs, strict=False):
         near(ours, their.grad)
@@ -95,7 +99,7 @@ def test_slopes_of_a_negative_scale_are_those_of_lsq_written_out_in_torch() -> N
 
     def total(w: jax.Array, scale: jax.Array) -> jax.Array:
         zero = jnp.full((1,), 8, jnp.uint8)
-        return (rounded(w, scale[None], zero, (0, 15), factor) * g).sum()
+        return (fake_quantize(w, scale[None], zero, (0, 15), factor) * g).sum()
 
     to_w, to_s = jax.grad(total, (0, 1))(jnp.asarray(w), jnp.float32(scale))
     near(to_w, their_w.grad)
@@ -103,7 +107,7 @@ def test_slopes_of_a_negative_scale_are_those_of_lsq_written_out_in_torch() -> N
 
 
 def test_a_value_of_one_has_the_derivative_of_another() -> None:
-    y, slope = jax.jvp(lambda x: valued(jnp.floor(x), 3 * x), (jnp.float32(2.5),), (1.0,))
+    y, slope = jax.jvp(lambda x: with_derivative(jnp.floor(x), 3 * x), (jnp.float32(2.5),), (1.0,))
     assert (y, slope) == (2, 3)
 
 
@@ -111,11 +115,19 @@ def test_a_value_of_one_has_the_derivative_of_another() -> None:
 def test_gradients_of_a_product_are_those_of_torch(inputs: str) -> None:
     """To inputs, weights, their scales and the inputs' step."""
     w, x, g = numbers(5, 128), numbers(9, 128, seed=1), numbers(9, 5, seed=2)
-    to: Any = parse("int4-g64" if inputs == "floats" else "int8-g64")
-    scale = np.asarray(to.make(jnp.asarray(w)).scale) * np.float32(0.8)
+    to: Any = parse_format("int4-g64" if inputs == "floats" else "int8-g64")
+    scale = np.asarray(to.quantize(jnp.asarray(w)).scale) * np.float32(0.8)
     static, dynamic = inputs == "static", inputs == "dynamic"
-    grid = Grid(jnp.float32(0.011), jnp.int32(5)) if static else None
-    leaf = Fake(jnp.asarray(w), jnp.asarray(scale), None, grid, None, to=to, dynamic=dynamic)
+    grid = InputQParams(jnp.float32(0.011), jnp.int32(5)) if static else None
+    leaf = FakeQuantWeight(
+        jnp.asarray(w),
+        jnp.asarray(scale),
+        None,
+        grid,
+        None,
+        target_format=to,
+        dynamic_inputs=dynamic,
+    )
     floats = {"weight": leaf.weight, "scale": leaf.scale}
     if static:
         floats["step"] = jnp.float32(0.011)
@@ -182,17 +194,17 @@ def test_converted_models_say_what_training_said_bit_for_bit(
     fake = prepare(
         params,
         MIXED,
-        learned=learned,
-        dynamic=dynamic,
-        observed=rounded_to_nearest,
-        learned_inputs=learned,
+        learn_scales=learned,
+        dynamic_inputs=dynamic,
+        observed_params=rounded_to_nearest,
+        learn_input_scales=learned,
     )
     same(convert(fake), rounded_to_nearest)
-    trained, rest = split(fake)
+    trained, rest = partition(fake)
     moved = {path: x * (1 + 0.2 * numbers(*x.shape, seed=3)) for path, x in trained.items()}
-    fake = join(moved, rest)
+    fake = combine(moved, rest)
     made = convert(fake)
-    assert {type(x) for _, x in flatten(made)} >= {QTensor, Static}
+    assert {type(x) for _, x in flatten(made)} >= {QTensor, StaticQuantWeight}
     for length in (1, 11):
         ids = tokens(1, length)
         ours, theirs = (jaxllm.forward(model, p, None, ids).logits for p in (fake, made))
@@ -205,16 +217,16 @@ def test_what_was_prepared_and_not_trained_is_rounded_to_the_nearest(name: str) 
     params = {"a": {"weight": jnp.asarray(numbers(513, 150))}, "b": jnp.ones(3)}
     wanted = quantize(params, [(".*", name)])
     for learned in (False, True):
-        fake = prepare(params, [(".*", name)], learned=learned)
-        assert isinstance(fake["a"]["weight"], Fake)
+        fake = prepare(params, [(".*", name)], learn_scales=learned)
+        assert isinstance(fake["a"]["weight"], FakeQuantWeight)
         same(convert(fake), wanted)
 
 
 def test_the_first_steps_train_the_weights_as_they_are() -> None:
     w, x = jnp.asarray(numbers(3, 64)), jnp.asarray(numbers(2, 64, seed=1))
-    leaf = prepare({"a": w}, [(".*", "int2-g32")], starts=5)["a"]
+    leaf = prepare({"a": w}, [(".*", "int2-g32")], start_step=5)["a"]
     key = jax.random.key(0)
-    before, after = (leaf.training(key, jnp.int32(step)) for step in (4, 5))
+    before, after = (leaf.for_training_step(key, jnp.int32(step)) for step in (4, 5))
     rows = jnp.array([[2, 0]])
     np.testing.assert_array_equal(linear(x, before), linear(x, w))
     np.testing.assert_array_equal(before.take(rows), w[rows])
@@ -234,34 +246,34 @@ def test_what_cannot_be_faked_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="match no matrix"):
         prepare(params, [("c", "int4")])
     with pytest.raises(ConfigError, match="no input ranges were observed"):
-        prepare(params, "int8", observed=params)
+        prepare(params, "int8", observed_params=params)
     with pytest.raises(ConfigError, match="convert it to integers"):
-        prepare(params, "int8")["a"]["weight"].pieces()
+        prepare(params, "int8")["a"]["weight"].arrays()
 
 
 def test_training_at_three_bits_gets_below_what_rounding_loses() -> None:
     """One batch by heart: weights and steps are found whose integers know it."""
     model, params = random_model("llama", num_hidden_layers=1, spread=0.2)
-    fake = prepare(params, [(r".*mlp.*", "int3-g32")], learned=True)
-    trained, rest = split(fake)
+    fake = prepare(params, [(r".*mlp.*", "int3-g32")], learn_scales=True)
+    trained, rest = partition(fake)
     assert "layers.0.mlp.up_proj.weight.scale" in trained
     setup = Setup(model, NextToken(), Optimizer(steps=30, lr=1e-2))
     ids = tokens(2, 13).astype(np.int32)
     at = np.broadcast_to(np.arange(12, dtype=np.int32), (2, 12))
     rows = Rows(ids[:, :-1], ids[:, 1:], at, np.zeros((2, 12), np.int32))
     key = jax.random.key(0)
-    state = start(trained, setup)
-    first = measure(state.trained, rest, None, rows, key, setup=setup)
+    state = init_state(trained, setup)
+    first = eval_step(state.trained, rest, None, rows, key, setup=setup)
     batches = jax.tree.map(lambda x: x[None], rows)
     losses = []
     for _ in range(30):
         state, metrics = train_step(state, rest, None, batches, key, setup=setup)
         losses.append(float(metrics.loss))
     assert losses[-1] < 0.5 * float(first.total / first.weight)
-    made = convert(join(state.trained, rest))
+    made = convert(combine(state.trained, rest))
     logits = jaxllm.forward(model, made, None, ids[:, :-1]).logits
     said = jax.nn.log_softmax(logits)
     chosen = np.take_along_axis(np.asarray(said), ids[:, 1:, None], -1)
-    last = measure(state.trained, rest, None, rows, key, setup=setup)
+    last = eval_step(state.trained, rest, None, rows, key, setup=setup)
     # Logarithms of what is nearly 1: a rounding of logits is as large as in any other loss.
     np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5, atol=1e-6)

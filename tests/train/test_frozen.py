@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.adapters import LoraConfig, attach
-from jaxllm.train.frozen import Frozen, frozen
+from jaxllm.adapters import LoraConfig, attach_new_lora
+from jaxllm.train.frozen import FrozenWeight, freeze_params
 from jaxllm.train.objective import NextToken
-from jaxllm.train.trained import join, split
+from jaxllm.train.partition import combine, partition
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
@@ -29,7 +29,7 @@ def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | No
     model, params = model.clone(precision=precision), cast(params, precision)
     params = params if format is None else quantize(params, format)
     lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
-    trained, rest = split(attach(model.config, params, lora, KEY), ADAPTERS)
+    trained, rest = partition(attach_new_lora(model.config, params, lora, KEY), ADAPTERS)
     trained = {
         path: 0.1 * jax.random.normal(jax.random.fold_in(KEY, n), x.shape)
         for n, (path, x) in enumerate(sorted(trained.items()))
@@ -37,14 +37,14 @@ def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | No
 
     def gradients(rest: Any) -> Any:
         def loss(trained: Any) -> jax.Array:
-            return NextToken()(model, join(trained, rest), None, BATCHES[0], KEY).total
+            return NextToken()(model, combine(trained, rest), None, BATCHES[0], KEY).total
 
         return jax.jit(jax.value_and_grad(loss))(trained)
 
-    still = frozen(rest)
+    still = freeze_params(rest)
     kinds = {path: type(leaf) for path, leaf in flatten(still)}
-    assert kinds["layers.0.mlp.up_proj.weight"] is Frozen
-    assert kinds["norm.weight"] is not Frozen
+    assert kinds["layers.0.mlp.up_proj.weight"] is FrozenWeight
+    assert kinds["norm.weight"] is not FrozenWeight
     expected, found = gradients(rest), gradients(still)
     assert float(found[0]) == float(expected[0])
     for path, slope in expected[1].items():
@@ -55,8 +55,8 @@ def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | No
 
 def test_what_is_trained_is_not_frozen() -> None:
     _, params = random_model("llama", num_hidden_layers=1)
-    _, rest = split(params, ((r"layers\.0\.mlp", True),))
-    kinds = {path: isinstance(leaf, Frozen) for path, leaf in flatten(frozen(rest))}
+    _, rest = partition(params, ((r"layers\.0\.mlp", True),))
+    kinds = {path: isinstance(leaf, FrozenWeight) for path, leaf in flatten(freeze_params(rest))}
     assert not any(kinds[path] for path in kinds if ".mlp." in path or "norm" in path)
     assert kinds["lm_head.weight"]
     assert kinds["layers.0.self_attn.q_proj.weight"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm import located
+from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.weights.paths import flatten
@@ -26,7 +26,7 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
     optimizer = Optimizer(
         steps=3, lr=1e-3, weight_decay=0.5, schedule="constant", warmup=0.0, max_grad_norm=None,
         rates=((r".*\.gate", 0.02),),
-    ).made()  # fmt: skip
+    ).build()  # fmt: skip
     ours: Any = jax.tree.map(jnp.asarray, start)
     theirs = {name: torch.tensor(x.copy(), requires_grad=True) for name, x in start.items()}
     groups = [
@@ -51,7 +51,7 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
 def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
     lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
     text.write_text("\n".join(lines), encoding="utf-8")

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.journal import Journal
+from jaxllm.checkpoints.resume import Journal
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.loop import Plan, Run, train
+from jaxllm.train.loop import TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import SCHEDULES, Optimizer
-from jaxllm.train.step import Setup, start, train_step
-from jaxllm.train.trained import join, split
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import flatten
 from tests.twins import random_model, tokens
 
@@ -53,8 +53,10 @@ MODEL, PARAMS = random_model("llama", num_hidden_layers=1)
 SETUP = Setup(MODEL, NextToken(), Optimizer(steps=STEPS, lr=0.02))
 
 
-def run(directory: Path | None = None, plan: Plan | None = None, **options: Any) -> Run:
-    plan = plan or Plan(steps=STEPS)
+def run(
+    directory: Path | None = None, plan: TrainPlan | None = None, **options: Any
+) -> TrainResult:
+    plan = plan or TrainPlan(steps=STEPS)
     setup = options.pop("setup", SETUP)
     return train(PARAMS, Texts(), setup, plan, directory=directory, show_progress=False, **options)
 
@@ -65,13 +67,13 @@ def bits(params: Any) -> dict[str, bytes]:
 
 def test_a_run_learns_and_leaves_what_it_was_given() -> None:
     before = bits(PARAMS)
-    found = run(held_out=Texts(), plan=Plan(steps=STEPS, eval_steps=4))
+    found = run(eval_data=Texts(), plan=TrainPlan(steps=STEPS, eval_steps=4))
     assert bits(PARAMS) == before
     assert [r.step for r in found.records] == list(range(1, STEPS + 1))
     assert [r.step for r in found.records if r.held_out is not None] == [4, 6]
-    assert found.before is not None
+    assert found.initial_loss is not None
     assert found.records[-1].held_out is not None
-    assert found.records[-1].held_out < found.before - 0.5
+    assert found.records[-1].held_out < found.initial_loss - 0.5
     assert found.best is None
 
 
@@ -79,8 +81,8 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run()
-    monkeypatch.setattr(loop, "KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "KEEP_SHARE", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     directory = tmp_path / "parts"
 
     class Stopped(Exception):
@@ -99,7 +101,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
         with pytest.raises(Stopped):
             run(directory, prepare=stop)
     said: list[str] = []
-    again = run(directory, say=said.append)
+    again = run(directory, log=said.append)
     assert said[0] == "resuming after step 5 of 6"
     assert bits(again.params) == bits(whole.params)
     assert again.records == whole.records
@@ -111,9 +113,9 @@ def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
     other = dataclasses.replace(SETUP.optimizer, weight_decay=0.5)
     for changes, message in (
         ({"setup": SETUP._replace(optimizer=other)}, r"weight_decay was 0\.01, is 0\.5"),
-        ({"plan": Plan(steps=STEPS, seed=3)}, "seed was 0, is 3"),
-        ({"held_out": Texts(digest="more")}, "held_out was None, is 'more'"),
-        ({"plan": Plan(steps=STEPS - 1)}, "steps must be at least 6, got 5"),
+        ({"plan": TrainPlan(steps=STEPS, seed=3)}, "seed was 0, is 3"),
+        ({"eval_data": Texts(digest="more")}, "held_out was None, is 'more'"),
+        ({"plan": TrainPlan(steps=STEPS - 1)}, "steps must be at least 6, got 5"),
     ):
         with pytest.raises((CheckpointError, ConfigError), match=message):
             run(tmp_path, **changes)
@@ -122,23 +124,23 @@ def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
 
 def own_loop(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
     """Train up to each step by the optimizer beside it, without the loop."""
-    trained, rest = split(PARAMS)
-    state = start(trained, SETUP)
+    trained, rest = partition(PARAMS)
+    state = init_state(trained, SETUP)
     for until, optimizer in phases:
         setup = SETUP._replace(optimizer=optimizer)
         while int(state.step) < until:
             rows = jax.tree.map(lambda x: x[None], Texts().batch(int(state.step)))
             state, _ = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
-    return bits(join(state.trained, rest))
+    return bits(combine(state.trained, rest))
 
 
 def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
     """It is the steps done, then steps of the new optimizer at their own numbers, bit for bit."""
-    run(tmp_path, held_out=Texts())
+    run(tmp_path, eval_data=Texts())
     longer, said = Optimizer(steps=9, lr=0.01), list[str]()
     found = run(
-        tmp_path, Plan(steps=9, eval_steps=2), setup=SETUP._replace(optimizer=longer),
-        held_out=Texts(), say=said.append,
+        tmp_path, TrainPlan(steps=9, eval_steps=2), setup=SETUP._replace(optimizer=longer),
+        eval_data=Texts(), log=said.append,
     )  # fmt: skip
     assert said[0] == (
         f"resuming after step {STEPS} of 9; steps was 6, is 9; lr was 0.02, is 0.01;"
@@ -161,8 +163,8 @@ def test_a_lower_rate_continues_after_divergence(
     with pytest.raises(NonFiniteError, match=r"step 5 is not finite: got .*no earlier state was"):
         run(tmp_path, setup=SETUP._replace(optimizer=wild))
     assert not tmp_path.exists()  # nothing was kept: a lower rate begins anew
-    monkeypatch.setattr(loop, "KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "KEEP_SHARE", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     reports, said = list[list[int]](), list[str]()
 
     def report(records: Any, before: float | None) -> None:
@@ -171,7 +173,7 @@ def test_a_lower_rate_continues_after_divergence(
     with pytest.raises(NonFiniteError, match=r"with a lower lr continues from there"):
         run(tmp_path, setup=SETUP._replace(optimizer=wild), report=report)
     assert reports[-1] == [1, 2, 3, 4]
-    found = run(tmp_path, setup=SETUP._replace(optimizer=calm), say=said.append)
+    found = run(tmp_path, setup=SETUP._replace(optimizer=calm), log=said.append)
     assert said[0] == "resuming after step 3 of 6; lr was 1e+30, is 0.001"
     assert bits(found.params) == own_loop((3, wild), (STEPS, calm))
 
@@ -183,30 +185,30 @@ def test_checkpoints_are_of_their_steps() -> None:
     def checkpoint(params: Any, step: int) -> None:
         found[step] = bits(params)
 
-    run(plan=Plan(steps=STEPS, save_steps=2), checkpoint=checkpoint)
+    run(plan=TrainPlan(steps=STEPS, save_steps=2), checkpoint=checkpoint)
     assert sorted(found) == [2, 4, 6]
     assert found[4] == own_loop((4, SETUP.optimizer))
 
 
 def test_patience_ends_a_run_whose_result_is_the_best() -> None:
     setup = SETUP._replace(optimizer=Optimizer(steps=40, lr=0.05, schedule="constant"))
-    plan = Plan(steps=40, eval_steps=2, patience=2)
-    found = run(setup=setup, plan=plan, held_out=Texts(seed=100))
+    plan = TrainPlan(steps=40, eval_steps=2, patience=2)
+    found = run(setup=setup, plan=plan, eval_data=Texts(seed=100))
     held = [r.held_out for r in found.records if r.held_out is not None]
     assert found.best is not None
     assert found.best.held_out == min(held)
     assert len(found.records) == found.best.step + 4 < 40
-    until = run(setup=setup, plan=Plan(steps=found.best.step), held_out=Texts(seed=100))
+    until = run(setup=setup, plan=TrainPlan(steps=found.best.step), eval_data=Texts(seed=100))
     assert bits(until.params) == bits(found.params)
 
 
 def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "KEEP_SHARE", 0.0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     calls: list[int] = []
-    real = loop.keep
+    real = loop.save_state
 
     def full(journal: Journal, state: Any, *kept: Any) -> None:
         calls.append(1)
@@ -214,12 +216,12 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
             raise CheckpointError("cannot write state.part: No space left on device")
         real(journal, state, *kept)
 
-    monkeypatch.setattr(loop, "keep", full)
+    monkeypatch.setattr(loop, "save_state", full)
     with pytest.raises(CheckpointError, match="No space left"):
         run(tmp_path)
-    monkeypatch.setattr(loop, "keep", real)
+    monkeypatch.setattr(loop, "save_state", real)
     said: list[str] = []
-    assert bits(run(tmp_path, say=said.append).params) == bits(run().params)
+    assert bits(run(tmp_path, log=said.append).params) == bits(run().params)
     assert said[0] == "resuming after step 2 of 6"
 
 
@@ -227,15 +229,15 @@ def test_bad_plans_are_refused() -> None:
     for wrong in (0, 1.5, True, "3", None, 1 << 40):
         for name in ("steps", "gradient_accumulation_steps"):
             with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 "):
-                Plan(**{"steps": 1, name: wrong})
+                TrainPlan(**{"steps": 1, name: wrong})
     for seed in (-1, 1.0, "a", None, 1 << 32):
         with pytest.raises(ConfigError, match="seed must be a whole number from 0 "):
-            Plan(steps=1, seed=seed)  # type: ignore[arg-type]
-    assert Plan(steps=np.int64(3)) == Plan(steps=3)  # type: ignore[arg-type]
+            TrainPlan(steps=1, seed=seed)  # type: ignore[arg-type]
+    assert TrainPlan(steps=np.int64(3)) == TrainPlan(steps=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="patience needs validation data"):
-        run(plan=Plan(steps=2, patience=1))
+        run(plan=TrainPlan(steps=2, patience=1))
     with pytest.raises(ConfigError, match="the data has no labels to learn"):
-        train(PARAMS, Texts(tokens=0), SETUP, Plan(steps=1))
+        train(PARAMS, Texts(tokens=0), SETUP, TrainPlan(steps=1))
 
 
 @pytest.mark.full

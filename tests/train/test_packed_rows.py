@@ -31,7 +31,7 @@ def examples() -> list[Example]:
 
 
 def logits(model: Any, params: Params, rows: Rows) -> jax.Array:
-    trace, _, _ = steps.run(
+    trace, _, _ = steps.run_model(
         model,
         params,
         (),
@@ -53,7 +53,7 @@ def loss(params: Params, model: Any, rows: Rows) -> jax.Array:
 def torch_loss(twin: Twin, example: Example) -> Any:
     ids = torch.tensor(example.token_T[None].astype(np.int64))
     out = twin.torch_model(ids).logits[0, :-1]
-    label = torch.where(torch.tensor(example.counts_T[1:]), ids[0, 1:], IGNORED)
+    label = torch.where(torch.tensor(example.loss_mask_T[1:]), ids[0, 1:], IGNORED)
     return torch.nn.functional.cross_entropy(out, label, ignore_index=IGNORED, reduction="sum")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm import located
+from jaxllm.checkpoints import resolve
 from tests.conftest import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read
 def test_the_example_runs(
     shallow_demos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     (code,) = BLOCKS
     exec(compile(code, "training.md", "exec"), {"__name__": "__main__"})
     losses = [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out)]

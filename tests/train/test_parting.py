@@ -5,8 +5,8 @@ import pytest
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.train.data.examples import Examples, from_examples
-from jaxllm.train.data.parting import part
 from jaxllm.train.data.rows import Example
+from jaxllm.train.data.split import split_examples
 
 
 def examples(*texts: list[int]) -> Examples:
@@ -19,23 +19,23 @@ def read(found: Examples) -> list[list[int]]:
 
 def test_examples_are_parted_whole_and_by_the_seed() -> None:
     texts = [[n, n + 1, n + 2][: 2 + n % 2] for n in range(0, 40, 4)]
-    kept, held = part(examples(*texts), 0.3)
+    kept, held = split_examples(examples(*texts), 0.3)
     assert len(held) == 3
     assert sorted(read(kept) + read(held)) == texts
     assert read(kept) == sorted(read(kept))
-    assert all(kept[n].counts_T.tolist()[0] is False for n in range(len(kept)))
-    assert read(part(examples(*texts), 0.3)[1]) == read(held)
-    assert read(part(examples(*texts), 0.3, seed=1)[1]) != read(held)
+    assert all(kept[n].loss_mask_T.tolist()[0] is False for n in range(len(kept)))
+    assert read(split_examples(examples(*texts), 0.3)[1]) == read(held)
+    assert read(split_examples(examples(*texts), 0.3, seed=1)[1]) != read(held)
 
 
 def test_one_text_is_cut_at_its_end() -> None:
-    kept, held = part(examples(list(range(100))), 0.1)
+    kept, held = split_examples(examples(list(range(100))), 0.1)
     assert read(kept) == [list(range(90))]
     assert read(held) == [list(range(90, 100))]
 
 
 def test_too_little_is_refused() -> None:
     with pytest.raises(TokenError, match="3 tokens are too few"):
-        part(examples([1, 2, 3]), 0.1)
+        split_examples(examples([1, 2, 3]), 0.1)
     with pytest.raises(ConfigError, match="between 0 and 1, got 1"):
-        part(examples([1, 2], [3, 4]), 1)
+        split_examples(examples([1, 2], [3, 4]), 1)

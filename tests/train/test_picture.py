@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxllm.train.loop import Record
-from jaxllm.train.picture import means, plot
+from jaxllm.train.loop import StepRecord
+from jaxllm.train.plots import moving_mean, plot
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_each_loss_is_drawn_and_named(
     """A long run has the mean around each step beside; steps are whole numbers."""
     losses = 6 * 0.9 ** np.arange(count)
     records = [
-        Record(n, float(x), 1.0, 1.0, float(x) if n % 3 == 0 else None, {})
+        StepRecord(n, float(x), 1.0, 1.0, float(x) if n % 3 == 0 else None, {})
         for n, x in enumerate(losses, 1)
     ]
     plot(records, 6.5, tmp_path / "losses.png", "losses")
@@ -40,9 +40,9 @@ def test_each_loss_is_drawn_and_named(
     lines = {str(line.get_label()): line for line in axes.lines}
     np.testing.assert_array_equal(lines["training loss"].get_ydata(), losses)
     assert len(lines) == labels == len(axes.get_legend_handles_labels()[0])
-    assert lines["held out"].get_xdata()[0] == 0
+    assert lines["validation loss"].get_xdata()[0] == 0
     assert all(tick == round(tick) for tick in axes.get_xticks())
-    mean = lines.get("mean of 5 steps")
+    mean = lines.get("mean over 5 steps")
     if mean is not None:
         assert mean.get_ydata()[-1] == losses[-1]
 
@@ -50,5 +50,5 @@ def test_each_loss_is_drawn_and_named(
 def test_means_neither_lag_nor_leave_the_ends() -> None:
     """Of a line they are the line."""
     line = [3.0, 5.0, 7.0, 9.0, 11.0, 13.0]
-    assert means(line, 5) == line
-    assert means([0.0, 3.0, 0.0, 3.0, 6.0], 3) == [0.0, 1.0, 2.0, 3.0, 6.0]
+    assert moving_mean(line, 5) == line
+    assert moving_mean([0.0, 3.0, 0.0, 3.0, 6.0], 3) == [0.0, 1.0, 2.0, 3.0, 6.0]

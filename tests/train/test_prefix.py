@@ -15,25 +15,25 @@ import torch
 import transformers
 
 import jaxllm
-from jaxllm.adapters import attached, read_adapter
+from jaxllm.adapters import attach_adapter, read_adapter
 from jaxllm.cache.files import load_cache, save_cache
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.prefix import (
+from jaxllm.train.frozen_prefix import (
     PROMPT_RULES,
-    AfterPrefix,
-    check_room,
+    PrefixLoss,
+    check_context,
     prompt_cache,
+    remove_prompt,
     run_prefix,
-    segments_of,
+    to_segments,
     with_soft_prompt,
     with_trained_prefix,
-    without_prompt,
 )
-from jaxllm.train.step import Setup, start, train_step
-from jaxllm.train.trained import Trained, join, split
+from jaxllm.train.partition import TrainedParams, combine, partition
+from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
@@ -60,8 +60,8 @@ def make_twin(directory: Path, family: str, layers: int) -> Twin:
 def compiled_loss(model: Any) -> Any:
     """The mean loss of the rows after a prefix, and its gradient; one program for all numbers."""
 
-    def loss(trained: Trained, rest: Params, given: Any) -> jax.Array:
-        measured = AfterPrefix()(model, join(trained, rest), given, rows(), KEY)
+    def loss(trained: TrainedParams, rest: Params, given: Any) -> jax.Array:
+        measured = PrefixLoss()(model, combine(trained, rest), given, rows(), KEY)
         return measured.total / measured.weight
 
     return jax.jit(jax.value_and_grad(loss))
@@ -99,9 +99,9 @@ def test_a_frozen_prefix_is_the_full_run_where_the_adapter_does_not_touch_it(
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
         theirs.save_pretrained(tmp_path / "adapter")
     adapter = read_adapter(tmp_path / "adapter", twin.config)
-    params = attached(twin.config, twin.params, adapter)
+    params = attach_adapter(twin.config, twin.params, adapter)
     given = run_prefix(twin.model, twin.params, PREFIX.tolist())  # the model without the adapter
-    trained, rest = split(params, ((r".*\.(a|b)", True),))
+    trained, rest = partition(params, ((r".*\.(a|b)", True),))
     assert len(trained) == len(lora) == 4
 
     def full(text: np.ndarray) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_a_frozen_prefix_is_the_full_run_where_the_adapter_does_not_touch_it(
 class Descent:
     """Plain gradient descent: the first step shows the gradient."""
 
-    def made(self) -> Any:
+    def build(self) -> Any:
         return optax.sgd(RATE)
 
 
@@ -156,13 +156,13 @@ def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
     twin = make_twin(tmp_path, "gpt2", 1)
     before, begun = PREFIX[:3], PREFIX[3:]
     params = with_soft_prompt(twin.model, twin.params, begun.tolist())
-    trained, rest = split(params, PROMPT_RULES)
+    trained, rest = partition(params, PROMPT_RULES)
     assert list(trained) == ["prompt.embeddings"]
     cache = jaxllm.init_cache(twin.model, 1, 20)
     _, cache = jaxllm.prefill(twin.model, twin.params, cache, before[None])
-    given = segments_of(cache)
-    setup = Setup(twin.model, AfterPrefix(), Descent())
-    state, losses, states = start(trained, setup), [], []
+    given = to_segments(cache)
+    setup = Setup(twin.model, PrefixLoss(), Descent())
+    state, losses, states = init_state(trained, setup), [], []
     batch = jax.tree.map(lambda x: x[None], rows())
     for _ in range(4):
         states.append(np.array(state.trained["prompt.embeddings"]))
@@ -182,8 +182,8 @@ def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(float(expected.detach()), rel=1e-5)
     assert_close((states[0] - states[1]) / RATE, prompt.grad.numpy())
 
-    params = join(state.trained, rest)
-    base = without_prompt(params)
+    params = combine(state.trained, rest)
+    base = remove_prompt(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (base, twin.params)), strict=True))
     made = prompt_cache(twin.model, params, capacity=20, prefix=cache)
     assert made.tokens() == PREFIX.tolist()
@@ -200,7 +200,7 @@ def test_trained_keys_and_values_have_torchs_gradients(tmp_path: Path) -> None:
     """At first they are those of a text: the loss is that of the text before each row."""
     twin = make_twin(tmp_path, "llama", 1)
     params = with_trained_prefix(twin.model, twin.params, PREFIX.tolist())
-    trained, rest = split(params, PROMPT_RULES)
+    trained, rest = partition(params, PROMPT_RULES)
     assert trained.keys() == {"prompt.k.0", "prompt.v.0"}
     loss, gradient = compiled_loss(twin.model)(trained, rest, None)
     with torch.no_grad():
@@ -230,11 +230,11 @@ def test_bad_input_is_one_clear_line() -> None:
     for make, error, said in (
         (lambda: run_prefix(model, params, []), TokenError, "a prefix must be a list"),
         (lambda: run_prefix(model, params, [131]), TokenError, "the prefix: token id 131"),
-        (lambda: segments_of(two), CacheMismatchError, "a cache of one row that is not empty"),
-        (lambda: check_room(model, 90, 8), CapacityError, "a prefix of 90 tokens and rows of 8"),
+        (lambda: to_segments(two), CacheMismatchError, "a cache of one row that is not empty"),
+        (lambda: check_context(model, 90, 8), CapacityError, "a prefix of 90 tokens and rows of 8"),
         (lambda: prompt_cache(model, params, capacity=4), ConfigError, "no trained prompt"),
         (
-            lambda: AfterPrefix()(int8, params, None, rows(), KEY),
+            lambda: PrefixLoss()(int8, params, None, rows(), KEY),
             ConfigError,
             "int8 cache has no gradient",
         ),
@@ -242,4 +242,4 @@ def test_bad_input_is_one_clear_line() -> None:
         with pytest.raises(error, match=said) as caught:
             make()
         assert "\n" not in str(caught.value)
-    check_room(model, 90, CONTEXT - 90)
+    check_context(model, 90, CONTEXT - 90)

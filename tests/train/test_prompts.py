@@ -10,8 +10,8 @@ from jaxllm.adapters import LoraConfig
 from jaxllm.cache.files import load_cache
 from jaxllm.errors import ConfigError
 from jaxllm.train import jobs
-from jaxllm.train.prefix import AfterPrefix
-from jaxllm.train.prompts import KINDS, after, prompt
+from jaxllm.train.frozen_prefix import PrefixLoss
+from jaxllm.train.prompt_jobs import PROMPT_KINDS, prompt_tuning, with_prefix
 
 
 @pytest.fixture(scope="module")
@@ -24,17 +24,17 @@ def ids(lm: jaxllm.LM, text: str, bos: bool = False) -> list[int]:
     return lm.tokenizer.encode(text, bos=bos)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
 def test_a_prompt_before_training_is_its_own_text(lm: jaxllm.LM, kind: str, tmp_path: Path) -> None:
     begin, rest = ids(lm, "One day, Lily", bos=True), ids(lm, " went to the")
     expected = lm.generate([*begin, *rest], max_new_tokens=5)
-    job = prompt(lm, begin, kind=kind)
+    job = prompt_tuning(lm, begin, kind=kind)
     job.finish(job.params, tmp_path / "prompt.cache")
     cache = load_cache(tmp_path / "prompt.cache", lm.model, lm.params)
     assert cache.tokens() == begin
     found = lm.generate([*begin, *rest], max_new_tokens=5, cache=cache)
     assert found.tokens == expected.tokens
-    behind = prompt(lm, rest, kind="embeddings", prefix=cache)
+    behind = prompt_tuning(lm, rest, kind="embeddings", prefix=cache)
     behind.finish(behind.params, tmp_path / "both.cache")
     both = load_cache(tmp_path / "both.cache", lm.model, lm.params)
     assert both.tokens() == [*begin, *rest]
@@ -43,11 +43,11 @@ def test_a_prompt_before_training_is_its_own_text(lm: jaxllm.LM, kind: str, tmp_
 def test_any_training_may_come_after_a_prefix(lm: jaxllm.LM) -> None:
     job = jobs.lora(lm, LoraConfig(r=2, target_modules=("q_proj",)))
     begin = ids(lm, "One day, Lily", bos=True)
-    found = after(job, begin)
-    assert found.objective == AfterPrefix()
-    assert [s.token_BS.tolist() for s in found.given] == [[begin]]
+    found = with_prefix(job, begin)
+    assert found.objective == PrefixLoss()
+    assert [s.token_BS.tolist() for s in found.extra_inputs] == [[begin]]
     assert found.params is job.params
     with pytest.raises(ConfigError, match="needs the next-token loss"):
-        after(found, begin)
-    with pytest.raises(ConfigError, match="in its embeddings or entries, got 'words'"):
-        prompt(lm, begin, kind="words")
+        with_prefix(found, begin)
+    with pytest.raises(ConfigError, match="must be embeddings or entries, got 'words'"):
+        prompt_tuning(lm, begin, kind="words")

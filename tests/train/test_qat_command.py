@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import jaxllm
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import ConfigError
-from jaxllm.forms import open_checkpoint
-from jaxllm.train.fake.job import qat
-from jaxllm.weights.formats import format_of
+from jaxllm.train.qat.job import qat
+from jaxllm.weights.formats import weight_format
 from jaxllm.weights.paths import flatten
 from tests.conftest import Run
 
@@ -32,7 +32,7 @@ def test_a_model_is_trained_for_integers_and_written_as_them(
     assert status == 0, err
     assert "loss" in said
     made = jaxllm.load(out)
-    formats = {path: format_of(leaf) for path, leaf in flatten(made.params)}
+    formats = {path: weight_format(leaf) for path, leaf in flatten(made.params)}
     assert formats["layers.0.mlp.up_proj.weight"] == "int3-g32"
     assert formats["layers.1.mlp.up_proj.weight"] == "int8"
     assert formats["layers.1.mlp.down_proj.weight"] == "float32"
@@ -50,4 +50,4 @@ def test_a_model_is_trained_for_integers_and_written_as_them(
 def test_steps_of_inputs_begin_with_observed_ones(shallow: Callable[[str], Path]) -> None:
     lm = jaxllm.load(shallow("llama"), dtype="float32")
     with pytest.raises(ConfigError, match="needs observed input ranges"):
-        qat(lm, "int8", learned_inputs=True)
+        qat(lm, "int8", learn_input_scales=True)

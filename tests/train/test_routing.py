@@ -12,16 +12,17 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import jaxllm
-from jaxllm import located, models
+from jaxllm import models
 from jaxllm.adapters import LoraConfig
-from jaxllm.api import LM
+from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
+from jaxllm.lm import LM
 from jaxllm.train import jobs
+from jaxllm.train.moe_losses import BalancedLoss, add_router_loss, router_loss
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.routing import Balanced, balanced, router_loss
-from jaxllm.train.step import Setup, start, train_step
-from jaxllm.train.trained import join, split
-from jaxllm.train.upcycle import upcycled
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import Setup, init_state, train_step
+from jaxllm.train.upcycle import upcycle_model
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import quantize
 from tests.train.test_step import BATCHES, KEY, stacked
@@ -88,11 +89,11 @@ def test_a_step_has_the_gradient_of_torch_with_the_auxiliary_loss(twin: Twin) ->
     )
     loss = text + 0.5 * out.aux_loss
     loss.backward()
-    trained, rest = split(twin.params)
-    setup = Setup(twin.model, Balanced(0.5), OPTIMIZER)
+    trained, rest = partition(twin.params)
+    setup = Setup(twin.model, BalancedLoss(0.5), OPTIMIZER)
 
     def ours(trained: Any) -> jax.Array:
-        measured = setup.objective(twin.model, join(trained, rest), None, rows, KEY)
+        measured = setup.objective(twin.model, combine(trained, rest), None, rows, KEY)
         return measured.total / measured.weight
 
     value, slopes = jax.jit(jax.value_and_grad(ours))(trained)
@@ -116,14 +117,14 @@ def test_a_step_has_the_gradient_of_torch_with_the_auxiliary_loss(twin: Twin) ->
     )
 
 
-def one_step(job: jobs.Job) -> dict[str, np.ndarray]:
-    trained, rest = split(job.params, job.rules, job.like)
+def one_step(job: jobs.TrainJob) -> dict[str, np.ndarray]:
+    trained, rest = partition(job.params, job.rules, job.compute_params)
     setup = Setup(job.model, job.objective, OPTIMIZER)
     state, metrics = train_step(
-        start(trained, setup), rest, job.given, stacked(BATCHES[0]), KEY, setup=setup
+        init_state(trained, setup), rest, job.extra_inputs, stacked(BATCHES[0]), KEY, setup=setup
     )
-    assert bool(metrics.finite) and float(metrics.norm) > 0
-    assert ("router" in metrics.also) == isinstance(job.objective, Balanced)
+    assert bool(metrics.finite) and float(metrics.grad_norm) > 0
+    assert ("router" in metrics.extras) == isinstance(job.objective, BalancedLoss)
     return {path: np.asarray(x) for path, x in state.trained.items()}
 
 
@@ -132,8 +133,8 @@ def test_an_adapter_beside_a_mixtures_attention_trains_over_quantized_experts(tw
     small = quantize(twin.params, "int8")
     lm = lm_of(twin.model, small)
     config = LoraConfig(r=2, target_modules="all-linear")
-    job = balanced(jobs.lora(lm, config), 0.01, capacity=1.0)
-    before, after = split(job.params, job.rules)[0], one_step(job)
+    job = add_router_loss(jobs.lora(lm, config), 0.01, capacity=1.0)
+    before, after = partition(job.params, job.rules)[0], one_step(job)
     assert {path.split(".")[3] for path in after} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert any((after[path] != np.asarray(before[path])).any() for path in after)
 
@@ -146,16 +147,16 @@ def test_experts_and_routers_take_no_adapter(twin: Twin) -> None:
 
 
 def test_a_capacity_and_a_loss_are_for_mixtures_and_stay_out_of_the_result(twin: Twin) -> None:
-    job = jobs.full(lm_of(twin.model, twin.params))
-    bound = balanced(job, capacity=1.25)
+    job = jobs.full_finetune(lm_of(twin.model, twin.params))
+    bound = add_router_loss(job, capacity=1.25)
     assert (bound.model.config.capacity_factor, bound.lm.config) == (1.25, twin.config)
-    assert balanced(job) is job
+    assert add_router_loss(job) is job
     model, params = random_model("llama", num_hidden_layers=1)
     for asked in ({"factor": 0.1}, {"capacity": 2.0}):
-        with pytest.raises(ConfigError, match="this llama has none"):
-            balanced(jobs.full(lm_of(model, params)), **asked)
+        with pytest.raises(ConfigError, match="this llama has no experts"):
+            add_router_loss(jobs.full_finetune(lm_of(model, params)), **asked)
     with pytest.raises(ConfigError, match="finite and >= 0"):
-        balanced(job, -1.0)
+        add_router_loss(job, -1.0)
 
 
 FULL = pytest.mark.full
@@ -174,15 +175,17 @@ def test_an_upcycled_model_says_what_the_dense_one_said(family: str, format: str
     model, params = random_model(family, num_hidden_layers=1)
     ids, some = tokens(2, 17), quantize(params, format)
     dense = logits(model, some, ids)
-    made = upcycled(lm_of(model, some), 5, 2, seed=3)
+    made = upcycle_model(lm_of(model, some), 5, 2, seed=3)
     mixed = logits(made.model, made.params, ids)
-    alone = upcycled(lm_of(model, some), 5, 1)
+    alone = upcycle_model(lm_of(model, some), 5, 1)
     one = logits(alone.model, alone.params, ids)
     for routed in (mixed, one):
         np.testing.assert_allclose(routed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
     wanted = models.param_shapes(made.model)
     assert [p for p, _ in flatten(made.params)] == [p for p, _ in flatten(wanted)]
-    again = upcycled(lm_of(model, some), 5, 2, seed=3).params["layers.0"]["mlp"]["gate"]["weight"]
+    again = upcycle_model(lm_of(model, some), 5, 2, seed=3).params["layers.0"]["mlp"]["gate"][
+        "weight"
+    ]
     np.testing.assert_array_equal(again, made.params["layers.0"]["mlp"]["gate"]["weight"])
 
 
@@ -198,13 +201,13 @@ def test_what_no_mixture_can_be_made_of_is_refused() -> None:
     ):
         model, params = random_model(family, **changes)
         with pytest.raises(ConfigError, match=message):
-            upcycled(lm_of(model, params), experts, 2)
+            upcycle_model(lm_of(model, params), experts, 2)
 
 
 def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     made = tmp_path / "made"
     status, _, err = run("upcycle", "demo:llama", made, "--experts", 3)
     assert (status, "mixtral with 3 experts, 2 per token" in err) == (0, True), err
@@ -225,7 +228,7 @@ def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
 def test_the_command_trains_a_mixture(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(located, "DEMOS", shallow_demos)
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
     assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
@@ -235,4 +238,4 @@ def test_the_command_trains_a_mixture(
     assert status == 0, err
     assert jaxllm.load(tuned).config == jaxllm.load(made).config
     status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:], *more)
-    assert (status, "this llama has none" in err) == (1, True), err
+    assert (status, "this llama has no experts" in err) == (1, True), err

@@ -10,16 +10,16 @@ import pyarrow.parquet
 import pytest
 import transformers
 
+from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError, TokenError
-from jaxllm.located import DEMOS
 from jaxllm.text import ChatTemplate, Tokenizer
-from jaxllm.train.data.conversations import assistant_spans, conversation
+from jaxllm.train.data.conversations import assistant_spans, encode_conversation
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import Examples
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.data.sources import Writing, from_texts, read_examples
+from jaxllm.train.data.sources import TextEncoder, from_texts, read_examples
 
-TOKENIZER = Tokenizer.from_directory(DEMOS / "llama")
+TOKENIZER = Tokenizer.from_directory(DEMO_DIR / "llama")
 BOS, EOS = TOKENIZER.bos_id, TOKENIZER.eos_id
 TURNS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ 'Bot: ' }}"
@@ -28,7 +28,7 @@ TURNS = (
     "{% if add_generation_prompt %}{{ 'Bot: ' }}{% endif %}"
 )
 TEMPLATE = ChatTemplate(TURNS, (("bos_token", "<|bos|>"), ("eos_token", "<|eos|>")))
-WRITING = Writing(TOKENIZER, TEMPLATE)
+WRITING = TextEncoder(TOKENIZER, TEMPLATE)
 TALK = [
     {"role": "system", "content": "Tell stories."},
     {"role": "user", "content": "Of whom?"},
@@ -60,9 +60,9 @@ def test_lines_of_text_begin_and_end(tmp_path: Path) -> None:
         "<|bos|>One day<|eos|>",
         "<|bos|>The end.<|eos|>",
     ]
-    plain = read_examples(file, Writing(TOKENIZER, bos=False, eos=False))
+    plain = read_examples(file, TextEncoder(TOKENIZER, bos=False, eos=False))
     assert plain[0].token_T.tolist() == TOKENIZER.encode("One day")
-    assert plain.counts_N is None
+    assert plain.loss_mask_N is None
     again = from_texts(["One day", "The end."], WRITING)
     assert (again.token_N == examples.token_N).all()
 
@@ -86,7 +86,7 @@ def test_a_token_of_prompt_and_completion_is_learned(tmp_path: Path) -> None:
 def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path) -> None:
     """transformers reads them from `generation` in the template; ours takes any template."""
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(DEMOS / "llama" / "tokenizer.json"),
+        tokenizer_file=str(DEMO_DIR / "llama" / "tokenizer.json"),
         bos_token="<|bos|>",
         eos_token="<|eos|>",
     )
@@ -95,7 +95,7 @@ def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path)
     )
     examples = read_examples(written(tmp_path, {"messages": TALK}), WRITING)
     assert examples[0].token_T.tolist() == expected["input_ids"]
-    assert examples[0].counts_T.tolist() == [bool(x) for x in expected["assistant_masks"]]
+    assert examples[0].loss_mask_T.tolist() == [bool(x) for x in expected["assistant_masks"]]
     assert examples.long == "right"
 
 
@@ -104,9 +104,9 @@ def test_white_space_after_a_turn_is_not_learned() -> None:
         "{% for m in messages %}{{ m.role + '\n' + m.content + '<|eos|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
     )
-    example = conversation(chatml, TOKENIZER, TALK)
+    example = encode_conversation(chatml, TOKENIZER, TALK)
     said = [TALK[2]["content"] + "<|eos|>", TALK[4]["content"] + "<|eos|>"]
-    ids = example.token_T[example.counts_T].tolist()
+    ids = example.token_T[example.loss_mask_T].tolist()
     assert TOKENIZER.decode(ids, skip_special=False) == "".join(said)
 
 
@@ -124,9 +124,9 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
         "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     line = {"messages": TALK[1:3], "tools": [{"name": "clock"}]}
-    examples = read_examples(written(tmp_path, line), Writing(TOKENIZER, with_tools))
+    examples = read_examples(written(tmp_path, line), TextEncoder(TOKENIZER, with_tools))
     assert whole(examples).startswith("clock")
-    ended = read_examples(written(tmp_path, line), Writing(TOKENIZER, with_tools, eos=True))
+    ended = read_examples(written(tmp_path, line), TextEncoder(TOKENIZER, with_tools, eos=True))
     assert learned(ended) == learned(examples) + "<|eos|>"
 
 
@@ -134,9 +134,12 @@ def test_tokens_come_with_labels(tmp_path: Path) -> None:
     file = written(
         tmp_path, {"tokens": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}, {"tokens": [8, 9]}
     )
-    examples = read_examples(file, Writing(None))
+    examples = read_examples(file, TextEncoder(None))
     assert examples.token_N.tolist() == [5, 6, 7, 8, 9]
-    assert [examples[n].counts_T.tolist() for n in (0, 1)] == [[False, False, True], [True, True]]
+    assert [examples[n].loss_mask_T.tolist() for n in (0, 1)] == [
+        [False, False, True],
+        [True, True],
+    ]
 
 
 def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
@@ -157,8 +160,8 @@ def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
 
 def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end with a line, where this tokenizer's tokens end too."""
-    monkeypatch.setattr("jaxllm.compress.data.cutting.WHOLE", 64)
-    monkeypatch.setattr("jaxllm.compress.data.cutting.PART", 64)
+    monkeypatch.setattr("jaxllm.data.chunking.MAX_PIECE_BYTES", 64)
+    monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
     text = "".join(f"Line {n} of a story.\n" for n in range(40))
     (tmp_path / "story.txt").write_text(text)
     examples = read_examples(tmp_path / "story.txt", WRITING)
@@ -180,15 +183,18 @@ def test_a_long_line_is_encoded_as_a_text_file(
         sizes.append(len(text))
         return real(self, text, **options)
 
-    for name in ("jaxllm.compress.data.cutting.WHOLE", "jaxllm.train.data.sources.WHOLE"):
+    for name in (
+        "jaxllm.data.chunking.MAX_PIECE_BYTES",
+        "jaxllm.train.data.sources.MAX_PIECE_BYTES",
+    ):
         monkeypatch.setattr(name, 64)
-    monkeypatch.setattr("jaxllm.compress.data.cutting.PART", 64)
+    monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
     expected = read_examples(tmp_path / "story.txt", WRITING)
     monkeypatch.setattr(Tokenizer, "encode", encode)
     found = read_examples(written(tmp_path, {"text": text}), WRITING)
     np.testing.assert_array_equal(found.token_N, expected.token_N)
     assert max(sizes) <= 2 * 64
-    monkeypatch.setattr("jaxllm.train.data.conversations.LONGEST", 64)
+    monkeypatch.setattr("jaxllm.train.data.conversations.MAX_CHARS", 64)
     turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": text}]
     for line in ({"prompt": "Tell", "completion": text}, {"messages": turns}):
         with pytest.raises(TokenError, match=r"line 1: .* must have at most 64 characters: got"):
@@ -218,7 +224,7 @@ def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
         ([{"tokens": [1, 2], "labels": [1]}], "line 1: each label must equal its token"),
         ([{"tokens": []}], "line 1: the text is empty"),
         ([{"messages": TALK[:2]}], 'line 1: no message with the role "assistant"'),
-        ([{"messages": [{"role": "assistant"}]}], "line 1: message 0 should have"),
+        ([{"messages": [{"role": "assistant"}]}], "line 1: message 0 must have"),
         ([], "no data to train on: all lines of .*data.jsonl are blank"),
     ],
 )
@@ -243,7 +249,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "story.txt").write_bytes(b"")
     with pytest.raises(TokenError, match=r"no data to train on: .*story\.txt is empty"):
         read_examples(tmp_path / "story.txt", WRITING)
-    with pytest.raises(ConfigError, match="data is text, wikitext, lines, got 'csv'"):
+    with pytest.raises(ConfigError, match="data must be text, wikitext, lines, got 'csv'"):
         read_examples(file, WRITING, kind="csv")
     with pytest.raises(CheckpointError, match="cannot read"):
         read_examples(tmp_path / "none.txt", WRITING)
@@ -252,8 +258,8 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     file = written(tmp_path, {"messages": TALK})
     with pytest.raises(TokenError, match="messages need a chat template"):
-        read_examples(file, Writing(TOKENIZER))
+        read_examples(file, TextEncoder(TOKENIZER))
     with pytest.raises(TokenError, match=r"need a chat template \(no chat template here\)"):
-        read_examples(file, Writing(TOKENIZER, TemplateError("no chat template here")))
+        read_examples(file, TextEncoder(TOKENIZER, TemplateError("no chat template here")))
     with pytest.raises(TokenError, match="text needs a tokenizer"):
-        read_examples(written(tmp_path, {"text": "a"}), Writing(None))
+        read_examples(written(tmp_path, {"text": "a"}), TextEncoder(None))

@@ -13,9 +13,9 @@ import torch
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer, decays
-from jaxllm.train.step import Setup, measure, start, train_step
-from jaxllm.train.trained import join, split, trainable
+from jaxllm.train.optimizer import Optimizer, decay_mask
+from jaxllm.train.partition import combine, partition, trainable_params
+from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import Twin, load_twin, random_model, save_random, tokens
@@ -89,10 +89,10 @@ def setup_of(model: Any, **options: Any) -> Setup:
 
 def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
     setup = setup_of(twin.model)
-    trained, rest = split(twin.params)
+    trained, rest = partition(twin.params)
 
     def loss(trained: Any) -> jax.Array:
-        found = [setup.objective(twin.model, join(trained, rest), None, b, KEY) for b in BATCHES]
+        found = [setup.objective(twin.model, combine(trained, rest), None, b, KEY) for b in BATCHES]
         return sum(f.total for f in found) / sum(f.weight for f in found)
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(trained)
@@ -110,8 +110,8 @@ def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
 
 def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
     setup = setup_of(twin.model, schedule="constant", weight_decay=0.1, max_grad_norm=0.5, eps=1e-3)
-    trained, rest = split(twin.params)
-    state = start(trained, setup)
+    trained, rest = partition(twin.params)
+    state = init_state(trained, setup)
     before = {path: np.array(x) for path, x in trained.items()}
     kept = {name: p.detach().clone() for name, p in twin.torch_model.named_parameters()}
     matrices, vectors = [], []
@@ -127,7 +127,7 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
         norm = torch.nn.utils.clip_grad_norm_(twin.torch_model.parameters(), 0.5)
         adamw.step()
         assert float(metrics.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-        assert float(metrics.norm) == pytest.approx(float(norm), rel=1e-4)
+        assert float(metrics.grad_norm) == pytest.approx(float(norm), rel=1e-4)
     assert int(metrics.weight) == sum(int((b.label_BT != IGNORED).sum()) for b in BATCHES)
     wanted = theirs(twin, dict(twin.torch_model.named_parameters()))
     with torch.no_grad():
@@ -141,22 +141,22 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
 
 def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
     setup = setup_of(twin.model)
-    trained, rest = split(twin.params)
+    trained, rest = partition(twin.params)
     joined = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
     apart, whole = (
-        train_step(start(trained, setup), rest, None, rows, KEY, setup=setup)
+        train_step(init_state(trained, setup), rest, None, rows, KEY, setup=setup)
         for rows in (stacked(*BATCHES), stacked(joined))
     )
     assert float(apart[1].loss) == pytest.approx(float(whole[1].loss), rel=1e-6)
-    assert float(apart[1].norm) == pytest.approx(float(whole[1].norm), rel=1e-5)
+    assert float(apart[1].grad_norm) == pytest.approx(float(whole[1].grad_norm), rel=1e-5)
 
 
 def test_where_nothing_counts_the_loss_is_zero_and_nothing_is_nan(twin: Twin) -> None:
     setup = setup_of(twin.model, weight_decay=0.0)
-    trained, rest = split(twin.params)
+    trained, rest = partition(twin.params)
     rows = stacked(BLANK, BLANK)
-    state, metrics = train_step(start(trained, setup), rest, None, rows, KEY, setup=setup)
-    assert float(metrics.loss) == float(metrics.norm) == float(metrics.weight) == 0
+    state, metrics = train_step(init_state(trained, setup), rest, None, rows, KEY, setup=setup)
+    assert float(metrics.loss) == float(metrics.grad_norm) == float(metrics.weight) == 0
     assert bool(metrics.finite)
     assert all(np.array_equal(x, trained[path]) for path, x in state.trained.items())
 
@@ -169,10 +169,10 @@ def tiny() -> tuple[Any, Any]:
 def test_what_is_not_finite_changes_nothing(tiny: Any) -> None:
     model, params = tiny
     setup = setup_of(model)
-    trained, rest = split(params)
+    trained, rest = partition(params)
     broken = {**trained, "norm.weight": trained["norm.weight"].at[3].set(jnp.inf)}
     state, metrics = train_step(
-        start(broken, setup), rest, None, stacked(*BATCHES), KEY, setup=setup
+        init_state(broken, setup), rest, None, stacked(*BATCHES), KEY, setup=setup
     )
     assert not bool(metrics.finite)
     assert int(state.step) == 0
@@ -185,15 +185,15 @@ def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
     precision = Precision.uniform("bfloat16")
     half, model = cast(params, precision), model.clone(precision=precision)
     setup = setup_of(model, lr=1e-6, schedule="constant", weight_decay=0.0)
-    trained, rest = split(half)
-    state = start(trained, setup)
+    trained, rest = partition(half)
+    state = init_state(trained, setup)
     for _ in range(3):
         state, _ = train_step(state, rest, None, stacked(*BATCHES), KEY, setup=setup)
     moved = {path: np.asarray(x - trained[path]) for path, x in state.trained.items()}
     assert all(x.dtype == np.float32 for x in moved.values())
     path = "layers.0.mlp.up_proj.weight"
     assert 2.5e-6 < np.abs(moved[path]).max() < 3.5e-6  # three steps of about one rate each
-    kept = dict(flatten(join(state.trained, rest)))[path]
+    kept = dict(flatten(combine(state.trained, rest)))[path]
     assert kept.dtype == jnp.bfloat16
     assert np.array_equal(kept, state.trained[path].astype(jnp.bfloat16))
 
@@ -201,10 +201,14 @@ def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
 def test_only_what_rules_name_is_trained(tiny: Any) -> None:
     model, params = tiny
     setup = setup_of(model)
-    trained, rest = split(params, ((r"layers\.0\.mlp\.up_proj", False), (r"layers\.0\.mlp", True)))
+    trained, rest = partition(
+        params, ((r"layers\.0\.mlp\.up_proj", False), (r"layers\.0\.mlp", True))
+    )
     assert set(trained) == {f"layers.0.mlp.{name}_proj.weight" for name in ("gate", "down")}
-    state, _ = train_step(start(trained, setup), rest, None, stacked(*BATCHES), KEY, setup=setup)
-    after = dict(flatten(join(state.trained, rest)))
+    state, _ = train_step(
+        init_state(trained, setup), rest, None, stacked(*BATCHES), KEY, setup=setup
+    )
+    after = dict(flatten(combine(state.trained, rest)))
     for path, array in flatten(params):
         assert np.array_equal(after[path], array) == (path not in trained), path
         assert path in trained or after[path] is array  # never copied
@@ -213,10 +217,10 @@ def test_only_what_rules_name_is_trained(tiny: Any) -> None:
 def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
     _, params = tiny
     with pytest.raises(ConfigError, match=r"'layer\.0' matches no trainable parameter"):
-        split(params, ((r"layer.0", True),))
+        partition(params, ((r"layer.0", True),))
     with pytest.raises(ConfigError, match="nothing to train"):
-        split(params, ((r".*", False),))
-    assert set(trainable(params)) == {path for path, _ in flatten(params)}
+        partition(params, ((r".*", False),))
+    assert set(trainable_params(params)) == {path for path, _ in flatten(params)}
 
 
 @pytest.mark.parametrize(
@@ -251,24 +255,24 @@ def test_impossible_optimisers_are_refused(changes: dict[str, Any], message: str
 
 def test_matrices_alone_decay() -> None:
     names = {"a.weight": 2, "norm.weight": 1, "a.bias": 1, "b.weight.scale": 2}
-    found = decays({name: jnp.zeros((3,) * ndim) for name, ndim in names.items()})
+    found = decay_mask({name: jnp.zeros((3,) * ndim) for name, ndim in names.items()})
     assert [name for name, whether in found.items() if whether] == ["a.weight"]
 
 
 def test_rates_warm_up_and_go_down() -> None:
     cosine = Optimizer(steps=100, lr=1.0, warmup=0.1, floor=0.1)
-    rates = np.array([float(cosine.rate_at(jnp.int32(n))) for n in (0, 9, 10, 55, 100)])
+    rates = np.array([float(cosine.learning_rate(jnp.int32(n))) for n in (0, 9, 10, 55, 100)])
     np.testing.assert_allclose(rates, [1 / 11, 10 / 11, 1.0, 0.55, 0.1], rtol=1e-6)
     linear = Optimizer(steps=100, lr=2.0, warmup=0.0, schedule="linear", floor=0.0)
-    np.testing.assert_allclose([linear.rate_at(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
+    np.testing.assert_allclose([linear.learning_rate(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
 
 
 def test_measuring_changes_nothing_and_equals_the_step(tiny: Any) -> None:
     model, params = tiny
     setup = setup_of(model)
-    trained, rest = split(params)
-    found = measure(trained, rest, None, BATCHES[0], KEY, setup=setup)
+    trained, rest = partition(params)
+    found = eval_step(trained, rest, None, BATCHES[0], KEY, setup=setup)
     _, metrics = train_step(
-        start(trained, setup), rest, None, stacked(BATCHES[0]), KEY, setup=setup
+        init_state(trained, setup), rest, None, stacked(BATCHES[0]), KEY, setup=setup
     )
     assert float(found.total / found.weight) == pytest.approx(float(metrics.loss), rel=1e-6)

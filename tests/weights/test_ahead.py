@@ -9,9 +9,9 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError
-from jaxllm.weights import ahead
-from jaxllm.weights.files import first_non_finite, open_tensors, write_tensors
+from jaxllm.weights import prefetch_scan
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
 
 FORMATS = (np.float32, np.float16, np.float64, ml_dtypes.bfloat16)
 
@@ -39,8 +39,8 @@ def write(file: Path, **bad: int) -> dict[str, LazyTensor]:
         array = random.standard_normal(shape).astype(dtype)
         if name in bad:
             array.reshape(-1)[bad[name]] = np.nan
-        made[name] = LazyTensor.of(array)
-    write_tensors(file, {**made, "whole": LazyTensor.of(np.arange(8))})
+        made[name] = LazyTensor.from_array(array)
+    write_tensors(file, {**made, "whole": LazyTensor.from_array(np.arange(8))})
     return open_tensors(file, mapped=True)
 
 
@@ -49,12 +49,12 @@ def write(file: Path, **bad: int) -> dict[str, LazyTensor]:
 def test_each_tensor_is_told_of_its_own(
     tmp_path: Path, bad: dict[str, int], run: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "RUN", run)
-    found = ahead.scanned(write(tmp_path / "x.safetensors", **bad))
-    assert found["whole"].found is None
-    told = {n: t.found() for n, t in found.items() if t.found is not None}
+    monkeypatch.setattr(prefetch_scan, "RUN_BYTES", run)
+    found = prefetch_scan.start_scan(write(tmp_path / "x.safetensors", **bad))
+    assert found["whole"].scan_result is None
+    told = {n: t.scan_result() for n, t in found.items() if t.scan_result is not None}
     assert told == dict.fromkeys("abcdef") | bad
-    assert ahead.scanned(found) == found, "nothing is looked at twice"
+    assert prefetch_scan.start_scan(found) == found, "nothing is looked at twice"
 
 
 @pytest.fixture
@@ -64,16 +64,19 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_what_was_begun_is_what_is_loaded(model: Path) -> None:
-    ahead.begin(str(model))
+    prefetch_scan.begin_scan(str(model))
     file = model / "model.safetensors"
-    assert all(t.found is not None and t.found() is None for t in ahead.mapped(file).values())
-    assert all(t.found is None for t in ahead.mapped(file).values()), "once"
+    assert all(
+        t.scan_result is not None and t.scan_result() is None
+        for t in prefetch_scan.open_scanned(file).values()
+    )
+    assert all(t.scan_result is None for t in prefetch_scan.open_scanned(file).values()), "once"
 
 
 def test_a_file_that_has_changed_is_looked_at_again(model: Path) -> None:
     file = model / "model.safetensors"
-    ahead.begin(str(model))
-    ahead._begun[file].result()
+    prefetch_scan.begin_scan(str(model))
+    prefetch_scan._SCANS[file].result()
     content = bytearray(file.read_bytes())
     content[-2:] = b"\xff\xff"  # NaN in bfloat16, and the end of one in float32
     content[-4:-2] = b"\xff\xff"
@@ -85,9 +88,9 @@ def test_a_file_that_has_changed_is_looked_at_again(model: Path) -> None:
 
 def test_nothing_is_begun_where_there_is_nothing_of_ours(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"no such thing")
-    ahead.begin(str(model))
+    prefetch_scan.begin_scan(str(model))
     with pytest.raises(CheckpointError, match="not a safetensors file"):
         jaxllm.load(model)
     for other in ("demo:llama", "hf:owner/name", "", "\0", str(tmp_path / "none")):
-        ahead.begin(other)
-    assert not ahead._begun
+        prefetch_scan.begin_scan(other)
+    assert not prefetch_scan._SCANS

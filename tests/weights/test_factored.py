@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.checkpoint import load_params, open_native
+from jaxllm.checkpoints.native import load_params, open_native
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
-from jaxllm.weights.files import open_tensors, write_tensors
-from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves.factored import Factored
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import flatten
+from jaxllm.weights.safetensors import open_tensors, write_tensors
+from jaxllm.weights.types.low_rank import LowRankWeight
 from tests.twins import assert_close, random_model, tokens
 
 ROWS, COLUMNS, K = 37, 29, 11  # coprime
@@ -49,12 +49,14 @@ def test_a_product_is_the_products_with_both_factors(
     matrix: np.ndarray, inner: str, rows: int
 ) -> None:
     made: Any = as_format(jnp.asarray(matrix), f"rank{K}/{inner}")
-    assert format_of(made.left) == format_of(made.right) == parse(inner).name
+    assert weight_format(made.left) == weight_format(made.right) == parse_format(inner).name
     x_RI = np.random.default_rng(1).normal(0, 1, (rows, COLUMNS)).astype(np.float32)
-    left, right = (np.asarray(dense(x, jnp.float32), np.float64) for x in (made.left, made.right))
+    left, right = (
+        np.asarray(to_dense(x, jnp.float32), np.float64) for x in (made.left, made.right)
+    )
     assert_close(linear(jnp.asarray(x_RI), made), x_RI @ right.T @ left.T)
-    assert_close(made.product(jnp.asarray(x_RI)), x_RI @ right.T @ left.T)
-    assert_close(made.dense(), left @ right)
+    assert_close(made.matmul(jnp.asarray(x_RI)), x_RI @ right.T @ left.T)
+    assert_close(made.to_dense(), left @ right)
     token_BT = jnp.array([[0, ROWS - 1], [5, ROWS]])
     taken = np.asarray(embed(made, token_BT))
     assert_close(taken[0], (left @ right)[[0, ROWS - 1]])
@@ -70,7 +72,7 @@ def test_a_stack_of_matrices_is_factored_one_by_one(matrix: np.ndarray) -> None:
     for one, y_RO in zip(stack, several, strict=True):
         assert_close(y_RO, np.asarray(linear(x_RI, as_format(jnp.asarray(one), made.format))))
     blocks = stack.reshape(-1, COLUMNS)
-    collected = parse(made.format).collect(
+    collected = parse_format(made.format).quantize_blocks(
         stack.shape, lambda: (blocks[i : i + 50] for i in (0, 50, 100))
     )
     np.testing.assert_array_equal(collected.left, made.left)
@@ -87,7 +89,7 @@ def test_slopes_pass_through_both_factors(matrix: np.ndarray) -> None:
 
     for x, weight in (jax.jit(jax.grad(loss, argnums=(0, 1)))(x_RI, made),):
         assert_close(x, slope_RO @ np.asarray(made.left) @ np.asarray(made.right))
-        assert isinstance(weight, Factored)
+        assert isinstance(weight, LowRankWeight)
         assert_close(weight.left, slope_RO.T @ np.asarray(x_RI) @ np.asarray(made.right).T)
         assert_close(weight.right, np.asarray(made.left).T @ slope_RO.T @ np.asarray(x_RI))
 
@@ -96,7 +98,7 @@ def test_a_model_of_factors_is_the_model_of_their_products() -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     rules = [(r".*(q|o)_proj\.weight", "rank9/float32"), (r".*up_proj.*", "rank13/int8")]
     made = jaxllm.quantize(params, rules)
-    assert format_of(made["layers.0"]["mlp"]["up_proj"]["weight"]) == "rank13/int8"
+    assert weight_format(made["layers.0"]["mlp"]["up_proj"]["weight"]) == "rank13/int8"
     token_BT = tokens(2, 24)
     theirs = jaxllm.forward(model, jaxllm.dequantize(made), None, token_BT).logits
     assert_close(jaxllm.forward(model, made, None, token_BT).logits, np.asarray(theirs))
@@ -109,18 +111,18 @@ def test_a_factored_checkpoint_is_saved_and_loaded_bit_by_bit(tmp_path: Path, sh
     lm.save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")
     for (path, a), (_, b) in zip(flatten(lm.params), flatten(again.params), strict=True):
-        assert format_of(a) == format_of(b), path
-        assert np.asarray(dense(a)).tobytes() == np.asarray(dense(b)).tobytes(), path
-    assert format_of(again.params["layers.0"]["mlp"]["up_proj"]["weight"]) == "rank20/int8"
+        assert weight_format(a) == weight_format(b), path
+        assert np.asarray(to_dense(a)).tobytes() == np.asarray(to_dense(b)).tobytes(), path
+    assert weight_format(again.params["layers.0"]["mlp"]["up_proj"]["weight"]) == "rank20/int8"
     with pytest.raises(ConfigError, match="got float32 and int8"):
-        format_of(Factored(jnp.ones((4, 2)), as_format(jnp.ones((2, 3)), "int8")))
+        weight_format(LowRankWeight(jnp.ones((4, 2)), as_format(jnp.ones((2, 3)), "int8")))
 
 
 def test_ranks_that_there_are_not_are_refused_by_name(tmp_path: Path, shallow: Any) -> None:
     with pytest.raises(ConfigError, match="rank must be at least 1"):
-        parse("rank0/int8")
+        parse_format("rank0/int8")
     with pytest.raises(ConfigError, match="format of the factors must be simple"):
-        parse("rank8/rank4/int8")
+        parse_format("rank8/rank4/int8")
     for unknown in (
         "rank8",
         "rank8/",
@@ -130,7 +132,7 @@ def test_ranks_that_there_are_not_are_refused_by_name(tmp_path: Path, shallow: A
         "rank99999999/int8",
     ):
         with pytest.raises(ConfigError, match="weight format"):
-            parse(unknown)
+            parse_format(unknown)
     with pytest.raises(ConfigError, match=rf"rank30/int8: rank 30 exceeds {COLUMNS}"):
         as_format(jnp.ones((ROWS, COLUMNS)), "rank30/int8")
 
@@ -148,11 +150,11 @@ def test_ranks_that_there_are_not_are_refused_by_name(tmp_path: Path, shallow: A
     tensors = {name: tensor.read() for name, tensor in open_tensors(file).items()}
     tensors[f"{path}.left"] = np.zeros((384, 200), np.float32)
     tensors[f"{path}.right"] = np.zeros((200, 128), np.float32)
-    write_tensors(file, {name: LazyTensor.of(x) for name, x in tensors.items()})
+    write_tensors(file, {name: LazyTensor.from_array(x) for name, x in tensors.items()})
     with pytest.raises(JaxllmError, match=r"layers.1.mlp.up_proj.weight: rank 200 exceeds 128"):
         load_params(open_native(tmp_path / "made"), lm.model.precision)
 
 
 def test_what_is_not_finite_does_not_become_a_number() -> None:
     made = as_format(jnp.full((4, 3), jnp.nan), "rank2/float32")
-    assert np.isnan(np.asarray(dense(made))).all()
+    assert np.isnan(np.asarray(to_dense(made))).all()

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.checkpoint import in_memory, save
+from jaxllm.checkpoints.native import save, with_params
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.forms import open_checkpoint
-from jaxllm.weights.formats import as_format, format_of, parse
-from jaxllm.weights.leaves.integers import Integer, QTensor
-from jaxllm.weights.leaves.ordered import Ordered
+from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import embed, linear, round_to_int8
 from jaxllm.weights.paths import flatten
+from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.int_quant import IntFormat, QTensor
 
 ROWS, COLUMNS = 7, 150  # two chunks of 128, the second with 106 columns too many
 NEW = ["int3-g32", "int3-g128-zp-f16", "int2-g64-f16", "int2-g32-zp", "int8-zp", "int8-g64-zp"]
@@ -33,7 +33,7 @@ def numbers(rows: int = ROWS, seed: int = 0) -> np.ndarray:
 
 def made(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
     weight: Any = as_format(jnp.asarray(array), name)
-    return parse(name), weight
+    return parse_format(name), weight
 
 
 def code(weight: QTensor, o: int, i: int) -> int:
@@ -70,16 +70,18 @@ def by_hand(weight: QTensor) -> np.ndarray:
 def test_dense_is_the_formula_and_each_code_is_the_nearest(name: str) -> None:
     array = numbers()
     kind, weight = made(name, array)
-    assert format_of(weight) == kind.name
+    assert weight_format(weight) == kind.name
     assert weight.shape == array.shape
     assert weight.data.nbytes == ROWS * 256 * kind.bits // 8
     formula = by_hand(weight)
-    np.testing.assert_allclose(np.asarray(weight.dense()), formula, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(weight.to_dense()), formula, rtol=1e-6)
     assert (formula[3] == 0).all()
-    np.testing.assert_array_equal(np.asarray(weight.dense(jnp.bfloat16))[3], 0)
+    np.testing.assert_array_equal(np.asarray(weight.to_dense(jnp.bfloat16))[3], 0)
     # Brute force: no other level of the group is nearer.
     scale, group = np.asarray(weight.scale, np.float64), weight.group or 256
-    zero = np.asarray(weight.zero) if weight.zero is not None else np.full(scale.shape, kind.middle)
+    zero = (
+        np.asarray(weight.zero) if weight.zero is not None else np.full(scale.shape, kind.zero_code)
+    )
     levels = (np.arange(2**kind.bits) - zero[..., None]) * scale[..., None]  # [O, G, L]
     each = np.repeat(levels, group, axis=1)[:, :COLUMNS]
     nearest = np.abs(each - array[..., None]).min(-1)
@@ -93,7 +95,7 @@ def test_symmetric_levels_are_all_used_and_the_largest_magnitude_is_the_lowest(
     half = 2 ** (bits - 1)
     levels = np.resize(np.arange(-half, half), 128).astype(np.float32)
     _, weight = made(name, np.stack([levels * 0.5, levels * -3.0]))  # a negative scale too
-    np.testing.assert_array_equal(np.asarray(weight.dense()), [levels * 0.5, levels * -3.0])
+    np.testing.assert_array_equal(np.asarray(weight.to_dense()), [levels * 0.5, levels * -3.0])
     np.testing.assert_array_equal(np.asarray(weight.scale), [[0.5] * 4, [-3.0] * 4])
     assert weight.zero is None
 
@@ -104,7 +106,7 @@ def test_symmetric_levels_are_all_used_and_the_largest_magnitude_is_the_lowest(
 def test_with_a_zero_point_all_steps_span_the_range(name: str, most: int) -> None:
     levels = np.resize(np.arange(most + 1), 256).astype(np.float32) - 1
     _, weight = made(name, levels[None] * 0.25)
-    np.testing.assert_array_equal(np.asarray(weight.dense()), levels[None] * 0.25)
+    np.testing.assert_array_equal(np.asarray(weight.to_dense()), levels[None] * 0.25)
     assert (np.asarray(weight.zero) == 1).all()
     assert (np.asarray(weight.scale) == 0.25).all()
 
@@ -112,39 +114,39 @@ def test_with_a_zero_point_all_steps_span_the_range(name: str, most: int) -> Non
 @pytest.mark.parametrize("name", ALL)
 def test_given_codes_are_packed_without_loss_and_are_what_rounding_makes(name: str) -> None:
     kind, weight = made(name, numbers())
-    again = jax.jit(kind.of)(weight.codes[:, :COLUMNS], weight.scale, weight.zero)
+    again = jax.jit(kind.from_codes)(weight.codes[:, :COLUMNS], weight.scale, weight.zero)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(weight), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     assert again.format == kind.name
 
     # The pieces of the grid, as one that chooses codes itself takes them, are what `make` does.
     wide = jnp.pad(jnp.asarray(numbers()), ((0, 0), (0, 256 - COLUMNS)))
-    w_OGg = wide.reshape(ROWS, -1, kind.size(COLUMNS))
+    w_OGg = wide.reshape(ROWS, -1, kind.group_size(COLUMNS))
 
     @jax.jit
     def rounded(w_OGg: jax.Array) -> Any:
-        scale, zero = kind.grid(w_OGg)
-        codes = kind.codes(w_OGg, scale[..., None], zero[..., None])
-        return scale, codes, kind.values(codes, scale[..., None], zero[..., None])
+        scale, zero = kind.choose_grid(w_OGg)
+        codes = kind.to_codes(w_OGg, scale[..., None], zero[..., None])
+        return scale, codes, kind.to_values(codes, scale[..., None], zero[..., None])
 
     scale, codes, values = rounded(w_OGg)
     np.testing.assert_array_equal(np.asarray(scale), np.asarray(weight.scale))
     np.testing.assert_array_equal(np.asarray(codes).reshape(ROWS, -1), np.asarray(weight.codes))
     values = np.asarray(values).reshape(ROWS, -1)[:, :COLUMNS]
-    np.testing.assert_array_equal(values, np.asarray(weight.dense()))
+    np.testing.assert_array_equal(values, np.asarray(weight.to_dense()))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g32", "int3-g32-zp", "int8-g32-zp-f16"])
 def test_a_shrunk_grid_is_that_of_a_smaller_range(name: str) -> None:
     w_OGg = jnp.asarray(np.random.default_rng(3).normal(0, 1, (2, 3, 32)).astype(np.float32))
-    shrink, kind = jnp.asarray([[0.5, 1.0, 0.25]] * 2), parse(name)
-    assert isinstance(kind, Integer)
-    scale, zero = kind.grid(w_OGg, shrink)
-    smaller, zero_smaller = kind.grid(w_OGg * shrink[..., None])  # by powers of two: exact
+    shrink, kind = jnp.asarray([[0.5, 1.0, 0.25]] * 2), parse_format(name)
+    assert isinstance(kind, IntFormat)
+    scale, zero = kind.choose_grid(w_OGg, shrink)
+    smaller, zero_smaller = kind.choose_grid(w_OGg * shrink[..., None])  # by powers of two: exact
     np.testing.assert_array_equal(np.asarray(scale), np.asarray(smaller))
     np.testing.assert_array_equal(np.asarray(zero), np.asarray(zero_smaller))
-    least, most = kind.levels
-    codes = kind.codes(w_OGg, scale[..., None], zero[..., None]).astype(jnp.int32)
+    least, most = kind.code_range
+    codes = kind.to_codes(w_OGg, scale[..., None], zero[..., None]).astype(jnp.int32)
     assert int(codes.min()) == least
     assert int(codes.max()) == most, "what lies outside is clipped"
 
@@ -153,7 +155,7 @@ def test_a_shrunk_grid_is_that_of_a_smaller_range(name: str) -> None:
 def test_products_are_those_of_the_dense_weight(name: str) -> None:
     rng = np.random.default_rng(4)
     _, weight = made(name, numbers())
-    dense = np.asarray(weight.dense(), np.float64)
+    dense = np.asarray(weight.to_dense(), np.float64)
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
         y = jax.jit(linear)(jnp.asarray(x), weight)
@@ -164,29 +166,29 @@ def test_products_are_those_of_the_dense_weight(name: str) -> None:
     np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
     index = jnp.asarray([2, 0, ROWS])
     rows_taken = np.asarray(embed(weight, index))
-    np.testing.assert_array_equal(rows_taken[:2], np.asarray(weight.dense())[[2, 0]])
+    np.testing.assert_array_equal(rows_taken[:2], np.asarray(weight.to_dense())[[2, 0]])
     assert np.isnan(rows_taken[2]).all()
 
 
 def test_derivatives_and_batches_of_few_bits_are_those_of_the_dense_weight() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(0, 1, (3, 1, COLUMNS)).astype(np.float32))
     _, weight = made("int3-g32-zp", numbers())
-    dense = np.asarray(weight.dense())
+    dense = np.asarray(weight.to_dense())
     slope = jax.jit(jax.grad(lambda x: linear(x, weight).sum()))(x[0])
     np.testing.assert_allclose(np.asarray(slope)[0], dense.sum(0), rtol=1e-5, atol=1e-6)
     both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), weight)
     y = jax.jit(jax.vmap(linear))(x, both)
     wanted = np.asarray(x) @ dense.T
     np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(weight.product(x[0])), wanted[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(weight.matmul(x[0])), wanted[0], rtol=1e-5, atol=1e-6)
 
 
 def test_stacks_of_matrices_are_rounded_as_each_alone() -> None:
     stack = np.stack([numbers(seed=1), numbers(seed=2)])
     weight: Any = as_format(jnp.asarray(stack), "int3-g32-zp")
-    for matrix, array in zip(weight.dense(), stack, strict=True):
+    for matrix, array in zip(weight.to_dense(), stack, strict=True):
         _, alone = made("int3-g32-zp", array)
-        np.testing.assert_array_equal(np.asarray(matrix), np.asarray(alone.dense()))
+        np.testing.assert_array_equal(np.asarray(matrix), np.asarray(alone.to_dense()))
 
 
 @pytest.mark.parametrize("name", ["int3-g32-zp", "int2", "int8-g64-zp-f16"])
@@ -195,22 +197,22 @@ def test_a_checkpoint_of_few_bits_is_saved_and_loaded_bit_by_bit(
 ) -> None:
     lm = jaxllm.load(shallow("gpt2"), quantize=name)
     path = "h.1.mlp.c_fc.weight"
-    assert format_of(lm.params["h.1"]["mlp"]["c_fc"]["weight"]) == parse(name).name
+    assert weight_format(lm.params["h.1"]["mlp"]["c_fc"]["weight"]) == parse_format(name).name
     if name == "int2":
-        assert format_of(lm.params["wte"]["weight"]) == "int8"
-    save(tmp_path / "q", in_memory(open_checkpoint(shallow("gpt2")), lm.params,
+        assert weight_format(lm.params["wte"]["weight"]) == "int8"
+    save(tmp_path / "q", with_params(open_checkpoint(shallow("gpt2")), lm.params,
                                    lm.model.precision))  # fmt: skip
     again = jaxllm.load(tmp_path / "q")
     for (at, ours), (_, theirs) in zip(flatten(lm.params), flatten(again.params), strict=True):
-        assert format_of(ours) == format_of(theirs), at
+        assert weight_format(ours) == weight_format(theirs), at
         for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), at
     if name == "int3-g32-zp":
         weight: Any = lm.params["h.1"]["mlp"]["c_fc"]["weight"]
-        pieces = {key: np.array(piece) for key, piece in weight.pieces().items()}
+        pieces = {key: np.array(piece) for key, piece in weight.arrays().items()}
         pieces[".zero"][0, 0] = 8
         with pytest.raises(CheckpointError, match=r"zero holds 8: zero points must be at most 7"):
-            parse(name).assemble(path, weight.shape, pieces)
+            parse_format(name).from_file(path, weight.shape, pieces)
 
 
 @pytest.mark.parametrize("inner", ["int3-g32", "int4-g32-zp", "float32"])
@@ -218,16 +220,16 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
     rng = np.random.default_rng(6)
     array, order = numbers(), rng.permutation(COLUMNS).astype(np.int32)
     stored = as_format(jnp.asarray(array), inner)
-    weight = Ordered(stored, jnp.asarray(order))
+    weight = PermutedWeight(stored, jnp.asarray(order))
     dense = np.zeros_like(array)
-    dense[:, order] = np.asarray(stored.dense() if inner != "float32" else stored)
-    np.testing.assert_array_equal(np.asarray(weight.dense()), dense)
+    dense[:, order] = np.asarray(stored.to_dense() if inner != "float32" else stored)
+    np.testing.assert_array_equal(np.asarray(weight.to_dense()), dense)
     np.testing.assert_array_equal(np.asarray(embed(weight, jnp.asarray([4]))), dense[[4]])
     assert weight.format == f"ordered/{inner}"
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
         wanted = x.astype(np.float64) @ dense.T.astype(np.float64)
-        for product in (jax.jit(linear), lambda x, w: w.product(x)):
+        for product in (jax.jit(linear), lambda x, w: w.matmul(x)):
             y = np.asarray(product(jnp.asarray(x), weight))
             np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
     if inner == "int4-g32-zp":  # the same integers of inputs, in blocks of another order
@@ -235,10 +237,10 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
         again = linear(jnp.asarray(x[:, order]), stored, int8_inputs=True)
         np.testing.assert_allclose(np.asarray(y), np.asarray(again), rtol=1e-5, atol=1e-6)
 
-    kind = parse(weight.format)
-    pieces = {name: np.asarray(piece) for name, piece in weight.pieces().items()}
-    assert {n: (p.shape, p.dtype) for n, p in pieces.items()} == kind.expected(weight.shape)
-    again = kind.assemble("w", weight.shape, pieces)
+    kind = parse_format(weight.format)
+    pieces = {name: np.asarray(piece) for name, piece in weight.arrays().items()}
+    assert {n: (p.shape, p.dtype) for n, p in pieces.items()} == kind.array_specs(weight.shape)
+    again = kind.from_file("w", weight.shape, pieces)
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(weight), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
     assert as_format(weight, weight.format) is weight
@@ -246,15 +248,15 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
     for wrong in (0, COLUMNS, -1):
         pieces[".order"] = np.where(order == 1, wrong, order).astype(np.int32)
         with pytest.raises(CheckpointError, match="not a permutation of 150 columns"):
-            kind.assemble("w", weight.shape, pieces)
+            kind.from_file("w", weight.shape, pieces)
     with pytest.raises(ConfigError, match="cannot be made without an order"):
         as_format(jnp.asarray(array), weight.format)
     with pytest.raises(ConfigError, match="format after ordered/ must be simple"):
-        parse(f"ordered/{weight.format}")
+        parse_format(f"ordered/{weight.format}")
 
 
 def test_a_format_is_named_in_full() -> None:
-    assert parse("int3").name == "int3-g64"
-    assert parse("int2-zp-f16").name == "int2-g64-zp-f16"
-    assert parse("int8-zp") == Integer(8, None, True)
-    assert parse("ordered/int4").name == "ordered/int4-g64"
+    assert parse_format("int3").name == "int3-g64"
+    assert parse_format("int2-zp-f16").name == "int2-g64-zp-f16"
+    assert parse_format("int8-zp") == IntFormat(8, None, True)
+    assert parse_format("ordered/int4").name == "ordered/int4-g64"

@@ -12,13 +12,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxllm.checkpoint import save
-from jaxllm.cli.convert import recast
-from jaxllm.convert.engine import open_hf, write_hf
-from jaxllm.weights.files import open_tensors, write_tensors
+from jaxllm.checkpoints.native import save
+from jaxllm.cli.convert import cast_checkpoint
+from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.weights.formats import as_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.reading import read_leaf
+from jaxllm.weights.load import read_weight
+from jaxllm.weights.safetensors import open_tensors, write_tensors
 from tests.conftest import ROOT
 from tests.twins import save_random
 
@@ -62,7 +62,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_hidden_layers=1,
             tie_word_embeddings=False,
         )
-        opened = recast(open_hf(made / "float32"), "bfloat16")
+        opened = cast_checkpoint(open_hf(made / "float32"), "bfloat16")
         save(made / f"{name}-native", opened)
         write_hf(made / f"{name}-hf", opened)
         shutil.rmtree(made / "float32")
@@ -88,7 +88,7 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
     whole = jnp.asarray(rows, jnp.bfloat16 if name == "bf16-packed" else jnp.float32)
     complaints: list[str] = []
     array = np.asarray(whole)
-    made = read_leaf("w", LazyTensor.of(array), [name], complaints)
+    made = read_weight("w", LazyTensor.from_array(array), [name], complaints)
     assert not complaints
     expected = as_format(whole, name)
     assert jax.tree.structure(made) == jax.tree.structure(expected)
@@ -100,8 +100,8 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
 def test_packed_in_blocks_is_the_matrix_bit_for_bit() -> None:
     bits = np.random.default_rng(0).normal(0, 0.02, (1030, 70)).astype(ml_dtypes.bfloat16)
     bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # exponents that escape
-    made = read_leaf("w", LazyTensor.of(bits), ["bf16-packed"], [])
-    assert np.asarray(made.dense()).tobytes() == bits.tobytes()
+    made = read_weight("w", LazyTensor.from_array(bits), ["bf16-packed"], [])
+    assert np.asarray(made.to_dense()).tobytes() == bits.tobytes()
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -114,7 +114,7 @@ def test_blocks_of_a_file_are_its_rows(tmp_path: Path, mapped: bool) -> None:
         "none": np.zeros((0, 4), np.float32),
         "narrow": np.zeros((4, 0), np.float32),
     }
-    write_tensors(tmp_path / "t", {name: LazyTensor.of(x) for name, x in tensors.items()})
+    write_tensors(tmp_path / "t", {name: LazyTensor.from_array(x) for name, x in tensors.items()})
     for name, tensor in open_tensors(tmp_path / "t", mapped=mapped).items():
         expected = tensors[name].reshape(-1, tensor.columns) if tensors[name].size else []
         for rows in (1, 2, 100):
@@ -128,7 +128,7 @@ def test_what_is_wrong_is_said_once_with_its_place_in_the_whole() -> None:
     numbers = np.ones((1030, 3), np.float32)
     numbers[100, 0], numbers[700, 1], numbers[900, 2] = 1e6, np.nan, np.inf
     complaints: list[str] = []
-    read_leaf("w", LazyTensor.of(numbers), ["float16"], complaints)
+    read_weight("w", LazyTensor.from_array(numbers), ["float16"], complaints)
     assert complaints == [
         "w overflows float16 (largest 65504.0)",
         f"w holds nan at index {700 * 3 + 1}",

@@ -10,12 +10,12 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.files import open_tensors, write_tensors
-from jaxllm.weights.formats import as_format, format_of, parse
+from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
 from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import flatten
+from jaxllm.weights.safetensors import open_tensors, write_tensors
+from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
 
 SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights, whose blocks run on from row to row
 
@@ -62,7 +62,7 @@ def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -
     assert (code[absmax[:, 0] == 0] == 7).all(), "zeros are zero"
     if name == "nf4-f32":
         by_hand = (np.asarray(LEVELS)[code] * absmax).reshape(-1)[: array.size]
-        np.testing.assert_allclose(weight.dense(), by_hand.reshape(SHAPE), rtol=1e-6)
+        np.testing.assert_allclose(weight.to_dense(), by_hand.reshape(SHAPE), rtol=1e-6)
 
 
 def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nearest() -> None:
@@ -79,7 +79,7 @@ def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nea
     assert (chosen <= distance.min(1) + 1e-5).all()
     stands_for = DYNAMIC[code] * np.repeat(scale, ABSMAX_BLOCK)[:300] + absmax.mean()
     by_hand = np.asarray(LEVELS)[codes(weight)] * stands_for[:, None]
-    np.testing.assert_allclose(weight.dense(), by_hand, rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(weight.to_dense(), by_hand, rtol=1e-4, atol=1e-8)
     assert np.abs(stands_for / absmax - 1).max() < 0.02
 
 
@@ -95,25 +95,25 @@ def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
     w = np.random.default_rng(0).normal(0, 1, (1024, 256)).astype(np.float32)
 
     def error(name: str, **scale: Any) -> float:
-        return float(np.square(np.asarray(as_format(jnp.asarray(w), name).dense()) - w).mean())
+        return float(np.square(np.asarray(as_format(jnp.asarray(w), name).to_dense()) - w).mean())
 
     assert error("nf4-f32") == pytest.approx(0.00846, rel=0.01)
     assert error("nf4") == pytest.approx(0.00846, rel=0.015), "double quantization costs little"
     assert error("int4-g64") == pytest.approx(0.00903, rel=0.01), "Q4_0's: 8 steps below zero"
     assert error("int4-g64-zp") == pytest.approx(0.00830, rel=0.01)
-    kind: Any = parse("int4-g64")
+    kind: Any = parse_format("int4-g64")
     grouped = jnp.asarray(w.reshape(1024, 4, 64))
     step = jnp.abs(grouped).max(-1) / 7  # symmetric, as most have it: one level stays unused
     middle = jnp.full(step.shape, 8, jnp.uint8)
-    q = kind.codes(grouped, step[..., None], middle[..., None])
-    symmetric = kind.of(q.reshape(w.shape), step).dense()
+    q = kind.to_codes(grouped, step[..., None], middle[..., None])
+    symmetric = kind.from_codes(q.reshape(w.shape), step).to_dense()
     assert float(np.square(np.asarray(symmetric) - w).mean()) == pytest.approx(0.01161, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("nf4", SHAPE), ("nf4-f32", (5, 192))])
 def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple[int, int]) -> None:
     weight = made(numbers(shape), name)
-    dense = np.asarray(weight.dense())
+    dense = np.asarray(weight.to_dense())
     rows = jnp.array([[3, 0], [shape[0] - 1, 3]])
     np.testing.assert_array_equal(weight.take(rows), dense[np.asarray(rows)])
     assert np.isnan(np.asarray(weight.take(jnp.array([shape[0]])))).all()
@@ -134,7 +134,7 @@ def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
 
     assert weight.mean is not None
     to_x, to_mean = jax.grad(total, argnums=(0, 1))(x, weight.mean)
-    expected = np.broadcast_to(np.asarray(weight.dense()).sum(0), x.shape)
+    expected = np.broadcast_to(np.asarray(weight.to_dense()).sum(0), x.shape)
     np.testing.assert_allclose(to_x, expected, rtol=1e-5, atol=1e-6)
     assert to_mean == 0
 
@@ -145,11 +145,11 @@ def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
     for i in range(3):
         for one, mine in zip(jax.tree.leaves(made(array[i])), jax.tree.leaves(stack), strict=True):
             np.testing.assert_array_equal(mine[i], one)
-    whole = jax.vmap(lambda w: w.dense())(stack)
-    np.testing.assert_array_equal(whole, stack.dense())
+    whole = jax.vmap(lambda w: w.to_dense())(stack)
+    np.testing.assert_array_equal(whole, stack.to_dense())
     rows = array.reshape(-1, SHAPE[1])
     for size in (1, 4, 21):
-        cut = parse("nf4").collect(
+        cut = parse_format("nf4").quantize_blocks(
             array.shape, lambda size=size: (rows[i : i + size] for i in range(0, 21, size))
         )
         for one, mine in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
@@ -160,7 +160,7 @@ def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
 
 def test_a_model_is_quantized_saved_and_loaded_and_says_the_same(tmp_path: Path) -> None:
     lm = jaxllm.load("demo:llama", quantize="nf4")
-    formats = {path: format_of(leaf) for path, leaf in flatten(lm.params)}
+    formats = {path: weight_format(leaf) for path, leaf in flatten(lm.params)}
     assert formats["layers.0.mlp.up_proj.weight"] == "nf4"
     assert formats["embed_tokens.weight"] == "int8", "as with other formats of few bits"
     lm.save(tmp_path / "saved")
@@ -172,6 +172,8 @@ def test_a_model_is_quantized_saved_and_loaded_and_says_the_same(tmp_path: Path)
     tensors = {name: np.array(tensor.read()) for name, tensor in open_tensors(path).items()}
     tensors["layers.0.mlp.up_proj.weight.mean"] = np.array(np.nan, np.float32)
     path.unlink()
-    write_tensors(path, {name: LazyTensor.of(x) for name, x in tensors.items()}, aligned=True)
+    write_tensors(
+        path, {name: LazyTensor.from_array(x) for name, x in tensors.items()}, aligned=True
+    )
     with pytest.raises(CheckpointError, match=r"up_proj\.weight\.mean holds NaN"):
         jaxllm.load(str(tmp_path / "saved"))

@@ -10,11 +10,11 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import dense, format_of, parse
-from jaxllm.weights.leaves.offset import Offset
+from jaxllm.weights.formats import parse_format, to_dense, weight_format
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import map_leaves
-from jaxllm.weights.precision import exactly
+from jaxllm.weights.precision import match_precision
+from jaxllm.weights.types.int_offset import OffsetWeight
 from tests.twins import random_model
 
 FORMATS = ["offset/int4-g32-zp", "offset/int4-g32-zp-f16", "offset/int8-g32"]
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 7, 96  # of a chunk of 128 columns, 32 are added
 
 def pieces(name: str, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
     rng, found = np.random.default_rng(0), {}
-    for piece, (shape, dtype) in parse(name).expected((*lead, ROWS, COLUMNS)).items():
+    for piece, (shape, dtype) in parse_format(name).array_specs((*lead, ROWS, COLUMNS)).items():
         size = tuple(n or 0 for n in shape)
         if piece.endswith(".data"):
             found[piece] = rng.integers(0, 100, size).astype(dtype)
@@ -37,7 +37,7 @@ def pieces(name: str, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
 def made(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
     """A leaf, and the numbers that it should stand for, one at a time."""
     given, shape = pieces(name, lead), (*lead, ROWS, COLUMNS)
-    leaf = parse(name).assemble("w", shape, given)
+    leaf = parse_format(name).from_file("w", shape, given)
     data = given[".weight.data"]
     if "int4" in name:  # byte j of each 16 has columns j and j + 16
         byte = data.reshape(*lead, ROWS, -1, 16)
@@ -53,12 +53,12 @@ def made(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_products_and_rows(name: str) -> None:
     leaf, numbers = made(name)
-    assert format_of(leaf) == name and leaf.shape == (ROWS, COLUMNS)
-    np.testing.assert_array_equal(dense(leaf), numbers)
+    assert weight_format(leaf) == name and leaf.shape == (ROWS, COLUMNS)
+    np.testing.assert_array_equal(to_dense(leaf), numbers)
     for rows in (1, 3):
         x = np.random.default_rng(1).standard_normal((rows, COLUMNS)).astype(np.float32)
         exact = x.astype(np.float64) @ numbers.astype(np.float64).T
-        for product in (linear(jnp.asarray(x), leaf), leaf.product(jnp.asarray(x))):
+        for product in (linear(jnp.asarray(x), leaf), leaf.matmul(jnp.asarray(x))):
             assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
     taken = embed(leaf, jnp.array([[3, 0, ROWS]]))
     np.testing.assert_array_equal(taken[0, :2], numbers[[3, 0]])
@@ -68,7 +68,7 @@ def test_numbers_products_and_rows(name: str) -> None:
 def test_a_stack_of_them() -> None:
     leaf, numbers = made("offset/int4-g32-zp", (2,))
     assert leaf.shape == (2, ROWS, COLUMNS)
-    np.testing.assert_array_equal(dense(leaf), numbers)
+    np.testing.assert_array_equal(to_dense(leaf), numbers)
 
 
 def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -79,58 +79,58 @@ def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
         if where != path:
             return x
         given = {}
-        for piece, (shape, dtype) in parse(name).expected(x.shape).items():
+        for piece, (shape, dtype) in parse_format(name).array_specs(x.shape).items():
             given[piece] = np.ones(tuple(n or 0 for n in shape), dtype)
-        return parse(name).assemble(where, x.shape, given)
+        return parse_format(name).from_file(where, x.shape, given)
 
     params = map_leaves(leaf, params)
-    model = jaxllm.build(model.config, exactly(params, model.precision))
-    lm = jaxllm.api.LM(model.config, model, params, None, {}, tmp_path)
+    model = jaxllm.build(model.config, match_precision(params, model.precision))
+    lm = jaxllm.lm.LM(model.config, model, params, None, {}, tmp_path)
     lm.save(tmp_path / "saved")
     again = jaxllm.load(tmp_path / "saved")
     found = again.params["layers.0"]["self_attn"]["q_proj"]["weight"]
-    assert isinstance(found, Offset)
+    assert isinstance(found, OffsetWeight)
     np.testing.assert_array_equal(
-        dense(found), dense(dict(jaxllm.weights.paths.flatten(params))[path])
+        to_dense(found), to_dense(dict(jaxllm.weights.paths.flatten(params))[path])
     )
 
 
 def test_what_is_none_is_refused() -> None:
     for name in ("offset/int8", "offset/bfloat16"):
         with pytest.raises(ConfigError, match="integers in groups"):
-            parse(name)
+            parse_format(name)
     with pytest.raises(ConfigError, match="it comes from GGUF files"):
-        parse("offset/int4-g32-zp").make(jnp.zeros((2, 32)))
+        parse_format("offset/int4-g32-zp").quantize(jnp.zeros((2, 32)))
     given = pieces("offset/int4-g32-zp")
     given[".offset"][0, 0] = np.inf
     with pytest.raises(CheckpointError, match=r"w\.offset holds NaN or infinity"):
-        parse("offset/int4-g32-zp").assemble("w", (ROWS, COLUMNS), given)
+        parse_format("offset/int4-g32-zp").from_file("w", (ROWS, COLUMNS), given)
 
 
 def test_groups_of_16() -> None:
     rng, found = np.random.default_rng(0), {}
-    for piece, (shape, dtype) in parse("int8-g16").expected((2, ROWS, COLUMNS)).items():
+    for piece, (shape, dtype) in parse_format("int8-g16").array_specs((2, ROWS, COLUMNS)).items():
         size = tuple(n or 0 for n in shape)
         drawn = rng.integers(-127, 128, size) if piece == ".data" else rng.standard_normal(size)
         found[piece] = drawn.astype(dtype)
-    stack = parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), found)
+    stack = parse_format("int8-g16").from_file("w", (2, ROWS, COLUMNS), found)
     scale = np.stack([found[".first"], found[".second"]], axis=-1).reshape(2, ROWS, -1)
     numbers = (found[".data"] * np.repeat(scale, 16, axis=-1))[..., :COLUMNS]
-    np.testing.assert_array_equal(dense(stack), numbers)
+    np.testing.assert_array_equal(to_dense(stack), numbers)
     leaf: Any = jax.tree.map(lambda x: x[1], stack)
-    assert format_of(leaf) == "int8-g16" and leaf.shape == (ROWS, COLUMNS)
+    assert weight_format(leaf) == "int8-g16" and leaf.shape == (ROWS, COLUMNS)
     for rows in (1, 3):
         x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
         exact = x.astype(np.float64) @ numbers[1].astype(np.float64).T
-        for product in (linear(jnp.asarray(x), leaf), leaf.product(jnp.asarray(x))):
+        for product in (linear(jnp.asarray(x), leaf), leaf.matmul(jnp.asarray(x))):
             assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
     taken = embed(leaf, jnp.array([[3, ROWS]]))
     np.testing.assert_array_equal(taken[0, 0], numbers[1, 3])
     assert np.isnan(taken[0, 1]).all()
     with pytest.raises(ConfigError, match="it comes from GGUF files"):
-        parse("int8-g16").make(jnp.zeros((2, 32)))
+        parse_format("int8-g16").quantize(jnp.zeros((2, 32)))
     for piece, wrong in {".first": np.nan, ".second": np.inf}.items():
         bad = {name: array.copy() for name, array in found.items()}
         bad[piece][0, 0, 0] = wrong
         with pytest.raises(CheckpointError, match=f"w{piece} holds"):
-            parse("int8-g16").assemble("w", (2, ROWS, COLUMNS), bad)
+            parse_format("int8-g16").from_file("w", (2, ROWS, COLUMNS), bad)

@@ -25,13 +25,13 @@ def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
         ),
     )
     assert (
-        precision.format_at("layers.0.mlp.down_proj.weight", 2) == "float32"
+        precision.param_format("layers.0.mlp.down_proj.weight", 2) == "float32"
     )  # that row is silent on it
-    assert precision.activations_at("layers.0.mlp.down_proj") == jnp.float16
-    assert precision.activations_at("layers.0.self_attn.q_proj") == jnp.float32
-    assert precision.format_at("layers.1.input_layernorm.weight", 2) == "float32"
-    assert precision.format_at("layers.1.mlp.up_proj.weight", 2) == "bfloat16"
-    assert precision.activations_at("layers.10") == jnp.bfloat16
+    assert precision.activation_dtype("layers.0.mlp.down_proj") == jnp.float16
+    assert precision.activation_dtype("layers.0.self_attn.q_proj") == jnp.float32
+    assert precision.param_format("layers.1.input_layernorm.weight", 2) == "float32"
+    assert precision.param_format("layers.1.mlp.up_proj.weight", 2) == "bfloat16"
+    assert precision.activation_dtype("layers.10") == jnp.bfloat16
 
 
 def test_a_rule_names_a_parameter_or_a_module_for_overrides_and_quantization_alike() -> None:
@@ -50,7 +50,7 @@ def test_a_rule_names_a_parameter_or_a_module_for_overrides_and_quantization_ali
             "layers.10.mlp.down_proj.weight": "float32",
             "layers.1.mlp.down_proj.weight": "float32",
         }.items():
-            assert precision.format_at(path, 2) == wanted, path
+            assert precision.param_format(path, 2) == wanted, path
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

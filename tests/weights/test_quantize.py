@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,14 +12,14 @@ import torch
 
 import jaxllm
 from jaxllm import Override, Precision
-from jaxllm.checkpoint import in_memory, load_params, open_native, save
+from jaxllm.checkpoints.native import load_params, open_native, save, with_params
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.forms import open_checkpoint
-from jaxllm.weights.files import open_tensors, write_tensors
-from jaxllm.weights.formats import as_format, dense, format_of, parse
+from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.leaves.packed import NAME
 from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.safetensors import open_tensors, write_tensors
+from jaxllm.weights.types.bf16_12bit import NAME
 from tests.twins import assert_close, load_twin, save_random, tokens
 
 INTEGERS = [
@@ -28,7 +29,7 @@ INTEGERS = [
 
 
 def formats(params: Any) -> dict[str, str]:
-    return {path: format_of(leaf) for path, leaf in flatten(params)}
+    return {path: weight_format(leaf) for path, leaf in flatten(params)}
 
 
 def by_hand(weight: Any) -> np.ndarray:
@@ -56,10 +57,10 @@ def test_dense_is_the_formula_and_no_weight_is_further_than_its_step_allows(name
     array = rng.normal(0, 0.02, (5, 150)).astype(np.float32)
     array[3] = 0  # a row of zeros
     weight = as_format(jnp.asarray(array), name)
-    assert format_of(weight) == name
+    assert weight_format(weight) == name
     assert weight.shape == (5, 150)
     formula = by_hand(weight)
-    np.testing.assert_allclose(np.asarray(weight.dense()), formula, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(weight.to_dense()), formula, rtol=1e-6)
     assert (formula[3] == 0).all()
     group = weight.group or 256
     step = np.repeat(np.abs(np.asarray(weight.scale, np.float64)), group, axis=1)[:, :150]
@@ -85,7 +86,7 @@ def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -
     array = jnp.asarray(rng.normal(0, 0.02, (300, 512)).astype(np.float32)).astype(jnp.bfloat16)
     array = array.at[0, :4].set(jnp.array([0.0, -0.0, 1e-38, -3e38], jnp.bfloat16))
     weight = as_format(array, "bf16-packed")
-    for back in (weight.dense(), weight.take(jnp.arange(300))):
+    for back in (weight.to_dense(), weight.take(jnp.arange(300))):
         assert np.asarray(back).tobytes() == np.asarray(array).tobytes()
     assert weight.nbytes < 0.77 * array.nbytes
     assert np.isnan(np.asarray(weight.take(jnp.array([300]))).astype(np.float32)).all()
@@ -117,7 +118,7 @@ def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
 )
 def test_unknown_formats_are_refused(name: Any) -> None:
     with pytest.raises(ConfigError):
-        parse(name)
+        parse_format(name)
 
 
 def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> None:
@@ -183,16 +184,16 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
 ) -> None:
     lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
     opened = open_checkpoint(shallow("llama"))
-    save(tmp_path / "q", in_memory(opened, lm.params, lm.model.precision))
+    save(tmp_path / "q", with_params(opened, lm.params, lm.model.precision))
     again = jaxllm.load(tmp_path / "q")
     assert again.model == lm.model
     for (path, a), (_, b) in zip(flatten(lm.params), flatten(again.params), strict=True):
-        assert format_of(a) == format_of(b), path
-        x, y = (np.asarray(dense(leaf)).tobytes() for leaf in (a, b))
+        assert weight_format(a) == weight_format(b), path
+        x, y = (np.asarray(to_dense(leaf)).tobytes() for leaf in (a, b))
         assert x == y, path
     again = jaxllm.load(tmp_path / "q", dtype="float32")  # activations; the weights stay
     assert again.model.precision.activations == "float32"
-    assert format_of(again.params["embed_tokens"]["weight"]) == format_of(
+    assert weight_format(again.params["embed_tokens"]["weight"]) == weight_format(
         lm.params["embed_tokens"]["weight"]
     )
 
@@ -202,12 +203,13 @@ def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: An
         lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
         opened = open_checkpoint(shallow("llama"))
         directory = tmp_path / f"{quantize}-{len(list(tmp_path.iterdir()))}"
-        save(directory, in_memory(opened, lm.params, lm.model.precision))
+        save(directory, with_params(opened, lm.params, lm.model.precision))
         tensors = {n: t.read() for n, t in open_tensors(directory / "model.safetensors").items()}
         settings = json.loads((directory / "config.json").read_text())
         change(tensors, settings)
         write_tensors(
-            directory / "model.safetensors", {n: LazyTensor.of(a) for n, a in tensors.items()}
+            directory / "model.safetensors",
+            {n: LazyTensor.from_array(a) for n, a in tensors.items()},
         )
         (directory / "config.json").write_text(json.dumps(settings))
         load_params(open_native(directory), lm.model.precision)
@@ -247,18 +249,18 @@ def test_overrides_quantize_one_module_and_choose_its_output(shallow: Any) -> No
             (r".*down_proj", Override(weights="int8", output="float32")),
         ),
     )
-    assert precision.format_at("layers.0.mlp.down_proj.weight", 2) == "float32"
-    assert precision.format_at("layers.1.mlp.down_proj.weight", 2) == "int8"
-    assert precision.format_at("layers.1.mlp.up_proj.weight", 2) == "int4"
-    assert precision.format_at("layers.1.mlp.up_proj.bias", 1) == "bfloat16"
-    assert precision.format_at("embed_tokens.weight", 2) == "int8"
-    assert precision.output_at("layers.1.mlp.down_proj") == "float32"
+    assert precision.param_format("layers.0.mlp.down_proj.weight", 2) == "float32"
+    assert precision.param_format("layers.1.mlp.down_proj.weight", 2) == "int8"
+    assert precision.param_format("layers.1.mlp.up_proj.weight", 2) == "int4"
+    assert precision.param_format("layers.1.mlp.up_proj.bias", 1) == "bfloat16"
+    assert precision.param_format("embed_tokens.weight", 2) == "int8"
+    assert precision.output_dtype("layers.1.mlp.down_proj") == "float32"
     lm = jaxllm.load(shallow("llama"), dtype=precision)
-    assert format_of(lm.params["layers.1"]["mlp"]["down_proj"]["weight"]) == "int8"
+    assert weight_format(lm.params["layers.1"]["mlp"]["down_proj"]["weight"]) == "int8"
     assert jaxllm.forward(lm.model, lm.params, None, [[1, 2, 3]]).logits.shape == (1, 3, 1536)
     twice = jaxllm.cast(lm.params, precision)
-    assert [format_of(x) for _, x in flatten(twice)] == [
-        format_of(x) for _, x in flatten(lm.params)
+    assert [weight_format(x) for _, x in flatten(twice)] == [
+        weight_format(x) for _, x in flatten(lm.params)
     ]
     with pytest.raises(ConfigError, match="output must be one of"):
         Override(output="int8")
@@ -273,10 +275,10 @@ def test_dequantizing_forgets_what_overrides_quantized() -> None:
             ("norm", Override(weights="float16")),
         ),
     )
-    plain = precision.unquantized()
-    assert plain.format_at("lm_head.weight", 2) == "float32"
-    assert plain.format_at("norm.weight", 1) == "float16"
-    assert plain.output_at("lm_head") == "bfloat16"
+    plain = precision.without_quantization()
+    assert plain.param_format("lm_head.weight", 2) == "float32"
+    assert plain.param_format("norm.weight", 1) == "float16"
+    assert plain.output_dtype("lm_head") == "bfloat16"
 
 
 def test_a_precision_comes_from_json_and_goes_back() -> None:
@@ -291,3 +293,14 @@ def test_a_precision_comes_from_json_and_goes_back() -> None:
     for wrong in ({"wieghts": "float32"}, {"overrides": [[1]]}, {"quantize": [["a"]]}):
         with pytest.raises(ConfigError):
             Precision.from_dict(wrong)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g32-zp", "nf4", "bf16-packed", "float32-2:4"])
+def test_rows_of_host_arrays_are_taken(name: str) -> None:
+    """A model gathered to the host has weights of NumPy arrays, and runs like any other."""
+    dtype = "bfloat16" if name == "bf16-packed" else "float32"
+    dense = np.random.default_rng(3).normal(size=(11, 64)).astype(np.float32)
+    dense[:, 1::2] *= "2:4" not in name
+    weight = as_format(jnp.asarray(dense, dtype), name)
+    host, rows = jax.tree.map(np.asarray, weight), jnp.array([[4, 0], [10, 4]])
+    np.testing.assert_array_equal(host.take(rows), weight.take(rows))

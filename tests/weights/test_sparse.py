@@ -11,10 +11,10 @@ import torch
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
-from jaxllm.weights.formats import as_format, dense, format_of, parse
-from jaxllm.weights.leaves.integers import QTensor
-from jaxllm.weights.leaves.sparse import SPARE, Sparse, SparseInt8, sparse_of
+from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.linear import embed, linear
+from jaxllm.weights.types.int_quant import QTensor
+from jaxllm.weights.types.sparse import TAIL_PADDING, SparseInt8, SparseWeight, to_sparse
 
 PATTERNS = ("2:4", "bitmap")
 NAMES = [f"{dtype}-{pattern}" for dtype in ("float32", "bfloat16", "int8") for pattern in PATTERNS]
@@ -40,9 +40,9 @@ def test_what_is_stored_comes_back_bit_for_bit(name: str) -> None:
     for shape in (SHAPE, (3, 5, 130), (1, 1)):
         weight = leaf(0, name, shape)
         expected = as_format(jnp.asarray(pruned(0, shape)), name.split("-")[0])
-        assert (weight.shape, weight.dtype) == (shape, dense(expected).dtype)
-        assert format_of(weight) == name == parse(name).name
-        assert np.asarray(dense(weight)).tobytes() == np.asarray(dense(expected)).tobytes()
+        assert (weight.shape, weight.dtype) == (shape, to_dense(expected).dtype)
+        assert weight_format(weight) == name == parse_format(name).name
+        assert np.asarray(to_dense(weight)).tobytes() == np.asarray(to_dense(expected)).tobytes()
         assert as_format(weight, name) is weight
 
 
@@ -53,11 +53,11 @@ def test_codes_and_scales_that_others_chose_are_kept(pattern: str) -> None:
     scale = np.random.default_rng(1).normal(0, 1, (SHAPE[0], 1)).astype(np.float32)
     data = jnp.asarray(np.pad(codes, ((0, 0), (0, 256 - SHAPE[1]))))
     given = QTensor(data, jnp.asarray(scale), None, 8, None, SHAPE[1])
-    weight = sparse_of(given, pattern)
-    back = weight.filled()
+    weight = to_sparse(given, pattern)
+    back = weight.with_zeros()
     assert isinstance(weight, SparseInt8) and isinstance(back, QTensor)
     assert np.array_equal(back.data, given.data) and np.array_equal(back.scale, given.scale)
-    assert np.array_equal(dense(weight), codes * scale)
+    assert np.array_equal(to_dense(weight), codes * scale)
 
 
 def test_numbers_are_kept_whatever_they_are() -> None:
@@ -66,8 +66,8 @@ def test_numbers_are_kept_whatever_they_are() -> None:
     bits[0, [0, 2, 5, 7]] = [0x7FC12345, 0xFF800000, 0x00000001, 0x80000000]
     expected = bits * (bits != 0x80000000)
     for pattern in PATTERNS:
-        weight = sparse_of(jnp.asarray(bits.view(np.float32)), pattern)
-        assert np.asarray(dense(weight)).tobytes() == expected.tobytes()
+        weight = to_sparse(jnp.asarray(bits.view(np.float32)), pattern)
+        assert np.asarray(to_dense(weight)).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bfloat16", 9), ("int8", 5), ("float32", 17)])
@@ -80,7 +80,7 @@ def test_a_half_of_the_weights_takes_a_half_of_the_memory_and_a_bit_for_each(
     exact = rows * columns * bits // 8 + scales
     assert as_format(jnp.asarray(numbers), f"{name}-2:4").nbytes == exact
     width = {"bfloat16": 2, "int8": 1, "float32": 4}[name]
-    beside = 4 * (rows + 1) + SPARE * width  # where rows begin, and what is read too much
+    beside = 4 * (rows + 1) + TAIL_PADDING * width  # where rows begin, and what is read too much
     assert as_format(jnp.asarray(numbers), f"{name}-bitmap").nbytes == exact + beside
 
 
@@ -91,20 +91,20 @@ def test_a_matrix_that_is_not_2_of_4_is_refused_with_how_many_groups_are_not() -
         with pytest.raises(ConfigError, match=r"2 of 357 groups of 4 columns have more than 2"):
             as_format(jnp.asarray(numbers), name)
     with pytest.raises(ConfigError, match="2 of 357 groups"):
-        sparse_of(jnp.asarray(numbers), "2:4")
-    assert np.array_equal(dense(sparse_of(jnp.asarray(numbers), "bitmap")), numbers)
+        to_sparse(jnp.asarray(numbers), "2:4")
+    assert np.array_equal(to_dense(to_sparse(jnp.asarray(numbers), "bitmap")), numbers)
 
 
 def test_other_weights_and_patterns_are_refused_by_name() -> None:
     numbers = jnp.asarray(pruned(2))
     with pytest.raises(ConfigError, match=r"int8 .one scale per row., got int4-g64"):
-        sparse_of(as_format(numbers, "int4"), "2:4")
+        to_sparse(as_format(numbers, "int4"), "2:4")
     with pytest.raises(ConfigError, match="got float16"):
-        sparse_of(numbers.astype(jnp.float16), "bitmap")
+        to_sparse(numbers.astype(jnp.float16), "bitmap")
     with pytest.raises(ConfigError, match="2:4 or bitmap, got '1:4'"):
-        sparse_of(numbers, "1:4")
+        to_sparse(numbers, "1:4")
     with pytest.raises(ConfigError, match="float16-2:4"):
-        parse("float16-2:4")
+        parse_format("float16-2:4")
     with pytest.raises(ConfigError, match="requires a matrix with columns"):
         as_format(jnp.zeros((3, 0)), "int8-2:4")
 
@@ -112,9 +112,9 @@ def test_other_weights_and_patterns_are_refused_by_name() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_make_what_the_whole_makes(name: str) -> None:
     numbers = pruned(3, (9, 140))
-    format = parse(name)
-    whole = format.make(jnp.asarray(numbers))
-    parts = format.collect((9, 140), lambda: iter([numbers[:4], numbers[4:5], numbers[5:]]))
+    format = parse_format(name)
+    whole = format.quantize(jnp.asarray(numbers))
+    parts = format.quantize_blocks((9, 140), lambda: iter([numbers[:4], numbers[4:5], numbers[5:]]))
     for ours, same in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert ours.dtype == same.dtype and np.array_equal(ours, same)
 
@@ -122,7 +122,7 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_taken_by_number_and_are_nan_outside(name: str) -> None:
     weight = leaf(4, name)
-    table = np.asarray(dense(weight), np.float32)
+    table = np.asarray(to_dense(weight), np.float32)
     index = jnp.asarray([[0, 6, 3], [3, 7, -1]])
     rows = np.asarray(embed(weight, index), np.float32)
     assert np.array_equal(rows[0], table[[0, 6, 3]]) and np.array_equal(rows[1, 0], table[3])
@@ -133,8 +133,8 @@ def test_rows_are_taken_by_number_and_are_nan_outside(name: str) -> None:
 def test_products_are_those_of_torch_and_derivatives_those_of_the_dense_weight(name: str) -> None:
     rng = np.random.default_rng(5)
     weight = leaf(5, name)
-    w = np.asarray(dense(weight), np.float32)
-    with native.disabled():
+    w = np.asarray(to_dense(weight), np.float32)
+    with native.disable_kernels():
         for rows in (1, 3):
             x = rng.normal(0, 1, (rows, SHAPE[1])).astype(np.float32)
             exact = torch.tensor(x).double() @ torch.tensor(w).double().T
@@ -150,27 +150,27 @@ def test_rounded_inputs_are_for_integers() -> None:
     x = jnp.asarray(np.random.default_rng(6).normal(0, 1, (2, SHAPE[1])).astype(np.float32))
     for pattern in PATTERNS:
         floats, integers = leaf(6, f"float32-{pattern}"), leaf(6, f"int8-{pattern}")
-        same = linear(x, integers.filled(), int8_inputs=True)
+        same = linear(x, integers.with_zeros(), int8_inputs=True)
         assert np.array_equal(linear(x, floats, int8_inputs=True), linear(x, floats))
         np.testing.assert_allclose(
             linear(x, integers, int8_inputs=True), same, rtol=1e-5, atol=1e-5
         )
 
 
-def _saved(weight: Sparse) -> dict[str, np.ndarray]:
-    return {name: np.array(piece) for name, piece in weight.pieces().items()}
+def _saved(weight: SparseWeight) -> dict[str, np.ndarray]:
+    return {name: np.array(piece) for name, piece in weight.arrays().items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_leaf_is_what_its_pieces_say(name: str) -> None:
     weight = leaf(7, name, (2, 3, 140))
-    pieces, format = _saved(weight), parse(name)
-    for key, (shape, dtype) in format.expected(weight.shape).items():
+    pieces, format = _saved(weight), parse_format(name)
+    for key, (shape, dtype) in format.array_specs(weight.shape).items():
         fits = [n is None or n == m for n, m in zip(shape, pieces[key].shape, strict=True)]
         assert all(fits) and pieces[key].dtype == dtype
-    back = format.assemble("w", weight.shape, pieces)
+    back = format.from_file("w", weight.shape, pieces)
     assert jax.tree.structure(back) == jax.tree.structure(weight)
-    assert np.array_equal(dense(back), dense(weight))
+    assert np.array_equal(to_dense(back), to_dense(weight))
 
 
 def _beyond(pieces: dict[str, np.ndarray]) -> None:
@@ -207,8 +207,8 @@ def _scale(pieces: dict[str, np.ndarray]) -> None:
         ("float32-2:4", _beyond, "w.values has nonzero values beyond its 203 columns"),
         ("bfloat16-bitmap", _beyond, "w.mask has bits beyond its 203 columns"),
         ("int8-2:4", _crowded, "w.mask has 1 groups of 4 columns without exactly 2 bits"),
-        ("bfloat16-bitmap", _count, "w.begin does not fit the rows' bits"),
-        ("float32-bitmap", _begin, "w.begin does not fit the rows' bits"),
+        ("bfloat16-bitmap", _count, "w.begin does not match the bits per row"),
+        ("float32-bitmap", _begin, "w.begin does not match the bits per row"),
         ("int8-bitmap", _short, r"w.values has \d+ values, w.begin expects \d+ \+ 128"),
         ("int8-bitmap", _scale, "w.scale holds NaN"),
     ],
@@ -220,4 +220,4 @@ def test_pieces_that_no_leaf_has_are_refused(
     pieces = _saved(weight)
     spoil(pieces)
     with pytest.raises(CheckpointError, match=what):
-        parse(name).assemble("w", weight.shape, pieces)
+        parse_format(name).from_file("w", weight.shape, pieces)

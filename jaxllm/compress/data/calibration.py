@@ -13,18 +13,18 @@ from typing import Any
 import flax.linen as nn
 import numpy as np
 
-from jaxllm.compress.data.corpora import read_wikitext
-from jaxllm.compress.data.cutting import Cut, Encoded, Pieces, cut_rows, mapped
-from jaxllm.config import ModelConfig
-from jaxllm.decode.loops.generate import generate
-from jaxllm.decode.sampling.options import make_sampler
-from jaxllm.decode.sampling.sampler import row_keys
+from jaxllm.config.model import ModelConfig
+from jaxllm.data.chunking import ChunkSpec, EncodedPieces, Pieces, chunk_rows, map_file
+from jaxllm.data.wikitext import read_wikitext
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.evaluate.likelihood.data import read_documents
-from jaxllm.progress import steps_bar
+from jaxllm.generation.loops.generate import generate
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.sampling.sampler import row_keys
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import Params
-from jaxllm.whole import check_ids, whole, whole_array
 
 SEPARATOR = "\n\n"  # between texts, and between the rows of WikiText
 
@@ -68,10 +68,12 @@ class Calibration:
                 f"calibration rows are too long: got {self.width} tokens, expected at most the"
                 f" model's context of {config.context_length}"
             )
-        check_ids(self.token_NT, config.vocab_size, "calibration: ")
+        check_token_ids(self.token_NT, config.vocab_size, "calibration: ")
 
 
-def from_texts(texts: str | Iterable[str], tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+def from_texts(
+    texts: str | Iterable[str], tokenizer: Tokenizer | None, spec: ChunkSpec
+) -> Calibration:
     """Cut rows from a text, or from several joined by blank lines.
 
     Raises TokenError if the text is shorter than a row, or the model has no tokenizer.
@@ -82,29 +84,29 @@ def from_texts(texts: str | Iterable[str], tokenizer: Tokenizer | None, cut: Cut
     except UnicodeEncodeError as error:
         raise TokenError(f"calibration text has a lone surrogate ({error.reason})") from None
     source = {"kind": "texts", "documents": len(texts)}
-    return _of_bytes(content, tokenizer, cut, source)
+    return _from_bytes(content, tokenizer, spec, source)
 
 
-def from_file(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+def from_file(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
     """Cut rows from a UTF-8 text file. Memory: the rows and a piece of the text.
 
     Raises CheckpointError for an unreadable file, and what `from_texts` raises.
     """
-    with mapped(path) as content:
-        return _of_bytes(content, tokenizer, cut, {"kind": "text", "file": path.name})
+    with map_file(path) as content:
+        return _from_bytes(content, tokenizer, spec, {"kind": "text", "file": path.name})
 
 
-def from_wikitext(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+def from_wikitext(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
     """Cut rows from WikiText as published: `.raw`, or `.parquet` with a column `text`.
 
     The dataset's rows are joined by blank lines, as papers do. Raises ConfigError if pyarrow is
     missing, and what `from_file` raises.
     """
     content = SEPARATOR.join(read_wikitext(path)).encode()
-    return _of_bytes(content, tokenizer, cut, {"kind": "wikitext", "file": path.name})
+    return _from_bytes(content, tokenizer, spec, {"kind": "wikitext", "file": path.name})
 
 
-def from_documents(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibration:
+def from_documents(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
     """Cut rows from JSON lines: texts are joined by blank lines, token ids end to end.
 
     Raises what `from_texts` and `evaluate.likelihood.data.read_documents` raise.
@@ -112,9 +114,9 @@ def from_documents(path: Path, tokenizer: Tokenizer | None, cut: Cut) -> Calibra
     documents: Any = read_documents(path)
     source = {"kind": "documents", "file": path.name, "documents": len(documents)}
     if isinstance(documents[0], str):
-        return _of_bytes(SEPARATOR.join(documents).encode(), tokenizer, cut, source)
+        return _from_bytes(SEPARATOR.join(documents).encode(), tokenizer, spec, source)
     ids = np.concatenate([np.array(d, np.int32) for d in documents])
-    return _cut(Pieces([ids]), tokenizer, cut, source)
+    return _from_pieces(Pieces([ids]), tokenizer, spec, source)
 
 
 def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
@@ -122,12 +124,12 @@ def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibrati
 
     Raises TokenError for rows of unequal lengths, no rows, or anything but token ids.
     """
-    token_NT = whole_array("calibration rows", rows, TokenError)
+    token_NT = check_int_array("calibration rows", rows, TokenError)
     if token_NT.ndim != 2 or not token_NT.size:
         raise TokenError(
             f"calibration rows have shape {token_NT.shape}, expected [N, T], N, T >= 1"
         )
-    check_ids(token_NT, 1 << 31, "calibration: ")
+    check_token_ids(token_NT, 1 << 31, "calibration: ")
     return Calibration(token_NT.astype(np.int32), dict(source or {"kind": "tokens"}))
 
 
@@ -163,8 +165,8 @@ def from_samples(
         ConfigError: If a number is too small, or a sampling option is invalid.
     """
     for name, number, least in (("rows", rows, 1), ("width", width, 1 + bos), ("batch", batch, 1)):
-        whole(name, number, least, None, ConfigError)
-    check_ids(np.array([bos_id]), model.config.vocab_size, "the begin-of-text token: ")
+        check_int(name, number, least, None, ConfigError)
+    check_token_ids(np.array([bos_id]), model.config.vocab_size, "the begin-of-text token: ")
     new = width - bos
     source = {"kind": "samples", "seed": seed, "bos": bos, **sampling}
     blank = Calibration(np.zeros((1, width), np.int32), source)
@@ -190,29 +192,29 @@ def from_samples(
     return from_tokens(np.concatenate([begin_N1, said_NT], axis=1), source)
 
 
-def _of_bytes(
-    content: Any, tokenizer: Tokenizer | None, cut: Cut, source: dict[str, Any]
+def _from_bytes(
+    content: Any, tokenizer: Tokenizer | None, spec: ChunkSpec, source: dict[str, Any]
 ) -> Calibration:
     if tokenizer is None:
         raise TokenError(
             "calibration text needs a tokenizer, but the model has none: pass token ids"
         )
     source = {**source, "bytes": len(content)}
-    return _cut(Encoded(content, tokenizer, cut), tokenizer, cut, source)
+    return _from_pieces(EncodedPieces(content, tokenizer, spec), tokenizer, spec, source)
 
 
-def _cut(
-    pieces: Pieces, tokenizer: Tokenizer | None, cut: Cut, source: dict[str, Any]
+def _from_pieces(
+    pieces: Pieces, tokenizer: Tokenizer | None, spec: ChunkSpec, source: dict[str, Any]
 ) -> Calibration:
-    begin = _bos(tokenizer, cut)
-    text_NT = cut_rows(pieces, cut.width - len(begin), cut)
+    begin = _bos_ids(tokenizer, spec)
+    text_NT = chunk_rows(pieces, spec.width - len(begin), spec)
     begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
-    source = {**source, "seed": cut.seed, "bos": cut.bos}
+    source = {**source, "seed": spec.seed, "bos": spec.bos}
     return Calibration(np.concatenate([begin_NB, text_NT], axis=1), source)
 
 
-def _bos(tokenizer: Tokenizer | None, cut: Cut) -> list[int]:
-    if not cut.bos:
+def _bos_ids(tokenizer: Tokenizer | None, spec: ChunkSpec) -> list[int]:
+    if not spec.bos:
         return []
     if tokenizer is None or tokenizer.bos_id is None:
         raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")

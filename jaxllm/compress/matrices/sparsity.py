@@ -36,12 +36,12 @@ def parse(text: str) -> Sparsity:
             return Sparsity(1 - n / m, (n, m))
         raise ConfigError(f"N:M must have 0 < N < M, and M a power of two up to 64: got {text!r}")
     try:
-        return Sparsity(share(text))
+        return Sparsity(parse_share(text))
     except ConfigError as error:
         raise ConfigError(f"sparsity must be N:M such as 2:4, or a share: {error}") from None
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
     number = text.removesuffix("%")
     if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
@@ -51,7 +51,7 @@ def share(text: str) -> float:
     raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
 
 
-def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:
+def lowest_mask(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarray:
     """Return a mask of the lowest scores, bool `[O, I]`, with exactly the sparsity's count.
 
     rows: select int(I * fraction) of each row, else int(O * I * fraction) of the matrix. A pattern
@@ -60,7 +60,7 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
     if sparsity.pattern is not None:
         n, m = sparsity.pattern
         groups = jnp.asarray(score_OI.reshape(-1, m))
-        return np.asarray(lowest_of(groups, m - n)).reshape(score_OI.shape)
+        return np.asarray(lowest_in_groups(groups, m - n)).reshape(score_OI.shape)
     flat = score_OI if rows else score_OI.reshape(1, -1)
     count = int(flat.shape[1] * sparsity.fraction)
     found = np.zeros(flat.shape, bool)
@@ -73,7 +73,7 @@ def lowest(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.ndarra
 
 
 @jax.jit
-def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
+def lowest_in_groups(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
     """Return a mask of the `count` lowest of each M scores, bool `[N, M]`; ties go to the first.
 
     Compares all pairs instead of sorting, since M is small. NaN counts as highest.
@@ -91,7 +91,7 @@ def lowest_of(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
     return rank_NM < jnp.asarray(count, jnp.uint8)
 
 
-def gradual(step: int, *, begin: int, end: int, first: float, last: float) -> float:
+def gradual_sparsity(step: int, *, begin: int, end: int, first: float, last: float) -> float:
     """Return the sparsity at a training step: `first` until `begin`, `last` from `end` on.
 
     Between them it is `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta

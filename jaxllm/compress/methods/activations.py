@@ -4,24 +4,24 @@ from typing import Annotated
 
 import msgspec
 
-from jaxllm.compress.layers.stream import Stage, at, put
-from jaxllm.compress.methods.walk import chosen_of, layer_by_layer
-from jaxllm.compress.observe import observers
-from jaxllm.compress.observe.histograms import histogram
-from jaxllm.compress.observe.observers import observe
-from jaxllm.compress.observe.ranges import TENSOR, Levels, Parameters, Range, parameters
-from jaxllm.compress.recipe import On, Subject, Work
+from jaxllm.compress.layers.layerwise import LayerInputs, get_module, replace_leaves
+from jaxllm.compress.methods.layer_loop import match_linears, run_layerwise
+from jaxllm.compress.observers import statistics
+from jaxllm.compress.observers.histograms import histogram
+from jaxllm.compress.observers.qparams import TENSOR, QParams, QRange, Range, find_qparams
+from jaxllm.compress.observers.statistics import observe
+from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext
 from jaxllm.errors import ConfigError
-from jaxllm.models.family import Site
-from jaxllm.weights.formats import parse
-from jaxllm.weights.leaves.integers import QTensor
-from jaxllm.weights.leaves.static import LEAST, MOST, Static, fits
+from jaxllm.models.family import LinearGroup
+from jaxllm.weights.formats import parse_format
 from jaxllm.weights.paths import Params
+from jaxllm.weights.types.int_quant import QTensor
+from jaxllm.weights.types.static_quant import MAX_CODE, MIN_CODE, StaticQuantWeight, supports_static
 
-LEVELS = Levels(LEAST, MOST)
+QRANGE = QRange(MIN_CODE, MAX_CODE)
 
 
-class StaticInputs(On, frozen=True):
+class StaticInputOptions(RuleOptions, frozen=True):
     """Options of static input quantization.
 
     range: minmax (smallest to largest input), average (their moving averages), percentile, or the
@@ -37,51 +37,61 @@ class StaticInputs(On, frozen=True):
 RANGES = ("minmax", "average", "percentile", "histogram", "grid")
 
 
-def static(subject: Subject, argument: str, options: StaticInputs, work: Work) -> Subject:
+def static_inputs(
+    state: ModelState, argument: str, options: StaticInputOptions, context: StepContext
+) -> ModelState:
     """Round inputs of int8 weights to int8, with one scale and zero point per linear."""
 
-    def change(stage: Stage) -> Params:
-        params = stage.params
-        for site, chosen in chosen_of(stage, options.on):
-            found = _grid(stage, params, site, options)
+    def change(layer: LayerInputs) -> Params:
+        params = layer.params
+        for site, chosen in match_linears(layer, options.on):
+            found = _find_qparams(layer, params, site, options)
             for linear in chosen:
-                weight = at(params, linear)["weight"]
-                if not isinstance(weight, QTensor) or not fits(parse(weight.format)):
+                weight = get_module(params, linear)["weight"]
+                if not isinstance(weight, QTensor) or not supports_static(
+                    parse_format(weight.format)
+                ):
                     raise ConfigError(
-                        f"{stage.path}.{linear} is not int8, which static inputs require: add"
+                        f"{layer.path}.{linear} is not int8, which static inputs require: add"
                         " 'quantize: rtn int8' before this step"
                     )
-                params = put(params, linear, weight=Static.of(weight, found.scale, found.zero))
+                params = replace_leaves(
+                    params,
+                    linear,
+                    weight=StaticQuantWeight.from_grid(weight, found.scale, found.zero),
+                )
         return params
 
-    return layer_by_layer(subject, work, f"input ranges, {options.range}", change)
+    return run_layerwise(state, context, f"input ranges, {options.range}", change)
 
 
-def check_static(shapes: object, argument: str, options: StaticInputs) -> None:
+def check_static(shapes: object, argument: str, options: StaticInputOptions) -> None:
     """Raise ConfigError for an unknown range."""
     if options.range not in RANGES:
         raise ConfigError(f"range must be one of {', '.join(RANGES)}: got {options.range!r:.40}")
 
 
-def _grid(stage: Stage, params: Params, site: Site, options: StaticInputs) -> Parameters:
+def _find_qparams(
+    layer: LayerInputs, params: Params, site: LinearGroup, options: StaticInputOptions
+) -> QParams:
     """Find scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
-    where = f"{stage.path}.{site.linears[0]}"
+    where = f"{layer.path}.{site.linears[0]}"
     if options.range in ("percentile", "histogram"):
-        counted = stage.fold(params, observe, site.input, histogram())
-        observers.check(counted, where)
+        counted = layer.fold(params, observe, site.input, histogram())
+        statistics.check_finite(counted, where)
         percentile = options.range == "percentile"
         found: Range = (
-            counted.percentile(options.percent)
+            counted.percentile_range(options.percent)
             if percentile
-            else counted.least_error(MOST - LEAST + 1)
+            else counted.min_error_range(MAX_CODE - MIN_CODE + 1)
         )
-        return parameters(found, LEVELS, symmetric=options.symmetric)
+        return find_qparams(found, QRANGE, symmetric=options.symmetric)
     averaged = options.range == "average"
-    first = observers.moving_average(()) if averaged else observers.min_max((), TENSOR)
-    seen = stage.fold(params, observe, site.input, first)
-    observers.check(seen, where)
+    first = statistics.moving_average(()) if averaged else statistics.min_max((), TENSOR)
+    seen = layer.fold(params, observe, site.input, first)
+    statistics.check_finite(seen, where)
     found = seen.range()
     if options.range == "grid":
-        errors = observers.grid(found, LEVELS, symmetric=options.symmetric)
-        found = stage.fold(params, observe, site.input, errors).range()
-    return parameters(found, LEVELS, symmetric=options.symmetric)
+        errors = statistics.grid_search(found, QRANGE, symmetric=options.symmetric)
+        found = layer.fold(params, observe, site.input, errors).range()
+    return find_qparams(found, QRANGE, symmetric=options.symmetric)

@@ -5,24 +5,31 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxllm.compress.layers import scaling
-from jaxllm.compress.layers.moments import Moments
-from jaxllm.compress.layers.stream import Stage, at, put
+from jaxllm.compress.layers import channel_scaling
+from jaxllm.compress.layers.input_stats import InputStats
+from jaxllm.compress.layers.layerwise import LayerInputs, get_module, replace_leaves
 from jaxllm.compress.matrices import pruning
-from jaxllm.compress.matrices.clip import rounded
+from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian, solve_columns
 from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
-from jaxllm.compress.matrices.surgery import Factor, factor, solve
-from jaxllm.compress.methods.experts import Linear, by_expert, chosen_stacks
-from jaxllm.compress.methods.walk import chosen_of, layer_by_layer, single
-from jaxllm.compress.recipe import Fraction, On, Shapes, Subject, Work, matched
+from jaxllm.compress.matrices.weight_clipping import round_to_nearest
+from jaxllm.compress.methods.experts import ChangeWeight, change_experts, match_expert_stacks
+from jaxllm.compress.methods.layer_loop import match_linears, match_weights, run_layerwise
+from jaxllm.compress.recipe import (
+    Fraction,
+    ModelState,
+    RuleOptions,
+    Shapes,
+    StepContext,
+    match_paths,
+)
 from jaxllm.errors import ConfigError
-from jaxllm.weights.formats import Weight, dense, parse
-from jaxllm.weights.leaves.integers import Integer
-from jaxllm.weights.leaves.ordered import Ordered
+from jaxllm.weights.formats import Weight, parse_format, to_dense
 from jaxllm.weights.paths import Params, first_match, map_leaves
+from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.int_quant import IntFormat
 
 
-class Gptq(On, frozen=True):
+class GptqOptions(RuleOptions, frozen=True):
     """Options of GPTQ.
 
     act_order: process columns with larger inputs first. static_groups: with act_order, groups are
@@ -34,175 +41,189 @@ class Gptq(On, frozen=True):
     damping: Fraction = 0.01
 
 
-class SparseGpt(On, frozen=True):
+class SparseGptOptions(RuleOptions, frozen=True):
     """quantize: integer format for the remaining weights; "" keeps them. damping: as GPTQ's."""
 
     quantize: str = ""
     damping: Fraction = 0.01
 
 
-class Awq(On, frozen=True):
+class AwqOptions(RuleOptions, frozen=True):
     """clip: also clip ranges, except of linears that match the regex `keep`."""
 
     clip: bool = True
     keep: str = r".*(q_proj|k_proj|c_attn)"
 
 
-class Smooth(On, frozen=True):
+class SmoothQuantOptions(RuleOptions, frozen=True):
     """alpha: migration strength, from 0 (scale by weights only) to 1 (by activations only)."""
 
     alpha: Fraction = 0.5
 
 
-class Magnitude(On, frozen=True):
+class MagnitudeOptions(RuleOptions, frozen=True):
     """scope: "layer" prunes the same share of each matrix, "model" the smallest weights overall."""
 
     scope: str = "layer"
 
 
-def gptq(subject: Subject, argument: str, options: Gptq, work: Work) -> Subject:
+def gptq(
+    state: ModelState, argument: str, options: GptqOptions, context: StepContext
+) -> ModelState:
     """Quantize to integers column by column; later columns compensate earlier errors."""
-    to = integers(argument)
+    to = parse_integer_format(argument)
 
-    def prepare(moments: Moments, where: str) -> Linear:
-        by = _factored(moments, where, options.damping, work, act_order=options.act_order)
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        by = _factor_inputs(stats, where, options.damping, context, act_order=options.act_order)
 
         def change(path: str, weight: Weight) -> Weight:
-            array = dense(weight, jnp.float32)
-            found = solve(array, by, to=to, static_groups=options.static_groups)
+            array = to_dense(weight, jnp.float32)
+            found = solve_columns(array, by, target=to, static_groups=options.static_groups)
             assert found.codes_OI is not None and found.scale_OG is not None
             if options.act_order and not options.static_groups and to.group is not None:
                 order_I = jnp.asarray(by.order_I, jnp.int32)
                 codes_OI = found.codes_OI[:, order_I]
-                return Ordered(to.of(codes_OI, found.scale_OG, found.zero_OG), order_I)
-            return to.of(found.codes_OI, found.scale_OG, found.zero_OG)
+                return PermutedWeight(
+                    to.from_codes(codes_OI, found.scale_OG, found.zero_OG), order_I
+                )
+            return to.from_codes(found.codes_OI, found.scale_OG, found.zero_OG)
 
         return change
 
-    return by_inputs(subject, options, work, f"GPTQ, {to.name}", prepare)
+    return change_by_inputs(state, options, context, f"GPTQ, {to.name}", prepare)
 
 
-def sparsegpt(subject: Subject, argument: str, options: SparseGpt, work: Work) -> Subject:
+def sparsegpt(
+    state: ModelState, argument: str, options: SparseGptOptions, context: StepContext
+) -> ModelState:
     """Zero the weights that cost least; later columns compensate."""
     sparsity = parse_sparsity(argument)
-    to = integers(options.quantize) if options.quantize else None
+    to = parse_integer_format(options.quantize) if options.quantize else None
 
-    def prepare(moments: Moments, where: str) -> Linear:
-        by = _factored(moments, where, options.damping, work)
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        by = _factor_inputs(stats, where, options.damping, context)
 
         def change(path: str, weight: Weight) -> Weight:
-            found = solve(dense(weight, jnp.float32), by, to=to, sparsity=sparsity)
+            found = solve_columns(to_dense(weight, jnp.float32), by, target=to, sparsity=sparsity)
             if to is None:
-                return found.value_OI.astype(dense(weight).dtype)
+                return found.value_OI.astype(to_dense(weight).dtype)
             assert found.codes_OI is not None and found.scale_OG is not None
-            return to.of(found.codes_OI, found.scale_OG, found.zero_OG)
+            return to.from_codes(found.codes_OI, found.scale_OG, found.zero_OG)
 
         return change
 
-    return by_inputs(subject, options, work, f"SparseGPT, {sparsity.name}", prepare)
+    return change_by_inputs(state, options, context, f"SparseGPT, {sparsity.name}", prepare)
 
 
-def _factored(
-    moments: Moments, where: str, damping: float, work: Work, act_order: bool = False
-) -> Factor:
+def _factor_inputs(
+    stats: InputStats, where: str, damping: float, context: StepContext, act_order: bool = False
+) -> HessianFactor:
     """Factor the inverse Hessian of a site's inputs. Logs if more damping than asked was needed."""
-    by = factor(moments.gram_II, float(moments.count), damping=damping, act_order=act_order)
+    by = factor_hessian(stats.gram_II, float(stats.count), damping=damping, act_order=act_order)
     if by.damping > damping:
-        work.say(f"{where}: H is not positive definite, damping raised to {by.damping:.3g}")
+        context.log(f"{where}: H is not positive definite, damping raised to {by.damping:.3g}")
     return by
 
 
-def wanda(subject: Subject, argument: str, options: On, work: Work) -> Subject:
+def wanda(
+    state: ModelState, argument: str, options: RuleOptions, context: StepContext
+) -> ModelState:
     """Zero the smallest |weight| x input norm in each row."""
     sparsity = parse_sparsity(argument)
 
-    def prepare(moments: Moments, where: str) -> Linear:
-        return lambda path, weight: pruning.wanda(weight, moments, sparsity)
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        return lambda path, weight: pruning.prune_wanda(weight, stats, sparsity)
 
-    return by_inputs(subject, options, work, f"Wanda, {sparsity.name}", prepare)
+    return change_by_inputs(state, options, context, f"Wanda, {sparsity.name}", prepare)
 
 
-def magnitude(subject: Subject, argument: str, options: Magnitude, work: Work) -> Subject:
+def magnitude(
+    state: ModelState, argument: str, options: MagnitudeOptions, context: StepContext
+) -> ModelState:
     """Zero the smallest weights of each matrix, or of all matrices together."""
     sparsity = parse_sparsity(argument)
-    leaves = single(subject.params, options.on, "prune: magnitude")
+    leaves = match_weights(state.params, options.on, "prune: magnitude")
     bound: float | None = None
     if options.scope == "model":
-        bound = pruning.bound_of(leaves.values(), sparsity.fraction)
+        bound = pruning.magnitude_threshold(leaves.values(), sparsity.fraction)
 
     def change(path: str, leaf: Weight) -> Weight:
         if path not in leaves:
             return leaf
         if bound is not None:
-            return pruning.below(leaf, bound)
-        return pruning.by_magnitude(leaf, sparsity)
+            return pruning.prune_below(leaf, bound)
+        return pruning.prune_magnitude(leaf, sparsity)
 
-    return dataclasses.replace(subject, params=map_leaves(change, subject.params))
+    return dataclasses.replace(state, params=map_leaves(change, state.params))
 
 
-def awq(subject: Subject, argument: str, options: Awq, work: Work) -> Subject:
+def awq(state: ModelState, argument: str, options: AwqOptions, context: StepContext) -> ModelState:
     """Quantize to integers, with channels scaled so that important ones lose less."""
-    to = integers(argument)
+    to = parse_integer_format(argument)
 
-    def change(stage: Stage) -> Params:
-        params = stage.params
-        for site, chosen in chosen_of(stage, options.on):
-            moments = stage.moments(params, site)
-            if len(chosen) == len(site.linears) and scaling.foldable(params, site):
-                found = scaling.search(stage, params, site, moments, to)
-                params, scale_I = scaling.fold(params, site, found.scale_I)
-                moments = moments.scaled(1 / scale_I)
+    def change(layer: LayerInputs) -> Params:
+        params = layer.params
+        for site, chosen in match_linears(layer, options.on):
+            moments = layer.input_stats(params, site)
+            if len(chosen) == len(site.linears) and channel_scaling.can_fold(params, site):
+                found = channel_scaling.search_scale(layer, params, site, moments, to)
+                params, scale_I = channel_scaling.fold_scale(params, site, found.scale_I)
+                moments = moments.scale(1 / scale_I)
             for linear in chosen:
-                weight = dense(at(params, linear)["weight"])
+                weight = to_dense(get_module(params, linear)["weight"])
                 clip = options.clip and not first_match([(options.keep, True)], linear)
-                leaf = rounded(weight, to, moments, clip=clip)
-                params = put(params, linear, weight=leaf)
+                leaf = round_to_nearest(weight, to, moments, clip=clip)
+                params = replace_leaves(params, linear, weight=leaf)
         return params
 
-    return layer_by_layer(subject, work, f"AWQ, {to.name}", change)
+    return run_layerwise(state, context, f"AWQ, {to.name}", change)
 
 
-def smoothquant(subject: Subject, argument: str, options: Smooth, work: Work) -> Subject:
+def smoothquant(
+    state: ModelState, argument: str, options: SmoothQuantOptions, context: StepContext
+) -> ModelState:
     """Scale channels so that activations are easier to quantize; the outputs stay the same."""
 
-    def change(stage: Stage) -> Params:
-        params = stage.params
-        for site, chosen in chosen_of(stage, options.on):
-            follows_norm = site.source and at(params, site.source)["weight"].ndim == 1
+    def change(layer: LayerInputs) -> Params:
+        params = layer.params
+        for site, chosen in match_linears(layer, options.on):
+            follows_norm = site.source and get_module(params, site.source)["weight"].ndim == 1
             if follows_norm and len(chosen) == len(site.linears):
-                moments = stage.moments(params, site)
-                weights = [at(params, linear)["weight"] for linear in chosen]
-                scale_I = scaling.smoothing(weights, moments, options.alpha)
-                params, _ = scaling.fold(params, site, scale_I)
+                moments = layer.input_stats(params, site)
+                weights = [get_module(params, linear)["weight"] for linear in chosen]
+                scale_I = channel_scaling.smoothquant_scale(weights, moments, options.alpha)
+                params, _ = channel_scaling.fold_scale(params, site, scale_I)
         return params
 
-    return layer_by_layer(subject, work, "SmoothQuant", change)
+    return run_layerwise(state, context, "SmoothQuant", change)
 
 
-def integers(name: str) -> Integer:
+def parse_integer_format(name: str) -> IntFormat:
     """Parse an integer format. Raises ConfigError for any other."""
-    found = parse(name)
-    if not isinstance(found, Integer):
+    found = parse_format(name)
+    if not isinstance(found, IntFormat):
         raise ConfigError(f"{name} is not an integer format such as int8, int4-g64 or int3-g128-zp")
     return found
 
 
-def check_gptq(shapes: Shapes, argument: str, options: Gptq) -> None:
+def check_gptq(shapes: Shapes, argument: str, options: GptqOptions) -> None:
     """Raise ConfigError for experts with act_order and static_groups=false: orders would differ."""
-    ordered = options.act_order and not options.static_groups and integers(argument).group
-    for path in matched(shapes, options.on, argument):
+    ordered = (
+        options.act_order and not options.static_groups and parse_integer_format(argument).group
+    )
+    for path in match_paths(shapes, options.on, argument):
         if ordered and len(shapes[path]) > 2:
             raise ConfigError(f"{path} belongs to experts: act_order requires static_groups=true")
 
 
-def check_pattern(shapes: Shapes, argument: str, options: On) -> None:
+def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
     """Raise ConfigError for a matrix whose rows cannot be split into groups of M."""
     sparsity = parse_sparsity(argument)
-    for path in matched(shapes, options.on, argument):
+    for path in match_paths(shapes, options.on, argument):
         sparsity.check(shapes[path][-1], path)
 
 
-def check_magnitude(shapes: Shapes, argument: str, options: Magnitude) -> None:
+def check_magnitude(shapes: Shapes, argument: str, options: MagnitudeOptions) -> None:
     """Raise ConfigError as `check_pattern` does, and for an invalid scope."""
     check_pattern(shapes, argument, options)
     if options.scope not in ("layer", "model"):
@@ -211,31 +232,33 @@ def check_magnitude(shapes: Shapes, argument: str, options: Magnitude) -> None:
         raise ConfigError(f"scope=model requires a share such as 50%: got {argument}")
 
 
-def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGpt) -> None:
+def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGptOptions) -> None:
     """Raise ConfigError as `check_pattern` does, and for a format that is not integer."""
     check_pattern(shapes, argument, options)
     if options.quantize:
-        integers(options.quantize)
+        parse_integer_format(options.quantize)
 
 
-def by_inputs(
-    subject: Subject,
-    options: On,
-    work: Work,
+def change_by_inputs(
+    state: ModelState,
+    options: RuleOptions,
+    context: StepContext,
     name: str,
-    prepare: Callable[[Moments, str], Linear],
-) -> Subject:
+    prepare: Callable[[InputStats, str], ChangeWeight],
+) -> ModelState:
     """Change every matrix that the rule matches, given the statistics of its inputs."""
 
-    def change(stage: Stage) -> Params:
-        params = stage.params
-        for site, chosen in chosen_of(stage, options.on):
-            one = prepare(stage.moments(params, site), f"{stage.path}.{chosen[0]}")
+    def change(layer: LayerInputs) -> Params:
+        params = layer.params
+        for site, chosen in match_linears(layer, options.on):
+            one = prepare(layer.input_stats(params, site), f"{layer.path}.{chosen[0]}")
             for linear in chosen:
-                path = f"{stage.path}.{linear}.weight"
-                params = put(params, linear, weight=one(path, at(params, linear)["weight"]))
-        if stacks := chosen_stacks(stage, options.on):
-            params = by_expert(stage, params, stacks, prepare, work.say)
+                path = f"{layer.path}.{linear}.weight"
+                params = replace_leaves(
+                    params, linear, weight=one(path, get_module(params, linear)["weight"])
+                )
+        if stacks := match_expert_stacks(layer, options.on):
+            params = change_experts(layer, params, stacks, prepare, context.log)
         return params
 
-    return layer_by_layer(subject, work, name, change)
+    return run_layerwise(state, context, name, change)

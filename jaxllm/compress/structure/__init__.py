@@ -1,5 +1,5 @@
 """Structured pruning of heads, channels and layers.
 
-structure: removes them. salience: importance of heads and channels. influence: importance of
-layers.
+structure: removes them. importance: importance of heads and channels. block_influence: importance
+of layers.
 """

@@ -12,12 +12,12 @@ import numpy as np
 from jaxllm.errors import CapacityError, TokenError
 from jaxllm.evaluate.likelihood.data import Loader
 from jaxllm.evaluate.likelihood.score import check_loader, score
-from jaxllm.evaluate.likelihood.windows import Span, rolling
-from jaxllm.progress import steps_bar
+from jaxllm.evaluate.likelihood.windows import Span, rolling_spans
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.validation import as_token_array
 from jaxllm.weights.paths import Params
-from jaxllm.whole import token_array
 
-Pair = tuple[Sequence[int], Sequence[int]]
+ContextAndContinuation = tuple[Sequence[int], Sequence[int]]
 
 
 class Likelihood(NamedTuple):
@@ -30,7 +30,7 @@ class Likelihood(NamedTuple):
 def continuation_likelihoods(
     model: nn.Module,
     params: Params,
-    pairs: Sequence[Pair],
+    pairs: Sequence[ContextAndContinuation],
     *,
     max_length: int,
     batch: int = 8,
@@ -58,11 +58,11 @@ def continuation_likelihoods(
                 f"pair {number}: continuation is too long: got {len(continuation)} tokens, expected"
                 f" at most {max_length}"
             )
-        parts = [token_array(f"pair {number}", part) for part in (context, continuation)]
+        parts = [as_token_array(f"pair {number}", part) for part in (context, continuation)]
         ids = np.concatenate(parts)[-(max_length + 1) :]
         documents.append(ids)
         spans.append(Span(number, 0, len(ids), len(ids) - len(continuation)))
-    return _each(model, params, documents, spans, max_length, batch, show_progress)
+    return _score_spans(model, params, documents, spans, max_length, batch, show_progress)
 
 
 def document_logprobs(
@@ -77,18 +77,21 @@ def document_logprobs(
     """Return the log-probability of each document, in windows of `max_length` tokens.
 
     documents: token ids; the first is a prefix token, which is conditioned on but not scored. Every
-    other token is scored once (`windows.rolling`). Raises as `continuation_likelihoods`.
+    other token is scored once (`resolve_windows.rolling_spans`). Raises as
+    `continuation_likelihoods`.
     """
-    arrays = [token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
-    spans = [s for n, ids in enumerate(arrays) for s in rolling(len(ids), max_length + 1, 0, n)]
+    arrays = [as_token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
+    spans = [
+        s for n, ids in enumerate(arrays) for s in rolling_spans(len(ids), max_length + 1, 0, n)
+    ]
     total_D = np.zeros(len(arrays))
-    each = _each(model, params, arrays, spans, max_length, batch, show_progress)
+    each = _score_spans(model, params, arrays, spans, max_length, batch, show_progress)
     for number, likelihood in each:
         total_D[spans[number].document] += likelihood.logprob
     return total_D.tolist()
 
 
-def _each(
+def _score_spans(
     model: nn.Module,
     params: Params,
     documents: list[np.ndarray],
@@ -103,7 +106,7 @@ def _each(
         batch=batch,
         width=max_length + 1,
         order="length",
-        bucketed=True,
+        use_buckets=True,
     )
     check_loader(model, loader)
 

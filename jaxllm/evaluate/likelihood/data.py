@@ -17,9 +17,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
-from jaxllm.files import as_schema, json_lines
-from jaxllm.shapes import pad_rows, power_of_two
-from jaxllm.whole import token_array
+from jaxllm.files import as_schema, read_json_lines
+from jaxllm.ops.padding import next_power_of_two, pad_rows
+from jaxllm.runtime.validation import as_token_array
 
 State = Mapping[str, Any]
 
@@ -50,10 +50,10 @@ class Loader:
     """Spans of documents in batches of `[batch, width]` tokens.
 
     documents: token ids, int32 each; a continuous stream is one document. spans: the rows; see
-    `windows`. bos: if given, replaces the first token of every span. order: "given", "length"
-    (longest first), or the seed of a permutation that differs in each epoch. bucketed: pad a batch
-    only to its longest row, rounded up to a power of two plus one (at most `width`), instead of to
-    `width`: less padding, but a few more programs to compile.
+    `resolve_windows`. bos: if given, replaces the first token of every span. order: "given",
+    "length" (longest first), or the seed of a permutation that differs in each epoch. bucketed: pad
+    a batch only to its longest row, rounded up to a power of two plus one (at most `width`),
+    instead of to `width`: less padding, but a few more programs to compile.
     """
 
     documents: Sequence[np.ndarray]
@@ -62,7 +62,7 @@ class Loader:
     width: int
     bos: int | None = None
     order: str | int = "given"
-    bucketed: bool = False
+    use_buckets: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -70,7 +70,13 @@ class Loader:
         if not isinstance(self.order, int) and self.order not in ("given", "length"):
             raise ConfigError(f"order must be 'given', 'length' or a seed, got {self.order!r}")
         for span in self.spans:
-            if not 0 <= span.start < span.scored < span.end <= len(self.documents[span.document]):
+            if (
+                not 0
+                <= span.start
+                < span.score_start
+                < span.end
+                <= len(self.documents[span.document])
+            ):
                 raise ConfigError(
                     f"{span} is invalid: expected start < scored < end within its document"
                 )
@@ -84,7 +90,7 @@ class Loader:
     @property
     def tokens(self) -> int:
         """Number of scored tokens in an epoch."""
-        return sum(span.end - span.scored for span in self.spans)
+        return sum(span.end - span.score_start for span in self.spans)
 
     @cached_property
     def digest(self) -> str:
@@ -128,13 +134,13 @@ class Loader:
 
     def _assemble(self, rows: np.ndarray) -> Batch:
         width = self.width
-        if self.bucketed:
+        if self.use_buckets:
             inputs = max(self.spans[row].end - self.spans[row].start for row in rows) - 1
-            width = min(width, power_of_two(inputs, 8) + 1)
+            width = min(width, next_power_of_two(inputs, 8) + 1)
         spans = [self.spans[row] for row in rows]
         blank: list[list[int]] = [[]] * (self.batch - len(rows))
         texts = [self.documents[span.document][span.start : span.end] for span in spans]
-        scored = [np.arange(span.start, span.end) >= span.scored for span in spans]
+        scored = [np.arange(span.start, span.end) >= span.score_start for span in spans]
         token_BT = pad_rows(texts + blank, width=width)
         if self.bos is not None:
             token_BT[: len(rows), 0] = self.bos
@@ -162,7 +168,7 @@ def loader(
         documents: Token ids; a continuous stream is one document.
         window: Tokens per row.
         stride: Distance of windows in tokens; by default the window.
-        protocol: A name in `windows.PROTOCOLS`.
+        protocol: A name in `resolve_windows.PROTOCOLS`.
         batch: Rows per batch; reduced to the number of rows.
         limit: Use only the first `limit` windows.
         options: Other fields of `Loader`.
@@ -177,7 +183,7 @@ def loader(
         raise ConfigError(f"limit must be at least 1 window, got {limit}")
     if not isinstance(documents, Iterable):
         raise TokenError(f"documents must be a list of documents, got {documents!r:.60}")
-    arrays = [token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
+    arrays = [as_token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
     stride = window if stride is None else stride
     spans = [
         span
@@ -193,7 +199,7 @@ def loader(
     return Loader(documents=arrays, spans=spans, batch=rows, width=window, **options)
 
 
-class _Document(msgspec.Struct):
+class _DocumentLine(msgspec.Struct):
     """A line of a documents file, with exactly one of the two fields."""
 
     text: str | None = None
@@ -207,8 +213,8 @@ def read_documents(path: Path) -> list[str] | list[list[int]]:
     TokenError for an invalid line.
     """
     documents: list[Any] = []
-    for where, value in json_lines(path, TokenError):
-        row: _Document = as_schema(value, _Document, where, TokenError)
+    for where, value in read_json_lines(path, TokenError):
+        row: _DocumentLine = as_schema(value, _DocumentLine, where, TokenError)
         if (row.text is None) == (row.tokens is None):
             raise TokenError(f'{where} is invalid: expected an object with "text" or "tokens"')
         documents.append(row.text if row.tokens is None else row.tokens)

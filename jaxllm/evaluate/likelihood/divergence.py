@@ -14,20 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.distributed import fetched
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
-from jaxllm.evaluate.likelihood.passes import Columns, over
 from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
-from jaxllm.evaluate.likelihood.score import (
-    check_finite,
-    check_loader,
-    first_column,
-    logits,
-)
-from jaxllm.inputs import check_model
-from jaxllm.ops.likelihood import map_rows, picked
-from jaxllm.weights.paths import Params, among_of
+from jaxllm.evaluate.likelihood.run import Columns, run_batches
+from jaxllm.evaluate.likelihood.score import check_finite, check_loader, logits, pad_first_column
+from jaxllm.models.inputs import check_model
+from jaxllm.ops.token_logprobs import map_rows, pick_token
+from jaxllm.runtime.multihost import to_host
+from jaxllm.weights.paths import Params, num_data_shards
 
 
 class Differences(NamedTuple):
@@ -65,22 +60,22 @@ class Divergence:
     other: Perplexity
 
     @classmethod
-    def of(cls, found: Differences) -> "Divergence":
+    def from_differences(cls, differences: Differences) -> "Divergence":
         """Summarize the measures of N tokens. Quantiles are interpolated linearly."""
-        kl_N, same_N, p_N, q_N = (np.asarray(x, np.float64) for x in found)
+        kl_N, same_N, p_N, q_N = (np.asarray(x, np.float64) for x in differences)
         delta_N = np.exp(q_N) - np.exp(p_N)
         median, p99, largest = np.quantile(kl_N, [0.5, 0.99, 1.0])
         return cls(
-            kl=Estimate.of(kl_N),
+            kl=Estimate.from_values(kl_N),
             kl_median=float(median),
             kl_p99=float(p99),
             kl_max=float(largest),
-            same_top=Estimate.of(same_N),
-            ratio=Estimate.of(p_N - q_N).exp(),
-            delta_p=Estimate.of(delta_N),
+            same_top=Estimate.from_values(same_N),
+            ratio=Estimate.from_values(p_N - q_N).exp(),
+            delta_p=Estimate.from_values(delta_N),
             delta_p_rms=math.sqrt(float(np.mean(delta_N**2))),
-            reference=Perplexity.of(p_N),
-            other=Perplexity.of(q_N),
+            reference=Perplexity.from_logprobs(p_N),
+            other=Perplexity.from_logprobs(q_N),
         )
 
 
@@ -105,20 +100,20 @@ def divergence(
     for one in (model, other_model):
         check_loader(one, loader)
 
-    def each(batch: Batch) -> Columns:
+    def compare_batch(batch: Batch) -> Columns:
         arrays = batch.token_BT, batch.position_BT
         found = _compare(model, other_model, params, other_params, *arrays)
-        return counted(found, batch)._asdict()
+        return select_scored(found, batch)._asdict()
 
-    columns = over(
+    columns = run_batches(
         loader,
-        each,
+        compare_batch,
         models={"model": (model, params), "other": (other_model, other_params)},
         journal=journal,
         description="divergence",
         show_progress=show_progress,
     )
-    return Divergence.of(Differences(**columns))
+    return Divergence.from_differences(Differences(**columns))
 
 
 def check_pair(model: nn.Module, other: nn.Module) -> None:
@@ -131,16 +126,16 @@ def check_pair(model: nn.Module, other: nn.Module) -> None:
         )
 
 
-def counted(each: Differences, batch: Batch) -> Differences:
+def select_scored(differences: Differences, batch: Batch) -> Differences:
     """Select the scored tokens, `[N]`. Raises NonFiniteError if a value is NaN or infinite."""
-    each = Differences(*map(np.asarray, fetched(tuple(each))))
-    kept = Differences(*(x[batch.scored_BT] for x in each))
-    for x_BT in (each.reference, each.other, each.kl):
+    differences = Differences(*map(np.asarray, to_host(tuple(differences))))
+    kept = Differences(*(x[batch.scored_BT] for x in differences))
+    for x_BT in (differences.reference, differences.other, differences.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
     return kept
 
 
-def joined(parts: list[Differences]) -> Differences:
+def concatenate(parts: list[Differences]) -> Differences:
     """Concatenate."""
     return Differences(*map(np.concatenate, zip(*parts, strict=True)))
 
@@ -156,11 +151,11 @@ def _compare(
 ) -> Differences:
     p_BTV = logits(model, params, token_BT, position_BT)
     q_BTV = logits(other, other_params, token_BT, position_BT)
-    return differences(p_BTV, q_BTV, token_BT, among_of(model, len(token_BT)))
+    return token_differences(p_BTV, q_BTV, token_BT, num_data_shards(model, len(token_BT)))
 
 
-def differences(
-    p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array, among: int = 1
+def token_differences(
+    p_BTV: jax.Array, q_BTV: jax.Array, token_BT: jax.Array, data_shards: int = 1
 ) -> Differences:
     """Return the measures `[B, T]` of two models' float32 logits `[B, T - 1, V]`, first column 0.
 
@@ -168,15 +163,17 @@ def differences(
     as for `map_rows`.
     """
 
-    def some(arrays: tuple[jax.Array, ...]) -> Differences:
+    def compare_rows(arrays: tuple[jax.Array, ...]) -> Differences:
         p_NTV, q_NTV, target_NT = arrays
         same_NT = jnp.argmax(p_NTV, axis=-1) == jnp.argmax(q_NTV, axis=-1)
         p_NTV, q_NTV = jax.nn.log_softmax(p_NTV), jax.nn.log_softmax(q_NTV)
         kl_NT = kl_divergence(p_NTV, q_NTV)
-        return Differences(kl_NT, same_NT, picked(p_NTV, target_NT), picked(q_NTV, target_NT))
+        return Differences(
+            kl_NT, same_NT, pick_token(p_NTV, target_NT), pick_token(q_NTV, target_NT)
+        )
 
-    each = map_rows(some, (p_BTV, q_BTV, token_BT[:, 1:]), among)
-    return Differences(*map(first_column, each))
+    each = map_rows(compare_rows, (p_BTV, q_BTV, token_BT[:, 1:]), data_shards)
+    return Differences(*map(pad_first_column, each))
 
 
 def kl_divergence(p_XV: jax.Array, q_XV: jax.Array) -> jax.Array:

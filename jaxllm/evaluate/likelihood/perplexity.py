@@ -8,9 +8,9 @@ import flax.linen as nn
 import numpy as np
 
 from jaxllm.evaluate.likelihood.data import Batch, Loader
-from jaxllm.evaluate.likelihood.passes import Columns, over
+from jaxllm.evaluate.likelihood.run import Columns, run_batches
 from jaxllm.evaluate.likelihood.score import check_loader, score
-from jaxllm.inputs import check_model
+from jaxllm.models.inputs import check_model
 from jaxllm.weights.paths import Params
 
 
@@ -22,7 +22,7 @@ class Estimate:
     error: float
 
     @classmethod
-    def of(cls, values_N: np.ndarray) -> "Estimate":
+    def from_values(cls, values_N: np.ndarray) -> "Estimate":
         """Return the mean of N values and its error s / sqrt(N), s the sample standard deviation.
 
         Computed in float64. Assumes independent tokens, as llama-perplexity does. The error of a
@@ -54,9 +54,9 @@ class Perplexity:
     tokens: int
 
     @classmethod
-    def of(cls, logprob_N: np.ndarray) -> "Perplexity":
+    def from_logprobs(cls, logprob_N: np.ndarray) -> "Perplexity":
         """Compute perplexity from the log-probability of each token."""
-        nll = Estimate.of(-np.asarray(logprob_N, np.float64))
+        nll = Estimate.from_values(-np.asarray(logprob_N, np.float64))
         return cls(nll.exp(), nll, int(np.size(logprob_N)))
 
 
@@ -71,7 +71,7 @@ def perplexity(
     """Compute perplexity over the loader's scored tokens.
 
     Args:
-        journal: File from which an interrupted evaluation resumes (see `passes`).
+        journal: File from which an interrupted evaluation resumes (see `make_pipeline_loss`).
 
     Raises:
         TokenError: For ids outside the vocabulary.
@@ -79,7 +79,7 @@ def perplexity(
         NonFiniteError: If the model returns NaN or infinity.
         ConfigError: For the journal of another evaluation.
     """
-    return Perplexity.of(
+    return Perplexity.from_logprobs(
         token_logprobs(model, params, loader, journal=journal, show_progress=show_progress)
     )
 
@@ -96,21 +96,21 @@ def token_logprobs(
     check_model(model, params)
     check_loader(model, loader)
 
-    def each(batch: Batch) -> Columns:
+    def score_batch(batch: Batch) -> Columns:
         return {"logprob": score(model, params, batch).logprob_BT[batch.scored_BT]}
 
-    columns = over(
+    columns = run_batches(
         loader,
-        each,
+        score_batch,
         models={"model": (model, params)},
         journal=journal,
         description="perplexity",
-        summary=_so_far,
+        summary=_describe_progress,
         show_progress=show_progress,
     )
     return columns["logprob"]
 
 
-def _so_far(columns: Columns) -> str:
-    found = Perplexity.of(columns["logprob"])
+def _describe_progress(columns: Columns) -> str:
+    found = Perplexity.from_logprobs(columns["logprob"])
     return f"perplexity {found.perplexity.mean:.5f} over {found.tokens:,} tokens"

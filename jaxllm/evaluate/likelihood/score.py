@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
-from jaxllm.ops.likelihood import log_likelihood
-from jaxllm.steps import run
-from jaxllm.weights.paths import Params, for_sums
-from jaxllm.whole import check_ids
+from jaxllm.ops.token_logprobs import log_likelihood
+from jaxllm.runtime.validation import check_token_ids
+from jaxllm.steps import run_model
+from jaxllm.weights.paths import Params, with_sharded_logits
 
-LOGITS = 1 << 28  # maximum bytes of float32 logits for the default batch size
+MAX_LOGIT_BYTES = 1 << 28  # maximum bytes of float32 logits for the default batch size
 
 
 class Scores(NamedTuple):
@@ -49,17 +49,19 @@ def _score(
     logits_BTV = logits(model, params, token_BT, position_BT)
     target_BT = token_BT[:, 1:]
     greedy_BT = jnp.argmax(logits_BTV, axis=-1) == target_BT
-    return first_column(log_likelihood(logits_BTV, target_BT)), first_column(greedy_BT)
+    return pad_first_column(log_likelihood(logits_BTV, target_BT)), pad_first_column(greedy_BT)
 
 
 def logits(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
     """Return next-token logits, float32 `[B, T - 1, V]`; on a mesh the vocabulary is sharded."""
-    return run(for_sums(model), params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
+    return run_model(with_sharded_logits(model), params, (), token_BT[:, :-1], position_BT[:, :-1])[
+        0
+    ].logits
 
 
-def first_column(x_BT: jax.Array) -> jax.Array:
+def pad_first_column(x_BT: jax.Array) -> jax.Array:
     """Prepend a zero column for the first token, which nothing predicts."""
     return jnp.pad(x_BT, ((0, 0), (1, 0)))
 
@@ -77,8 +79,8 @@ def check_loader(model: nn.Module, loader: Loader) -> None:
             f"window is too long: got {loader.width} tokens, context is {config.context_length}"
         )
     for number, ids in enumerate(loader.documents):
-        check_ids(ids, config.vocab_size, f"document {number}: ")
-    check_ids(np.array(loader.bos or 0), config.vocab_size, "bos: ")
+        check_token_ids(ids, config.vocab_size, f"document {number}: ")
+    check_token_ids(np.array(loader.bos or 0), config.vocab_size, "bos: ")
 
 
 def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
@@ -92,4 +94,4 @@ def check_finite(x_BT: np.ndarray, batch: Batch) -> None:
 
 def default_batch(vocab_size: int, window: int) -> int:
     """Return the number of rows, 1 to 16, whose logits take at most 256 MiB (if more than one)."""
-    return int(np.clip(LOGITS // (4 * vocab_size * window), 1, 16))
+    return int(np.clip(MAX_LOGIT_BYTES // (4 * vocab_size * window), 1, 16))

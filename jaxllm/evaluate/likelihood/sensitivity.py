@@ -19,19 +19,26 @@ from jaxllm.evaluate.likelihood.data import Loader
 from jaxllm.evaluate.likelihood.divergence import (
     Differences,
     Divergence,
-    counted,
-    differences,
-    joined,
+    concatenate,
+    select_scored,
+    token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files import writing
-from jaxllm.inputs import check_model
-from jaxllm.progress import steps_bar
-from jaxllm.weights.formats import dense, parse
-from jaxllm.weights.paths import Params, Placed, among_of, first_match, flatten, map_leaves
+from jaxllm.files import atomic_file
+from jaxllm.models.inputs import check_model
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.weights.formats import parse_format, to_dense
+from jaxllm.weights.paths import (
+    Params,
+    ShardedModelBase,
+    first_match,
+    flatten,
+    map_leaves,
+    num_data_shards,
+)
 from jaxllm.weights.quantize import quantize
 
-BY = ("layer", "kind", "module")
+GROUPINGS = ("layer", "kind", "module")
 _IN_LAYER = re.compile(r"(\w+)\.(\d+)\.(.+)\.weight")
 
 
@@ -50,36 +57,36 @@ class Sensitivity:
     bytes_after: int
 
 
-def groups(params: Params, by: str) -> dict[str, str]:
+def matrix_groups(params: Params, group_by: str) -> dict[str, str]:
     """Return the groups of matrices in the model's order: `{name: regex over whole paths}`.
 
-    by: "layer" (`layers.3`), "kind" (`mlp.down_proj` of all layers) or "module" (each matrix).
-    Embeddings and head, which are in no layer, are separate groups. Raises ConfigError for any
-    other `by`.
+    group_by: "layer" (`layers.3`), "kind" (`mlp.down_proj` of all layers) or "module" (each
+    matrix). Embeddings and head, which are in no layer, are separate groups. Raises ConfigError for
+    any other `group_by`.
     """
-    if by not in BY:
-        raise ConfigError(f"by must be one of {', '.join(BY)}, got {by!r}")
+    if group_by not in GROUPINGS:
+        raise ConfigError(f"by must be one of {', '.join(GROUPINGS)}, got {group_by!r}")
     found = {}
     for path, leaf in flatten(params):
         if leaf.ndim != 2:
             continue
         module, inside = path.removesuffix(".weight"), _IN_LAYER.fullmatch(path)
-        if by == "layer" and inside:
+        if group_by == "layer" and inside:
             found[f"{inside[1]}.{inside[2]}"] = rf"{inside[1]}\.{inside[2]}\..*"
-        elif by == "kind" and inside:
+        elif group_by == "kind" and inside:
             found[inside[3]] = rf"{inside[1]}\.\d+\.{re.escape(inside[3])}\.weight"
         else:
             found[module] = re.escape(path)
     return found
 
 
-def sensitivity(
+def measure_sensitivity(
     model: nn.Module,
     params: Params,
     loader: Loader,
     format: str,
     *,
-    by: str = "layer",
+    group_by: str = "layer",
     show_progress: bool | None = None,
 ) -> list[Sensitivity]:
     """Quantize each group of matrices in turn, and sort the groups by mean KL, worst first.
@@ -92,38 +99,42 @@ def sensitivity(
     Args:
         params: Not quantized.
         format: A name in `weights.formats`.
-        by: As for `groups`.
+        group_by: As for `matrix_groups`.
 
     Raises:
-        ConfigError: For an unknown format or `by`; other errors as in `perplexity`.
+        ConfigError: For an unknown format or `group_by`; other errors as in `perplexity`.
     """
-    parse(format)
+    parse_format(format)
     check_model(model, params)
     check_loader(model, loader)
-    many = model if isinstance(model, Placed) else None
-    params = params if many is None else many.whole(params)
-    names = groups(params, by)
-    wide = map_leaves(lambda _, leaf: _wide(leaf), params)
+    many = model if isinstance(model, ShardedModelBase) else None
+    params = params if many is None else many.gather(params)
+    names = matrix_groups(params, group_by)
+    wide = map_leaves(lambda _, leaf: _to_float32(leaf), params)
 
-    def run(params: Params) -> Iterator[jax.Array]:
+    def run_batches(params: Params) -> Iterator[jax.Array]:
         """Yield the logits of each batch, given unsharded parameters."""
-        there = params if many is None else many.shared(params)
+        there = params if many is None else many.shard(params)
         for batch in batches:
             yield _logits(model, there, batch.token_BT, batch.position_BT)
 
     batches = [batch for batch, _ in loader.batches()]
     found = []
-    with steps_bar(f"{format}, one {by} at a time", len(names) + 1, show_progress) as done:
-        references = list(run(wide))
+    with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1, show_progress) as done:
+        references = list(run_batches(wide))
         done()
         for name, regex in names.items():
-            variant, before, after = _lowered(params, wide, regex, format)
+            variant, before, after = _quantize_group(params, wide, regex, format)
             parts: list[Differences] = []
-            for batch, p_BTV, q_BTV in zip(batches, references, run(variant), strict=True):
-                rows = among_of(model, len(batch.token_BT))
+            for batch, p_BTV, q_BTV in zip(batches, references, run_batches(variant), strict=True):
+                rows = num_data_shards(model, len(batch.token_BT))
                 each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
-                parts.append(counted(each, batch))
-            found.append(Sensitivity(name, regex, Divergence.of(joined(parts)), before, after))
+                parts.append(select_scored(each, batch))
+            found.append(
+                Sensitivity(
+                    name, regex, Divergence.from_differences(concatenate(parts)), before, after
+                )
+            )
             done()
     return sorted(found, key=lambda s: -s.divergence.kl.mean)
 
@@ -146,19 +157,21 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     axes.barh(names, means, xerr=[s.divergence.kl.error for s in rows], color="tab:blue")
     axes.set(xlabel="mean KL divergence (nats per token)", title=title)
     axes.invert_yaxis()
-    with writing(path) as file:
+    with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=150)
 
 
-def _wide(leaf: Any) -> Any:
-    return jnp.asarray(dense(leaf, jnp.float32)) if leaf.ndim >= 2 else leaf
+def _to_float32(leaf: Any) -> Any:
+    return jnp.asarray(to_dense(leaf, jnp.float32)) if leaf.ndim >= 2 else leaf
 
 
-def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Params, int, int]:
+def _quantize_group(
+    params: Params, wide: Params, regex: str, format: str
+) -> tuple[Params, int, int]:
     """Return the float32 weights with one group quantized, and its bytes before and after."""
     old, quantized = dict(flatten(params)), dict(flatten(quantize(params, [(regex, format)])))
     changed = [p for p, leaf in old.items() if leaf.ndim >= 2 and first_match([(regex, True)], p)]
-    variant = map_leaves(lambda p, leaf: _wide(quantized[p]) if p in changed else leaf, wide)
+    variant = map_leaves(lambda p, leaf: _to_float32(quantized[p]) if p in changed else leaf, wide)
     before, after = (sum(int(leaves[p].nbytes) for p in changed) for leaves in (old, quantized))
     return variant, before, after
 
@@ -167,4 +180,4 @@ def _lowered(params: Params, wide: Params, regex: str, format: str) -> tuple[Par
 _logits = jax.jit(logits, static_argnums=0)
 
 
-_differences = jax.jit(differences, static_argnums=3)
+_differences = jax.jit(token_differences, static_argnums=3)

@@ -11,7 +11,8 @@ from jaxllm.errors import ConfigError
 
 
 class Span(NamedTuple):
-    """Tokens `start:end` of document `document`, run as one row; those from `scored` on are scored.
+    """Tokens `start:end` of document `document`, run as one row; those from `score_start` on are
+    scored.
 
     `start < scored < end`, all indices into the document.
     """
@@ -19,17 +20,17 @@ class Span(NamedTuple):
     document: int
     start: int
     end: int
-    scored: int
+    score_start: int
 
 
-def strided(length: int, window: int, stride: int, document: int = 0) -> list[Span]:
+def strided_spans(length: int, window: int, stride: int, document: int = 0) -> list[Span]:
     """Return windows of `window` tokens, `stride` apart; each token is scored in its first window.
 
     As in Hugging Face's guide "Perplexity of fixed-length models". With `stride == window` the
     windows do not overlap, and the first token of each is not scored. Raises ConfigError unless
     `2 <= window` and `1 <= stride <= window`.
     """
-    _check(window)
+    _check_window(window)
     if not 1 <= stride <= window:
         raise ConfigError(f"stride must be from 1 to the window of {window}: got {stride}")
     spans, seen = [], 0
@@ -44,24 +45,24 @@ def strided(length: int, window: int, stride: int, document: int = 0) -> list[Sp
     return spans
 
 
-def second_half(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+def second_half_spans(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
     """Return consecutive full windows, of which the second half is scored; ignores `stride`.
 
     As llama.cpp's `llama-perplexity`: in a window of T tokens, those from T // 2 + 1 on are scored,
     and the remainder at the end of the text is dropped.
     """
-    _check(window)
+    _check_window(window)
     starts = range(0, length - window + 1, window)
     return [Span(document, s, s + window, s + window // 2 + 1) for s in starts if window > 2]
 
 
-def rolling(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
+def rolling_spans(length: int, window: int, stride: int = 0, document: int = 0) -> list[Span]:
     """Return windows that share one token, so every token but the first is scored once.
 
     As lm-evaluation-harness's `loglikelihood_rolling`, for a document that begins with its prefix
     token: the last span reaches back to be a full window. Ignores `stride`.
     """
-    _check(window)
+    _check_window(window)
     spans, seen = [], 1
     while seen < length:
         end = min(seen + window - 1, length)
@@ -72,12 +73,12 @@ def rolling(length: int, window: int, stride: int = 0, document: int = 0) -> lis
 
 # Each takes (length, window, stride, document).
 PROTOCOLS: Mapping[str, Callable[[int, int, int, int], list[Span]]] = {
-    "strided": strided,
-    "second-half": second_half,
-    "rolling": rolling,
+    "strided": strided_spans,
+    "second-half": second_half_spans,
+    "rolling": rolling_spans,
 }
 
 
-def _check(window: int) -> None:
+def _check_window(window: int) -> None:
     if window < 2:
         raise ConfigError(f"window must have at least 2 tokens, one to predict from: got {window}")

@@ -1,7 +1,7 @@
 """Long-context attention: the kinds of `LongAttention`.
 
 dilated: LongNet. infini: Infini-attention. Each prepares the arguments of its arithmetic in
-`jaxllm.ops`; `layers.attend` dispatches through `KINDS`.
+`jaxllm.ops`; `layers.attend` dispatches through `ATTENTION_KINDS`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxllm.models.long import dilated, infini
 # `[B, T, N, H]` in q's dtype, the attention mass if requested, and the new memory, or None.
 # kind: `ModelConfig.long_attention` of the layer. parts: the cache's, then the new tokens.
 # beside: further inputs for a kind with a memory. Other arguments: see `layers.attend`.
-KINDS: dict[str, Callable[..., tuple[jax.Array, jax.Array | None, Any]]] = {
+ATTENTION_KINDS: dict[str, Callable[..., tuple[jax.Array, jax.Array | None, Any]]] = {
     "dilated": dilated.attend,
     "infini": infini.attend,
 }

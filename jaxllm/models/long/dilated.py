@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
+from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
-from jaxllm.longer import LongAttention
 from jaxllm.ops.attention import Part
 from jaxllm.ops.dilated import attention
 from jaxllm.ops.dilated.dense import dense_weights
-from jaxllm.ops.dilated.sight import Dilation, Sight
+from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
 
 
 @cache
@@ -36,7 +36,7 @@ def attend(
     scope: Any,
     q_BTNH: jax.Array,
     parts: Sequence[Part],
-    beside: None,
+    memory_inputs: None,
     *,
     scale: float,
     cap: float | None,
@@ -51,7 +51,7 @@ def attend(
             "attention of kind 'dilated' depends on positions and takes no mask: omit mask_BTS"
         )
     shown, at_BT = dilations(kind, q_BTNH.shape[2]), scope.position_BT
-    sight = Sight(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
+    sight = DilationPattern(shown, scale, cap, bool(kind.dedupe), bool(kind.frozen_mixture))
     out = attention.attend(q_BTNH, at_BT, parts, sight, document_BT=scope.document_BT)
     if not scope.mass or scope.document_BT is not None:
         return out, None, None

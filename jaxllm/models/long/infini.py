@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm import ops
+from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
-from jaxllm.longer import LongAttention
-from jaxllm.ops.buckets import Buckets, in_buckets
-from jaxllm.ops.compressive import Memory, compress, empty
+from jaxllm.ops.buckets import Buckets, make_buckets
+from jaxllm.ops.compressive import Memory, empty_memory, run_segments
 
 
-class Beside(NamedTuple):
+class MemoryInputs(NamedTuple):
     """Inputs of the memory, besides rotated queries and keys.
 
     Attributes:
@@ -43,7 +43,7 @@ def attend(
     scope: Any,
     q_BTNH: jax.Array,
     parts: Sequence[ops.Part],
-    beside: Beside,
+    memory_inputs: MemoryInputs,
     *,
     scale: float,
     cap: float | None,
@@ -57,7 +57,7 @@ def attend(
         "several documents in one row (train with --no-pack)": scope.document_BT is not None,
         "attention mass or weights": scope.mass is not False,
     }
-    if len(parts) > 1 and beside.memory is None:
+    if len(parts) > 1 and memory_inputs.memory is None:
         raise ConfigError(
             "attention of kind 'infini' continues a cache with its memory, which fixed shapes and"
             " exports do not support"
@@ -67,17 +67,21 @@ def attend(
             raise ConfigError(f"attention of kind 'infini' does not support {what}")
     assert kind.segment_length is not None
     update, length = kind.update or "linear", kind.segment_length
-    B, _, K, H = beside.k.shape
-    memory = empty(B, K, H, update) if beside.memory is None else beside.memory
-    buckets = in_buckets(scope.position_BT, length)
-    local = buckets.join(_local(buckets, length, q_BTNH, parts, scale, cap)).astype(jnp.float32)
-    found, there_BTN, memory = compress(memory, beside.q, beside.k, beside.v, buckets, update)
-    share_N1 = jax.nn.sigmoid(beside.gate_N.astype(jnp.float32))[None, None, :, None]
+    B, _, K, H = memory_inputs.k.shape
+    memory = empty_memory(B, K, H, update) if memory_inputs.memory is None else memory_inputs.memory
+    buckets = make_buckets(scope.position_BT, length)
+    local = buckets.join(_attend_local(buckets, length, q_BTNH, parts, scale, cap)).astype(
+        jnp.float32
+    )
+    found, there_BTN, memory = run_segments(
+        memory, memory_inputs.q, memory_inputs.k, memory_inputs.v, buckets, update
+    )
+    share_N1 = jax.nn.sigmoid(memory_inputs.gate_N.astype(jnp.float32))[None, None, :, None]
     mixed = share_N1 * found + (1 - share_N1) * local
     return jnp.where(there_BTN[..., None], mixed, local).astype(q_BTNH.dtype), None, memory
 
 
-def _local(
+def _attend_local(
     buckets: Buckets,
     length: int,
     q_BTNH: jax.Array,

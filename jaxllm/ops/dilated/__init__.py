@@ -1,5 +1,5 @@
 """LongNet's dilated attention.
 
 attention: new tokens over all parts; blocks: consecutive positions; gathered: arbitrary positions.
-sight: the dilation pattern, and shared helpers. dense: a reference with all scores at once.
+pattern: the dilation pattern, and shared helpers. dense: a reference with all scores at once.
 """

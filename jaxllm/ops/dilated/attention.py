@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.blocks import in_blocks
-from jaxllm.ops.dilated.gathered import by_documents, each_gathers, one_by_one
-from jaxllm.ops.dilated.sight import Sight, first
+from jaxllm.ops.dilated.blocks import attend_blocks
+from jaxllm.ops.dilated.gathered import attend_documents, attend_tokens, gather_and_attend
+from jaxllm.ops.dilated.pattern import DilationPattern, first_position
 
 
 def attend(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: Sequence[Part],
-    sight: Sight,
+    pattern: DilationPattern,
     *,
     document_BT: jax.Array | None = None,
 ) -> jax.Array:
@@ -41,22 +41,22 @@ def attend(
     """
     T = q_BTNH.shape[1]
     if T == 1:
-        return each_gathers(sight, q_BTNH, position_BT, tuple(parts))
+        return gather_and_attend(pattern, q_BTNH, position_BT, tuple(parts))
     real_BT = position_BT >= 0
     last_B = position_BT.max(axis=1)
-    together = (last_B < first(position_BT) + T).all()
+    together = (last_B < first_position(position_BT) + T).all()
     if document_BT is not None:
         own_B = jnp.where(real_BT, document_BT, -1).max(axis=1)
         together &= (~real_BT | (document_BT == own_B[:, None])).all()
 
     def blocks(q: jax.Array, position: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return in_blocks(sight, q, position, parts)
+        return attend_blocks(pattern, q, position, parts)
 
-    def each(q: jax.Array, position: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
+    def gather_tokens(q: jax.Array, position: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
         if document_BT is None:
-            return one_by_one(sight, q, position, parts)
-        return by_documents(sight, q, position, parts, document_BT)
+            return attend_tokens(pattern, q, position, parts)
+        return attend_documents(pattern, q, position, parts, document_BT)
 
     # Gradients allocate residuals of both branches, so recompute those of the rare one.
-    apart = jax.checkpoint(each)
+    apart = jax.checkpoint(gather_tokens)
     return jax.lax.cond(together, blocks, apart, q_BTNH, position_BT, tuple(parts))

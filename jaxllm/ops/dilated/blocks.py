@@ -7,50 +7,59 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.sight import SCORES, Find, Sight, finder, first, read, streams, taken
+from jaxllm.ops.dilated.pattern import (
+    MAX_SCORES,
+    DilationPattern,
+    FindSlots,
+    first_position,
+    gather_kv,
+    head_streams,
+    make_finder,
+    take_tokens,
+)
 
 
-def in_blocks(
-    sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
+def attend_blocks(
+    pattern: DilationPattern, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
 ) -> jax.Array:
     """Compute dilated attention of tokens at consecutive positions, block by block."""
     T = q_BTNH.shape[1]
-    begin_B = first(position_BT)
-    first_B, count = begin_B - sight.reach + 1, T + sight.reach - 1
-    columns = finder(position_BT, first_B, count)
-    finders = [finder(p.position_BS, first_B, count) for p in parts]
+    begin_B = first_position(position_BT)
+    first_B, count = begin_B - pattern.reach + 1, T + pattern.reach - 1
+    columns = make_finder(position_BT, first_B, count)
+    finders = [make_finder(p.position_BS, first_B, count) for p in parts]
     found = [
-        _dilation(sight, i, q_BTNH, position_BT, begin_B, columns, parts, finders)
-        for i in range(len(sight.dilations))
+        _attend_dilation(pattern, i, q_BTNH, position_BT, begin_B, columns, parts, finders)
+        for i in range(len(pattern.dilations))
     ]
-    return sight.mixed(found, q_BTNH.dtype)
+    return pattern.mix(found, q_BTNH.dtype)
 
 
-def _dilation(
-    sight: Sight,
+def _attend_dilation(
+    pattern: DilationPattern,
     number: int,
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     begin_B: jax.Array,
-    columns: Find,
+    columns: FindSlots,
     parts: tuple[Part, ...],
-    finders: Sequence[Find],
+    finders: Sequence[FindSlots],
 ) -> tuple[jax.Array, jax.Array]:
     """Return one dilation's heads, `[B, T, N, H]`, and the logarithm of their denominators."""
-    d = sight.dilations[number]
+    d = pattern.dilations[number]
     B, T, N, H = q_BTNH.shape
-    K, M, r = parts[0].k_BSKH.shape[2], d.rows, d.ratio
-    head_E, kv_E, G = streams(d, K, share=not (sight.dedupe and number))
+    K, M, r = parts[0].k_BSKH.shape[2], d.max_positions, d.ratio
+    head_E, kv_E, G = head_streams(d, K, share=not (pattern.dedupe and number))
     E = len(head_E)
     own = -(-(T - 1) // r) + 1  # maximum rows of a head in T positions
     Q = min(M, own)
     alone = len(parts) == 1  # no keys before the first of these tokens
     M = Q if alone else M
     each = B * E * G * M  # scores per row of queries
-    turn = max(1, min(Q, SCORES // each))  # rows of queries at a time
+    turn = max(1, min(Q, MAX_SCORES // each))  # rows of queries at a time
     turns = -(-Q // turn)
     most = (T + d.length - 2) // d.length + 1  # maximum number of segments in T positions
-    step = max(1, min(most, SCORES // (each * turn * turns)))  # segments at a time
+    step = max(1, min(most, MAX_SCORES // (each * turn * turns)))  # segments at a time
     steps = -(-most // step)
 
     X = steps * step
@@ -65,22 +74,22 @@ def _dilation(
     row_111M = np.arange(M, dtype=np.int32).reshape(1, 1, 1, -1)
     before = start_XB[..., None, None] if alone else 0
     k_at = begin_XB[..., None, None] + r * (before + row_111M) + offset_11E1
-    k, v, there = read(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
+    k, v, there = gather_kv(parts, finders, k_at, kv_E.reshape(1, 1, E, 1))
     row = np.arange(B).reshape(1, B, 1, 1)
     q_BTEGH = q_BTNH.reshape(B, T, N // G, G, H)
     q = q_BTEGH[row, jnp.maximum(column, 0), head_E.reshape(1, 1, E, 1) // G]
 
-    def rows(
+    def attend_rows(
         given: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         q, column, q_at = given
-        seen = sight.seen_by(number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
+        seen = pattern.key_mask(number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
         seen &= (column >= 0)[..., None] & there[..., None, :]
-        return sight.softmax(q, k, v, seen)
+        return pattern.softmax(q, k, v, seen)
 
-    def segments(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def attend_segments(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, column, q_at, *keys = given
-        one = jax.checkpoint(rows)
+        one = jax.checkpoint(attend_rows)
         if turns == 1:
             return one((q, column, q_at), *keys)
         split = [
@@ -89,24 +98,24 @@ def _dilation(
         ]
         out, total = jax.lax.map(lambda given: one(given, *keys), tuple(split))
 
-        def joined(x: jax.Array) -> jax.Array:
+        def merge_turns(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])
 
-        return joined(out), joined(total)
+        return merge_turns(out), merge_turns(total)
 
-    def nothing(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def empty_output(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         shape = given[0].shape
         return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
 
-    def some(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond((given[1] >= 0).any(), segments, nothing, given)
+    def attend_if_any(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond((given[1] >= 0).any(), attend_segments, empty_output, given)
 
     everything = (q, column, q_at, k, v, there, k_at)
     if steps == 1:
-        out, total = some(everything)
+        out, total = attend_if_any(everything)
     else:
         grouped = tuple(x.reshape(steps, step, *x.shape[1:]) for x in everything)
-        out, total = (x.reshape(X, *x.shape[2:]) for x in jax.lax.map(some, grouped))
+        out, total = (x.reshape(X, *x.shape[2:]) for x in jax.lax.map(attend_if_any, grouped))
 
     # Select each token's output from its block.
     which_BT = position_BT // d.length - (begin_B // d.length)[:, None]
@@ -122,4 +131,4 @@ def _dilation(
         jnp.clip(row_BT, 0, Q - 1)[..., None],
         np.arange(N).reshape(1, 1, N) % G,
     )
-    return taken((out, total), index, d.shown(position_BT))
+    return take_tokens((out, total), index, d.head_mask(position_BT))

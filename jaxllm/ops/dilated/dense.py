@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.ops.attention import Part, capped, visible
-from jaxllm.ops.dilated.sight import Dilation, Sight
-from jaxllm.ops.entries import dense, side_by_side
+from jaxllm.ops.attention import Part, soft_cap, visible
+from jaxllm.ops.dilated.pattern import Dilation, DilationPattern
+from jaxllm.ops.kv_quant import concat_slots, dequantize
 
 
 def multiplicity(
@@ -24,7 +24,7 @@ def multiplicity(
     """
     count_BNTS: jax.Array = jnp.zeros((1, 1, 1, 1), jnp.int32)
     for d in dilations:
-        q_BNT, k_BNS = (jnp.moveaxis(d.shown(x), 2, 1) for x in (q_position_BT, k_position_BS))
+        q_BNT, k_BNS = (jnp.moveaxis(d.head_mask(x), 2, 1) for x in (q_position_BT, k_position_BS))
         q_BT, k_BS = (x // d.length for x in (q_position_BT, k_position_BS))
         together_BTS = q_BT[:, :, None] == k_BS[:, None]
         both_BNTS = together_BTS[:, None] & q_BNT[..., None] & k_BNS[:, :, None]
@@ -34,31 +34,31 @@ def multiplicity(
 
 
 def dense_weights(
-    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], sight: Sight
+    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
 ) -> jax.Array:
     """Return the weights of `attend`, float32 `[B, N, T, S]` over the slots of all parts."""
     B, T, N, H = q_BTNH.shape
-    k_BSKH = side_by_side([dense(p.k_BSKH).astype(jnp.float32) for p in parts], B)
+    k_BSKH = concat_slots([dequantize(p.k_BSKH).astype(jnp.float32) for p in parts], B)
     q_BTKGH = q_BTNH.reshape(B, T, k_BSKH.shape[2], -1, H).astype(jnp.float32)
     product = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH).reshape(B, N, T, -1)
     count = multiplicity(
-        sight.dilations, position_BT, side_by_side([p.position_BS for p in parts], B)
+        pattern.dilations, position_BT, concat_slots([p.position_BS for p in parts], B)
     )
-    count = jnp.minimum(count, 1) if sight.dedupe else count
+    count = jnp.minimum(count, 1) if pattern.dedupe else count
     bias = jnp.log(jnp.maximum(count, 1).astype(jnp.float32))
-    score = jnp.where(count > 0, capped(sight.scale * product, sight.cap) + bias, -jnp.inf)
+    score = jnp.where(count > 0, soft_cap(pattern.scale * product, pattern.cap) + bias, -jnp.inf)
     seen = (count > 0).any(axis=-1, keepdims=True)
     return jnp.where(seen, jax.nn.softmax(jnp.where(seen, score, 0.0), axis=-1), 0.0)
 
 
 def dense_attend(
-    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], sight: Sight
+    q_BTNH: jax.Array, position_BT: jax.Array, parts: Sequence[Part], pattern: DilationPattern
 ) -> jax.Array:
     """Compute `attend` as one softmax with the logarithm of `multiplicity`, `[B, T, N, H]`."""
     B, T, N, H = q_BTNH.shape
-    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, sight)
-    v_BSKH = side_by_side([dense(p.v_BSKH).astype(jnp.float32) for p in parts], B)
-    position_BS = side_by_side([p.position_BS for p in parts], B)
+    weight_BNTS = dense_weights(q_BTNH, position_BT, parts, pattern)
+    v_BSKH = concat_slots([dequantize(p.v_BSKH).astype(jnp.float32) for p in parts], B)
+    position_BS = concat_slots([p.position_BS for p in parts], B)
     v_BSKH = jnp.where(position_BS[:, :, None, None] >= 0, v_BSKH, 0.0)  # zero times NaN is NaN
     weight_BKGTS = weight_BNTS.reshape(B, v_BSKH.shape[2], -1, T, v_BSKH.shape[1])
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", weight_BKGTS, v_BSKH)

@@ -7,57 +7,59 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.ops.attention import Part
-from jaxllm.ops.dilated.sight import (
-    SCORES,
+from jaxllm.ops.dilated.pattern import (
+    MAX_SCORES,
     Dilation,
-    Find,
-    Sight,
-    finder,
-    first,
-    read,
-    same_dtype,
-    taken,
+    DilationPattern,
+    FindSlots,
+    first_position,
+    gather_kv,
+    make_finder,
+    match_dtypes,
+    take_tokens,
 )
-from jaxllm.ops.entries import dense
+from jaxllm.ops.kv_quant import dequantize
 
 
-def each_gathers(
-    sight: Sight,
+def gather_and_attend(
+    pattern: DilationPattern,
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
-    finders: Sequence[Find] | None = None,
+    finders: Sequence[FindSlots] | None = None,
 ) -> jax.Array:
     """Compute dilated attention with keys gathered per token, for heads with any key only."""
     B, T, N, _ = q_BTNH.shape
     K = parts[0].k_BSKH.shape[2]
     itself = None
     if finders is None:  # a single token
-        first_B = position_BT[:, 0] - sight.reach + 1
+        first_B = position_BT[:, 0] - pattern.reach + 1
         if len(parts) > 1 and parts[-1].position_BS.shape == (B, 1):  # its own key needs no lookup
             *rest, itself = parts
             parts = tuple(rest)
-        finders = [finder(p.position_BS, first_B, sight.reach) for p in parts]
+        finders = [make_finder(p.position_BS, first_B, pattern.reach) for p in parts]
     found = []
-    for number, d in enumerate(sight.dilations):
-        heads, rank_N, share = _heads_of(d, K, share=not (sight.dedupe and number))
+    for number, d in enumerate(pattern.dilations):
+        heads, rank_N, share = _heads_by_residue(d, K, share=not (pattern.dedupe and number))
         residue_BT = d.residue(position_BT)
         head_BTE = jnp.asarray(heads)[residue_BT]
-        row_11M = np.arange(d.rows, dtype=np.int32).reshape(1, 1, -1) * d.ratio
+        row_11M = np.arange(d.max_positions, dtype=np.int32).reshape(1, 1, -1) * d.ratio
         k_at = (position_BT // d.length * d.length + residue_BT)[..., None] + row_11M  # [B, T, M]
-        # Positions as `read` takes them: `[1, B, T x E, M]`.
+        # Positions as `gather_kv` takes them: `[1, B, T x E, M]`.
         E = head_BTE.shape[-1]
-        at = jnp.broadcast_to(k_at[:, :, None], (B, T, E, d.rows)).reshape(1, B, T * E, d.rows)
+        at = jnp.broadcast_to(k_at[:, :, None], (B, T, E, d.max_positions)).reshape(
+            1, B, T * E, d.max_positions
+        )
         kv = (jnp.maximum(head_BTE, 0) // (N // K)).reshape(1, B, T * E, 1)
-        k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in read(parts, finders, at, kv))
+        k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in gather_kv(parts, finders, at, kv))
         if itself is not None:
             index_BTE1 = kv.reshape(B, T, E, 1)
             own = (
-                jnp.take_along_axis(dense(x), index_BTE1, axis=2)[:, :, :, None]
+                jnp.take_along_axis(dequantize(x), index_BTE1, axis=2)[:, :, :, None]
                 for x in (itself.k_BSKH, itself.v_BSKH)
             )
             k, v = (
-                jnp.concatenate(same_dtype(x, new), axis=3)
+                jnp.concatenate(match_dtypes(x, new), axis=3)
                 for x, new in zip((k, v), own, strict=True)
             )
             there = jnp.concatenate([there, jnp.ones_like(there[..., :1])], axis=-1)
@@ -68,9 +70,9 @@ def each_gathers(
         q = jnp.take_along_axis(q_BTEGH, picked[..., None, None], axis=2)[:, :, :, None]
         q_at = position_BT[:, :, None, None]
         head = jnp.maximum(head_BTE, 0)[..., None, None]
-        seen = sight.seen_by(number, head, q_at, k_at[:, :, None])
+        seen = pattern.key_mask(number, head, q_at, k_at[:, :, None])
         real = (q_at >= 0) & (head_BTE >= 0)[..., None]
-        out, total = sight.softmax(q, k, v, seen & there[..., None, :] & real[..., None])
+        out, total = pattern.softmax(q, k, v, seen & there[..., None, :] & real[..., None])
         index = (
             np.arange(B).reshape(B, 1, 1),
             np.arange(T).reshape(1, T, 1),
@@ -78,11 +80,13 @@ def each_gathers(
             0,
             np.arange(N).reshape(1, 1, N) % G,
         )
-        found.append(taken((out, total), index, d.shown(position_BT)))
-    return sight.mixed(found, q_BTNH.dtype)
+        found.append(take_tokens((out, total), index, d.head_mask(position_BT)))
+    return pattern.mix(found, q_BTNH.dtype)
 
 
-def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.ndarray, bool]:
+def _heads_by_residue(
+    d: Dilation, kv_heads: int, share: bool
+) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return the heads per residue, `[ratio, E]` (-1: none), each head's index there, and a flag.
 
     The flag is True if all heads of a key head are grouped as one.
@@ -100,21 +104,21 @@ def _heads_of(d: Dilation, kv_heads: int, share: bool) -> tuple[np.ndarray, np.n
     return heads, rank_N, False
 
 
-def one_by_one(
-    sight: Sight, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
+def attend_tokens(
+    pattern: DilationPattern, q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]
 ) -> jax.Array:
     """Compute dilated attention one new token at a time, at any positions."""
 
     def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         q_BNH, position_B = given
-        return each_gathers(sight, q_BNH[:, None], position_B[:, None], parts)[:, 0]
+        return gather_and_attend(pattern, q_BNH[:, None], position_B[:, None], parts)[:, 0]
 
     out = jax.lax.map(one, (jnp.moveaxis(q_BTNH, 1, 0), position_BT.T))
     return jnp.moveaxis(out, 0, 1)
 
 
-def by_documents(
-    sight: Sight,
+def attend_documents(
+    pattern: DilationPattern,
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
@@ -122,13 +126,13 @@ def by_documents(
 ) -> jax.Array:
     """Compute dilated attention of new tokens that attend to their own document only."""
     B, T, N, H = q_BTNH.shape
-    rows = max(d.rows for d in sight.dilations)
-    width = max(1, min(T, SCORES // (B * N * rows * H)))  # columns at a time
-    first_B, count = first(position_BT) - sight.reach + 1, T + sight.reach - 1
-    cached = [finder(p.position_BS, first_B, count) for p in parts[:-1]]
+    rows = max(d.max_positions for d in pattern.dilations)
+    width = max(1, min(T, MAX_SCORES // (B * N * rows * H)))  # columns at a time
+    first_B, count = first_position(position_BT) - pattern.reach + 1, T + pattern.reach - 1
+    cached = [make_finder(p.position_BS, first_B, count) for p in parts[:-1]]
     row = jnp.arange(B)[None, :, None, None, None]
 
-    def some(given: tuple[jax.Array, ...]) -> jax.Array:
+    def attend_columns(given: tuple[jax.Array, ...]) -> jax.Array:
         q, at_BW, column_BW, own_BW = given
 
         def find(position: jax.Array) -> jax.Array:
@@ -142,14 +146,19 @@ def by_documents(
             )
             return jnp.where(inside, column, -1).reshape(position.shape)
 
-        return each_gathers(sight, q, at_BW, parts, [*cached, find])
+        return gather_and_attend(pattern, q, at_BW, parts, [*cached, find])
 
-    def turns(x: jax.Array, blank: int) -> jax.Array:
+    def split_columns(x: jax.Array, blank: int) -> jax.Array:
         pad = [(0, 0), (0, -T % width), *[(0, 0)] * (x.ndim - 2)]
         padded = jnp.pad(x, pad, constant_values=blank)
         return jnp.moveaxis(padded.reshape(B, -1, width, *x.shape[2:]), 1, 0)
 
     column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    given = turns(q_BTNH, 0), turns(position_BT, -1), turns(column_BT, 0), turns(document_BT, -1)
-    out = jax.lax.map(some, given)
+    given = (
+        split_columns(q_BTNH, 0),
+        split_columns(position_BT, -1),
+        split_columns(column_BT, 0),
+        split_columns(document_BT, -1),
+    )
+    out = jax.lax.map(attend_columns, given)
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, H)[:, :T]

@@ -1,7 +1,7 @@
 """C++ kernels called through XLA's FFI, for operations that XLA runs slowly on CPUs; optional.
 
-`weights.linear` and `ops.attention` check `enabled()` and otherwise run plain JAX, which gives the
-same numbers. The kernels distribute rows over XLA's own threads.
+`weights.linear` and `ops.attention` check `is_enabled()` and otherwise run plain JAX, which gives
+the same numbers. The kernels distribute rows over XLA's own threads.
 
 JAXLLM_NATIVE=0 disables them, JAXLLM_LIBRARY selects another library. JAXLLM_ISA selects the
 instruction set, one of `INSTRUCTION_SETS`; default: the best that the machine supports.
@@ -67,33 +67,34 @@ class Kind(IntEnum):
 
 
 # Kinds that `experts` supports: each matrix of a stack starts at its own offset.
-EXPERTS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8, Kind.INT4)
+EXPERT_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8, Kind.INT4)
 
 
-class Path(NamedTuple):
+class KernelPath(NamedTuple):
     """How a matmul runs, depending on its number of rows.
 
     Attributes:
-        rows: Use the kernel for few rows up to this number; None: for any.
-        beyond: Above that: "many", the kernel for many rows; or XLA on weights dequantized by a
+        max_rows: Use the kernel for few rows up to this number; None: for any.
+        fallback: Above that: "many", the kernel for many rows; or XLA on weights dequantized by a
             kernel ("widened") or by XLA ("plain").
     """
 
-    rows: int | None = 16
-    beyond: str = "widened"
+    max_rows: int | None = 16
+    fallback: str = "widened"
 
 
-def path(kind: Kind, inputs: str) -> Path:
+def kernel_path(kind: Kind, inputs: str) -> KernelPath:
     """Return the path for a kind of weights on the current instruction set, from paths.json.
 
-    `scripts/bench_paths.py` writes that file from measurements. inputs: float32, bfloat16 or int8.
+    `scripts/benchmarks/paths.py` writes that file from measurements.
+    inputs: float32, bfloat16 or int8.
     """
-    row = _paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
-    return Path() if row is None else Path(row["rows"], row["beyond"])
+    row = _kernel_paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
+    return KernelPath() if row is None else KernelPath(row["rows"], row["beyond"])
 
 
 @cache
-def _paths() -> dict[str, dict[str, Any]]:
+def _kernel_paths() -> dict[str, dict[str, Any]]:
     with open(PATHS, encoding="utf-8") as file:
         table: dict[str, dict[str, Any]] = json.load(file)
     return table
@@ -104,15 +105,15 @@ _ENABLED = jax.make_user_context(True)
 
 
 @contextmanager
-def disabled() -> Iterator[None]:
+def disable_kernels() -> Iterator[None]:
     """Trace without native kernels in this context."""
     with _ENABLED(False):
         yield
 
 
-def enabled() -> bool:
+def is_enabled() -> bool:
     """Whether native kernels are available and not disabled."""
-    return _ENABLED.value and kernels() is not None
+    return _ENABLED.value and load_kernels() is not None
 
 
 def isa(name: str | None = None) -> str | None:
@@ -120,22 +121,22 @@ def isa(name: str | None = None) -> str | None:
 
     Raises ConfigError if the machine does not support it.
     """
-    loaded = kernels()
-    return None if loaded is None else _take(loaded, name)
+    loaded = load_kernels()
+    return None if loaded is None else _select_isa(loaded, name)
 
 
-def has_many() -> bool:
+def has_matrix_unit() -> bool:
     """Whether the current instruction set has a matrix unit, with kernels for many rows."""
     return isa() == "avx512-amx"
 
 
-def available() -> list[str]:
+def available_isas() -> list[str]:
     """Return the instruction sets that both this machine and the library support."""
-    loaded = kernels()
+    loaded = load_kernels()
     return [name for name in INSTRUCTION_SETS if loaded and loaded.jaxllm_kernels(name.encode())]
 
 
-def _take(loaded: ctypes.CDLL, name: str | None) -> str:
+def _select_isa(loaded: ctypes.CDLL, name: str | None) -> str:
     found = loaded.jaxllm_isa(name.encode() if name else None)
     if found is None and name not in INSTRUCTION_SETS:
         raise ConfigError(f"no instruction set {name!r} (known: {', '.join(INSTRUCTION_SETS)})")
@@ -148,21 +149,21 @@ def _take(loaded: ctypes.CDLL, name: str | None) -> str:
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
+def load_kernels() -> ctypes.CDLL | None:
     """Load the shared library and register its functions with XLA; None if there is none."""
-    if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := library()) is None:
+    if os.environ.get("JAXLLM_NATIVE", "1") == "0" or (path := library_path()) is None:
         return None
     loaded = ctypes.CDLL(path)
     loaded.jaxllm_isa.restype = ctypes.c_char_p
     loaded.jaxllm_kernels.restype = ctypes.c_void_p
-    _take(loaded, os.environ.get("JAXLLM_ISA"))
+    _select_isa(loaded, os.environ.get("JAXLLM_ISA"))
     for name in ("linear", "experts", "widen", "take", "attend", "write", "read"):
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return loaded
 
 
-def library() -> str | None:
+def library_path() -> str | None:
     """Return the path of the shared library; None if there is none.
 
     Looks at JAXLLM_LIBRARY, then beside this file and, for a checkout, in the site-packages that
@@ -184,12 +185,12 @@ class Matrix(NamedTuple):
 
     Attributes:
         kind: Storage type.
-        pieces: Arrays `[O, ...]` of that type (see `weights.leaves`).
+        arrays: Arrays `[O, ...]` of that type (see `weights.leaves`).
         group: Columns that share a scale; None if a row has one scale, or none.
     """
 
     kind: Kind
-    pieces: Sequence[jax.Array]
+    arrays: Sequence[jax.Array]
     group: int | None = None
 
 
@@ -199,7 +200,7 @@ def linear(
     *,
     columns: int,
     digits: int = 3,
-    many: bool = False,
+    matrix_unit: bool = False,
 ) -> list[jax.Array]:
     """Return `x @ weight.T` for each weight, float32 `[R, O]`; sums do not depend on R.
 
@@ -209,20 +210,21 @@ def linear(
         columns: I of all weights.
         digits: Base-256 digits of x for integer weights: 1 rounds x to int8 in blocks of 512
             columns, 3 keeps all of x.
-        many: Use the matrix unit if it supports these dtypes, with another order of additions.
+        matrix_unit: Use the matrix unit if it supports these dtypes, with another order of
+            additions.
     """
     rows = x_RI.shape[0]
-    out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[0]), jnp.float32) for w in weights]
+    out = [jax.ShapeDtypeStruct((rows, w.arrays[0].shape[0]), jnp.float32) for w in weights]
     call = jax.ffi.ffi_call("jaxllm_linear", out, vmap_method="sequential")
     attributes = {
         "kinds": np.array([w.kind for w in weights], np.int32),
         "groups": np.array([w.group or 0 for w in weights], np.int64),
-        "counts": np.array([len(w.pieces) for w in weights], np.int32),
+        "counts": np.array([len(w.arrays) for w in weights], np.int32),
         "columns": np.int64(columns),
         "digits": np.int32(digits),
-        "many": np.bool_(many),
+        "many": np.bool_(matrix_unit),
     }
-    return list(call(x_RI, *(piece for w in weights for piece in w.pieces), **attributes))
+    return list(call(x_RI, *(piece for w in weights for piece in w.arrays), **attributes))
 
 
 def experts(
@@ -232,7 +234,7 @@ def experts(
     *,
     columns: int,
     digits: int = 3,
-    many: bool = False,
+    matrix_unit: bool = False,
 ) -> list[jax.Array]:
     """Return `x[a] @ stack[expert[a]].T` for each stack, float32 `[A, O]`; zeros for no expert.
 
@@ -241,12 +243,12 @@ def experts(
 
     Args:
         expert_A: int32.
-        stacks: Arrays `[E, O, ...]` of a kind in `EXPERTS`.
+        stacks: Arrays `[E, O, ...]` of a kind in `EXPERT_KINDS`.
         columns, digits, many: See `linear`.
     """
-    rows, pieces = x_AI.shape[0], [piece for stack in stacks for piece in stack.pieces]
-    counts = [len(stack.pieces) for stack in stacks]
-    out = [jax.ShapeDtypeStruct((rows, w.pieces[0].shape[1]), jnp.float32) for w in stacks]
+    rows, pieces = x_AI.shape[0], [piece for stack in stacks for piece in stack.arrays]
+    counts = [len(stack.arrays) for stack in stacks]
+    out = [jax.ShapeDtypeStruct((rows, w.arrays[0].shape[1]), jnp.float32) for w in stacks]
     call = jax.ffi.ffi_call("jaxllm_experts", out, vmap_method="sequential")
     attributes = {
         "kinds": np.array([w.kind for w in stacks], np.int32),
@@ -255,22 +257,22 @@ def experts(
         "columns": np.int64(columns),
         "experts": np.int64(pieces[0].shape[0]),
         "digits": np.int32(digits),
-        "many": np.bool_(many),
+        "many": np.bool_(matrix_unit),
     }
     flat = [piece.reshape(-1, *piece.shape[2:]) for piece in pieces]  # without copies
     return list(call(x_AI, expert_A, *flat, **attributes))
 
 
-def widen(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
+def dequantize(weight: Matrix, dtype: jnp.dtype, *, columns: int) -> jax.Array:
     """Dequantize a weight to `[O, I]` in bfloat16 or float32."""
-    out = jax.ShapeDtypeStruct((weight.pieces[0].shape[0], columns), dtype)
+    out = jax.ShapeDtypeStruct((weight.arrays[0].shape[0], columns), dtype)
     call = jax.ffi.ffi_call("jaxllm_widen", out, vmap_method="sequential")
     attributes = {
         "kind": np.int32(weight.kind),
         "group": np.int64(weight.group or 0),
         "columns": np.int64(columns),
     }
-    dense: jax.Array = call(*weight.pieces, **attributes)
+    dense: jax.Array = call(*weight.arrays, **attributes)
     return dense
 
 
@@ -285,7 +287,7 @@ def take(table_VD: jax.Array, index_N: jax.Array) -> jax.Array:
 def attend(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
-    pieces: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
     *,
     scale: float,
     window: int | None,
@@ -295,14 +297,14 @@ def attend(
 
     Args:
         q_BTNH: float32, or bfloat16; with a bfloat16 cache, the latter uses BF16 products.
-        pieces: For each part k, v and positions, and then the two scales if k is int8.
+        arrays: For each part k, v and positions, and then the two scales if k is int8.
         cap: Soft cap on scores, by a tanh within two units in the last place.
     """
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
     limit = np.int64(-1 if window is None else window)
     attributes = {"scale": np.float32(scale), "window": limit, "cap": np.float32(cap or 0)}
-    y: jax.Array = call(q_BTNH, position_BT, *pieces, **attributes)
+    y: jax.Array = call(q_BTNH, position_BT, *arrays, **attributes)
     return y
 
 
@@ -310,14 +312,14 @@ def write(
     cursor: jax.Array,
     old: Sequence[jax.Array],
     new: Sequence[jax.Array],
-    after: Sequence[jax.Array] = (),
+    wait_for: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Write `new`, `[B, T, ...]`, into `old`, `[B, S, ...]`, at slots `cursor ...`, in place.
 
     Entries past the end are dropped. XLA first copies an array if a later reader may need its old
-    value; the arrays in `after` are computed before anything is written, so they need no copy.
+    value; the arrays in `wait_for` are computed before anything is written, so they need no copy.
     """
-    count, marks = len(old), [x[(0,) * x.ndim].reshape(1, 1) for x in after]
+    count, marks = len(old), [x[(0,) * x.ndim].reshape(1, 1) for x in wait_for]
     # Write one number of each as well: XLA drops its own barriers before it decides what to copy.
     old, new = [*old, *map(jnp.zeros_like, marks)], [*new, *marks]
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old]

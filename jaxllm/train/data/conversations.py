@@ -15,11 +15,11 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Example
 
-LONGEST = 1 << 21  # characters of an example that is encoded in one piece
+MAX_CHARS = 1 << 21  # characters of an example that is encoded in one piece
 Messages = Sequence[Mapping[str, Any]]
 
 
-def conversation(
+def encode_conversation(
     template: ChatTemplate, tokenizer: Tokenizer, messages: Messages, **variables: Any
 ) -> Example:
     """Encode a conversation and mark the assistant turns for the loss.
@@ -38,8 +38,8 @@ def conversation(
     token_T = np.array(tokenizer.encode(text, parse_special=True), np.int32)
     counts_T = np.zeros(len(token_T), bool)
     for begin, end in spans:
-        first, last = (_tokens_before(tokenizer, text, token_T, at) for at in (begin, end))
-        counts_T[first : _without_space(tokenizer, token_T, first, last)] = True
+        first, last = (_count_tokens_before(tokenizer, text, token_T, at) for at in (begin, end))
+        counts_T[first : _trim_space(tokenizer, token_T, first, last)] = True
     return Example(token_T, counts_T)
 
 
@@ -48,9 +48,9 @@ def check_length(text: str, what: str) -> None:
 
     It is encoded in one piece, which takes some 200 bytes per character.
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARS:
         raise TokenError(
-            f"{what} must have at most {LONGEST:,} characters: got {len(text):,}. Split it into"
+            f"{what} must have at most {MAX_CHARS:,} characters: got {len(text):,}. Split it into"
             ' rows, or give it as "text" or as a file of text.'
         )
 
@@ -90,22 +90,22 @@ def _check_beginning(part: str, text: str, number: int, what: str) -> None:
     )
 
 
-def shared(one: np.ndarray, other: np.ndarray) -> int:
+def common_prefix_length(first: np.ndarray, second: np.ndarray) -> int:
     """Return the number of tokens in the common prefix of both."""
-    least = min(len(one), len(other))
-    unlike = np.flatnonzero(one[:least] != other[:least])
+    least = min(len(first), len(second))
+    unlike = np.flatnonzero(first[:least] != second[:least])
     return int(unlike[0]) if unlike.size else least
 
 
-def _tokens_before(tokenizer: Tokenizer, text: str, token_T: np.ndarray, at: int) -> int:
+def _count_tokens_before(tokenizer: Tokenizer, text: str, token_T: np.ndarray, end: int) -> int:
     """Return how many tokens lie before a character, whatever follows it."""
-    if at == len(text):
+    if end == len(text):
         return len(token_T)
-    before = np.array(tokenizer.encode(text[:at], parse_special=True), np.int32)
-    return shared(before, token_T)
+    before = np.array(tokenizer.encode(text[:end], parse_special=True), np.int32)
+    return common_prefix_length(before, token_T)
 
 
-def _without_space(tokenizer: Tokenizer, token_T: np.ndarray, first: int, last: int) -> int:
+def _trim_space(tokenizer: Tokenizer, token_T: np.ndarray, first: int, last: int) -> int:
     """Return the end of a turn: after its last control token, if only white space follows that."""
     ids = token_T[first:last].tolist()
     control = [i for i, token in enumerate(ids) if token in tokenizer.special_ids]

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
+from jaxllm.runtime.validation import check_int, check_token_ids
 from jaxllm.train.data.examples import Examples
 from jaxllm.train.data.packing import best_fit
-from jaxllm.train.data.rows import IGNORED, Rows, blank
-from jaxllm.whole import check_ids, whole
+from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 
 
 class _Pieces(NamedTuple):
@@ -30,8 +30,8 @@ class _Pieces(NamedTuple):
     start_P: np.ndarray
     end_P: np.ndarray
     head_P: np.ndarray
-    short: int
-    gone: int
+    num_shortened: int
+    num_dropped: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,12 +55,12 @@ class Dataset:
     pack: bool = True
 
     def __post_init__(self) -> None:
-        whole("row width", self.width, 1, None, ConfigError)
-        whole("batch size", self.batch_size, 1, None, ConfigError)
-        whole("seed", self.seed, 0, None, ConfigError)
+        check_int("row width", self.width, 1, None, ConfigError)
+        check_int("batch size", self.batch_size, 1, None, ConfigError)
+        check_int("seed", self.seed, 0, None, ConfigError)
         if not len(self._pieces.start_P):
             learned = "no token is marked to be learned"
-            if self.examples.counts_N is None or self.examples.counts_N.any():
+            if self.examples.loss_mask_N is None or self.examples.loss_mask_N.any():
                 learned = f"in rows of {self.width} columns no example has a token left to learn"
             raise TokenError(
                 f"there is nothing to train on in {len(self.examples)} examples: {learned}"
@@ -72,7 +72,7 @@ class Dataset:
     @cached_property
     def tokens(self) -> int:
         """The number of labels that count in an epoch."""
-        counts_N, (start_P, end_P, *_) = self.examples.counts_N, self._pieces
+        counts_N, (start_P, end_P, *_) = self.examples.loss_mask_N, self._pieces
         if counts_N is None:
             return int((end_P - start_P - 1).sum())
         return sum(int(counts_N[s + 1 : e].sum()) for s, e in zip(start_P, end_P, strict=True))
@@ -83,7 +83,7 @@ class Dataset:
         examples = self.examples
         settings = (self.width, self.batch_size, self.seed, self.pack, examples.long, examples.bos)
         sha = hashlib.sha256(repr(settings).encode())
-        for array in (examples.token_N, examples.counts_N, examples.begin_E):
+        for array in (examples.token_N, examples.loss_mask_N, examples.begin_E):
             if array is not None:
                 sha.update(array.data)
         return sha.hexdigest()[:16]
@@ -99,8 +99,8 @@ class Dataset:
             "width": self.width,
             "tokens": self.tokens,
             "filled": columns / (len(self._rows) * self.width),
-            "cut": self._pieces.short,
-            "dropped": self._pieces.gone,
+            "cut": self._pieces.num_shortened,
+            "dropped": self._pieces.num_dropped,
             "digest": self.digest,
         }
 
@@ -118,24 +118,24 @@ class Dataset:
                 f"training rows of {self.width} columns exceed the model's context of"
                 f" {config.context_length}: use shorter rows"
             )
-        check_ids(self.examples.token_N, config.vocab_size, "training data: ")
+        check_token_ids(self.examples.token_N, config.vocab_size, "training data: ")
 
     def batch(self, number: int) -> Rows:
         """Return batch `number`, from 0, of an endless sequence of epochs; always the same one."""
-        epoch, within = divmod(whole("batch", number, 0, None, ConfigError), len(self))
-        order_R = _order(len(self._rows), self.seed, epoch)
-        rows = blank(self.batch_size, self.width)
+        epoch, within = divmod(check_int("batch", number, 0, None, ConfigError), len(self))
+        order_R = _shuffle_rows(len(self._rows), self.seed, epoch)
+        rows = blank_rows(self.batch_size, self.width)
         chosen = order_R[within * self.batch_size : (within + 1) * self.batch_size]
         for row, at in enumerate(chosen):
             column = 0
             for document, piece in enumerate(self._rows[at]):
-                column = self._write(rows, row, column, document, piece)
+                column = self._write_piece(rows, row, column, document, piece)
         return rows
 
-    def _write(self, rows: Rows, row: int, column: int, document: int, piece: int) -> int:
+    def _write_piece(self, rows: Rows, row: int, column: int, document: int, piece: int) -> int:
         """Write a piece into a row at a column; return the column after it."""
         start, end = self._pieces.start_P[piece], self._pieces.end_P[piece]
-        token_L, counts_N = self.examples.token_N[start:end], self.examples.counts_N
+        token_L, counts_N = self.examples.token_N[start:end], self.examples.loss_mask_N
         here = (row, slice(column, column + len(token_L) - 1))
         rows.token_BT[here] = token_L[:-1]
         if self._pieces.head_P[piece] >= 0:
@@ -150,7 +150,7 @@ class Dataset:
 
     @cached_property
     def _pieces(self) -> _Pieces:
-        return _cut(self.examples, self.width)
+        return _cut_pieces(self.examples, self.width)
 
     @cached_property
     def _rows(self) -> list[np.ndarray]:
@@ -161,19 +161,19 @@ class Dataset:
 
 
 @lru_cache(maxsize=8)
-def _order(rows: int, seed: int, epoch: int) -> np.ndarray:
+def _shuffle_rows(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
-def _cut(examples: Examples, width: int) -> _Pieces:
+def _cut_pieces(examples: Examples, width: int) -> _Pieces:
     """Cut examples into pieces of at most `width` + 1 tokens, each with something to learn."""
     found: list[tuple[int, int, int]] = []
     short = gone = 0
-    counts_N, begin = examples.counts_N, examples.begin_E.tolist()
+    counts_N, begin = examples.loss_mask_N, examples.begin_E.tolist()
     for start, end in pairwise(begin):
         pieces = [(start, end, -1)]
         if end - start > width + 1:
-            pieces = _SHORTENED[examples.long](examples, start, end, width)
+            pieces = _SHORTEN[examples.long](examples, start, end, width)
             short += examples.long != "split"
         kept = [p for p in pieces if p[1] - p[0] > 1]
         if counts_N is not None:
@@ -184,25 +184,31 @@ def _cut(examples: Examples, width: int) -> _Pieces:
     return _Pieces(table[:, 0], table[:, 1], table[:, 2], short, gone)
 
 
-def _split(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
+def _split_example(
+    examples: Examples, start: int, end: int, width: int
+) -> list[tuple[int, int, int]]:
     """Split an example; the last token of a piece, only a label there, starts the next piece."""
     return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
 
 
-def _left(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
-    counts_L = examples[_number(examples, start)].counts_T
+def _truncate_left(
+    examples: Examples, start: int, end: int, width: int
+) -> list[tuple[int, int, int]]:
+    counts_L = examples[_example_index(examples, start)].loss_mask_T
     learned = int(np.argmax(counts_L[1:])) + 1 if counts_L[1:].any() else 1
     begin = min(end - width - 1, start + learned - 1)
     head = -1 if examples.bos is None or begin == start else examples.bos
     return [(begin, min(begin + width + 1, end), head)]
 
 
-def _right(examples: Examples, start: int, end: int, width: int) -> list[tuple[int, int, int]]:
+def _truncate_right(
+    examples: Examples, start: int, end: int, width: int
+) -> list[tuple[int, int, int]]:
     return [(start, start + width + 1, -1)]
 
 
-def _number(examples: Examples, start: int) -> int:
+def _example_index(examples: Examples, start: int) -> int:
     return int(np.searchsorted(examples.begin_E, start, side="right")) - 1
 
 
-_SHORTENED = {"split": _split, "left": _left, "right": _right}
+_SHORTEN = {"split": _split_example, "left": _truncate_left, "right": _truncate_right}

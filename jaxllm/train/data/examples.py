@@ -8,17 +8,17 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
+from jaxllm.runtime.validation import as_token_array, check_int
 from jaxllm.train.data.rows import Example
-from jaxllm.whole import token_array, whole
 
-_MOST_ID = (1 << 31) - 1
+_MAX_ID = (1 << 31) - 1
 
 # What to do with an example that is longer than a row:
 #   split: continue it in further rows, which do not attend to the earlier ones.
 #   left: drop the beginning of the prompt, except the begin-of-text token; if that is not enough,
 #     also the end of the completion.
 #   right: drop its end.
-Long = Literal["split", "left", "right"]
+LongPolicy = Literal["split", "left", "right"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,17 +27,17 @@ class Examples:
 
     Attributes:
       token_N: int32 ids.
-      counts_N: bool, which tokens are learned; None for all.
+      loss_mask_N: bool, which tokens are learned; None for all.
       begin_E: int64 `[examples + 1]`, the start of each example.
-      long: see `Long`.
+      long: see `LongPolicy`.
       bos: the begin-of-text token that examples start with, if any.
       source: a description of their origin, as JSON values.
     """
 
     token_N: np.ndarray
-    counts_N: np.ndarray | None
+    loss_mask_N: np.ndarray | None
     begin_E: np.ndarray
-    long: Long = "split"
+    long: LongPolicy = "split"
     bos: int | None = None
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -47,54 +47,56 @@ class Examples:
     def __getitem__(self, number: int) -> Example:
         place = slice(*self.begin_E[number : number + 2])
         token_T = self.token_N[place]
-        counts_T = np.ones(len(token_T), bool) if self.counts_N is None else self.counts_N[place]
+        counts_T = (
+            np.ones(len(token_T), bool) if self.loss_mask_N is None else self.loss_mask_N[place]
+        )
         return Example(token_T, counts_T)
 
 
-class Growing:
+class ExampleBuilder:
     """Builds `Examples` in one array of tokens that grows in place, without a second copy."""
 
     def __init__(self) -> None:
         self._tokens, self._begin = array("i"), array("q", [0])
         self._counts: bytearray | None = None
 
-    def extend(self, token_T: Any, counts_T: Any = None) -> None:
+    def extend(self, token_T: Any, loss_mask_T: Any = None) -> None:
         """Append tokens to the current example. counts_T: which are learned; default: all."""
-        ids = token_array(f"example {len(self._begin) - 1}", token_T)
-        if counts_T is not None and self._counts is None:
+        ids = as_token_array(f"example {len(self._begin) - 1}", token_T)
+        if loss_mask_T is not None and self._counts is None:
             self._counts = bytearray(b"\1") * len(self._tokens)
         self._tokens.frombytes(ids.tobytes())
         if self._counts is not None:
-            marks = np.ones(len(ids), bool) if counts_T is None else counts_T
+            marks = np.ones(len(ids), bool) if loss_mask_T is None else loss_mask_T
             self._counts += np.ascontiguousarray(marks, bool).tobytes()
 
-    def end(self) -> None:
+    def end_example(self) -> None:
         """End the current example."""
         self._begin.append(len(self._tokens))
 
-    def done(
-        self, long: Long, bos: int | None, source: Mapping[str, Any] | None = None
+    def build(
+        self, long: LongPolicy, bos: int | None, source: Mapping[str, Any] | None = None
     ) -> Examples:
         """Return the examples.
 
         Raises TokenError if there are none, ConfigError for an unknown `long`.
         """
-        if long not in (known := get_args(Long)):
+        if long not in (known := get_args(LongPolicy)):
             raise ConfigError(f"long must be one of {', '.join(known)}, got {long!r:.40}")
         if bos is not None:
-            bos = whole("bos", bos, 0, _MOST_ID, TokenError)
+            bos = check_int("bos", bos, 0, _MAX_ID, TokenError)
         if len(self._begin) == 1:
             raise TokenError("there is no data to train on: no examples")
         counts_N = None if self._counts is None else np.frombuffer(self._counts, bool)
         return Examples(
-            _ints(self._tokens), counts_N, _ints(self._begin), long, bos, dict(source or {})
+            _as_array(self._tokens), counts_N, _as_array(self._begin), long, bos, dict(source or {})
         )
 
 
 def from_examples(
     examples: Iterable[Example],
     *,
-    long: Long = "split",
+    long: LongPolicy = "split",
     bos: int | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> Examples:
@@ -102,13 +104,13 @@ def from_examples(
 
     Raises TokenError for token ids and loss masks of unequal lengths, and if there is no example.
     """
-    growing = Growing()
-    for number, example in enumerate(_each(examples)):
+    growing = ExampleBuilder()
+    for number, example in enumerate(_check_iterable(examples)):
         if not isinstance(example, tuple | list) or len(example) != 2:
             raise TokenError(
                 f"example {number} must be an Example(token ids, loss mask), got {example!r:.60}"
             )
-        token_T = token_array(f"example {number}", example[0])
+        token_T = as_token_array(f"example {number}", example[0])
         counts_T = np.asarray(example[1])
         if counts_T.dtype.kind != "b" and counts_T.size:
             raise TokenError(f"example {number}: the loss mask must be bool, got {counts_T.dtype}")
@@ -118,8 +120,8 @@ def from_examples(
                 " give one value per token"
             )
         growing.extend(token_T, counts_T)
-        growing.end()
-    return growing.done(long, bos, source)
+        growing.end_example()
+    return growing.build(long, bos, source)
 
 
 def from_ids(
@@ -130,20 +132,20 @@ def from_ids(
     documents: lists of ids, or a matrix whose rows are documents. Raises TokenError if there are
     none, and for ids outside 0 to 2**31 - 1.
     """
-    growing = Growing()
-    for ids in _each(documents):
+    growing = ExampleBuilder()
+    for ids in _check_iterable(documents):
         growing.extend(ids)
-        growing.end()
-    return growing.done("split", bos, source)
+        growing.end_example()
+    return growing.build("split", bos, source)
 
 
-def _each(documents: Any) -> Iterable[Any]:
+def _check_iterable(documents: Any) -> Iterable[Any]:
     if not isinstance(documents, Iterable):
         raise TokenError(f"examples must be a list, got {documents!r:.60}")
     return documents
 
 
-def _ints(numbers: "array[int]") -> np.ndarray:
+def _as_array(numbers: "array[int]") -> np.ndarray:
     """View an `array` as a read-only numpy array, without a copy."""
     found = np.frombuffer(numbers, np.dtype(numbers.typecode))
     found.setflags(write=False)

@@ -34,7 +34,7 @@ class Example(NamedTuple):
     """
 
     token_T: np.ndarray
-    counts_T: np.ndarray
+    loss_mask_T: np.ndarray
 
 
 class Data(Protocol):
@@ -57,7 +57,7 @@ class Data(Protocol):
         ...
 
 
-def blank(rows: int, width: int) -> Rows:
+def blank_rows(rows: int, width: int) -> Rows:
     """Return rows of padding."""
     shape = (rows, width)
     return Rows(

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.evaluate.likelihood.divergence import kl_divergence
-from jaxllm.ops.likelihood import map_rows
+from jaxllm.ops.token_logprobs import map_rows
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.losses import log_likelihoods
 
-NOTHING = -1e4  # the log-probability of an impossible token: finite, and its exponential is 0
+MIN_LOGPROB = -1e4  # the log-probability of an impossible token: finite, and its exponential is 0
 
 
-class Mix(NamedTuple):
+class DistillLossConfig(NamedTuple):
     """The distillation loss `alpha T^2 D + (1 - alpha) CE`.
 
     D is the divergence `beta` of both distributions at temperature T, CE the cross-entropy with the
@@ -70,7 +70,7 @@ def log_probs(logits_XV: jax.Array, size: int, temperature: float) -> jax.Array:
     return jax.nn.log_softmax(x_XV if temperature == 1 else x_XV / temperature, axis=-1)
 
 
-class Learned(NamedTuple):
+class DistillLoss(NamedTuple):
     """Sums over the tokens with a label, float32. tokens: their number."""
 
     loss: jax.Array
@@ -81,50 +81,50 @@ class Learned(NamedTuple):
 
 # Maps the student's logits [N, T, V] and the teacher's output for the same tokens, [N, T, ...], to
 # the log-probabilities of teacher and student.
-Compared = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+Compare = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
-def learned(
+def distill_loss(
     logits_BTV: jax.Array,
     label_BT: jax.Array,
     teacher: Any,
-    compared: Compared,
-    mix: Mix,
-    among: int = 1,
-) -> Learned:
-    """Return the loss of `Mix` summed over all tokens with a label.
+    compare: Compare,
+    config: DistillLossConfig,
+    data_shards: int = 1,
+) -> DistillLoss:
+    """Return the loss of `DistillLossConfig` summed over all tokens with a label.
 
     Each device runs one row at a time and recomputes it in the backward pass. So besides the logits
     and their gradient only one row of `[T, V]` is in memory.
 
     Args:
-      teacher: arrays `[B, T, ...]` for `compared`.
-      among: as in `map_rows`.
+      teacher: arrays `[B, T, ...]` for `compare`.
+      data_shards: as in `map_rows`.
     """
 
     @jax.checkpoint
-    def some(arrays: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+    def row_losses(arrays: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
         logits_NTV, label_NT, told = arrays
-        p_NTV, q_NTV = compared(logits_NTV, told)
-        apart_NT = divergence(p_NTV, q_NTV, mix.beta)
+        p_NTV, q_NTV = compare(logits_NTV, told)
+        apart_NT = divergence(p_NTV, q_NTV, config.beta)
         entropy_NT = -log_likelihoods(logits_NTV, label_NT)
         return jnp.where(label_NT == IGNORED, 0.0, apart_NT), entropy_NT
 
-    apart_BT, entropy_BT = map_rows(some, (logits_BTV, label_BT, teacher), among)
+    apart_BT, entropy_BT = map_rows(row_losses, (logits_BTV, label_BT, teacher), data_shards)
     apart, entropy = apart_BT.sum(), entropy_BT.sum()
-    loss = mix.alpha * mix.temperature**2 * apart
-    if mix.alpha != 1:
-        loss = loss + (1 - mix.alpha) * entropy
-    return Learned(loss, apart, entropy, (label_BT != IGNORED).sum().astype(jnp.float32))
+    loss = config.alpha * config.temperature**2 * apart
+    if config.alpha != 1:
+        loss = loss + (1 - config.alpha) * entropy
+    return DistillLoss(loss, apart, entropy, (label_BT != IGNORED).sum().astype(jnp.float32))
 
 
-def of_logits(size: int, temperature: float) -> Compared:
+def compare_logits(size: int, temperature: float) -> Compare:
     """Return a function from student and teacher logits to log-probabilities of the first `size`
     tokens.
     """
 
-    def compared(logits_NTV: jax.Array, teacher_NTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compare(logits_NTV: jax.Array, teacher_NTV: jax.Array) -> tuple[jax.Array, jax.Array]:
         p_NTV = jax.lax.stop_gradient(log_probs(teacher_NTV, size, temperature))
         return p_NTV, log_probs(logits_NTV, size, temperature)
 
-    return compared
+    return compare

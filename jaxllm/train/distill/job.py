@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from jaxllm.api import LM
+from jaxllm.lm import LM
 from jaxllm.train.data.rows import Data
-from jaxllm.train.distill.settings import Distillation, finished, teaching
-from jaxllm.train.jobs import Job
+from jaxllm.train.distill.settings import Distillation, extract_student, prepare_distillation
+from jaxllm.train.jobs import TrainJob
 from jaxllm.weights.paths import Params
 
 
@@ -15,29 +15,29 @@ def distill(
     data: Data,
     options: Distillation,
     *,
-    held_out: Data | None = None,
+    eval_data: Data | None = None,
     directory: Path | None = None,
     seed: int = 0,
-) -> Job:
+) -> TrainJob:
     """Train all weights of a student on its teacher. The result is an ordinary model.
 
     directory: where the teacher's outputs are recorded, if `options.top_k` is set. Raises what
-    `settings.teaching` raises.
+    `settings.prepare_distillation` raises.
     """
-    taught = teaching(
-        student, teacher, data, options, held_out=held_out, directory=directory, seed=seed
+    taught = prepare_distillation(
+        student, teacher, data, options, eval_data=eval_data, directory=directory, seed=seed
     )
 
     def finish(params: Params, directory: Path) -> None:
-        finished(student, params).save(directory)
+        extract_student(student, params).save(directory)
 
-    return Job(
+    return TrainJob(
         lm=student,
         params=taught.params,
         objective=taught.objective,
-        given=taught.given,
+        extra_inputs=taught.extra_inputs,
         prepare=taught.prepare,
         data=taught.data,
-        held_out=taught.held_out,
+        eval_data=taught.eval_data,
         finish=finish,
     )

@@ -1,8 +1,9 @@
 """Objectives of distillation.
 
-Either the teacher runs within the step (`FromTeacher`, whose `given` is its parameters), or its
-outputs were recorded before (`FromBuckets`, whose rows are `Taught`). Both return sums and weights
-as in `train.objective`, so accumulated batches weight each token equally.
+Either the teacher runs within the step (`OnlineTeacherLoss`, whose `extra_inputs` is its
+parameters), or its outputs were recorded before (`RecordedTeacherLoss`, whose rows are
+`DistillRows`). Both return sums and weights as in `train.objective`, so accumulated batches weight
+each token equally.
 """
 
 import dataclasses
@@ -13,75 +14,88 @@ import jax
 
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.distill.buckets import Buckets, of_buckets
-from jaxllm.train.distill.divergences import Compared, Mix, learned, of_logits
-from jaxllm.train.distill.hidden import Hidden, apart
-from jaxllm.train.objective import Measured, run
-from jaxllm.weights.paths import Params, among_of
+from jaxllm.train.distill.divergences import (
+    Compare,
+    DistillLossConfig,
+    compare_logits,
+    distill_loss,
+)
+from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
+from jaxllm.train.distill.topk_logits import TopKLogprobs, compare_topk
+from jaxllm.train.objective import LossOutput, forward
+from jaxllm.weights.paths import Params, num_data_shards
 
 
-class Taught(Rows):
+class DistillRows(Rows):
     """Rows with the teacher's recorded outputs `[B, T, ...]`."""
 
-    told: Buckets
+    teacher: TopKLogprobs
 
 
 @dataclasses.dataclass(frozen=True)
-class FromTeacher:
-    """The loss of `Mix` with a teacher that runs in each step.
+class OnlineTeacherLoss:
+    """The loss of `DistillLossConfig` with a teacher that runs in each step.
 
     Needs memory for the teacher's weights and its float32 logits `[B, T, V]`.
 
     Attributes:
-      teacher: its module; its parameters are `given` in a call.
-      size: of the common vocabulary.
+      teacher: its module; its parameters are `extra_inputs` in a call.
+      vocab_size: of the common vocabulary.
       hidden: the loss of hidden states, if any.
     """
 
     teacher: nn.Module
-    size: int
-    mix: Mix
-    hidden: Hidden | None = None
+    vocab_size: int
+    config: DistillLossConfig
+    hidden: HiddenLossConfig | None = None
 
     def __call__(
-        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
-    ) -> Measured:
-        student = run(model, params, rows)
-        teacher = jax.lax.stop_gradient(run(self.teacher, given, rows))
-        compared = of_logits(self.size, self.mix.temperature)
-        measured = _measured(model, student.logits, rows, teacher.logits, compared, self.mix)
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput:
+        student = forward(model, params, rows)
+        teacher = jax.lax.stop_gradient(forward(self.teacher, extra_inputs, rows))
+        compared = compare_logits(self.vocab_size, self.config.temperature)
+        measured = _loss_output(model, student.logits, rows, teacher.logits, compared, self.config)
         if self.hidden is None:
             return measured
         states = student.hidden_states, teacher.hidden_states
-        distance = apart(self.hidden, params, *states, rows.label_BT)
+        distance = hidden_loss(self.hidden, params, *states, rows.label_BT)
         total = measured.total + self.hidden.weight * distance
-        return Measured(total, measured.weight, {**measured.also, "hidden": distance})
+        return LossOutput(total, measured.weight, {**measured.extras, "hidden": distance})
 
 
 @dataclasses.dataclass(frozen=True)
-class FromBuckets:
-    """The loss of `Mix` with a teacher's outputs that were recorded at the same temperature.
+class RecordedTeacherLoss:
+    """The loss of `DistillLossConfig` with a teacher's outputs that were recorded at the same
+    temperature.
 
-    size: of the common vocabulary.
+    vocab_size: of the common vocabulary.
     """
 
-    size: int
-    mix: Mix
+    vocab_size: int
+    config: DistillLossConfig
 
     def __call__(
-        self, model: nn.Module, params: Params, given: Any, rows: Rows, key: jax.Array
-    ) -> Measured:
-        if not isinstance(rows, Taught):
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput:
+        if not isinstance(rows, DistillRows):
             raise ConfigError("the rows have no recorded teacher outputs: use TaughtData")
-        compared = of_buckets(self.size, self.mix.temperature)
-        logits_BTV = run(model, params, rows).logits
-        return _measured(model, logits_BTV, rows, rows.told, compared, self.mix)
+        compared = compare_topk(self.vocab_size, self.config.temperature)
+        logits_BTV = forward(model, params, rows).logits
+        return _loss_output(model, logits_BTV, rows, rows.teacher, compared, self.config)
 
 
-def _measured(
-    model: nn.Module, logits_BTV: jax.Array, rows: Rows, told: Any, compared: Compared, mix: Mix
-) -> Measured:
+def _loss_output(
+    model: nn.Module,
+    logits_BTV: jax.Array,
+    rows: Rows,
+    teacher: Any,
+    compare: Compare,
+    config: DistillLossConfig,
+) -> LossOutput:
     label_BT = jax.numpy.asarray(rows.label_BT)
-    found = learned(logits_BTV, label_BT, told, compared, mix, among_of(model, len(label_BT)))
+    found = distill_loss(
+        logits_BTV, label_BT, teacher, compare, config, num_data_shards(model, len(label_BT))
+    )
     also = {"divergence": found.divergence, "cross_entropy": found.cross_entropy}
-    return Measured(found.loss, found.tokens, also)
+    return LossOutput(found.loss, found.tokens, also)

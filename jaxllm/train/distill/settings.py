@@ -10,24 +10,24 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from jaxllm.api import LM
 from jaxllm.errors import ConfigError
-from jaxllm.files import complaints_of
+from jaxllm.files import field_errors
+from jaxllm.lm import LM
 from jaxllm.train.data.rows import Data
-from jaxllm.train.distill import hidden as states
-from jaxllm.train.distill.divergences import Mix
-from jaxllm.train.distill.hidden import Hidden
-from jaxllm.train.distill.objectives import FromBuckets, FromTeacher
-from jaxllm.train.distill.recorded import TaughtData, record
-from jaxllm.train.distill.sampled import Sampled
-from jaxllm.train.distill.vocabulary import shared_size
-from jaxllm.train.jobs import everywhere, in_training
+from jaxllm.train.distill import feature_loss as states
+from jaxllm.train.distill.cached_logits import RecordedData, record_teacher
+from jaxllm.train.distill.divergences import DistillLossConfig
+from jaxllm.train.distill.feature_loss import HiddenLossConfig
+from jaxllm.train.distill.objectives import OnlineTeacherLoss, RecordedTeacherLoss
+from jaxllm.train.distill.on_policy import OnPolicySampler
+from jaxllm.train.distill.vocabulary import common_vocab_size
+from jaxllm.train.jobs import replicate, with_sharded_outputs
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
-Whole = Annotated[int, msgspec.Meta(ge=1)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,20 +48,20 @@ class Distillation:
     Raises ConfigError for values out of range, or that exclude each other.
     """
 
-    beta: Share = 0.0
+    beta: Fraction = 0.0
     temperature: Positive = 1.0
-    alpha: Share = 1.0
+    alpha: Fraction = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
-    on_policy: Share = 0.0
-    prompt_tokens: Whole = 16
-    new_tokens: Whole = 128
+    on_policy: Fraction = 0.0
+    prompt_tokens: PositiveInt = 16
+    new_tokens: PositiveInt = 128
     sample_temperature: Positive = 1.0
     hidden: Literal["mse", "cosine"] | None = None
     hidden_weight: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 1.0
     pairs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        complaints = complaints_of(self)
+        complaints = field_errors(self)
         if self.top_k and self.on_policy:
             complaints.append(
                 "recorded teacher outputs (top_k) do not cover rows that the student generates"
@@ -80,39 +80,39 @@ class Distillation:
             raise ConfigError("; ".join(complaints))
 
     @property
-    def mix(self) -> Mix:
-        return Mix(self.beta, self.temperature, self.alpha)
+    def loss_config(self) -> DistillLossConfig:
+        return DistillLossConfig(self.beta, self.temperature, self.alpha)
 
 
-class Teaching(NamedTuple):
+class DistillSetup(NamedTuple):
     """The inputs of a training run.
 
     Attributes:
       params: the student's, with projections if they are trained.
-      given: the objective's further arrays.
+      extra_inputs: the objective's further arrays.
       data, held_out: with the teacher's outputs, if they were recorded.
       prepare: makes the rows of each step, or None.
     """
 
     params: Params
     objective: Objective
-    given: Any
+    extra_inputs: Any
     data: Data
-    held_out: Data | None
-    prepare: Sampled | None
+    eval_data: Data | None
+    prepare: OnPolicySampler | None
 
 
-def teaching(
+def prepare_distillation(
     student: LM,
     teacher: LM,
     data: Data,
     options: Distillation,
     *,
-    held_out: Data | None = None,
+    eval_data: Data | None = None,
     directory: Path | None = None,
     seed: int = 0,
     show_progress: bool | None = None,
-) -> Teaching:
+) -> DistillSetup:
     """Prepare distillation of `student`; with `top_k` the teacher's outputs are recorded now.
 
     Args:
@@ -123,14 +123,14 @@ def teaching(
     context, a record with another key, or if `top_k` has no directory.
     """
     if options.alpha == 0 and options.hidden is None:
-        return Teaching(student.params, NextToken(), (), data, held_out, None)
-    size = shared_size(teacher, student)
+        return DistillSetup(student.params, NextToken(), (), data, eval_data, None)
+    size = common_vocab_size(teacher, student)
     _check_width(data, teacher, student)
     if options.top_k:
         if directory is None:
             raise ConfigError("top_k records the teacher's outputs on disk: give a directory")
         say = partial(
-            record,
+            record_teacher,
             teacher=teacher.model,
             params=teacher.params,
             k=min(options.top_k, size),
@@ -139,32 +139,36 @@ def teaching(
             show_progress=show_progress,
         )
 
-        def taught(data: Data, part: str) -> TaughtData:
-            return TaughtData(data, say(directory / part, data=data))
+        def record_data(data: Data, part: str) -> RecordedData:
+            return RecordedData(data, say(directory / part, data=data))
 
-        held_out = None if held_out is None else taught(held_out, "held-out")
-        objective = FromBuckets(size, options.mix)
-        return Teaching(student.params, objective, (), taught(data, "data"), held_out, None)
+        eval_data = None if eval_data is None else record_data(eval_data, "held-out")
+        objective = RecordedTeacherLoss(size, options.loss_config)
+        return DistillSetup(
+            student.params, objective, (), record_data(data, "data"), eval_data, None
+        )
     params, compared = student.params, None
     if options.hidden is not None:
         layers = student.config.num_hidden_layers, teacher.config.num_hidden_layers
-        pairs = options.pairs or states.evenly(*layers)
-        compared = Hidden(options.hidden, pairs, options.hidden_weight)
+        pairs = options.pairs or states.even_pairs(*layers)
+        compared = HiddenLossConfig(options.hidden, pairs, options.hidden_weight)
         params = states.with_projections(params, compared, student.config, teacher.config, seed)
-        if states.PLACE in params:
-            params[states.PLACE] = everywhere(student.model, params[states.PLACE])
+        if states.PARAMS_KEY in params:
+            params[states.PARAMS_KEY] = replicate(student.model, params[states.PARAMS_KEY])
     prepare = None
     if options.on_policy:
-        prepare = Sampled(
+        prepare = OnPolicySampler(
             student.model,
             options.on_policy,
             options.prompt_tokens,
             options.new_tokens,
             options.sample_temperature,
-            ends(student),
+            eos_token_ids(student),
         )
-    against = FromTeacher(in_training(teacher.model), size, options.mix, compared)
-    return Teaching(params, against, teacher.params, data, held_out, prepare)
+    against = OnlineTeacherLoss(
+        with_sharded_outputs(teacher.model), size, options.loss_config, compared
+    )
+    return DistillSetup(params, against, teacher.params, data, eval_data, prepare)
 
 
 def _check_width(data: Data, teacher: LM, student: LM) -> None:
@@ -177,12 +181,12 @@ def _check_width(data: Data, teacher: LM, student: LM) -> None:
             )
 
 
-def ends(lm: LM) -> tuple[int, ...]:
+def eos_token_ids(lm: LM) -> tuple[int, ...]:
     """Return the checkpoint's ids that end a text."""
     found = lm.generation.get("eos_token_id")
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
 
-def finished(student: LM, params: Params) -> LM:
+def extract_student(student: LM, params: Params) -> LM:
     """Return the trained student, without projections."""
-    return dataclasses.replace(student, params=states.without_projections(params))
+    return dataclasses.replace(student, params=states.remove_projections(params))

@@ -5,34 +5,34 @@ for the same tokens), so both are cut to the real tokens. If an id meant differe
 loss would be silently wrong, so tokenizers are compared token by token.
 """
 
-from jaxllm.api import LM
 from jaxllm.errors import ConfigError, TokenError
+from jaxllm.lm import LM
 from jaxllm.text.tokenizer import Tokenizer
 
-_SHOWN = 3
+_MAX_SHOWN = 3
 
 
-def shared_size(teacher: LM, student: LM) -> int:
+def common_vocab_size(teacher: LM, student: LM) -> int:
     """Return the number of common tokens: ids from 0 that mean the same and exist in both models.
 
     Raises ConfigError if the tokenizers differ, or one is missing.
     """
-    tokenizers = _tokenizer(teacher, "teacher"), _tokenizer(student, "student")
-    check_same(*tokenizers)
+    tokenizers = _get_tokenizer(teacher, "teacher"), _get_tokenizer(student, "student")
+    check_tokenizers(*tokenizers)
     return min(tokenizers[0].vocab_size, teacher.config.vocab_size, student.config.vocab_size)
 
 
-def check_same(teacher: Tokenizer, student: Tokenizer) -> None:
+def check_tokenizers(teacher: Tokenizer, student: Tokenizer) -> None:
     """Raise ConfigError, with examples, if an id has different tokens in the two tokenizers.
 
     The ids that end a text may differ, as they do for instruction-tuned models of a family.
     """
     sizes = teacher.vocab_size, student.vocab_size
-    unlike = [i for i in range(max(sizes)) if _token(teacher, i) != _token(student, i)]
+    unlike = [i for i in range(max(sizes)) if _token_text(teacher, i) != _token_text(student, i)]
     if unlike:
         shown = "; ".join(
-            f"{i} is {_token(teacher, i)!r:.40} and {_token(student, i)!r:.40}"
-            for i in unlike[:_SHOWN]
+            f"{i} is {_token_text(teacher, i)!r:.40} and {_token_text(student, i)!r:.40}"
+            for i in unlike[:_MAX_SHOWN]
         )
         raise ConfigError(
             f"teacher and student have different tokenizers: {len(unlike)} of {max(sizes)} ids"
@@ -41,7 +41,7 @@ def check_same(teacher: Tokenizer, student: Tokenizer) -> None:
         )
 
 
-def _tokenizer(lm: LM, name: str) -> Tokenizer:
+def _get_tokenizer(lm: LM, name: str) -> Tokenizer:
     if lm.tokenizer is None:
         raise ConfigError(
             f"the {name} {lm.path.name} has no tokenizer to compare with the other's: put its"
@@ -50,7 +50,7 @@ def _tokenizer(lm: LM, name: str) -> Tokenizer:
     return lm.tokenizer
 
 
-def _token(tokenizer: Tokenizer, index: int) -> str | None:
+def _token_text(tokenizer: Tokenizer, index: int) -> str | None:
     """Return the token of an id, or None if there is none."""
     try:
         return tokenizer.token(index)

@@ -4,16 +4,16 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxllm.convert.gguf.blocks import BLOCKS, BY_NAME, WRITTEN, Block
+from jaxllm.convert.gguf.blocks import BLOCKS, BY_NAME, WRITABLE, BlockType
 
 QUANTIZED = [block for block in BLOCKS.values() if block.dtype is None]
 
 
-def theirs(block: Block) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType(block.number)
+def theirs(block: BlockType) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType(block.type_id)
 
 
-def random_rows(block: Block, rows: int = 7, blocks: int = 5, seed: int = 0) -> np.ndarray:
+def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0) -> np.ndarray:
     """Random bytes, their float16 finite: `[rows, row_bytes]`."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows * blocks, block.nbytes), np.uint8)
@@ -31,10 +31,10 @@ def test_the_table_has_the_sizes_of_the_package() -> None:
 
 
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)
-def test_random_blocks_are_dequantized_bit_for_bit(block: Block) -> None:
+def test_random_blocks_are_dequantized_bit_for_bit(block: BlockType) -> None:
     raw = random_rows(block)
     expected = gguf.quants.dequantize(raw, theirs(block))
-    ours = block.dequantized(raw)
+    ours = block.dequantize(raw)
     assert ours.dtype == np.float32 and ours.shape == expected.shape
     np.testing.assert_array_equal(ours.view(np.uint32), expected.view(np.uint32))
 
@@ -63,8 +63,8 @@ def test_k_types_are_near_the_best_scales(
     ggml's own search gives 1.07, 1.25 and 1.3 times its error."""
     rng, block = np.random.default_rng(2), BY_NAME[name]
     x = rng.standard_normal((2, 512)).astype(np.float32)
-    back = gguf.quants.dequantize(block.quantized(x), theirs(block))
-    np.testing.assert_array_equal(block.dequantized(block.quantized(x)), back)
+    back = gguf.quants.dequantize(block.quantize(x), theirs(block))
+    np.testing.assert_array_equal(block.dequantize(block.quantize(x)), back)
     error = best = 0.0
     for some, near in zip(x.reshape(-1, run), back.reshape(-1, run), strict=True):
         affine = name != "Q6_K"
@@ -80,21 +80,21 @@ def test_k_types_hold_runs_of_one_number(name: str) -> None:
     block = BY_NAME[name]
     x = np.zeros((300, 256), np.float32)
     x[1], x[2], x[3, :32], x[4, ::2], x[5, 7] = -63, 63, -63, 63, 1e-20
-    raw = block.quantized(x)
-    back = block.dequantized(raw)
+    raw = block.quantize(x)
+    back = block.dequantize(raw)
     np.testing.assert_allclose(back[:5], x[:5], rtol=2e-2, atol=1e-4)
     assert np.isfinite(back).all() and not back[[0, 5]].any()
-    np.testing.assert_array_equal(block.quantized(x[1:5]), raw[1:5])
+    np.testing.assert_array_equal(block.quantize(x[1:5]), raw[1:5])
 
 
-@pytest.mark.parametrize("name", [name for name in WRITTEN if not name.endswith("_K")])
+@pytest.mark.parametrize("name", [name for name in WRITABLE if not name.endswith("_K")])
 def test_what_is_written_is_quantized_bit_for_bit(name: str) -> None:
     rng, block = np.random.default_rng(1), BY_NAME[name]
     x = (rng.standard_normal((9, 96)) * np.exp2(rng.integers(-8, 8, (9, 96)))).astype(np.float32)
     x[0], x[1, :32], x[2, ::2] = 0, -x[1, :32], 0.5  # nothing but zeros, and halves of steps
     x[3] = np.arange(96) / 2 - 24
     expected = gguf.quants.quantize(x, theirs(block))
-    np.testing.assert_array_equal(block.quantized(x), expected.view(np.uint8))
+    np.testing.assert_array_equal(block.quantize(x), expected.view(np.uint8))
     np.testing.assert_array_equal(
-        block.dequantized(block.quantized(x)), gguf.quants.dequantize(expected, theirs(block))
+        block.dequantize(block.quantize(x)), gguf.quants.dequantize(expected, theirs(block))
     )

@@ -15,12 +15,12 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from jaxllm.config import Rope
-from jaxllm.convert.gguf.opening import open_gguf
-from jaxllm.convert.gguf.writing import write_gguf
+from jaxllm.config.model import Rope
+from jaxllm.convert.gguf.reader import open_gguf
+from jaxllm.convert.gguf.writer import write_gguf
+from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.forms import open_checkpoint
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.convert.gguf.made import ARCHS, raw_of, write
 from tests.twins import assert_close, saved_once, tokens
@@ -127,11 +127,13 @@ def test_quantized_models_are_those_of_transformers(
     raw = raw_of(gguf.GGMLQuantizationType.Q8_0)
     lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw))
     expected = dict(flatten(jaxllm.load(source).params))
-    kept = {path for path, x in flatten(lm.params) if format_of(x) == "int8-g32-f16"}
+    kept = {path for path, x in flatten(lm.params) if weight_format(x) == "int8-g32-f16"}
     vectors = ("norm", "bias", "mlp.gate.weight")
     assert kept == {path for path in expected if not any(name in path for name in vectors)}
     for path in kept:  # bit for bit, rows in their places
-        np.testing.assert_array_equal(dense(dict(flatten(lm.params))[path]), expected[path], path)
+        np.testing.assert_array_equal(
+            to_dense(dict(flatten(lm.params))[path]), expected[path], path
+        )
     assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
 
 
@@ -173,7 +175,7 @@ def test_experts_that_no_stack_can_keep_are_the_packages_numbers(
     path = "layers.0.mlp.experts.down_proj.weight"
     expected = gguf.quants.dequantize(gguf.quants.quantize(np.asarray(exact[path]), kind), kind)
     np.testing.assert_array_equal(np.asarray(params[path], np.float32), expected)
-    assert format_of(params["layers.0.self_attn.o_proj.weight"]).startswith("offset")
+    assert weight_format(params["layers.0.self_attn.o_proj.weight"]).startswith("offset")
     assert np.isfinite(np.asarray(jaxllm.forward(lm.model, lm.params, None, IDS).logits)).all()
 
 
@@ -185,14 +187,14 @@ def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Pat
         writer.add_float32("gemma3.rope.freq_base_swa", 500.0)
 
     config: Any = open_gguf(write(tmp_path / "a.gguf", directory("gemma3_text"), also=also)).config
-    assert [config.slides(i) for i in range(6)] == says
+    assert [config.is_sliding(i) for i in range(6)] == says
     assert config.local_rope.rope_theta == 500
 
     def period(writer: gguf.GGUFWriter) -> None:
         writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
 
     config = open_gguf(write(tmp_path / "b.gguf", directory("gemma3_text"), also=period)).config
-    assert [config.slides(i) for i in range(6)] == [True, False] * 3
+    assert [config.is_sliding(i) for i in range(6)] == [True, False] * 3
 
 
 BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
@@ -225,7 +227,7 @@ BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
     ),
     "one list of two": (
         "llama", lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
-        "go together",
+        "must both exist",
     ),
     "more turned than there is": (
         "gpt_neox", lambda w: w.add_rope_dimension_count(18), "rope.dimension_count is 18",

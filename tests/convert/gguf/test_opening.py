@@ -11,11 +11,11 @@ import torch
 import transformers
 
 import jaxllm
-from jaxllm.api import LM
 from jaxllm.convert.gguf.blocks import BY_NAME
-from jaxllm.convert.gguf.opening import open_gguf
+from jaxllm.convert.gguf.reader import open_gguf
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import dense, format_of
+from jaxllm.lm import LM
+from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 from tests.convert.gguf.made import ARCHS, CONV1D, dequantized, raw_of, write
@@ -89,13 +89,13 @@ def test_logits_are_those_of_the_dequantized_model(
     model = in_torch(directory(family), file)
     # What is kept in float32 is one program, whatever it was.
     lm = jaxllm.load(file, dtype=None if kind.name in KEPT else Precision())
-    formats = {format_of(x) for _, x in flatten(lm.params) if x.ndim > 1}
+    formats = {weight_format(x) for _, x in flatten(lm.params) if x.ndim > 1}
     assert formats - {"float32"} == ({KEPT[kind.name]} if kind.name in KEPT else set())
     if family == "llama":  # bit for bit, rows in their places
         theirs = dict(model.named_parameters())
         for path, weight in flatten(lm.params):
             name = path if path.startswith("lm_head") else f"model.{path}"
-            np.testing.assert_array_equal(dense(weight), theirs[name].detach().numpy(), path)
+            np.testing.assert_array_equal(to_dense(weight), theirs[name].detach().numpy(), path)
     assert_close(ours(lm), logits(model))
 
 
@@ -116,7 +116,7 @@ def test_codes_of_minus_128_are_read_exactly(directory: Any, tmp_path: Path) -> 
     theirs = dict(model.named_parameters())
     for path, weight in flatten(lm.params):
         name = path if path.startswith("lm_head") else f"model.{path}"
-        np.testing.assert_array_equal(dense(weight), theirs[name].detach().numpy(), path)
+        np.testing.assert_array_equal(to_dense(weight), theirs[name].detach().numpy(), path)
     assert_close(ours(lm), logits(model))
 
 
@@ -127,7 +127,7 @@ def test_columns_that_are_added_stand_for_zero(
     """Of rows of 96 columns, which leaves keep in chunks of 128."""
     lm = jaxllm.load(write(tmp_path / "a.gguf", directory("mistral"), raw_of(kind)))
     leaf: Any = lm.params["layers.0"]["mlp"]["down_proj"]["weight"]
-    scale = leaf.pieces()[".weight.scale" if "_1" in kind.name else ".scale"]
+    scale = leaf.arrays()[".weight.scale" if "_1" in kind.name else ".scale"]
     assert leaf.shape == (64, 96) and not np.asarray(scale)[:, 3:].any()
 
 
@@ -135,7 +135,7 @@ def test_formats_of_16_bits_stay_so_and_norms_in_float32(directory: Any, tmp_pat
     for name, dtype in {"F16": "float16", "BF16": "bfloat16"}.items():
         kind = gguf.GGMLQuantizationType[name]
         lm = jaxllm.load(write(tmp_path / f"{name}.gguf", directory("llama"), raw_of(kind)))
-        found = {path: format_of(x) for path, x in flatten(lm.params)}
+        found = {path: weight_format(x) for path, x in flatten(lm.params)}
         assert set(found.values()) == {dtype, "float32"}
         assert {path for path in found if found[path] == "float32"} == {
             path for path in found if "norm" in path
@@ -237,7 +237,7 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
         lambda w: w.add_array("llama.attention.head_count_kv", [1, 2]), "differs from layer",
     ),
     "part of a head turned": (
-        lambda w: w.add_uint32("llama.rope.dimension_count", 4), "rope.dimension_count is 4",
+        lambda w: w.add_uint32("llama.rope.dimension_count", 4), "supported: got 4",
     ),
     "longrope": (
         lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "'longrope' is not",

@@ -12,9 +12,13 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from jaxllm.convert.gguf.pre import PRE, find_pre, pre_tokenizer
+from jaxllm.convert.gguf.pre_tokenizers import (
+    PRE_TOKENIZERS,
+    find_pre_tokenizer,
+    pre_tokenizer_json,
+)
+from jaxllm.convert.registry import assets_from_gguf
 from jaxllm.errors import CheckpointError, TemplateError
-from jaxllm.forms import texts_of_gguf
 from jaxllm.text.tokenizer import Tokenizer
 
 LINES = [
@@ -81,7 +85,7 @@ def add_byte_level(writer: gguf.GGUFWriter, tree: dict[str, Any], pre: str | Non
 
 
 def ours(path: Path) -> Tokenizer:
-    tokenizer = texts_of_gguf(path).tokenizer
+    tokenizer = assets_from_gguf(path).tokenizer
     assert tokenizer is not None
     return tokenizer
 
@@ -253,16 +257,18 @@ def split_by(expressions: list[str], text: str) -> list[str]:
 
 def test_every_name_of_llama_cpp_splits_as_it_does() -> None:
     """The whole table, against the `regex` package with the expressions as they are quoted."""
-    assert PRE.keys() == NAMES.keys() | {"default"}
+    assert PRE_TOKENIZERS.keys() == NAMES.keys() | {"default"}
     texts = [
         *LINES,
         "don't DON'T aNd'LL X'sY 'Re\u01c5o \u0301x a/b//\n/c 1,234,567.89 \u0661\u0662\u0663",
     ]
-    for pre in {PRE[name] for name in NAMES}:
-        names = [name for name in NAMES if PRE[name] is pre or PRE[name] == pre]
+    for pre in {PRE_TOKENIZERS[name] for name in NAMES}:
+        names = [
+            name for name in NAMES if PRE_TOKENIZERS[name] is pre or PRE_TOKENIZERS[name] == pre
+        ]
         expressions = NAMES[names[0]]
         assert all(NAMES[name] == expressions for name in names)
-        steps = json.dumps(pre_tokenizer(pre)["pretokenizers"][:-1])
+        steps = json.dumps(pre_tokenizer_json(pre)["pretokenizers"][:-1])
         splits = [
             pre_tokenizers.Split(tokenizers.Regex(step["pattern"]["Regex"]), "isolated")
             for step in json.loads(steps)
@@ -276,7 +282,7 @@ def test_every_name_of_llama_cpp_splits_as_it_does() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_names_of_llama_cpp_are_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"pre '{name}' is not supported"):
-        find_pre(name, "a file", architecture="llama")
+        find_pre_tokenizer(name, "a file", architecture="llama")
 
 
 VOCABULARIES = ("llama-bpe", "llama-spm", "gpt-2", "qwen2", "starcoder", "phi-3", "refact", "mpt")
@@ -329,16 +335,16 @@ def test_the_chat_template_finds_its_special_tokens(tmp_path: Path) -> None:
             "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
         )
 
-    texts = texts_of_gguf(byte_level_file(tmp_path / "a.gguf", add))
+    texts = assets_from_gguf(byte_level_file(tmp_path / "a.gguf", add))
     assert not isinstance(texts.chat_template, Exception)
     assert texts.chat_template.render([{"role": "user", "content": "Hi"}]) == "Hi<|end|>"
-    none = texts_of_gguf(byte_level_file(tmp_path / "b.gguf", lambda w: None))
+    none = assets_from_gguf(byte_level_file(tmp_path / "b.gguf", lambda w: None))
     assert isinstance(none.chat_template, TemplateError)
 
 
 def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
     file = write_vocabulary(tmp_path / "a.gguf", "llama", lambda w: w.add_tokenizer_model("none"))
-    assert texts_of_gguf(file).tokenizer is None
+    assert assets_from_gguf(file).tokenizer is None
 
 
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
@@ -346,7 +352,7 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "an unknown way to split": (lambda w: w.add_tokenizer_pre("new-bpe"), "'new-bpe' is not"),
     "an id that is none": (lambda w: w.add_eos_token_id(9999), "eos_token_id 9999 is none of"),
     "types for others": (lambda w: w.add_token_types([1, 2]), "one per token"),
-    "a token twice": (lambda w: w.add_token_list(["a", "a"]), "should be 2 numbers|'a' twice"),
+    "a token twice": (lambda w: w.add_token_list(["a", "a"]), "is not 2 numbers|'a' twice"),
     "a merge of three": (lambda w: w.add_token_merges(["a b c"]), "'a b c', not a pair"),
     "no texts": (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "list of strings"),
     "pieces without scores": (lambda w: w.add_tokenizer_model("llama"), "scores are missing"),
@@ -357,14 +363,14 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
 def test_a_vocabulary_that_is_wrong_is_refused_by_name(what: str, tmp_path: Path) -> None:
     change, said = BAD[what]
     with pytest.raises(CheckpointError, match=said):
-        texts_of_gguf(byte_level_file(tmp_path / "a.gguf", change))
+        assets_from_gguf(byte_level_file(tmp_path / "a.gguf", change))
 
 
 def test_without_a_way_to_split_only_gpt2_is_read(tmp_path: Path) -> None:
     tree = json.loads(trained("gpt-2").to_str())
     file = write_vocabulary(tmp_path / "a.gguf", "llama", lambda w: add_byte_level(w, tree, None))
     with pytest.raises(CheckpointError, match="gguf-new-metadata --pre-tokenizer"):
-        texts_of_gguf(file)
+        assets_from_gguf(file)
 
 
 def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -374,13 +380,13 @@ def test_scores_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         writer.add_token_scores([0.0, float("nan")])
 
     with pytest.raises(CheckpointError, match="not finite numbers"):
-        texts_of_gguf(write_vocabulary(tmp_path / "a.gguf", "llama", add))
+        assets_from_gguf(write_vocabulary(tmp_path / "a.gguf", "llama", add))
 
 
 def test_every_way_to_split_is_one_that_is_read() -> None:
-    from jaxllm.text.regexes import check_regex
+    from jaxllm.text.regex_safety import check_regex
 
-    for name, pre in PRE.items():
+    for name, pre in PRE_TOKENIZERS.items():
         for expression in pre.regexes:
             check_regex(expression, name)
-    assert all(pre.regexes for pre in PRE.values())
+    assert all(pre.regexes for pre in PRE_TOKENIZERS.values())

@@ -12,11 +12,11 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
-from jaxllm.compress.structure.structure import narrower
+from jaxllm.compress.structure.structure import narrow_config
+from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.receptive import receptive_field
-from jaxllm.fixed.step import Form, check_form
-from jaxllm.longer import LongAttention
+from jaxllm.evaluate.receptive_field import receptive_field
+from jaxllm.export.step import StepSignature, check_signature
 from jaxllm.models.long import dilated as told
 from jaxllm.ops.dilated.dense import dense_attend, multiplicity
 from jaxllm.train import upcycle
@@ -200,12 +200,12 @@ def test_what_goes_by_heads_or_masks_is_refused() -> None:
     lm = lm_of()
     config = lm[0].config
     with pytest.raises(ConfigError, match="'dilated' cannot be dropped"):
-        narrower(config, "heads", 1)
-    assert narrower(config, "channels", 3).attention == KIND
+        narrow_config(config, "heads", 1)
+    assert narrow_config(config, "channels", 3).attention == KIND
     with pytest.raises(ConfigError, match="Mixtral does not support 'dilated' attention"):
         upcycle._mixtral(config, num_experts=2, num_experts_per_tok=1)
-    with pytest.raises(ConfigError, match="takes no mask. Omit mask"):
-        check_form(lm[0], Form(mask="boolean"))
+    with pytest.raises(ConfigError, match=r"takes no mask. Omit mask"):
+        check_signature(lm[0], StepSignature(mask="boolean"))
     with pytest.raises(ConfigError, match="takes no mask: omit mask_BTS"):
         ids, at = jnp.zeros((1, 3), jnp.int32), jnp.arange(3, dtype=jnp.int32)[None]
         mask = jnp.ones((1, 3, 3), bool)

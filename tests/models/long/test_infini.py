@@ -15,23 +15,23 @@ from jaxllm import models
 from jaxllm.cache import (
     branch,
     compact,
+    current_segment,
     fork,
     load_cache,
     merge_rows,
     patch,
     rewind,
     save_cache,
-    segment_in_hand,
     select,
     shift,
 )
-from jaxllm.cache.surgery import keep_slots
-from jaxllm.compress.structure.structure import narrower
-from jaxllm.decode.loops.endless import read_through
-from jaxllm.decode.loops.overflow import HeavyHitters, Segments
+from jaxllm.cache.edit import keep_slots
+from jaxllm.compress.structure.structure import narrow_config
+from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
-from jaxllm.fixed.step import Form, fixed_step, input_shapes
-from jaxllm.longer import LongAttention
+from jaxllm.export.step import StepSignature, input_shapes, make_step
+from jaxllm.generation.loops.overflow import DropSegments, HeavyHitters
+from jaxllm.generation.loops.streaming_prefill import prefill_in_segments
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
 from tests.twins import random_model, tokens
@@ -133,15 +133,15 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
 
 def test_logits_and_gradients_equal_the_formulas_in_pytorch(lm: Any) -> None:
     """Through five segments and the gates; grouped heads, each of its own memory."""
-    from jaxllm.train.trained import join, split
+    from jaxllm.train.partition import combine, partition
 
     model, params = lm
     ids = tokens(1, T)
-    trained, rest = split(params)
+    trained, rest = partition(params)
     weight_TV = np.random.default_rng(6).standard_normal((T, 131)).astype(np.float32)
 
     def total(trained: Any) -> jax.Array:
-        out = jaxllm.forward(model, join(trained, rest), None, ids)
+        out = jaxllm.forward(model, combine(trained, rest), None, ids)
         return (jax.nn.log_softmax(out.logits[0]) * weight_TV).sum(), out.logits[0]
 
     (_, logits), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(trained)
@@ -221,14 +221,14 @@ def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
         logits, small = jaxllm.prefill(*delta, small, part)
         theirs, large = jaxllm.prefill(*delta, large, part)
         close(logits, theirs)
-        small = compact(segment_in_hand(small))
+        small = compact(current_segment(small))
         assert (small.nbytes, int(small.cursor)) == (nbytes, 0)
 
 
 def test_a_cache_of_less_than_the_text_within_a_segment(linear: Any) -> None:
     """Only what is finished goes: the segment in hand stays, where it is."""
     cache = filled(linear, T, rows=2)
-    left = compact(segment_in_hand(cache), capacity=2 * L)
+    left = compact(current_segment(cache), capacity=2 * L)
     assert left.length_B.tolist() == [T % L] * 2
     close(peek(linear, left), peek(linear, cache))
 
@@ -275,20 +275,20 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
         patch(cache, np.array([[1]]), jaxllm.forward(*linear, None, ids[:, :1]).delta)
     with pytest.raises(TokenError, match=r"position 4 follows 0, .* in order"):
         jaxllm.forward(*linear, None, ids[:, :2], positions_BT=np.array([[0, 4]]))
-    with pytest.raises(TokenError, match="position 2 is already in .* expected at least 23"):
+    with pytest.raises(TokenError, match=r"position 2 is already in .* expected at least 23"):
         jaxllm.forward(*linear, cache, ids[:, :1], positions_BT=np.array([[2]]))
     with pytest.raises(ConfigError, match="'infini' does not support attention mass"):
         jaxllm.forward(*linear, None, ids, attention_mass=True)
     with pytest.raises(ConfigError, match=r"several documents in one row .*--no-pack"):
         at = jnp.zeros((1, 4), jnp.int32)
-        jaxllm.steps.run(*linear, (), at, jnp.arange(4)[None], document_BT=at)
-    inputs = input_shapes(linear[0], Form(), batch=1, num_tokens=2, capacity=8)
+        jaxllm.steps.run_model(*linear, (), at, jnp.arange(4)[None], document_BT=at)
+    inputs = input_shapes(linear[0], StepSignature(), batch=1, num_tokens=2, capacity=8)
     with pytest.raises(ConfigError, match=r"fixed shapes and exports do not support"):
-        jax.eval_shape(fixed_step(linear[0], Form()), linear[1], inputs)
+        jax.eval_shape(make_step(linear[0], StepSignature()), linear[1], inputs)
     with pytest.raises(ConfigError, match="'infini' cannot be dropped"):
-        narrower(linear[0].config, "heads", 1)
+        narrow_config(linear[0].config, "heads", 1)
     with pytest.raises(ConfigError, match="no segments"):
-        segment_in_hand(jaxllm.init_cache(random_model("llama")[0], 1, 4))
+        current_segment(jaxllm.init_cache(random_model("llama")[0], 1, 4))
 
 
 @pytest.mark.full  # the way is that of tests/cache/test_memory.py
@@ -350,13 +350,13 @@ def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
     _, whole = jaxllm.prefill(*delta, whole, ids[:, :4], lengths_B=np.array([4, 1]))
     read = []
     for _ in range(2):  # the second time from the same cache
-        logits, left = read_through(*delta, cache, ids, each=lambda n, _: read.append(n))
+        logits, left = prefill_in_segments(*delta, cache, ids, on_chunk=lambda n, _: read.append(n))
     theirs, whole = jaxllm.prefill(*delta, whole, ids)
     close(logits, theirs, 2e-5)
     close(peek(delta, left), peek(delta, whole), 2e-5)
     assert read == 2 * [3, 6, 9, 12, 15, 18, 21, 23]
-    with pytest.raises(CapacityError, match="more than the segment length 5. Make one with 10"):
-        read_through(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
+    with pytest.raises(CapacityError, match=r"more than the segment length 5. Make one with 10"):
+        prefill_in_segments(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
 
 
 def test_generation_goes_on_through_borders(delta: Any) -> None:
@@ -366,17 +366,17 @@ def test_generation_goes_on_through_borders(delta: Any) -> None:
     logits = jaxllm.forward(*delta, None, text[:, :-1]).logits
     assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), made.token_BT)
     small = jaxllm.init_cache(delta[0], 2, 8)
-    again = jaxllm.generate(*delta, ids, max_new_tokens=9, cache=small, overflow=Segments())
+    again = jaxllm.generate(*delta, ids, max_new_tokens=9, cache=small, overflow=DropSegments())
     assert np.array_equal(again.token_BT, made.token_BT)
     assert again.cache.capacity == 8
     for policy, capacity, error, message in (
         (HeavyHitters(), 12, ConfigError, "cached tokens cannot be moved"),
-        (Segments(), 5, CapacityError, "more than the segment length 5. Make one with 10"),
-        (Segments(), 6, CapacityError, "a prompt of 7 tokens .*prefill_in_segments"),
+        (DropSegments(), 5, CapacityError, "more than the segment length 5. Make one with 10"),
+        (DropSegments(), 6, CapacityError, "a prompt of 7 tokens .*prefill_in_segments"),
     ):
         cache = jaxllm.init_cache(delta[0], 2, capacity)
         with pytest.raises(error, match=message):
             jaxllm.generate(*delta, ids, max_new_tokens=9, cache=cache, overflow=policy)
     plain = random_model("llama")
     with pytest.raises(ConfigError, match="which this llama does not have"):
-        jaxllm.generate(*plain, ids, max_new_tokens=2, overflow=Segments())
+        jaxllm.generate(*plain, ids, max_new_tokens=2, overflow=DropSegments())

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jaxllm import models
-from jaxllm.convert.engine import open_hf, read_config, write_hf
+from jaxllm.checkpoints.resolve import DEMO_DIR
+from jaxllm.config.long_attention import LONG_FIELDS, LongAttention
 from jaxllm.convert.gguf.settings import write_config as gguf_config
+from jaxllm.convert.hf import open_hf, read_config, write_hf
 from jaxllm.errors import ConfigError
-from jaxllm.located import DEMOS
-from jaxllm.longer import LONG_FIELDS, LongAttention
 from tests.twins import LLAMA, random_model
 
 DILATED = {"kind": "dilated", "segment_lengths": (4, 12), "dilated_ratios": (1, 3)}
@@ -44,7 +44,7 @@ def test_a_model_without_it_says_nothing_of_it() -> None:
 
 def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
     held = config(attention=LongAttention(**DILATED))
-    checkpoint = open_hf(DEMOS / "llama")
+    checkpoint = open_hf(DEMO_DIR / "llama")
     demo = dataclasses.replace(checkpoint.config, attention=held.attention)
     checkpoint = dataclasses.replace(checkpoint, config=demo)
     with pytest.raises(ConfigError, match=r"'dilated' cannot be saved in .* native format"):
@@ -59,7 +59,10 @@ def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
     ("change", "match"),
     [
         ({"kind": "ring"}, r"kind 'ring' is not supported \(known: dilated, infini\)"),
-        ({"segment_lengths": (12, 4), "dilated_ratios": (1, 2)}, "segment_lengths must be strictly"),
+        (
+            {"segment_lengths": (12, 4), "dilated_ratios": (1, 2)},
+            "segment_lengths must be strictly",
+        ),
         ({"segment_lengths": (4, 4)}, "segment_lengths must be strictly"),
         ({"segment_lengths": (6, 12), "dilated_ratios": (1, 1)}, "dilated_ratios must be strictly"),
         ({"dilated_ratios": (2, 3)}, r"must include 1, got \[2, 3\]: .* pair \(w, 1\)"),
@@ -107,7 +110,7 @@ def test_a_kind_has_its_own_fields_and_no_others(kind: str) -> None:
 
 def test_a_model_says_what_does_not_fit_it() -> None:
     kind = LongAttention(**DILATED)
-    with pytest.raises(ConfigError, match="'dilated' has segments and no sliding_window"):
+    with pytest.raises(ConfigError, match="'dilated' excludes sliding_window"):
         config(attention=kind, sliding_window=5)
     three = {"segment_lengths": (4, 8, 16), "dilated_ratios": (1, 2, 4)}
     with pytest.raises(ConfigError, match="by layers has 3 pairs for 2 layers"):
@@ -128,5 +131,5 @@ def test_layers_take_their_pairs_along() -> None:
     held = config(attention=kind, num_hidden_layers=3)
     assert [held.long_attention(i).pairs for i in range(3)] == [((4, 1),), ((8, 2),), ((8, 4),)]
     assert held.with_layers([2, 0]).attention.pairs == ((8, 4), (4, 1))
-    assert [held.like(i) for i in range(3)] == [0, 1, 2]
-    assert [config(num_hidden_layers=3).like(i) for i in range(3)] == [0, 0, 0]
+    assert [held.first_equal_layer(i) for i in range(3)] == [0, 1, 2]
+    assert [config(num_hidden_layers=3).first_equal_layer(i) for i in range(3)] == [0, 0, 0]

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxllm.models.layers import Trace
 from jaxllm.models.llama import LlamaConfig
-from jaxllm.models.modules import leaf
+from jaxllm.models.modules import get_param
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.objective import run
+from jaxllm.train.objective import forward
 from jaxllm.weights.precision import Precision
 from tests.twins import VOCAB, random_model, tokens
 
@@ -32,7 +32,7 @@ class Pairs(nn.Module):
     @nn.compact
     def __call__(self, token_BT: Any, position_BT: Any, length_B: Any, *_: Any, **__: Any) -> Trace:
         shape = self.config.vocab_size, self.config.hidden_size
-        before, after = leaf(self, "before", *shape), leaf(self, "after", *shape)
+        before, after = get_param(self, "before", *shape), get_param(self, "after", *shape)
         x_BTD = before[token_BT]
         return Trace(x_BTD, (), jnp.tanh(x_BTD), x_BTD @ after.T)
 
@@ -59,4 +59,4 @@ def rows_of(seed: int = 0) -> Rows:
 def ask(model: Any, params: Any, rows: Rows) -> jax.Array:
     """The logits of rows."""
     plain = Rows(rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT)
-    return run(model, params, plain).logits
+    return forward(model, params, plain).logits

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.distill.buckets import Buckets, buckets, of_buckets
 from jaxllm.train.distill.divergences import (
-    Mix,
+    DistillLossConfig,
+    compare_logits,
+    distill_loss,
     divergence,
-    learned,
     log_probs,
-    of_logits,
 )
+from jaxllm.train.distill.topk_logits import TopKLogprobs, compare_topk, topk_logprobs
 
 B, T, V = 2, 5, 23
 BETAS = [0.0, 0.3, 1.0]
@@ -46,15 +46,15 @@ def gkd(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tens
 
 
 # (beta, temperature, alpha): every kind of divergence, and both limits of the temperature.
-MIXES = [Mix(beta, 2.0, 0.7) for beta in BETAS] + [Mix(0.0, 1e3, 1.0)]
+MIXES = [DistillLossConfig(beta, 2.0, 0.7) for beta in BETAS] + [DistillLossConfig(0.0, 1e3, 1.0)]
 
 
 @jax.jit
 def losses(student: jax.Array, teacher: jax.Array, label: jax.Array) -> Any:
     """Of each of MIXES the sums, and the slope of the loss."""
 
-    def loss(student: jax.Array, mix: Mix) -> tuple[jax.Array, Any]:
-        found = learned(student, label, teacher, of_logits(V, mix.temperature), mix)
+    def loss(student: jax.Array, mix: DistillLossConfig) -> tuple[jax.Array, Any]:
+        found = distill_loss(student, label, teacher, compare_logits(V, mix.temperature), mix)
         return found.loss, found
 
     return [jax.grad(loss, has_aux=True)(student, mix) for mix in MIXES]
@@ -131,13 +131,13 @@ SOME = [0.3]
 @jax.jit
 def by_buckets(student: jax.Array, teacher: jax.Array) -> Any:
     """Divergences `[k, beta, B, T]` by buckets, in full `[beta, B, T]`, the KL's slope at k = V."""
-    said = {k: buckets(teacher, V, 1.0, k) for k in KS}
+    said = {k: topk_logprobs(teacher, V, 1.0, k) for k in KS}
     p, q = (log_probs(x, V, 1.0) for x in (teacher, student))
 
     def kl(student: jax.Array) -> jax.Array:
-        return divergence(*of_buckets(V, 1.0)(student, said[V]), 0.0).sum()
+        return divergence(*compare_topk(V, 1.0)(student, said[V]), 0.0).sum()
 
-    each = [of_buckets(V, 1.0)(student, said[k]) for k in KS]
+    each = [compare_topk(V, 1.0)(student, said[k]) for k in KS]
     some = jnp.stack([jnp.stack([divergence(*both, beta) for beta in SOME]) for both in each])
     return said, some, jnp.stack([divergence(p, q, beta) for beta in SOME]), jax.grad(kl)(student)
 
@@ -155,7 +155,7 @@ def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> N
 
 
 def test_buckets_hold_the_likeliest_tokens_and_the_rest() -> None:
-    found: Buckets = by_buckets(STUDENT, TEACHER)[0][8]
+    found: TopKLogprobs = by_buckets(STUDENT, TEACHER)[0][8]
     p = torch.log_softmax(torch.tensor(TEACHER), -1)
     top, token = p.topk(8, -1)
     np.testing.assert_array_equal(found.token_BTk, token.numpy())

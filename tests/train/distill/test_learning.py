@@ -12,15 +12,15 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.train import loop
-from jaxllm.train.data.rows import IGNORED, Rows, blank
-from jaxllm.train.distill.divergences import Mix
-from jaxllm.train.distill.hidden import Hidden
-from jaxllm.train.distill.objectives import FromTeacher
-from jaxllm.train.distill.sampled import Sampled, prompt_lengths
+from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
+from jaxllm.train.distill.divergences import DistillLossConfig
+from jaxllm.train.distill.feature_loss import HiddenLossConfig
+from jaxllm.train.distill.objectives import OnlineTeacherLoss
+from jaxllm.train.distill.on_policy import OnPolicySampler, prompt_lengths
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.step import Metrics, Setup, TrainState, start, train_step
-from jaxllm.train.trained import join, split
+from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import Metrics, Setup, TrainState, init_state, train_step
 from tests.train.distill.small import B, T, ask, pairs, rows_of
 from tests.twins import VOCAB, random_model
 
@@ -28,7 +28,11 @@ ROWS, WIDTH, STEPS = 8, 8, 60
 MODEL, TEACHER = random_model("llama", num_hidden_layers=1, spread=0.3)
 ADAM = Optimizer(steps=STEPS, lr=5e-3, schedule="constant")
 KEY = jax.random.key(3)
-DISTILLED = Setup(MODEL, FromTeacher(MODEL, VOCAB, Mix(), Hidden("cosine", ((1, 1),))), ADAM)
+DISTILLED = Setup(
+    MODEL,
+    OnlineTeacherLoss(MODEL, VOCAB, DistillLossConfig(), HiddenLossConfig("cosine", ((1, 1),))),
+    ADAM,
+)
 
 
 def texts_of(model: Any, params: Any, count: int) -> list[Rows]:
@@ -59,8 +63,8 @@ def drawn(seed: int) -> Rows:
 def steps_of(
     setup: Setup, params: Any, given: Any, batches: list[Rows]
 ) -> tuple[TrainState, Any, Metrics]:
-    trained, rest = split(params)
-    state = start(trained, setup)
+    trained, rest = partition(params)
+    state = init_state(trained, setup)
     for batch in batches:
         rows = jax.tree.map(lambda x: x[None], batch)
         state, metrics = train_step(state, rest, given, rows, jax.random.key(0), setup=setup)
@@ -76,10 +80,10 @@ def test_a_student_learns_more_of_its_teacher_than_of_the_same_texts() -> None:
     p_BTV, apart = jax.nn.log_softmax(ask(large, teacher, held_out)), {}
     for name, objective in (
         ("alone", NextToken()),
-        ("distilled", FromTeacher(large, VOCAB, Mix())),
+        ("distilled", OnlineTeacherLoss(large, VOCAB, DistillLossConfig())),
     ):
         state, rest, _ = steps_of(Setup(small, objective, ADAM), student, teacher, seen)
-        q_BTV = jax.nn.log_softmax(ask(small, join(state.trained, rest), held_out))
+        q_BTV = jax.nn.log_softmax(ask(small, combine(state.trained, rest), held_out))
         apart[name] = float((jnp.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean())
     assert apart["distilled"] < apart["alone"] - 0.1, apart
 
@@ -88,8 +92,8 @@ def test_a_step_of_self_distillation_changes_nothing(texts: list[Rows]) -> None:
     """Loss and gradient are zero through the whole step: what stays is the weights' own decay."""
     state, _, metrics = steps_of(DISTILLED, TEACHER, TEACHER, texts[:1])
     assert abs(float(metrics.loss)) < 1e-6
-    assert float(metrics.norm) < 1e-5, metrics.norm
-    assert float(metrics.also["divergence"]) == pytest.approx(0, abs=1e-6)
+    assert float(metrics.grad_norm) < 1e-5, metrics.grad_norm
+    assert float(metrics.extras["divergence"]) == pytest.approx(0, abs=1e-6)
     assert float(metrics.weight) == (np.asarray(texts[0].label_BT) != IGNORED).sum()
     assert int(state.step) == 1
 
@@ -99,8 +103,8 @@ def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
     rows = jax.tree.map(lambda x: np.tile(x, (ROWS // B, 1)), rows_of())
     assert prompt_lengths(rows, 1)[:2].tolist() == [3, 1]  # two of the first row's are only read
     assert prompt_lengths(rows, 99)[:2].tolist() == [4, 5]  # the first document, no more
-    assert prompt_lengths(blank(B, T), 1).tolist() == [0, 0]
-    writes = Sampled(model, 1.0, prompt=2, new=99)
+    assert prompt_lengths(blank_rows(B, T), 1).tolist() == [0, 0]
+    writes = OnPolicySampler(model, 1.0, prompt_tokens=2, new_tokens=99)
     wrote = writes(params, rows, KEY)
     again = writes(params, rows, KEY)
     for ours, theirs in zip(jax.tree.leaves(wrote), jax.tree.leaves(again), strict=True):
@@ -117,9 +121,9 @@ def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
         np.testing.assert_array_equal(wrote.position_BT[row], np.arange(T))
     other = writes(params, rows, jax.random.key(4))
     assert (np.asarray(other.token_BT) != np.asarray(wrote.token_BT)).any()
-    ended = Sampled(model, 1.0, prompt=2, new=99, eos=(int(wrote.label_BT[0, 2]),))(
-        params, rows, KEY
-    )
+    ended = OnPolicySampler(
+        model, 1.0, prompt_tokens=2, new_tokens=99, eos_token_ids=(int(wrote.label_BT[0, 2]),)
+    )(params, rows, KEY)
     assert (ended.label_BT[0] != IGNORED).sum() == 1
     assert (ended.position_BT[0] >= 0).sum() == 3
     taken_apart = jax.tree.map(lambda x: x[None], rows)  # as batches are accumulated
@@ -129,16 +133,16 @@ def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
 def test_a_share_of_all_steps_is_written_by_the_student() -> None:
     model = MODEL
     keys = list(jax.random.split(KEY, 40))
-    half = Sampled(model, 0.5)
-    assert 10 < sum(half.writes(key) for key in keys) < 30
-    assert not any(Sampled(model, 0.0).writes(key) for key in keys)
-    assert all(Sampled(model, 1.0).writes(key) for key in keys)
+    half = OnPolicySampler(model, 0.5)
+    assert 10 < sum(half.is_on_policy(key) for key in keys) < 30
+    assert not any(OnPolicySampler(model, 0.0).is_on_policy(key) for key in keys)
+    assert all(OnPolicySampler(model, 1.0).is_on_policy(key) for key in keys)
     rows = rows_of()
-    assert Sampled(model, 0.0)({}, rows, KEY) is rows
+    assert OnPolicySampler(model, 0.0)({}, rows, KEY) is rows
     with pytest.raises(ConfigError, match=r"share must be 0 to 1, got 1\.5"):
-        Sampled(model, 1.5)
+        OnPolicySampler(model, 1.5)
     with pytest.raises(ConfigError, match="temperature must be above 0"):
-        Sampled(model, 1.0, temperature=0.0)
+        OnPolicySampler(model, 1.0, temperature=0.0)
 
 
 class Texts:
@@ -159,10 +163,10 @@ class Texts:
 def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
     texts: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "KEEP_SECONDS", -1)
-    monkeypatch.setattr(loop, "KEEP_SHARE", -1)  # the state is kept after every step
+    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", -1)  # the state is kept after every step
     _, student = random_model("llama", seed=7, num_hidden_layers=1)
-    writes, prepared = Sampled(MODEL, 0.7, prompt=2, new=99), [0]
+    writes, prepared = OnPolicySampler(MODEL, 0.7, prompt_tokens=2, new_tokens=99), [0]
 
     def run(folder: Path, killed: int) -> Any:
         def prepare(params: Any, rows: Rows, key: jax.Array) -> Rows:
@@ -171,9 +175,9 @@ def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
                 raise KeyboardInterrupt
             return writes(params, rows, key)
 
-        plan = loop.Plan(steps=4)
+        plan = loop.TrainPlan(steps=4)
         return loop.train(
-            student, Texts(texts), DISTILLED, plan, given=TEACHER, prepare=prepare,
+            student, Texts(texts), DISTILLED, plan, extra_inputs=TEACHER, prepare=prepare,
             directory=folder, show_progress=False,
         )  # fmt: skip
 
@@ -187,6 +191,11 @@ def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
     for ours, theirs in zip(*map(jax.tree.leaves, (again.params, whole.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     alone = loop.train(
-        student, Texts(texts), DISTILLED, loop.Plan(steps=4), given=TEACHER, show_progress=False
+        student,
+        Texts(texts),
+        DISTILLED,
+        loop.TrainPlan(steps=4),
+        extra_inputs=TEACHER,
+        show_progress=False,
     )
     assert [r.weight for r in alone.records] != [r.weight for r in whole.records]

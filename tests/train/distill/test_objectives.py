@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.distill import hidden as states
-from jaxllm.train.distill.buckets import buckets
-from jaxllm.train.distill.divergences import Mix
-from jaxllm.train.distill.hidden import Hidden
-from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
+from jaxllm.train.distill import feature_loss as states
+from jaxllm.train.distill.divergences import DistillLossConfig
+from jaxllm.train.distill.feature_loss import HiddenLossConfig
+from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
+from jaxllm.train.distill.topk_logits import topk_logprobs
 from tests.train.distill.small import B, T, ask, pairs, rows_of
 from tests.twins import VOCAB
 
@@ -29,7 +29,7 @@ def test_hidden_states_are_compared_as_torch_does() -> None:
     rows = rows_of()
     counted = torch.tensor(np.asarray(rows.label_BT) != IGNORED)
     matrix = {n: rng.standard_normal((10, 6), np.float32) for n in (1, 2)}
-    params = {states.PLACE: {str(n): {"weight": jnp.asarray(x)} for n, x in matrix.items()}}
+    params = {states.PARAMS_KEY: {str(n): {"weight": jnp.asarray(x)} for n, x in matrix.items()}}
     layers = ((1, 2), (2, 4))
     for by in ("mse", "cosine"):
         wanted = torch.zeros(())
@@ -40,8 +40,8 @@ def test_hidden_states_are_compared_as_torch_does() -> None:
             if by == "cosine":
                 each = 1 - F.cosine_similarity(ours, theirs, dim=-1)
             wanted += each[counted].sum() / len(layers)
-        found = states.apart(
-            Hidden(by, layers), params, _arrays(student), _arrays(teacher), rows.label_BT
+        found = states.hidden_loss(
+            HiddenLossConfig(by, layers), params, _arrays(student), _arrays(teacher), rows.label_BT
         )
         np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
 
@@ -53,14 +53,14 @@ def _arrays(each: list[np.ndarray]) -> list[jax.Array]:
 def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
     """With a bucket for each token: the loss of the teacher itself."""
     (model, params), (_, teacher) = pairs(0, 0.7), pairs(1, 0.7)
-    rows, mix = rows_of(), Mix(0.5, 2.0, 0.8)
+    rows, mix = rows_of(), DistillLossConfig(0.5, 2.0, 0.8)
     logits = ask(model, teacher, rows)
-    told = Taught(
+    told = DistillRows(
         rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT,
-        told=jax.jit(buckets, static_argnums=(1, 2, 3))(logits, VOCAB, 2.0, VOCAB),
+        teacher=jax.jit(topk_logprobs, static_argnums=(1, 2, 3))(logits, VOCAB, 2.0, VOCAB),
     )  # fmt: skip
 
-    objective, recorded = FromTeacher(model, VOCAB, mix), FromBuckets(VOCAB, mix)
+    objective, recorded = OnlineTeacherLoss(model, VOCAB, mix), RecordedTeacherLoss(VOCAB, mix)
 
     one = jax.jit(lambda t: objective(model, params, t, rows, KEY))(teacher)
     two = jax.jit(lambda told: recorded(model, params, (), told, KEY))(told)
@@ -76,20 +76,20 @@ def test_projections_live_beside_the_model() -> None:
     """They are drawn where widths differ, and go when they are no longer wanted."""
     model, params = pairs(0, 1.0)
     wider = dataclasses.replace(model.config, hidden_size=56)
-    hidden = Hidden("mse", ((1, 1),))
+    hidden = HiddenLossConfig("mse", ((1, 1),))
     both = states.with_projections(params, hidden, model.config, wider, 0)
-    assert both[states.PLACE]["1"]["weight"].shape == (56, model.config.hidden_size)
-    assert states.without_projections(both).keys() == params.keys()
+    assert both[states.PARAMS_KEY]["1"]["weight"].shape == (56, model.config.hidden_size)
+    assert states.remove_projections(both).keys() == params.keys()
     same = states.with_projections(params, hidden, model.config, model.config, 0)
     assert same.keys() == params.keys()
     with pytest.raises(ConfigError, match="hidden state 2 of the teacher does not exist"):
-        states.check(Hidden("mse", ((1, 2),)), model.config, model.config)
+        states.check_pairs(HiddenLossConfig("mse", ((1, 2),)), model.config, model.config)
     with pytest.raises(ConfigError, match="needs pairs of layers"):
-        states.check(Hidden(), model.config, model.config)
-    with pytest.raises(ConfigError, match="compared by mse or cosine, not 'l1'"):
-        Hidden("l1")  # type: ignore[arg-type]
+        states.check_pairs(HiddenLossConfig(), model.config, model.config)
+    with pytest.raises(ConfigError, match="must be mse or cosine, got 'l1'"):
+        HiddenLossConfig("l1")  # type: ignore[arg-type]
 
 
 def test_student_layers_meet_the_teacher_s_evenly() -> None:
-    assert states.evenly(3, 6) == ((1, 2), (2, 4), (3, 6))
-    assert states.evenly(2, 2) == ((1, 1), (2, 2))
+    assert states.even_pairs(3, 6) == ((1, 2), (2, 4), (3, 6))
+    assert states.even_pairs(2, 2) == ((1, 1), (2, 2))

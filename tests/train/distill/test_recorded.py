@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.train.data.rows import IGNORED, Rows, blank
-from jaxllm.train.distill import recorded
-from jaxllm.train.distill.recorded import Record, TaughtData, record
+from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
+from jaxllm.train.distill import cached_logits
+from jaxllm.train.distill.cached_logits import RecordedData, TeacherRecord, record_teacher
 from tests.train.distill.small import B, T, ask, pairs, rows_of
 from tests.twins import VOCAB
 
@@ -45,39 +45,39 @@ class Texts:
                                         rows.document_BT)))  # fmt: skip
 
 
-def made(folder: Path, data: Any, **changes: Any) -> Record:
+def made(folder: Path, data: Any, **changes: Any) -> TeacherRecord:
     asked = {"k": 5, "temperature": 2.0, "size": VOCAB, **changes}
-    return record(folder, MODEL, PARAMS, data, **asked)
+    return record_teacher(folder, MODEL, PARAMS, data, **asked)
 
 
 def test_a_record_has_what_the_teacher_says_of_each_row(tmp_path: Path) -> None:
     """In both orders; against torch's own top k of the model's logits."""
-    data = TaughtData(Texts(), made(tmp_path / "said", Texts()))
+    data = RecordedData(Texts(), made(tmp_path / "said", Texts()))
     for number in (0, 2, 4):
         rows = data.batch(number)
         p = torch.log_softmax(torch.tensor(np.asarray(ask(MODEL, PARAMS, rows))) / 2, -1)
         top, token = p.topk(5, -1)
         for row in range(B):
             if (rows.label_BT[row] == IGNORED).all():
-                assert not rows.told.token_BTk[row].any()
+                assert not rows.teacher.token_BTk[row].any()
                 continue
-            np.testing.assert_array_equal(rows.told.token_BTk[row], token[row].numpy())
-            said = rows.told.logprob_BTL[row].astype(np.float32)
+            np.testing.assert_array_equal(rows.teacher.token_BTk[row], token[row].numpy())
+            said = rows.teacher.logprob_BTL[row].astype(np.float32)
             np.testing.assert_allclose(said[:, :5], top[row].numpy(), rtol=2e-3)
-    assert data.digest != TaughtData(data.data, made(tmp_path / "k3", Texts(), k=3)).digest
+    assert data.digest != RecordedData(data.data, made(tmp_path / "k3", Texts(), k=3)).digest
     with pytest.raises(CheckpointError, match="has no teacher outputs for a row"):
         data.record.look_up(rows_of(9))
-    assert data.record.look_up(blank(B, T)).told.token_BTk.shape == (B, T, 5)
+    assert data.record.look_up(blank_rows(B, T)).teacher.token_BTk.shape == (B, T, 5)
 
 
 def test_a_record_goes_on_where_it_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded, "SHARD", 1)  # a shard each batch
+    monkeypatch.setattr(cached_logits, "SHARD_BYTES", 1)  # a shard each batch
     whole = made(tmp_path / "whole", Texts())
     assert whole.shards == 3
     data = Texts()
-    ask_again, calls = recorded._said, 0
+    ask_again, calls = cached_logits._record_batch, 0
 
     def killed(*args: Any) -> Any:
         nonlocal calls
@@ -86,10 +86,10 @@ def test_a_record_goes_on_where_it_was_killed(
             raise KeyboardInterrupt
         return ask_again(*args)
 
-    monkeypatch.setattr(recorded, "_said", killed)
+    monkeypatch.setattr(cached_logits, "_record_batch", killed)
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path / "killed", data)
-    monkeypatch.setattr(recorded, "_said", ask_again)
+    monkeypatch.setattr(cached_logits, "_record_batch", ask_again)
     data = Texts()
     made(tmp_path / "killed", data)
     assert set(data.asked) == {0, 2}  # 0 for the shape
@@ -99,7 +99,7 @@ def test_a_record_goes_on_where_it_was_killed(
 
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [({"k": 3}, "k: 5, not 3"), ({"temperature": 1.0}, "temperature: 2.0, not 1.0")],
+    [({"k": 3}, r"k \(5, not 3\)"), ({"temperature": 1.0}, r"temperature \(2.0, not 1.0\)")],
 )
 def test_another_question_is_refused(tmp_path: Path, changes: Any, name: str) -> None:
     made(tmp_path, Texts())
@@ -111,7 +111,7 @@ def test_another_teacher_other_data_and_damage_are_refused(tmp_path: Path) -> No
     made(tmp_path, Texts())
     other = pairs(5, 0.7)[1]
     with pytest.raises(ConfigError, match="recorded with another teacher: name another"):
-        record(tmp_path, MODEL, other, Texts(), k=5, temperature=2.0, size=VOCAB)
+        record_teacher(tmp_path, MODEL, other, Texts(), k=5, temperature=2.0, size=VOCAB)
     data = Texts()
     data.digest = "other"
     with pytest.raises(ConfigError, match="recorded with another data"):

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.api import LM
 from jaxllm.errors import ConfigError
+from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
-from jaxllm.train.distill import student as students
-from jaxllm.train.distill.divergences import Mix
-from jaxllm.train.distill.hidden import PLACE, Hidden
-from jaxllm.train.distill.objectives import FromBuckets, FromTeacher, Taught
-from jaxllm.train.distill.sampled import Sampled
-from jaxllm.train.distill.settings import Distillation, finished, teaching
-from jaxllm.train.distill.student import Smaller
+from jaxllm.train.distill import student_init as students
+from jaxllm.train.distill.divergences import DistillLossConfig
+from jaxllm.train.distill.feature_loss import PARAMS_KEY, HiddenLossConfig
+from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
+from jaxllm.train.distill.on_policy import OnPolicySampler
+from jaxllm.train.distill.settings import Distillation, extract_student, prepare_distillation
+from jaxllm.train.distill.student_init import StudentSize
 from jaxllm.train.objective import NextToken
 
 IDS = np.random.default_rng(0).integers(3, 1000, (6, 9))
@@ -33,45 +33,52 @@ def teacher(shallow: Callable[[str], Path]) -> LM:
 
 @pytest.fixture(scope="module")
 def student(teacher: LM) -> LM:
-    return students.made_from(teacher, Smaller(layers=1))
+    return students.cut_student(teacher, StudentSize(layers=1))
 
 
 def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
     options = Distillation(beta=0.5, temperature=2.0, on_policy=0.3, hidden="cosine", new_tokens=5)
-    found = teaching(student, teacher, DATA, options, held_out=DATA)
-    hidden = Hidden("cosine", ((1, 2),), 1.0)
-    assert found.objective == FromTeacher(teacher.model, 1536, Mix(0.5, 2.0, 1.0), hidden)
-    assert found.prepare == Sampled(student.model, 0.3, 16, 5, 1.0, (2,))
-    assert found.given is teacher.params
-    assert found.data is found.held_out is DATA
-    assert PLACE not in found.params  # widths are equal
+    found = prepare_distillation(student, teacher, DATA, options, eval_data=DATA)
+    hidden = HiddenLossConfig("cosine", ((1, 2),), 1.0)
+    assert found.objective == OnlineTeacherLoss(
+        teacher.model, 1536, DistillLossConfig(0.5, 2.0, 1.0), hidden
+    )
+    assert found.prepare == OnPolicySampler(student.model, 0.3, 16, 5, 1.0, (2,))
+    assert found.extra_inputs is teacher.params
+    assert found.data is found.eval_data is DATA
+    assert PARAMS_KEY not in found.params  # widths are equal
     other = dataclasses.replace(student, tokenizer=None)  # the teacher's texts are all there is
-    texts = teaching(other, teacher, DATA, Distillation(alpha=0.0))
-    assert (texts.objective, texts.given) == (NextToken(), ())
-    plain = teaching(student, teacher, DATA, Distillation())
-    assert (plain.prepare, plain.objective) == (None, FromTeacher(teacher.model, 1536, Mix()))
+    texts = prepare_distillation(other, teacher, DATA, Distillation(alpha=0.0))
+    assert (texts.objective, texts.extra_inputs) == (NextToken(), ())
+    plain = prepare_distillation(student, teacher, DATA, Distillation())
+    assert (plain.prepare, plain.objective) == (
+        None,
+        OnlineTeacherLoss(teacher.model, 1536, DistillLossConfig()),
+    )
 
 
 def test_projections_are_trained_and_not_kept(teacher: LM, student: LM) -> None:
     config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
-    narrow = students.from_nothing(teacher, config, 0)
-    found = teaching(narrow, teacher, DATA, Distillation(hidden="mse"))
-    assert found.params[PLACE]["1"]["weight"].shape == (128, 64)
-    assert PLACE not in finished(narrow, found.params).params
+    narrow = students.from_config(teacher, config, 0)
+    found = prepare_distillation(narrow, teacher, DATA, Distillation(hidden="mse"))
+    assert found.params[PARAMS_KEY]["1"]["weight"].shape == (128, 64)
+    assert PARAMS_KEY not in extract_student(narrow, found.params).params
 
 
 def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: Path) -> None:
     options = Distillation(top_k=3)
-    found = teaching(student, teacher, DATA, options, held_out=DATA, directory=tmp_path)
-    assert found.objective == FromBuckets(1536, Mix())
-    assert found.given == ()
-    for data in (found.data, found.held_out):
+    found = prepare_distillation(
+        student, teacher, DATA, options, eval_data=DATA, directory=tmp_path
+    )
+    assert found.objective == RecordedTeacherLoss(1536, DistillLossConfig())
+    assert found.extra_inputs == ()
+    for data in (found.data, found.eval_data):
         assert data is not None
         rows = data.batch(0)
-        assert isinstance(rows, Taught)
-        assert rows.told.token_BTk.shape == (2, 8, 3)
+        assert isinstance(rows, DistillRows)
+        assert rows.teacher.token_BTk.shape == (2, 8, 3)
     with pytest.raises(ConfigError, match="outputs on disk: give a directory"):
-        teaching(student, teacher, DATA, options)
+        prepare_distillation(student, teacher, DATA, options)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +102,4 @@ def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
 def test_rows_wider_than_a_context_are_refused(teacher: LM, student: LM) -> None:
     wide = Dataset(from_ids([[3] * 600]), 513)
     with pytest.raises(ConfigError, match="rows of 513 tokens exceed the teacher's context of 512"):
-        teaching(student, teacher, wide, Distillation())
+        prepare_distillation(student, teacher, wide, Distillation())

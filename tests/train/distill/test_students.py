@@ -12,27 +12,29 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.complete import Completion
+from jaxllm.batch_inference.journal import AnswerJournal
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.fleet.journal import Journal
+from jaxllm.generation.completion import Completion
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.train.distill import student, written
-from jaxllm.train.distill.student import Smaller
-from jaxllm.train.distill.vocabulary import shared_size
+from jaxllm.train.distill import sequence_kd, student_init
+from jaxllm.train.distill.student_init import StudentSize
+from jaxllm.train.distill.vocabulary import common_vocab_size
 from tests.compress.models import tiny
 
 
 def test_layers_are_taken_at_even_distances() -> None:
     """DistilBERT's own six of twelve layers (its script `extract.py`)."""
-    assert student.even_layers(12, 6) == [0, 2, 4, 7, 9, 11]
-    assert student.even_layers(6, 3) == [0, 2, 5]
+    assert student_init.select_even_layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert student_init.select_even_layers(6, 3) == [0, 2, 5]
     with pytest.raises(ConfigError, match="must keep 1 to 6 layers, got 7"):
-        student.even_layers(6, 7)
+        student_init.select_even_layers(6, 7)
 
 
 def test_a_student_is_part_of_its_teacher() -> None:
     teacher = tiny("llama", num_hidden_layers=3)
-    made = student.made_from(teacher, Smaller(layers=2, heads=1, channels=50, by="magnitude"))
+    made = student_init.cut_student(
+        teacher, StudentSize(layers=2, heads=1, channels=50, importance="magnitude")
+    )
     c = made.config
     assert (c.num_hidden_layers, c.num_key_value_heads, c.intermediate_size) == (2, 1, 50)
     assert (c.num_attention_heads, c.head_dim) == (4, 6)
@@ -43,14 +45,14 @@ def test_a_student_is_part_of_its_teacher() -> None:
         )
     assert np.isfinite(jaxllm.forward(made.model, made.params, None, [[1, 2]]).logits).all()
     with pytest.raises(ConfigError, match="parts needs a text"):
-        student.made_from(teacher, Smaller(channels=50))
+        student_init.cut_student(teacher, StudentSize(channels=50))
     with pytest.raises(ConfigError, match="heads to keep must be 1 to 2: got 3"):
-        student.made_from(teacher, Smaller(heads=3, by="magnitude"))
+        student_init.cut_student(teacher, StudentSize(heads=3, importance="magnitude"))
 
 
 def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
     teacher = tiny("gpt2", num_hidden_layers=1)
-    made = student.from_nothing(teacher, teacher.config, 0)
+    made = student_init.from_config(teacher, teacher.config, 0)
     layer = made.params["h.0"]
     assert (np.asarray(layer["ln_1"]["weight"]) == 1).all()
     assert not np.asarray(layer["attn"]["c_attn"]["bias"]).any()
@@ -66,7 +68,7 @@ class Writer:
     config, model = "config", SimpleNamespace(precision="float32")
     generation, adapters, adapter = MappingProxyType({}), (), None
 
-    def using(self, adapter: None) -> "Writer":
+    def with_adapter(self, adapter: None) -> "Writer":
         return self
 
     def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
@@ -85,9 +87,9 @@ def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 @pytest.mark.full
 def test_a_model_writes_what_it_generates(shallow: Callable[[str], Path], tmp_path: Path) -> None:
     teacher = jaxllm.load(shallow("llama"))
-    prompts = written.prompts_of(teacher, ["Once upon a time there was", "One day"], 4)
+    prompts = sequence_kd.cut_prompts(teacher, ["Once upon a time there was", "One day"], 4)
     assert "Once upon a time there".startswith(prompts[0])
-    written.write(teacher, prompts, tmp_path / "texts", OPTIONS)
+    sequence_kd.write_completions(teacher, prompts, tmp_path / "texts", OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
     alone = [
         teacher.generate(p, max_new_tokens=4, temperature=1.0, seed=i).text
@@ -105,38 +107,42 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
     teacher: Any = Writer()
     prompts = ["Once upon a time", "One day", "The cat"]
     whole = tmp_path / "whole.jsonl"
-    assert written.write(teacher, prompts, whole, OPTIONS, rows=2) == written.Wrote(3, 0)
+    assert sequence_kd.write_completions(
+        teacher, prompts, whole, OPTIONS, rows=2
+    ) == sequence_kd.WriteSummary(3, 0)
     lines = [json.loads(line) for line in whole.read_text().splitlines()]
     assert [line["prompt"] for line in lines] == prompts
     assert [line["completion"] for line in lines] == [
         f"{p}, seed {i}" for i, p in enumerate(prompts)
     ]
 
-    path, append = tmp_path / "killed.jsonl", Journal._append
+    path, append = tmp_path / "killed.jsonl", AnswerJournal._append
 
-    def killed(self: Journal, value: Any) -> Any:
+    def killed(self: AnswerJournal, value: Any) -> Any:
         append(self, value)
         if value.get("group") == 1:
             with open(self.path, "r+b") as file:  # cut off in the middle of a line
                 file.truncate(self.path.stat().st_size - 9)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Journal, "_append", killed)
+    monkeypatch.setattr(AnswerJournal, "_append", killed)
     with pytest.raises(KeyboardInterrupt):
-        written.write(teacher, prompts, path, OPTIONS, rows=2, group=2)
+        sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
     assert not path.exists()
-    monkeypatch.setattr(Journal, "_append", append)
-    with pytest.raises(CheckpointError, match="of another run: input was"):
-        written.write(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
-    written.write(teacher, prompts, path, OPTIONS, rows=2, group=2)
+    monkeypatch.setattr(AnswerJournal, "_append", append)
+    with pytest.raises(CheckpointError, match="belongs to another run: input was"):
+        sequence_kd.write_completions(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
+    sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
     assert path.read_bytes() == whole.read_bytes()
     assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
     with pytest.raises(CheckpointError, match="exists: name another"):
-        written.write(teacher, prompts, path, OPTIONS)
+        sequence_kd.write_completions(teacher, prompts, path, OPTIONS)
     with pytest.raises(ConfigError, match="the seed must be a number, got 'random'"):
-        written.write(teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"})
+        sequence_kd.write_completions(
+            teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"}
+        )
     with pytest.raises(ConfigError, match="no prompt"):
-        written.write(teacher, [], tmp_path / "none", OPTIONS)
+        sequence_kd.write_completions(teacher, [], tmp_path / "none", OPTIONS)
 
 
 def test_only_teachers_that_speak_of_the_same_tokens_teach(
@@ -153,8 +159,8 @@ def test_only_teachers_that_speak_of_the_same_tokens_teach(
     assert llama.tokenizer is not None
     size = llama.tokenizer.vocab_size
     padded = dataclasses.replace(llama, config=dataclasses.replace(llama.config, vocab_size=1600))
-    assert shared_size(padded, llama) == size == shared_size(llama, padded)
+    assert common_vocab_size(padded, llama) == size == common_vocab_size(llama, padded)
     with pytest.raises(ConfigError, match=r"different tokenizers: 2 of \d+ ids differ"):
-        shared_size(llama, other)
+        common_vocab_size(llama, other)
     with pytest.raises(ConfigError, match=r"the student .* has no tokenizer"):
-        shared_size(llama, dataclasses.replace(llama, tokenizer=None))
+        common_vocab_size(llama, dataclasses.replace(llama, tokenizer=None))

@@ -24,7 +24,7 @@ enum class Kind : int32_t {
 // Padding after a bitmap's numbers, since a register may read past their end.
 constexpr int64_t kSpare = 128;
 
-// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/leaves/, which documents
+// A weight matrix [rows, columns] in any of the formats of jaxllm/weights/types/, which documents
 // their layouts. `stride` is the distance between rows of `data`, in bytes. Here as in all
 // that follows, arrays are aligned to their elements and no further, and any size may be 0.
 struct Weight {

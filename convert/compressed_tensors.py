@@ -1,0 +1,221 @@
+"""Matrices quantized by compressed-tensors, as leaves with the same integers, scales, zero points.
+
+For a linear `[O, I]`, "pack-quantized" stores numbers from 0 to 2^bits - 1, as `weight_packed`
+int32 `[O, I bits / 32]` and `weight_zero_point` `[O bits / 32, G]`. "int-quantized" stores them
+minus 128, as `weight` int8 and `weight_zero_point` int8 `[O, G]`. Both have `weight_scale`
+`[O, G]`, or one number per tensor. Activations of W8A8 checkpoints are not quantized here.
+"""
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.convert.gptq_packing import unpack_gptq
+from jaxllm.errors import ConfigError
+from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.types import bitpack
+from jaxllm.weights.types.base import round_up
+from jaxllm.weights.types.int_quant import GROUP_SIZES, IntFormat
+
+COMPRESSED_TENSORS = "compressed-tensors"
+PACKED_FORMATS, INT_FORMATS = ("pack-quantized",), ("int-quantized", "naive-quantized")
+SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point")
+_SCALES = ("float16", "bfloat16", "float32")
+_STRATEGIES = ("group", "channel", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedScheme:
+    """Storage of a checkpoint's matrices. widths: the bit widths of its config groups."""
+
+    is_packed: bool
+    bit_widths: frozenset[int]
+
+
+def read_compressed_scheme(data: Mapping[str, Any], where: str) -> CompressedScheme:
+    """Return how the weights are stored, from compressed-tensors' `quantization_config`.
+
+    Raises:
+        ConfigError: With every option that is not supported.
+    """
+    complaints = []
+    form, groups = data.get("format"), data.get("config_groups")
+    if form not in (*PACKED_FORMATS, *INT_FORMATS):
+        known = ", ".join((*PACKED_FORMATS, *INT_FORMATS))
+        complaints.append(f"format {form!r:.40} is not supported (known: {known})")
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config"):
+        if data.get(name) not in (None, {}):
+            complaints.append(f"{name} is not supported (got {data[name]!r:.60})")
+    if not isinstance(groups, Mapping) or not groups:
+        complaints.append(f"config_groups must be an object of groups, got {groups!r:.60}")
+        groups = {}
+    widths = set()
+    for name, group in groups.items():
+        found, wrong = _read_group_bits(group)
+        widths.add(found)
+        complaints += [f"config_groups.{name}: {text}" for text in wrong]
+    if complaints:
+        raise ConfigError(f"{where}: {'; '.join(complaints)}")
+    return CompressedScheme(form in PACKED_FORMATS, frozenset(widths))
+
+
+def _read_group_bits(group: Any) -> tuple[int, list[str]]:
+    """Return the bit width of a config group's weights, and complaints."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return 0, [f"weights must be an object, got {weights!r:.60}"]
+    wanted: dict[str, tuple[Any, ...]] = {
+        "num_bits": (4, 8),
+        "type": ("int",),
+        "strategy": (*_STRATEGIES, None),
+        "dynamic": (False, None),
+        "actorder": (None, False, "static", "weight"),
+        "block_structure": (None,),
+    }
+    wrong = [
+        f"weights.{name} {weights.get(name)!r:.40} is not supported (known:"
+        f" {', '.join(str(v) for v in values if v is not None)})"
+        for name, values in wanted.items()
+        if not any(weights.get(name) is v or weights.get(name) == v for v in values)
+    ]
+    inputs = group.get("input_activations")
+    if inputs is not None and not (isinstance(inputs, Mapping) and inputs.get("dynamic") is True):
+        wrong.append("static input_activations are not supported")
+    if group.get("output_activations") is not None:
+        wrong.append("output_activations are not supported")
+    bits = weights.get("num_bits")
+    return (bits if type(bits) is int else 0), wrong
+
+
+def import_compressed_tensors(
+    scheme: CompressedScheme,
+    tensors: MutableMapping[str, LazyTensor],
+    linears: Mapping[str, tuple[int, int]],
+    complaints: list[str],
+) -> dict[str, str]:
+    """Replace the quantized pieces by those of our leaves; return the leaves' formats, by path.
+
+    Args:
+        scheme: How the matrices are stored.
+        tensors: By our paths; quantized ones end in one of `SUFFIXES`.
+        linears: The shapes `[O, I]` of all weights that can be quantized.
+        complaints: Complaints are appended.
+    """
+    formats = {}
+    for path, shape in linears.items():
+        stem = path.removesuffix(".weight")
+        found = {p: t for p in SUFFIXES if (t := tensors.pop(f"{stem}.{p}", None)) is not None}
+        if not scheme.is_packed and path in tensors and tensors[path].dtype == np.int8:
+            found["weight_packed"] = tensors.pop(path)
+        if not found:
+            continue
+        wrong, kind = _choose_format(scheme, stem, shape, found)
+        complaints += wrong
+        if kind is None or path in tensors:
+            if kind is not None:
+                complaints.append(f"{path} and {stem}.weight_packed are both stored")
+            tensors[path] = LazyTensor(np.dtype(np.float32), shape, lambda: np.empty(0))
+            continue
+        formats[path] = kind.name
+        for name, tensor in _make_pieces(scheme, kind, shape, found).items():
+            tensors[f"{path}{name}"] = tensor
+    if not formats and not complaints:
+        complaints.append("no tensor is quantized, but config.json has a quantization_config")
+    return formats
+
+
+def _choose_format(
+    scheme: CompressedScheme, stem: str, shape: tuple[int, int], found: Mapping[str, LazyTensor]
+) -> tuple[list[str], IntFormat | None]:
+    """Return complaints about a matrix's tensors, and its format if there are none."""
+    rows, columns = shape
+    missing = [f"{stem}.{p} is missing" for p in SUFFIXES[:2] if p not in found]
+    if missing:
+        return missing, None
+    codes, scale, zero = (found.get(piece) for piece in SUFFIXES)
+    assert codes is not None
+    assert scale is not None
+    by_shape: dict[tuple[int, ...], int]
+    by_shape = {(rows, round_up(columns * bits, 32) // 32): bits for bits in scheme.bit_widths}
+    bits = by_shape.get(codes.shape, 0) if scheme.is_packed else 8 * (codes.shape == shape)
+    wanted = "int32" if scheme.is_packed else "int8"
+    if not bits or codes.dtype.name != wanted:
+        return [
+            f"{stem}.{SUFFIXES[0]} is {codes.dtype.name} {codes.shape}, expected {wanted} for"
+            f" {shape}"
+        ], None
+    groups = scale.shape[1] if scale.ndim == 2 else 1
+    size = columns // groups if groups else 0
+    wrong = []
+    if scale.shape not in ((rows, groups), (1,), (), (1, 1)) or size * groups != columns:
+        wrong.append(f"{stem}.weight_scale has shape {scale.shape}, which does not divide {shape}")
+    if scale.dtype.name not in _SCALES:
+        wrong.append(f"{stem}.weight_scale is {scale.dtype.name}, expected {' or '.join(_SCALES)}")
+    ours = [group for group in reversed(GROUP_SIZES) if size % group == 0]
+    if groups > 1 and not ours:
+        wrong.append(f"{stem}: the group size is {size}, expected a multiple of {GROUP_SIZES}")
+    whole = (round_up(rows * bits, 32) // 32, groups) if scheme.is_packed else scale.shape
+    if zero is not None and zero.shape != whole:
+        wrong.append(f"{stem}.weight_zero_point has shape {zero.shape}, expected {whole}")
+    if wrong:
+        return wrong, None
+    group = None if groups == 1 and bits == 8 else ours[0] if groups > 1 else GROUP_SIZES[-1]
+    half = scale.dtype == np.float16
+    return [], IntFormat(bits, group, zero is not None, "float16" if half else "float32")
+
+
+def _make_pieces(
+    scheme: CompressedScheme,
+    kind: IntFormat,
+    shape: tuple[int, int],
+    found: Mapping[str, LazyTensor],
+) -> dict[str, LazyTensor]:
+    """Return the pieces of the leaf, computed when they are read."""
+    rows, columns = shape
+    expected = kind.array_specs(shape)
+    middle = np.uint8(2 ** (kind.bits - 1))
+
+    def zeros() -> np.ndarray:
+        stored = found["weight_zero_point"].read()
+        if scheme.is_packed:
+            numbers = unpack_gptq(np.ascontiguousarray(stored.T), kind.bits)[:, :rows].T
+        else:
+            numbers = stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1)
+            numbers = numbers.view(np.uint8) ^ middle
+        return repeat_groups(numbers, ".zero")
+
+    def data() -> np.ndarray:
+        stored = found["weight_packed"].read()
+        codes = unpack_gptq(stored, kind.bits)[:, :columns] if scheme.is_packed else stored
+        if kind.code_dtype == np.int8 and scheme.is_packed:
+            codes = (codes ^ middle).view(np.int8)
+        elif kind.code_dtype == np.uint8 and not scheme.is_packed:
+            codes = codes.view(np.uint8) ^ middle
+        whole = np.full((rows, round_up(columns, bitpack.CHUNK)), kind.zero_code, codes.dtype)
+        if kind.zero_point:  # pad with the code of zero
+            whole = np.repeat(zeros(), kind.group_size(columns), axis=1)
+        whole[:, :columns] = codes
+        packed: np.ndarray = bitpack.pack_codes(whole, kind.bits)
+        return packed
+
+    def scales() -> np.ndarray:
+        stored = found["weight_scale"].read()
+        return repeat_groups(
+            stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1), ".scale"
+        )
+
+    def repeat_groups(numbers: np.ndarray, name: str) -> np.ndarray:
+        """Repeat the values of the checkpoint's groups for ours."""
+        size, dtype = expected[name]
+        whole = np.zeros([n or 0 for n in size], dtype)
+        count = -(-columns // kind.group_size(columns))
+        whole[:, :count] = np.repeat(numbers, -(-count // numbers.shape[1]), axis=1)[:, :count]
+        return whole
+
+    reads = {".data": data, ".scale": scales, ".zero": zeros}
+    return {
+        name: LazyTensor(np.dtype(dtype), tuple(n or 0 for n in size), reads[name])
+        for name, (size, dtype) in expected.items()
+    }

@@ -1,0 +1,148 @@
+"""Matrices that are fused in a checkpoint and separate here, split and fused without rounding.
+
+Matrices quantized by GPTQ or AWQ are split (see `quantize`), but not fused.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import CheckpointError
+from jaxllm.weights.lazy import LazyTensor, concat_tensors
+
+Tensors = dict[str, LazyTensor]
+Span = tuple[int, int]  # first row, end row (exclusive)
+_COLUMN_SUFFIXES = (".qweight", ".qzeros", ".scales")  # transposed: last axis O, maybe packed
+_ROW_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_zero_point")
+
+
+class Layout(Protocol):
+    """Tensors that a checkpoint arranges differently; names are without the prefix."""
+
+    def matches(self, path: str) -> bool:
+        """Return whether this names such a tensor in the checkpoint."""
+        ...
+
+    def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        """Replace the checkpoint's tensors by ours; raise CheckpointError for wrong shapes."""
+        ...
+
+    def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        """Replace our tensors by the checkpoint's."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedLayout:
+    """A fused linear in each layer: the rows of several of our linears, concatenated.
+
+    Attributes:
+        theirs, ours: Module paths within a layer.
+        rows: The row count of each of ours.
+        repeats: The number of interleaved runs, each with an equal part of the rows of every one of
+            ours (GPT-NeoX: one run per head).
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    rows: Callable[[ModelConfig], tuple[int, ...]]
+    repeats: Callable[[ModelConfig], int] = lambda config: 1
+
+    def matches(self, path: str) -> bool:
+        return self._match(path) is not None
+
+    def read(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        made = Tensors()
+        for path, tensor in tensors.items():
+            found = self._match(path)
+            if found is None:
+                made[path] = tensor
+                continue
+            for name, part in zip(self.ours, self.split_tensor(path, tensor, config), strict=True):
+                made[f"{found[1]}{name}{found[2]}"] = part
+        return made
+
+    def row_spans(self, config: ModelConfig) -> list[list[Span]]:
+        """Return, for each of ours, its rows in the fused matrix, in our order."""
+        rows, runs = self.rows(config), self.repeats(config)
+        ends = list(accumulate(rows * runs, lambda end, count: end + count // runs, initial=0))
+        turns = range(0, len(ends) - 1, len(rows))
+        return [[(ends[j + i], ends[j + i + 1]) for j in turns] for i in range(len(rows))]
+
+    def split_tensor(self, path: str, tensor: LazyTensor, config: ModelConfig) -> list[LazyTensor]:
+        """Split a fused weight, bias, or piece of a quantized weight into ours.
+
+        Raises CheckpointError for a wrong shape.
+        """
+        rows, spans, end = self.rows(config), self.row_spans(config), path[path.rindex(".") :]
+        if end == ".g_idx":  # per column, and all have the same columns
+            return [tensor] * len(rows)
+        axis, total = int(end in _COLUMN_SUFFIXES), sum(rows)
+        size = tensor.shape[axis] if tensor.ndim > axis else 0
+        whole = all(x * size % total == 0 for each in spans for span in each for x in span)
+        if axis and size and whole:
+            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [_take_columns(tensor, each) for each in ours]
+        if end == ".weight_zero_point" and size and whole:  # packs several rows into a word
+            ours = [[(a * size // total, b * size // total) for a, b in each] for each in spans]
+            return [concat_tensors([tensor.rows(*span) for span in each]) for each in ours]
+        if axis or size != total:
+            raise CheckpointError(
+                f"{path} has shape {tensor.shape}, but config.json implies {total} rows"
+                f" ({' + '.join(map(str, rows))}{', in whole words' if axis else ''})"
+            )
+        return [concat_tensors([tensor.rows(*span) for span in each]) for each in spans]
+
+    def write(self, tensors: Tensors, config: ModelConfig) -> Tensors:
+        made, first, runs = (
+            Tensors(),
+            re.compile(_layer_pattern(self.ours[0])),
+            self.repeats(config),
+        )
+        for path, tensor in tensors.items():
+            found = first.fullmatch(path)
+            if found:
+                parts = [tensors[f"{found[1]}{name}{found[2]}"] for name in self.ours]
+                made[f"{found[1]}{self.theirs}{found[2]}"] = concat_tensors(
+                    [part for run in range(runs) for part in _slice_rows(parts, run, runs)]
+                )
+            elif not any(re.fullmatch(_layer_pattern(name), path) for name in self.ours):
+                made[path] = tensor
+        return made
+
+    def _match(self, path: str) -> re.Match[str] | None:
+        pieces = "".join(rf"|\{end}" for end in (*_COLUMN_SUFFIXES, *_ROW_SUFFIXES, ".g_idx"))
+        return re.fullmatch(f"{_layer_pattern(self.theirs)[:-1]}{pieces})", path)
+
+
+def _take_columns(tensor: LazyTensor, spans: list[Span]) -> LazyTensor:
+    """Return spans of columns of a matrix, concatenated."""
+
+    def read() -> np.ndarray:
+        whole = tensor.read()
+        return np.concatenate([whole[:, begin:end] for begin, end in spans], axis=1)
+
+    count = sum(end - begin for begin, end in spans)
+    return LazyTensor(tensor.dtype, (tensor.shape[0], count), read, tensor.release)
+
+
+def _slice_rows(parts: list[LazyTensor], run: int, runs: int) -> list[LazyTensor]:
+    """Return each matrix's rows in one of `repeats` equal runs."""
+    sizes = [part.shape[0] // runs for part in parts]
+    return [part.rows(run * n, (run + 1) * n) for part, n in zip(parts, sizes, strict=True)]
+
+
+def _layer_pattern(module: str) -> str:
+    """Return a regex of the names of a module's tensors in all layers."""
+    return rf"(layers\.\d+\.){re.escape(module)}(\.weight|\.bias)"
+
+
+def qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
+    """Return the row counts of the query, key and value projections."""
+    K = config.num_key_value_heads * config.head_dim
+    return (config.num_attention_heads * config.head_dim, K, K)

@@ -1,0 +1,227 @@
+"""Reader of a GGUF file's tokenizer and chat template.
+
+`tokenizer.ggml.model` "llama" is SentencePiece: pieces, scores and types. "gpt2" is byte-level BPE:
+pieces, merges and the name of a pre-tokenizer (`pre`). Both are converted to the tree of a
+tokenizer.json, so all other code handles them like any tokenizer.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.convert.gguf.pre_tokenizers import (
+    byte_level_step,
+    find_pre_tokenizer,
+    pre_tokenizer_json,
+)
+from jaxllm.errors import CheckpointError, TemplateError
+from jaxllm.text import sentencepiece_model
+from jaxllm.text.byte_level import BYTE_OF_SYMBOL
+from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.formats import ROLES, TokenizerTree
+from jaxllm.text.sentencepiece_model import build_tree, make_added_token
+from jaxllm.text.tokenizer_limits import check_tree
+
+NO_TOKENIZER = ("no_vocab", "none")  # files without a tokenizer
+ID_KEYS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",  # as llama.cpp spells it
+    "cls": "cls_token_id",
+    "mask": "mask_token_id",
+}
+assert set(ID_KEYS) == set(ROLES)
+_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unk": 0}, "gpt2": {}}
+
+
+def read_tokenizer(settings: Mapping[str, Any], path: Path) -> TokenizerTree | None:
+    """Return the tokenizer, or None if the file has none.
+
+    Raises CheckpointError for an unsupported or malformed tokenizer.
+    """
+    kind = settings.get("tokenizer.ggml.model")
+    if kind is None or kind in NO_TOKENIZER:
+        return None
+    if kind not in _DEFAULTS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model {kind!r:.40} is not supported (known: llama, gpt2)"
+        )
+    where, ggml = str(path), _Keys(settings, str(path))
+    tokens, types = _read_pieces(ggml, where)
+    roles = _read_roles(ggml, tokens, _DEFAULTS[kind])
+    if kind == "llama":
+        tree, adds_bos = _build_sentencepiece(ggml, tokens, types, where), True
+    else:
+        architecture = settings.get("general.architecture")
+        pre = find_pre_tokenizer(ggml.get("pre"), where, architecture=architecture)
+        tree, adds_bos = _build_byte_level(ggml, tokens, types, where), pre.adds_bos
+        tree["pre_tokenizer"] = pre_tokenizer_json(pre)
+        tree["normalizer"] = {"type": "NFC"} if pre.normalizes_nfc else None
+        tree["model"]["ignore_merges"] = pre.ignore_merges
+    special = {tokens[index] for index in roles.values()}
+    tree["added_tokens"] = _merge_added_tokens(tree["added_tokens"], special, tokens, types)
+    check_tree(tree, where)
+    named = {role: tokens[index] for role, index in roles.items()}
+    says = ggml.get("add_bos_token", adds_bos)
+    return TokenizerTree(tree, named, says is True and "bos" in named)
+
+
+def find_template(settings: Mapping[str, Any]) -> str | None:
+    """Return the chat template's source, or None."""
+    template = settings.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
+def read_template(
+    settings: Mapping[str, Any], roles: Mapping[str, str], path: Path
+) -> ChatTemplate:
+    """Return the chat template; if a file has several, the unnamed one.
+
+    Raises TemplateError if there is none or it is malformed.
+    """
+    template = find_template(settings)
+    if template is None:
+        raise TemplateError(
+            f"{path} has no tokenizer.chat_template. Pass a template (jaxllm chat --chat-template"
+            " FILE), or generate from plain text (jaxllm generate)"
+        )
+    return ChatTemplate(template, special_tokens(roles))
+
+
+def special_tokens(roles: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the special tokens that templates can use: `("bos_token", "<s>")`."""
+    return tuple((f"{role}_token", roles[role]) for role in ROLES if role in roles)
+
+
+class _Keys:
+    """The keys `tokenizer.ggml.*`."""
+
+    def __init__(self, settings: Mapping[str, Any], where: str) -> None:
+        self.settings, self.where = settings, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.settings.get(f"tokenizer.ggml.{key}", default)
+
+    def get_texts(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, list):
+            raise CheckpointError(f"{self.where}: tokenizer.ggml.{key} is not a list of strings")
+        return value
+
+    def get_numbers(self, key: str, count: int) -> np.ndarray | None:
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or len(value) != count:
+            raise CheckpointError(
+                f"{self.where}: tokenizer.ggml.{key} is not {count:,} numbers, one per token"
+            )
+        return value
+
+
+def _read_pieces(ggml: _Keys, where: str) -> tuple[list[str], list[int]]:
+    """Return the tokens by id and their types, without trailing padding tokens."""
+    tokens = ggml.get_texts("tokens")
+    given = ggml.get_numbers("token_type", len(tokens))
+    types = [sentencepiece_model.NORMAL] * len(tokens) if given is None else [int(x) for x in given]
+    while tokens and types[-1] == sentencepiece_model.UNUSED:
+        tokens, types = tokens[:-1], types[:-1]
+    if not tokens:
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens is empty")
+    sentencepiece_model.check_lengths(tokens, f"{where}: tokenizer.ggml.tokens")
+    if len(set(tokens)) < len(tokens):
+        ((twice, _),) = Counter(tokens).most_common(1)
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens has {twice!r:.60} twice")
+    return tokens, types
+
+
+def _read_roles(ggml: _Keys, tokens: Sequence[str], defaults: Mapping[str, int]) -> dict[str, int]:
+    """Return the ids of special tokens; raise CheckpointError for an invalid id."""
+    found = {}
+    for role, key in ID_KEYS.items():
+        index = ggml.get(key, defaults.get(role))
+        if index is None:
+            continue
+        if type(index) is not int or not 0 <= index < len(tokens):
+            if ggml.get(key) is None:  # the default is outside a small vocabulary
+                continue
+            raise CheckpointError(
+                f"{ggml.where}: tokenizer.ggml.{key} {index!r:.40} is none of {len(tokens):,} ids"
+            )
+        found[role] = index
+    return found
+
+
+def _build_sentencepiece(
+    ggml: _Keys, tokens: list[str], types: list[int], where: str
+) -> dict[str, Any]:
+    scores = ggml.get_numbers("scores", len(tokens))
+    if scores is None or not np.isfinite(scores).all():
+        raise CheckpointError(f"{where}: tokenizer.ggml.scores are missing or not finite numbers")
+    unknown = ggml.get("unknown_token_id", 0)
+    if type(unknown) is not int or not 0 <= unknown < len(tokens):
+        raise CheckpointError(
+            f"{where}: tokenizer.ggml.unknown_token_id {unknown!r:.40} is not an id"
+        )
+    held = {
+        token for token, kind in zip(tokens, types, strict=True) if kind == sentencepiece_model.BYTE
+    }
+    missing = {f"<0x{byte:02X}>" for byte in range(256)} - held
+    if held and missing:
+        raise CheckpointError(f"{where}: {len(missing)} of 256 byte tokens are missing")
+    return build_tree(
+        list(zip(tokens, (float(x) for x in scores), types, strict=True)),
+        unk_id=unknown,
+        byte_fallback=bool(held),
+        dummy_prefix=ggml.get("add_space_prefix", True) is True,
+        strip_spaces=ggml.get("remove_extra_whitespaces", False) is True,
+    )
+
+
+def _build_byte_level(
+    ggml: _Keys, tokens: list[str], types: list[int], where: str
+) -> dict[str, Any]:
+    merges = [merge.split(" ") for merge in ggml.get_texts("merges")]
+    if wrong := [" ".join(merge) for merge in merges if len(merge) != 2]:
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges has {wrong[0]!r:.60}, not a pair")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    # Published vocabularies lack symbols of bytes that never or rarely occur in text.
+    if missing := {s for s, byte in BYTE_OF_SYMBOL.items() if byte < 128} - vocab.keys():
+        raise CheckpointError(
+            f"{where}: the tokens are not byte-level: {len(missing)} of the symbols for ASCII are"
+            f" missing, {min(missing)!r} for example"
+        )
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            make_added_token(index, token, special=kind != sentencepiece_model.USER_DEFINED)
+            for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
+        ],
+        "post_processor": None,
+        "decoder": byte_level_step(use_regex=True),
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+    }
+
+
+def _merge_added_tokens(
+    added: list[dict[str, Any]], special: set[str], tokens: Sequence[str], types: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return all added tokens, which match text literally.
+
+    They need no normalization, since llama.cpp's converter has undone it.
+
+    Args:
+        special: Tokens with a role, which are special whatever their type is.
+    """
+    found = {token["id"]: {**token, "normalized": False} for token in added}
+    for index, token in enumerate(tokens):
+        if token in special and (index in found or len(token) > 1):
+            flags = found.get(index, make_added_token(index, token, special=True))
+            found[index] = {**flags, "special": True}
+    return [found[index] for index in sorted(found)]

@@ -1,0 +1,194 @@
+"""Conversion of a tokenizer to GGUF keys, which `vocabulary` reads back as the same tokenizer.
+
+A model type or a pre-tokenizer that GGUF cannot name is refused, since llama.cpp would silently
+give texts other ids.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.convert.gguf.pre_tokenizers import GPT2_REGEX, PRE_TOKENIZERS
+from jaxllm.convert.gguf.tokenizer_read import ID_KEYS
+from jaxllm.errors import ConfigError
+from jaxllm.text import sentencepiece_model
+from jaxllm.text.formats import TokenizerTree
+from jaxllm.text.sentencepiece_model import SPACE, derive_merges
+
+_UNKNOWN = 2  # a piece type
+_LOWEST_SCORE = -1e9  # the score of pieces that no merge produces
+
+
+def make_tokenizer_keys(
+    source: TokenizerTree, template: str | None, generation: Mapping[str, Any], vocab_size: int
+) -> dict[str, Any]:
+    """Return keys with values. vocab_size: rows of the token table; missing tokens are padded.
+
+    Raises ConfigError for a tokenizer that cannot be written as GGUF.
+    """
+    tree, roles = source.tree, source.roles
+    model = tree["model"]
+    if model.get("type", "BPE") != "BPE":
+        raise _refusal(f"a model of type {model['type']!r:.40}")
+    added = {token["id"]: token for token in tree["added_tokens"]}
+    names = {index: name for name, index in model["vocab"].items()}
+    names |= {index: token["content"] for index, token in added.items()}
+    if max(names) >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer has ids up to {max(names)}, but the token table has {vocab_size} rows:"
+            " GGUF requires a row per token"
+        )
+    tokens = [names.get(index, f"[PAD{index}]") for index in range(vocab_size)]
+    kinds = [
+        sentencepiece_model.NORMAL if index in names else sentencepiece_model.UNUSED
+        for index in range(vocab_size)
+    ]
+    for index, token in added.items():
+        kinds[index] = (
+            sentencepiece_model.CONTROL
+            if token.get("special")
+            else sentencepiece_model.USER_DEFINED
+        )
+    if _step_types(tree.get("decoder")) == ["ByteLevel"]:
+        own = _byte_level_keys(tree)
+    elif model.get("byte_fallback"):
+        own = _sentencepiece_keys(tree, tokens, kinds)
+    else:
+        raise _refusal(f"a BPE with the decoder {_step_types(tree.get('decoder'))}")
+    ids = {name: index for index, name in names.items()}
+    given = {ID_KEYS[role]: ids[text] for role, text in roles.items()}
+    given |= _eos_keys(generation, given.get("eos_token_id"))
+    keys = {
+        **own,
+        "tokens": tokens,
+        "token_type": np.array(kinds, np.int32),
+        **given,
+        "add_bos_token": source.adds_bos,
+        "add_eos_token": False,
+    }
+    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return found if template is None else {**found, "tokenizer.chat_template": template}
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer cannot be written as GGUF: {what}. GGUF supports SentencePiece BPE and"
+        " byte-level BPE"
+    )
+
+
+def _eos_keys(generation: Mapping[str, Any], eos: int | None) -> dict[str, int]:
+    """Return the keys of ids that end an answer, as many as there are keys for."""
+    given = generation.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    others = [index for index in ids if index != eos and index >= 0]
+    if eos is None and others:
+        return dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), others, strict=False))
+    return dict(zip(("eot_token_id", "eom_token_id"), others, strict=False))
+
+
+def _iterate_steps(step: Any, key: str) -> Iterator[dict[str, Any]]:
+    """Yield a step of a tokenizer.json, or the steps of a sequence."""
+    if isinstance(step, dict):
+        if key not in step:
+            yield step
+        for part in step.get(key, ()):
+            yield from _iterate_steps(part, key)
+
+
+def _step_types(decoder: Any) -> list[str]:
+    return [str(step.get("type")) for step in _iterate_steps(decoder, "decoders")]
+
+
+def _byte_level_keys(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the merges and the name of the pre-tokenizer."""
+    regexes: list[str] = []
+    for step in _iterate_steps(tree.get("pre_tokenizer"), "pretokenizers"):
+        match step:
+            case {"type": "Split", "pattern": {"Regex": str(regex)}, "behavior": "Isolated"}:
+                regexes.append(regex)
+            case {"type": "Split", "pattern": {"Regex": str(regex)}, "invert": True}:
+                regexes.append(regex)  # it removes only text between matches: none
+            case {"type": "Digits", "individual_digits": True}:
+                regexes.append(r"\p{N}")
+            case {"type": "ByteLevel", "add_prefix_space": False, **flags}:
+                regexes += [GPT2_REGEX] if flags.get("use_regex", True) else []
+            case _:
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} with these options")
+    normal = [step.get("type") for step in _iterate_steps(tree.get("normalizer"), "normalizers")]
+    model = tree["model"]
+    for name, pre in PRE_TOKENIZERS.items():
+        same = pre.regexes == tuple(regexes) and normal == (["NFC"] if pre.normalizes_nfc else [])
+        if same and pre.ignore_merges == bool(model.get("ignore_merges")):
+            merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+            return {"model": "gpt2", "pre": name, "merges": merges}
+    raise _refusal(f"no known name (pre) for a split by {regexes!r:.200} after {normal}")
+
+
+def _sentencepiece_keys(
+    tree: dict[str, Any], tokens: Sequence[str], kinds: list[int]
+) -> dict[str, Any]:
+    """Return scores instead of merges, and options for spaces; update `kinds` in place."""
+    model = tree["model"]
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model["merges"]]
+    for index, token in enumerate(tokens):
+        if (
+            kinds[index] == sentencepiece_model.NORMAL
+            and token.startswith("<0x")
+            and len(token) == 6
+        ):
+            kinds[index] = sentencepiece_model.BYTE
+        if token == model.get("unk_token"):
+            kinds[index] = _UNKNOWN
+    normal = [
+        t for t, kind in zip(tokens, kinds, strict=True) if kind == sentencepiece_model.NORMAL
+    ]
+    rank = _score_pieces([left + right for left, right in merges])
+    scores = {token: rank.get(token, _LOWEST_SCORE) for token in normal}
+    if set(derive_merges(scores)) != set(merges):
+        raise _refusal("merges that do not follow from scores of pieces")
+    prefix = False
+    strips = False
+    for step in _iterate_steps(tree.get("normalizer"), "normalizers"):
+        match step:
+            case {"type": "Prepend", "prepend": text} if text == SPACE:
+                prefix = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": text} if text == SPACE:
+                continue
+            case {"type": "Strip"} | {"type": "Replace", "pattern": {"Regex": _}}:
+                strips = True
+            case _:
+                raise _refusal(f"the normalizer {step.get('type')!r} with these options")
+    for step in _iterate_steps(tree.get("pre_tokenizer"), "pretokenizers"):
+        match step:
+            case {"type": "Metaspace", "replacement": text, "prepend_scheme": scheme} if (
+                text == SPACE and not step.get("split", True)
+            ):
+                prefix = scheme != "never"
+            case _:
+                raise _refusal(f"the pre-tokenizer {step.get('type')!r} with these options")
+    values = [scores.get(token, 0.0) for token in tokens]
+    return {
+        "model": "llama",
+        "pre": "default",
+        "scores": np.array(values, np.float32),
+        "add_space_prefix": prefix,
+        "remove_extra_whitespaces": strips,
+    }
+
+
+def _score_pieces(pieces: Sequence[str]) -> dict[str, float]:
+    """Return the score of each piece, higher for earlier merges. pieces: the merges' results.
+
+    In Llama's vocabulary runs of spaces come last, with one score, and merges in any order.
+    """
+    first = {piece: number for number, piece in reversed([*enumerate(pieces)])}
+    runs = collections.Counter(piece for piece, _ in itertools.groupby(pieces))
+    again = {piece for piece, count in runs.items() if count > 1}
+    tail = min((first[piece] for piece in again), default=len(pieces))
+    if not all(set(piece) == {SPACE} for piece in pieces[tail:]):
+        raise _refusal("merges of one piece that are not adjacent")
+    return {piece: -float(n) if n < tail else _LOWEST_SCORE for piece, n in first.items()}

@@ -1,0 +1,81 @@
+"""The public names of jaxllm, each once; `__init__.py` imports them lazily."""
+
+from . import errors as errors
+from .cache.growth import commit as commit
+from .cache.kv import (
+    Delta as Delta,
+    KVCache as KVCache,
+    Segment as Segment,
+    init_cache as init_cache,
+)
+from .config.model import (
+    ModelConfig as ModelConfig,
+    Rope as Rope,
+)
+from .evaluate.likelihood.divergence import divergence as divergence
+from .evaluate.likelihood.perplexity import perplexity as perplexity
+from .evaluate.likelihood.sensitivity import measure_sensitivity as measure_sensitivity
+from .evaluate.parity.activations import activations as activations
+from .evaluate.verify import verify as verify
+from .export import FixedShapeRunner as FixedShapeRunner
+from .generation.batching.requests import Request as Request
+from .generation.batching.scheduler import serve as serve
+from .generation.completion import Completion as Completion
+from .generation.embeddings import embeddings as embeddings
+from .generation.loops.beam import (
+    BeamResult as BeamResult,
+    beam_search as beam_search,
+)
+from .generation.loops.finish import Finish as Finish
+from .generation.loops.generate import (
+    GenerateResult as GenerateResult,
+    generate as generate,
+    stream as stream,
+)
+from .generation.loops.prompt_lookup import PromptLookup as PromptLookup
+from .generation.loops.speculative import (
+    SpeculativeResult as SpeculativeResult,
+    speculative_generate as speculative_generate,
+)
+from .generation.recompute import (
+    insert as insert,
+    recompute as recompute,
+)
+from .generation.sampling.options import make_sampler as make_sampler
+from .generation.sampling.sampler import (
+    GREEDY as GREEDY,
+    Processor as Processor,
+    Sampler as Sampler,
+    row_keys as row_keys,
+    sample as sample,
+)
+from .lm import (
+    LM as LM,
+    StreamChunk as StreamChunk,
+    load as load,
+)
+from .models import (
+    build as build,
+    param_shapes as param_shapes,
+)
+from .models.gpt2 import GPT2Config as GPT2Config
+from .models.llama import LlamaConfig as LlamaConfig
+from .steps import (
+    Output as Output,
+    decode_step as decode_step,
+    forward as forward,
+    prefill as prefill,
+)
+from .weights.precision import (
+    Override as Override,
+    Precision as Precision,
+    cast as cast,
+)
+from .weights.quantize import (
+    dequantize as dequantize,
+    quantize as quantize,
+)
+from .weights.types.bf16_12bit import PackedBf16 as PackedBf16
+from .weights.types.int_quant import QTensor as QTensor
+
+__version__: str

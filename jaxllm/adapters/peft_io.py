@@ -1,0 +1,209 @@
+"""Read and write PEFT directories: adapter_config.json and adapter_model.safetensors.
+
+A tensor name consists of `base_model.model.`, the module name in transformers, and a suffix:
+`lora_A.weight` `[r, I]`, `lora_B.weight` `[O, r]`; for a token embedding `lora_embedding_A`
+`[r, V]` and `lora_embedding_B` `[D, r]`, transposed here; for DoRA `lora_magnitude_vector`.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxllm.adapters import gguf
+from jaxllm.adapters.attach import Adapter, LoraMatrices
+from jaxllm.adapters.fused_modules import fuse_modules, split_fused
+from jaxllm.adapters.peft_config import make_peft_config, parse_peft_config
+from jaxllm.adapters.targets import LoraSpec, list_targets, resolve_targets, shorten_names
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.tables import Architecture
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import (
+    as_path,
+    atomic_directory,
+    check_vacant,
+    path_exists,
+    path_inside,
+    read_json,
+    write_json,
+)
+from jaxllm.weights.formats import as_weight
+from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.safetensors import first_non_finite, open_tensors, write_tensors
+from jaxllm.weights.types.arrays import DTYPES, DenseWeight
+from jaxllm.weights.types.lora import strip_adapters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+
+class _TensorSpec(NamedTuple):
+    """Name and shape of a tensor in the file, and the field of `LoraMatrices` that it holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    matrix: str
+    transposed: bool
+
+
+def read_adapter(
+    directory: str | Path, config: ModelConfig, params: Params | None = None
+) -> Adapter:
+    """Read an adapter for a model of this configuration from a PEFT directory or a GGUF file.
+
+    params: base parameters. If the adapter contains the base's token embedding, as PEFT writes it,
+    the two must be equal. Raises CheckpointError with all problems: unsupported fields, an adapter
+    of another model, other shapes, or values that are not finite.
+    """
+    directory = as_path(directory)
+    if gguf.recognizes(directory):
+        return gguf.read_gguf_adapter(directory, config)
+    if not path_exists(directory / CONFIG):
+        if not path_exists(directory):
+            raise CheckpointError(f"no adapter {directory}: no such file or directory")
+        raise CheckpointError(f"{directory} has no {CONFIG}: not a PEFT adapter")
+    lora = parse_peft_config(read_json(path_inside(directory, CONFIG)), str(directory / CONFIG))
+    try:
+        lows = resolve_targets(config, lora)
+    except ConfigError as error:
+        raise CheckpointError(f"{directory} is not an adapter for this model: {error}") from None
+    tensors = split_fused(_open(directory), config, PREFIX)
+    for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
+        _check_base_table(directory, name, tensors.pop(name), config, params)
+    pieces = {m: _tensor_specs(low, dora=lora.use_dora) for m, low in lows.items()}
+    older = {f"{p.name}.weight": p.name for ps in pieces.values() for p in ps if _is_magnitude(p)}
+    tensors = {older.get(name, name): tensor for name, tensor in tensors.items()}
+    _check_tensors(directory, tensors, [piece for each in pieces.values() for piece in each])
+    return Adapter(lora, {m: _read_matrices(tensors, each) for m, each in pieces.items()})
+
+
+def write_adapter(
+    directory: str | Path, adapter: Adapter, config: ModelConfig, *, base: str | None = None
+) -> None:
+    """Write a PEFT directory atomically; PEFT can load it for the same model.
+
+    base: name or directory of the base model, for PEFT. Raises CheckpointError if the directory
+    already holds an adapter or cannot be written, and ConfigError as `fused_name.fuse_modules`
+    does.
+    """
+    directory = as_path(directory)
+    check_vacant(directory, CONFIG, "an adapter")
+    lora, tensors = adapter.config, {}
+    beside = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
+    lows = [low for low, _ in beside]
+    for low, matrices in beside:
+        for piece in _tensor_specs(low, dora=lora.use_dora):
+            array = np.asarray(getattr(matrices, piece.matrix))
+            array = np.ascontiguousarray(array.T) if piece.transposed else array
+            tensors[piece.name] = LazyTensor.from_array(array)
+    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    theirs = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
+    data = make_peft_config(
+        lora,
+        shorten_names([low.target.name for low in lows], theirs),
+        {low.target.name: low.rank for low in lows if low.rank != lora.r},
+        {low.target.name: low.alpha for low in lows if low.alpha != lora.lora_alpha},
+        transposed=any(_is_transposed(table, low.target.path) for low in lows),
+        base=base,
+    )
+    with atomic_directory(directory, CONFIG) as made:
+        write_tensors(made / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
+        write_json(made / CONFIG, data)
+
+
+def _tensor_specs(spec: LoraSpec, *, dora: bool) -> list[_TensorSpec]:
+    (rows, columns), site = spec.target.shape, spec.target.site
+    name = f"{PREFIX}{spec.target.name}."
+    if site == "rows":
+        found = [
+            _TensorSpec(f"{name}lora_embedding_A", (spec.rank, rows), "b", True),
+            _TensorSpec(f"{name}lora_embedding_B", (columns, spec.rank), "a", True),
+        ]
+    else:
+        found = [
+            _TensorSpec(f"{name}lora_A.weight", (spec.rank, columns), "a", False),
+            _TensorSpec(f"{name}lora_B.weight", (rows, spec.rank), "b", False),
+        ]
+    if dora:
+        length = columns if site == "rows" else rows
+        found.append(_TensorSpec(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
+    return found
+
+
+def _is_transposed(table: Architecture, path: str) -> bool:
+    return any(re.fullmatch(regex, path) for regex in table.conv1d)
+
+
+def _is_magnitude(spec: _TensorSpec) -> bool:
+    """Return whether older files name this tensor `lora_magnitude_vector.weight`."""
+    return spec.matrix == "magnitude"
+
+
+def _open(directory: Path) -> dict[str, LazyTensor]:
+    if path_exists(directory / WEIGHTS):
+        return open_tensors(path_inside(directory, WEIGHTS))
+    if path_exists(directory / "adapter_model.bin"):
+        raise CheckpointError(
+            f"{directory}: adapter_model.bin is a pickle, which can run code when loaded, and is"
+            " not supported. Load it with PEFT and save it again (save_pretrained)"
+        )
+    raise CheckpointError(f"{directory}: no {WEIGHTS}")
+
+
+def _check_tensors(
+    directory: Path, tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]
+) -> None:
+    """Raise CheckpointError with every missing, unexpected, misshapen or broken tensor."""
+    wanted = {piece.name: piece.shape for piece in specs}
+    if not wanted.keys() & tensors.keys():
+        found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
+        raise CheckpointError(
+            f"{directory} is an adapter for another model: no tensor name matches; got {found},"
+            f" expected {expected}"
+        )
+    complaints = [f"{name} is missing" for name in wanted if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in wanted:
+            complaints.append(f"{name} is not covered by its {CONFIG}")
+        elif tensor.shape != wanted[name]:
+            complaints.append(f"{name} has shape {tensor.shape}, expected {wanted[name]}")
+        elif tensor.dtype.name not in DTYPES:
+            complaints.append(f"{name} is {tensor.dtype.name}, expected {', '.join(DTYPES)}")
+        elif (bad := first_non_finite(tensor.read())) is not None:
+            complaints.append(f"{name} holds {tensor.read().reshape(-1)[bad]} at index {bad}")
+    if complaints:
+        shown = "\n  ".join(complaints[:50])
+        more = f"\n  and {len(complaints) - 50} more" if len(complaints) > 50 else ""
+        raise CheckpointError(f"{directory} does not fit this model:\n  {shown}{more}")
+
+
+def _check_base_table(
+    directory: Path, name: str, tensor: LazyTensor, config: ModelConfig, params: Params | None
+) -> None:
+    """Raise CheckpointError if an embedding stored with the adapter differs from the base's."""
+    module = name.removeprefix(PREFIX).removesuffix(".base_layer.weight")
+    target = next((t for t in list_targets(config).values() if t.name == module), None)
+    same = target is not None and tensor.shape == target.shape
+    if same and target is not None and params is not None:
+        leaf = as_weight(strip_adapters(dict(flatten(params))[target.path]))
+        if isinstance(leaf, DenseWeight) and leaf.format == tensor.dtype.name:
+            same = np.array_equal(np.asarray(leaf.array), tensor.read())
+    if not same:
+        raise CheckpointError(
+            f"{directory}: {name} differs from this model's embedding, as with a resized"
+            " vocabulary. Merge the adapter with PEFT (merge_and_unload) and load the merged model"
+        )
+
+
+def _read_matrices(tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]) -> LoraMatrices:
+    def read(piece: _TensorSpec) -> jax.Array:
+        array = tensors[piece.name].read()
+        return jax.device_put(np.ascontiguousarray(array.T) if piece.transposed else array)
+
+    found = {piece.matrix: read(piece) for piece in specs}
+    return LoraMatrices(found["a"], found["b"], found.get("magnitude"))

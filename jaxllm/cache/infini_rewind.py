@@ -1,0 +1,104 @@
+"""Rewinding Infini-attention memory, at most to the start of the current segment.
+
+Additions of finished segments cannot be removed. Those of the current segment are stored separately
+and recomputed from the tokens that stay: from their cached keys, with rotation undone, so at the
+cache's precision.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import KVCache, check_no_memory
+from jaxllm.config.model import Rope
+from jaxllm.errors import CacheMismatchError
+from jaxllm.ops.compressive import Memory, Update, discard_segment, write
+from jaxllm.ops.kv_quant import concat_slots, dequantize
+from jaxllm.ops.rope import inverse_frequencies, rerotate
+from jaxllm.runtime.multihost import to_host
+
+
+def rewind_memory(cache: KVCache, next_B: jax.Array) -> tuple[Any, ...]:
+    """Return each layer's memory as it was when each row's next position was `next_B`.
+
+    Raises CacheMismatchError for other kinds of memory, for rows that would return to a finished
+    segment, and if needed tokens of the current segment are no longer in the cache.
+    """
+    length = cache.config.segment_length
+    if not cache.memory or length is None:
+        check_no_memory(cache, "rewind")
+        return ()
+    if isinstance(next_B, jax.core.Tracer) or isinstance(cache.cursor, jax.core.Tracer):
+        check_no_memory(cache, "rewind inside a compiled program")
+    begin_B = to_host(cache.memory[0].segment_B) * length
+    _check_rewind(cache, to_host(next_B), begin_B)
+    if (to_host(next_B) == to_host(cache.next_position_B)).all():
+        return cache.memory
+    layers = []
+    for layer, memory in enumerate(cache.memory):
+        kind, rope = cache.config.long_attention(layer), cache.config.layer_rope(layer)
+        assert kind is not None
+        entries = [(s.k[layer], s.v[layer], s.position_BS) for s in cache.segments]
+        form = (length, kind.update or "linear", rope)
+        layers.append(_recompute_segment(memory, entries, next_B, cache.next_position_B, *form))
+    return tuple(layers)
+
+
+def _check_rewind(cache: KVCache, next_B: np.ndarray, begin_B: np.ndarray) -> None:
+    position_BS, now_B = to_host(cache.position_BS), to_host(cache.next_position_B)
+    for row, (to, begin, now) in enumerate(zip(next_B, begin_B, now_B, strict=True)):
+        if to < begin:
+            raise CacheMismatchError(
+                f"rewind: row {row} cannot go back to position {to}: its memory can be rewound to"
+                f" {begin}, the start of the current segment, since additions of finished segments"
+                " cannot be removed. Continue from a cache that was forked or saved before"
+            )
+        there = ((position_BS[row] >= begin) & (position_BS[row] < to)).sum()
+        if begin < to < now and there < to - begin:
+            raise CacheMismatchError(
+                f"rewind: row {row} has only {there} of the tokens from position {begin} to {to},"
+                f" from which its memory must be recomputed. Go back to {begin}, or continue from a"
+                " cache that was forked or saved before"
+            )
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6))
+def _recompute_segment(
+    memory: Memory,
+    entries: list[Any],
+    next_B: jax.Array,
+    now_B: jax.Array,
+    length: int,
+    update: Update,
+    rope: Rope | None,
+) -> Memory:
+    """Recompute a layer's memory with the current segment up to `next_B`; no-op for other rows."""
+    rows = next_B.shape[0]
+    k_BSKH, v_BSKH, position_BS = (
+        concat_slots([dequantize(x) for x in each], rows) for each in zip(*entries, strict=True)
+    )
+    begin_B1 = (memory.segment_B * length)[:, None]
+    stays_BS = (position_BS >= begin_B1) & (position_BS < next_B[:, None])
+    if rope is not None:
+        k_BSKH = _unrotate_keys(k_BSKH, position_BS % length, rope)
+    summed = write(discard_segment(memory), k_BSKH, v_BSKH, stays_BS, update)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        undone_B = (next_B < now_B).reshape((rows,) + (1,) * (new.ndim - 1))
+        return jnp.where(undone_B, new, old)
+
+    found: Memory = jax.tree.map(choose, summed, memory)
+    return found
+
+
+def _unrotate_keys(k_BSKH: jax.Array, position_BS: jax.Array, rope: Rope) -> jax.Array:
+    """Undo the rotation of keys by their places in the segment; float32."""
+    head_dim = k_BSKH.shape[-1]
+    width, magnitude = rope.rotary_dim(head_dim), inverse_frequencies(rope, head_dim=head_dim)[1]
+    k_BSKH = rerotate(k_BSKH, -position_BS, rope, head_dim=head_dim)
+    if magnitude == 1.0:
+        return k_BSKH
+    return jnp.concatenate([k_BSKH[..., :width] / magnitude, k_BSKH[..., width:]], axis=-1)

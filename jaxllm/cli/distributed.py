@@ -1,0 +1,109 @@
+"""`jaxllm --distributed`: one command in several processes, with one model on all devices."""
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from jaxllm.errors import ConfigError
+from jaxllm.runtime import multihost, signals, supervisor
+
+# Commands whose model can be on a mesh, and whose result all processes compute together.
+COMMANDS = (
+    "generate", "chat", "embed", "perplexity", "recall", "sensitivity", "verify", "vectors",
+    "bench", "train full", "train lora", "train prompt", "train qat", "train distill",
+)  # fmt: skip
+_RUN_ONCE = "runs in a single process: leave out --distributed"
+# Why other commands run in one process, and what to do.
+SINGLE_PROCESS = {
+    "batch": "starts its own processes: --workers N, or --ray ADDRESS across machines",
+    "compress": "processes whole layers on one device: leave out --distributed",
+    "export": "writes programs for one device: leave out --distributed",
+    **dict.fromkeys(("convert", "quantize", "merge", "upcycle", "infini"), _RUN_ONCE),
+    **dict.fromkeys(("info", "plan"), "runs no model: leave out --distributed"),
+}
+
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--distributed",
+        metavar="HOST:PORT",
+        envvar="JAXLLM_DISTRIBUTED",
+        help="Address of process 0, to run as one of several processes; auto: from the cluster's"
+        f" environment. With --mesh, for {', '.join(COMMANDS)}.",
+    ),
+]
+Processes = Annotated[
+    int | None, typer.Option(envvar="JAXLLM_PROCESSES", help="Number of processes.")
+]
+Process = Annotated[
+    int | None, typer.Option(envvar="JAXLLM_PROCESS", help="Index of this process, from 0.")
+]
+
+
+def enter_group(
+    command: str | None,
+    arguments: Sequence[str],
+    address: str,
+    process_count: int | None,
+    process_index: int | None,
+) -> int | None:
+    """Join a group of processes and return None; or supervise a child that does, and return the
+    exit status.
+
+    Raises ConfigError for an invalid group, for a command of one process, and if the processes have
+    different versions, environments or commands.
+    """
+    group = multihost.parse_group(address, process_count, process_index)
+    command = _resolve_command(command, arguments)
+    if command not in COMMANDS:
+        why = f"; {command} {SINGLE_PROCESS[command]}" if command in SINGLE_PROCESS else ""
+        raise ConfigError(
+            f"--distributed does not support {command}, only {', '.join(COMMANDS)}{why}"
+        )
+    if not signals.is_supervised():
+        return supervisor.run_supervised(arguments, group)
+    multihost.join_group(group)
+    multihost.check_processes_agree(_collect_facts(arguments))
+    return None
+
+
+def _resolve_command(command: str | None, arguments: Sequence[str]) -> str | None:
+    """Return a command with its subcommand, if it has any: "train lora"."""
+    known = {name.partition(" ")[0] for name in COMMANDS if " " in name}
+    if command not in known:
+        return command
+    after = arguments[arguments.index(command) + 1 :]
+    return " ".join([command, *after[:1]])
+
+
+def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return all that determines a run besides files; it must be equal in all processes."""
+    import jax
+
+    from jaxllm import __version__
+    from jaxllm.ops import native
+
+    versions = {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
+    switches = {k: v for k, v in sorted(os.environ.items()) if k in ("XLA_FLAGS", "JAXLLM_PALLAS")}
+    return {
+        "jaxllm": __version__,
+        **versions,
+        "platform": jax.default_backend(),
+        "devices of a process": jax.local_device_count(),
+        "kernels": native.isa() if native.is_enabled() else "none",
+        "environment": switches,
+        "command": " ".join(drop_process_option(arguments)),
+    }
+
+
+def drop_process_option(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without --process, in which processes differ."""
+    found: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before != "--process" and not re.match(r"--process(=|$)", argument):
+            found.append(argument)
+    return found

@@ -1,0 +1,395 @@
+"""Options that all training commands share, and the code that runs their jobs."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from jaxllm.cli.console import log, spinner, write
+from jaxllm.cli.options import Out, check_writable, load_model, parse_dtype
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.runtime import multihost
+
+if TYPE_CHECKING:
+    from jaxllm.checkpoints.native import Checkpoint
+    from jaxllm.lm import LM
+    from jaxllm.train.data.examples import Examples
+    from jaxllm.train.data.rows import Data
+    from jaxllm.train.jobs import TrainJob
+    from jaxllm.train.loop import StepRecord, TrainPlan, TrainResult
+    from jaxllm.train.optimizer import Optimizer
+
+ModelToTrain = Annotated[str, typer.Argument(metavar="MODEL", help="Model, as for generate.")]
+Target = Out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The options of every training command: the annotation of a field is its flag."""
+
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl)"
+            ' with "text", "prompt" and "completion", or "messages".'
+        ),
+    ]
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="Evaluation data [default: --eval-split of the training data]."),
+    ] = None
+    eval_split: Annotated[
+        float,
+        typer.Option(
+            help="Share of the examples held out for evaluation, chosen by the seed (of a single"
+            " text its end); 0 for none."
+        ),
+    ] = 0.05
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of optimizer steps [default: by --epochs].")
+    ] = None
+    epochs: Annotated[float, typer.Option(help="Number of epochs.")] = 1.0
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(min=1, help="Batches per optimizer step.")
+    ] = 1
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens per row [default: 512, or the context if shorter]."),
+    ] = None
+    no_pack: Annotated[
+        bool,
+        typer.Option("--no-pack", help="One document per row, padded, instead of packed rows."),
+    ] = False
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4]."
+        ),
+    ] = None
+    schedule: Annotated[
+        str, typer.Option(help="Learning rate after warmup: cosine, linear or constant.")
+    ] = "cosine"
+    warmup: Annotated[
+        float, typer.Option(help="Share of steps with learning rate warmup, 0 to 1.")
+    ] = 0.05
+    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = 0.01
+    max_grad_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 for no limit.")] = (
+        1.0
+    )
+    eval_steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps between evaluations [default: a tenth of all].")
+    ] = None
+    patience: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Evaluations without improvement before early stopping; the best step is written.",
+        ),
+    ] = None
+    sample: Annotated[
+        str | None, typer.Option(help="Prompt to continue after each evaluation.")
+    ] = None
+    save_steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps between checkpoints OUT.step-N, in OUT's format."),
+    ] = None
+    keep_state: Annotated[
+        bool,
+        typer.Option(
+            "--keep-state", help="Keep OUT.parts at the end, so that --resume can extend the run."
+        ),
+    ] = False
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue from OUT.parts even if OUT exists, and replace OUT."
+        ),
+    ] = False
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Recompute activations: less memory for a third more arithmetic.",
+        ),
+    ] = False
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES",
+            help="Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers;"
+            " tensor heads, MLPs and vocabulary.",
+        ),
+    ] = None
+    fsdp: Annotated[
+        bool,
+        typer.Option(
+            "--fsdp",
+            help="Shard weights, gradients and optimizer state over --mesh data=N; each weight is"
+            " gathered when it is used.",
+        ),
+    ] = False
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
+    dtype: Annotated[
+        str,
+        typer.Option(
+            callback=parse_dtype,
+            help="Compute dtype: float32, or bfloat16 (trained weights stay float32).",
+        ),
+    ] = "float32"
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file to write: the numbers of every step, updated at each evaluation."
+        ),
+    ] = None
+    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the losses.")] = None
+
+
+class RunSetup(NamedTuple):
+    """Setup of a run before weights are read.
+
+    optimizer, plan: their steps are --steps, or 1 as a placeholder if the data decide.
+    """
+
+    checkpoint: "Checkpoint"
+    optimizer: "Optimizer"
+    plan: "TrainPlan"
+
+
+def check_run(
+    model: str,
+    target: Path,
+    options: TrainOptions,
+    lr: float,
+    result: str | None = "config.json",
+    gate_lr: float | None = None,
+) -> RunSetup:
+    """Check all that can be checked before weights are read and data are encoded.
+
+    Args:
+      lr: the default learning rate.
+      result: the file in OUT that marks it complete; None if OUT is a file itself.
+      gate_lr: the learning rate of an Infini-attention model's gates.
+
+    Raises ConfigError or CheckpointError for options that the run would fail on.
+    """
+    from jaxllm.convert.registry import open_checkpoint
+    from jaxllm.files import regular_size
+    from jaxllm.sharding.mesh_spec import parse_mesh
+    from jaxllm.train.infini import gate_rates
+    from jaxllm.train.loop import TrainPlan
+    from jaxllm.train.optimizer import Optimizer, import_optax
+
+    import_optax()
+    axes = None if options.mesh is None else parse_mesh(options.mesh)
+    if options.fsdp and (axes is None or axes.data == 1):
+        raise ConfigError("--fsdp shards weights over data: give --mesh data=N with N >= 2")
+    if not 0 < options.epochs < math.inf:
+        raise ConfigError(f"--epochs must be a finite number above 0: got {options.epochs}")
+    if not 0 <= options.eval_split < 1:
+        raise ConfigError(f"--eval-split must be at least 0 and below 1: got {options.eval_split}")
+    if options.patience is not None and options.eval_data is None and not options.eval_split:
+        raise ConfigError("--patience requires an evaluation loss: leave --eval-split above 0")
+    for path in (options.data, options.eval_data):
+        if path is not None:
+            regular_size(path)
+    _check_target(target, options, result)
+    steps = options.steps or 1
+    plan = TrainPlan(
+        steps=steps,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        seed=options.seed,
+        eval_steps=options.eval_steps,
+        patience=options.patience,
+        save_steps=options.save_steps,
+    )
+    optimizer = Optimizer(
+        steps=steps,
+        lr=lr if options.lr is None else options.lr,
+        warmup=options.warmup,
+        schedule=options.schedule,
+        max_grad_norm=None if options.max_grad_norm == 0 else options.max_grad_norm,
+        weight_decay=options.weight_decay,
+    )
+    opened = open_checkpoint(model)
+    context = opened.config.context_length
+    if options.length is not None and options.length > context:
+        raise ConfigError(
+            f"--length must be at most {context}, the context of {model}: got {options.length}."
+            " Give a smaller one."
+        )
+    rates = gate_rates(opened.config, gate_lr)
+    return RunSetup(opened, dataclasses.replace(optimizer, rates=rates), plan)
+
+
+def _check_target(target: Path, options: TrainOptions, result: str | None) -> None:
+    """Raise CheckpointError or ConfigError if OUT or another output cannot be written."""
+    from jaxllm.files import check_vacant, path_exists
+
+    parts, there = parts_dir(target), target if result is None else target / result
+    facts = multihost.broadcast_from_zero(
+        lambda: f"{int(path_exists(parts))}{int(path_exists(there))}"
+    )
+    kept, done = (letter == "1" for letter in facts)
+    if options.resume and not kept:
+        raise ConfigError(
+            f"--resume requires the state of a run: {parts.name} does not exist next to"
+            f" {target.name}. A run with --keep-state keeps it."
+        )
+    if done and kept and not options.resume:
+        raise CheckpointError(
+            f"{target} already holds a result, and {parts.name} the state of its run: give --resume"
+            " to continue the run and replace the result, or name another OUT"
+        )
+    if done and result is None and not options.resume:
+        raise CheckpointError(f"{target} exists: name another file")
+    if not done or not options.resume:
+        name = target.parent if result is None else target
+        check_vacant(name, result or target.name, "a result")
+    for option, path in (("--report", options.report), ("--plot", options.plot)):
+        check_writable(option, path)
+    if options.plot is not None:
+        from jaxllm.compress.plots import check_plot
+
+        check_plot()
+
+
+def run_training(
+    lm: "LM",
+    job: "TrainJob | Callable[[Data, Data | None], TrainJob]",
+    target: Path,
+    options: TrainOptions,
+    setup: RunSetup,
+    title: str,
+    examples: "Callable[[Path], Examples] | None" = None,
+    reserved_tokens: int = 0,
+) -> "TrainResult":
+    """Read the data, run a job, write its result and print its loss.
+
+    Args:
+      job: the job, or a function that makes it from the training and evaluation data (or None).
+      setup: the setup that `check_run` returned.
+      title: the title of report and plot.
+      examples: a function that reads a data file, instead of `sources.read_examples`.
+      reserved_tokens: tokens of the context that rows must leave free.
+    """
+    from jaxllm.files import atomic_file
+    from jaxllm.train import jobs, plots
+
+    data, held_out = _read_data(lm, options, examples, reserved_tokens)
+    batches = options.epochs * len(data) / options.gradient_accumulation_steps
+    steps, facts = options.steps or max(1, round(batches)), data.facts
+    log(
+        f"{facts['examples']:,} examples in {facts['rows']:,} rows of {data.width}"
+        f" ({facts['filled']:.0%} filled), {data.tokens:,} target tokens; {steps:,} steps"
+    )
+    eval_steps = options.eval_steps or max(1, steps // 10)
+    parts = parts_dir(target)
+    made = job(data, held_out) if callable(job) else job
+
+    def write_report(records: "Sequence[StepRecord]", before: float | None) -> None:
+        if options.report is not None:
+            content = {"title": title, "data": facts, "total_steps": steps, "before": before}
+            content["steps"] = [r._asdict() for r in records]
+            with atomic_file(options.report, "w") as file:
+                json.dump(content, file, indent=1)
+
+    def save_checkpoint(params: Any, step: int) -> None:
+        name = target.with_name(f"{target.name}.step-{step}")
+        _write_result(made, params, name)
+        log(f"step {step}: {name}")
+
+    run = jobs.run_job(
+        made, data, dataclasses.replace(setup.optimizer, steps=steps),
+        dataclasses.replace(setup.plan, steps=steps, eval_steps=eval_steps),
+        eval_data=held_out, directory=parts, remat=options.gradient_checkpointing,
+        report=write_report,
+        checkpoint=save_checkpoint, log=log,
+        sample=None if options.sample is None else jobs.make_sampler(made.lm, options.sample),
+    )  # fmt: skip
+    with spinner("writing"):
+        _write_result(made, run.params, target)
+    if not options.keep_state:
+        jobs.delete_state(parts)
+    if options.plot is not None:
+        plots.plot(run.records, run.initial_loss, options.plot, title)
+    last = run.best or run.records[-1]
+    loss = last.loss if last.held_out is None else last.held_out
+    was = "" if run.initial_loss is None else f" (before: {run.initial_loss:.4f})"
+    write(f"{target}: loss {loss:.4f}{was} after step {last.step}\n")
+    return run
+
+
+def _write_result(job: "TrainJob", params: Any, target: Path) -> None:
+    """Write a result, replacing an existing one."""
+    aside = target.with_name(f".{target.name}.replaced")
+
+    def move_aside() -> None:
+        if target.is_dir():  # writing a file replaces it anyway
+            shutil.rmtree(aside, ignore_errors=True)
+            target.rename(aside)
+
+    multihost.run_on_process_zero(move_aside)
+    job.finish(params, target)
+    multihost.run_on_process_zero(lambda: shutil.rmtree(aside, ignore_errors=True))
+
+
+def load_training_model(
+    model: str, options: TrainOptions, dtype: str | None = None, **kwargs: Any
+) -> "LM":
+    """Load a model on the mesh of the options, by default in their compute dtype."""
+    return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **kwargs)
+
+
+def parts_dir(target: Path) -> Path:
+    """Return the directory of a run's state: OUT.parts, next to the result."""
+    whole = Path(os.path.realpath(target))
+    return whole.with_name(f"{whole.name}.parts")
+
+
+def _read_data(
+    lm: "LM",
+    options: TrainOptions,
+    examples: "Callable[[Path], Examples] | None",
+    reserved_tokens: int,
+) -> tuple[Any, Any]:
+    """Return the training rows, and the evaluation rows or None."""
+    from jaxllm.train.data.dataset import Dataset
+    from jaxllm.train.data.sources import TextEncoder, read_examples
+    from jaxllm.train.data.split import split_examples
+    from jaxllm.train.frozen_prefix import check_context
+
+    writing = TextEncoder(lm.tokenizer, lm.chat_template)
+    width = (
+        min(512, lm.config.context_length - reserved_tokens)
+        if options.length is None
+        else options.length
+    )
+    check_context(lm.model, reserved_tokens, width)
+
+    def read(path: Path) -> "Examples":
+        return read_examples(path, writing) if examples is None else examples(path)
+
+    found = read(options.data)
+    measured = None if options.eval_data is None else read(options.eval_data)
+    if measured is None and options.eval_split:
+        if len(found) == 1:
+            log(
+                f"{options.data} is one text: its last {options.eval_split:.0%} is held out"
+                " (--eval-split) and may differ from the rest; --eval-data FILE uses other data"
+            )
+        found, measured = split_examples(found, options.eval_split, options.seed)
+
+    def make_dataset(some: "Examples") -> Dataset:
+        data = Dataset(some, width, options.batch_size, options.seed, not options.no_pack)
+        data.check(lm.config)
+        return data
+
+    return make_dataset(found), None if measured is None else make_dataset(measured)

@@ -1,0 +1,334 @@
+"""Model configurations: frozen and hashable, validated on construction.
+
+Every field changes the mathematics or a shape; names are those of Hugging Face's Llama
+configuration. `convert` handles other checkpoint settings (dropout, initializers, metadata), and a
+family's file in `models` adds its own fields. An instance is a valid static argument of `jax.jit`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from msgspec import Meta
+
+from jaxllm.config.long_attention import (
+    LongAttention,
+    TokenCount as TokenCount,  # with the other bounds
+)
+from jaxllm.errors import ConfigError
+from jaxllm.files import field_errors
+
+HiddenAct = Literal[
+    "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
+    "gelu_pytorch_tanh", "gelu_python_tanh", "relu",
+]  # fmt: skip
+HIDDEN_ACTS = get_args(HiddenAct)
+
+# Bounds that catch typos in files; far above any published model.
+VocabSize = Annotated[int, Meta(ge=1, le=1 << 22)]
+HiddenSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+LayerCount = Annotated[int, Meta(ge=1, le=1 << 10)]
+HeadCount = Annotated[int, Meta(ge=1, le=1 << 12)]
+# Keep 256 and 256.0 as the file has them: other readers distinguish them.
+Positive = (
+    Annotated[int, Meta(ge=1, le=1_000_000_000_000)] | Annotated[float, Meta(ge=1e-12, le=1e12)]
+)
+Divisors = Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=1 << 12)]
+
+# rope_type -> (required fields, optional fields), besides rope_theta.
+ROPE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (
+        ("short_factor", "long_factor", "original_max_position_embeddings"),
+        ("factor", "attention_factor"),
+    ),
+    "divisors": (("divisors",), ()),
+}
+COMMON_ROPE_FIELDS = ("partial_rotary_factor",)  # allowed for every type
+SELF_EXTEND_FIELDS = (
+    "group_size",
+    "neighbor_window",
+)  # likewise, if angles do not depend on the text length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position settings, in Hugging Face's `rope_parameters` spelling.
+
+    A field that the `rope_type` does not use is None (see `ROPE_FIELDS`). partial_rotary_factor:
+    the rotated fraction of each head, its first dimensions. divisors: one divisor per frequency;
+    `longrope` has two lists, for texts up to `original_max_position_embeddings` and for longer
+    ones.
+
+    group_size, neighbor_window: Self-Extend (Jin et al. 2024, arXiv 2401.01325), both or neither;
+    no published file has them. Tokens within the window keep their positions, and those of farther
+    tokens are divided by `group_size`, so that a trained model can read longer texts.
+    """
+
+    rope_type: str
+    rope_theta: Positive
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    original_max_position_embeddings: TokenCount | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: Annotated[float, Meta(gt=0, lt=1)] | None = None
+    short_factor: Divisors | None = None
+    long_factor: Divisors | None = None
+    divisors: Divisors | None = None
+    group_size: TokenCount | None = None
+    neighbor_window: Annotated[int, Meta(ge=0, le=1 << 26)] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_FIELDS:
+            raise ConfigError(
+                f"rope_type {self.rope_type!r:.40} is not supported"
+                f" (known: {', '.join(ROPE_FIELDS)})"
+            )
+        required, optional = ROPE_FIELDS[self.rope_type]
+        given = {
+            name
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("rope_type", "rope_theta") and value is not None
+        }
+        complaints = [f"{n} is missing" for n in required if n not in given]
+        complaints += [
+            f"{n} is not used by this type"
+            for n in sorted(
+                given - {*required, *optional, *COMMON_ROPE_FIELDS, *SELF_EXTEND_FIELDS}
+            )
+        ]
+        complaints += field_errors(self)
+        complaints += self._self_extend_problems()
+        if self.rope_type == "yarn" and self.rope_theta == 1:
+            complaints.append("rope_theta must not be 1: all frequencies would be equal")
+        if self.rope_type == "llama3" and self.low_freq_factor == self.high_freq_factor:
+            complaints.append("low_freq_factor and high_freq_factor must differ")
+        if len({len(x) for x in (self.short_factor, self.long_factor) if x is not None}) > 1:
+            complaints.append("short_factor and long_factor must have the same length")
+        if complaints:
+            raise ConfigError(f"rope settings of type {self.rope_type!r}: {'; '.join(complaints)}")
+
+    def _self_extend_problems(self) -> list[str]:
+        group, window = self.group_size, self.neighbor_window
+        if (group is None) != (window is None):
+            return ["Self-Extend needs both group_size and neighbor_window"]
+        if group is None:
+            return []
+        if self.depends_on_length:
+            return [
+                "Self-Extend moves keys to other positions, which is impossible if angles depend on"
+                " the text length. Remove group_size and neighbor_window"
+            ]
+        if window == 0:
+            return [
+                "neighbor_window must be at least 1, got 0: a token would share its position with"
+                " earlier tokens of its group"
+            ]
+        return []
+
+    @property
+    def is_self_extended(self) -> bool:
+        """Whether Self-Extend is enabled."""
+        return self.group_size is not None
+
+    def extended_length(self, positions: int) -> int:
+        """Return the maximum text length for a model of `positions` positions, with Self-Extend."""
+        if self.group_size is None or self.neighbor_window is None:
+            return positions
+        window = self.neighbor_window
+        return self.group_size * (positions - window + window // self.group_size)
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return the number of rotated dimensions of a head, two per pair; they come first."""
+        return int(head_dim * (self.partial_rotary_factor or 1.0))
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the angles of all tokens depend on the text length."""
+        return self.rope_type in ("dynamic", "longrope")
+
+    @property
+    def original_context(self) -> int | None:
+        """Longest text that uses LongRoPE's short factors; None without distinct factor lists."""
+        if self.rope_type != "longrope" or self.short_factor == self.long_factor:
+            return None
+        return self.original_max_position_embeddings
+
+    def complaints(self, head_dim: int) -> list[str]:
+        """Return what is invalid for heads of that size."""
+        width, found = self.rotary_dim(head_dim), list[str]()
+        if self.partial_rotary_factor is None and head_dim % 2:
+            found.append(f"head_dim must be even for rotary positions, got {head_dim}")
+        elif width < 2 or width % 2:
+            found.append(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {head_dim} rotates"
+                f" {width} dimensions; expected an even number of at least 2"
+            )
+        if self.rope_type == "dynamic" and width == 2:
+            found.append("dynamic rotary scaling requires more than 2 rotated dimensions")
+        lists = {n: getattr(self, n) for n in ("short_factor", "long_factor", "divisors")}
+        found += [
+            f"{name} has {len(given)} entries, expected {width // 2} for {width} rotated dimensions"
+            for name, given in lists.items()
+            if given is not None and len(given) != width // 2
+        ]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Configuration that all architectures share. Each key/value head serves equally many queries.
+
+    per_layer_fields: names of the fields that have one entry per layer.
+    """
+
+    model_type: ClassVar[str]
+    per_layer_fields: ClassVar[tuple[str, ...]] = ()
+
+    vocab_size: VocabSize
+    hidden_size: HiddenSize
+    intermediate_size: HiddenSize
+    num_hidden_layers: LayerCount
+    num_attention_heads: HeadCount
+    num_key_value_heads: HeadCount
+    head_dim: HeadCount
+    hidden_act: HiddenAct
+    max_position_embeddings: TokenCount
+    norm_eps: Annotated[float, Meta(ge=0, lt=1)]
+    tie_word_embeddings: bool
+
+    def __post_init__(self) -> None:
+        if complaints := self._complaints():
+            raise ConfigError(f"{self.model_type} configuration: {'; '.join(complaints)}")
+
+    def _complaints(self) -> list[str]:
+        if complaints := field_errors(self):
+            return complaints
+        layers, entries = (
+            self.num_hidden_layers,
+            {n: getattr(self, n) for n in self.per_layer_fields},
+        )
+        complaints = [
+            f"{name} has {len(given)} entries for {layers} layers"
+            for name, given in entries.items()
+            if len(given) != layers
+        ]
+        if self.num_attention_heads % self.num_key_value_heads:
+            complaints.append(
+                f"num_attention_heads ({self.num_attention_heads}) is not a multiple of"
+                f" num_key_value_heads ({self.num_key_value_heads})"
+            )
+        return complaints
+
+    @property
+    def context_length(self) -> int:
+        """Number of positions the model is meant for; `generate` does not run past it."""
+        return self.max_position_embeddings
+
+    @property
+    def position_limit(self) -> int:
+        """First position that the model cannot represent."""
+        return 1 << 24  # rotary angles: float32 represents all integers only up to here
+
+    def layer_rope(self, layer: int) -> Rope | None:
+        """Return the rotary settings of a layer; None if it has no rotary positions."""
+        return None
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Distinct rotary settings of the layers."""
+        found = (self.layer_rope(i) for i in range(self.num_hidden_layers))
+        return tuple(dict.fromkeys(rope for rope in found if rope is not None))
+
+    @property
+    def rope_depends_on_length(self) -> bool:
+        """Whether the rotary angles of all tokens depend on the text length."""
+        return any(rope.depends_on_length for rope in self.ropes)
+
+    @property
+    def original_context(self) -> int | None:
+        """Shortest `Rope.original_context` of the layers; a cached text cannot grow across it."""
+        return min(
+            (r.original_context for r in self.ropes if r.original_context is not None), default=None
+        )
+
+    def with_self_extend(self, group_size: int, neighbor_window: int) -> Self:
+        """Return a copy with Self-Extend (`Rope`). Raises ConfigError without rotary positions."""
+        raise ConfigError(
+            f"Self-Extend requires rotary positions, but {self.model_type} learns position"
+            f" embeddings, and has none beyond {self.max_position_embeddings}"
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Return a layer's sliding window in tokens, query included; None for full attention."""
+        return None
+
+    def long_attention(self, layer: int) -> LongAttention | None:
+        """Return the sparse or segmented attention of a layer; None for full or sliding-window
+        attention (`window`).
+        """
+        return None
+
+    @property
+    def segment_length(self) -> int | None:
+        """Segment length in tokens, for models with a memory of earlier segments; else None.
+
+        Such models read tokens in order, and rotate keys by their position within the segment.
+        """
+        kinds = (self.long_attention(i) for i in range(self.num_hidden_layers))
+        return next((kind.segment_length for kind in kinds if kind is not None), None)
+
+    @property
+    def default_cache_size(self) -> int:
+        """Default cache size in slots: the context, or what a model with segments needs."""
+        if self.segment_length is None:
+            return self.context_length
+        return max(self.max_position_embeddings, 2 * self.segment_length)
+
+    def first_equal_layer(self, layer: int) -> int:
+        """Return the first layer with the same computation as this one."""
+        kinds = [self.layer_signature(i) for i in range(layer + 1)]
+        return kinds.index(kinds[-1])
+
+    def layer_signature(self, layer: int) -> tuple[Any, ...]:
+        """Return a value that is equal for layers with the same computation."""
+        kind = self.long_attention(layer)
+        return (self.layer_template(layer), self.window(layer), self.layer_rope(layer), kind)
+
+    def with_layers(self, indices: Sequence[int]) -> Self:
+        """Return the configuration of a model with these layers of this one, in this order."""
+        kept = {
+            name: tuple(getattr(self, name)[i] for i in indices) for name in self.per_layer_fields
+        }
+        changes: dict[str, Any] = {"num_hidden_layers": len(indices), **kept}
+        return dataclasses.replace(self, **changes)
+
+    def layer_template(self, layer: int) -> int:
+        """Return the first layer whose parameters have the same names and shapes."""
+        return 0
+
+    def memory_shape(self, layer: int) -> Any:
+        """Return the shapes of a layer's fixed-size memory, for one row: a pytree of
+        `jax.ShapeDtypeStruct`; None if it has no memory.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-compatible dict; `models.config_from_dict` is its inverse."""
+        return {"model_type": self.model_type, **dataclasses.asdict(self)}

@@ -1,0 +1,202 @@
+"""Recall for each policy, text length and depth of the fact: the cells of heat maps."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import flax.linen as nn
+import numpy as np
+
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.evaluate.needle.haystack import Encode, Probe, make_probe
+from jaxllm.evaluate.needle.prefill import occupied_slots, prefill_texts, score_answers
+from jaxllm.generation.loops.overflow import (
+    DropSegments,
+    HeavyHitters,
+    OverflowPolicy,
+    PoolByAttention,
+    PoolOlder,
+    SinksAndWindow,
+    Slide as Begin,
+)
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.weights.paths import Params
+
+# Overflow policies by name; None means a slot for every token. Names are those of
+# `generate --overflow`, and two more.
+POLICIES: dict[str, OverflowPolicy | None] = {
+    "full": None,
+    "slide": Begin(),
+    "window": SinksAndWindow(sinks=0),
+    "sinks": SinksAndWindow(),
+    "heavy": HeavyHitters(),
+    "pooled": PoolOlder(),
+    "pooled-by-use": PoolByAttention(),
+    "segments": DropSegments(),
+    "self-extend": None,
+}
+ANSWER_TOKENS = 16  # tokens reserved for an answer
+SELF_EXTEND = "self-extend"  # another model with the same parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Results for texts of one length with the fact at one depth, under one policy.
+
+    tokens: length of the longest text. tries: number of texts. right: number of texts whose right
+    answer was the most likely of `choices`. greedy: number that greedy decoding answers correctly.
+    logprob: mean log-probability of the right answer, natural logarithm.
+    """
+
+    policy: str
+    length: int
+    depth: float
+    tokens: int
+    tries: int
+    choices: int
+    right: int
+    greedy: int
+    logprob: float
+
+    @property
+    def share(self) -> float:
+        """The share of texts whose right answer was the most likely."""
+        return self.right / self.tries
+
+
+def select_policies(names: Sequence[str]) -> dict[str, OverflowPolicy | None]:
+    """Return policies by name. Raises ConfigError for an unknown name, or no names."""
+    unknown = [name for name in names if name not in POLICIES]
+    if unknown or not names:
+        raise ConfigError(
+            f"unknown policy: got {', '.join(unknown) or 'none'}, expected {', '.join(POLICIES)}"
+        )
+    return {name: POLICIES[name] for name in names}
+
+
+def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
+    """Return Self-Extend parameters for texts of `longest` tokens.
+
+    The neighbor window is an eighth of the context; the group size is 4, or more if needed to reach
+    the whole text and an answer.
+    """
+    context = config.max_position_embeddings
+    window = max(1, context // 8)
+    group = max(4, -(-(longest + ANSWER_TOKENS - window) // max(1, context - window)))
+    return {"group_size": group, "neighbor_window": window}
+
+
+def recall(
+    model: nn.Module,
+    params: Params,
+    encode: Encode,
+    *,
+    style: str,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    policies: Sequence[str] = ("full",),
+    slots: int = 256,
+    tries: int = 8,
+    seed: int = 0,
+    extended_model: nn.Module | None = None,
+    show_progress: bool | None = None,
+) -> list[Cell]:
+    """Measure recall: one cell for each policy, length and depth, in this order.
+
+    Args:
+        encode: Returns a text's token ids, including begin-of-text.
+        style: A name in `texts.STYLES`.
+        lengths: Text lengths in tokens.
+        depths: Positions of the fact, from 0 (start) to 1 (end).
+        slots: Cache size under every policy but "full" and "self-extend".
+        tries: Texts per cell, from consecutive seeds starting at `seed * tries`. All policies get
+            the same texts; between depths only the place of the fact differs.
+        extended_model: The model with Self-Extend, for the policy of that name.
+
+    Raises:
+        ConfigError: Before the model runs, for invalid arguments, and for a policy that the model
+            does not support.
+        CapacityError: Before the model runs, for texts that do not fit.
+    """
+    chosen = select_policies(policies)
+    if tries < 1 or not lengths or not depths:
+        raise ConfigError("recall needs at least one length, one depth and one try")
+    if SELF_EXTEND in chosen and extended_model is None:
+        raise ConfigError("policy self-extend requires the extended model (LM.self_extended)")
+    if SELF_EXTEND in chosen and extended_model is not None:
+        reach = extended_model.config.context_length
+        if max(lengths) > reach:
+            raise CapacityError(
+                f"text length exceeds the reach of Self-Extend: got {max(lengths)} tokens, expected"
+                f" at most {reach}. Use larger groups (--self-extend G,W)"
+            )
+    for name, policy in chosen.items():
+        _check_policy(model, name, policy)
+        if policy is not None:
+            occupied_slots(model, policy, slots)
+    numbers = range(seed * tries, (seed + 1) * tries)
+    texts = {
+        (n, d): [make_probe(encode, style, length=n, depth=d, seed=s) for s in numbers]
+        for n in lengths
+        for d in depths
+    }
+    cells = []
+    with steps_bar("recall", len(chosen) * len(texts), show_progress) as done:
+        for name, policy in chosen.items():
+            read_by = (
+                extended_model if name == SELF_EXTEND and extended_model is not None else model
+            )
+            for (length, depth), probes in texts.items():
+                cells.append(_run_cell(read_by, params, probes, name, policy, slots, length, depth))
+                done()
+    return cells
+
+
+def _run_cell(
+    model: nn.Module,
+    params: Params,
+    probes: Sequence[Probe],
+    name: str,
+    policy: OverflowPolicy | None,
+    slots: int,
+    length: int,
+    depth: float,
+) -> Cell:
+    room = max(len(ids) for p in probes for ids in p.answers)
+    rows, answers = [p.tokens for p in probes], [p.answers for p in probes]
+    found = prefill_texts(model, params, rows, policy=policy, slots=slots, answer_tokens=room)
+    scored = score_answers(model, params, found, answers, policy=policy, answer_tokens=room)
+    right_B = np.array([p.right for p in probes])
+    each = np.arange(len(probes))
+    return Cell(
+        policy=name,
+        length=length,
+        depth=depth,
+        tokens=max(map(len, rows)),
+        tries=len(probes),
+        choices=len(answers[0]),
+        right=int((scored.logprob_BC.argmax(axis=1) == right_B).sum()),
+        greedy=int(scored.greedy_BC[each, right_B].sum()),
+        logprob=float(scored.logprob_BC[each, right_B].mean()),
+    )
+
+
+def _check_policy(model: nn.Module, name: str, policy: OverflowPolicy | None) -> None:
+    if policy is None or isinstance(policy, (Begin, DropSegments)):
+        return
+    config = model.config
+    if any(config.long_attention(layer) for layer in range(config.num_hidden_layers)):
+        raise ConfigError(
+            f"policy {name} changes positions, which this model's long attention does not support:"
+            " use full, slide, or segments if the model has a memory"
+        )
+    if not config.ropes or config.rope_depends_on_length:
+        what = (
+            "learned positions"
+            if not config.ropes
+            else "rotary angles that depend on the text length"
+        )
+        raise ConfigError(
+            f"policy {name} must move keys, but {config.model_type} has {what}:"
+            " use full or slide, which work for every model"
+        )

@@ -1,0 +1,230 @@
+"""The transformers backend: a Hugging Face model with hooks that record every activation.
+
+Module outputs come from forward hooks. Queries, keys and values after RoPE, and the attention
+output per head, come from an attention function that is registered during one forward pass; it
+records its arguments and calls the model's own eager attention.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.parity.activations import activation_names
+from jaxllm.evaluate.parity.backends import DecodeOutput, ParityCase, filled_positions, to_positions
+from jaxllm.models import FAMILIES, get_family
+from jaxllm.runtime.validation import check_dtype
+
+TAPS = "jaxllm_taps"
+
+# Modules that transformers names differently, used if our name does not exist.
+MODULE_NAMES = {"attention": "self_attn"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformersBackend:
+    """A transformers model (`model`) on the CPU, with eager attention."""
+
+    name: str
+    dtype: str
+    model: Any
+
+    @classmethod
+    def load(cls, directory: Path, dtype: str = "float32") -> "TransformersBackend":
+        """Load a Hugging Face directory in one format: float32, bfloat16 or float16.
+
+        Raises ConfigError for another format, or where torch or transformers are not installed.
+        """
+        dtype = check_dtype("the reference's dtype", dtype)
+        torch, transformers = _import()
+        with _hide_progress(transformers.utils.logging):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        return cls(f"transformers {transformers.__version__}", dtype, model.eval())
+
+    def activations(self, case: ParityCase) -> dict[str, np.ndarray]:
+        """Return every activation, using transformers' own cache if the case has cached tokens."""
+        cache = self._cache()
+        outputs: dict[str, Any] = {}
+        if case.num_cached:
+            self._run(*case.pieces[0], case.position_BT[:, : case.num_cached], cache)
+        with self._record_outputs(outputs):
+            logits = self._run(*case.pieces[-1], case.position_BT, cache)
+        outputs["logits"] = logits
+        router, shape = get_family(self._family).router, (*logits.shape[:2], -1)
+        for name in self._activation_names:
+            if router and name.endswith(f".{router}"):  # all tokens are flattened into one axis
+                outputs[name] = outputs[name].reshape(shape)
+        return {name: _numpy(outputs[name]) for name in self._activation_names}
+
+    def decode(
+        self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
+    ) -> DecodeOutput:
+        """Run each piece, then one pass for each new token after the first."""
+        cache = self._cache()
+        position_BS = case.position_BT[:, :0]
+        for tokens_BT, position_BT in case.pieces:
+            position_BS = np.concatenate([position_BS, position_BT], axis=1)
+            logits = _numpy(self._run(tokens_BT, position_BT, position_BS, cache))
+            last_B = np.argmax(
+                np.where(position_BT >= 0, np.arange(position_BT.shape[1]), -1), axis=1
+            )
+            found = [np.take_along_axis(logits, last_B[:, None, None], axis=1)[:, 0]]
+        for n in range(1, steps):
+            before_B = found[-1].argmax(axis=1) if forced_BN is None else forced_BN[:, n - 1]
+            position_B1 = position_BS.max(axis=1, keepdims=True) + 1
+            position_BS = np.concatenate([position_BS, position_B1], axis=1)
+            logits = self._run(before_B[:, None], position_B1, position_BS, cache)
+            found.append(_numpy(logits)[:, 0])
+        logits_BNV = np.stack(found, axis=1)
+        k, v = [], []
+        for layer in cache.layers:  # a sliding window keeps only the last slots
+            kept_BS = position_BS[:, -layer.keys.shape[2] :]
+            k.append(to_positions(_heads_last(layer.keys), kept_BS))
+            v.append(to_positions(_heads_last(layer.values), kept_BS))
+        fewest = min(layer.keys.shape[2] for layer in cache.layers)  # held by all layers
+        held_BP = filled_positions(position_BS[:, -fewest:])
+        return DecodeOutput(logits_BNV, logits_BNV.argmax(axis=2), tuple(k), tuple(v), held_BP)
+
+    @property
+    def _family(self) -> str:
+        """Our name of the model_type."""
+        theirs = self.model.config.model_type
+        return next((ours for ours, row in FAMILIES.items() if theirs in row.aliases), theirs)
+
+    @property
+    def _activation_names(self) -> list[str]:
+        row, modules = get_family(self._family), dict(self._body.named_modules())
+        return activation_names(
+            self._family,
+            self.model.config.num_hidden_layers,
+            lambda layer: (
+                row.router is not None and f"{row.layers}.{layer}.{row.router}" in modules
+            ),
+        )
+
+    @property
+    def _body(self) -> Any:
+        return self.model.get_submodule(self.model.base_model_prefix)
+
+    def _cache(self) -> Any:
+        return _import()[1].DynamicCache(config=self.model.config)
+
+    def _run(
+        self, tokens_BT: np.ndarray, position_BT: np.ndarray, position_BS: np.ndarray, cache: Any
+    ) -> Any:
+        """Return logits. position_BS: positions in the cache, including the new tokens."""
+        torch, _ = _import()
+        with torch.no_grad():
+            return self.model(
+                torch.tensor(tokens_BT.astype(np.int64)),
+                attention_mask=torch.tensor((position_BS >= 0).astype(np.int64)),
+                position_ids=torch.tensor(np.maximum(position_BT, 0).astype(np.int64)),
+                past_key_values=cache,
+                use_cache=True,
+            ).logits
+
+    @contextmanager
+    def _record_outputs(self, outputs: dict[str, Any]) -> Iterator[None]:
+        """Record the activations of forward passes in `outputs` while the context is open."""
+        layers = get_family(self._family).layers
+        body = self._body
+
+        def tap(name: str) -> Callable[..., None]:
+            def hook(*given: Any) -> None:  # the last is the output, or the inputs in a pre-hook
+                x = given[-1]
+                outputs[name] = (x[0] if isinstance(x, tuple) else x).clone()
+
+            return hook
+
+        def attend(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any
+        ) -> tuple[Any, Any]:
+            path, new = f"{layers}.{module.layer_idx}", query.shape[2]
+            for name, x in (("q", query), ("k", key), ("v", value)):
+                outputs[f"{path}.{name}"] = x[:, :, -new:].transpose(1, 2).clone()
+            eager = sys.modules[type(module).__module__].eager_attention_forward
+            heads, weights = eager(module, query, key, value, mask, **options)
+            outputs[f"{path}.heads"] = heads.clone()
+            return heads, weights
+
+        with ExitStack() as stack:
+            stack.enter_context(_replace_attention(self.model, attend))
+            for name in self._activation_names:
+                path, _, last = name.rpartition(".")
+                if last in ("q", "k", "v", "heads", "logits"):
+                    continue
+                if last in ("input", "embeddings"):
+                    module = body.get_submodule(path if last == "input" else f"{layers}.0")
+                    stack.callback(module.register_forward_pre_hook(tap(name)).remove)
+                    continue
+                module = body.get_submodule(path)
+                module = getattr(module, last, None) or module.get_submodule(MODULE_NAMES[last])
+                stack.callback(module.register_forward_hook(tap(name)).remove)
+            yield
+
+
+@contextmanager
+def _replace_attention(model: Any, attend: Callable[..., Any]) -> Iterator[None]:
+    """Replace the model's attention function by `attend`, through transformers' registry."""
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(TAPS, attend)
+    AttentionMaskInterface.register(TAPS, eager_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(TAPS)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _hide_progress(logging: Any) -> Iterator[None]:
+    """Hide transformers' progress bars."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _heads_last(x: Any) -> np.ndarray:
+    """Transpose transformers' `[B, K, S, H]` to our `[B, S, K, H]`."""
+    return _numpy(x.transpose(1, 2))
+
+
+def _numpy(x: Any) -> np.ndarray:
+    """Convert a tensor bit for bit; numpy has no native bfloat16."""
+    torch, _ = _import()
+    if x.dtype == torch.bfloat16:
+        bits: np.ndarray = x.contiguous().view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    array: np.ndarray = x.numpy()
+    return array
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"comparing with transformers requires torch and transformers (no {error.name}):"
+            " pip install 'jaxllm[test]'"
+        ) from None
+    return torch, transformers

@@ -1,0 +1,159 @@
+"""`verify`: compare a model with transformers, or with another variant of the model."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoints.native import with_params
+from jaxllm.convert.hf import FORMAT_NAME, write_hf
+from jaxllm.convert.registry import open_checkpoint
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.parity import compare as equivalence
+from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase
+from jaxllm.evaluate.parity.process_zero import on_process_zero
+from jaxllm.evaluate.parity.tolerance import Tolerance
+from jaxllm.lm import LM, load
+from jaxllm.runtime import signals
+from jaxllm.runtime.validation import check_dtype
+from jaxllm.weights.formats import weight_format
+from jaxllm.weights.paths import flatten, gather_params, map_leaves
+from jaxllm.weights.quantize import Rules, dequantize
+
+TRANSFORMERS = "transformers"
+# The test prompt for both backends: plain prose.
+TEXT = """\
+Every evening the keeper of the lighthouse climbed two hundred and twelve steps, trimmed the lamp
+and wrote down what he saw. On most days it was water. "A grey sea," he wrote, "and a wind from
+the north-west; one sail, far out, which did not come nearer." But on the third of May, at half
+past nine, he counted seven boats where there had been none, and the smallest of them carried no
+light at all. He rang the bell three times, waited, and rang it again. Nobody answered. What does
+one write about a thing like that? He thought for a long while, dipped his pen, and left the line
+empty.
+"""
+
+
+def verify(
+    model: str | Path | LM | JaxBackend,
+    reference: str | Path | LM | Backend = TRANSFORMERS,
+    case: ParityCase | None = None,
+    *,
+    name: str | None = None,
+    files: str | Path | None = None,
+    dtype: str | None = None,
+    quantize: Rules | None = None,
+    reference_dtype: str | None = None,
+    length: int = 48,
+    new_tokens: int = 32,
+    tolerance: Tolerance | None = None,
+    exact: Backend | None = None,
+    show_progress: bool | None = None,
+) -> equivalence.Report:
+    """Compare a model with a reference: all activations, the cache, and greedily decoded tokens.
+
+    Args:
+        model: as for `load`, or a loaded model, or an `JaxBackend`, which requires `case`.
+        reference: "transformers" with the same weights, another model, or a `Backend`.
+        case: by default two prompts of different lengths, the longer with `length` tokens.
+        name: the model's name in the report.
+        files: the directory of a loaded model's weights, which saves writing them for transformers.
+        dtype: dtype of a model loaded here; by default "float32".
+        reference_dtype: by default `dtype` for transformers, "float32" otherwise.
+        new_tokens, tolerance, exact: as for `equivalence.compare.verify`.
+
+    Returns a report that `holds`, or names the `first` activation that differs;
+    `evaluate.equivalence.report.to_text` formats it. Raises ConfigError without transformers, and
+    what `load` and `equivalence.verify` raise.
+    """
+    dtype = None if dtype is None else check_dtype("dtype", dtype)
+    if reference_dtype is not None:
+        reference_dtype = check_dtype("reference_dtype", reference_dtype)
+    options: Any = {
+        "new_tokens": new_tokens,
+        "tolerance": tolerance,
+        "show_progress": show_progress,
+    }
+    if isinstance(model, JaxBackend):
+        if case is None or isinstance(reference, str | Path | LM):
+            raise ConfigError("verify of an Ours requires a Side as the reference, and a case")
+        return equivalence.verify(model, reference, case, exact=exact, **options)
+    if isinstance(model, LM):
+        lm, dtype = model, dtype or model.model.precision.activations
+    else:
+        dtype = dtype or "float32"
+        lm = load(model, dtype=dtype, quantize=quantize, show_progress=show_progress)
+        files = model
+    if case is None:
+        ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
+        case = equivalence.example_case(ids, lm.config.vocab_size, length)
+    case.check(lm.config, new_tokens)
+    ours = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
+    with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, found):
+        return equivalence.verify(ours, other, case, exact=exact or found, **options)
+
+
+@contextlib.contextmanager
+def _open_backends(
+    files: str | Path | None, lm: LM, plain: str, reference: Any, dtype: str | None
+) -> Iterator[tuple[Any, Any]]:
+    """Yield the reference, and a float32 reference to measure drift from, if there is one."""
+    if reference == TRANSFORMERS:
+        from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
+
+        dtype, exact = dtype or plain, None
+        with transformers_directory(files, lm, plain) as directory:
+            side = on_process_zero(partial(TransformersBackend.load, directory, dtype))
+            if dtype != "float32":
+                exact = on_process_zero(partial(_load_float32, directory))
+            yield side, exact
+        return
+    if isinstance(reference, str | Path):
+        reference = on_process_zero(partial(_load_other, reference, dtype or "float32"))
+    if isinstance(reference, LM):
+        reference = JaxBackend(f"{reference.path}", reference.model, reference.params)
+    yield reference, None
+
+
+def _load_float32(directory: Path) -> Backend:
+    """Load transformers in float32, to measure drift from."""
+    from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
+
+    exact = TransformersBackend.load(directory, "float32")
+    return dataclasses.replace(exact, name=f"{exact.name} in float32")
+
+
+def _load_other(reference: str | Path, dtype: str) -> Backend:
+    """Load another checkpoint, on one device."""
+    other = load(reference, dtype=dtype)
+    return JaxBackend(f"{reference} ({dtype})", other.model, other.params)
+
+
+@contextlib.contextmanager
+def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iterator[Path]:
+    """Yield a directory that transformers can load: the checkpoint's own, or a temporary one.
+
+    files: the checkpoint that the weights came from, or None to write lm's weights. Weights in
+    formats other than `dtype` are dequantized and written. With several processes, only process 0
+    has the files.
+    """
+    opened = open_checkpoint(files or lm.path)
+    rounded = any(weight_format(leaf) != dtype for _, leaf in flatten(lm.params))
+    if files is not None and not rounded and opened.file_format == FORMAT_NAME:
+        yield opened.directory
+        return
+    if rounded or files is None:
+        whole = gather_params(lm.model, lm.params)
+        wide = map_leaves(lambda _, x: x.astype(np.float32), dequantize(whole))
+        opened = with_params(opened, wide, opened.precision.without_quantization())
+    with (
+        tempfile.TemporaryDirectory(prefix="jaxllm-verify-") as name,
+        signals.cleanup_on_exit(name),
+    ):
+        directory = Path(name) / "hf"
+        write_hf(directory, opened)
+        yield directory

@@ -1,0 +1,113 @@
+"""Sampling with a different sampler in each row: samplers of one kind are stacked and vmapped."""
+
+from collections.abc import Hashable
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import SamplingError
+from jaxllm.generation.loops.finish import set_column
+from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
+
+Result = tuple[jax.Array, jax.Array, jax.Array]
+Samplers = tuple[Sampler, ...]
+
+
+def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Hashable, Sampler]:
+    """Return a sampler's kind and the sampler with leaf shapes that stay fixed between draws.
+
+    The kind is the tree structure with the original shapes and dtypes; each set of kinds compiles
+    once. places: width of the token buffer.
+    """
+    leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
+    kind = (shape, tuple((x.shape, x.dtype) for x in leaves))
+    kept = [
+        jnp.broadcast_to(x, like.shape).astype(like.dtype)
+        for x, like in zip(leaves, _leaf_shapes(kind, vocab_size, text_width), strict=True)
+    ]
+    return kind, jax.tree.unflatten(shape, kept)
+
+
+@lru_cache(maxsize=256)
+def _leaf_shapes(kind: Any, vocab_size: int, text_width: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of each sampler leaf after a draw from one row's logits.
+
+    Raises:
+        SamplingError: If the sampler is not one for a single row.
+    """
+    structure, forms = kind
+    sampler = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*form) for form in forms])
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    text = jax.ShapeDtypeStruct((text_width,), jnp.int32)
+    key = jax.eval_shape(partial(row_keys, 0, 1))
+    context = Context(text, number, number, jax.ShapeDtypeStruct((), key.dtype))  # type: ignore[arg-type]
+    logits_V = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+    try:
+        _, then = jax.eval_shape(_draw_one, sampler, logits_V, context)
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jax.tree.leaves(then)]
+    except (TypeError, ValueError) as error:
+        raise SamplingError(f"a request's sampler must be for one row: {error}") from None
+
+
+def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[jax.Array, Sampler]:
+    """Return one row's next token and its next sampler, as in a batch of one."""
+    key = jax.random.fold_in(context.key_B, context.length_B)
+    alone: Context = jax.tree.map(lambda x: x[None], context.replace(key_B=key))
+    token_B, sampler = sample_next(logits_V[None], sampler, alone)
+    return token_B[0], sampler
+
+
+def draw_by_kind(
+    context: Context, samplers: Samplers, kind_KB: jax.Array, logits_BV: jax.Array
+) -> tuple[Result, Context, Samplers]:
+    """Draw a token for each row with its own kind of sampler; rows without a kind do not change.
+
+    kind_KB: bool, which rows use which sampler kind. Returns tokens, log-probabilities and whether
+    the logits are finite, `[B]` each, then the next context and samplers.
+    """
+    live_B = kind_KB.any(axis=0)
+    token_B, then = jnp.zeros(live_B.shape, jnp.int32), []
+    for sampler, mine_B in zip(samplers, kind_KB, strict=True):
+        drawn_B, after = jax.lax.cond(
+            mine_B.any(), partial(_draw_some, mine_B), _draw_none, sampler, logits_BV, context
+        )
+        token_B = jnp.where(mine_B, drawn_B, token_B)
+        then.append(after)
+    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    context = context.replace(
+        token_BL=set_column(context.token_BL, context.length_B, token_B, live_B),
+        length_B=context.length_B + live_B.astype(jnp.int32),
+    )
+    return (token_B, logprob_B, jnp.isfinite(logits_BV).all(axis=1)), context, tuple(then)
+
+
+def _draw_some(
+    mine_B: jax.Array, sampler: Sampler, logits_BV: jax.Array, context: Context
+) -> tuple[jax.Array, Sampler]:
+    token_B, then = jax.vmap(_draw_one)(sampler, logits_BV, context)
+
+    def select_rows(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(mine_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+    return token_B, jax.tree.map(select_rows, then, sampler)
+
+
+def _draw_none(
+    sampler: Sampler, logits_BV: jax.Array, context: Context
+) -> tuple[jax.Array, Sampler]:
+    return jnp.zeros(logits_BV.shape[:1], jnp.int32), sampler
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def draw(
+    context: Context,
+    samplers: Samplers,
+    kind_KB: jax.Array,
+    out_R1V: jax.Array,
+    take_B: jax.Array,
+) -> tuple[Result, Context, Samplers]:
+    """Apply `draw_by_kind` to row `take_B` of a microbatch's logits `[R, 1, V]`."""
+    return draw_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0])

@@ -1,0 +1,71 @@
+"""Multi-step decoding: several tokens for every active row in one compiled loop."""
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.kv import EMPTY, Segment
+from jaxllm.cache.slot_update import NO_SLOT
+from jaxllm.generation.batching.batched_sampling import Result, Samplers, draw_by_kind
+from jaxllm.generation.batching.slots import Microbatch, run_own_slots
+from jaxllm.generation.sampling.sampler import Context
+from jaxllm.weights.paths import Params
+
+
+@partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
+def decode_burst(
+    tail: Segment,
+    context: Context,
+    samplers: Samplers,
+    model: nn.Module,
+    params: Params,
+    kind_KB: jax.Array,
+    newest_B: jax.Array,
+    eos_BE: jax.Array,
+    burst: int,
+    steps: jax.Array,
+    adapter_B: jax.Array | None = None,
+) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
+    """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
+
+    steps: at most `burst`, which is static. adapter_B: as in `Microbatch`. Returns the number of
+    steps, `[]`, then tokens, log-probabilities and finite flags, `[burst, B]` each, and the new
+    state.
+    """
+    live_B = kind_KB.any(axis=0)
+    zeros_B = jnp.zeros(live_B.shape, jnp.int32)
+    blank = jnp.zeros((burst, *live_B.shape))
+    results = (blank.astype(jnp.int32), blank, blank.astype(bool))
+
+    def is_unfinished(carry: Any) -> jax.Array:
+        i, ended, *_ = carry
+        going: jax.Array = (i < steps) & ~ended
+        return going
+
+    def decode_token(carry: Any) -> Any:
+        i, _, newest_B, results, tail, context, samplers = carry
+        at_B = context.length_B - 1  # the newest token is in the text but has not run
+        places = Microbatch(
+            row_R=None,
+            token_RT=newest_B[:, None],
+            position_RT=jnp.where(live_B, at_B, EMPTY)[:, None],
+            slot_RT=jnp.where(live_B, at_B, NO_SLOT)[:, None],
+            length_R=context.length_B,
+            column_R=zeros_B,
+            member_RB=None,
+            adapter_R=adapter_B,
+        )
+        out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
+        drawn, context, samplers = draw_by_kind(context, samplers, kind_KB, out[:, 0])
+        results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
+        token_B, _, finite_B = drawn
+        ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B
+        return i + 1, (live_B & ends_B).any(), token_B, results, tail, context, samplers
+
+    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
+    loop: Any = jax.lax.while_loop(is_unfinished, decode_token, (*nothing, tail, context, samplers))
+    done, _, _, results, *now = loop
+    return done, results, now[0], now[1], now[2]

@@ -1,0 +1,99 @@
+"""Inputs and outputs of continuous batching: requests, and events with their tokens."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from jaxllm.errors import JaxllmError
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Request:
+    """A prompt to continue, with its own sampler, seed and limits.
+
+    Attributes:
+        id: Chosen by the caller; copied into the request's events. prompt: Token ids. sampler: A
+        sampler for one row, as from `make_sampler`; greedy by default. eos_token_ids: Any of these
+        ends the text. until: Called with each new token; a true result stops the request after it.
+        is_cancelled: Called between steps, for example `threading.Event().is_set`. A true result
+        frees
+            the row; the request's last event is then CANCELLED.
+        adapter: Index of a LoRA adapter if the parameters hold several, -1 for none. Set it for all
+            requests or for none.
+    """
+
+    id: Hashable
+    prompt: Sequence[int] | np.ndarray
+    max_new_tokens: int
+    sampler: Sampler = GREEDY
+    seed: int = 0
+    eos_token_ids: Sequence[int] = ()
+    until: Callable[[int], bool] | None = None
+    is_cancelled: Callable[[], bool] | None = None
+    adapter: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectedRequest:
+    """A request that failed validation; takes its place among the requests and yields its error."""
+
+    id: Hashable
+    error: JaxllmError
+
+
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """Statistics of the step that produced an event.
+
+    Attributes:
+        index: Step number; 1 is the first, and 0 precedes any step.
+        decode_tokens: Rows that ran a generated token in this step.
+        prompt_tokens: Prompt tokens that ran in this step.
+        busy_rows: Occupied rows.
+        rows: Total rows.
+        generated_tokens: Tokens generated since the loop started.
+        elapsed_seconds: Time since the loop started.
+    """
+
+    index: int
+    decode_tokens: int
+    prompt_tokens: int
+    busy_rows: int
+    rows: int
+    generated_tokens: int
+    elapsed_seconds: float
+
+    @property
+    def occupancy(self) -> float:
+        """Fraction of rows that are occupied, 0 to 1."""
+        return self.busy_rows / self.rows
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second since the loop started."""
+        return self.generated_tokens / self.elapsed_seconds if self.elapsed_seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """A new token of a request, the end of the request, or both.
+
+    Attributes:
+        id: The request's id.
+        token: The new token, or None.
+        logprob: Its log-probability under the model, before any processor.
+        finish: Finish reason, or None while the request is running. NON_FINITE and CANCELLED come
+            without a token.
+        error: Why the request was rejected, or None. No part of a rejected request ran.
+        step: Statistics of the step.
+    """
+
+    id: Hashable
+    token: int | None
+    logprob: float | None
+    finish: Finish | None
+    error: JaxllmError | None
+    step: StepStats

@@ -1,0 +1,394 @@
+"""Continuous batching: requests join and leave the batch between steps.
+
+Each step runs one token of every decoding row and up to `chunk` prompt tokens. A row has its own
+text, key, limits and sampler, so its tokens equal those of `generate` on that request alone. The
+cache is written in place. A rejected request does not affect the others.
+"""
+
+import dataclasses
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
+from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
+from jaxllm.generation.batching.batched_sampling import draw, fit_sampler
+from jaxllm.generation.batching.multi_step import decode_burst
+from jaxllm.generation.batching.requests import Event, RejectedRequest, Request, StepStats
+from jaxllm.generation.batching.slots import (
+    TokenRun,
+    pack_microbatch,
+    run_microbatch,
+    split_microbatches,
+)
+from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
+from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
+from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
+from jaxllm.ops.padding import pad_rows
+from jaxllm.runtime.multihost import to_host
+from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
+from jaxllm.weights.paths import Params
+from jaxllm.weights.types.lora import NO_ADAPTER
+
+MAX_BURST = 4096
+_MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class _ActiveRequest:
+    """A request that occupies a row.
+
+    num_run: tokens that have run. newest: the last generated token. count: tokens generated.
+    """
+
+    request: Request
+    prompt_T: np.ndarray
+    kind: Hashable
+    num_run: int = 0
+    newest_token: int = NO_TOKEN
+    num_generated: int = 0
+
+    def next_run(self, row: int, room: int) -> TokenRun:
+        """Return the next tokens to run: up to `room` prompt tokens, or the newest token."""
+        stop = min(self.num_run + room, self.prompt_T.size)
+        if self.num_run < self.prompt_T.size:
+            token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
+        else:
+            token_T, length = np.array([self.newest_token]), self.num_run + 1
+        position_T = np.arange(self.num_run, self.num_run + token_T.size)
+        output_T = position_T == length - 1
+        at, adapter = position_T, self.request.adapter
+        return TokenRun((row,), at, token_T, at, at, output_T, length, adapter)
+
+
+class _Sampled(NamedTuple):
+    """A row's next token; invalid if its logits were not finite."""
+
+    token: int
+    logprob: float
+    finite: bool
+
+
+_StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
+
+
+class _ServeState(NamedTuple):
+    """State of the serving loop. Samplers of one kind are stacked along a row axis."""
+
+    cache: KVCache
+    context: Context
+    samplers: dict[Hashable, Sampler]
+    active: dict[int, _ActiveRequest]
+
+
+def serve(
+    model: nn.Module,
+    params: Params,
+    requests: Iterable[Request | RejectedRequest | None],
+    *,
+    rows: int = 8,
+    capacity: int = 1024,
+    chunk: int = 256,
+    burst: int = 16,
+) -> Iterator[Event]:
+    """Generate for a stream of requests with continuous batching; yield events with new tokens.
+
+    Events carry the request ids unchanged, so requests that run at the same time need distinct
+    ids. An invalid request (no tokens, an id outside the vocabulary, too long, a bad seed) yields
+    an event with an error. A request whose logits are not finite ends with NON_FINITE. The others
+    continue in both cases.
+
+    Args:
+        requests: Read only when a row is free. None means that no request is available now; the
+            iterator is asked again after the next step, or at once if all rows are free, in which
+            case it may block.
+        rows: Number of requests that run at once.
+        capacity: Cache slots per row.
+        chunk: Prompt tokens to run per step, over all rows.
+        burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
+            decode and none has an `until`; the loop also stops when a row ends. 1 yields each
+            token immediately.
+
+    Raises:
+        CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
+    """
+    check_model(model, params)
+    chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
+    burst = check_int("burst", burst, 1, MAX_BURST, CapacityError)
+    rows = check_int("rows", rows, 1, MAX_SLOTS, CapacityError)
+    capacity = check_int("capacity", capacity, 1, MAX_SLOTS, CapacityError)
+    if not isinstance(requests, Iterable):
+        raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
+    cache = init_cache(model, rows, capacity)
+    now = _ServeState(cache, _empty_context(rows, capacity), {}, {})
+    source, more = iter(requests), True
+    step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
+    while more or now.active:
+        while more and len(now.active) < rows:
+            try:
+                request = next(source)
+            except StopIteration:
+                more = False
+                break
+            if request is None:
+                break
+            if isinstance(request, RejectedRequest):
+                yield Event(request.id, None, None, None, request.error, step)
+                continue
+            if not isinstance(request, Request):
+                raise SamplingError(f"a request must be a jaxllm.Request, got {request!r:.60}")
+            if _is_cancelled(request):
+                yield Event(request.id, None, None, Finish.CANCELLED, None, step)
+                continue
+            try:
+                now = _admit_request(model, now, request, capacity)
+            except JaxllmError as error:
+                yield Event(request.id, None, None, None, error, step)
+        for row, seat in list(now.active.items()):
+            if _is_cancelled(seat.request):
+                seats = {other: kept for other, kept in now.active.items() if other != row}
+                now = now._replace(active=seats)
+                yield Event(seat.request.id, None, None, Finish.CANCELLED, None, step)
+        if not now.active:
+            continue
+        if all(seat.num_generated and seat.request.until is None for seat in now.active.values()):
+            now, steps = _run_burst(model, params, now, burst)
+        else:
+            now, steps = _run_step(model, params, now, _token_runs(now.active, chunk), chunk)
+        for drawn in steps:
+            runs = _token_runs(now.active, chunk)
+            decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
+            step = StepStats(
+                index=step.index + 1,
+                decode_tokens=decoded,
+                prompt_tokens=sum(run.index_T.size for run in runs) - decoded,
+                busy_rows=len(now.active),
+                rows=rows,
+                generated_tokens=step.generated_tokens + sum(one.finite for one in drawn.values()),
+                elapsed_seconds=time.perf_counter() - start,
+            )
+            now, events = _make_events(now, runs, drawn, step)
+            yield from events
+
+
+def _is_cancelled(request: Request) -> bool:
+    return request.is_cancelled is not None and bool(request.is_cancelled())
+
+
+def _admit_request(
+    model: nn.Module, state: _ServeState, request: Request, capacity: int
+) -> _ServeState:
+    """Put a request into the first free row, or raise the JaxllmError that rejects it."""
+    rows = state.cache.batch
+    prompt_T = _check_request(model, request, capacity)
+    key = row_keys(request.seed, 1)[0]
+    places = state.context.token_BL.shape[1]
+    kind, sampler = fit_sampler(request.sampler, model.config.vocab_size, places)
+    row = min(set(range(rows)) - set(state.active))
+    token_L = pad_rows([prompt_T], width=places, fill=NO_TOKEN)[0]
+    stacked = state.samplers[kind] if kind in state.samplers else _stack_sampler(sampler, rows)
+    position_BS, context, stacked = _fill_row(
+        state.cache.tail.position_BS,
+        state.context,
+        stacked,
+        np.int32(row),
+        (token_L, np.int32(prompt_T.size), key),
+        sampler,
+    )
+    return state._replace(
+        cache=state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS)),
+        context=context,
+        samplers=_sort_samplers({**_drop_unused(state), kind: stacked}),
+        active={**state.active, row: _ActiveRequest(request, prompt_T, kind)},
+    )
+
+
+def _run_step(
+    model: nn.Module, params: Params, state: _ServeState, runs: list[TokenRun], chunk: int
+) -> tuple[_ServeState, list[_StepSamples]]:
+    """Run the token runs; draw a token for each row whose text has run to its end."""
+    cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
+    samplers, found = tuple(state.samplers.values()), []
+    for group in split_microbatches(runs, rows + chunk):
+        places, at = pack_microbatch(group, rows)
+        out, cache = run_microbatch(model, params, cache, places, donate=True)
+        take = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
+        if take:
+            take_B = np.zeros(rows, np.int32)
+            take_B[list(take)] = list(take.values())
+            kind_KB = _kind_mask(state, take)
+            result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
+            found.append((take, result))
+    drawn: _StepSamples = {}
+    for take, result in found:  # read only after everything has been dispatched
+        arrays = to_host(result)
+        drawn.update({row: _Sampled(*(x[row].item() for x in arrays)) for row in take})
+    held = dict(zip(state.samplers, samplers, strict=True))
+    return _ServeState(cache, context, held, seats), [drawn]
+
+
+def _run_burst(
+    model: nn.Module, params: Params, state: _ServeState, burst: int
+) -> tuple[_ServeState, list[_StepSamples]]:
+    """Run several steps in one call, if all rows decode; stop when a row ends."""
+    rows, seats = state.cache.batch, state.active
+    widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
+    newest_B = np.zeros(rows, np.int32)
+    eos_BE = np.full((rows, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
+    for row, seat in seats.items():
+        ids = pad_eos_ids(seat.request.eos_token_ids)
+        newest_B[row], eos_BE[row, : ids.size] = seat.newest_token, ids
+    left = min(seat.request.max_new_tokens - seat.num_generated for seat in seats.values())
+    done, results, tail, context, samplers = decode_burst(
+        state.cache.tail,
+        state.context,
+        tuple(state.samplers.values()),
+        model,
+        params,
+        _kind_mask(state, seats),
+        newest_B,
+        eos_BE,
+        burst,
+        np.int32(min(burst, left)),
+        _adapter_numbers(state),
+    )
+    count, arrays = to_host((done, results))
+    steps = [
+        {row: _Sampled(*(x[i, row].item() for x in arrays)) for row in seats} for i in range(count)
+    ]
+    held = dict(zip(state.samplers, samplers, strict=True))
+    return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
+
+
+def _adapter_numbers(state: _ServeState) -> np.ndarray | None:
+    """Return each row's adapter index, or None if no request sets one."""
+    asked = {row: seat.request.adapter for row, seat in state.active.items()}
+    if all(number is None for number in asked.values()):
+        return None
+    adapter_B = np.full(state.cache.batch, NO_ADAPTER, np.int32)
+    for row, number in asked.items():
+        adapter_B[row] = NO_ADAPTER if number is None else number
+    return adapter_B
+
+
+def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:
+    """Return which of these rows use which kind of sampler, bool `[K, B]`."""
+    kind_KB = np.zeros((len(state.samplers), state.cache.batch), bool)
+    for row in rows:
+        kind_KB[list(state.samplers).index(state.active[row].kind), row] = True
+    return kind_KB
+
+
+def _make_events(
+    state: _ServeState, runs: list[TokenRun], samples: _StepSamples, step: StepStats
+) -> tuple[_ServeState, list[Event]]:
+    """Return the state without the rows that ended, and an event for each token."""
+    seats, events = dict(state.active), []
+    for run in runs:
+        row, seat = run.rows[0], seats[run.rows[0]]
+        seat = seats[row] = dataclasses.replace(seat, num_run=seat.num_run + run.index_T.size)
+        if row not in samples:
+            continue
+        token, logprob, finite = samples[row]
+        if not finite:
+            del seats[row]
+            events.append(Event(seat.request.id, None, None, Finish.NON_FINITE, None, step))
+            continue
+        seats[row] = seat = dataclasses.replace(
+            seat, newest_token=token, num_generated=seat.num_generated + 1
+        )
+        finish = _finish_reason(seat)
+        if finish is not None:
+            del seats[row]
+        events.append(Event(seat.request.id, token, logprob, finish, None, step))
+    return state._replace(active=seats), events
+
+
+def _finish_reason(active: _ActiveRequest) -> Finish | None:
+    """Return why a request ends with its newest token, or None if it continues."""
+    request = active.request
+    if request.until is not None and request.until(active.newest_token):
+        return Finish.STOP
+    if active.newest_token in request.eos_token_ids:
+        return Finish.EOS
+    return Finish.LENGTH if active.num_generated >= request.max_new_tokens else None
+
+
+def _token_runs(active: dict[int, _ActiveRequest], chunk: int) -> list[TokenRun]:
+    """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival."""
+    runs = []
+    for row, seat in active.items():
+        run = seat.next_run(row, chunk)
+        if not seat.num_generated:
+            chunk -= run.index_T.size
+        runs.append(run)
+    return [run for run in runs if run.index_T.size]
+
+
+def _check_request(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
+    """Validate a request; return its prompt as int32."""
+    prompt_T = check_int_array("a prompt", request.prompt, TokenError)
+    if prompt_T.ndim != 1 or not prompt_T.size:
+        raise TokenError(f"a prompt must be a list of token ids, got {request.prompt!r:.60}")
+    pad_eos_ids(request.eos_token_ids)
+    if not isinstance(request.sampler, Sampler):
+        raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
+    new = check_int("max_new_tokens", request.max_new_tokens, 1)
+    check_token_ids(prompt_T, model.config.vocab_size, "the prompt: ")
+    needed = prompt_T.size + new - 1  # the last token never runs
+    check_longrope_limit(prompt_T.size, needed, model.config)
+    warn_dynamic_ntk(prompt_T.size, needed, model.config)
+    limit = min(capacity, model.config.position_limit)
+    if needed > limit:
+        raise CapacityError(
+            f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
+        )
+    return prompt_T.astype(np.int32)
+
+
+def _empty_context(rows: int, capacity: int) -> Context:
+    zeros_B = np.zeros(rows, np.int32)
+    token_BL = np.full((rows, capacity + 1), NO_TOKEN, np.int32)
+    token_BL, prompt_B, length_B = jax.device_put((token_BL, zeros_B, zeros_B.copy()))
+    return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
+
+
+def _drop_unused(state: _ServeState) -> dict[Hashable, Sampler]:
+    """Drop unused samplers once there are many kinds: each set of kinds compiles a program."""
+    held = {seat.kind for seat in state.active.values()}
+    few = len(state.samplers) < _MAX_KINDS
+    return {kind: stacked for kind, stacked in state.samplers.items() if few or kind in held}
+
+
+def _sort_samplers(samplers: dict[Hashable, Sampler]) -> dict[Hashable, Sampler]:
+    """Sort sampler kinds, so that the order of arrival does not compile another program."""
+    return {kind: samplers[kind] for kind in sorted(samplers, key=str)}
+
+
+def _stack_sampler(sampler: Sampler, rows: int) -> Sampler:
+    stacked: Sampler = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), sampler)
+    return stacked
+
+
+@partial(jax.jit, donate_argnums=(0, 1, 2))
+def _fill_row(
+    position_BS: jax.Array,
+    context: Context,
+    stacked: Sampler,
+    row: jax.Array,
+    text: tuple[jax.Array, jax.Array, jax.Array],
+    sampler: Sampler,
+) -> tuple[jax.Array, Context, Sampler]:
+    """Clear a row of the cache and give it a new text and sampler."""
+    token_L, length, key = text
+    own = Context(token_L, length, length, key)
+    context, stacked = jax.tree.map(
+        lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
+    )
+    return position_BS.at[row].set(EMPTY), context, stacked

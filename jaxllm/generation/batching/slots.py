@@ -1,0 +1,266 @@
+"""Microbatches of tokens from many sequences, and the compiled programs that run them.
+
+Sequences are independent, so those with a similar number of tokens are grouped: a row that decodes
+one token is not padded to the width of another row's prompt. Used by `batch.decode` and `serve`.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm import steps
+from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta
+from jaxllm.cache.slot_update import NO_SLOT, write_slots
+from jaxllm.ops.padding import next_power_of_two
+from jaxllm.weights.paths import Params
+from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
+
+Array = Any  # a jax or numpy array
+OutputKind = Literal["logits", "hidden"]
+
+
+class TokenRun(NamedTuple):
+    """Consecutive tokens of one sequence, or of several sequences with the same text.
+
+    Attributes:
+        rows: The sequences. index_T: Indices of the tokens in the caller's batch. token_T: Token
+        ids. position_T: Positions in the text. slot_T: Cache slots to write: the row's own, or
+        shared ones if there are several rows. output_T: Which tokens need an output. length: Length
+        of the text including tokens of it that are still to run. adapter: Adapter index if rows use
+        different ones (`weights.leaves.adapted.choose_adapters`).
+    """
+
+    rows: tuple[int, ...]
+    index_T: np.ndarray
+    token_T: np.ndarray
+    position_T: np.ndarray
+    slot_T: np.ndarray
+    output_T: np.ndarray
+    length: int
+    adapter: int | None = None
+
+    def slice_tokens(self, tokens: slice) -> "TokenRun":
+        """Return the run restricted to a slice of its tokens."""
+        return self._replace(**{name: getattr(self, name)[tokens] for name in self._fields[1:6]})
+
+
+class Microbatch(struct.PyTreeNode):
+    """A microbatch of R rows of T tokens; padding has position -1 and slot NOWHERE.
+
+    Attributes:
+        row_R: Cache rows; None for all rows in order, which avoids a gather.
+        token_RT: Token ids.
+        position_RT: Positions in the text.
+        slot_RT: Cache slots to write.
+        length_R: Length of each row's text.
+        column_R: The one column that needs an output; None for all columns.
+        member_RB: Which sequences share the entries; None if each row writes its own slots.
+        adapter_R: Adapter index of each row; None keeps the parameters' own choice.
+    """
+
+    row_R: Array | None
+    token_RT: Array
+    position_RT: Array
+    slot_RT: Array
+    length_R: Array
+    column_R: Array | None
+    member_RB: Array | None
+    adapter_R: Array | None = None
+
+
+def split_microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
+    """Split and group token runs so that no group has more than `limit` tokens.
+
+    Groups contain runs of one padded width, and either only single-row or only shared runs. The
+    tokens of a run keep their order.
+    """
+    queue = [run for run in runs if run.index_T.size]
+    while queue:
+        groups: dict[tuple[int, bool], list[TokenRun]] = {}
+        for run in queue:
+            piece = run.slice_tokens(slice(0, limit))
+            kind = (_padded_width(piece.index_T.size), len(run.rows) > 1)
+            groups.setdefault(kind, []).append(piece)
+        for pieces in groups.values():
+            yield from _split_groups(pieces, limit)
+        queue = [run.slice_tokens(slice(limit, None)) for run in queue if run.index_T.size > limit]
+
+
+def _split_groups(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
+    group: list[TokenRun] = []
+    for piece in pieces:
+        if group and sum(p.index_T.size for p in group) + piece.index_T.size > limit:
+            yield group
+            group = []
+        group.append(piece)
+    yield group
+
+
+def _padded_width(tokens: int) -> int:
+    """Return a padded width: few widths mean few compiled programs."""
+    return 1 if tokens == 1 else next_power_of_two(tokens, 8)
+
+
+def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np.ndarray]:
+    """Pack token runs into a microbatch; also return the microbatch row of each run.
+
+    rows: number of cache rows. Single tokens use all rows, like a decode step, because gathering
+    rows would copy them. Wider runs use as few rows as they need.
+    """
+    width = _padded_width(max(run.index_T.size for run in runs))
+    few = next_power_of_two(len(runs))
+    whole = width == 1 or few >= rows
+    R = rows if whole else few
+    at = np.array([run.rows[0] for run in runs]) if whole else np.arange(len(runs))
+    row_R = np.zeros(R, np.int32)
+    token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
+    slot_RT = np.full((R, width), NO_SLOT, np.int32)
+    length_R, column_R = np.ones(R, np.int32), np.zeros(R, np.int32)
+    member_RB = np.zeros((R, rows), bool)
+    for r, run in zip(at, runs, strict=True):
+        real = slice(0, run.index_T.size)
+        row_R[r] = run.rows[0]
+        token_RT[r, real], position_RT[r, real] = run.token_T, run.position_T
+        slot_RT[r, real], length_R[r] = run.slot_T, run.length
+        column_R[r] = np.argmax(run.output_T)
+        member_RB[r, run.rows] = True
+    several = any(np.count_nonzero(run.output_T) > 1 for run in runs)
+    places = Microbatch(
+        None if whole else row_R,
+        token_RT,
+        position_RT,
+        slot_RT,
+        length_R,
+        None if several else column_R,
+        member_RB if len(runs[0].rows) > 1 else None,
+        _adapter_numbers(runs, at, R),
+    )
+    return places, at
+
+
+def _adapter_numbers(runs: Sequence[TokenRun], at: np.ndarray, rows: int) -> np.ndarray | None:
+    if all(run.adapter is None for run in runs):
+        return None
+    adapter_R = np.full(rows, NO_ADAPTER, np.int32)
+    for r, run in zip(at, runs, strict=True):
+        adapter_R[r] = NO_ADAPTER if run.adapter is None else run.adapter
+    return adapter_R
+
+
+def run_microbatch(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    microbatch: Microbatch,
+    *,
+    vectors_PD: Array | None = None,
+    output_kind: OutputKind = "logits",
+    donate: bool = False,
+) -> tuple[jax.Array, KVCache]:
+    """Run a microbatch without any checks; return its output and the updated cache.
+
+    The output is float32: logits `[R, 1 or T, V]` or last hidden states `[R, T, D]`. The caller
+    updates the cache's `cursor` and `next_position_B`.
+
+    vectors_PD: input embeddings for the P = R * T places, instead of token ids. donate: write the
+    cache in place.
+    """
+    pool = cache.frozen
+    if microbatch.member_RB is None:
+        step = _RUN_OWN[donate]
+        out, tail = step(cache.tail, pool, model, params, microbatch, vectors_PD, output_kind)
+        return out, cache.replace(tail=tail)
+    out, shared = _RUN_SHARED[donate](
+        pool[0], cache.tail, model, params, microbatch, vectors_PD, output_kind
+    )
+    return out, cache.replace(frozen=(shared,))
+
+
+def run_own_slots(
+    tail: Segment,
+    pool: tuple[Segment, ...],
+    model: nn.Module,
+    params: Params,
+    microbatch: Microbatch,
+    vectors_PD: jax.Array | None,
+    output_kind: OutputKind,
+) -> tuple[jax.Array, Segment]:
+    out, delta = _run_tokens(model, params, (*pool, tail), microbatch, vectors_PD, output_kind)
+    return out, write_slots(tail, cast_delta(delta, tail), microbatch.slot_RT, microbatch.row_R)
+
+
+def _run_shared_slots(
+    pool: Segment,
+    tail: Segment,
+    model: nn.Module,
+    params: Params,
+    microbatch: Microbatch,
+    vectors_PD: jax.Array | None,
+    output_kind: OutputKind,
+) -> tuple[jax.Array, Segment]:
+    out, delta = _run_tokens(model, params, (pool, tail), microbatch, vectors_PD, output_kind)
+    assert microbatch.member_RB is not None
+    slot_P = microbatch.slot_RT.reshape(-1)
+    new = cast_delta(delta, pool)
+    position_RTB = jnp.where(
+        microbatch.member_RB[:, None, :], microbatch.position_RT[:, :, None], jnp.int32(EMPTY)
+    )
+    position_BP = position_RTB.reshape(slot_P.shape[0], -1).T
+    one_row = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), new.replace(position_BS=None))
+    written = write_slots(pool.replace(position_BS=None), one_row, slot_P[None])
+    rows = pool.position_BS.shape[0]
+    slot_BP = jnp.broadcast_to(slot_P, (rows, slot_P.shape[0]))
+    return out, written.replace(position_BS=write_slots(pool.position_BS, position_BP, slot_BP))
+
+
+def _run_tokens(
+    model: nn.Module,
+    params: Params,
+    segments: tuple[Segment, ...],
+    microbatch: Microbatch,
+    vectors_PD: jax.Array | None,
+    output_kind: OutputKind,
+) -> tuple[jax.Array, Any]:
+    rows = microbatch.row_R
+    if rows is not None:
+        count = segments[-1].position_BS.shape[0]
+
+        def take_rows(x: jax.Array) -> jax.Array:
+            return x if x.shape[0] == 1 and count > 1 else jnp.take(x, rows, axis=0)
+
+        segments = jax.tree.map(take_rows, segments)
+    token_RT = microbatch.token_RT
+    if microbatch.adapter_R is not None:
+        params = choose_adapters(params, microbatch.adapter_R)
+    vectors = None if vectors_PD is None else vectors_PD.reshape(*token_RT.shape, -1)
+    trace, delta, _ = steps.run_model(
+        model,
+        params,
+        segments,
+        token_RT,
+        microbatch.position_RT,
+        length_B=microbatch.length_R,
+        column_B=microbatch.column_R if output_kind == "logits" else None,
+        embeddings_BTD=vectors,
+    )
+    if vectors_PD is not None:  # a vector has no id
+        delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))
+    if output_kind == "hidden":
+        return trace.hidden_states[-1].astype(jnp.float32), delta
+    return trace.logits, delta
+
+
+def _compile_step(step: Any) -> tuple[Any, Any]:
+    """Return the jitted step without and with donation of the segment that it writes."""
+    static = partial(jax.jit, static_argnums=(2, 6))
+    return static(step), static(step, donate_argnums=0)
+
+
+_RUN_OWN = _compile_step(run_own_slots)
+_RUN_SHARED = _compile_step(_run_shared_slots)

@@ -1,0 +1,184 @@
+"""Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
+
+Token log-probabilities, which need the same forward pass, are here too. `decode.batching.batch`
+pools what it decodes into a cache; here nothing is cached, so any layer can be used.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
+from jaxllm.models.inputs import check_model
+from jaxllm.ops.padding import next_power_of_two, pad_texts
+from jaxllm.ops.pooling import POOLING_MASKS, l2_normalize, pool
+from jaxllm.ops.token_logprobs import log_likelihood
+from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids, is_integer
+from jaxllm.steps import run_model
+from jaxllm.weights.paths import Params, with_sharded_logits
+
+LOGITS_BYTES = 1 << 28  # bytes of float32 logits per batch
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
+def embed_batch(
+    model: nn.Module,
+    params: Params,
+    token_BT: jax.Array,
+    position_BT: jax.Array,
+    *,
+    layer: int,
+    pooling: str,
+    normalize: bool,
+) -> jax.Array:
+    """Return the pooled hidden states of a batch, float32 `[B, D]`, from checked input.
+
+    position_BT: positions, -1 for padding. layer: an index into `Output.hidden_states`, where 0 is
+    the embeddings; later layers and logits are not computed.
+    """
+    trace, _, _ = run_model(model, params, (), token_BT, position_BT)
+    x_BD: jax.Array = pool(trace.hidden_states[layer], position_BT >= 0, pooling)
+    return l2_normalize(x_BD) if normalize else x_BD
+
+
+def embeddings(
+    model: nn.Module,
+    params: Params,
+    texts: Sequence[Sequence[int]],
+    *,
+    layer: int = -1,
+    pooling: str = "mean",
+    normalize: bool = False,
+    batch: int = 16,
+    show_progress: bool | None = None,
+) -> np.ndarray:
+    """Return one embedding per text, float32 `[N, D]`, in the order of the texts.
+
+    Args:
+        texts: lists of token ids (see `LM.encode`).
+        layer: 0 for the token embeddings, n for the output of block n, -1 for the last, after the
+            final norm; the numbering of transformers' hidden_states.
+        pooling: "mean", "last" or "cls" (the first token).
+        normalize: scale to Euclidean norm 1.
+        batch: texts per batch. Texts of similar lengths run together, padded to a power of two.
+
+    Raises:
+        ConfigError: for an option out of range.
+        TokenError: for a text that is empty or has an id outside the vocabulary.
+        CapacityError: for a text longer than the model's context.
+        NonFiniteError: for hidden states that are NaN or infinite.
+    """
+    check_model(model, params)
+    if not isinstance(texts, Iterable):
+        raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
+    layer = _check_options(model, layer, pooling, batch)
+    ids = [check_text(model, number, text) for number, text in enumerate(texts)]
+    found = np.zeros((len(ids), model.config.hidden_size), np.float32)
+    groups = list(_group_by_length([len(text) for text in ids], batch))
+    with steps_bar("embedding", len(groups), show_progress) as advance:
+        for members, width in groups:
+            rows = min(batch, next_power_of_two(len(members)))
+            texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
+            found_BD = embed_batch(
+                model,
+                params,
+                *pad_texts(texts_B, width=width),
+                layer=layer,
+                pooling=pooling,
+                normalize=normalize,
+            )
+            found[members] = np.asarray(found_BD)[: len(members)]
+            advance()
+    if not np.isfinite(found).all():
+        bad = int(np.argmin(np.isfinite(found).all(axis=1)))
+        raise NonFiniteError(f"the hidden states of text {bad} are NaN or infinite")
+    return found
+
+
+def log_probs(
+    model: nn.Module, params: Params, texts: Sequence[Sequence[int]], *, batch: int = 16
+) -> list[np.ndarray]:
+    """Return the log-probability of each token but the first, float32 `[T - 1]` per text.
+
+    batch: the maximum batch size, as for `embeddings`; long texts run in smaller batches, whose
+    float32 logits fit into `LOGITS_BYTES` bytes. The batch may change the last bits of a result.
+    Raises what `embeddings` raises.
+    """
+    ids = [check_text(model, number, text) for number, text in enumerate(texts)]
+    found = [np.zeros(0, np.float32)] * len(ids)
+    size = 4 * model.config.vocab_size
+    for members, width in _group_by_length(
+        [len(text) for text in ids], batch, LOGITS_BYTES // size
+    ):
+        rows = min(batch, next_power_of_two(len(members)))
+        texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
+        token_BT, position_BT = pad_texts(texts_B, width=width)
+        logprob_BT = np.asarray(_log_probs(model, params, token_BT, position_BT))
+        for row, member in enumerate(members):
+            found[member] = logprob_BT[row, : len(ids[member]) - 1]
+            if not np.isfinite(found[member]).all():
+                raise NonFiniteError("the model returned NaN or infinite logits")
+    return found
+
+
+@partial(jax.jit, static_argnums=0)
+def _log_probs(
+    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+) -> jax.Array:
+    logits_BTV = run_model(with_sharded_logits(model), params, (), token_BT, position_BT)[0].logits[
+        :, :-1
+    ]
+    return log_likelihood(logits_BTV, token_BT[:, 1:])
+
+
+def _group_by_length(
+    lengths: list[int], batch: int, max_columns: int | None = None
+) -> Iterator[tuple[list[int], int]]:
+    """Yield batches of text indices, shortest texts first, and their padded width.
+
+    max_columns: maximum of rows times width in a batch of several rows.
+    """
+    left = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    while left:
+        count = min(batch, len(left))
+        while (
+            max_columns is not None
+            and count > 1
+            and count * _padded_width(lengths[left[count - 1]]) > max_columns
+        ):
+            count -= 1
+        members, left = left[:count], left[count:]
+        yield members, _padded_width(lengths[members[-1]])
+
+
+def _padded_width(length: int) -> int:
+    return next_power_of_two(length, 8)
+
+
+def _check_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
+    """Check the options; return the layer as a non-negative index."""
+    count = model.config.num_hidden_layers + 1
+    if not is_integer(layer) or not -count <= layer < count:
+        raise ConfigError(f"layer must be from {-count} to {count - 1}, got {layer!r:.40}")
+    if not isinstance(pooling, str) or pooling not in POOLING_MASKS:
+        raise ConfigError(f"pooling must be one of {', '.join(POOLING_MASKS)}, got {pooling!r:.40}")
+    check_int("batch", batch, 1, error=ConfigError)
+    return int(layer) % count
+
+
+def check_text(model: nn.Module, index: int, text: Any) -> np.ndarray:
+    """Return the ids of a text; raise as `embeddings` does, naming the text's number."""
+    ids, config = check_int_array(f"text {index}", text, TokenError), model.config
+    if ids.ndim != 1 or not ids.size:
+        raise TokenError(f"text {index} must be a non-empty list of token ids, got {text!r:.60}")
+    check_token_ids(ids, config.vocab_size, f"text {index}: ")
+    if ids.size > config.context_length:
+        raise CapacityError(
+            f"text {index} has {ids.size} tokens, the model's context is {config.context_length}"
+        )
+    return ids

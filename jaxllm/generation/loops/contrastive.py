@@ -1,0 +1,126 @@
+"""Contrastive search (Su et al. 2022): likely tokens whose hidden states are unlike the text's.
+
+The candidates are rows of a `fork` that share the text's cache without copies. One forward pass
+scores all of them, and only the best one is committed; `forward` never modifies the cache.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.batch_ops import fork
+from jaxllm.cache.growth import commit
+from jaxllm.cache.kv import init_cache
+from jaxllm.errors import NonFiniteError, SamplingError
+from jaxllm.generation.loops.finish import check_positions, pad_eos_ids
+from jaxllm.models.inputs import check_longrope_limit
+from jaxllm.runtime.validation import check_int, is_number
+from jaxllm.steps import Output, forward
+from jaxllm.weights.paths import Params
+
+
+def contrastive_search(
+    model: nn.Module,
+    params: Params,
+    prompt: Sequence[int],
+    *,
+    penalty_alpha: float,
+    max_new_tokens: int,
+    top_k: int = 4,
+    eos_token_ids: Sequence[int] = (),
+) -> list[int]:
+    """Continue a prompt until `max_new_tokens` or an end-of-text token, which is included.
+
+    Each token is the one with the best `score` among the `top_k` likeliest.
+
+    Args:
+        penalty_alpha: Weight of the penalty, 0 (greedy search) to 1.
+
+    Raises:
+        SamplingError: For values out of range.
+        CapacityError: If the text exceeds the model's positions.
+        NonFiniteError: If the scores are not finite.
+        Also whatever `forward` raises.
+    """
+    top_k = check_int("top_k", top_k, 1, model.config.vocab_size)
+    if not is_number(penalty_alpha) or not 0 <= penalty_alpha <= 1:
+        raise SamplingError(
+            f"penalty_alpha must be a number from 0 to 1, got {penalty_alpha!r:.40}"
+        )
+    check_int("max_new_tokens", max_new_tokens, 1)
+    ends = pad_eos_ids(eos_token_ids)
+    room = len(prompt) + max_new_tokens
+    check_positions(room, model.config)
+    check_longrope_limit(len(prompt), room, model.config)
+
+    cache = init_cache(model, 1, room)
+    out = forward(model, params, cache, [list(prompt)], hidden_states=True)
+    cache = commit(cache, out.delta, donate=True)
+    said_SD = jnp.zeros((room, model.config.hidden_size), jnp.float32)
+    logits_V, said_SD = _read_prompt(out, said_SD)
+
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
+        likely_C, token_C = _candidates(logits_V, top_k)
+        rows = fork(cache, top_k, capacity=1)
+        out = forward(model, params, rows, token_C[:, None], hidden_states=True)
+        end = len(prompt) + len(tokens)
+        best, score_C, chosen, said_SD = _best_candidate(likely_C, out, said_SD, end, penalty_alpha)
+        if not np.isfinite(score_C).all():
+            raise NonFiniteError(f"the scores of token {len(tokens)} are not finite")
+        cache, logits_V = commit(cache, chosen.delta, donate=True), chosen.logits
+        tokens.append(int(token_C[best]))
+    return tokens
+
+
+def score(
+    prob_C: jax.Array, hidden_CD: jax.Array, text_SD: jax.Array, penalty_alpha: jax.Array
+) -> jax.Array:
+    """Return (1 - alpha) * probability - alpha * similarity for each candidate, `[C]`.
+
+    Su et al. 2022, equation 5. The similarity is the largest cosine between the candidate's last
+    hidden state and those of all tokens before it. Both are unit vectors, `[C, D]` and `[S, D]`;
+    rows of zeros are padding.
+    """
+    cosine_CS = jnp.where((text_SD != 0).any(axis=1)[None], hidden_CD @ text_SD.T, -jnp.inf)
+    return (1 - penalty_alpha) * prob_C - penalty_alpha * cosine_CS.max(axis=1)
+
+
+@partial(jax.jit, static_argnums=1)
+def _candidates(logits_V: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Return probabilities and ids of the likeliest tokens, `[C]` each."""
+    likely_C, token_C = jax.lax.top_k(jax.nn.softmax(logits_V), top_k)
+    return likely_C, token_C
+
+
+@jax.jit
+def _read_prompt(out: Output, text_SD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the prompt's last logits, and the buffer with its unit hidden states."""
+    hidden_TD = _unit_vectors(out)[0]
+    return out.logits[0, -1], jax.lax.dynamic_update_slice_in_dim(text_SD, hidden_TD, 0, axis=0)
+
+
+@jax.jit
+def _best_candidate(
+    prob_C: jax.Array, out: Output, text_SD: jax.Array, end: Any, penalty_alpha: Any
+) -> tuple[jax.Array, jax.Array, Output, jax.Array]:
+    """Return the best candidate, all scores, its output, and the buffer with its hidden state."""
+    hidden_CD = _unit_vectors(out)[:, 0]
+    score_C = score(prob_C, hidden_CD, text_SD, penalty_alpha)
+    best = jnp.argmax(score_C)
+    chosen: Output = out.replace(
+        logits=out.logits[best, 0], delta=jax.tree.map(lambda x: x[best][None], out.delta)
+    )
+    return best, score_C, chosen, text_SD.at[end].set(hidden_CD[best])
+
+
+def _unit_vectors(out: Output) -> jax.Array:
+    """Return the last hidden states as float32 unit vectors `[B, T, D]`."""
+    assert out.hidden_states is not None
+    x_BTD = out.hidden_states[-1].astype(jnp.float32)
+    return x_BTD / jnp.linalg.norm(x_BTD, axis=-1, keepdims=True)

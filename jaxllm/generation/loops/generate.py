@@ -1,0 +1,329 @@
+"""Generation: a prefill, then one compiled loop of sampling and decoding until all rows end.
+
+`generate` runs the loop on the device; `stream` runs the same body once per token from Python.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Required, TypedDict, Unpack
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, check_usable, init_cache
+from jaxllm.errors import SamplingError
+from jaxllm.generation.loops import pipelined
+from jaxllm.generation.loops.capacity import (
+    check_capacity,
+    check_continuation,
+    initial_text,
+    truncate_to_recent,
+)
+from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, token_budgets
+from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
+from jaxllm.generation.loops.state import (
+    DecodeState,
+    LoopConstants,
+    StopLimits,
+    decode_and_sample,
+    decode_until_done,
+    is_running,
+    sample,
+)
+from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, as_row_keys, check_sampler
+from jaxllm.models.inputs import check_model, check_prompts
+from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.ops.padding import bucket_size
+from jaxllm.runtime.multihost import to_host
+from jaxllm.runtime.validation import check_int
+from jaxllm.steps import MassMode, prefill
+from jaxllm.weights.paths import Params, PipelinedDecoder
+
+# Maps each row's newest token (-1 if the row has ended) to whether the row ends with it.
+Until = Callable[[np.ndarray], np.ndarray]
+
+
+class GenerateResult(struct.PyTreeNode):
+    """Result of `generate`.
+
+    Attributes:
+        token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; includes end-of-text tokens.
+        logprob_BT: float32, each token's log-probability under the model, before any processor.
+        length_B: Number of generated tokens per row.
+        finish_B: A `Finish` per row.
+        cache: Holds the prompt and all generated tokens but each row's last, so a continuation
+            starts with that token.
+        top_token_BTN, top_logprob_BTN: The N likeliest tokens of each step, best first, or None.
+        attention_mass: Attention that each cache slot received from the tokens run so far, `[B, S]`
+            or `[layers, B, S]`; None unless requested or needed by the overflow policy.
+    """
+
+    token_BT: jax.Array
+    logprob_BT: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    cache: KVCache
+    top_token_BTN: jax.Array | None
+    top_logprob_BTN: jax.Array | None
+    attention_mass: jax.Array | None
+
+
+class GenerateKwargs(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`.
+
+    Attributes:
+        max_new_tokens: One limit, or one per row; required.
+        lengths_B: Prompt lengths, if the prompts are padded on the right.
+        sampler: Greedy by default.
+        seed: An integer, or random keys `[B]`.
+        eos_token_ids: A row ends with any of these.
+        until: Called in Python after every step with each row's newest token; returns which rows
+            end.
+        cache: A cache that the prompts continue; it stays valid.
+        overflow: Eviction policy for a full cache; without one, a generation that does not fit
+            raises an error.
+        top_logprobs: Number of likeliest tokens to return per step.
+        chunk: Prompt tokens to run at once.
+        attention_mass: As for `forward`.
+    """
+
+    max_new_tokens: Required[int | Sequence[int]]
+    lengths_B: Any
+    sampler: Sampler
+    seed: int | jax.Array
+    eos_token_ids: Sequence[int]
+    until: Until | None
+    cache: KVCache | None
+    overflow: OverflowPolicy | None
+    top_logprobs: int
+    chunk: int
+    attention_mass: MassMode
+
+
+def generate(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
+) -> GenerateResult:
+    """Continue each prompt `[B, T]` until it ends, with one prefill and one compiled while-loop.
+
+    Only new shapes compile: a prompt's content, its length within a bucket, sampler values, seeds,
+    token limits and end-of-text ids do not.
+
+    Args:
+        options: See `GenerateKwargs`.
+
+    Raises:
+        CapacityError: If prompt and new tokens do not fit into the cache or the model.
+        SamplingError: For max_new_tokens below 1.
+        Also whatever `prefill` raises.
+    """
+    until, asked = _split_until(options)
+    limits, cache, state = _prefill(model, params, tokens_BT, **asked)
+    if until is not None:
+        *_, (cache, state) = _iterate_steps(model, params, limits, cache, state, until, options)
+        return _make_result(state, cache, options)
+    mass, overflow = _requested_mass(options), options.get("overflow")
+    in_rounds = overflow is None and mass is False and isinstance(model, PipelinedDecoder)
+    loop = _PIPELINED_LOOP if in_rounds and model.row_groups(cache.batch) is not None else _LOOP
+    while True:
+        cache, state = _run_program(loop, model, params, limits, cache, state, mass)
+        if overflow is None or not is_running(state):
+            return _make_result(state, cache, options)
+        cache, total = make_room(
+            overflow, OverflowState(model, params, cache, state.context, state.mass)
+        )
+        state = state.replace(mass=total)
+
+
+def stream(
+    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
+) -> Iterator[GenerateResult]:
+    """Generate one token at a time; each item holds the newest token of each row (T = 1).
+
+    The next step overwrites the cache of the item before it; the last item's cache stays valid.
+    The prefill runs, and errors are raised, at the first `next`. The attention mass is that of the
+    latest step alone, initially that of the prompt.
+    """
+    until, asked = _split_until(options)
+    limits, cache, state = _prefill(model, params, tokens_BT, **asked)
+    before_B = np.asarray(state.context.prompt_B)
+    for now, step in _iterate_steps(model, params, limits, cache, state, until, options):
+        yield _make_result(step, now, options, before_B, width=1)
+        before_B = np.asarray(step.context.length_B)
+
+
+def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
+    """Return `until` and the other options."""
+    until = options.get("until")
+    if until is not None and not callable(until):
+        raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
+    return until, {k: v for k, v in options.items() if k != "until"}
+
+
+def _prefill(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    max_new_tokens: int | Sequence[int],
+    lengths_B: Any = None,
+    sampler: Sampler = GREEDY,
+    seed: int | jax.Array = 0,
+    eos_token_ids: Sequence[int] = (),
+    cache: KVCache | None = None,
+    overflow: OverflowPolicy | None = None,
+    top_logprobs: int = 0,
+    chunk: int = 256,
+    attention_mass: MassMode = False,
+) -> tuple[StopLimits, KVCache, DecodeState]:
+    """Check capacities, prefill, and sample the first token of each row."""
+    check_model(model, params)
+    check_sampler(sampler)
+    if overflow is not None and not isinstance(overflow, OverflowPolicy):
+        raise SamplingError(
+            f"overflow must be a policy of jaxllm.generation.loops.overflow, got {overflow!r:.60}"
+        )
+    tokens_BT, lengths_B = check_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = token_budgets(max_new_tokens, B)
+    top_logprobs = check_int("top_logprobs", top_logprobs, 0, model.config.vocab_size)
+    if overflow is not None and attention_mass is not False:
+        raise SamplingError("attention_mass and overflow cannot be combined: eviction moves slots")
+    needed = T + int(budget_B.max()) - 1  # the last token never runs
+    fresh = cache is None
+    if cache is None:
+        capacity = bucket_size(needed)
+        if overflow is not None:
+            capacity = min(capacity, model.config.default_cache_size)
+        cache = init_cache(model, B, capacity)
+    check_usable(cache)
+    check_continuation(model, None if fresh else cache, lengths_B, budget_B)
+    token_BL, length_B = initial_text(None if fresh else cache, tokens_BT, lengths_B, needed)
+    if overflow is None:
+        check_capacity(model, cache, needed)
+    else:
+        tokens_BT, lengths_B = truncate_to_recent(cache, tokens_BT, lengths_B, overflow)
+    if overflow is not None and overflow.reads_mass:
+        attention_mass = True
+    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
+    mass = None
+    if attention_mass is False:
+        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
+    else:
+        logits_BV, cache, mass = prefill(
+            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
+        )
+    limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
+    key_B = as_row_keys(seed, B)
+    L, N = token_BL.shape[1], top_logprobs
+    token_BL, length_B, newest_B, finish_B, logprob_BL, top_token, top_logprob = jax.device_put(
+        (
+            token_BL,
+            length_B,
+            np.zeros(B, np.int32),
+            np.full(B, Finish.RUNNING, np.int32),
+            np.zeros((B, L), np.float32),
+            np.full((B, L, N), NO_TOKEN, np.int32),
+            np.zeros((B, L, N), np.float32),
+        )
+    )
+    context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
+    state = DecodeState(
+        newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass
+    )
+    return limits, cache, _SAMPLE(limits, state, logits_BV)
+
+
+def _make_result(
+    state: DecodeState,
+    cache: KVCache,
+    options: GenerateKwargs,
+    start_B: np.ndarray | None = None,
+    width: int | None = None,
+) -> GenerateResult:
+    """Extract the tokens from `start_B` on (default: after the prompt), on the host."""
+    prompt_B, length_B = np.asarray(state.context.prompt_B), np.asarray(state.context.length_B)
+    start_B = prompt_B if start_B is None else start_B
+    width = int(np.max(options["max_new_tokens"])) if width is None else width
+    index_BT = start_B[:, None] + np.arange(width)[None]
+    there_BT = index_BT < length_B[:, None]
+    index_BT = np.where(there_BT, index_BT, 0)
+
+    def cut(array: jax.Array, blank: Any) -> jax.Array:  # in numpy: a JAX slice would compile
+        x: np.ndarray = to_host(array)
+        there = there_BT.reshape(there_BT.shape + (1,) * (x.ndim - 2))
+        found: np.ndarray = np.take_along_axis(x, index_BT.reshape(there.shape), axis=1)
+        return jax.device_put(np.where(there, found, x.dtype.type(blank)))
+
+    asked = bool(options.get("top_logprobs", 0))
+    return GenerateResult(
+        cut(state.context.token_BL, NO_TOKEN),
+        cut(state.logprob_BL, 0),
+        jax.device_put(length_B - prompt_B),
+        state.finish_B,
+        cache,
+        cut(state.top_BLN[0], NO_TOKEN) if asked else None,
+        cut(state.top_BLN[1], 0) if asked else None,
+        state.mass,
+    )
+
+
+def _iterate_steps(
+    model: nn.Module,
+    params: Params,
+    limits: StopLimits,
+    cache: KVCache,
+    state: DecodeState,
+    until: Until | None,
+    options: GenerateKwargs,
+) -> Iterator[tuple[KVCache, DecodeState]]:
+    """Yield cache and state after each step, until every row has ended."""
+    overflow = options.get("overflow")
+    mass, before_B = _requested_mass(options), np.asarray(state.context.prompt_B)
+    total = state.mass
+    while True:
+        if until is not None:
+            grown_B = np.asarray(state.context.length_B) > before_B
+            ends_B = until(np.where(grown_B, state.newest_B, NO_TOKEN))
+            finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), state.finish_B)
+            state = state.replace(finish_B=jax.device_put(finish_B))
+        before_B = np.asarray(state.context.length_B)
+        yield cache, state
+        if not is_running(state):
+            return
+        if overflow is not None and int(cache.cursor) >= cache.capacity:
+            cache, total = make_room(
+                overflow, OverflowState(model, params, cache, state.context, total)
+            )
+            state = state.replace(mass=total)
+        cache, state = _run_program(_STEP, model, params, limits, cache, state, mass)
+        if total is not None and state.mass is not None:
+            total = total + state.mass
+
+
+def _run_program(
+    program: CachedJit,
+    model: nn.Module,
+    params: Params,
+    limits: StopLimits,
+    cache: KVCache,
+    state: DecodeState,
+    mass: MassMode,
+) -> tuple[KVCache, DecodeState]:
+    """Run a program on the tail; frozen segments are inputs only, so they are never copied."""
+    fixed = LoopConstants(params, cache.frozen, limits)
+    tail, state = program(model, fixed, cache.replace(frozen=()), state, mass)
+    return tail.replace(frozen=cache.frozen), state
+
+
+def _requested_mass(options: GenerateKwargs) -> MassMode:
+    """Return the attention mass to compute: as requested, or as the overflow policy needs it."""
+    overflow = options.get("overflow")
+    asked = options.get("attention_mass", False)
+    return True if overflow is not None and overflow.reads_mass else asked
+
+
+_SAMPLE = CachedJit(sample)
+_STEP = CachedJit(decode_and_sample, static_argnums=(0, 4), donate_argnums=2)
+_LOOP = CachedJit(decode_until_done, static_argnums=(0, 4), donate_argnums=2)
+_PIPELINED_LOOP = CachedJit(pipelined.decode_pipelined, static_argnums=(0, 4), donate_argnums=2)

@@ -1,0 +1,94 @@
+"""Pipelined decoding: the rows are split into as many groups as there are pipeline stages.
+
+In the plain loop of `generate` all stages but one are idle. Here, in each tick, every stage runs a
+different group of rows. Tokens, random keys and cache slots are the same as in the plain loop.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.cache.kv import KVCache, constrain_cache, replicate_for_host
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.state import DecodeState, LoopConstants, sample
+from jaxllm.steps import MassMode
+
+
+def decode_pipelined(
+    model: Any,
+    constants: LoopConstants,
+    tail: KVCache,
+    state: DecodeState,
+    attention_mass: MassMode,
+) -> tuple[KVCache, DecodeState]:
+    """Run `state.decode_pipelined` pipelined, for an `PipelinedDecoder` model.
+
+    The tail must have room for all tokens. The attention mass is not supported.
+    """
+    rows = tail.batch
+    group_B, start = jnp.asarray(model.row_groups(rows)), tail.cursor
+    stages = model.num_stages
+
+    def is_unfinished(carry: Any) -> jax.Array:
+        return (carry[2].finish_B == Finish.RUNNING).any()
+
+    def tick(carry: Any) -> Any:
+        number, tail, state, flight, position_B = carry
+        running_B = state.finish_B == Finish.RUNNING
+        enters_B = group_B == number % stages
+        position_B = jnp.where(enters_B, jnp.where(running_B, tail.next_position_B, -1), position_B)
+        token_B = jnp.where(running_B, state.newest_B, 0)  # 0 is padding for rows that have ended
+        tail = _record_tokens(tail, enters_B, position_B, token_B, start + number // stages)
+        logits_BV, flight, segment = model.run_tick(
+            constants.params,
+            (*constants.frozen, tail.tail),
+            flight,
+            number,
+            start,
+            token_B,
+            position_B,
+        )
+        leaves_B = (group_B == (number + 1) % stages) & (number + 1 >= stages)
+        others_B = jnp.where(leaves_B, state.finish_B, jnp.int32(Finish.STOP))
+        drawn = sample(constants.limits, state.replace(finish_B=others_B), logits_BV)
+        state = jax.tree.map(lambda new, old: _select_rows(leaves_B, new, old), drawn, state)
+        return number + 1, tail.replace(tail=segment), state, flight, position_B
+
+    begin = (
+        jnp.zeros((), jnp.int32),
+        tail,
+        state,
+        model.empty_pipeline(rows),
+        jnp.full((rows,), -1, jnp.int32),
+    )
+    _, tail, state, _, _ = jax.lax.while_loop(is_unfinished, tick, begin)
+    return constrain_cache(tail, model), replicate_for_host(state, model)
+
+
+def _record_tokens(
+    tail: KVCache, enters_B: jax.Array, position_B: jax.Array, token_B: jax.Array, slot: jax.Array
+) -> KVCache:
+    """Record tokens that enter the pipeline in the cache; their keys and values follow later."""
+    segment, real_B = tail.tail, enters_B & (position_B >= 0)
+    here_BS = enters_B[:, None] & (jnp.arange(tail.capacity) == slot)[None]
+
+    def put(old_BS: jax.Array, new_B: jax.Array) -> jax.Array:
+        return jnp.where(here_BS, new_B[:, None], old_BS)
+
+    return tail.replace(
+        tail=segment.replace(
+            position_BS=put(segment.position_BS, position_B),
+            token_BS=put(segment.token_BS, token_B),
+            patched_BS=segment.patched_BS & ~here_BS,
+        ),
+        cursor=jnp.where(real_B.any(), jnp.maximum(tail.cursor, slot + 1), tail.cursor),
+        next_position_B=jnp.where(real_B, position_B + 1, tail.next_position_B),
+    )
+
+
+def _select_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Take these rows from the new array, the others from the old; arrays without rows are new."""
+    if new.ndim == 0 or new.shape[0] != rows_B.shape[0]:
+        return new
+    return jnp.where(rows_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -1,0 +1,408 @@
+"""Speculative decoding: a draft proposes several tokens, and the target scores them in one pass.
+
+Exact (Leviathan et al. 2023, algorithm 1; Chen et al. 2023): greedy tokens equal those of plain
+greedy decoding, and sampled tokens have the target's distribution after its processors. A pass over
+several tokens rounds logits differently than single-token passes, so greedy tokens agree only if
+the two best scores differ by more than the rounding error.
+
+Rows accept different numbers of tokens and cannot share a cursor, so in these caches a token's slot
+is its position. Each row writes at the end of its own text and overwrites rejected tokens. Nothing
+is compacted, and the caches are no larger than those of plain decoding.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.edit import rewind
+from jaxllm.cache.kv import Delta, KVCache, cast_delta, init_cache
+from jaxllm.cache.slot_update import write_slots
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError, SamplingError
+from jaxllm.generation.loops.finish import (
+    NO_TOKEN,
+    Finish,
+    check_positions,
+    finish_reasons,
+    is_eos,
+    pad_eos_ids,
+    token_budgets,
+)
+from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
+from jaxllm.generation.loops.rejection_sampling import accept_or_resample
+from jaxllm.generation.sampling.sampler import (
+    GREEDY,
+    Context,
+    Sampler,
+    apply_processors,
+    as_row_keys,
+    check_sampler,
+)
+from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
+from jaxllm.ops.padding import bucket_size
+from jaxllm.runtime.validation import check_int
+from jaxllm.steps import prefill, run_model
+from jaxllm.weights.paths import Params
+
+
+class SpeculativeResult(struct.PyTreeNode):
+    """Result of `speculative_generate`.
+
+    Attributes:
+        token_BT: int32 `[B, max_new_tokens]`, -1 after a row's end; includes end-of-text tokens.
+        length_B: Number of generated tokens per row.
+        finish_B: A `Finish` per row.
+        proposed_B: Draft tokens that the target scored.
+        accepted_B: Draft tokens that it accepted.
+        rounds_B: Target passes that a row took part in, without the prefill.
+        cache: The target's cache, with the prompt and all tokens but each row's last.
+    """
+
+    token_BT: jax.Array
+    length_B: jax.Array
+    finish_B: jax.Array
+    proposed_B: jax.Array
+    accepted_B: jax.Array
+    rounds_B: jax.Array
+    cache: KVCache
+
+
+class LoopInputs(struct.PyTreeNode):
+    """Loop inputs: each row's prompt length, maximum length and random key; end-of-text ids."""
+
+    prompt_B: jax.Array
+    limit_B: jax.Array
+    key_B: jax.Array
+    eos_E: jax.Array
+
+
+class RoundState(struct.PyTreeNode):
+    """State at the start of a round.
+
+    caches: the target's, which holds the text but its last token, and the draft model's, which
+    lacks one more if all of its proposals were accepted. alone_B: rows whose last pass was not
+    finite; because a rejected draft token may have caused that, they repeat it without a draft.
+    """
+
+    text: TextState
+    caches: list[KVCache]
+    retry_B: jax.Array
+    proposed_B: jax.Array
+    accepted_B: jax.Array
+    rounds_B: jax.Array
+
+
+def speculative_generate(
+    model: nn.Module,
+    params: Params,
+    tokens_BT: Any,
+    *,
+    draft: tuple[nn.Module, Params] | PromptLookup,
+    max_new_tokens: int | Sequence[int],
+    num_draft_tokens: int = 4,
+    sampler: Sampler = GREEDY,
+    seed: int | jax.Array = 0,
+    eos_token_ids: Sequence[int] = (),
+    lengths_B: Any = None,
+    chunk: int = 256,
+) -> SpeculativeResult:
+    """Continue each prompt `[B, T]` as `generate` does, in fewer passes over the target's weights.
+
+    Only new shapes, models and values of num_draft_tokens compile.
+
+    Args:
+        draft: A model with the same vocabulary and its parameters, in any format and precision, or
+            a `PromptLookup`.
+        num_draft_tokens: Maximum number of tokens to propose per target pass.
+        sampler: Applies to both models.
+        Others as for `generate`.
+
+    Raises:
+        SamplingError: For a draft with another vocabulary, or numbers below 1.
+        CapacityError: If the text exceeds either model's positions.
+        ConfigError: If dynamic RoPE would change a model's angles with the text's length.
+        Also whatever `prefill` raises.
+    """
+    check_model(model, params)
+    check_sampler(sampler)
+    if not isinstance(draft, PromptLookup):
+        if not isinstance(draft, tuple | list) or len(draft) != 2:
+            raise SamplingError(
+                f"draft must be (model, params) or a PromptLookup, got {type(draft).__name__}. For"
+                " an LM, pass (lm.model, lm.params)"
+            )
+        check_model(*draft)
+    tokens_BT, prompt_B = check_prompts(model.config, tokens_BT, lengths_B)
+    B, T = tokens_BT.shape
+    budget_B = token_budgets(max_new_tokens, B)
+    longest = int(budget_B.max())
+    num_draft_tokens = check_int(
+        "num_draft_tokens", num_draft_tokens, 1, model.config.position_limit
+    )
+    pairs = [(model, params)] if isinstance(draft, PromptLookup) else [(model, params), draft]
+    _check_models([one.config for one, _ in pairs], T, longest)
+    for name, (one, _) in zip(("model", "draft"), pairs, strict=False):
+        check_longrope_limit(prompt_B, prompt_B + budget_B - 1, one.config, name)
+    starts = [
+        prefill(
+            one,
+            its_params,
+            init_cache(one, B, bucket_size(T + longest - 1)),
+            tokens_BT,
+            lengths_B=prompt_B,
+            chunk=chunk,
+            donate=True,
+        )
+        for one, its_params in pairs
+    ]
+    token_BL = np.full((B, bucket_size(T + longest)), NO_TOKEN, np.int32)
+    token_BL[:, :T] = np.where(np.arange(T)[None] < prompt_B[:, None], tokens_BT, NO_TOKEN)
+    eos_E = pad_eos_ids(eos_token_ids)
+    limit_B, running_B = prompt_B + budget_B, np.full(B, Finish.RUNNING, np.int32)
+    arrays = jax.device_put((token_BL, prompt_B, limit_B, eos_E, running_B))
+    token_BL, start_B, limit_B, eos_E, running_B = arrays
+    end = _decode_loop(
+        model,
+        draft if isinstance(draft, PromptLookup) else draft[0],
+        num_draft_tokens,
+        [its_params for _, its_params in pairs],
+        LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E),
+        TextState(token_BL, start_B, running_B, sampler.begin(B)),
+        starts[0][0],
+        [cache for _, cache in starts],
+    )
+    at_BT = prompt_B[:, None] + np.arange(longest)[None]
+    return SpeculativeResult(
+        jax.device_put(np.take_along_axis(np.asarray(end.text.token_BL), at_BT, axis=1)),
+        jax.device_put(np.asarray(end.text.length_B) - prompt_B),
+        end.text.finish_B,
+        end.proposed_B,
+        end.accepted_B,
+        end.rounds_B,
+        end.caches[0],
+    )
+
+
+def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
+    sizes = [config.vocab_size for config in configs]
+    if len(set(sizes)) != 1:
+        raise SamplingError(
+            f"the draft's vocabulary has {sizes[1]} tokens, expected {sizes[0]}. Use a draft with"
+            " the model's tokenizer"
+        )
+    for name, config in zip(("model", "draft"), configs, strict=False):
+        check_positions(T + longest - 1, config, name)
+        dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
+        if dynamic and T + longest - 1 > config.max_position_embeddings:
+            raise ConfigError(
+                f"the {name} uses dynamic RoPE, whose angles change with every token past position"
+                f" {config.max_position_embeddings}, so speculative decoding would not be exact"
+            )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=7)
+def _decode_loop(
+    model: nn.Module,
+    draft: nn.Module | PromptLookup,
+    width: int,
+    params: list[Params],
+    inputs: LoopInputs,
+    text: TextState,
+    logits_BV: jax.Array,
+    caches: list[KVCache],
+) -> RoundState:
+    """Choose the first token from the prompt's logits, then run rounds until all rows end."""
+    zeros_B = jnp.zeros_like(text.length_B)
+    nothing_BT = jnp.full_like(zeros_B, NO_TOKEN)[:, None]
+    text, _ = _accept_tokens(inputs, text, zeros_B == 0, logits_BV[:, None], nothing_BT, None)
+
+    def is_unfinished(state: RoundState) -> jax.Array:
+        return (state.text.finish_B == Finish.RUNNING).any()
+
+    def run_round(state: RoundState) -> RoundState:
+        return _run_round(model, draft, width, params, inputs, state)
+
+    start = RoundState(text, caches, zeros_B > 0, zeros_B, zeros_B, zeros_B)
+    return jax.lax.while_loop(is_unfinished, run_round, start)
+
+
+def _run_round(
+    model: nn.Module,
+    draft: nn.Module | PromptLookup,
+    width: int,
+    params: list[Params],
+    inputs: LoopInputs,
+    state: RoundState,
+) -> RoundState:
+    """Propose up to `width` tokens per row, score them in one pass, and keep the accepted ones."""
+    text, cache = state.text, state.caches[0]
+    running_B = text.finish_B == Finish.RUNNING
+    room_B = jnp.where(running_B & ~state.retry_B, inputs.limit_B - text.length_B - 1, 0)
+    if isinstance(draft, PromptLookup):
+        rest, draft_BK, q_KBV = [], look_up_draft(text, draft.ngram, width), None
+    else:
+        found = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
+        rest, draft_BK, q_KBV = [found[0]], *found[1:]
+    draft_BK = _mask_draft(draft_BK, room_B, inputs.eos_E)
+    token_BT = jnp.concatenate([text.last_tokens(1), draft_BK], axis=1)
+    real_BT = (token_BT >= 0) & running_B[:, None]
+    column = jnp.arange(-1, width, dtype=jnp.int32)[None]
+    position_BT = jnp.where(real_BT, text.length_B[:, None] + column, -1)
+    trace, delta, _ = run_model(model, params[0], cache.segments, token_BT, position_BT)
+    finite_B = (jnp.isfinite(trace.logits).all(axis=2) | ~real_BT).all(axis=1)
+    alone_B = running_B & ~finite_B & real_BT[:, 1]
+    text, accepted_B = _accept_tokens(
+        inputs, text, running_B & ~alone_B, trace.logits, draft_BK, q_KBV
+    )
+    next_B = jnp.where(running_B, text.length_B - 1, cache.next_position_B)
+    return RoundState(
+        text,
+        [rewind(_write_delta(cache, delta), to=next_B), *rest],
+        alone_B,
+        state.proposed_B + (draft_BK >= 0).sum(axis=1, dtype=jnp.int32),
+        state.accepted_B + accepted_B,
+        state.rounds_B + running_B.astype(jnp.int32),
+    )
+
+
+def _accept_tokens(
+    inputs: LoopInputs,
+    text: TextState,
+    rows_B: jax.Array,
+    logits_BTV: jax.Array,
+    draft_BK: jax.Array,
+    q_KBV: jax.Array | None,
+) -> tuple[TextState, jax.Array]:
+    """Append accepted draft tokens and one target token; return the number of accepted tokens.
+
+    The target's own token replaces the first rejected one, or follows the last accepted one.
+    q_KBV: the distributions that draft tokens were drawn from.
+    """
+    logits_TBV = jnp.moveaxis(logits_BTV, 1, 0)
+    after = logits_TBV.shape[0] - draft_BK.shape[1]  # columns without a draft token
+    draft_TB = jnp.pad(draft_BK.T, ((0, after), (0, 0)), constant_values=NO_TOKEN)
+    q_TBV = None if q_KBV is None else jnp.pad(q_KBV, ((0, after), (0, 0), (0, 0)))
+
+    def accept_column(
+        carry: tuple[TextState, jax.Array], column: Any
+    ) -> tuple[tuple[TextState, jax.Array], jax.Array]:
+        text, alive_B = carry
+        logits_BV, draft_B, q_BV = column
+        _, accept_B, draw_B = _position_keys(inputs, text.length_B)
+        scores_BV = apply_processors(logits_BV, text.sampler, _context(inputs, text, draw_B))
+        if text.sampler.greedy:
+            token_B = jnp.argmax(scores_BV, axis=1).astype(jnp.int32)
+            agreed_B = token_B == draft_B
+        else:
+            if q_BV is None:
+                q_BV = jax.nn.one_hot(draft_B, scores_BV.shape[1])
+            q_BV = jnp.where(draft_B[:, None] >= 0, q_BV, 0.0)
+            token_B, agreed_B = accept_or_resample(scores_BV, draft_B, q_BV, accept_B, draw_B)
+        finite_B = jnp.isfinite(logits_BV).all(axis=1)
+        taken_B = alive_B & finite_B
+        memory = _select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        text = text.append(token_B, taken_B).replace(sampler=memory)
+        finish_B = finish_reasons(token_B, text.length_B, inputs.limit_B, inputs.eos_E, finite_B)
+        text = text.replace(finish_B=jnp.where(alive_B, finish_B, text.finish_B))
+        agreed_B &= taken_B
+        return (text, agreed_B & (text.finish_B == Finish.RUNNING)), agreed_B
+
+    (text, _), agreed_TB = jax.lax.scan(
+        accept_column, (text, rows_B), (logits_TBV, draft_TB, q_TBV)
+    )
+    return text, agreed_TB.sum(axis=0, dtype=jnp.int32)
+
+
+def _propose_tokens(
+    model: nn.Module,
+    params: Params,
+    width: int,
+    inputs: LoopInputs,
+    text: TextState,
+    cache: KVCache,
+    room_B: jax.Array,
+) -> tuple[KVCache, jax.Array, jax.Array | None]:
+    """Propose tokens with a draft model, -1 if its logits are not finite.
+
+    Returns the draft's cache, the tokens, and the distributions that they were drawn from.
+    """
+    running_B, start_B = text.finish_B == Finish.RUNNING, text.length_B
+
+    def draft_token(
+        cache: KVCache, text: TextState, token_BT: jax.Array, position_BT: jax.Array
+    ) -> Any:
+        last_B = jnp.full_like(start_B, token_BT.shape[1] - 1)
+        trace, delta, _ = run_model(
+            model, params, cache.segments, token_BT, position_BT, column_B=last_B
+        )
+        logits_BV, (draw_B, _, _) = trace.logits[:, 0], _position_keys(inputs, text.length_B)
+        scores_BV = apply_processors(logits_BV, text.sampler, _context(inputs, text, draw_B))
+        q_BV = None if text.sampler.greedy else jax.nn.softmax(scores_BV, axis=1)
+        if q_BV is None:
+            token_B = jnp.argmax(scores_BV, axis=1)
+        else:
+            token_B = jax.vmap(jax.random.categorical)(draw_B, scores_BV)
+        good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
+        token_B = jnp.where(good_B, token_B.astype(jnp.int32), NO_TOKEN)
+        return (_write_delta(cache, delta), text.append(token_B, good_B), token_B), (token_B, q_BV)
+
+    def draft_next(carry: Any, i: jax.Array) -> Any:
+        cache, text, token_B = carry
+        position_B = jnp.where((token_B >= 0) & (i < room_B), start_B + i - 1, -1)
+        return draft_token(cache, text, token_B[:, None], position_B[:, None])
+
+    # Rerun the last token but one too: it has not run if all proposals were accepted.
+    cache = rewind(cache, to=jnp.where(running_B, start_B - 2, cache.next_position_B))
+    position_BT = start_B[:, None] + jnp.array([[-2, -1]], jnp.int32)
+    position_BT = jnp.where(running_B[:, None], position_BT, -1)
+    carry, first = draft_token(cache, text, text.last_tokens(2), position_BT)
+    (cache, *_), rest = jax.lax.scan(draft_next, carry, jnp.arange(1, width, dtype=jnp.int32))
+    token_KB, q_KBV = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
+    return cache, token_KB.T, q_KBV
+
+
+def _mask_draft(draft_BK: jax.Array, room_B: jax.Array, eos_E: jax.Array) -> jax.Array:
+    """Mask draft tokens after a row's limit, a missing token, or an end of text."""
+    column = jnp.arange(draft_BK.shape[1], dtype=jnp.int32)[None]
+    ended_BK = jnp.pad(is_eos(draft_BK, eos_E), ((0, 0), (1, 0)))[:, :-1]
+    wrong_BK = (draft_BK < 0) | (column >= room_B[:, None]) | ended_BK
+    return jnp.where(jnp.cumsum(wrong_BK, axis=1, dtype=jnp.int32) == 0, draft_BK, NO_TOKEN)
+
+
+def _write_delta(cache: KVCache, delta: Delta) -> KVCache:
+    """Write each token of the delta to the slot with the index of its position."""
+    slot_BT = jnp.where(delta.position_BS >= 0, delta.position_BS, cache.capacity)
+    tail = write_slots(cache.tail, cast_delta(delta, cache.tail), slot_BT)
+    next_B = jnp.maximum(cache.next_position_B, delta.position_BS.max(axis=1) + 1)
+    return cache.replace(tail=tail, cursor=next_B.max(), next_position_B=next_B)
+
+
+def _position_keys(
+    inputs: LoopInputs, position_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return each row's keys at a position: to draft, to accept and to draw its token.
+
+    A position that is drafted again reuses its keys; nothing kept depends on the rejected draft.
+    """
+    key_B = jax.vmap(jax.random.fold_in)(inputs.key_B, position_B)
+    key_B3 = jax.vmap(lambda key: jax.random.split(key, 3))(key_B)
+    return key_B3[:, 0], key_B3[:, 1], key_B3[:, 2]
+
+
+def _context(inputs: LoopInputs, text: TextState, key_B: jax.Array) -> Context:
+    return Context(text.token_BL, inputs.prompt_B, text.length_B, key_B)
+
+
+def _select_rows(where_B: jax.Array, new: Any, old: Any) -> Any:
+    """Take the new values in these rows and the old ones elsewhere; unchanged leaves stay."""
+
+    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
+        return y if x is y else jnp.where(where_B.reshape(-1, *[1] * (y.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)

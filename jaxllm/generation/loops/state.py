@@ -1,0 +1,129 @@
+"""State of a generation loop, and the pure functions that advance it.
+
+`generate` compiles them: one step, the loop of steps, and (`rounds`) the loop for a pipelined
+model.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.cache.kv import KVCache, Segment, replicate_for_host
+from jaxllm.generation.loops.finish import Finish, finish_reasons, set_column
+from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
+from jaxllm.steps import MassMode, run_and_commit
+from jaxllm.weights.paths import Params
+
+
+class StopLimits(struct.PyTreeNode):
+    """Stop conditions, constant over the loop.
+
+    budget_B: maximum number of new tokens per row. eos_E: end-of-text ids, padded with -1.
+    """
+
+    budget_B: jax.Array
+    eos_E: jax.Array
+
+
+class LoopConstants(struct.PyTreeNode):
+    """Loop constants. frozen: the cache's read-only segments, that is, all but its tail."""
+
+    params: Params
+    frozen: tuple[Segment, ...]
+    limits: StopLimits
+
+
+class DecodeState(struct.PyTreeNode):
+    """Loop state of each row, except the cache.
+
+    newest_B: last token, not yet in the cache. finish_B: a `Finish`. context: text and random key;
+    each step folds the text length into the key. logprob_BL, top_BLN: as in `GenerateResult`,
+    indexed by position in the text. mass: accumulated attention mass.
+    """
+
+    newest_B: jax.Array
+    finish_B: jax.Array
+    context: Context
+    sampler: Sampler
+    logprob_BL: jax.Array
+    top_BLN: tuple[jax.Array, jax.Array]
+    mass: jax.Array | None
+
+
+def is_running(state: DecodeState) -> bool:
+    """Return whether any row is still running."""
+    return bool((np.asarray(state.finish_B) == Finish.RUNNING).any())
+
+
+def sample(limits: StopLimits, state: DecodeState, logits_BV: jax.Array) -> DecodeState:
+    """Sample a token for every running row, and update its finish reason."""
+    context, finite_B = state.context, jnp.isfinite(logits_BV).all(axis=1)
+    running_B = state.finish_B == Finish.RUNNING
+    grows_B = running_B & finite_B
+    key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
+    token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
+    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
+    before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
+    limit_B = context.prompt_B + limits.budget_B
+    finish_B = finish_reasons(token_B, length_B, limit_B, limits.eos_E, finite_B)
+    top = jax.lax.top_k(logprob_BV, state.top_BLN[0].shape[2])[::-1]
+    return state.replace(
+        newest_B=jnp.where(grows_B, token_B, state.newest_B),
+        finish_B=jnp.where(running_B, finish_B, state.finish_B),
+        context=context.replace(
+            token_BL=set_column(context.token_BL, before_B, token_B, grows_B), length_B=length_B
+        ),
+        sampler=sampler,
+        logprob_BL=set_column(state.logprob_BL, before_B, logprob_B, grows_B),
+        top_BLN=tuple(
+            set_column(old, before_B, new, grows_B)
+            for old, new in zip(state.top_BLN, top, strict=True)
+        ),
+    )
+
+
+def decode_and_sample(
+    model: nn.Module,
+    constants: LoopConstants,
+    tail: KVCache,
+    state: DecodeState,
+    attention_mass: MassMode,
+) -> tuple[KVCache, DecodeState]:
+    """Run and commit the newest tokens of running rows, then sample the next ones.
+
+    The returned state's mass is that of this step alone.
+    """
+    running_B = state.finish_B == Finish.RUNNING
+    position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
+    token_BT = state.newest_B[:, None]
+    given = (model, constants.params, constants.frozen, tail, token_BT, position_BT)
+    logits_B1V, tail, mass = run_and_commit(*given, attention_mass=attention_mass)
+    state = sample(constants.limits, state.replace(mass=mass), logits_B1V[:, 0])
+    return tail, replicate_for_host(state, model)
+
+
+def decode_until_done(
+    model: nn.Module,
+    constants: LoopConstants,
+    tail: KVCache,
+    state: DecodeState,
+    attention_mass: MassMode,
+) -> tuple[KVCache, DecodeState]:
+    """Run steps until every row has ended or the tail is full, accumulating the attention mass."""
+
+    def is_unfinished(carry: tuple[KVCache, DecodeState]) -> jax.Array:
+        tail, state = carry
+        return (state.finish_B == Finish.RUNNING).any() & (tail.cursor < tail.capacity)
+
+    def body(carry: tuple[KVCache, DecodeState]) -> tuple[KVCache, DecodeState]:
+        tail, before = carry
+        tail, state = decode_and_sample(model, constants, tail, before, attention_mass)
+        if before.mass is not None and state.mass is not None:
+            state = state.replace(mass=before.mass + state.mass)
+        return tail, state
+
+    tail, state = jax.lax.while_loop(is_unfinished, body, (tail, state))
+    return tail, state

@@ -1,0 +1,79 @@
+"""Streaming prefill: run a text of any length with a small cache, in models with a memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.cache.edit import compact
+from jaxllm.cache.eviction import current_segment
+from jaxllm.cache.kv import KVCache, check_usable
+from jaxllm.errors import CapacityError, TokenError
+from jaxllm.models.inputs import array_namespace, as_array, check_shape
+from jaxllm.steps import prefill
+from jaxllm.weights.paths import Params
+
+
+def prefill_in_segments(
+    model: nn.Module,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Any,
+    *,
+    chunk: int = 256,
+    on_chunk: Callable[[int, KVCache], None] = lambda *_: None,
+) -> tuple[jax.Array, KVCache]:
+    """Prefill texts longer than the cache; return the last tokens' logits `[B, V]` and the cache.
+
+    The result equals that of an unbounded cache: after each piece, the keys and values of finished
+    segments, which no later token attends to, are evicted.
+
+    Args:
+        cache: Needs more slots than a segment has tokens (twice as many is a good choice) and no
+            frozen segments. It stays valid.
+        on_chunk: Called after each piece with the number of tokens read per row and the cache,
+            which
+            the next piece overwrites.
+
+    Raises:
+        ConfigError: If the model has no segments.
+        CapacityError: If the cache is too small.
+        Also whatever `prefill` raises.
+    """
+    check_usable(cache)
+    tokens_BT = as_array("tokens", tokens_BT)
+    T, length = check_shape(tokens_BT)[1], model.config.segment_length
+    left = compact(current_segment(cache), capacity=cache.capacity)
+    cache = jax.tree.map(jnp.copy, left)  # the caller's buffers must not be donated
+    if cache.capacity <= length:
+        raise CapacityError(
+            f"the cache has {cache.capacity} slots, expected more than the segment length {length}."
+            f" Make one with {2 * length}"
+        )
+    piece = cache.capacity - length
+    logits_BV = None
+    for start in range(0, T, piece):
+        part_BT = tokens_BT[:, start : start + piece]
+        count = part_BT.shape[1]
+        lengths_B = None
+        if start > 0 and count < piece:  # pad the last piece to reuse the compiled program
+            part_BT = array_namespace(part_BT).pad(part_BT, ((0, 0), (0, piece - count)))
+            lengths_B = np.full(part_BT.shape[0], count)
+        logits_BV, cache = prefill(
+            model, params, cache, part_BT, lengths_B=lengths_B, chunk=chunk, donate=True
+        )
+        cache = _DROP_FINISHED(cache)
+        on_chunk(start + count, cache)
+    if logits_BV is None:
+        raise TokenError("tokens must not be empty")
+    return logits_BV, cache
+
+
+def _drop_finished(cache: KVCache) -> KVCache:
+    return compact(current_segment(cache))
+
+
+_DROP_FINISHED = jax.jit(_drop_finished, donate_argnums=0)

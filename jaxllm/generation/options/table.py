@@ -1,0 +1,398 @@
+"""Option table: the type, valid values, effect and decoding modes of every option."""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+
+import numpy as np
+
+from jaxllm.cache.kv import KVCache
+from jaxllm.generation.loops.finish import MAX_TOKENS
+from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
+from jaxllm.generation.options.validators import (
+    Assistant,
+    Ids,
+    Lists,
+    Numbers,
+    ScoreFunction,
+    StoppingCriterion,
+    check_bool,
+    check_criteria,
+    check_early_stopping,
+    check_ids,
+    check_overflow,
+    check_processors,
+    check_seed,
+    check_texts,
+    instance_checker,
+    int_checker,
+    number_checker,
+    per_prompt_checker,
+)
+from jaxllm.generation.sampling.options import PROCESSORS, check_option_value
+from jaxllm.generation.sampling.sampler import Processor, Sampler
+
+PLAIN, BEAM_SEARCH, SPECULATIVE, CONTRASTIVE_SEARCH, GUIDANCE = MODES = (
+    "plain generation",
+    "beam search",
+    "speculative decoding",
+    "contrastive search",
+    "guidance",
+)
+Function = TypeVar("Function", bound=Callable[..., Any])
+STREAM, SERVE = "stream", "a request to serve"
+_SAMPLING_MODES = (PLAIN, STREAM, SERVE, BEAM_SEARCH, SPECULATIVE, GUIDANCE)
+
+
+class Option(NamedTuple):
+    """One option.
+
+    check: returns the normalized value; raises TypeError or ValueError for an invalid one. meaning:
+    the valid values. help: its effect. default: the neutral or usual value. per_row: whether a list
+    with one value per prompt is accepted. from_file: whether generation_config.json may set it.
+    modes: the decoding modes that take it. asks: whether any value but the default selects its
+    mode.
+    """
+
+    check: Callable[[Any], Any]
+    meaning: str
+    help: str
+    default: Any = None
+    per_row: bool = False
+    from_file: bool = True
+    modes: tuple[str, ...] = (*MODES, STREAM, SERVE)
+    selects_mode: bool = False
+
+
+_AT_LEAST_ONE = "a whole number from 1 up"
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of `LM.generate`, `LM.stream` and `LM.serve`, for editors, mypy and `OPTIONS`."""
+
+    max_new_tokens: Annotated[
+        Ids | None,
+        Option(
+            per_prompt_checker(lambda n: n if n is None else int_checker(1, MAX_TOKENS)(n)),
+            f"a whole number from 1 to {MAX_TOKENS}, or one for each prompt",
+            "maximum number of new tokens (256, or fewer if the context is shorter)",
+            per_row=True,
+        ),
+    ]
+    eos_token_id: Annotated[
+        Ids | None,
+        Option(
+            check_ids,
+            "a token id or a list of them",
+            "token ids that end the text; included in the tokens",
+        ),
+    ]
+    stop_strings: Annotated[
+        str | Sequence[str] | None,
+        Option(
+            check_texts,
+            "a text or a list of them, none empty",
+            "strings that end the text; the text excludes them",
+            (),
+        ),
+    ]
+    stopping_criteria: Annotated[
+        StoppingCriterion | Sequence[StoppingCriterion] | None,
+        Option(
+            check_criteria,
+            "a function of (text, token ids) so far, or a list of them",
+            "Python functions (text, ids) -> bool, called after every token; True ends the text",
+            from_file=False,
+        ),
+    ]
+    do_sample: Annotated[
+        bool | None,
+        Option(
+            check_bool,
+            "true or false",
+            "sample tokens; the default is greedy, unless a temperature is given",
+            modes=_SAMPLING_MODES,
+        ),
+    ]
+    seed: Annotated[
+        Ids | Literal["random"] | None,
+        Option(
+            per_prompt_checker(check_seed),
+            'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
+            "random seed; the same seed gives the same text",
+            0,
+            per_row=True,
+            from_file=False,
+        ),
+    ]
+    # Logits processors; each is described next to its class.
+    logit_bias: Mapping[Any, float] | Lists | None
+    sequence_bias: Mapping[Any, float] | Lists | None
+    repetition_penalty: Numbers | None
+    presence_penalty: Numbers | None
+    frequency_penalty: Numbers | None
+    dry_multiplier: Numbers | None
+    dry_base: Numbers | None
+    dry_allowed_length: Numbers | None
+    dry_penalty_last_n: Numbers | None
+    dry_sequence_breakers: Lists | None
+    no_repeat_ngram_size: Numbers | None
+    bad_words_ids: Lists | None
+    suppress_tokens: Lists | None
+    begin_suppress_tokens: Lists | None
+    min_length: Numbers | None
+    min_new_tokens: Numbers | None
+    forced_bos_token_id: Ids | None
+    forced_eos_token_id: Ids | None
+    temperature: Numbers | None
+    top_n_sigma: Numbers | None
+    top_k: Numbers | None
+    top_p: Numbers | None
+    min_p: Numbers | None
+    typical_p: Numbers | None
+    epsilon_cutoff: Numbers | None
+    eta_cutoff: Numbers | None
+    xtc_probability: Numbers | None
+    xtc_threshold: Numbers | None
+    mirostat_tau: Numbers | None
+    mirostat_eta: Numbers | None
+    sampler: Annotated[
+        Sampler | None,
+        Option(
+            instance_checker(Sampler),
+            "a jaxllm.Sampler",
+            "a custom sampler, instead of all sampling options",
+            from_file=False,
+            modes=_SAMPLING_MODES,
+        ),
+    ]
+    logits_processor: Annotated[
+        Sequence[Processor | ScoreFunction] | None,
+        Option(
+            check_processors,
+            "a list of Processors and functions of (scores [B, V], Context) in JAX",
+            "more processors, applied before temperature and the ones after it",
+            from_file=False,
+            modes=_SAMPLING_MODES,
+        ),
+    ]
+    num_return_sequences: Annotated[
+        int | None,
+        Option(
+            int_checker(1),
+            _AT_LEAST_ONE,
+            "number of texts per prompt",
+            1,
+            modes=(PLAIN, BEAM_SEARCH),
+        ),
+    ]
+    num_beams: Annotated[
+        int | None,
+        Option(
+            int_checker(1),
+            _AT_LEAST_ONE,
+            "beam search: number of beams",
+            1,
+            selects_mode=True,
+            modes=(BEAM_SEARCH,),
+        ),
+    ]
+    length_penalty: Annotated[
+        float | None,
+        Option(
+            number_checker(),
+            "a finite number",
+            "beam search: values above 0 favor long texts",
+            1.0,
+            modes=(BEAM_SEARCH,),
+        ),
+    ]
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        Option(
+            check_early_stopping,
+            'false, true or "never"',
+            "beam search: when to stop",
+            False,
+            modes=(BEAM_SEARCH,),
+        ),
+    ]
+    assistant_model: Annotated[
+        Assistant | None,
+        Option(
+            instance_checker(Assistant),
+            "a jaxllm.LM",
+            "speculative decoding: a smaller draft model with the same vocabulary",
+            from_file=False,
+            selects_mode=True,
+            modes=(SPECULATIVE,),
+        ),
+    ]
+    num_assistant_tokens: Annotated[
+        int | None,
+        Option(
+            int_checker(1),
+            _AT_LEAST_ONE,
+            "speculative decoding: tokens that assistant_model drafts per step",
+            4,
+            modes=(SPECULATIVE,),
+        ),
+    ]
+    prompt_lookup_num_tokens: Annotated[
+        int | None,
+        Option(
+            int_checker(1),
+            _AT_LEAST_ONE,
+            "speculative decoding: tokens drafted per step by lookup in the text itself",
+            selects_mode=True,
+            modes=(SPECULATIVE,),
+        ),
+    ]
+    max_matching_ngram_size: Annotated[
+        int | None,
+        Option(
+            int_checker(1),
+            _AT_LEAST_ONE,
+            "speculative decoding: longest n-gram to look up, in tokens",
+            3,
+            modes=(SPECULATIVE,),
+        ),
+    ]
+    penalty_alpha: Annotated[
+        float | None,
+        Option(
+            number_checker(0, 1),
+            "a number from 0 to 1",
+            "contrastive search: weight of the penalty for similarity to the text",
+            selects_mode=True,
+            modes=(CONTRASTIVE_SEARCH,),
+        ),
+    ]
+    guidance_scale: Annotated[
+        float | None,
+        Option(
+            number_checker(),
+            "a finite number, 1 is off",
+            "classifier-free guidance: strength of the push away from negative_prompt",
+            1.0,
+            selects_mode=True,
+            modes=(GUIDANCE,),
+        ),
+    ]
+    negative_prompt: Annotated[
+        str | Sequence[int] | None,
+        Option(
+            instance_checker(str | Sequence | np.ndarray),
+            "a text or token ids",
+            "classifier-free guidance: the prompt to steer away from",
+            from_file=False,
+            modes=(GUIDANCE,),
+        ),
+    ]
+    top_logprobs: Annotated[
+        int | None,
+        Option(
+            int_checker(0),
+            "a whole number from 0 (off) up",
+            "number of likeliest tokens to report per step",
+            0,
+            from_file=False,
+            modes=(PLAIN, STREAM),
+        ),
+    ]
+    overflow: Annotated[
+        Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
+        | OverflowPolicy
+        | None,
+        Option(
+            check_overflow,
+            f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
+            "when the context is full: refuse, restart from the recent half (slide), keep the first"
+            " tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks and"
+            " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
+            " finished segments that the model's memory holds (segments)",
+            from_file=False,
+            modes=(PLAIN, STREAM),
+        ),
+    ]
+    cache: Annotated[
+        KVCache | None,
+        Option(
+            instance_checker(KVCache),
+            "a jaxllm.KVCache",
+            "a cache of one row; a prefix shared with the prompt is not recomputed",
+            from_file=False,
+            modes=(PLAIN, STREAM),
+        ),
+    ]
+    chunk: Annotated[
+        int | None,
+        Option(int_checker(1), _AT_LEAST_ONE, "prefill chunk, in tokens", 256, from_file=False),
+    ]
+    adapter: Annotated[
+        str | Sequence[str | None] | None,
+        Option(
+            per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
+            "a text, or one for each prompt",
+            'name of a loaded adapter; "base" for none; the default is the first',
+            per_row=True,
+            from_file=False,
+        ),
+    ]
+    batch_invariant: Annotated[
+        bool | None,
+        Option(
+            check_bool,
+            "true or false",
+            "run each prompt separately, so that rounding does not depend on the other prompts",
+            False,
+            from_file=False,
+        ),
+    ]
+    pad_token_id: Annotated[
+        int | None,
+        Option(
+            int_checker(-1),
+            "a token id",
+            "accepted but ignored: padding is marked by position -1, not by an id",
+        ),
+    ]
+
+
+def _sampling_option(name: str) -> Option:
+    """Convert a row of `PROCESSORS` to a row of this table."""
+    row = PROCESSORS[name]
+
+    def check(value: Any) -> Any:
+        check_option_value(name, value)
+        return value
+
+    ways = (*_SAMPLING_MODES, CONTRASTIVE_SEARCH) if name == "top_k" else _SAMPLING_MODES
+    return Option(check, row.meaning, row.help, per_row=not row.is_list, modes=ways)
+
+
+OPTIONS: dict[str, Option] = {
+    name: _sampling_option(name) if name in PROCESSORS else hint.__metadata__[0]
+    for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
+}
+
+
+def document_options(function: Function) -> Function:
+    """Replace OPTIONS in the function's docstring by the table, and add the option names to the
+    signature that `help` and editors show.
+    """
+    rows = (
+        f"{name}{'' if row.default in (None, ()) else f' ({row.default})'}: {row.help}."
+        f" {row.meaning[0].upper()}{row.meaning[1:]}."
+        for name, row in OPTIONS.items()
+    )
+    wrapper = textwrap.TextWrapper(
+        width=100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_long_words=False
+    )
+    lines = map(wrapper.fill, rows)
+    function.__doc__ = (function.__doc__ or "").replace("        OPTIONS", "\n".join(lines))
+    named = [p for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
+    named += [inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=None) for x in OPTIONS]
+    function.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,249 @@
+"""Processors that ban, bias or force tokens by id and by the preceding text.
+
+Token ids are traced arrays, padded with -1 to a static shape, shared by all rows or with a leading
+axis `[B]`. A ban that would leave a row without any token is not applied to that row.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.generation.sampling.parsers import (
+    OFF_AT_0,
+    TOKENS,
+    SamplingOption,
+    biases,
+    integer,
+    min_length,
+    parse_bad_words,
+    parse_begin_suppress,
+    parse_forced_bos,
+    parse_forced_eos,
+    tokens,
+)
+from jaxllm.generation.sampling.penalties import (
+    broadcast_rows,
+    match_lengths,
+    newest_first,
+    scatter,
+)
+from jaxllm.generation.sampling.sampler import Context, Processor
+from jaxllm.generation.sampling.truncation import as_column
+
+
+class SequenceBias(Processor):
+    """Add a bias to each sequence's last token if the text ends with the tokens before it.
+
+    As in transformers, biases on the same token add up. token_NS: int32, each sequence *last token
+    first*, `[N, S]` or `[B, N, S]`. bias_N: `[N]` or `[B, N]`; 0 is off.
+    """
+
+    token_NS: Any
+    bias_N: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        token_BN = _completing_tokens(self.token_NS, context)
+        bias_BN = broadcast_rows(self.bias_N, scores_BV.shape[0], 1)
+        bias_BV = scatter(jnp.zeros_like(scores_BV), token_BN).add(bias_BN, mode="drop")
+        return jnp.where(bias_BV == 0, scores_BV, scores_BV + bias_BV)
+
+
+class LogitBias(SequenceBias):
+    """Add a bias to single tokens, as in OpenAI's `logit_bias`."""
+
+
+class NoRepeatNGram(Processor):
+    """Ban repeated n-grams of `size` tokens, prompt included (Paulus et al. 2018); 0 is off."""
+
+    size: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        size_B1 = as_column(self.size, scores_BV)
+        recent_BL = newest_first(context)
+        length_BL = match_lengths(recent_BL, size_B1 - 1).astype(jnp.float32)
+        ends_BL = (size_B1 > 0) & (length_BL >= size_B1 - 1)
+        return _ban(scores_BV, _token_mask(scores_BV, jnp.where(ends_BL, recent_BL, -1)))
+
+
+class BadWords(Processor):
+    """Ban each sequence's last token if the text ends with the tokens before it.
+
+    token_NS: as for `SequenceBias`.
+    """
+
+    token_NS: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return _ban(scores_BV, _token_mask(scores_BV, _completing_tokens(self.token_NS, context)))
+
+
+class SuppressTokens(Processor):
+    """Ban tokens. token_N: `[N]` or `[B, N]`."""
+
+    token_N: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return _ban(scores_BV, _token_mask(scores_BV, self.token_N))
+
+
+class BeginSuppressTokens(Processor):
+    """Ban tokens at the first step.
+
+    As in transformers, if the first token is forced (`ForcedBos`), the ban applies to the second.
+    """
+
+    token_N: Any
+    forced_bos: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        forced_B = (as_column(self.forced_bos, scores_BV)[:, 0] >= 0) & (context.prompt_B == 1)
+        first_B = context.length_B == context.prompt_B + forced_B.astype(jnp.int32)
+        return _ban(scores_BV, _token_mask(scores_BV, self.token_N) & first_B[:, None])
+
+
+class MinLength(Processor):
+    """Ban end-of-text ids until a row has `total` tokens, and `new` generated ones; 0 is off.
+
+    end_E: end-of-text ids, `[E]` or `[B, E]`.
+    """
+
+    total: Any
+    new: Any
+    end_E: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        length_B1, new_B1 = context.length_B[:, None], _num_generated(context)
+        short_B1 = length_B1.astype(jnp.float32) < as_column(self.total, scores_BV)
+        short_B1 |= new_B1 < as_column(self.new, scores_BV)
+        return _ban(scores_BV, _token_mask(scores_BV, self.end_E) & short_B1)
+
+
+class ForcedBos(Processor):
+    """Force the second token of a text whose prompt is one token; -1 is off.
+
+    As in transformers, all other tokens are removed, and this one gets score 0.
+    """
+
+    token: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        now_B1 = context.length_B[:, None] == 1
+        token_B1 = as_column(self.token, scores_BV).astype(jnp.int32)
+        return _force(scores_BV, _token_mask(scores_BV, token_B1) & now_B1)
+
+
+class ForcedEos(Processor):
+    """Force the last token allowed by `max_new_tokens` to be one of these, `[E]` or `[B, E]`.
+
+    As in transformers, all other tokens are removed, and these get score 0.
+    """
+
+    token_E: Any
+    max_new_tokens: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        now_B1 = _num_generated(context) == as_column(self.max_new_tokens, scores_BV) - 1
+        return _force(scores_BV, _token_mask(scores_BV, self.token_E) & now_B1)
+
+
+def _num_generated(context: Context) -> jax.Array:
+    """Return the number of generated tokens, float32 `[B, 1]`."""
+    return (context.length_B - context.prompt_B).astype(jnp.float32)[:, None]
+
+
+def _completing_tokens(token_NS: Any, context: Context) -> jax.Array:
+    """Return the token that would complete each sequence, int32 `[B, N]`, -1 for no match."""
+    B, L = context.token_BL.shape
+    token_BNS = broadcast_rows(token_NS, B, 2)
+    earlier_BNR = token_BNS[:, :, 1:]
+    R = earlier_BNR.shape[2]
+    recent_BR = jnp.pad(newest_first(context), ((0, 0), (0, max(R - L, 0))), constant_values=-1)[
+        :, :R
+    ]
+    matches_BN = ((earlier_BNR == recent_BR[:, None]) | (earlier_BNR < 0)).all(axis=2)
+    return jnp.where(matches_BN, token_BNS[:, :, 0], -1)
+
+
+def _token_mask(scores_BV: jax.Array, token_N: Any) -> jax.Array:
+    """Return a mask over the vocabulary of these tokens, `[N]` or `[B, N]`: bool `[B, V]`."""
+    token_BN = broadcast_rows(token_N, scores_BV.shape[0], 1)
+    return scatter(jnp.zeros(scores_BV.shape, bool), token_BN).set(True, mode="drop")
+
+
+def _ban(scores_BV: jax.Array, banned_BV: jax.Array) -> jax.Array:
+    left_BV = jnp.where(banned_BV, -jnp.inf, scores_BV)
+    some_B1 = (left_BV > -jnp.inf).any(axis=1, keepdims=True)
+    return jnp.where(some_B1, left_BV, scores_BV)
+
+
+def _force(scores_BV: jax.Array, wanted_BV: jax.Array) -> jax.Array:
+    some_B1 = wanted_BV.any(axis=1, keepdims=True)
+    return jnp.where(some_B1, jnp.where(wanted_BV, 0.0, -jnp.inf), scores_BV)
+
+
+BIASES: dict[str, SamplingOption] = {
+    "logit_bias": SamplingOption(
+        LogitBias,
+        biases(single=True),
+        "a table from token ids to biases from -100 to 100, or one such table per row",
+        "biases added to the scores of tokens, as in OpenAI's API",
+        is_list=True,
+    ),
+    "sequence_bias": SamplingOption(
+        SequenceBias,
+        biases(single=False),
+        "a table from sequences of token ids to finite biases, or one such table per row",
+        "biases added to the scores of tokens that complete these sequences",
+        is_list=True,
+    ),
+}
+
+OPTIONS: dict[str, SamplingOption] = {
+    "no_repeat_ngram_size": SamplingOption(
+        NoRepeatNGram,
+        integer("size", 0),
+        OFF_AT_0,
+        "ban repeated n-grams of this many tokens, including the prompt",
+    ),
+    "bad_words_ids": SamplingOption(
+        BadWords,
+        parse_bad_words,
+        "a list of lists of token ids, or one such list per row",
+        "banned token sequences",
+        is_list=True,
+    ),
+    "suppress_tokens": SamplingOption(
+        SuppressTokens, tokens("token_N"), TOKENS, "banned tokens", is_list=True
+    ),
+    "begin_suppress_tokens": SamplingOption(
+        BeginSuppressTokens,
+        parse_begin_suppress,
+        TOKENS,
+        "tokens banned at the first step",
+        is_list=True,
+    ),
+    "min_length": SamplingOption(
+        MinLength,
+        min_length("total"),
+        OFF_AT_0,
+        "minimum length of the text in tokens, including the prompt",
+        0,
+    ),
+    "min_new_tokens": SamplingOption(
+        MinLength, min_length("new"), OFF_AT_0, "minimum number of new tokens", 0
+    ),
+    "forced_bos_token_id": SamplingOption(
+        ForcedBos,
+        parse_forced_bos,
+        "a token id, -1 is off, or one per row",
+        "forced second token after a prompt of one token",
+    ),
+    "forced_eos_token_id": SamplingOption(
+        ForcedEos,
+        parse_forced_eos,
+        f"a token id, {TOKENS}",
+        "forced last token if max_new_tokens ends the text",
+        is_list=True,
+    ),
+}

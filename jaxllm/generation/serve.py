@@ -1,0 +1,168 @@
+"""`LM.serve`: continuous batching of requests with text and options, on top of `serve`."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError
+from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
+from jaxllm.generation.batching.scheduler import serve
+from jaxllm.generation.completion import (
+    FINISH_REASONS,
+    Completion,
+    ModelBundle,
+    StopTracker,
+    make_tracker,
+)
+from jaxllm.generation.config import GenerationConfig
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.runtime.validation import is_integer
+
+Answer = tuple[Any, Completion | JaxllmError]
+ReadPrompt = Callable[[Any, Mapping[str, Any]], tuple[list[int], GenerationConfig]]
+
+
+@dataclasses.dataclass
+class _ActiveRequest:
+    """Running request: its text decoder, its text callback and its tokens so far."""
+
+    reader: StopTracker
+    prompt_tokens: int
+    seed: int
+    on_text: Callable[[str], Any] | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+
+    def handle_event(self, event: Event) -> Completion | JaxllmError | None:
+        """Apply an event; return the result if the request is finished, else None."""
+        if event.token is not None and event.logprob is not None:
+            self.tokens.append(event.token)
+            self.logprobs.append(event.logprob)
+        if event.finish is None:
+            return None
+        if event.finish == Finish.NON_FINITE:
+            return NonFiniteError("the model returned NaN or infinite logits")
+        if self.on_text is not None and (rest := self.reader.flush()):
+            self.on_text(rest)
+        return Completion(
+            self.reader.decode_all(self.tokens),
+            self.tokens,
+            self.logprobs,
+            FINISH_REASONS[event.finish],
+            self.prompt_tokens,
+            seed=self.seed,
+        )
+
+
+def answer_requests(
+    lm: ModelBundle,
+    requests: Iterable[Mapping[str, Any] | None],
+    read_prompt: ReadPrompt,
+    *,
+    rows: int,
+    capacity: int,
+) -> Iterator[Answer]:
+    """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
+
+    read_prompt: returns the token ids and settings of a prompt with options. Internally requests
+    are numbered, so ids may be any values, even equal ones.
+    """
+    open_: dict[Hashable, _ActiveRequest] = {}
+    names: dict[Hashable, Any] = {}
+
+    def open_requests() -> Iterator[Request | RejectedRequest | None]:
+        if not isinstance(requests, Iterable):
+            raise SamplingError(f"requests must be a list or an iterator, got {requests!r:.60}")
+        default, numbers = _RequestIds(), itertools.count()
+        for request in requests:
+            if request is None:  # nothing waiting: not a request, so no number
+                yield None
+                continue
+            number = next(numbers)
+            names[number] = default.assign_id(request, number)
+            try:
+                made, open_[number] = _open_request(lm, number, request, read_prompt)
+                yield made
+            except JaxllmError as error:
+                yield RejectedRequest(number, error)
+
+    for event in serve(lm.model, lm.params, open_requests(), rows=rows, capacity=capacity):
+        answer = event.error if event.error is not None else open_[event.id].handle_event(event)
+        if answer is not None:
+            open_.pop(event.id, None)
+            yield names.pop(event.id), answer
+
+
+class _RequestIds:
+    """Ids of requests: the caller's, else the request's number, else the next unused number."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._taken: set[int] = set()
+
+    def assign_id(self, request: Any, number: int) -> Any:
+        """Return the id under which to answer this request."""
+        self._next = max(self._next, number)
+        self._taken = {taken for taken in self._taken if taken >= self._next}
+        if isinstance(request, Mapping) and request.get("id") is not None:
+            if is_integer(request["id"]):
+                self._taken.add(int(request["id"]))
+            return request["id"]
+        while self._next in self._taken:
+            self._next += 1
+        self._next += 1
+        return self._next - 1
+
+
+def _open_request(
+    lm: ModelBundle, number: int, request: Any, read_prompt: ReadPrompt
+) -> tuple[Request, _ActiveRequest]:
+    if not isinstance(request, Mapping):
+        raise SamplingError(
+            f"a request is a mapping with a prompt and options, got {request!r:.60}"
+        )
+    options = {key: value for key, value in request.items() if key not in _REQUEST_KEYS}
+    is_cancelled, on_text = request.get("is_cancelled"), request.get("on_text")
+    if is_cancelled is not None and not callable(is_cancelled):
+        raise SamplingError(
+            f"is_cancelled must be a function without arguments, got {is_cancelled!r:.40}"
+        )
+    if on_text is not None and not callable(on_text):
+        raise SamplingError(f"on_text must be a function of one text argument, got {on_text!r:.40}")
+    ids, settings = read_prompt(request.get("prompt"), options)
+    reader = make_tracker(lm, ids, settings)
+
+    def check_stop(token: int) -> bool:
+        piece = reader.push(token)
+        if piece and on_text is not None:
+            on_text(piece)
+        return reader.stopped
+
+    seed = settings.seed[0] if isinstance(settings.seed, list) else settings.seed
+    made = Request(
+        id=number,
+        prompt=ids,
+        max_new_tokens=int(np.max(settings.max_new_tokens)),
+        sampler=settings.sampler,
+        seed=seed,
+        eos_token_ids=settings.eos_token_ids,
+        until=check_stop if settings.checks_every_token or on_text is not None else None,
+        is_cancelled=is_cancelled,
+        adapter=_adapter_index(lm, settings),
+    )
+    return made, _ActiveRequest(reader, len(ids), seed, on_text)
+
+
+def _adapter_index(lm: ModelBundle, settings: GenerationConfig) -> int | None:
+    """Return the index of a request's adapter; None if the model has no adapters."""
+    asked = settings.adapter
+    if isinstance(asked, list):
+        raise SamplingError(f"adapter of a request must be one name, got {asked!r:.60}")
+    number = lm.adapter_index(asked)
+    return number if lm.adapters else None
+
+
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_text")

@@ -1,0 +1,521 @@
+"""`LM`, the high-level interface: a language model that continues text; `load` opens one."""
+
+import dataclasses
+import textwrap
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Unpack, overload
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from jaxllm.adapters.load import AdapterPaths, with_loaded_adapters
+from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.checkpoints import native
+from jaxllm.config.model import ModelConfig
+from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files, read_text_assets
+from jaxllm.errors import (
+    CheckpointError,
+    ConfigError,
+    JaxllmError,
+    TemplateError,
+    TokenError,
+    suggest_name,
+)
+from jaxllm.files import as_path
+from jaxllm.generation.completion import (
+    Completion,
+    ModelBundle,
+    TopLogprobs,
+    complete_prompts,
+    generation_args,
+    make_tracker,
+    to_finish_reason,
+    top_logprobs,
+)
+from jaxllm.generation.config import UNSUPPORTED, GenerationConfig, resolve_options
+from jaxllm.generation.embeddings import embeddings, log_probs
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.generate import stream
+from jaxllm.generation.options import (
+    GenerateOptions,
+    Kind,
+    check_options,
+    document_options,
+    row_options,
+)
+from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
+from jaxllm.generation.serve import answer_requests
+from jaxllm.models import FAMILIES
+from jaxllm.ops import compile_cache
+from jaxllm.runtime import multihost
+from jaxllm.runtime.validation import Dtype
+from jaxllm.sharding import MeshSpec, build_model
+from jaxllm.text.chat import ChatTemplate
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.formats import as_weight
+from jaxllm.weights.load import NotLocal
+from jaxllm.weights.paths import Params, Placement, ShardedModelBase, flatten, map_leaves
+from jaxllm.weights.precision import Precision, freeze_rules, match_precision
+from jaxllm.weights.quantize import Rules
+from jaxllm.weights.replica_check import check_replicas
+from jaxllm.weights.types.lora import LoraWeight
+
+_EMBED_OPTIONS = (
+    "layer",
+    "pooling",
+    "normalize",
+    "batch",
+    "show_progress",
+)  # options of `embeddings`
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """One token of a stream; `str(piece)` is its text.
+
+    Attributes:
+        text: the text that this token completes; "" in the middle of a character.
+        token: its id.
+        logprob: its log-probability under the model, before any sampler.
+        finish_reason: None until the last piece.
+        tokens_per_second: measured from the second token on, because the first step compiles.
+        cache: the cache of the text before this token. The next step overwrites it; the cache of
+            the last piece stays valid.
+        top_logprobs: the likeliest tokens of this step, if requested.
+        seed: the seed of the call.
+    """
+
+    text: str
+    token: int
+    logprob: float
+    finish_reason: str | None
+    tokens_per_second: float
+    cache: KVCache = dataclasses.field(repr=False)
+    top_logprobs: TopLogprobs | None = None
+    seed: int = 0
+
+    def __str__(self) -> str:
+        """Return the text, so that `print(piece, end="")` prints the stream."""
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class LM:
+    """A language model with its tokenizer, chat template and generation defaults; immutable.
+
+    Attributes:
+        params: the weights, with `adapter` selected.
+        tokenizer: None if the checkpoint has none.
+        generation: the contents of generation_config.json.
+        path: the directory or file that it was loaded from.
+        chat_template: the template, or the error to raise if one is needed.
+        recipe: the compression steps applied so far (`jaxllm.compress`), one line per step.
+        adapters: the names of the loaded adapters.
+        adapter: the default adapter; `with_adapter` returns a model with another.
+    """
+
+    config: ModelConfig
+    model: nn.Module
+    params: Params
+    tokenizer: Tokenizer | None
+    generation: Mapping[str, Any]
+    path: Path
+    chat_template: ChatTemplate | JaxllmError = dataclasses.field(
+        default=TemplateError("this model has no chat template. Generate from plain text"),
+        repr=False,
+    )
+    recipe: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    adapters: tuple[str, ...] = ()
+    adapter: str | None = None
+
+    @property
+    def bundle(self) -> ModelBundle:
+        """Return the fields that the decoders need."""
+        return ModelBundle(self.model, self.params, self.tokenizer, self.adapters, self.adapter)
+
+    def with_adapter(self, adapter: str | None) -> "LM":
+        """Return this model with another default adapter; "base" selects none, None keeps it.
+
+        A cache belongs to the adapter that made it: save and load it with this model's `params`.
+        Raises ConfigError for a name that is not in `adapters`.
+        """
+        if adapter is None:
+            return self
+        if not isinstance(adapter, str):
+            raise ConfigError(f"adapter must be a name, got {adapter!r:.60}")
+        return dataclasses.replace(
+            self, params=self.bundle.with_adapter(adapter).params, adapter=adapter
+        )
+
+    def with_self_extend(self, *, group_size: int, neighbor_window: int) -> "LM":
+        """Return this model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
+
+        No training is needed: tokens within `neighbor_window` keep their positions, and those of
+        farther tokens are divided by `group_size`. `config.context_length` is the new limit. A
+        cache belongs to the model that made it. Raises ConfigError for a model without rotary
+        positions or whose angles depend on the text length, and for incompatible numbers.
+        """
+        config = self.config.with_self_extend(group_size, neighbor_window)
+        return dataclasses.replace(self, config=config, model=self.model.clone(config=config))
+
+    @overload
+    def generate(self, prompt: str, **options: Unpack[GenerateOptions]) -> Completion: ...
+    @overload
+    def generate(
+        self, prompt: list[str], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
+
+    @document_options
+    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Any:
+        """Continue a prompt, or each prompt of a list in one batch.
+
+        prompt: text, token ids (a list, or a NumPy or JAX array), or a list of either. Text is
+        encoded without special tokens; the begin-of-text token is added if the checkpoint requests
+        it (and always to an empty text). Token ids are used unchanged. An empty list returns an
+        empty list.
+
+        Options have Hugging Face's names; their defaults come from generation_config.json, and None
+        means the default. Decoding is greedy unless do_sample=True or a temperature is given. If a
+        result must not depend on the other rows or on its place in the list, set batch_invariant
+        and give each prompt its own seed: with one seed, equal prompts give equal texts.
+
+        OPTIONS
+
+        Returns a Completion or a list of them; with num_return_sequences above 1, a list per
+        prompt. Raises TokenError for ids outside the vocabulary, CapacityError if prompt and new
+        tokens exceed the context, SamplingError for an unknown or invalid option, NonFiniteError if
+        the model returns NaN.
+        """
+        given, single = split_prompts(prompt)
+        prompts = [self.encode(p) for p in given]
+        if not prompts:
+            check_options(options)
+            return []
+        settings = self._resolve_options(prompts, options)
+        if settings.batch_invariant and len(prompts) > 1:
+            return [
+                self.generate(p, **row_options(options, row, len(prompts)))
+                for row, p in enumerate(prompts)
+            ]
+        n, each = settings.num_return_sequences, complete_prompts(self.bundle, prompts, settings)
+        if n == 1:
+            return each[0] if single else each
+        groups = [each[i : i + n] for i in range(0, len(each), n)]
+        return groups[0] if single else groups
+
+    @document_options
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Iterator[StreamChunk]:
+        """Generate from one prompt as `generate` does, yielding a `StreamChunk` per token.
+
+        Equal options give the same tokens as `generate`. Invalid input raises immediately; the
+        prompt runs when the first piece is requested:
+        `for piece in lm.stream("Once"): print(piece, end="")`.
+        """
+        given, single = split_prompts(prompt)
+        if not single:
+            raise TokenError("stream takes one prompt; use generate for a list of them")
+        prompts = [self.encode(given[0])]
+        settings = self._resolve_options(prompts, options, "stream")
+        adapter: Any = settings.adapter  # `with_adapter` rejects a list
+        return self.with_adapter(adapter)._stream_chunks(prompts, settings)
+
+    def _stream_chunks(
+        self, prompts: list[list[int]], settings: GenerationConfig
+    ) -> Iterator[StreamChunk]:
+        tokens_BT, arguments = generation_args(prompts, settings)
+        reader, pieces, start = make_tracker(self.bundle, prompts[0], settings), [""], 0.0
+
+        def check_stop(token_B: np.ndarray) -> np.ndarray:
+            pieces.append(reader.push(int(token_B[0])))
+            return np.array([reader.stopped])
+
+        arguments["until"] = check_stop
+        for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
+            ended, length = np.asarray(step.finish_B)[0], np.asarray(step.length_B)[0]
+            finish = to_finish_reason(Finish(int(ended)), 0, int(length))
+            now = time.perf_counter()
+            start = now if count <= 1 else start
+            piece = pieces.pop() + (reader.flush() if finish else "")
+            rate = (count - 1) / (now - start) if count > 1 else 0.0
+            yield StreamChunk(
+                piece,
+                int(np.asarray(step.token_BT)[0, 0]),
+                float(np.asarray(step.logprob_BT)[0, 0]),
+                finish,
+                rate,
+                step.cache,
+                top_logprobs(step, 0, 1)[0] if settings.top_logprobs else None,
+                settings.seed if isinstance(settings.seed, int) else settings.seed[0],
+            )
+
+    def serve(
+        self,
+        requests: Iterable[Mapping[str, Any] | None],
+        *,
+        rows: int = 8,
+        capacity: int | None = None,
+    ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
+        """Answer requests with continuous batching: requests join and leave while others run.
+
+        Args:
+            requests: mappings with `prompt` (text or token ids) and options of `generate`, except
+                beams, several sequences, overflow, cache and top_logprobs. The iterator is read
+                whenever a row is free; None means that no request is waiting. Further keys: `id`:
+                any value, by default the request's number or the next unused one. Requests with
+                equal ids are answered separately. `is_cancelled`: a function without arguments that
+                returns whether to stop this request (for example `threading.Event().is_set`). The
+                completion then holds the tokens so far, and its finish_reason is "cancelled".
+                `on_text`: a function called with each piece of text once it is final. The pieces
+                add up to the completion's text.
+            rows: the batch size.
+            capacity: cache slots per row; by default the model's context.
+
+        Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
+        each alone, or `(id, error)` for a request that fails; the others continue.
+        """
+        capacity = self.config.default_cache_size if capacity is None else capacity
+
+        def read(prompt: Any, options: Mapping[str, Any]) -> tuple[list[int], GenerationConfig]:
+            ids = self.encode(prompt)
+            return ids, self._resolve_options([ids], options, "serve")
+
+        return answer_requests(self.bundle, requests, read, rows=rows, capacity=capacity)
+
+    def embed(
+        self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any
+    ) -> np.ndarray:
+        """Return one vector per text, float32 `[N, D]`: the pooled hidden states of a layer.
+
+        `texts` are text or token ids, and `adapter` is a name, as for `generate`. Options and
+        errors are those of `jaxllm.generation.embeddings.embeddings` (layer, pooling, normalize,
+        batch, show_progress); any other option raises ConfigError.
+        """
+        for name in options.keys() - set(_EMBED_OPTIONS):
+            raise ConfigError(f"embed has no option {name}{suggest_name(name, _EMBED_OPTIONS)}")
+        if isinstance(texts, str) or not isinstance(texts, Iterable):
+            raise TokenError(f"embed takes a list of texts, got {texts!r:.60}. Give [text]")
+        params = self.with_adapter(adapter).params
+        return embeddings(self.model, params, [self.encode(t) for t in texts], **options)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Return the token ids of a conversation, rendered by the checkpoint's chat template.
+
+        messages: dicts `{"role": ..., "content": ...}`. Special tokens are parsed in the whole
+        rendered text, so a special token spelled out in a message takes effect: check messages from
+        untrusted users. Raises TemplateError if there is no template or it rejects the messages,
+        TokenError if the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise TokenError(f"{self.path} has no tokenizer. Pass token ids to generate")
+        if isinstance(self.chat_template, JaxllmError):
+            raise self.chat_template
+        text = self.chat_template.render(messages, **variables)
+        return self.tokenizer.encode(text, parse_special=True)
+
+    def init_cache(self, batch: int = 1, capacity: int | None = None) -> KVCache:
+        """Return an empty cache in the model's cache dtype.
+
+        By default it has one row and a slot for each position of the context. Raises what
+        `jaxllm.init_cache` raises.
+        """
+        return init_cache(
+            self.model, batch, self.config.default_cache_size if capacity is None else capacity
+        )
+
+    def log_probs(self, text: Prompt) -> np.ndarray:
+        """Return the log-probability of each token of `encode_prompt(text)` except the first.
+
+        The result is float32 `[T - 1]`, each entry conditioned on all tokens before it. Raises
+        TokenError for an invalid prompt, CapacityError if it exceeds the context, NonFiniteError if
+        the model returns NaN.
+        """
+        return log_probs(self.model, self.params, [self.encode(text)])[0]
+
+    def save(self, directory: str | Path, *, show_progress: bool | None = None) -> None:
+        """Write the model and its tokenizer in the native format, which `load` reads.
+
+        Changed weights are written too: `dataclasses.replace(lm, params=trained).save(path)`.
+        Raises CheckpointError if `directory` already holds a checkpoint, and for a model with
+        adapters, which this format cannot store.
+        """
+        directory = as_path(directory)
+        if any(isinstance(leaf, LoraWeight) for _, leaf in flatten(self.params)):
+            raise CheckpointError(
+                f"{directory}: a checkpoint cannot store adapters. Merge one into the weights"
+                " (jaxllm merge, jaxllm.adapters.merge_adapter), or write it separately"
+                " (jaxllm.adapters.write_adapter)"
+            )
+        precision, params = self.model.precision, self.params
+        if isinstance(self.model, ShardedModelBase):
+            params = self.model.gather_lazy(
+                params
+            )  # nf4 shards store their scales in another layout
+            precision = match_precision(map_leaves(lambda _, x: x.abstract, params), precision)
+        opened = native.Checkpoint(
+            self.path, self.config, {}, self.generation, precision, recipe=self.recipe
+        )
+        with open_tokenizer_files(self.path) as files:
+            native.save(
+                directory,
+                native.with_params(opened, params, precision),
+                files=files,
+                show_progress=show_progress,
+            )
+
+    def __repr__(self) -> str:
+        total = sum(as_weight(leaf).size for _, leaf in flatten(self.params))
+        precision = self.model.precision
+        named = precision.quantize if isinstance(precision.quantize, str) else "quantized"
+        return (
+            f"LM({self.path.name}: {self.config.model_type}, {total / 1e6:.1f} M parameters,"
+            f" {precision.weights}{f' {named}' if precision.quantize else ''},"
+            f" context {self.config.context_length}"
+            f"{', adapters ' * bool(self.adapters)}{', '.join(self.adapters)})"
+        )
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return the token ids that `generate` runs. Raises TokenError for an invalid prompt."""
+        bos = self.generation.get("bos_token_id")
+        return encode_prompt(prompt, self.config.vocab_size, self.tokenizer, bos)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> str:
+        """Return the text of token ids, without special tokens.
+
+        Raises TokenError for an invalid argument, and if the checkpoint has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise TokenError(f"{self.path} has no tokenizer, which decode requires")
+        return self.tokenizer.decode(token_list(tokens))
+
+    def _resolve_options(
+        self, prompts: list[list[int]], options: Mapping[str, Any], kind: Kind = "generate"
+    ) -> GenerationConfig:
+        if options.get("negative_prompt") is not None:
+            options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
+        dtype = self.model.precision.cache
+        return resolve_options(self.config, self.generation, prompts, options, kind, dtype)
+
+
+def load(
+    path: str | Path | native.Checkpoint,
+    *,
+    dtype: Dtype | Precision | None = None,
+    quantize: Rules | None = None,
+    adapters: AdapterPaths = (),
+    place: Placement | None = None,
+    mesh: str | MeshSpec | None = None,
+    exact: bool = False,
+    fsdp: bool = False,
+    strict: bool = False,
+    keep_programs: bool | str | Path = False,
+    show_progress: bool | None = None,
+) -> LM:
+    """Load a language model from a Hugging Face directory, a GGUF file, or jaxllm's native format.
+
+    FAMILIES
+
+    Args:
+        path: a directory, or a GGUF file (any part of a split one); "demo:llama", "demo:gpt2" and
+            so on for the bundled checkpoints; "hf:owner/name" or
+            "hf:owner/name/file.gguf", which is downloaded; or the result of `open_checkpoint`.
+        dtype: of weights, activations and cache: a name ("bfloat16", "bf16"), a dtype of NumPy,
+            JAX or PyTorch, or a `Precision`. The default is the checkpoint's.
+        quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
+            `jaxllm.quantize` takes them, applied to each tensor while loading.
+        adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
+            with the names that `generate` takes. The first is used by default.
+        place: a function of an array's path and the array that returns its device or sharding, or
+            None for the default.
+        mesh: the device mesh to shard the model over, as "data=2,tensor=4" (`jaxllm.sharding`),
+            instead
+            of `place`.
+        exact: with `mesh`, compute the same bits as one device, with twice the communication.
+        fsdp: with `mesh`, also shard each matrix over `data`, for training.
+        strict: raise for unused fields of config.json or keys of a GGUF file, instead of warning.
+        keep_programs: save the programs that this process compiles from now on, so that the next
+            process starts faster, as commands do: True for the user's cache directory, or a folder
+            (`jaxllm.ops.compile_cache.enable_compile_cache`).
+        show_progress: show a progress bar; by default if stderr is a terminal.
+
+    Raises:
+        CheckpointError: for invalid files, with all complaints.
+        ConfigError: for arguments or a configuration that cannot be used.
+    """
+    if keep_programs is not False:
+        compile_cache.enable_compile_cache(None if keep_programs is True else keep_programs)
+    opened = path if isinstance(path, native.Checkpoint) else open_checkpoint(path, strict=strict)
+    precision = dtype if isinstance(dtype, Precision) else opened.precision
+    if dtype is not None and not isinstance(dtype, Precision):
+        precision = precision.with_dtype(dtype)
+    if quantize is not None:
+        precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
+    for name, neutral in UNSUPPORTED.items():
+        if opened.generation.get(name, neutral) not in (neutral, None):
+            warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
+    multihost.check_processes_agree(
+        _describe_checkpoint(opened, precision, quantize, mesh, exact, fsdp)
+    )
+    check_replicas(opened.tensors, opened.directory, show_progress)
+    model, into = build_model(opened.config, precision, place, mesh, exact, fsdp)
+    with ThreadPoolExecutor(1) as beside:  # a large tokenizer takes as long as the NaN scan
+        reading = beside.submit(read_text_assets, opened)
+        params = native.load_params(opened, precision, placer=into, show_progress=show_progress)
+    texts = reading.result()
+    if adapters and any(isinstance(leaf, NotLocal) for _, leaf in flatten(params)):
+        raise ConfigError(
+            "adapters require all layers on every process, but this mesh splits them into stages."
+            " Merge the adapter into the weights first (jaxllm merge), or use a mesh with stage=1"
+        )
+    params, names = with_loaded_adapters(opened.config, params, adapters)
+    if into is not None and names:
+        params = map_leaves(into.place_adapter, params)
+    if into is not None:
+        params = into.finish(params)
+    return LM(
+        config=opened.config,
+        model=model,
+        params=params,
+        tokenizer=texts.tokenizer,
+        generation=opened.generation,
+        path=opened.directory,
+        chat_template=texts.chat_template,
+        recipe=opened.recipe,
+        adapters=names,
+        adapter=next(iter(names), None),
+    )
+
+
+load.__doc__ = str(load.__doc__).replace(
+    "FAMILIES",
+    textwrap.fill(
+        f"Families (config.json's `model_type`): {', '.join(sorted(FAMILIES))}.",
+        width=92,
+        subsequent_indent="    ",
+    ),
+)
+
+
+def _describe_checkpoint(opened: native.Checkpoint, *options: Any) -> dict[str, str]:
+    """Return what must be equal in all processes: everything about a checkpoint and how it is
+    loaded, except the weights' values.
+    """
+    if not multihost.is_multiprocess():
+        return {}
+    kept = opened.generation, opened.precision, opened.formats, opened.file_format
+    named = [(n, t.shape, str(t.dtype)) for n, t in sorted(opened.tensors.items())]
+    return {
+        "model's configuration": repr(opened.config),
+        "model's precision and settings": repr((kept, options)),
+        "weights' names, shapes and formats": repr(named),
+    }

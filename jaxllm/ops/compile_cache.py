@@ -1,0 +1,329 @@
+"""Persistent cache of compiled programs, which skips tracing and lowering too.
+
+A `CachedJit` is `jax.jit` until `set_folder` sets a folder. It then looks there for a program that
+an earlier process compiled from the same code, for the same configuration, formats and shapes, with
+the same versions, kernels and settings (JAX's as of the first call), and saves what it compiles.
+Programs are machine code, so a folder belongs to one processor type and one user
+(`enable_compile_cache`).
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import pickle
+import platform
+import stat
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.extend.core import get_opaque_trace_state
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import atomic_file
+from jaxllm.ops import native
+
+CACHE_ENV = "JAXLLM_COMPILE_CACHE"
+MAX_BYTES = 512 << 20  # total size; the least recently used program is evicted first
+SUFFIX = ".program"
+VALUE_SUFFIX = ".forms"
+_COMPILE_EVENTS = frozenset(  # JAX's duration events
+    f"/jax/core/compile/{name}_duration"
+    for name in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+)
+_PLAIN_TYPES = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
+
+_NO_TRACE = get_opaque_trace_state(convention="flax")  # outside of any jit
+_folder: Path | None = None
+_hits = 0  # hits of JAX's own cache, whose programs cannot be serialized again
+
+
+def enable_compile_cache(folder: str | Path | None = None) -> Path | None:
+    """Save compiled programs in a folder and load them from there; return the folder.
+
+    folder: by default JAXLLM_COMPILE_CACHE (0: no cache), else `jaxllm` in the user's cache
+    directory. Each processor type has a subfolder, which no other user may write to and which holds
+    no other user's files. Returns None, changing nothing, if JAX's cache folder was already set in
+    another way or if the default folder cannot be used.
+
+    Raises ConfigError if `folder` is given and cannot be used.
+    """
+    named = os.environ.get(CACHE_ENV, "")
+    elsewhere = jax.config.values["jax_compilation_cache_dir"] not in (None, "", str(_folder))
+    if elsewhere or (folder is None and named == "0"):
+        return None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    where = Path(folder or named or caches / "jaxllm").expanduser() / f"compiled-{_processor_id()}"
+    if problem := _folder_problem(where):
+        if folder is not None:
+            raise ConfigError(
+                f"compiled programs cannot be saved in {where}: {problem}. Give a folder that only"
+                " this user may write to"
+            )
+        return None
+    if where != _folder:
+        set_folder(where)
+        jax.config.update("jax_compilation_cache_dir", str(where))
+        jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        compilation_cache.reset_cache()  # JAX reads its folder setting once
+    return where
+
+
+def has_compile_cache() -> bool:
+    """Return whether compiled programs are saved, here or in JAX's own cache."""
+    return _folder is not None or bool(jax.config.values["jax_compilation_cache_dir"])
+
+
+def _folder_problem(folder: Path) -> str:
+    """Create a folder; return why it is unsafe or unusable for programs, or ""."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found, files = folder.stat(), [f.stat(follow_symlinks=False) for f in os.scandir(folder)]
+    except OSError as error:
+        return error.strerror or str(error)
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        return "another user may write there"
+    if any(f.st_uid != found.st_uid or not stat.S_ISREG(f.st_mode) for f in files):
+        return "it holds something other than regular files of this user"
+    return "" if os.access(folder, os.W_OK) else "it is not writable"
+
+
+def _processor_id() -> str:
+    """Return a short hash of the processor model and its instruction set."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        kinds = ("model name", "flags", "Features", "CPU ")
+        lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+        flags = "".join(line for line in lines if line.startswith(kinds))
+    else:
+        flags = platform.processor()
+    return hashlib.sha256((platform.machine() + flags).encode()).hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def time_compiling() -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds that the block has spent on compiling so far.
+
+    Tracing and lowering count too. Time in which several threads compile counts once.
+    """
+    spans: list[tuple[float, float]] = []
+
+    def listen(event: str, duration_secs: float, **about: Any) -> None:
+        if event in _COMPILE_EVENTS:
+            now = time.perf_counter()
+            spans.append((now - duration_secs, now))
+
+    def total() -> float:
+        passed, last = 0.0, -math.inf
+        for start, stop in sorted(spans):
+            passed += max(0.0, stop - max(start, last))
+            last = max(last, stop)
+        return passed
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield total
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def set_folder(folder: Path | None) -> None:
+    """Set the folder to load programs from and save them in; None disables the cache."""
+    global _folder
+    if _folder is None:
+        jax.monitoring.register_event_listener(_count_hits)
+    _folder = folder
+
+
+def _count_hits(event: str, **about: Any) -> None:
+    global _hits
+    _hits += event == "/jax/compilation_cache/cache_hits"
+
+
+def load_or_make(facts: Any, make: Callable[[], Any]) -> Any:
+    """Return `make()`, or the result that an earlier process saved in the folder.
+
+    facts: everything that the result depends on, besides the code and its versions.
+    """
+    if _folder is None or not _has_full_repr(facts):
+        return make()
+    file = _folder / f"{_key(make.__qualname__, facts)}{VALUE_SUFFIX}"
+    if (kept := _read_payload(file)) is not None:
+        return pickle.loads(kept)
+    made = make()
+    _save_payload(file, pickle.dumps(made))
+    return made
+
+
+class CachedJit:
+    """`jax.jit(function)` with positional arguments, whose programs can be saved.
+
+    static, donated: argument numbers, as for `jax.jit`. Programs with static arguments that jaxllm
+    does not define are not saved, because a caller's class or function is not identified by a name.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        static_argnums: Sequence[int] = (),
+        donate_argnums: Any = (),
+    ) -> None:
+        self._function, self._static = function, frozenset(static_argnums)
+        self._options: Any = {
+            "static_argnums": tuple(static_argnums),
+            "donate_argnums": donate_argnums,
+        }
+        self._jit = jax.jit(function, **self._options)
+        self._loaded: dict[Hashable, list[Any]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        if _folder is None or get_opaque_trace_state(convention="flax") != _NO_TRACE:
+            return self._jit(*args)
+        constant = tuple(args[i] for i in sorted(self._static))
+        traced = [x for i, x in enumerate(args) if i not in self._static]
+        known = self._loaded.setdefault((constant, _native_settings()), [])
+        for compiled in known:
+            try:
+                return compiled(*traced)
+            except TypeError:  # other shapes; nothing has run
+                continue
+        compiled = self._load_or_compile(_folder, constant, args, traced)
+        if compiled is None:
+            return self._jit(*args)
+        known.append(compiled)
+        return compiled(*traced)
+
+    def _load_or_compile(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
+        """Load or compile the program for these arguments; None if it cannot be saved."""
+        leaves, structure = jax.tree.flatten(traced)
+        if (
+            not all(map(_has_full_repr, (constant, *_static_data(structure))))
+            or not _is_single_cpu()
+        ):
+            return None
+        forms = [jax.typeof(x) for x in leaves]
+        function, options = self._function, sorted(self._options.items())
+        what = (function.__module__, function.__qualname__, options, constant, structure, forms)
+        key = _key(*what)
+        if (found := _load_program(folder / f"{key}{SUFFIX}")) is not None:
+            return found
+        before = _hits
+        # A unique name, or JAX's cache could return a program of earlier code.
+        compiled = jax.jit(_rename_function(function, key), **self._options).lower(*args).compile()
+        if _hits == before:
+            _save_program(folder / f"{key}{SUFFIX}", compiled)
+        return compiled
+
+
+def _key(*what: Any) -> str:
+    return hashlib.sha256(repr((*what, _native_settings(), _code_versions())).encode()).hexdigest()
+
+
+def _rename_function(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    wrapper.__name__ = f"{function.__name__}_{key[:16]}"
+    return wrapper
+
+
+def _has_full_repr(value: Any) -> bool:
+    """Return whether `repr` identifies a value: plain values, and jaxllm's dataclasses of them."""
+    if isinstance(value, _PLAIN_TYPES):
+        return True
+    if isinstance(value, tuple | list | frozenset):
+        return all(map(_has_full_repr, value))
+    if isinstance(value, dict):
+        return all(_has_full_repr(x) for pair in value.items() for x in pair)
+    if isinstance(value, type):
+        return value.__module__.startswith(("jaxllm.", "builtins", "numpy", "jax.", "ml_dtypes"))
+    if not type(value).__module__.startswith("jaxllm.") or not dataclasses.is_dataclass(value):
+        return False
+    hidden = ("parent", "name") if isinstance(value, nn.Module) else ()
+    fields = (f.name for f in dataclasses.fields(value) if f.name not in hidden)
+    return all(_has_full_repr(getattr(value, name)) for name in fields)
+
+
+def _static_data(structure: Any) -> list[Any]:
+    """Return the node types and auxiliary data of a pytree structure."""
+    node = structure.node_data()
+    found = [] if node is None else list(node)
+    for child in structure.children():
+        found += _static_data(child)
+    return found
+
+
+def _is_single_cpu() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
+def _native_settings() -> Hashable:
+    """Return the kernel settings that a compiled function depends on."""
+    return native.is_enabled(), native.isa() if native.is_enabled() else None
+
+
+@cache
+def _code_versions() -> str:
+    """Identify the code: our files, JAX's versions and settings, and the number of threads."""
+    root = Path(__file__).parents[1]
+    files = [*sorted(root.rglob("*.py")), Path(native.PATHS)]
+    files += [Path(library)] if (library := native.library_path()) else []
+    ours = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    told = sorted(repr(pair) for pair in jax.config.values.items() if "cache" not in pair[0])
+    versions = jax.__version__, jax.lib.__version__, version("flax")
+    told_by = [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAXLLM_PALLAS")]
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return repr((ours, versions, told, threads, told_by))
+
+
+def _load_program(file: Path) -> Any:
+    """Load a saved program; None if it is missing or damaged."""
+    if (payload := _read_payload(file)) is None:
+        return None
+    try:
+        return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+    except (ValueError, RuntimeError, pickle.UnpicklingError):
+        return None
+
+
+def _read_payload(file: Path) -> bytes | None:
+    """Read what `_save_payload` wrote; None if it is missing or its hash does not match."""
+    try:
+        digest, _, payload = file.read_bytes().partition(b"\n")
+        if hashlib.sha256(payload).hexdigest().encode() != digest:
+            return None
+        os.utime(file)
+    except OSError:
+        return None
+    return payload
+
+
+def _save_program(file: Path, compiled: Any) -> None:
+    """Save a program if the disk has room, evicting the least recently used ones."""
+    _save_payload(file, pickle.dumps(serialize_executable.serialize(compiled)))
+
+
+def _save_payload(file: Path, payload: bytes) -> None:
+    try:
+        with atomic_file(file) as out:
+            out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+        ours = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
+        kept = sorted(ours, key=lambda f: f.stat().st_mtime)
+        total = sum(f.stat().st_size for f in kept)
+        while total > MAX_BYTES and len(kept) > 1:
+            total -= kept[0].stat().st_size
+            kept.pop(0).unlink()
+    except (OSError, CheckpointError):
+        return

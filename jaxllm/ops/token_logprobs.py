@@ -1,0 +1,56 @@
+"""Log-probabilities of given tokens, from logits whose vocabulary may be sharded.
+
+Each device sums over its own vocabulary; devices exchange one number per row (Shoeybi et al. 2019,
+arXiv 1909.08053, section 3). Outside `jax.shard_map` the compiler derives this from shardings;
+inside, the caller passes the mesh axes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+AxisNames = tuple[str, ...]
+
+
+def log_likelihood(
+    logits_XV: jax.Array, token_X: jax.Array, axis_names: AxisNames = ()
+) -> jax.Array:
+    """Return the natural log-probability of each row's token, `[..., V]` and `[...]` to `[...]`.
+
+    Args:
+        axis_names: Mesh axes over which the columns are sharded in order and evenly, inside
+            `jax.shard_map`; columns beyond the vocabulary are -inf.
+    """
+    if not axis_names:
+        return pick_token(logits_XV, token_X) - jax.nn.logsumexp(logits_XV, axis=-1)
+    top_X = jax.lax.pmax(jax.lax.stop_gradient(logits_XV).max(axis=-1), axis_names)
+    sum_X = jax.lax.psum(jnp.exp(logits_XV - top_X[..., None]).sum(axis=-1), axis_names)
+    columns = logits_XV.shape[-1]
+    at_X = token_X - jax.lax.axis_index(axis_names) * columns
+    chosen_X = pick_token(logits_XV, jnp.clip(at_X, 0, columns - 1))
+    mine_X = (at_X >= 0) & (at_X < columns)
+    return jax.lax.psum(jnp.where(mine_X, chosen_X, 0.0), axis_names) - jnp.log(sum_X) - top_X
+
+
+def pick_token(logits_XV: jax.Array, token_X: jax.Array) -> jax.Array:
+    """Return each row's entry for its token."""
+    return jnp.take_along_axis(logits_XV, token_X[..., None], axis=-1)[..., 0]
+
+
+def map_rows(function: Callable[[Any], Any], arrays: Any, num_shards: int = 1) -> Any:
+    """Apply `function` to arrays `[B, ...]` in slices `[among, ...]`; return all, `[B, ...]`.
+
+    Args:
+        num_shards: Number of devices over which rows are sharded. Each slice takes one row of each
+            device, since a loop over sharded rows would gather them.
+    """
+
+    def split_rows(x: jax.Array) -> jax.Array:
+        return x.reshape(num_shards, -1, *x.shape[1:]).swapaxes(0, 1)
+
+    def merge_rows(x: jax.Array) -> jax.Array:
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    return jax.tree.map(merge_rows, jax.lax.map(function, jax.tree.map(split_rows, arrays)))

@@ -1,0 +1,99 @@
+"""Supervisor of one process of a group: runs it as a child and reports how it ended, in one line.
+
+If another process is lost or never joins, JAX's coordination service aborts from C++ with SIGABRT
+and pages of stack trace, and Python cannot prevent it. So the process that the user starts runs the
+command in a child. The child's Python streams are the user's; C++ output to stdout and stderr goes
+to a file, which is shown only if the child was killed for another reason. If the supervisor is
+killed, the child exits too.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import IO, Never
+
+from jaxllm.runtime import signals
+from jaxllm.runtime.multihost import HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S, Group
+
+_PEER_LOST_STATUS = 75  # exit status of a child whose computation failed because of a lost process
+_MAX_LOG_BYTES = 1 << 16  # bytes of C++ output to read
+_FATAL_MARK = "JAX distributed service detected fatal errors"
+
+
+def run_supervised(arguments: Sequence[str], group: Group) -> int:
+    """Run `jaxllm` with these arguments in a child; return the status to exit with."""
+    streams = os.dup(1), os.dup(2)
+    life, held = os.pipe()
+    handed = {signals.SUPERVISED_ENV: ",".join(map(str, (*streams, life)))}
+    with tempfile.TemporaryFile() as noise:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "jaxllm", *arguments],
+            stdout=noise,
+            stderr=noise,
+            env={**os.environ, **_proxy_env(group), **handed},
+            pass_fds=(*streams, life),
+        )
+        for end in (*streams, life):
+            os.close(end)
+        signals.forward_signals(child.send_signal)
+        status = child.wait()
+        os.close(held)
+        return _report_exit(status, noise, group)
+
+
+def exit_on_lost_peer(error: Exception) -> Never:
+    """Exit a supervised process after an error that means that another process is lost."""
+    sys.stdout.flush()
+    os.write(2, f"{error}\n".encode(errors="replace"))
+    os._exit(_PEER_LOST_STATUS)
+
+
+def _proxy_env(group: Group) -> dict[str, str]:
+    """Return environment variables that bypass a proxy between the processes of a group."""
+    host = group.address.rpartition(":")[0]
+    known = os.environ.get("no_grpc_proxy", os.environ.get("no_proxy", ""))  # noqa: SIM112
+    return {"no_grpc_proxy": ",".join(filter(None, (known, host)))}
+
+
+def _report_exit(status: int, noise: IO[bytes], group: Group) -> int:
+    """Convert a child's exit status; write a line to stderr if it was killed or lost a peer."""
+    size = noise.seek(0, os.SEEK_END)
+    noise.seek(max(0, size - _MAX_LOG_BYTES))
+    text = noise.read().decode(errors="replace")
+    if status == _PEER_LOST_STATUS or (status == -signal.SIGABRT and _FATAL_MARK in text):
+        sys.stderr.write(f"jaxllm: {explain_failure(text, group)}\n")
+        return 1
+    if status < 0:
+        sys.stderr.write(f"{text}jaxllm: killed by {signal.Signals(-status).name}\n")
+        return 128 - status
+    return status
+
+
+def explain_failure(text: str, group: Group) -> str:
+    """Explain what happened to a group, from the output of JAX's service or a computation."""
+    if "ALREADY_EXISTS" in text or "newer incarnation" in text:
+        return (
+            f"two processes have --process {group.process_id} of {group}. Give each its own index"
+        )
+    if "RegisterTask" in text:
+        return (
+            f"{group} was not complete within {JOIN_TIMEOUT_S} s. Check that process 0 is running"
+            " and"
+            " reachable, and that every process was started, with its own index"
+        )
+    if silent := re.search(r"unhealthy[^\n]*:\n((?:.*\D)?\d+(?:\n\d+)*)\n", text):
+        numbers = re.findall(r"\d+", silent[1])
+        which = f"process{'es' * (len(numbers) > 1)} {', '.join(numbers)}"
+        return (
+            f"{which} of {group} sent no heartbeat for {HEARTBEAT_TIMEOUT_S} s: it exited or hangs"
+        )
+    if group.process_id != 0 and re.search("Failed to send RPC|Socket closed|UNAVAILABLE", text):
+        return f"process 0 of {group}, the coordinator, is lost"
+    which = (
+        "another process" if group.num_processes != 2 else f"process {1 - (group.process_id or 0)}"
+    )
+    return f"{which} of {group} is lost. See its last output for the reason"

@@ -1,0 +1,78 @@
+"""Models sharded over several devices: the mesh is a property of the model, sharding of its params.
+
+`ShardedModel` has the same interface as any model: steps call its `apply`. It runs the same Flax
+module, built with one device's share of the configuration, inside one `jax.shard_map` that is
+manual over all mesh_spec. Each device holds a shard of the parameters, of the cache segments and of
+the rows, and the module does not see the other devices; so the kernels get plain local arrays.
+Weights that need communication are wrapped in a parallel weight class
+(`weights.leaves.logit_axes`). Outside of `apply`, commits, sampling, beam search, cache edits and
+serving are ordinary compiled code on global arrays with a sharding: logits come out unsharded, and
+the same random numbers choose the same tokens.
+
+Training needs no changes: gradients are the same as on one device (see `Layout.run` for the reason)
+and have the sharding of the weights, and so has the optimizer state. With `fsdp`, matrices are also
+sharded over `data` and gathered for one product at a time.
+
+mesh_spec: the mesh that users write, and JAX's mesh. partition_rules: the table of partition
+partition_rules, derived from each family's metadata, and the configuration that one device runs.
+shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
+`PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
+gather_params: gathers parameters, to write them. adapters: places new adapters for training.
+local_params: the parameters as one device uses them. call: how a call is sharded over rows, layers
+and tokens, and the call itself. sharded_model: the model. collective_stats: statistics of the
+collectives in a compiled program. context_parallel/: sharding by tokens, attention above all.
+pipeline/: layers in stages.
+
+To add an axis, add its name to `axes.AXES` and a field to `MeshSpec` (the last axes get the nearest
+devices), then rows of `rules` or specs for what it shards. Communication inside the module goes
+into a weight class (`local`), or, for a sharded stream, around the module's call (`Layout.run`).
+Meshes hash by their sizes, so a program compiled for one is never used for another; with several
+devices, no program is saved to disk (`programs`).
+"""
+
+import flax.linen as nn
+import jax
+
+from jaxllm import models
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.runtime.multihost import is_multiprocess
+from jaxllm.sharding.mesh_spec import MeshSpec as MeshSpec, parse_mesh
+from jaxllm.sharding.sharded_model import (
+    ShardedModel as ShardedModel,
+    make_sharded_model as make_sharded_model,
+)
+from jaxllm.weights.load import ParamPlacer
+from jaxllm.weights.paths import Placement, check_place
+from jaxllm.weights.precision import Precision
+
+
+def build_model(
+    config: ModelConfig,
+    precision: Precision,
+    place: Placement | None,
+    mesh: str | MeshSpec | None,
+    exact: bool,
+    fsdp: bool = False,
+) -> tuple[nn.Module, ParamPlacer | None]:
+    """Build the model, and the placer of its parameters; None: they stay where they are read.
+
+    Raises:
+        ConfigError: for an impossible mesh, or arguments that exclude each other.
+    """
+    if mesh is None:
+        if is_multiprocess():
+            raise ConfigError(
+                "mesh is missing: several processes run one model on a mesh of all"
+                f" {jax.device_count()} devices. Set --mesh (mesh=)"
+            )
+        for name, asked in (("exact", exact), ("fsdp", fsdp)):
+            if asked:
+                raise ConfigError(f"{name} requires a mesh. Set mesh=, or drop {name}")
+        check_place(place)
+        return models.build(config, precision), None if place is None else ParamPlacer(place)
+    if place is not None:
+        raise ConfigError("mesh= and place= cannot be combined: both place every array. Drop one")
+    axes = mesh if isinstance(mesh, MeshSpec) else parse_mesh(mesh)
+    model = make_sharded_model(config, precision, axes, exact=exact, fsdp=fsdp)
+    return model, model.make_placer()

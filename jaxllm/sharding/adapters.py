@@ -1,0 +1,89 @@
+"""Adapters for training, added to parameters that are already sharded on a mesh.
+
+New matrices are placed where their shard of the weight is; for a pipeline's stacked weights they
+are stacked in the same way.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError
+from jaxllm.sharding.mesh_spec import build_mesh
+from jaxllm.sharding.partition_rules import find_rule
+from jaxllm.sharding.pipeline.stage_params import stack_leaves
+from jaxllm.sharding.shard_params import ParamSharder
+from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.types.lora import LoraWeight
+
+if TYPE_CHECKING:
+    from jaxllm.sharding.sharded_model import ShardedModel
+
+WrapLeaf = Callable[[str, Any], Any]
+
+
+def attach_adapter(model: "ShardedModel", params: Params, wrap: WrapLeaf) -> Params:
+    """Implement `weights.paths.ShardedModelBase.attach_adapter` for a model on a mesh."""
+    reader = model.make_placer()
+
+    def leaf(path: str, weight: Any) -> Any:
+        every = model.unsharded_paths(path)
+        names = [name for name in every if name is not None]
+        found = [wrap(name, weight) for name in names]
+        if all(x is weight for x in found):
+            return weight
+        if any(x is weight for x in found):
+            raise ConfigError(
+                f"the adapter targets only some of {', '.join(names)}, which share one place in the"
+                " stages of a pipeline. Target all of them, or use a mesh with stage=1"
+            )
+        _check_adapter(model, path, found[0])
+        if len(every) == 1:
+            return _clear_norms(reader.place_adapter(path, found[0]))
+        bare = [x.replace(weight=None) for x in found]
+        blank = jax.tree.map(jnp.zeros_like, bare[0])  # the place of a later stage may be empty
+        bare += [blank] * (len(every) - len(names))
+        each = [
+            ParamSharder.place_adapter(reader, name, x)
+            for name, x in zip(model.template_paths(path), bare, strict=True)
+            if reader.is_local(name)
+        ]
+        arrays = zip(*map(jax.tree.leaves, each), strict=True)
+        stacks = [stack_leaves("/".join(names), some, build_mesh(model.axes)) for some in arrays]
+        made: Any = jax.tree.unflatten(jax.tree.structure(each[0]), stacks)
+        return made.replace(weight=weight)
+
+    return map_leaves(leaf, params)
+
+
+def _clear_norms(leaf: Any) -> Any:
+    """Clear the norms of a DoRA weight: they change in training and are computed at each use."""
+    if not isinstance(leaf, LoraWeight):
+        return leaf
+    return leaf.replace(norm=None, weight=_clear_norms(leaf.weight))
+
+
+def _check_adapter(model: "ShardedModel", path: str, adapted: LoraWeight) -> None:
+    """Raise ConfigError for an adapter that cannot be trained on this mesh."""
+    axes = model.axes
+    for name, why in (
+        ("sequence", "drawn for whole texts, but the sequence axis splits them"),
+        ("stage", "drawn for all rows at once, but stages run them in microbatches"),
+    ):
+        if adapted.dropout and getattr(axes, name) > 1:
+            raise ConfigError(f"dropout is {why}. Drop it, or use a mesh with {name}=1")
+    if adapted.magnitude is None:
+        return
+    if axes.stage > 1:
+        raise ConfigError(
+            "DoRA cannot be trained on stages: it needs each layer's row norms, but stages stack"
+            " several layers in one array. Train LoRA, or use a mesh with stage=1"
+        )
+    parts = axes.num_shards(find_rule(model.config, model.exact, path).axis_names)
+    if adapted.site == "rows" and parts > 1:
+        raise ConfigError(
+            f"{path}: DoRA cannot train column norms of a table whose rows are sharded. Remove it"
+            " from DoRA's targets, or use a mesh with tensor=1"
+        )

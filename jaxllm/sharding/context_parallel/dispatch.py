@@ -1,0 +1,281 @@
+"""How a call uses the axis `sequence`: where its tokens are, and which attention it runs.
+
+Norms, linears and MLPs work token by token, so each device runs them on its own tokens of a split
+text. Only attention differs: `models.layers.attend` calls one of the classes here. A few tokens, as
+in decoding, are not split: every device runs them, with its shard of the cache.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.layers import ParallelHooks
+from jaxllm.ops import Part
+from jaxllm.ops.attention import Queries, attend
+from jaxllm.ops.masked import attend_with_mask, document_mask
+from jaxllm.sharding.context_parallel import ring, split_cache, ulysses, zigzag
+from jaxllm.sharding.mesh_spec import MeshSpec
+
+AXIS = "sequence"
+AttentionResult = tuple[jax.Array, Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextParallel:
+    """How rows of `columns` tokens are split over the axis `sequence`.
+
+    Split tokens are padded to a length that can be cut, and for a ring put in zigzag order.
+    """
+
+    columns: int
+    devices: int
+    use_ulysses: bool = False  # by Ulysses instead of a ring
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each device has only some of the tokens."""
+        return 1 < self.devices <= self.columns // 2
+
+    @property
+    def axis(self) -> str | None:
+        """The axis that splits columns."""
+        return AXIS if self.is_split else None
+
+    @property
+    def local_columns(self) -> int:
+        """Number of columns on one device."""
+        return len(self.column_order) // self.devices if self.is_split else self.columns
+
+    @property
+    def global_sync(self) -> bool:
+        """Whether attention needs every device: a ring's collective-permutes have no groups."""
+        return self.is_split and not self.use_ulysses
+
+    def check(self, attention_mass: Any) -> None:
+        """Raise ConfigError for attention mass: no device has all scores of a head."""
+        if self.devices > 1 and attention_mass is not False:
+            raise ConfigError(
+                "attention mass is not available for a text that is split over devices: mesh"
+                f" sequence={self.devices} must be sequence=1"
+            )
+
+    @property
+    def column_order(self) -> np.ndarray:
+        """The permutation of the padded columns."""
+        width = zigzag.pad_length(self.columns, self.devices)
+        return np.arange(width) if self.use_ulysses else zigzag.zigzag(width, self.devices)
+
+    def layout_inputs(self, row_inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Pad and permute the columns of a call's inputs by row."""
+        if not self.is_split:
+            return dict(row_inputs)
+        there = self.column_order
+        padding = len(there) - self.columns
+
+        def lay(name: str, x: Any) -> Any:
+            if x is None:
+                return x
+            if name == "column_B":
+                return jnp.asarray(np.argsort(there).astype(np.int32))[x]
+            if not name.endswith(("_BT", "_BTD")):
+                return x
+            pads = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+            return jnp.pad(x, pads, constant_values=-1 if name == "position_BT" else 0)[:, there]
+
+        return {name: lay(name, x) for name, x in row_inputs.items()}
+
+    def make_hooks(self, replicated: Sequence[bool] = (), has_past: Any = False) -> ParallelHooks:
+        """Return the attention of a call over the axis.
+
+        Args:
+            replicated: whether each segment of the cache has all its slots on every device.
+            has_past: bool, whether anything is cached.
+        """
+        if self.devices == 1:
+            return ParallelHooks()
+        if not self.is_split:
+            return ParallelHooks(
+                UlyssesDecode() if self.use_ulysses else SplitCacheAttention(tuple(replicated))
+            )
+        if self.use_ulysses:
+            return ParallelHooks(UlyssesAttention())
+        return ParallelHooks(
+            RingAttention(tuple(replicated), has_past), global_sync=self.global_sync
+        )
+
+    def run(
+        self,
+        apply: Callable[..., Any],
+        row_inputs: dict[str, Any],
+        replicated: Sequence[bool],
+        has_past: Any,
+    ) -> Any:
+        """Return this device's trace in plain order, inside `shard_map`.
+
+        Args:
+            apply: the module's call, of `make_hooks` and of `row_inputs`.
+            replicated: as in `make_hooks`, and so is past.
+        """
+        across = self.make_hooks(replicated, has_past)
+        if not self.is_split:
+            return apply(hooks=across, **row_inputs)
+        column_B, mine = row_inputs["column_B"], self.local_columns
+        here_B = None
+        if column_B is not None:
+            here_B = column_B // mine == jax.lax.axis_index(AXIS)
+            row_inputs = {**row_inputs, "column_B": column_B % mine}
+        trace = apply(hooks=across, **row_inputs)
+        logits = trace.logits
+        if here_B is not None:
+            logits = jax.lax.psum(jnp.where(here_B[:, None, None], logits, 0.0), AXIS)
+        if self.use_ulysses:
+            return trace.replace(logits=logits)
+        if here_B is None:
+            logits = zigzag.to_plain(logits, AXIS)
+        return zigzag.to_plain(trace.replace(logits=None), AXIS).replace(logits=logits)
+
+    def remove_padding(self, trace: Any, single_column: bool) -> Any:
+        """Remove padding from a trace. `single_column`: its logits are of one column."""
+        if not self.is_split or len(self.column_order) == self.columns:
+            return trace
+        bare = jax.tree.map(lambda x: x[:, : self.columns], trace.replace(logits=None))
+        return bare.replace(
+            logits=trace.logits if single_column else trace.logits[:, : self.columns]
+        )
+
+
+def check_context_parallel(config: ModelConfig, axes: MeshSpec, exact: bool) -> None:
+    """Raise ConfigError for attention that cannot use the axis. `config` is that of one device."""
+    if axes.sequence == 1:
+        return
+    if exact:
+        raise ConfigError(
+            "exact=True cannot be combined with a split text, whose sums have another order: mesh"
+            f" {axes} must have sequence=1"
+        )
+    long = config.long_attention(0)
+    if long is not None or any(rope.is_self_extended for rope in config.ropes):
+        kind = "Self-Extend" if long is None else f"attention of kind {long.kind!r}"
+        raise ConfigError(f"{kind} cannot split a text: mesh {axes} must have sequence=1")
+    if axes.use_ulysses:
+        heads = config.num_attention_heads, config.num_key_value_heads
+        ulysses.check_heads(*heads, axes.sequence, cached=True)
+
+
+def check_chunks(axes: MeshSpec, chunks: int) -> None:
+    """Raise ConfigError for ring attention in stages with chunks.
+
+    Stages then run different layers at one tick, but a ring needs all devices.
+    """
+    if chunks > 1 and axes.sequence > 1 and not axes.use_ulysses:
+        raise ConfigError(
+            f"ring attention cannot be combined with stages of {chunks} chunks: a ring needs all"
+            " devices at once, but the stages run different layers. Use"
+            f" sequence={axes.sequence}:heads, or one chunk"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RingAttention:
+    """Ring attention: keys and values of split tokens rotate, and queries rotate over the cache."""
+
+    replicated: tuple[bool, ...]
+    has_past: Any
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> AttentionResult:
+        *cached, new = parts
+        found = ring.attend(q, at, new, axis=AXIS, document_BT=document_BT, **rules)
+        if not cached:
+            return found[0].astype(q.dtype), new
+        here = _keep_shared_once(cached, self.replicated)
+
+        def visit(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return split_cache.attend_pass_q(Queries.from_heads(q, at, here, **rules), here, AXIS)
+
+        def nothing(q: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros_like(found[0]), jnp.full_like(found[1], -jnp.inf)
+
+        before = jax.lax.cond(self.has_past, visit, nothing, q, at)
+        return split_cache.combine_outputs([before, found]).astype(q.dtype), new
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitCacheAttention:
+    """Replicated tokens attend to a cache whose slots are sharded."""
+
+    replicated: tuple[bool, ...]
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> AttentionResult:
+        _check_no_documents(document_BT)
+        here = _keep_shared_once(parts, (*self.replicated, True))
+        return split_cache.attend(Queries.from_heads(q, at, here, **rules), here, AXIS), parts[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class UlyssesAttention:
+    """Ulysses: split tokens are exchanged for heads, which attend to a cache of the same heads."""
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> AttentionResult:
+        *cached, new = parts
+        q, k, v = ulysses.to_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+        at = ulysses.gather_tokens(at, AXIS)
+        if document_BT is not None:
+            document_BT = ulysses.gather_tokens(document_BT, AXIS)
+        new = Part(k, v, at)
+        out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+        return ulysses.to_tokens(out, AXIS), new
+
+
+@dataclasses.dataclass(frozen=True)
+class UlyssesDecode:
+    """Replicated tokens: each device attends with some heads, to a cache of these heads."""
+
+    def __call__(
+        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+    ) -> AttentionResult:
+        *cached, new = parts
+        q, k, v = ulysses.take_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+        new = Part(k, v, new.position_BS)
+        out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+        return jax.lax.all_gather(out, AXIS, axis=2, tiled=True), new
+
+
+def _attend_local(
+    q: jax.Array,
+    at: jax.Array,
+    parts: Sequence[Part],
+    document_BT: jax.Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+) -> jax.Array:
+    if document_BT is None:
+        return attend(q, at, parts, scale=scale, window=window, cap=cap)[0]
+    mask = document_mask(at, parts, document_BT, window=window)
+    return attend_with_mask(q, parts, mask, scale=scale, cap=cap)
+
+
+def _keep_shared_once(parts: Sequence[Part], replicated: Sequence[bool]) -> list[Part]:
+    pairs = zip(parts, replicated, strict=True)
+    return [split_cache.keep_on_first(part, AXIS) if shared else part for part, shared in pairs]
+
+
+def _check_no_documents(document_BT: Any) -> None:
+    if document_BT is not None:
+        raise ConfigError(
+            "rows of several documents are too short for the sequence axis. Use at least twice as"
+            " many columns as it has devices"
+        )

@@ -1,0 +1,211 @@
+"""Pipeline schedules as tables: what each stage does at each tick, one job or nothing.
+
+`gpipe`, `one_f_one_b` and `forward_only` give the order of each stage's jobs; `build_schedule` runs
+each job at the first tick at which its dependencies are done. Every job takes one tick, backward
+jobs too, as the closed forms count it. With `chunks`, each stage has several runs of layers, and
+chunk c of stage s is the `c * stages + s`-th of the model (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from jaxllm.errors import ConfigError
+from jaxllm.runtime.validation import check_int
+
+ScheduleName = Literal["gpipe", "1f1b"]
+MAX_SIZE = 1 << 12  # stages, microbatches or chunks: more than in any published run
+
+
+class Job(NamedTuple):
+    """A microbatch through one chunk of a stage's layers, or its gradient back through it."""
+
+    forward: bool
+    microbatch: int
+    chunk: int = 0
+
+
+Order = Sequence[Job]  # of one stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The jobs of all stages by tick.
+
+    Each job occurs once in its stage, after its dependencies: a forward job after the chunk before
+    it, a backward job after its own forward job and after the backward job of the next chunk.
+    """
+
+    stages: int
+    microbatches: int
+    chunks: int
+    ticks: tuple[tuple[Job | None, ...], ...]  # [ticks][stages]; None: the stage is idle
+
+    def __post_init__(self) -> None:
+        done: dict[tuple[int, Job], int] = {}
+        for tick, row in enumerate(self.ticks):
+            for stage, job in enumerate(row):
+                if job is None:
+                    continue
+                if (stage, job) in done:
+                    raise ConfigError(f"tick {tick}: stage {stage} repeats {job}")
+                first = job_dependencies(self.stages, self.chunks, stage, job)
+                late = [other for other in first if done.get(other, tick) >= tick]
+                if late:
+                    raise ConfigError(
+                        f"tick {tick}: stage {stage} does {job} before stage {late[0][0]} has done"
+                        f" {late[0][1]}"
+                    )
+                done[stage, job] = tick
+
+    @property
+    def busy_ticks(self) -> int:
+        """Number of busy ticks, summed over stages."""
+        return sum(job is not None for row in self.ticks for job in row)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ticks: (p - 1) / (v m + p - 1) for p stages.
+
+        m is the number of microbatches, v that of chunks.
+        """
+        return 1 - self.busy_ticks / (len(self.ticks) * self.stages)
+
+    @property
+    def bubble_overhead(self) -> float:
+        """Idle ticks per busy tick, as in Megatron's papers: (p - 1) / (v m)."""
+        return len(self.ticks) * self.stages / self.busy_ticks - 1
+
+    def max_in_flight(self, stage: int) -> int:
+        """Return the maximum number of inputs that a stage stores for backward jobs."""
+        held, most = 0, 0
+        for row in self.ticks:
+            job = row[stage]
+            held += 0 if job is None else 1 if job.forward else -1
+            most = max(most, held)
+        return most
+
+    def __str__(self) -> str:
+        """Return a line per stage: the microbatch at each tick, in brackets for a backward job.
+
+        With several chunks, a letter (a, b, ...) names the chunk.
+        """
+        width = len(str(self.microbatches - 1)) + 2 + (self.chunks > 1)
+
+        def cell(job: Job | None) -> str:
+            if job is None:
+                return ".".center(width)
+            text = str(job.microbatch)
+            if self.chunks > 1:
+                text += chr(ord("a") + job.chunk) if self.chunks <= 26 else f":{job.chunk}"
+            return (text if job.forward else f"[{text}]").center(width)
+
+        label = len(str(self.stages - 1))
+        lines = (
+            f"stage {stage:>{label}} " + "".join(cell(row[stage]) for row in self.ticks)
+            for stage in range(self.stages)
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Schedule all forward jobs, then all backward ones in reverse order.
+
+    A stage stores all microbatches at once (Huang et al. 2018, arXiv 1811.06965).
+    """
+    p, m, v = _check_sizes(stages, microbatches, chunks)
+    there = _forward_order(p, m, v)
+    back = [Job(False, *job[1:]) for job in reversed(there)]
+    return build_schedule([[*there, *back]] * p, m, v)
+
+
+def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Schedule each backward job as early as possible, or with chunks, interleaved as in Megatron.
+
+    A stage stores as many microbatches as there are stages from it to the last, however many are
+    run (PipeDream-flush, Narayanan et al. 2020, arXiv 2006.09503).
+    """
+    p, m, v = _check_sizes(stages, microbatches, chunks)
+    there = _forward_order(p, m, v)
+    back = [Job(False, job.microbatch, v - 1 - job.chunk) for job in there]
+    orders = []
+    for stage in range(p):
+        ahead = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
+        ahead = min(ahead, len(there))
+        order = there[:ahead]
+        for f, b in zip(there[ahead:], back, strict=False):
+            order += [f, b]
+        orders.append(order + back[len(there) - ahead :])
+    return build_schedule(orders, m, v)
+
+
+def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Schedule forward jobs only.
+
+    Decoding is this with a chunk for each token: a group of rows enters again when its token is
+    sampled. No tick waits for that if there are as many groups as stages.
+    """
+    p, m, v = _check_sizes(stages, microbatches, chunks, check_groups=False)
+    return build_schedule([_forward_order(p, m, v)] * p, m, v)
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def build_schedule(orders: Sequence[Order], microbatches: int, chunks: int) -> Schedule:
+    """Return the schedule that runs each stage's jobs in this order, as early as possible."""
+    p, todo = len(orders), [list(order) for order in orders]
+    done: set[tuple[int, Job]] = set()
+    ticks = []
+    while any(todo):
+        row: list[Job | None] = [None] * p
+        for stage, jobs in enumerate(todo):
+            if jobs and done.issuperset(job_dependencies(p, chunks, stage, jobs[0])):
+                row[stage] = jobs.pop(0)
+        if not any(row):
+            raise ConfigError("orders of jobs are cyclic: each stage waits for another")
+        done |= {(stage, job) for stage, job in enumerate(row) if job is not None}
+        ticks.append(tuple(row))
+    return Schedule(p, microbatches, chunks, tuple(ticks))
+
+
+def job_dependencies(stages: int, chunks: int, stage: int, job: Job) -> list[tuple[int, Job]]:
+    """Return the (stage, job) pairs that must be done before a stage can do this job."""
+    forward, microbatch, chunk = job
+    step = -1 if forward else 1
+    found = [] if forward else [(stage, Job(True, microbatch, chunk))]
+    other, turn = (stage + step) % stages, chunk
+    if not 0 <= stage + step < stages:
+        turn += step
+    if 0 <= turn < chunks:
+        found.append((other, Job(forward, microbatch, turn)))
+    return found
+
+
+def _forward_order(stages: int, microbatches: int, chunks: int) -> list[Job]:
+    """Return the forward jobs of a stage, in the order that every stage follows.
+
+    As many microbatches as there are stages go through all chunks before the next ones start.
+    """
+    groups = range(0, microbatches, stages)
+    return [
+        Job(True, microbatch, chunk)
+        for first in groups
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + stages, microbatches))
+    ]
+
+
+def _check_sizes(
+    stages: int, microbatches: int, chunks: int, check_groups: bool = True
+) -> tuple[int, int, int]:
+    p = check_int("stages", stages, 1, MAX_SIZE, ConfigError)
+    m = check_int("microbatches", microbatches, 1, MAX_SIZE, ConfigError)
+    v = check_int("chunks of a stage", chunks, 1, MAX_SIZE, ConfigError)
+    if check_groups and v > 1 and m % p:
+        raise ConfigError(
+            f"microbatches must be a multiple of {p} stages if stages have {v} chunks"
+            f" (interleaved), got {m}. Use a multiple, or one chunk"
+        )
+    return p, m, v

@@ -1,0 +1,383 @@
+"""Sharding of parameters: each device's shard is read, or sliced, and placed, one tensor at a time.
+
+If the shards of a float array are blocks of it, the parameter is an ordinary `jax.Array` with a
+`NamedSharding`. In all other cases (quantized, fused of several parts, a vocabulary that does not
+divide) each shard is a weight of its own, and the parameter is `ShardList` of them. The matrices of
+an adapter are sharded like the weight that they adapt.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from jaxllm import models
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
+from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule, find_rule
+from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.sharding.pipeline.stage_params import (
+    concat_shards,
+    equalize_over_mesh,
+    find_stage,
+    is_local,
+    stack_stages,
+    submesh,
+)
+from jaxllm.weights.formats import Weight, as_weight
+from jaxllm.weights.lazy import LazyTensor, concat_tensors
+from jaxllm.weights.load import NotLocal, ParamPlacer
+from jaxllm.weights.paths import Params
+from jaxllm.weights.types.base import WeightBase
+from jaxllm.weights.types.lora import LoraWeight, strip_adapters
+from jaxllm.weights.types.tensor_parallel import ShardList
+from jaxllm.weights.types.wrapper import WeightWrapper
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSplit:
+    """How one parameter is split into `num_shards` shards."""
+
+    path: str
+    rule: PartitionRule
+    size: int  # the length of the axis that is split
+    num_shards: int
+
+    @property
+    def shard_size(self) -> int:
+        """Length of a shard in each fused part."""
+        return -(-self.size // (self.rule.fused_parts * self.num_shards))
+
+    @property
+    def is_even(self) -> bool:
+        """Whether shards are blocks of the array."""
+        return self.rule.fused_parts == 1 and self.size % self.num_shards == 0
+
+    def ranges(self, number: int) -> Iterator[tuple[int, int]]:
+        """Yield a shard's range in each fused part; beyond the end, that of the last row."""
+        for run in range(self.rule.fused_parts):
+            begin = run * (self.size // self.rule.fused_parts) + number * self.shard_size
+            yield min(begin, self.size - 1), min(begin + self.shard_size, self.size)
+
+    def row_indices(self, number: int) -> np.ndarray:
+        """Return a shard's indices, the same number for each shard: the last index is repeated."""
+        every = np.concatenate([np.arange(*some) for some in self.ranges(number)])
+        return np.pad(every, (0, self.shard_size * self.rule.fused_parts - every.size), mode="edge")
+
+    def take_shard(self, weight: Weight, number: int) -> Weight:
+        """Return one shard.
+
+        Raises:
+            ConfigError: if the weight's format cannot be sliced there; the message has path and
+                axes.
+        """
+        if self.num_shards == 1:  # any format, sliceable or not
+            return weight
+        leaf = as_weight(weight)
+        with _name_errors(self):
+            if self.rule.axis == 1:
+                ((begin, end),) = self.ranges(number)
+                return leaf.with_columns(begin, end)
+            return leaf.with_rows(self.row_indices(number))
+
+
+def plan_split(
+    path: str, shape: tuple[int, ...], rule: PartitionRule, axes: MeshSpec
+) -> TensorSplit:
+    """Plan the split of a parameter. Raises ConfigError for a size that is not divisible."""
+    size = shape[-1] if rule.axis or len(shape) == 1 else shape[-2]
+    parts = axes.num_shards(rule.axis_names)
+    if rule.kind != "vocabulary" and size % (parts * rule.fused_parts):
+        over = "x".join(rule.axis_names)
+        runs = f" in {rule.fused_parts} fused parts" if rule.fused_parts > 1 else ""
+        raise ConfigError(f"{path}: size {size}{runs} is not divisible by {over}={parts}")
+    return TensorSplit(path, rule, size, parts)
+
+
+class ParamSharder(ParamPlacer):
+    """Shards parameters over the devices of a mesh as they are read, by the partition rules."""
+
+    def __init__(
+        self, config: ModelConfig, axes: MeshSpec, exact: bool, layer_table: LayerTable
+    ) -> None:
+        """Store the rules' inputs. `layer_table` has the layer numbers of each stage."""
+        self._config, self._axes, self._exact = config, axes, exact
+        self._prefix, self._table = models.get_family(config.model_type).layers, layer_table
+
+    def is_local(self, path: str) -> bool:
+        return is_local(self._stage_mesh(path))
+
+    def place_weight(self, path: str, weight: Weight) -> Weight:
+        if not self.is_local(path):
+            return NotLocal()  # type: ignore[return-value]
+        split = find_rule(self._config, self._exact, path)
+        if isinstance(weight, LoraWeight):
+            return self._place_lora(
+                path, weight, split, self._shard_weight(path, strip_adapters(weight), split)
+            )
+        if isinstance(weight, WeightWrapper) and weight.allows_composite:
+            return self._shard_nested(path, weight, split)
+        if split.is_expert_stack and self._axes.expert > 1:
+
+            def some(begin: int, end: int, mesh: Mesh) -> Weight:
+                return self._shard_weight(
+                    path, jax.tree.map(lambda x: x[begin:end], weight), split, mesh
+                )
+
+            return self._shard_experts(path, weight.shape[0], some)
+        return self._shard_weight(path, weight, split)
+
+    def place_adapter(self, path: str, weight: Weight) -> Weight:
+        if not isinstance(weight, LoraWeight):
+            return weight
+        if not self.is_local(path):
+            return NotLocal()  # type: ignore[return-value]
+        split = find_rule(self._config, self._exact, path)
+        return self._place_lora(path, weight, split, strip_adapters(weight))
+
+    def load_tensor(
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        sliceable_axes: tuple[int, ...],
+    ) -> Weight:
+        split = find_rule(self._config, self._exact, path)
+        if split is REPLICATED or split.axis not in sliceable_axes:
+            return self.place_weight(path, read(tensor))
+        if split.is_expert_stack and self._axes.expert > 1:
+
+            def some(begin: int, end: int, mesh: Mesh) -> Weight:
+                return self._read_shards(path, tensor.rows(begin, end), read, split, mesh)
+
+            return self._shard_experts(path, tensor.shape[0], some)
+        return self._read_shards(path, tensor, read, split, self._stage_mesh(path))
+
+    def _read_shards(
+        self,
+        path: str,
+        tensor: LazyTensor,
+        read: Callable[[LazyTensor], Weight],
+        split: PartitionRule,
+        mesh: Mesh,
+    ) -> Weight:
+        cut = plan_split(path, tensor.shape, split, self._axes)
+        stack = tensor.ndim == 3  # experts: rows are on the second axis
+
+        def share(number: int) -> Weight:
+            if split.axis == 1:
+                ((begin, end),) = cut.ranges(number)
+                return read(tensor.slice_columns(begin, end))
+            if stack:
+                return read(slice_stack_rows(tensor, *next(cut.ranges(number))))
+            made = read(concat_tensors([tensor.rows(*some) for some in cut.ranges(number)]))
+            missing = cut.shard_size * split.fused_parts - made.shape[0]
+            if not missing:
+                return made
+            index = np.minimum(np.arange(made.shape[0] + missing), made.shape[0] - 1)
+            found: Weight = as_weight(made).with_rows(index)
+            return found
+
+        return self._from_shards(cut, tensor.shape, share, mesh)
+
+    def _shard_experts(
+        self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]
+    ) -> Weight:
+        """Place whole experts on the devices that own them, then join them to one stack."""
+        own, mesh = count // self._axes.expert, self._stage_mesh(path)
+        owners = [submesh(mesh, EXPERT_AXIS, i) for i in range(self._axes.expert)]
+        parts = [some(i * own, (i + 1) * own, o) for i, o in enumerate(owners) if is_local(o)]
+        at = 1 if isinstance(parts[0], ShardList) else 0
+        joined: Weight = jax.tree.map(
+            lambda *arrays: concat_shards(arrays, mesh, EXPERT_AXIS, at),
+            *equalize_over_mesh(mesh, parts),
+        )
+        return joined
+
+    def finish(self, params: Params) -> Params:
+        """Stack the layers of all stages (see `pipeline.stack_stages`)."""
+        if len(self._table) == 1:
+            return params
+        return stack_stages(params, self._prefix, self._table, build_mesh(self._axes))
+
+    def _stage_mesh(self, path: str) -> Mesh:
+        """Return the devices that split a parameter: those of its stage."""
+        mesh, stage = build_mesh(self._axes), find_stage(path, self._prefix, self._table)
+        return mesh if stage is None or len(self._table) == 1 else submesh(mesh, AXIS, stage)
+
+    def _shard_weight(
+        self, path: str, weight: Weight, split: PartitionRule, mesh: Mesh | None = None
+    ) -> Weight:
+        mesh = mesh or self._stage_mesh(path)
+        if split is REPLICATED:
+            placed: Weight = jax.tree.map(partial(replicate, mesh), weight)
+            return placed
+        cut = plan_split(path, weight.shape, split, self._axes)
+        weight = to_host(weight) if is_multiprocess() else weight
+        return self._from_shards(cut, weight.shape, partial(cut.take_shard, weight), mesh)
+
+    def _from_shards(
+        self, cut: TensorSplit, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
+    ) -> Weight:
+        """Assemble a parameter of `shape` from its shards, which `take_shard` makes one by one."""
+        split, made = cut.rule, dict[int, Any]()
+
+        def get_shard(number: int) -> Any:
+            """Make each shard once: replicas ask for it one by one, in any order."""
+            if number not in made:
+                made[number] = share(number)
+            return made[number]
+
+        sharding = NamedSharding(mesh, P(split.axis_names))
+        here = sharding.addressable_devices_indices_map((cut.num_shards,)).values()
+        numbers = sorted({index[0].start or 0 for index in here if index})
+        if not isinstance(get_shard(numbers[0]), WeightBase) and cut.is_even:
+            at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
+            spec = block_spec(split, len(shape))
+
+            def block(index: Any) -> Any:
+                return get_shard((index[at].start or 0) // cut.shard_size)
+
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
+        made_here = [get_shard(i) for i in numbers]
+        shares = equalize_over_mesh(mesh, made_here)
+        pieces = [jax.tree.leaves(x) for x in shares]
+
+        def assemble_array(*mine: jax.Array) -> jax.Array:
+            def one(index: Any) -> Any:
+                return np.asarray(mine[numbers.index(index[0].start or 0)])[None]
+
+            shape = (cut.num_shards, *mine[0].shape)
+            return jax.make_array_from_callback(shape, sharding, one)
+
+        parts = jax.tree.unflatten(
+            jax.tree.structure(shares[0]),
+            [assemble_array(*mine) for mine in zip(*pieces, strict=True)],
+        )
+        return ShardList(parts, split.axis, split.fused_parts, cut.size)
+
+    def _shard_nested(self, path: str, weight: WeightWrapper, split: PartitionRule) -> Weight:
+        """Shard a wrapped weight and each of its extra arrays separately."""
+        if split.axis == 1 and self._axes.num_shards(split.axis_names) > 1:
+            cut = plan_split(path, weight.shape, split, self._axes)
+            for number in range(cut.num_shards):
+                ((begin, end),) = cut.ranges(number)
+                with _name_errors(cut):
+                    weight.check_columns(begin, end)
+        each = {"weight": weight.weight, **weight.extra_fields()}
+        found: Weight = weight.replace(  # type: ignore[attr-defined]
+            **{
+                name: self._shard_weight(
+                    f"{path}.{name}", x, nested_rule(weight, name, split), self._stage_mesh(path)
+                )
+                for name, x in each.items()
+            }
+        )
+        return found
+
+    def _place_lora(
+        self, path: str, weight: LoraWeight, split: PartitionRule, inner: Weight
+    ) -> LoraWeight:
+        """Shard an adapter's matrices beside `inner`, a weight that is already in place."""
+        measured = weight.magnitude is not None and weight.norm is None
+        known = weight.replace(norm=weight.norms()) if measured else weight
+        fields = {
+            name: self._shard_weight(f"{path}.{name}", x, role)
+            for name, role in lora_rules(known, split).items()
+            if (x := getattr(known, name)) is not None
+        }
+        if isinstance(weight.weight, LoraWeight):
+            inner = self._place_lora(path, weight.weight, split, inner)
+        adapted: LoraWeight = known.replace(weight=inner, **fields)
+        return adapted
+
+
+@contextlib.contextmanager
+def _name_errors(cut: TensorSplit) -> Iterator[None]:
+    """Prefix a ConfigError of the block with the parameter's path and the axes that split it."""
+    try:
+        yield
+    except ConfigError as error:
+        over = "x".join(cut.rule.axis_names)
+        raise ConfigError(f"{cut.path} over {over}={cut.num_shards}: {error}") from None
+
+
+def slice_stack_rows(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
+    """Slice the rows of each matrix in a stack `[E, O, I]`."""
+    experts, _, columns = stack.shape
+    shape = (experts, end - begin, columns)
+
+    def parts(rows: int) -> Iterator[np.ndarray]:
+        for number in range(experts):
+            matrix = stack.rows(number, number + 1).read()[0, begin:end]
+            yield from (matrix[at : at + rows] for at in range(0, len(matrix), rows))
+
+    def read() -> np.ndarray:
+        each = [stack.rows(i, i + 1).read()[0, begin:end] for i in range(experts)]
+        return np.stack(each)
+
+    return LazyTensor(stack.dtype, shape, read, stack.release, parts)
+
+
+def replicate(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Replicate an array on all devices."""
+    sharding = NamedSharding(mesh, P())
+    if not is_multiprocess():
+        return jax.device_put(x, sharding)
+    whole = np.asarray(to_host(x))
+    return jax.make_array_from_callback(x.shape, sharding, lambda _: whole)
+
+
+def block_spec(rule: PartitionRule, ndim: int) -> P:
+    """Return the spec of an array whose shards are blocks of it."""
+    if rule is REPLICATED:
+        return P()
+    at = ndim - (1 if rule.axis or ndim == 1 else 2)
+    before = [None] * at
+    if rule.is_expert_stack:
+        return P(EXPERT_AXIS, *before[1:], rule.axis_names)
+    return P(*before, rule.axis_names)
+
+
+def nested_rule(weight: WeightWrapper, name: str, rule: PartitionRule) -> PartitionRule:
+    """Return the rule for a field of a wrapper whose weight has the rule `rule`."""
+    return rule if name == "weight" or name in weight.sliced_fields else REPLICATED
+
+
+def lora_rules(weight: LoraWeight, rule: PartitionRule) -> dict[str, PartitionRule]:
+    """Return the rules for the arrays of an adapter whose weight has the rule `rule`."""
+    fields = dict.fromkeys(("a", "b", "scale", "magnitude", "norm", "owner"), REPLICATED)
+    if rule is REPLICATED:
+        return fields
+    if rule.axis == 1:
+        return {**fields, "a": rule}
+    if weight.site == "rows":  # its magnitude is per column
+        return {**fields, "b": rule}
+    several = weight.owner is not None  # magnitudes [n, O]
+    if several and rule.fused_parts > 1 and weight.magnitude is not None:
+        raise ConfigError(
+            "several DoRA adapters of a fused query, key and value matrix cannot be sharded. Load"
+            " only one of them"
+        )
+    vector = rule._replace(kind="row") if several else rule
+    return {**fields, "b": rule, "magnitude": vector, "norm": vector}
+
+
+def bytes_per_device(tree: Any) -> dict[int, int]:
+    """Return the bytes of a pytree's arrays on each local device, by device id."""
+    found: dict[int, int] = {}
+    for x in jax.tree.leaves(tree):
+        for shard in x.addressable_shards:
+            found[shard.device.id] = (
+                found.get(shard.device.id, 0)
+                + math.prod(shard.data.shape) * shard.data.dtype.itemsize
+            )
+    return found

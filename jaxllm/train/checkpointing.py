@@ -1,0 +1,185 @@
+"""Training checkpoints: a killed run resumes bit for bit from its saved state.
+
+One file holds the state between steps, and is replaced when the next one is complete. Its digest
+covers the model, the data and the settings: a run with others does not find it. The settings in
+`CHANGEABLE` may differ: a run can be prolonged, or resumed at a lower rate. With several processes
+the first one holds the file; arrays are gathered and broadcast one at a time.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm import __version__
+from jaxllm.cache.files import fingerprint
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.errors import CheckpointError
+from jaxllm.runtime.multihost import broadcast_array, broadcast_from_zero, to_host
+from jaxllm.train.partition import TrainedParams
+from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.step import Setup, TrainState
+from jaxllm.weights.lazy_gather import LazyWeight, load_weight, peek_weight
+from jaxllm.weights.paths import Params, ShardedModelBase, list_arrays
+
+_STATE, _BEST = "state", "best"
+_PREVIOUS = "earlier"  # the state before the last one, until a step from the last one was finite
+
+
+# Settings that a resumed run may change; the state of a step does not depend on them.
+CHANGEABLE = frozenset({"steps", "lr", "eval_steps", "save_steps", "patience"})
+_MAX_SHOWN = 40  # characters of a setting that a message shows
+
+
+def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]:
+    """Return the settings that a run depends on, by name, as text.
+
+    Args:
+      setup: its model is taken without its mesh, since a state can be resumed on any mesh.
+      plan: a `loop.Plan`. Like the optimizer it is compared field by field.
+      extra: other settings by name, such as the digests of the data.
+    """
+    model = setup.model.unsharded() if isinstance(setup.model, ShardedModelBase) else setup.model
+    named = {"model": model, "objective": setup.objective, "constraint": setup.constraint}
+    named["optimizer"] = type(setup.optimizer).__name__
+    named["keep_best"] = plan.patience is not None
+    for part in (setup.optimizer, plan):
+        assert dataclasses.is_dataclass(part), "an optimizer is compared field by field"
+        named |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    return {"version": __version__} | {name: repr(value) for name, value in (named | extra).items()}
+
+
+def open_journal(
+    params: Params, extra_inputs: Any, settings: Mapping[str, str], directory: Path
+) -> Journal:
+    """Return the journal of a run's states. Reads all weights once.
+
+    Args:
+      params, given: the parameters at the start, and the arrays of the objective. settings: as
+      `collect_settings` returns them; those in `CHANGEABLE` are not part of the digest.
+      directory: holds the files.
+    """
+    fixed = [f"{name}={value}" for name, value in settings.items() if name not in CHANGEABLE]
+    parts = [fingerprint(params), fingerprint({"given": extra_inputs}), *fixed]
+    return Journal(directory, hashlib.sha256("\n".join(parts).encode()).hexdigest())
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: bool) -> list[str]:
+    """Return the changed settings as text: those in `CHANGEABLE`, or the others."""
+    found = []
+    for name in (n for n in {**old, **new} if (n in CHANGEABLE) == changeable):
+        pair = old.get(name, "missing"), new.get(name, "missing")
+        if pair[0] != pair[1]:
+            short = max(map(len, pair)) <= _MAX_SHOWN
+            found.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
+    return found
+
+
+def check_unused(journal: Journal, settings: Mapping[str, str]) -> None:
+    """Raise CheckpointError if the directory holds the state of a run with other settings."""
+
+    def list_differences() -> str:
+        if not journal.part_paths():
+            return ""
+        there = (journal.facts(_STATE) or {}).get("settings")
+        what = (
+            differences(there, settings, changeable=False)
+            if there
+            else ["its file is not readable"]
+        )
+        return "; ".join(what or ["the weights at the start differ"])
+
+    if what := broadcast_from_zero(list_differences):
+        raise CheckpointError(
+            f"{journal.directory} holds the state of another run: {what}. Use the same settings"
+            f" (only {', '.join(sorted(CHANGEABLE))} may change), write elsewhere, or remove it."
+        )
+
+
+def save_state(
+    journal: Journal, state: TrainState, facts: dict[str, Any], layout: StateLayout
+) -> None:
+    """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
+
+    The previous state stays until `drop_previous` or `restore_previous`.
+    """
+    journal.move(_STATE, _PREVIOUS)
+    floats, whole = {}, {}
+    for path, array in list_arrays(layout.map_trained(layout.gather_lazy, state))[0]:
+        if jnp.issubdtype(peek_weight(array).dtype, jnp.floating):
+            floats[path] = array
+        else:  # counters
+            whole[path] = np.asarray(to_host(load_weight(array))).tolist()
+    journal.put(_STATE, floats, {**facts, "whole": whole})
+
+
+def drop_previous(journal: Journal) -> None:
+    """Remove the previous state: a step from the last one was finite."""
+    journal.remove(_PREVIOUS)
+
+
+def restore_previous(journal: Journal) -> None:
+    """Replace the last state by the previous one: no learning rate makes its next step finite."""
+    if not journal.move(_PREVIOUS, _STATE):
+        journal.remove(_STATE)
+
+
+def load_state(
+    journal: Journal, template: TrainState, layout: StateLayout
+) -> tuple[TrainState, dict[str, Any]] | None:
+    """Load the saved state and its facts; None if there is none.
+
+    template: a state with the same shapes and shardings.
+    """
+    found = _load_arrays(journal, _STATE) or _load_arrays(journal, _PREVIOUS)
+    if found is None:
+        return None
+    floats, facts = found
+    whole = facts.pop("whole")
+    named, structure = list_arrays(layout.map_trained(layout.template, template))
+    arrays = [floats[path] if path in floats else np.asarray(whole[path]) for path, _ in named]
+    there: TrainState = jax.tree.unflatten(structure, arrays)
+    return layout.shard(there, template), facts
+
+
+def save_best(journal: Journal, trained: TrainedParams, layout: StateLayout) -> None:
+    """Save the best trained arrays so far."""
+    journal.put(_BEST, layout.gather_lazy(trained))
+
+
+def load_best(journal: Journal, template: TrainState, layout: StateLayout) -> TrainedParams | None:
+    """Load the best trained arrays; None if none are saved."""
+    found = _load_arrays(journal, _BEST)
+    return None if found is None else layout.shard(found[0], template.trained)
+
+
+def _load_arrays(journal: Journal, key: str) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
+    """Return the arrays in the first process's file, to be read by all processes together, and the
+    facts; None if there is no file.
+    """
+    there: dict[str, Any] = {}
+
+    def describe_arrays() -> str:
+        if (found := journal.open_tensors(key)) is None:
+            return "null"
+        there.update(found[0])
+        forms = {name: (x.shape, x.dtype.name) for name, x in there.items()}
+        return json.dumps((forms, found[1].facts))
+
+    about = json.loads(broadcast_from_zero(describe_arrays))
+    if about is None:
+        return None
+    forms = {name: jax.ShapeDtypeStruct(*form) for name, form in about[0].items()}
+
+    def read(name: str) -> np.ndarray:
+        form = forms[name]
+        return broadcast_array(there[name].read() if there else np.zeros(form.shape, form.dtype))
+
+    return {name: LazyWeight(partial(read, name), form) for name, form in forms.items()}, about[1]

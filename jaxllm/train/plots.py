@@ -1,0 +1,51 @@
+"""A plot of the losses of a run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxllm.files import atomic_file
+from jaxllm.train.loop import StepRecord
+
+SMOOTHING = 20  # the moving mean is over one SHARE-th of the steps
+
+
+def plot(records: Sequence[StepRecord], initial_loss: float | None, path: Path, title: str) -> None:
+    """Write a PNG file: the loss of each step, its moving mean, and the validation loss.
+
+    initial_loss: validation loss before the first step. Raises CheckpointError if the file cannot
+    be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    steps, losses = [r.step for r in records], [r.loss for r in records]
+    held = [(r.step, r.held_out) for r in records if r.held_out is not None]
+    held = held if initial_loss is None else [(0, initial_loss), *held]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    width = len(losses) // SMOOTHING | 1  # odd, so that the window is symmetric
+    noisy = width > 1
+    axes.plot(
+        steps, losses, color="tab:blue", linewidth=1, label="training loss",
+        alpha=0.5 if noisy else 1.0, marker="o" if len(losses) == 1 else None,
+    )  # fmt: skip
+    if noisy:
+        axes.plot(steps, moving_mean(losses, width), color="navy", label=f"mean over {width} steps")
+    if held:
+        axes.plot(*zip(*held, strict=True), "o-", color="tab:orange", label="validation loss")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def moving_mean(values: Sequence[float], width: int) -> list[float]:
+    """Return the centered moving mean. Near the ends the window shrinks and stays symmetric."""
+    found, last = [], len(values) - 1
+    for at in range(len(values)):
+        reach = min(width // 2, at, last - at)
+        near = values[at - reach : at + reach + 1]
+        found.append(sum(near) / len(near))
+    return found

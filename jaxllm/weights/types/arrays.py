@@ -1,0 +1,178 @@
+"""Plain arrays as weights: float32, bfloat16, float16."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.ops import native
+from jaxllm.weights.types.base import (
+    PartialShape,
+    ReadBlocks,
+    WeightBase,
+    concat_matrices,
+    fill_arrays,
+    nan_out_of_range,
+    take_rows,
+    to_device,
+)
+
+V = TypeVar("V")
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+_KINDS = {
+    jnp.dtype(jnp.float32): native.Kind.FLOAT32,
+    jnp.dtype(jnp.bfloat16): native.Kind.BFLOAT16,
+    jnp.dtype(jnp.float16): native.Kind.FLOAT16,
+}
+
+
+class DenseWeight(WeightBase):
+    """An array as a weight object: never stored as a parameter, only made by `as_weight`."""
+
+    has_kernels = True
+
+    def __init__(self, array: jax.Array) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    @property
+    def format(self) -> str:
+        return str(jnp.dtype(self.dtype))
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        return self.array if dtype is None else self.array.astype(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return _take_rows(self.array, index)
+
+    def matmul(self, x_RI: jax.Array) -> jax.Array:
+        if x_RI.shape[0] == 1 and self.dtype == jnp.bfloat16:
+            y: jax.Array = jax.lax.platform_dependent(
+                x_RI, self.array, cpu=_multiply_row, default=matmul
+            )
+            return y
+        return matmul(x_RI, self.array)
+
+    def native_matrix(self) -> native.Matrix:
+        return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])
+
+    def arrays(self) -> dict[str, jax.Array]:
+        return {"": self.array}
+
+    def with_rows(self, index: np.ndarray) -> jax.Array:
+        return self.array[index] if self.ndim == 1 else take_rows(self.array, index)
+
+    def with_columns(self, begin: int, end: int) -> jax.Array:
+        return self.array[..., begin:end]
+
+    def concatenate(self, appended: Sequence["DenseWeight"], axis: int) -> jax.Array:
+        arrays = [self.array, *(x.array for x in appended)]
+        return jnp.concatenate(arrays) if self.ndim == 1 else concat_matrices(arrays, axis)
+
+
+def as_weight(weight: jax.Array | WeightBase) -> WeightBase:
+    """Return any weight as a `WeightBase`, arrays too."""
+    return weight if isinstance(weight, WeightBase) else DenseWeight(weight)
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatFormat:
+    """A floating-point format."""
+
+    name: str
+
+    @property
+    def lossless_dtype(self) -> str:
+        return self.name
+
+    def quantize(self, array: jax.Array) -> jax.Array:
+        return array.astype(DTYPES[self.name])
+
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> jax.Array:
+        def make(block: np.ndarray) -> list[Any]:
+            as_it_is = self.name in ("float32", block.dtype.name)  # numpy widens in the copy
+            return [block if as_it_is else self.quantize(jax.device_put(block, may_alias=True))]
+
+        return to_device(fill_arrays({"": (shape, DTYPES[self.name])}, blocks(), make))[""]
+
+    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
+        return {"": (shape, DTYPES[self.name])}
+
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Any:
+        return arrays[""]
+
+    def from_file(
+        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
+    ) -> jax.Array:
+        return to_device(arrays)[""]
+
+
+def parse(name: str) -> FloatFormat | None:
+    """Parse `float32`, `bfloat16` or `float16`; None for other names."""
+    return FloatFormat(name) if name in DTYPES else None
+
+
+def matmul(x_RI: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """Return `x @ weight.T`, float32 `[R, O]`; different dtypes are widened to float32."""
+    if x_RI.dtype != weight_OI.dtype:
+        x_RI, weight_OI = x_RI.astype(jnp.float32), weight_OI.astype(jnp.float32)
+    return jax.lax.dot_general(
+        x_RI, weight_OI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def _multiply_row(x_1I: jax.Array, weight_OI: jax.Array) -> jax.Array:
+    """Multiply one row: XLA:CPU fuses widening with a sum, but not with a dot product."""
+    return (weight_OI.astype(jnp.float32) * x_1I.astype(jnp.float32)).sum(axis=1)[None]
+
+
+@jax.custom_jvp
+def _take_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+    """Take rows natively on a CPU: in a loop, XLA would widen a whole table of 16-bit floats."""
+    if not native.is_enabled():
+        return _take_rows_jax(weight_VD, token_BT)
+
+    def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
+        return nan_out_of_range(taken, token_BT, weight_VD.shape[0])
+
+    rows: jax.Array = jax.lax.platform_dependent(
+        weight_VD, token_BT, cpu=kernel, default=_take_rows_jax
+    )
+    return rows
+
+
+@_take_rows.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    slope = tangents[0].at[primals[1]]
+    return _take_rows(*primals), slope.get(mode="fill", wrap_negative_indices=False)
+
+
+def _take_rows_jax(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
+    return weight_VD.at[token_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def add_dependency(x: jax.Array, weight: V) -> V:
+    """Make a weight depend on `x`, of two axes, so that nothing is computed from it before `x`.
+
+    XLA's CPU compiler drops optimization barriers before it schedules. A zero that it cannot prove
+    to be zero stays, and is added instead.
+    """
+    zero = x[:1, :1].astype(jnp.float32).sum() * 0
+    later: V = jax.tree.map(lambda piece: piece + zero.astype(piece.dtype), weight)
+    return later

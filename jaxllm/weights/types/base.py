@@ -1,0 +1,251 @@
+"""The base class of weights, and the protocol of their formats.
+
+A weight stands for an array `[..., O, I]`: a matrix, or a stack of them. Products take one matrix;
+use `jax.vmap` for a stack.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.ops.native import Matrix
+from jaxllm.weights.safetensors import empty_aligned
+
+PartialShape = tuple[int | None, ...]  # None: of any size
+ReadBlocks = Callable[[], Iterable[np.ndarray]]  # each call starts at the first block
+LinearFn = Callable[[jax.Array, Any], jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
+V = TypeVar("V")
+BLOCK_ROWS = 512  # rows of a block, which is quantized at once
+
+
+class WeightBase:
+    """A weight in a storage format: a frozen pytree of arrays."""
+
+    supports_int8_inputs = False  # whether `Precision.int8_inputs` applies to products with it
+    is_composite = False  # whether it is made of other weights, and multiplies by `apply_with`
+    trainable_fields: ClassVar[
+        tuple[str, ...]
+    ] = ()  # fields that training can change, but for integers
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether native kernels support it (`native_matrix`); if not, `matmul` is always used."""
+        return False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., O, I]`."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype that `to_dense` returns by default."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of weights that it stands for."""
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(int(x.nbytes) for x in jax.tree.leaves(self))
+
+    @property
+    def format(self) -> str:
+        """The full name of its format."""
+        raise NotImplementedError
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        """Return the weights as an array of `shape`."""
+        raise NotImplementedError
+
+    def take(self, index: jax.Array) -> jax.Array:
+        """Return rows of a matrix by index, `[..., I]`; NaN for an index outside of it."""
+        raise NotImplementedError
+
+    def matmul(self, x_RI: jax.Array) -> jax.Array:
+        """Return `x @ weight.T` in plain JAX, float32 `[R, O]`; it defines all other paths."""
+        raise NotImplementedError
+
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
+        """Return `x @ weight.T`, float32 `[R, O]`; `linear` multiplies the parts of a composite."""
+        raise NotImplementedError
+
+    def for_training_step(self, key: jax.Array, step: jax.Array) -> "WeightBase":
+        """Return the weight as training step `step` uses it. `key` is for random draws."""
+        return self
+
+    def supports_gpu_kernel(self, x_RI: jax.Array) -> bool:
+        """Return whether `gpu_matmul` supports these inputs."""
+        return False
+
+    def gpu_matmul(self, x_RI: jax.Array) -> jax.Array:
+        """Return the same product, by a kernel for GPUs."""
+        raise NotImplementedError
+
+    def native_matrix(self) -> Matrix:
+        """Return the arrays as the native kernels take them, if they support this type."""
+        raise NotImplementedError
+
+    def split_scale(self, dtype: Any) -> tuple[Matrix, jax.Array | None]:
+        """Return a matrix for the kernels to dequantize, and a factor `[O]` of its product."""
+        return self.native_matrix(), None
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return its arrays by name, as a file stores them."""
+        raise NotImplementedError
+
+    def with_rows(self, index: np.ndarray) -> Any:
+        """Take the rows `index` `[n]`, in this order; their values stay, bit for bit.
+
+        Raises:
+            ConfigError: if rows cannot be sliced.
+        """
+        raise ConfigError(f"rows of {self.format} cannot be sliced")
+
+    def with_columns(self, begin: int, end: int) -> Any:
+        """Take the columns from `begin` to before `end`, likewise.
+
+        Raises:
+            ConfigError: if columns cannot be sliced there, for example inside a group.
+        """
+        raise ConfigError(f"columns of {self.format} cannot be sliced")
+
+    def concatenate(self, appended: Sequence[Any], axis: int) -> Any:
+        """Concatenate it and the weights `appended` it, along rows (axis 0) or columns (axis 1).
+
+        This inverts `with_rows` and `with_columns`, bit for bit.
+
+        Raises:
+            ConfigError: if they cannot be concatenated.
+        """
+        raise ConfigError(f"parts of {self.format} cannot be concatenated")
+
+
+class Format(Protocol):
+    """A weight format: makes weights from numbers or from a file.
+
+    `lossless_dtype` is the dtype that holds all its values exactly, for use when it is dequantized.
+    """
+
+    @property
+    def name(self) -> str:
+        """The full name."""
+        ...
+
+    @property
+    def lossless_dtype(self) -> str: ...
+
+    def quantize(self, array: jax.Array) -> Any:
+        """Quantize an array `[..., O, I]`. Raises ConfigError if the format cannot hold it."""
+        ...
+
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> Any:
+        """Quantize blocks `[n, I]` of the rows of a matrix of `shape`, to the bits of `quantize`.
+
+        Memory besides the result: one block.
+        """
+        ...
+
+    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
+        """Return the shape and dtype of each array of a weight of `shape`."""
+        ...
+
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Any:
+        """Return the weight of `shape` with these arrays; nothing is checked."""
+        ...
+
+    def from_file(self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]) -> Any:
+        """Return the weight at `path` with these arrays from a file, whose shapes were checked.
+
+        Raises:
+            CheckpointError: for invalid values: kernels trust them.
+        """
+        ...
+
+
+def nan_out_of_range(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
+    """Return rows `[N, D]`, taken by `index`, as `[..., D]`; NaN for an index beyond `count`.
+
+    An index that only the device sees cannot raise; NaN makes it visible.
+    """
+    inside = ((index >= 0) & (index < count)).reshape(-1, 1)
+    return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
+
+
+def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> None:
+    """Raise CheckpointError if one of the named arrays of the weight at `path` is not finite."""
+    for name in names:
+        if not np.isfinite(pieces[name].astype(np.float32)).all():
+            raise CheckpointError(f"{path}{name} holds NaN or infinity")
+
+
+def to_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Put arrays on the device, without a copy if possible."""
+    return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
+
+
+def fill_arrays(
+    specs: Mapping[str, tuple[tuple[int, ...], Any]],
+    blocks: Iterable[np.ndarray],
+    make: Callable[[Any], Iterable[Any]],
+) -> dict[str, np.ndarray]:
+    """Fill arrays of the shapes and dtypes `specs` with what `quantize` returns for each block.
+
+    Args:
+        make: returns the rows of each array, in order. They are copied before the next block is
+            read.
+    """
+    pieces = {name: empty_aligned(shape, dtype) for name, (shape, dtype) in specs.items()}
+    rows = [piece.reshape(-1, piece.shape[-1] if piece.ndim else 1) for piece in pieces.values()]
+    done = 0
+    for block in blocks:
+        for piece, part in zip(rows, make(block), strict=True):
+            piece[done : done + len(block)] = part
+        done += len(block)
+    return pieces
+
+
+def take_rows(tree: V, index: np.ndarray) -> V:
+    """Take rows from arrays `[..., O, X]`."""
+    taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
+    return taken
+
+
+def concat_matrices(parts: Sequence[V], axis: int = 0) -> V:
+    """Concatenate arrays `[..., O, X]` along their rows (axis 0) or columns (axis 1)."""
+    whole: V = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis - 2), *parts)
+    return whole
+
+
+def pad_groups(x_OG: jax.Array, groups: int) -> jax.Array:
+    """Pad an array `[..., O, G]` with one entry per group to `groups` groups, with 0."""
+    return jnp.pad(x_OG, [*[(0, 0)] * (x_OG.ndim - 1), (0, groups - x_OG.shape[-1])])
+
+
+def group_slice(name: str, begin: int, end: int, columns: int, group: int) -> slice:
+    """Return the groups of the columns from `begin` to before `end`; a row's last may be short.
+
+    Raises:
+        ConfigError: if that would split a group.
+    """
+    if begin % group or (end % group and end != columns):
+        raise ConfigError(
+            f"columns {begin} to {end} of {name} would split a group of {group} columns"
+        )
+    return slice(begin // group, -(-end // group))
+
+
+def round_up(n: int, to: int) -> int:
+    """Round `n` up to a multiple of `to`."""
+    return -(-n // to) * to

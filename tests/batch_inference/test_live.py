@@ -1,0 +1,124 @@
+"""Requests from many threads and tasks share one batch; each hears its own text, piece by piece."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxllm
+from jaxllm.batch_inference.server import BackgroundServer
+from jaxllm.errors import SamplingError
+from jaxllm.generation.completion import Completion
+
+
+@pytest.fixture(scope="module")
+def lm(shallow: Callable[[str], Path]) -> Any:
+    return jaxllm.load(shallow("llama"))
+
+
+@pytest.fixture
+def live(lm: Any) -> Iterator[BackgroundServer]:
+    live = BackgroundServer(lm, rows=2, capacity=200)
+    yield live
+    live.close()
+
+
+PROMPTS = ["Once upon a time", "One day", "The cat", "There was"]
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+
+
+async def heard(live: BackgroundServer, prompt: str, **options: Any) -> list[Any]:
+    return [item async for item in live.stream({"prompt": prompt, **OPTIONS, **options})]
+
+
+def test_each_hears_the_text_that_it_would_have_alone(lm: Any, live: BackgroundServer) -> None:
+    async def all_at_once() -> list[list[Any]]:
+        return await asyncio.gather(*(heard(live, prompt) for prompt in PROMPTS))
+
+    for prompt, items in zip(PROMPTS, asyncio.run(all_at_once()), strict=True):
+        *pieces, whole = items
+        alone = lm.generate(prompt, **OPTIONS)
+        assert isinstance(whole, Completion)
+        assert whole.tokens == alone.tokens
+        assert "".join(pieces) == whole.text == alone.text
+        assert len(pieces) > 3
+    future = live.submit({"prompt": PROMPTS[0], **OPTIONS})
+    assert future.result().text == lm.generate(PROMPTS[0], **OPTIONS).text
+
+
+def test_a_stop_string_is_not_heard(lm: Any, live: BackgroundServer) -> None:
+    whole = lm.generate(PROMPTS[0], **OPTIONS).text
+    stop = whole[10:13]
+    *pieces, last = asyncio.run(heard(live, PROMPTS[0], stop_strings=[stop]))
+    assert "".join(pieces) == last.text == whole[: whole.index(stop)]
+
+
+def test_a_wrong_request_concerns_nobody_else(lm: Any, live: BackgroundServer) -> None:
+    bad = live.submit({"prompt": "x", "temperature": -1})
+    good = live.submit({"prompt": "One day", **OPTIONS})
+    with pytest.raises(SamplingError, match="temperature"):
+        bad.result()
+    assert good.result().tokens == lm.generate("One day", **OPTIONS).tokens
+
+
+def test_who_leaves_frees_the_row(live: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    futures, submit = [], live.submit
+
+    def noted(request: Any) -> Any:
+        futures.append(submit(request))
+        return futures[-1]
+
+    monkeypatch.setattr(live, "submit", noted)
+
+    async def leaves() -> None:
+        pieces = live.stream({"prompt": "Once", "max_new_tokens": 180, "min_new_tokens": 180})
+        assert await anext(pieces)
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leaves())
+    assert futures[0].result().finish_reason == "cancelled"
+    assert live.submit({"prompt": "One day", **OPTIONS}).result().finish_reason == "length"
+
+
+def test_text_for_a_closed_loop_is_dropped(
+    live: BackgroundServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that ends after a listener left still has text for it."""
+    asked: list[Any] = []
+
+    def noted(request: Any) -> Future[Completion]:
+        asked.append(request)
+        request["on_text"]("Once")
+        return Future()
+
+    monkeypatch.setattr(live, "submit", noted)
+
+    async def leaves() -> None:
+        pieces = live.stream({"prompt": "Once", **OPTIONS})
+        assert await anext(pieces) == "Once"
+        await pieces.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(leaves())
+    asked[0]["on_text"](" upon")
+    assert asked[0]["is_cancelled"]()
+
+
+def test_a_closed_or_broken_model_says_so(lm: Any) -> None:
+    live = BackgroundServer(lm, rows=1, capacity=64)
+    last = live.submit({"prompt": "One day", **OPTIONS})
+    live.close()
+    assert last.result().tokens
+    with pytest.raises(RuntimeError, match="closed"):
+        live.submit({"prompt": "One day"}).result()
+
+    def broken(text: str) -> None:
+        raise OSError("the listener is broken")
+
+    live = BackgroundServer(lm, rows=1, capacity=64)
+    with pytest.raises(RuntimeError, match="the model ended: OSError"):
+        live.submit({"prompt": "One day", **OPTIONS, "on_text": broken}).result()
+    with pytest.raises(RuntimeError, match="the model ended"):
+        live.submit({"prompt": "One day"}).result()

@@ -1,0 +1,164 @@
+"""Ray Data gives what processes give; behind Ray Serve requests share a batch, and stream."""
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jaxllm
+from jaxllm.batch_inference.deployment import build
+from jaxllm.batch_inference.job import BatchJob
+from jaxllm.batch_inference.processes import InProcessWorkers
+from jaxllm.batch_inference.ray_data import RayWorkers, connect_ray
+from jaxllm.batch_inference.rows import read_lines
+from jaxllm.batch_inference.runner import run_job
+from jaxllm.errors import ConfigError
+from tests.batch_inference.loads import KILLER, ONCE, OPTIONS, RAISER, fragile
+from tests.conftest import ROOT
+from tests.twins import save_random
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, of files and of what it deprecates
+]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """A Ray of the test's own, whose workers find the tests."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxllm[ray]'")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
+    found, own = connect_ray("local", 3)
+    assert own
+    yield found
+    found.shutdown()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
+    return directory
+
+
+@pytest.mark.parametrize("task", ["generate", "score", "embed"])
+def test_actors_answer_what_this_process_answers(
+    task: str, ray: Any, model: Path, tmp_path: Path
+) -> None:
+    rows = read_lines([json.dumps([5 + n] * (1 + n % 5)) for n in range(20)] + ["{", "[999999]"])
+    job = BatchJob(task=task, options=OPTIONS if task == "generate" else {}, rows=2, group=3)
+    load = partial(jaxllm.load, model, show_progress=False)
+    assert run_job(rows, job, RayWorkers(load, 2), tmp_path / "ray.jsonl") == (22, 2)
+    run_job(rows, job, InProcessWorkers(load), tmp_path / "here.jsonl")
+    found, expected = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("ray", "here")
+    )
+    for one, other in zip(found, expected, strict=True):
+        for column in ("logprobs", "logprob", "embedding"):  # this process has other threads
+            assert one.pop(column, 0) == pytest.approx(other.pop(column, 0), abs=1e-5)
+        assert one == other
+
+
+def test_actors_that_end_are_replaced_and_rows_that_end_them_fail(
+    ray: Any, model: Path, tmp_path: Path
+) -> None:
+    prompts = [[5 + n, 6] for n in range(12)]
+    prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
+    rows = read_lines(map(json.dumps, prompts))
+    job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
+    assert run_job(rows, job, RayWorkers(partial(fragile, model), 2), tmp_path / "out") == (12, 2)
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
+    assert answers[9]["error"] == "line 10: MemoryError: no room"
+    lm = jaxllm.load(model)
+    for n in set(range(12)) - {5, 9}:
+        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": answers[n]["seed"]})
+        assert answers[n]["tokens"] == alone.tokens
+
+
+def test_what_is_wrong_with_the_model_is_said(ray: Any, tmp_path: Path) -> None:
+    job = BatchJob(task="generate", options=OPTIONS)
+    load = partial(jaxllm.load, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="nowhere"):
+        run_job(read_lines(["[5]"]), job, RayWorkers(load, 1), tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def url(ray: Any) -> Iterator[str]:
+    from ray import serve
+
+    port = 18_423
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(build({"model": "demo:llama", "rows": "4"}), name="jaxllm", route_prefix="/")
+    yield f"http://127.0.0.1:{port}/"
+    serve.shutdown()
+
+
+def ask(url: str, request: Any) -> tuple[int, list[Any], int]:
+    """The status, the lines of the answer, and in how many pieces they came."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    asked = urllib.request.Request(url, json.dumps(request).encode())
+    try:
+        with opener.open(asked, timeout=300) as response:
+            pieces = list(iter(lambda: response.read1(), b""))
+            lines = b"".join(pieces).splitlines()
+            return response.status, [json.loads(line) for line in lines], len(pieces)
+    except urllib.error.HTTPError as error:
+        return error.code, [json.loads(error.read())], 1
+
+
+def test_requests_share_a_batch_and_stream(url: str) -> None:
+    lm = jaxllm.load("demo:llama")
+    prompts = ["Once upon a time", "One day", "The cat", "There was", "A boy", "Mom"]
+    options = {"max_new_tokens": 30, "temperature": 0.9}
+    requests = [
+        {"prompt": prompt, **options, "seed": n, "stream": n % 2 == 0}
+        for n, prompt in enumerate(prompts)
+    ]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        answers = list(threads.map(partial(ask, url), requests))
+    for n, (status, (*pieces, whole), count) in enumerate(answers):
+        alone = lm.generate(prompts[n], **options, seed=n)
+        assert status == 200
+        assert whole["text"] == alone.text
+        assert whole["tokens"] == alone.tokens
+        assert whole["finish_reason"] == alone.finish_reason
+        if n % 2 == 0:
+            assert "".join(piece["text"] for piece in pieces) == alone.text
+            assert count > 3
+        else:
+            assert pieces == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"prompt": "x", "temperature": -1}, "temperature must be"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": "x", "on_text": 1}, "no on_text"),
+        ([1], "an object with a prompt"),
+    ],
+)
+def test_wrong_requests_are_answered_by_name(url: str, request_: Any, said: str) -> None:
+    status, (answer,), _ = ask(url, request_)
+    assert status == 400
+    assert said in answer["error"]
+
+
+def test_arguments_of_the_deployment_are_checked(ray: Any) -> None:
+    with pytest.raises(ConfigError, match="no argument modle: did you mean model"):
+        build({"modle": "demo:llama"})
+    with pytest.raises(ConfigError, match="whole numbers"):
+        build({"rows": "many"})

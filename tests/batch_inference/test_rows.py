@@ -1,0 +1,223 @@
+"""Rows in, answers out: JSON lines and Parquet, and what cannot be read has its error in place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import jaxllm
+from jaxllm.batch_inference.job import BatchJob, row_seed
+from jaxllm.batch_inference.processes import InProcessWorkers
+from jaxllm.batch_inference.rows import Row, read_lines, read_rows
+from jaxllm.batch_inference.runner import run_job, stream
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import split_lines
+from jaxllm.generation import embeddings
+from tests.twins import save_random
+
+LINES = [
+    '{"prompt": [5], "id": 1}',
+    '{"prompt": [6]}',  # whose id is 2 by default
+    "[" * 100_000,
+    '{"prompt": [5], "seed": ' + "9" * 5000 + "}",
+    '{"prompt": [5], "id": [1]}',
+    '{"prompt": [5], "stop_strings": 5}',
+    '{"prompt": [5], "eos_token_id": 1.5}',
+    '{"prompt": [5], "eos_token_id": "12"}',
+    '{"prompt": [5], "num_return_sequences": 1000000000}',
+    '{"prompt": [5], "max_new_tokens": 1e300}',
+    '{"prompt": [5], "cache": {}}',
+    '{"prompt": [5], "overflow": []}',
+    '{"prompt": [1000000000000000000000000000000]}',
+    '{"prompt": {"a": 1}}',
+    '{"prompt": [5], "is_cancelled": true}',
+    '{"prompt": [5], "on_text": true}',
+    '{"prompt": [5], "seed": "random"}',
+    '{"prompt": "\\ud800"}',
+    "null",
+    "5",
+    "",
+    "[7, 8]",
+]
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("models") / "m"
+    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
+    return jaxllm.load(directory)
+
+
+def job(task: str = "generate", **changes: Any) -> BatchJob:
+    options = {"max_new_tokens": 3} if task == "generate" else {}
+    return BatchJob(**{"task": task, "options": options, "rows": 2, "group": 8, **changes})
+
+
+def test_a_bad_line_stops_nobody_else(lm: Any) -> None:
+    found = list(stream(read_lines(LINES), job(), InProcessWorkers(lambda: lm)))
+    assert [a["line"] for a in found] == [*range(1, 21), 22]
+    answered = {a["line"]: a for a in found if "error" not in a}
+    assert set(answered) == {1, 2, 5, 22}
+    for line, prompt, name in ((1, [5], 1), (2, [6], 2), (5, [5], [1]), (22, [7, 8], 22)):
+        assert answered[line]["tokens"] == lm.generate(prompt, max_new_tokens=3).tokens
+        assert answered[line]["id"] == name
+
+
+def test_a_row_draws_with_the_seed_of_its_id_or_its_own(lm: Any) -> None:
+    lines = ['{"prompt": [5], "id": "a"}', '{"prompt": [5]}', '{"prompt": [5], "seed": 7}']
+    options = {"max_new_tokens": 5, "temperature": 1.5, "seed": 3}
+    found = list(stream(read_lines(lines), job(options=options), InProcessWorkers(lambda: lm)))
+    assert [a["seed"] for a in found] == [row_seed(3, "a"), row_seed(3, 2), 7]
+    assert len({row_seed(3, 1), row_seed(3, "1"), row_seed(4, 1), row_seed(31, None)}) == 4
+    for a in found:
+        alone = lm.generate([5], max_new_tokens=5, temperature=1.5, seed=a["seed"])
+        assert a["tokens"] == alone.tokens
+
+
+SEPARATORS = "\u2028\u2029\x85\v\f"
+
+
+def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
+    """Separators that JSON strings may hold as they are do not end a row."""
+    texts = [f"one{c}two" for c in "\u2028\u2029\x85"]
+    lines = [json.dumps(text, ensure_ascii=False) for text in texts]
+    assert split_lines(f"a{SEPARATORS}b\r\nc\n") == [f"a{SEPARATORS}b", "c"]
+    for end in ("\n", "\r\n"):
+        file = tmp_path / "rows.jsonl"
+        file.write_bytes("".join(line + end for line in lines).encode())
+        rows = read_rows(file)
+        assert [row.request["prompt"] for row in rows] == texts
+        assert [(row.line, row.id) for row in rows] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_a_prompt_of_another_kind_is_named() -> None:
+    rows = read_lines(['{"prompt": 5}', '{"prompt": null}', '{"text": "x"}'])
+    assert rows[0].complaint == ("line 1: prompt must be a text or a list of token ids, got 5")
+    assert [row.complaint for row in rows[1:]] == ["line 2 has no prompt", "line 3 has no prompt"]
+
+
+def test_rows_of_one_id_draw_by_themselves(lm: Any) -> None:
+    """Seeds of rows with the same id differ, and depend on no other rows."""
+    lines = [json.dumps({"prompt": [5], "id": name}) for name in ("a", "b", "a", "a")]
+    options = {"max_new_tokens": 3, "temperature": 1.5, "seed": 3}
+    found = list(stream(read_lines(lines), job(options=options), InProcessWorkers(lambda: lm)))
+    seeds = [a["seed"] for a in found]
+    assert seeds == [row_seed(3, "a"), row_seed(3, "b"), row_seed(3, "a", 1), row_seed(3, "a", 2)]
+    assert len(set(seeds)) == 4
+    assert [a["id"] for a in found] == ["a", "b", "a", "a"]
+
+
+def test_groups_do_not_change_what_is_drawn(lm: Any) -> None:
+    rows = read_lines([json.dumps([5 + i, 6]) for i in range(7)])
+    options = {"max_new_tokens": 5, "temperature": 1.5}
+    each = [
+        [
+            a["tokens"]
+            for a in stream(rows, job(options=options, group=n), InProcessWorkers(lambda: lm))
+        ]
+        for n in (1, 3, 8)
+    ]
+    assert each[0] == each[1] == each[2]
+
+
+def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
+    texts = [[5, 6, 7], [8], [9] * 12, [10**6]]
+    rows = read_lines(map(json.dumps, texts))
+    scored = list(stream(rows, job("score"), InProcessWorkers(lambda: lm)))
+    assert [a.get("tokens") for a in scored[:3]] == texts[:3]
+    for answer, text in zip(scored[:3], texts, strict=False):
+        expected = lm.log_probs(text)
+        # Rows that run together: the last bits are their neighbours'.
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
+        assert answer["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5)
+    options = {"layer": 1, "normalize": True}
+    embedded = list(stream(rows, job("embed", options=options), InProcessWorkers(lambda: lm)))
+    expected = lm.embed(texts[:3], **options)
+    found = np.float32([a["embedding"] for a in embedded[:3]])
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert "vocabulary" in scored[3]["error"] and "vocabulary" in embedded[3]["error"]
+    odd = read_lines(['{"prompt": [5], "temperature": 1}'])
+    for task in ("score", "embed"):
+        (answer,) = stream(odd, job(task), InProcessWorkers(lambda: lm))
+        assert answer["error"] == f"line 1: {task} does not support temperature in a row"
+
+
+def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> None:
+    texts = [[(7 * n + i) % 100 for i in range(1 + n % 30)] for n in range(40)]
+    rows = read_lines(map(json.dumps, texts))
+    before = embeddings._log_probs._cache_size()
+    found = list(stream(rows, job("score", rows=8, group=40), InProcessWorkers(lambda: lm)))
+    assert embeddings._log_probs._cache_size() - before <= 3  # 8 rows of 8, 16 and 32 columns
+    for answer, text in zip(found, texts, strict=True):
+        expected = lm.log_probs(text)
+        np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
+
+
+def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:
+    rows, here = read_lines(["[5]"]), InProcessWorkers(lambda: lm)
+    for asked, said in (
+        (job("scores"), "generate, score, embed: got 'scores': did you mean score"),
+        (job("embed", options={"pool": "mean"}), "embed has no option pool"),
+        (job("embed", options={"pooling": "max"}), "pooling must be one of"),
+        (job("score", options={"adapter": "none"}), "none"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            list(stream(rows, asked, here))
+    with pytest.raises(jaxllm.errors.SamplingError, match="seed must be a number"):
+        job(options={"seed": "random"})
+
+
+def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) -> None:
+    prompts: list[Any] = [[5, 6], [7], [10**6], [8, 9, 10]]
+    table = {"prompt": prompts, "id": ["a", "b", "c", None], "seed": [1, None, None, 4]}
+    parquet, lines = tmp_path / "in.parquet", tmp_path / "in.jsonl"
+    pyarrow.parquet.write_table(pyarrow.table(table), parquet)
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = job(options={"max_new_tokens": 3, "temperature": 1.0})
+    for number, source in enumerate((parquet, lines)):
+        found = read_rows(source)
+        assert [row.id for row in found] == ["a", "b", "c", 4]
+        ran = run_job(found, asked, InProcessWorkers(lambda: lm), tmp_path / f"{number}.parquet")
+        assert ran == (4, 1)
+    assert (tmp_path / "0.parquet").read_bytes() == (tmp_path / "1.parquet").read_bytes()
+    run_job(read_rows(parquet), asked, InProcessWorkers(lambda: lm), tmp_path / "out.jsonl")
+    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    kept = pyarrow.parquet.read_table(tmp_path / "0.parquet").to_pylist()
+    assert [row.pop("id") for row in kept] == ["a", "b", "c", "4"]  # texts, where not all are whole
+    assert [row.pop("id") for row in said] == ["a", "b", "c", 4]
+    for one, other in zip(kept, said, strict=True):  # what is not there is null
+        assert {k: v for k, v in one.items() if v is not None} == {
+            k: v for k, v in other.items() if v is not None
+        }
+
+
+def test_numbers_keep_their_bits_in_either_form(lm: Any, tmp_path: Path) -> None:
+    rows = read_lines(["[5, 6, 7]", "[8, 9]"])
+    for name in ("a.parquet", "a.jsonl"):
+        run_job(rows, job("embed"), InProcessWorkers(lambda: lm), tmp_path / name)
+    table = pyarrow.parquet.read_table(tmp_path / "a.parquet")
+    assert table.schema.field("id").type == pyarrow.int64()
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    expected = lm.embed([[5, 6, 7], [8, 9]], batch=2)
+    for found in (table.column("embedding").to_pylist(), [x["embedding"] for x in lines]):
+        assert np.array_equal(np.float32(found), expected)
+
+
+def test_a_data_set_as_it_is_gives_one_field(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [4, 5], "text": ["one", None], "url": [b"x", b"y"]})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    one, two = read_rows(tmp_path / "set.parquet", field="text")
+    assert one == Row(1, 4, {"prompt": "one"})
+    assert (two.id, two.complaint) == (5, "line 2 has no text")
+    (line,) = read_lines(['{"text": "a", "id": 9, "temperature": 2}'], "text")
+    assert line == Row(1, 9, {"prompt": "a"})
+    with pytest.raises(ConfigError, match=r"no column prompt: it has id, text, url\. Name one"):
+        read_rows(tmp_path / "set.parquet")
+    (tmp_path / "no.parquet").write_text("no parquet")
+    with pytest.raises(CheckpointError, match="cannot be read as Parquet"):
+        read_rows(tmp_path / "no.parquet")

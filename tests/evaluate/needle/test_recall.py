@@ -1,0 +1,245 @@
+"""Recall: texts are what their seed says, answers are scored as transformers scores them."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import jaxllm
+from jaxllm.errors import CapacityError, ConfigError
+from jaxllm.evaluate.needle import prefill
+from jaxllm.evaluate.needle.grid import POLICIES, default_extension, recall
+from jaxllm.evaluate.needle.haystack import STYLES, make_probe
+from jaxllm.evaluate.needle.prefill import prefill_texts, score_answers
+from jaxllm.evaluate.needle.stories import FRIENDS, KINDS
+from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
+from jaxllm.models import build
+from tests.conftest import Run
+from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+
+ANSWERS = [[[3], [5, 7], [11, 13, 17]], [[4], [6, 8], [9, 9, 9]]]
+
+
+def words(text: str) -> list[int]:
+    """Letters are tokens: what stands where can be read."""
+    return [ord(c) % 131 for c in text]
+
+
+def plain(ids: Any) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
+    directory = tmp_path_factory.mktemp("llama")
+    save_random(directory, "llama", num_hidden_layers=1)
+    return load_twin(directory)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> None:
+    made = [make_probe(words, style, length=1000, depth=d, seed=5) for d in (0, 0.5, 1)]
+    assert made[0] == make_probe(words, style, length=1000, depth=0, seed=5)
+    assert made[0] != make_probe(words, style, length=1000, depth=0, seed=6)
+    answers = [plain(ids) for ids in made[0].answers]
+    right = answers[made[0].right]
+    where = []
+    for p in made:
+        text = plain(p.tokens)
+        assert 850 < len(text) <= 1000 and p.answers == made[0].answers
+        others = [a.strip() for a in answers if a != right]
+        assert all(other not in text for other in others) or style == "meetings"
+        where.append(text.index(right))
+        assert sorted(text) == sorted(plain(made[0].tokens))
+    assert where[0] < where[1] < where[2]
+    assert abs(where[1] / 1000 - 0.5) < 0.15
+    assert len(set(answers)) == len(answers) == (10 if style == "passkey" else len(FRIENDS))
+
+
+def test_each_kind_is_met_once_and_has_a_name_of_its_own() -> None:
+    """What was met is read out of the text, and says what the right answer is."""
+    for seed in range(6):
+        made = make_probe(words, "meetings", length=2000, depth=0.3, seed=seed)
+        text = plain(made.tokens)
+        met = re.findall(r"By the road stood the (\w+) (\w+)\.", text)
+        assert len(met) == len(KINDS) == len({kind for kind, _ in met})
+        assert len({name for _, name in met}) == len(met)
+        (asked,) = re.findall(r"Who came back\? It was the (\w+)$", text)
+        answers = [plain(ids) for ids in made.answers]
+        assert answers[made.right] == f" {dict(met)[asked]}"
+        assert sorted(answers) == sorted(f" {name}" for name in FRIENDS)
+
+
+def test_the_right_answer_is_anywhere_among_them() -> None:
+    places = {make_probe(words, "story", length=300, depth=0, seed=s).right for s in range(40)}
+    assert len(places) > 10
+
+
+def test_texts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(CapacityError, match=r"text without fillers has \d+ tokens"):
+        make_probe(words, "story", length=20, depth=0, seed=0)
+    with pytest.raises(ConfigError, match="depth must be from 0"):
+        make_probe(words, "story", length=500, depth=1.5, seed=0)
+    with pytest.raises(ConfigError, match="style must be one of passkey, story, meetings"):
+        make_probe(words, "poem", length=500, depth=1, seed=0)
+
+
+def test_answers_are_as_likely_as_transformers_says(
+    twin: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of unequal length, in pieces that do not divide them."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    rows = [tokens(1, 37)[0].tolist(), tokens(1, 33, seed=1)[0].tolist()]
+    found = prefill_texts(twin.model, twin.params, rows, answer_tokens=3)
+    scored = score_answers(twin.model, twin.params, found, ANSWERS, policy=None, answer_tokens=3)
+    for b, row in enumerate(rows):
+        for c, ids in enumerate(ANSWERS[b]):
+            logits = torch.tensor(twin.logits([[*row, *ids]])[0, len(row) - 1 : -1])
+            logprobs = logits.double().log_softmax(-1)[range(len(ids)), ids]
+            assert scored.logprob_BC[b, c] == pytest.approx(float(logprobs.sum()), rel=1e-4)
+            assert scored.greedy_BC[b, c] == (logits.argmax(-1).numpy() == ids).all()
+    likeliest = np.argmax(np.asarray(found.logits_BV), axis=1)
+    taken = [[[int(t)], *ANSWERS[b][1:]] for b, t in enumerate(likeliest)]
+    again = score_answers(twin.model, twin.params, found, taken, policy=None, answer_tokens=3)
+    assert again.greedy_BC[:, 0].all()
+
+
+def test_sinks_and_slide_know_what_is_left_of_the_text() -> None:
+    """One layer: what is kept has read nothing, so a run over it is the same computation."""
+    model, params = random_model("llama", num_hidden_layers=1)
+    row = tokens(1, 45)[0].tolist()
+    for policy, piece in ((SinksAndWindow(sinks=2, window=6), 8), (Slide(5), 8)):
+        found = prefill_texts(model, params, [row], policy=policy, slots=16)
+        seen: list[int] = []
+        first = 45 % piece  # padding stands on the left
+        cuts = [0, first, *range(first + piece, 46, piece)]
+        taken = piece - first if first else 0  # slots that padding has
+        for start, stop in itertools.pairwise(cuts):
+            if len(seen) + taken + piece > 16:
+                seen = seen[-5:] if isinstance(policy, Slide) else [*seen[:2], *seen[2:][-6:]]
+                taken = 0
+            seen += row[start:stop]
+        ids = np.array([seen + [0] * (24 - len(seen))])
+        logits = jaxllm.forward(model, params, None, ids).logits[0, len(seen) - 1]
+        assert_close(found.logits_BV[0], np.asarray(logits))
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_text_is_turned_by_one_kind_of_angles(
+    rope_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of transformers, without a cache; the text in pieces, on either side of the border."""
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
+    if rope_type == "dynamic":
+        scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
+        given: dict[str, Any] = {"rope_parameters": scaling, "max_position_embeddings": 40}
+        save_random(tmp_path, "llama", num_hidden_layers=1, **given)
+    else:
+        save_random(tmp_path, "phi3", num_hidden_layers=1)
+    twin = load_twin(tmp_path)
+    answers = [[[3, 5, 7]]]
+    for size in (30, 45):
+        row = tokens(1, size)[0].tolist()
+        found = prefill_texts(twin.model, twin.params, [row], answer_tokens=3)
+        scored = score_answers(
+            twin.model, twin.params, found, answers, policy=None, answer_tokens=3
+        )
+        # Loaded anew: a dynamic model of transformers remembers the longest text it has seen.
+        text = torch.tensor(load_twin(tmp_path).logits([[*row, 3, 5, 7]]))
+        logprobs = text[0, size - 1 : -1].double().log_softmax(-1)[range(3), [3, 5, 7]]
+        assert scored.logprob_BC[0, 0] == pytest.approx(float(logprobs.sum()), rel=1e-4)
+    with pytest.raises(CapacityError, match="expected at most 40: beyond that this model changes"):
+        prefill_texts(twin.model, twin.params, [row], policy=Slide(), slots=64)
+
+
+def test_cells_come_in_order_and_policies_share_their_texts() -> None:
+    model, params = random_model("llama", num_hidden_layers=1)
+    model_256 = random_model("llama", num_hidden_layers=1, vocab_size=256)
+    asked: dict[str, Any] = {"style": "story", "lengths": (260, 300), "depths": (0, 1), "tries": 2}
+    names = ("full", "sinks", "heavy", "pooled")
+    cells = recall(*model_256, words, policies=names, slots=128, **asked)
+    assert [(c.policy, c.length, c.depth) for c in cells] == [
+        (p, n, d) for p in names for n in (260, 300) for d in (0, 1)
+    ]
+    assert len({c.tokens for c in cells if c.length == 260}) == 1
+    assert all(0 <= c.greedy <= c.tries == 2 and c.logprob < 0 for c in cells)
+    with pytest.raises(ConfigError, match=r"unknown policy: got fast, expected full, slide"):
+        recall(model, params, words, policies=("fast",), **asked)
+    with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
+        recall(model, params, words, policies=("pooled",), slots=12, **asked)
+
+
+def test_what_a_model_cannot_is_refused_by_name() -> None:
+    model, params = random_model("gpt2")
+    asked: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
+    for name in ("sinks", "window", "heavy", "pooled"):
+        with pytest.raises(ConfigError, match=f"policy {name} .* gpt2 has learned positions"):
+            recall(model, params, words, policies=(name,), **asked)
+    with pytest.raises(CapacityError, match=r"gpt2 has 97 positions\. .* slide"):
+        recall(model, params, words, **asked)
+    assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], PoolOlder)
+
+
+def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
+    """Of texts of unequal length; where there are no segments or no room for one, it is refused."""
+    kind = {"kind": "infini", "segment_length": 16}
+    model, params = random_model("llama", num_hidden_layers=2, vocab_size=256, attention=kind)
+    asked: dict[str, Any] = {"style": "meetings", "depths": (0, 1), "tries": 3}
+    full = recall(model, params, words, lengths=(250,), **asked)
+    kept = recall(model, params, words, lengths=(250,), policies=("segments",), slots=32, **asked)
+    for a, b in zip(full, kept, strict=True):
+        assert (a.right, a.greedy) == (b.right, b.greedy)
+        assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
+    named: dict[str, Any] = {**asked, "lengths": (250,), "policies": ("segments",)}
+    with pytest.raises(CapacityError, match="the cache has 16 slots, expected more"):
+        recall(model, params, words, slots=16, **named)
+    with pytest.raises(ConfigError, match="which this llama does not have"):
+        recall(*random_model("llama"), words, slots=32, **named)
+
+
+def test_self_extend_is_another_model_and_has_its_reach() -> None:
+    model, params = random_model("llama", max_position_embeddings=97)
+    asked: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
+    named = {**asked, "lengths": (300,), "policies": ("self-extend",)}
+    with pytest.raises(ConfigError, match="requires the extended model"):
+        recall(model, params, words, **named)
+    short = build(model.config.with_self_extend(2, 9))
+    with pytest.raises(CapacityError, match=r"got 300 tokens, expected at most 184\. .*groups"):
+        recall(model, params, words, extended_model=short, **named)
+    numbers = default_extension(model.config, 300)
+    assert numbers == {"group_size": 4, "neighbor_window": 12}
+    assert model.config.with_self_extend(**numbers).context_length >= 316
+    assert default_extension(model.config, 3000)["group_size"] > 4
+
+
+def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: Path) -> None:
+    out, picture = tmp_path / "cells.json", tmp_path / "recall.png"
+    asked = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
+    files = ("--out", out, "--picture", picture)
+    model = shallow("llama")
+    status, shown, err = run("recall", model, "--texts", "story", *asked, *files, "--slots", 32)
+    assert status == 0, err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(out.read_text())
+    assert (report["texts"], report["slots"]) == ("story", 32)
+    assert [c["policy"] for c in report["cells"]] == ["full"] * 4 + ["slide"] * 4
+    assert all(c["share"] == c["right"] / 2 and c["chance"] == 1 / 24 for c in report["cells"])
+    lines = shown.splitlines()
+    assert lines[0].split() == ["full", "60", "90"]
+    assert lines[1].startswith("  depth 0.00") and len(lines) == 6
+    assert "chance: 4%" in err
+
+
+def test_bad_options_are_refused_first(run: Run, tmp_path: Path) -> None:
+    for given, message in {
+        ("--lengths", "many"): "--lengths must be comma-separated numbers",
+        ("--depths", ""): "--depths must be comma-separated numbers",
+        ("--picture", tmp_path / "away" / "x.png"): "is not a directory",
+    }.items():
+        status, out, err = run("recall", tmp_path, *given)
+        assert (status, out) == (1, "") and message in err

@@ -1,0 +1,424 @@
+"""Beam search: what transformers finds, and the true optimum where all can be counted."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import jaxllm
+from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, TokenError
+from jaxllm.generation.loops.beam import BeamResult, beam_search
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.sampling.sampler import Context, Processor, Sampler
+from tests.twins import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
+
+BEAMS = 4
+DEMO = Path(jaxllm.__file__).parent / "demo"
+EOS_SETS = [[], [7], list(range(3, VOCAB, 9))]
+MODES = [False, True, "never"]
+PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp(request.param)
+    save_random(directory, request.param, spread=0.2, num_hidden_layers=2)
+    return _without_defaults(load_twin(directory))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """PyTorch's threads cost more than they give to models as small as these."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def lm() -> Any:
+    return random_model("llama", spread=0.2)
+
+
+def _without_defaults(twin: Any) -> Any:
+    twin.torch_model.generation_config = transformers.GenerationConfig()
+    return twin
+
+
+def rows(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Random prompts of these lengths, padded on the right; and the lengths."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(3, vocab, (len(lengths), max(lengths))), np.array(lengths)
+
+
+def reference(
+    model: Any, prompts: np.ndarray, lengths: np.ndarray, new: int, **options: Any
+) -> tuple[list[list[list[int]]], np.ndarray]:
+    """What transformers finds, without the prompt and what follows the end; and its scores."""
+    B, T = prompts.shape
+    ids, mask = np.zeros((B, T), np.int64), np.zeros((B, T), np.int64)
+    for b, n in enumerate(lengths):  # it wants its padding on the left
+        ids[b, T - n :], mask[b, T - n :] = prompts[b, :n], 1
+    eos = options.pop("eos_token_ids", [])
+    out = model.generate(
+        torch.tensor(ids),
+        attention_mask=torch.tensor(mask),
+        do_sample=False,
+        max_new_tokens=new,
+        eos_token_id=list(eos) or None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    found = []
+    for row in out.sequences[:, T:].tolist():
+        ends = [i for i, token in enumerate(row) if token in eos]
+        found.append(row[: ends[0] + 1] if ends else row)
+    n = options["num_return_sequences"]
+    return [found[b * n : (b + 1) * n] for b in range(B)], out.sequences_scores.reshape(
+        B, n
+    ).numpy()
+
+
+def sequences(result: BeamResult) -> list[list[list[int]]]:
+    """The tokens, without what follows the end."""
+    return [[[t for t in row if t >= 0] for row in prompt] for prompt in result.token_BNT.tolist()]
+
+
+def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
+    """Equal tokens and scores; and the result's other fields say what its tokens say."""
+    found, scores = expected
+    assert sequences(result) == found
+    np.testing.assert_allclose(result.score_BN, scores, atol=1e-4, rtol=1e-5)
+    assert result.length_BN.tolist() == [[len(row) for row in prompt] for prompt in found]
+    ends = [[Finish.EOS if row[-1] in eos else Finish.LENGTH for row in p] for p in found]
+    assert result.finish_BN.tolist() == ends
+    assert result.token_BNT.shape[-1] == new
+
+
+@in_both("twin", early_stopping=MODES)
+def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stopping: Any) -> None:
+    prompts, lengths = rows([5, 9, 2])
+    free = beam_search(
+        twin.model, twin.params, prompts, lengths_B=lengths, num_beams=BEAMS, max_new_tokens=12,
+        num_return_sequences=BEAMS, early_stopping=early_stopping,
+    )  # fmt: skip
+    common = np.argsort(-np.bincount(np.asarray(free.token_BNT).ravel())).tolist()
+    eos_sets = [[], common[1:2], common[3:24:3]]
+    ended = []
+    combinations = itertools.product(PENALTIES, eos_sets, [3, 12])
+    for i, (penalty, eos, new) in enumerate(combinations):
+        options: Any = {
+            "num_beams": BEAMS,
+            "num_return_sequences": 1 + i % BEAMS,
+            "length_penalty": penalty,
+            "early_stopping": early_stopping,
+            "eos_token_ids": eos,
+        }
+        expected = reference(twin.torch_model, prompts, lengths, new, **options)
+        result = beam_search(
+            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new, **options
+        )
+        assert_equal(result, expected, eos, new)
+        ended += np.asarray(result.finish_BN).ravel().tolist()
+    assert set(ended) == {Finish.EOS, Finish.LENGTH}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_demo_models_equal_transformers(family: str) -> None:
+    lm = jaxllm.load(f"demo:{family}", dtype="float32")
+    twin = _without_defaults(load_twin(DEMO / family))
+    text = "Once upon a time there was a little girl who"
+    ids = lm.tokenizer.encode(text)
+    lengths = np.array([len(ids), 4])
+    prompts = np.zeros((2, len(ids)), np.int64)
+    prompts[0], prompts[1, :4] = ids, ids[:4]
+    stop = lm.tokenizer.encode(".")[-1]
+    for early_stopping in MODES:
+        for penalty, eos in itertools.product([0.0, 1.0, 2.0], [[2], [2, stop]]):
+            options: Any = {
+                "num_beams": BEAMS,
+                "num_return_sequences": BEAMS,
+                "length_penalty": penalty,
+                "early_stopping": early_stopping,
+                "eos_token_ids": eos,
+            }
+            expected = reference(twin.torch_model, prompts, lengths, 20, **options)
+            result = beam_search(
+                lm.model, lm.params, prompts, lengths_B=lengths, max_new_tokens=20, **options
+            )
+            assert_equal(result, expected, eos, 20)
+
+
+class NotTwice(Processor):
+    """Lowers the score of each row's newest token."""
+
+    amount: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        row_B = jnp.arange(scores_BV.shape[0])
+        newest_B = context.token_BL[row_B, context.length_B - 1]
+        return scores_BV.at[row_B, newest_B].add(-self.amount)
+
+
+class Tiring(Processor):
+    """Lowers a token's score each time it was taken; remembers that by itself."""
+
+    taken_BV: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return scores_BV - 1.5 * self.taken_BV
+
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Tiring":
+        return self.replace(
+            taken_BV=self.taken_BV.at[jnp.arange(token_B.shape[0]), token_B].add(1.0)
+        )
+
+
+class TheirNotTwice(transformers.LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        penalty = torch.zeros_like(scores).scatter_(1, input_ids[:, -1:], 2.0)
+        return scores - penalty
+
+
+class TheirTiring(transformers.LogitsProcessor):
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        new = input_ids[:, self.prompt :]
+        return scores - 1.5 * torch.zeros_like(scores).scatter_add_(
+            1, new, torch.ones_like(new, dtype=scores.dtype)
+        )
+
+
+class Table(Processor):
+    """Scores by the number of new tokens and the newest one: a model that is a table."""
+
+    table_TVV: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        newest_B = context.token_BL[jnp.arange(scores_BV.shape[0]), context.length_B - 1]
+        return self.table_TVV[context.length_B - context.prompt_B, newest_B]
+
+
+class TheirTable(transformers.LogitsProcessor):
+    def __init__(self, table: np.ndarray, prompt: int) -> None:
+        self.table, self.prompt = torch.tensor(table), prompt
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return self.table[input_ids.shape[1] - self.prompt, input_ids[:, -1]]
+
+
+def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -> None:
+    # Sharp distributions: sequences end early, and well or badly, as random models never do.
+    vocab, new = 13, 14
+    save_random(tmp_path, "llama", num_hidden_layers=1, vocab_size=vocab)
+    twin = _without_defaults(load_twin(tmp_path))
+    prompts, lengths = rows([3, 6], vocab)
+    # With these seeds the three modes differ, and so would "never" without the penalty's sign.
+    for seed, penalty in itertools.product([43, 71, 119], PENALTIES):
+        rng = np.random.default_rng(seed)
+        eos = rng.choice(vocab, 1 + seed % 4, replace=False).tolist()
+        logits = rng.normal(size=(new, vocab, vocab)) * 3
+        logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+        table = logits.astype(np.float32)
+        found = []
+        for early_stopping in MODES:
+            options: Any = {
+                "num_beams": 3,
+                "num_return_sequences": 3,
+                "length_penalty": penalty,
+                "early_stopping": early_stopping,
+                "eos_token_ids": eos,
+            }
+            theirs = transformers.LogitsProcessorList([TheirTable(table, 6)])
+            expected = reference(
+                twin.torch_model, prompts, lengths, new, logits_processor=theirs, **options
+            )
+            result = beam_search(
+                twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
+                sampler=Sampler((Table(jnp.asarray(table)),)), **options,
+            )  # fmt: skip
+            assert_equal(result, expected, eos, new)
+            found.append(sequences(result))
+        if penalty == 1.0:
+            assert found[0] != found[1] != found[2] != found[0]
+
+
+def test_processors_change_log_probabilities_and_remember_each_beam(twin: Any) -> None:
+    prompts, lengths = rows([5, 9, 2], seed=1)
+    vocab = twin.config.vocab_size
+    options: Any = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "eos_token_ids": [7, 9]}
+    plain = beam_search(
+        twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10, **options
+    )
+    pairs = [
+        (NotTwice(jnp.float32(2.0)), TheirNotTwice()),
+        (Tiring(jnp.zeros((3, vocab), jnp.float32)), TheirTiring(9)),
+    ]
+    for ours, theirs in pairs:
+        expected = reference(
+            twin.torch_model, prompts, lengths, 10,
+            logits_processor=transformers.LogitsProcessorList([theirs]), **options,
+        )  # fmt: skip
+        result = beam_search(
+            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10,
+            sampler=Sampler((ours,)), **options,
+        )  # fmt: skip
+        assert_equal(result, expected, [7, 9], 10)
+        assert sequences(result) != sequences(plain)
+
+
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
+def test_with_room_for_every_prefix_the_optimum_of_all_texts_is_found(penalty: float) -> None:
+    vocab, new, eos = 5, 4, 3
+    model, params = random_model("llama", vocab_size=vocab, num_hidden_layers=1)
+    prompt = np.array([[1, 4, 2]])
+    every = np.array(list(itertools.product(range(vocab), repeat=new)))
+    whole = np.concatenate([np.repeat(prompt, len(every), 0), every], axis=1)
+    logprobs = jax.nn.log_softmax(jaxllm.forward(model, params, None, whole).logits[:, 2:-1])
+    each = np.take_along_axis(np.asarray(logprobs), every[:, :, None], axis=2)[:, :, 0]
+    scores: dict[tuple[int, ...], float] = {}
+    for text, logprob in zip(every.tolist(), each, strict=True):
+        n = text.index(eos) + 1 if eos in text else new
+        scores[tuple(text[:n])] = float(logprob[:n].sum() / n**penalty)
+    best = sorted(scores.items(), key=lambda item: -item[1])[:10]
+    result = beam_search(
+        model, params, prompt, num_beams=vocab ** (new - 1), num_return_sequences=10,
+        max_new_tokens=new, length_penalty=penalty, early_stopping="never", eos_token_ids=[eos],
+    )  # fmt: skip
+    assert [tuple(text) for text in sequences(result)[0]] == [text for text, _ in best]
+    np.testing.assert_allclose(result.score_BN[0], [score for _, score in best], atol=1e-4)
+
+
+def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
+    model, params = lm
+    prompts, lengths = rows([2, 9, 5], seed=2)
+    options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 10}
+    options["eos_token_ids"] = EOS_SETS[-1]
+    together = beam_search(model, params, prompts, lengths_B=lengths, **options)
+    for b, n in enumerate(lengths):
+        alone = beam_search(model, params, prompts[b : b + 1, :n], **options)
+        assert sequences(alone)[0] == sequences(together)[b]
+        np.testing.assert_allclose(alone.score_BN[0], together.score_BN[b], atol=1e-5)
+
+
+@pytest.mark.parametrize("early_stopping", MODES)
+def test_one_beam_is_greedy_decoding(lm: Any, early_stopping: Any) -> None:
+    model, params = lm
+    prompts, _ = rows([6, 6], seed=3)
+    for eos in EOS_SETS:
+        greedy = jaxllm.generate(model, params, prompts, max_new_tokens=16, eos_token_ids=eos)
+        result = beam_search(
+            model, params, prompts, num_beams=1, max_new_tokens=16, eos_token_ids=eos,
+            early_stopping=early_stopping,
+        )  # fmt: skip
+        assert result.token_BNT[:, 0].tolist() == greedy.token_BT.tolist()
+        assert result.finish_BN[:, 0].tolist() == greedy.finish_B.tolist()
+        mean_B = np.asarray(greedy.logprob_BT).sum(axis=1) / np.asarray(greedy.length_B)
+        np.testing.assert_allclose(result.score_BN[:, 0], mean_B, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_search_goes_on_from_a_cache_and_leaves_it_as_it_was(lm: Any, batch: int) -> None:
+    model, params = lm
+    prompts, _ = rows([9] * batch, seed=4)
+    sampler = Sampler((NotTwice(jnp.float32(2.0)),))
+    options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 6}
+    whole = beam_search(model, params, prompts, sampler=sampler, **options)
+    cache = jaxllm.init_cache(model.config, batch, 128)
+    _, cache = jaxllm.prefill(model, params, cache, prompts[:, :5])
+    before = jax.device_get(cache)
+    result = beam_search(model, params, prompts[:, 5:], sampler=sampler, cache=cache, **options)
+    assert result.token_BNT.tolist() == whole.token_BNT.tolist()
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(cache))
+
+
+def test_a_prompt_with_too_few_continuations_has_no_more(lm: Any) -> None:
+    model, params = random_model("llama", vocab_size=5, num_hidden_layers=1)
+    result = beam_search(
+        model, params, np.array([[1, 2]]), num_beams=8, num_return_sequences=8, max_new_tokens=1
+    )
+    assert sorted(sequences(result)[0]) == [[], [], [], [0], [1], [2], [3], [4]]
+    assert result.finish_BN.tolist() == [[Finish.LENGTH] * 5 + [Finish.RUNNING] * 3]
+    assert result.length_BN.tolist() == [[1] * 5 + [0] * 3]
+    assert np.isneginf(np.asarray(result.score_BN)[0, 5:]).all()
+
+
+def test_a_row_of_nan_stays_alone_and_is_reported() -> None:
+    model, params = random_model("llama", tie_word_embeddings=False)
+    weight = params["embed_tokens"]["weight"].at[130].set(jnp.nan)
+    broken = {**params, "embed_tokens": {"weight": weight}}
+    prompts = np.array([[1, 2, 3], [1, 130, 3]])
+    options: Any = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 6}
+    result = beam_search(model, broken, prompts, **options)
+    assert result.finish_BN.tolist() == [[Finish.LENGTH] * 2, [Finish.NON_FINITE] * 2]
+    assert result.length_BN.tolist() == [[6, 6], [0, 0]]
+    good = beam_search(model, params, prompts, **options)
+    assert sequences(result)[0] == sequences(good)[0]
+
+
+def test_no_other_option_and_no_length_compiles_anything(compiled: list[str]) -> None:
+    model, params = random_model("llama", max_position_embeddings=89)  # a model of its own
+    before = len(compiled)
+    beam_search(model, params, tokens(1, 5), num_beams=BEAMS, max_new_tokens=4)
+    first = len(compiled)
+    assert first > before
+    for i in range(4):
+        beam_search(
+            model,
+            params,
+            tokens(1, 5 + i, seed=i),
+            num_beams=BEAMS,
+            num_return_sequences=1 + i,
+            max_new_tokens=4 + 5 * i,
+            length_penalty=0.5 * i,
+            early_stopping=[*MODES, True][i],
+            eos_token_ids=list(range(i)),
+            lengths_B=np.array([4 + i]),
+        )
+    assert compiled[first:] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_beams": 0}, "num_beams"),
+        ({"num_beams": 2.0}, "num_beams"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"num_return_sequences": 0}, "num_return_sequences"),
+        ({"num_return_sequences": 5}, "num_return_sequences is 5"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"length_penalty": -99.0}, "length_penalty"),
+        ({"early_stopping": "always"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
+    ],
+)
+def test_bad_options_are_refused_by_name(lm: Any, options: Any, name: str) -> None:
+    with pytest.raises(SamplingError, match=name):
+        beam_search(*lm, tokens(1, 3), **{"num_beams": 4, "max_new_tokens": 4, **options})
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, params = random_model("gpt2")
+    options: Any = {"num_beams": 2}
+    with pytest.raises(CapacityError, match="97 positions"):
+        beam_search(model, params, tokens(1, 90), max_new_tokens=9, **options)
+    beam_search(model, params, tokens(1, 90), max_new_tokens=8, **options)  # the last is never run
+    cache = jaxllm.init_cache(model.config, 1, 4)
+    with pytest.raises(CapacityError, match="do not fit"):
+        beam_search(model, params, tokens(1, 5), max_new_tokens=4, cache=cache, **options)
+    with pytest.raises(CacheMismatchError, match="rows"):
+        beam_search(model, params, tokens(2, 3), max_new_tokens=4, cache=cache, **options)
+    with pytest.raises(TokenError, match="shape"):
+        beam_search(model, params, [1, 2, 3], max_new_tokens=4, **options)

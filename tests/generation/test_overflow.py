@@ -1,0 +1,149 @@
+"""Text longer than its cache: each policy against runs without a cache over what it leaves seen."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.generation.loops.overflow import HeavyHitters, OverflowPolicy, SinksAndWindow, Slide
+from tests.twins import random_model, tokens
+
+CAPACITY, NEW = 16, 40
+
+
+def greedy(lm: Any, seen: list[int], positions: Any = None) -> int:
+    """The likeliest token after these, from a run without a cache."""
+    model, params = lm
+    row = np.zeros((1, 32), int)
+    at = np.full((1, 32), -1)
+    row[0, : len(seen)] = seen
+    at[0, : len(seen)] = np.arange(len(seen)) if positions is None else positions
+    logits = jaxllm.forward(model, params, None, row, positions_BT=at).logits
+    return int(np.argmax(logits[0, len(seen) - 1]))
+
+
+def expected(lm: Any, prompts: list[list[int]], policy: OverflowPolicy) -> list[list[int]]:
+    """What generation must give, by keeping lists of what each row still sees."""
+    seen, new = [list(p) for p in prompts], [[] for _ in prompts]  # type: ignore[var-annotated]
+    used = max(map(len, prompts))
+    for _ in range(NEW):
+        for row, text in enumerate(seen):
+            new[row].append(greedy(lm, text))
+        if used == CAPACITY:
+            for row, text in enumerate(seen):
+                if isinstance(policy, Slide):
+                    seen[row] = text[-policy.max_kept(CAPACITY) :]
+                else:
+                    window = policy.max_kept(CAPACITY) - policy.sinks
+                    seen[row] = [*text[: policy.sinks], *text[policy.sinks :][-window:]]
+            used = max(map(len, seen))
+        used += 1
+        for row, text in enumerate(seen):
+            text.append(new[row][-1])
+    return new
+
+
+def generated(lm: Any, prompts: list[list[int]], policy: OverflowPolicy, **options: Any) -> Any:
+    model, params = lm
+    longest = max(map(len, prompts))
+    ids = np.array([p + [0] * (longest - len(p)) for p in prompts])
+    options |= {"lengths_B": np.array(list(map(len, prompts))), "overflow": policy}
+    cache = jaxllm.init_cache(model.config, len(prompts), CAPACITY)
+    return jaxllm.generate(model, params, ids, max_new_tokens=NEW, cache=cache, **options)
+
+
+PROMPTS = [tokens(1, 9)[0].tolist(), tokens(1, 5, seed=1)[0].tolist()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("keep", [None, 5])
+def test_sliding_begins_again_from_the_recent_tokens(family: str, keep: int | None) -> None:
+    lm = random_model(family)
+    result = generated(lm, PROMPTS, Slide(keep))
+    assert result.token_BT.tolist() == expected(lm, PROMPTS, Slide(keep))
+    assert result.cache.capacity == CAPACITY
+    assert int(result.cache.cursor) <= CAPACITY
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_sinks_and_window_equal_a_run_over_what_is_left(window: int | None) -> None:
+    """One layer: what is kept has read nothing, so a run over it is the same computation."""
+    lm = random_model("llama", num_hidden_layers=1)
+    policy = SinksAndWindow(sinks=2, window=window)
+    result = generated(lm, PROMPTS, policy)
+    assert result.token_BT.tolist() == expected(lm, PROMPTS, policy)
+
+
+@pytest.mark.parametrize(("heavy", "recent"), [(None, None), (3, 5)])
+def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
+    heavy: int | None, recent: int | None
+) -> None:
+    """One layer, no cache: every token's attention weights, summed by the token they went to."""
+    model, params = lm = random_model("llama", num_hidden_layers=1)
+    policy = HeavyHitters(heavy, recent)
+    result = generated(lm, PROMPTS, policy)
+    stays = policy.max_kept(CAPACITY) - (recent or CAPACITY // 4)
+    for row, prompt in enumerate(PROMPTS):
+        # The longest row's cache is full at these lengths; all rows are cut then.
+        seen, mass, new = list(prompt), np.zeros(0), []
+        used = max(map(len, PROMPTS))
+        for _ in range(NEW):
+            ids, at = np.zeros((1, 32), int), np.full((1, 32), -1)
+            ids[0, : len(seen)], at[0, : len(seen)] = seen, np.arange(len(seen))
+            out = jaxllm.forward(model, params, None, ids, positions_BT=at, attention_weights=True)
+            fresh_T = np.asarray(out.attention_weights)[0, 0].sum(axis=0)[:, : len(seen)]
+            added = len(seen) - len(mass)
+            mass = np.pad(mass, (0, added)) + fresh_T[len(seen) - added : len(seen)].sum(axis=0)
+            new.append(int(np.argmax(out.logits[0, len(seen) - 1])))
+            if used == CAPACITY:
+                old = len(seen) - (recent or CAPACITY // 4)
+                best = sorted(np.argsort(-mass[:old], kind="stable")[:stays].tolist())
+                kept = [*best, *range(max(old, 0), len(seen))]
+                seen, mass = [seen[i] for i in kept], mass[kept]
+                used = policy.max_kept(CAPACITY)
+            used += 1
+            seen.append(new[-1])
+        assert result.token_BT[row].tolist() == new
+    steps = jaxllm.stream(
+        model, params, [PROMPTS[0]], max_new_tokens=NEW, overflow=policy,
+        cache=jaxllm.init_cache(model, 1, CAPACITY),
+    )  # fmt: skip
+    assert [int(s.token_BT[0, 0]) for s in steps] == result.token_BT[0].tolist()
+
+
+def test_a_stream_overflows_as_the_loop_does() -> None:
+    model, params = lm = random_model("llama")
+    whole = generated(lm, PROMPTS, Slide())
+    longest = np.array([PROMPTS[0], PROMPTS[1] + [0] * 4])
+    cache = jaxllm.init_cache(model.config, 2, CAPACITY)
+    steps = jaxllm.stream(
+        model, params, longest, lengths_B=[9, 5], max_new_tokens=NEW, cache=cache, overflow=Slide()
+    )
+    got = np.concatenate([s.token_BT for s in steps], axis=1)
+    assert got.tolist() == whole.token_BT.tolist()
+
+
+def test_a_prompt_longer_than_the_context_is_cut_to_its_end() -> None:
+    model, params = lm = random_model("gpt2")
+    long = tokens(1, 150)
+    result = jaxllm.generate(model, params, long, max_new_tokens=3, overflow=Slide(20))
+    seen = long[0, -20:].tolist()
+    for token in result.token_BT[0].tolist():
+        assert token == greedy(lm, seen)
+        seen.append(token)
+
+
+def test_what_cannot_overflow_is_refused_by_name() -> None:
+    model, params = lm = random_model("gpt2")
+    with pytest.raises(CapacityError, match="do not fit"):
+        jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=20)
+    with pytest.raises(ConfigError, match="cannot move"):
+        generated(lm, PROMPTS, SinksAndWindow())
+    with pytest.raises(CapacityError, match="cannot keep 16 tokens and slide"):
+        generated(lm, PROMPTS, Slide(16))
+    with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
+        generated(lm, PROMPTS, SinksAndWindow(4, 12))
+    with pytest.raises(SamplingError, match="attention_mass"):
+        generated(lm, PROMPTS, Slide(), attention_mass=True)

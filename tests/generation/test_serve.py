@@ -1,0 +1,241 @@
+"""Continuous batching: whoever joins and leaves, each request gets what it would get alone."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import jaxllm
+from jaxllm.errors import CapacityError, SamplingError, TokenError
+from jaxllm.generation.batching.requests import Event, Request
+from jaxllm.generation.batching.scheduler import serve
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.sampling.sampler import Processor, Sampler
+from tests.twins import BOTH, in_both, random_model, tokens
+
+
+class Warming(Processor):
+    """Scores that count for less with every token: a sampler that remembers."""
+
+    drawn: Any
+
+    def __call__(self, scores_BV: Any, context: Any = None) -> Any:
+        return scores_BV / (1.0 + self.drawn)
+
+    def observe(self, scores_BV: Any, token_B: Any) -> "Warming":
+        return self.replace(drawn=self.drawn + 0.25)
+
+
+SHAPE: Any = {"rows": 3, "capacity": 48, "chunk": 8}
+SAMPLERS = [
+    jaxllm.GREEDY,
+    make_sampler(temperature=0.9, top_k=40),
+    Sampler((Warming(jnp.zeros(())),)),
+]
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def lm(request: pytest.FixtureRequest) -> Any:
+    return random_model(request.param)
+
+
+def a_request(i: int, **changes: Any) -> Request:
+    """The i-th of many requests of different lengths, samplers, seeds and limits."""
+    fields = {
+        "id": i,
+        "prompt": tokens(1, 1 + 7 * i % 23, seed=i)[0],
+        "max_new_tokens": 3 + 5 * i % 14,
+        "sampler": SAMPLERS[i % len(SAMPLERS)],
+        "seed": 2**40 + i,
+    }
+    return Request(**{**fields, **changes})
+
+
+def alone(lm: Any, request: Request) -> tuple[list[int], list[float], Finish]:
+    """What `generate` gives for a request by itself."""
+    result = jaxllm.generate(
+        *lm,
+        np.asarray(request.prompt)[None],
+        max_new_tokens=request.max_new_tokens,
+        sampler=request.sampler,
+        seed=request.seed,
+        eos_token_ids=request.eos_token_ids,
+    )
+    n = int(result.length_B[0])
+    return (
+        result.token_BT[0, :n].tolist(),
+        result.logprob_BT[0, :n].tolist(),
+        Finish(int(result.finish_B[0])),
+    )
+
+
+def collected(events: Any) -> dict[Any, list[Event]]:
+    found: dict[Any, list[Event]] = {}
+    for event in events:
+        found.setdefault(event.id, []).append(event)
+    return found
+
+
+def texts(found: dict[Any, list[Event]]) -> dict[Any, list[int]]:
+    return {i: [e.token for e in each if e.token is not None] for i, each in found.items()}
+
+
+def check_alone(lm: Any, request: Request, events: list[Event]) -> None:
+    ids, logprobs, finish = alone(lm, request)
+    assert [e.token for e in events] == ids
+    np.testing.assert_allclose([e.logprob for e in events], logprobs, atol=1e-4)
+    assert [e.finish for e in events] == [None] * (len(ids) - 1) + [finish]
+
+
+@in_both("lm")
+def test_twelve_requests_on_three_rows_each_get_what_they_get_alone(lm: Any) -> None:
+    requests = [a_request(i) for i in range(12)]
+    eos = alone(lm, requests[4])[0][3]
+    requests[4] = a_request(4, eos_token_ids=[999, eos])
+    found = collected(serve(*lm, requests, **SHAPE))
+    assert sorted(found) == list(range(12))
+    for request in requests:
+        check_alone(lm, request, found[request.id])
+    assert found[4][-1].finish == Finish.EOS
+
+
+@cache
+def eight() -> tuple[Any, dict[Any, list[int]]]:
+    """A model, and what it says to eight requests in their order."""
+    lm = random_model("llama")
+    return lm, texts(collected(serve(*lm, [a_request(i) for i in range(8)], **SHAPE)))
+
+
+@settings(max_examples=5)
+@given(
+    order=st.permutations(range(8)), chunk=st.sampled_from([1, 8]), burst=st.sampled_from([1, 16])
+)
+def test_neighbours_order_chunks_and_bursts_do_not_matter(
+    order: list[int], chunk: int, burst: int
+) -> None:
+    lm, expected = eight()
+    requests = [a_request(i) for i in order[:5]]
+    found = serve(*lm, requests, rows=3, capacity=48, chunk=chunk, burst=burst)
+    assert texts(collected(found)) == {i: expected[i] for i in order[:5]}
+
+
+def test_requests_wait_where_they_come_from_until_a_row_is_free(lm: Any) -> None:
+    asked: list[int] = []
+
+    def source() -> Iterator[Request]:
+        for i in range(5):
+            asked.append(i)
+            yield a_request(i, max_new_tokens=4, prompt=[5, 6])
+
+    events = serve(*lm, source(), **SHAPE)
+    first = next(events)
+    assert asked == [0, 1, 2]  # three rows
+    assert first.step.busy_rows == 3 and first.step.occupancy == 1.0
+    rest = list(events)
+    assert asked == [0, 1, 2, 3, 4]
+    assert rest[-1].step.generated_tokens == 20
+    assert rest[-1].step.busy_rows == 2
+    assert rest[-1].step.tokens_per_second > 0
+    assert [e.step.index for e in [first, *rest]] == sorted(e.step.index for e in [first, *rest])
+
+
+def test_a_source_with_nothing_at_the_moment_is_asked_again(lm: Any) -> None:
+    late = [None, a_request(0), None, None, a_request(1), None]
+    found = collected(serve(*lm, late, **SHAPE))
+    for i in range(2):
+        check_alone(lm, a_request(i), found[i])
+
+
+def test_a_long_prompt_does_not_stop_who_is_decoding(lm: Any) -> None:
+    short = a_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
+    long = a_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)
+    events = list(serve(*lm, [short, long], **SHAPE))
+    before = events.index(next(e for e in events if e.id == 1))
+    assert sum(e.id == 0 for e in events[:before]) >= 5  # six chunks of 8
+    assert [e.step.prompt_tokens for e in events[:3]] == [8, 8, 8]
+    assert [e.step.decode_tokens for e in events[:3]] == [0, 1, 1]
+    for request in (short, long):
+        check_alone(lm, request, collected(events)[request.id])
+
+
+def test_what_is_wrong_with_a_request_is_its_own_affair(lm: Any) -> None:
+    wrong = {
+        "empty": (a_request(0, id="empty", prompt=[]), TokenError),
+        "text": (a_request(0, id="text", prompt="text"), TokenError),
+        "unknown": (a_request(0, id="unknown", prompt=[1, 131]), TokenError),
+        "negative": (a_request(0, id="negative", prompt=[-1]), TokenError),
+        "long": (a_request(0, id="long", prompt=[1] * 40, max_new_tokens=10), CapacityError),
+        "none": (a_request(0, id="none", max_new_tokens=0), SamplingError),
+        "seed": (a_request(0, id="seed", seed=-1), SamplingError),
+        "budget": (a_request(0, id="budget", max_new_tokens=None), SamplingError),
+        "ragged": (a_request(0, id="ragged", prompt=[[1], [2, 3]]), TokenError),
+        "eos": (a_request(0, id="eos", eos_token_ids=2), SamplingError),
+        "sampler": (a_request(0, id="sampler", sampler="top_k"), SamplingError),
+        "rows": (a_request(0, id="rows", sampler=make_sampler(top_k=[1, 2])), SamplingError),
+    }
+    good = [a_request(i) for i in range(4)]
+    mixed = [good[0], *(r for r, _ in wrong.values()), *good[1:]]
+    found = collected(serve(*lm, mixed, **SHAPE))
+    for name, (_, kind) in wrong.items():
+        (event,) = found[name]
+        assert isinstance(event.error, kind)
+        assert event.token is None and event.finish is None
+    for request in good:
+        check_alone(lm, request, found[request.id])
+
+
+def test_a_row_of_nan_ends_alone() -> None:
+    model, params = random_model("llama")
+    good = [a_request(i, prompt=[1, 2, 3 + i]) for i in range(4)]
+    expected = texts(collected(serve(model, params, good, **SHAPE)))
+    unused = min(set(range(10, 131)) - {token for text in expected.values() for token in text})
+    weight = params["embed_tokens"]["weight"].at[unused].set(jnp.nan)
+    broken = {**params, "embed_tokens": {"weight": weight}}
+    bad = a_request(9, prompt=[1, unused, 3])
+    found = collected(serve(model, broken, [good[0], bad, *good[1:]], **SHAPE))
+    assert [(e.token, e.finish) for e in found[9]] == [(None, Finish.NON_FINITE)]
+    assert {i: text for i, text in texts(found).items() if i != 9} == expected
+
+
+def test_a_request_can_stop_itself(lm: Any) -> None:
+    request = a_request(3, max_new_tokens=9, sampler=jaxllm.GREEDY)
+    ids = alone(lm, request)[0]
+    stopping = a_request(
+        3, max_new_tokens=9, sampler=jaxllm.GREEDY, until=lambda token: token == ids[2]
+    )
+    events = collected(serve(*lm, [stopping], **SHAPE))[3]
+    assert [e.token for e in events] == ids[: ids.index(ids[2]) + 1]
+    assert events[-1].finish == Finish.STOP
+
+
+def test_sizes_are_checked(lm: Any) -> None:
+    for wrong in ({"rows": 0}, {"capacity": 0}, {"chunk": 0}, {"burst": 0}):
+        with pytest.raises(CapacityError):
+            next(serve(*lm, [a_request(0)], **{**SHAPE, **wrong}))
+
+
+def test_new_contents_values_and_orders_compile_nothing(compiled: list[str]) -> None:
+    lm = random_model("llama")
+
+    def served(seed: int) -> int:
+        each = [
+            a_request(
+                i,
+                prompt=tokens(1, 9, seed=seed + i)[0],
+                max_new_tokens=4 + seed,
+                seed=seed,
+                sampler=make_sampler(temperature=0.5 + seed, top_k=seed + i),
+            )
+            for i in range(5)
+        ]
+        return len(list(serve(*lm, each, **SHAPE)))
+
+    assert served(0) == 20
+    before = len(compiled)
+    assert served(3) == 35
+    assert compiled[before:] == []

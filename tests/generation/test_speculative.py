@@ -1,0 +1,370 @@
+"""Speculative decoding: the tokens of plain greedy decoding, and the law of plain sampling."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+import jaxllm
+from jaxllm.errors import CapacityError, ConfigError, SamplingError
+from jaxllm.generation.loops import rejection_sampling
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
+from jaxllm.generation.loops.speculative import SpeculativeResult, speculative_generate
+from jaxllm.generation.sampling.sampler import (
+    Context,
+    Processor,
+    Sampler,
+    apply_processors,
+    row_keys,
+)
+from jaxllm.generation.sampling.truncation import Temperature, TopK
+from jaxllm.weights.paths import map_leaves
+from jaxllm.weights.precision import Precision, cast
+from tests.twins import random_model, tokens
+
+TARGET = random_model("llama")
+
+
+def adversary() -> Any:
+    """A draft that always proposes the target's least likely token."""
+    model, params = TARGET
+    return model, {**params, "lm_head": {"weight": -params["lm_head"]["weight"]}}
+
+
+def bfloat16_copy() -> Any:
+    """The target itself in another number format."""
+    precision = Precision.uniform("bfloat16")
+    return random_model("llama", precision=precision)[0], cast(TARGET[1], precision)
+
+
+DRAFTS: dict[str, Callable[[], Any]] = {
+    "itself": lambda: TARGET,
+    "a random one": lambda: random_model("llama", seed=5),
+    "an adversary": adversary,
+    "itself in bfloat16": bfloat16_copy,
+    "another family": lambda: random_model("gpt2", seed=5),
+    "prompt lookup": lambda: PromptLookup(ngram=3),
+}
+
+
+def assert_as_plain(lm: Any, prompts: Any, draft: Any, **options: Any) -> SpeculativeResult:
+    plain = jaxllm.generate(*lm, prompts, **options)
+    result = speculative_generate(*lm, prompts, draft=draft, **options)
+    assert result.token_BT.tolist() == plain.token_BT.tolist()
+    assert result.finish_B.tolist() == plain.finish_B.tolist()
+    assert result.length_B.tolist() == plain.length_B.tolist()
+    return result
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name == "itself in bfloat16" else name
+        for name in DRAFTS
+    ],
+)
+def test_greedy_tokens_are_those_of_plain_greedy_decoding(name: str) -> None:
+    # Unequal prompts, one that repeats itself; budgets that end inside a run of accepted tokens.
+    prompts = tokens(3, 9).copy()
+    prompts[2] = [5, 6, 7, 8, 5, 6, 7, 8, 5]
+    options: Any = {"lengths_B": np.array([2, 7, 9]), "max_new_tokens": [17, 9, 24]}
+    draft = DRAFTS[name]()
+    result = assert_as_plain(TARGET, prompts, draft, **options)
+    proposed, accepted = np.asarray(result.proposed_B), np.asarray(result.accepted_B)
+    assert result.length_B.tolist() == (1 + result.accepted_B + result.rounds_B).tolist()
+    if name == "itself":
+        assert accepted.tolist() == proposed.tolist()
+        assert result.rounds_B.tolist() == [4, 2, 5]  # five tokens a round after the first token
+    if name == "an adversary":
+        assert accepted.tolist() == [0, 0, 0]
+        assert result.rounds_B.tolist() == [16, 8, 23]
+    if name == "itself in bfloat16":
+        assert accepted.sum() > proposed.sum() / 2
+    # An end of text inside an accepted run.
+    plain = np.asarray(result.token_BT)
+    eos = [int(plain[0, 3]), int(plain[2, 6])]
+    ended = assert_as_plain(TARGET, prompts, draft, eos_token_ids=eos, **options)
+    assert ended.finish_B.tolist().count(Finish.EOS) >= 2
+    if name == "itself":
+        assert ended.accepted_B.tolist() == ended.proposed_B.tolist()
+    assert ended.cache.length_B[0] == 2 + ended.length_B[0] - 1
+
+
+def test_prompt_lookup_is_accepted_where_the_text_repeats_itself() -> None:
+    model, params = TARGET
+
+    def no_attention(path: str, x: jax.Array) -> jax.Array:
+        return 0 * x if "o_proj" in path else x  # each token depends on the last alone: a cycle
+
+    params = map_leaves(no_attention, params)
+    result = assert_as_plain((model, params), tokens(3, 9), PromptLookup(), max_new_tokens=80)
+    assert int(result.accepted_B.min()) > 30
+    assert int(result.rounds_B.max()) < 50
+
+
+def test_the_returned_cache_goes_on_as_one_long_run() -> None:
+    model, params = TARGET
+    long = jaxllm.generate(model, params, tokens(3, 9), max_new_tokens=20)
+    draft = random_model("llama", seed=5)
+    first = speculative_generate(model, params, tokens(3, 9), draft=draft, max_new_tokens=8)
+    assert first.cache.tokens(1) == [*tokens(3, 9)[1], *first.token_BT[1, :-1].tolist()]
+    last_B1 = first.token_BT[:, -1:]
+    rest = jaxllm.generate(model, params, last_B1, max_new_tokens=12, cache=first.cache)
+    assert np.append(first.token_BT, rest.token_BT, 1).tolist() == long.token_BT.tolist()
+
+
+def test_rows_of_nan_stay_alone_and_a_drafted_nan_harms_nobody() -> None:
+    model, params = TARGET
+
+    def with_nan(token: int) -> Any:
+        weight = params["embed_tokens"]["weight"].at[token].set(jnp.nan)
+        return {**params, "embed_tokens": {"weight": weight}}
+
+    prompts = np.array([[1, 2, 3], [1, 130, 3], [1, 2, 3]])
+    broken = with_nan(130)
+    result = assert_as_plain((model, broken), prompts, (model, broken), max_new_tokens=6)
+    assert result.finish_B.tolist() == [Finish.LENGTH, Finish.NON_FINITE, Finish.LENGTH]
+    # The draft alone is broken: it proposes nothing.
+    nothing = jax.tree.map(lambda x: x * jnp.nan, params)
+    result = assert_as_plain(TARGET, prompts, (model, nothing), max_new_tokens=6)
+    assert result.proposed_B.tolist() == [0, 0, 0]
+    # The draft proposes a token that the target cannot read, and would not choose.
+    zeros = {**params, "lm_head": {"weight": 0 * params["lm_head"]["weight"]}}
+    result = assert_as_plain((model, with_nan(0)), prompts, (model, zeros), max_new_tokens=6)
+    assert (np.asarray(result.token_BT) > 0).all()
+    assert result.finish_B.tolist() == [Finish.LENGTH] * 3
+    # The target chooses a token that it cannot read: it ends after that token.
+    chosen = int(jaxllm.generate(model, params, prompts, max_new_tokens=6).token_BT[0, 2])
+    result = assert_as_plain((model, with_nan(chosen)), prompts, TARGET, max_new_tokens=6)
+    assert result.finish_B[0] == Finish.NON_FINITE
+
+
+# The law of several tokens. Models of four tokens, so that each of 256 texts is seen often.
+
+VOCAB, NEW, ROWS = 4, 4, 20_000
+SMALL: Any = {
+    "vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2,
+}  # fmt: skip
+SMALL_GPT2: Any = {"vocab_size": VOCAB, "n_embd": 8, "n_inner": 8, "n_layer": 1, "n_head": 2}
+
+
+class Seen(Processor):
+    """Lowers the scores of tokens that the text has: it looks at the context."""
+
+    by: Any
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        ids = jnp.arange(scores_BV.shape[1])
+        seen_BV = (context.token_BL[:, :, None] == ids[None, None]).any(axis=1)
+        return jnp.where(seen_BV, scores_BV - self.by, scores_BV)
+
+
+class Restless(Processor):
+    """A temperature for each row that rises with every token of an odd id: it remembers."""
+
+    heat_B: Any
+
+    def begin(self, rows: int) -> "Restless":
+        return self.replace(heat_B=jnp.broadcast_to(self.heat_B, (rows,)))
+
+    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
+        return scores_BV / jnp.reshape(self.heat_B, (-1, 1))
+
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Restless":
+        return self.replace(heat_B=self.heat_B * (1.0 + (token_B % 2).astype(jnp.float32)))
+
+
+SAMPLERS = {
+    "temperature, top-k": Sampler((Temperature(1.5), TopK(3))),
+    "context, memory": Sampler((Seen(1.0), Restless(jnp.float32(1.0)))),
+}
+PROMPT = (0, 1, 3, 0, 1)
+PROCESS = jax.jit(apply_processors)
+
+
+def joint_law(lm: Any, sampler: Sampler, new: int, prompt: tuple[int, ...] = PROMPT) -> np.ndarray:
+    """The probability of every text of `new` tokens after the prompt, by one plain forward pass."""
+    paths_BT = np.indices((VOCAB,) * (new - 1), np.int32).reshape(new - 1, VOCAB ** (new - 1)).T
+    B, P = len(paths_BT), len(prompt)
+    text_BT = np.append(np.tile(np.array(prompt, np.int32), (B, 1)), paths_BT, axis=1)
+    logits_BTV = jaxllm.forward(*lm, None, text_BT).logits[:, P - 1 :]
+    law_B, sampler = np.ones(B), sampler.begin(B)
+    for i in range(new):
+        seen_BT = np.where(np.arange(text_BT.shape[1])[None] < P + i, text_BT, -1)
+        prompt_B, length_B = (jnp.full((B,), n, jnp.int32) for n in (P, P + i))
+        context = Context(jnp.asarray(seen_BT), prompt_B, length_B, row_keys(0, B))
+        scores_BV = PROCESS(logits_BTV[:, i], sampler, context)
+        law_BV = np.asarray(jax.nn.softmax(scores_BV, axis=1), np.float64)
+        law_BV /= law_BV.sum(axis=1, keepdims=True)
+        if i == new - 1:
+            break
+        law_B *= law_BV[np.arange(B), paths_BT[:, i]]
+        sampler = sampler.observe(scores_BV, jnp.asarray(paths_BT[:, i]))
+    return (law_B[:, None] * law_BV).ravel()
+
+
+def draw(lm: Any, draft: Any, sampler: Sampler, **options: Any) -> SpeculativeResult:
+    options = {"max_new_tokens": NEW, "num_draft_tokens": 2, "seed": 1, **options}
+    prompts = np.tile(np.array(PROMPT, np.int32), (ROWS, 1))
+    return speculative_generate(*lm, prompts, draft=draft, sampler=sampler, **options)
+
+
+def p_value(result: SpeculativeResult, law_X: np.ndarray) -> float:
+    """Chi-square of the drawn texts; those that are expected less than five times count as one."""
+    index_B = np.asarray(result.token_BT) @ VOCAB ** np.arange(NEW)[::-1]
+    seen_X = np.bincount(index_B, minlength=law_X.size)
+    assert (seen_X[law_X == 0] == 0).all()
+    rare = law_X * ROWS < 5
+    expected = np.append(law_X[~rare], law_X[rare].sum()) * ROWS
+    seen = np.append(seen_X[~rare], seen_X[rare].sum())
+    some = expected > 0
+    return float(stats.chisquare(seen[some], expected[some]).pvalue)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Any:
+    """A target and a draft that disagrees with it, of another family."""
+    target = random_model("llama", seed=4, spread=0.4, **SMALL)
+    return target, random_model("gpt2", seed=5, spread=0.4, **SMALL_GPT2)
+
+
+@pytest.mark.parametrize(
+    "name", ["context, memory", pytest.param("temperature, top-k", marks=pytest.mark.full)]
+)
+def test_drawn_texts_have_the_law_of_the_target(pair: Any, name: str) -> None:
+    target, draft = pair
+    law_X = joint_law(target, SAMPLERS[name], NEW)
+    result = draw(target, draft, SAMPLERS[name])
+    rate = float(result.accepted_B.sum() / result.proposed_B.sum())
+    assert 0.1 < rate < 0.9
+    assert p_value(result, law_X) > 1e-3
+
+
+def test_prompt_lookup_draws_from_the_law_of_the_target(pair: Any) -> None:
+    target, _ = pair
+    sampler = SAMPLERS["temperature, top-k"]
+    result = draw(target, PromptLookup(ngram=2), sampler)
+    assert 0.05 < float(result.accepted_B.sum() / result.proposed_B.sum()) < 0.95
+    assert p_value(result, joint_law(target, sampler, NEW)) > 1e-3
+
+
+def test_tokens_are_accepted_as_often_as_the_laws_overlap(pair: Any) -> None:
+    """The first drafted token is accepted with probability sum min(p, q) (Leviathan, eq. 3)."""
+    target, draft = pair
+    sampler = SAMPLERS["temperature, top-k"]
+    first_X = joint_law(target, sampler, 1)
+    texts = [(*PROMPT, token) for token in range(VOCAB)]
+    p, q = (np.stack([joint_law(lm, sampler, 1, text) for text in texts]) for lm in (target, draft))
+    overlap = float((first_X * np.minimum(p, q).sum(axis=1)).sum())
+    result = draw(target, draft, sampler, max_new_tokens=3)
+    assert (np.asarray(result.proposed_B) == 1).all()
+    bound = 5 * (overlap * (1 - overlap) / ROWS) ** 0.5
+    assert abs(float(result.accepted_B.mean()) - overlap) < bound
+
+
+def test_residual_and_verification_by_hand() -> None:
+    p, q = jnp.array([[0.5, 0.25, 0.25]]), jnp.array([[0.25, 0.75, 0.0]])
+    np.testing.assert_allclose(rejection_sampling.residual(p, q), [[0.5, 0.0, 0.5]])
+    np.testing.assert_allclose(rejection_sampling.residual(p, p), p)
+    np.testing.assert_allclose(rejection_sampling.residual(p, 0 * p), p)
+
+
+def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
+    keys, length_B, prompts = row_keys(7, 3), np.array([4, 9, 6]), tokens(3, 9)
+    together = small_call(prompts, lengths_B=length_B, seed=keys)
+    changed = np.where(np.arange(3)[:, None] == 2, 5, prompts[::-1])
+    other = small_call(changed, lengths_B=length_B[::-1], seed=keys[::-1])
+    assert other.token_BT[:2].tolist() == together.token_BT[2:0:-1].tolist()
+    assert other.token_BT[2].tolist() != together.token_BT[0].tolist()
+
+
+def test_one_program_for_any_content_sampler_seed_budget_and_length(
+    compiled: list[str],
+) -> None:
+    small_call(tokens(3, 9))
+    before = len(compiled)
+    for seed, temperature in enumerate([0.0, 0.5, 2.0]):
+        small_call(
+            tokens(3, 9 + seed, seed=seed),
+            lengths_B=np.array([1 + seed, 3, 9]),
+            max_new_tokens=[4 + seed, 9, 1],
+            sampler=Sampler((Temperature(jnp.float32(temperature)), TopK(jnp.float32(3 * seed)))),
+            seed=seed,
+            eos_token_ids=list(range(seed)),
+        )
+    assert compiled[before:] == []
+
+
+def small_call(prompts: np.ndarray, **options: Any) -> SpeculativeResult:
+    options = {
+        "sampler": Sampler((Temperature(jnp.float32(0.9)), TopK(jnp.float32(20)))),
+        "max_new_tokens": 10,
+        **options,
+    }
+    return speculative_generate(*TARGET, prompts, draft=random_model("llama", seed=5), **options)
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 4])
+def test_lookup_equals_a_search_by_hand(ngram: int) -> None:
+    rng = np.random.default_rng(ngram)
+    length_B = rng.integers(2, 14, 200)
+    token_BL = np.where(np.arange(16)[None] < length_B[:, None], rng.integers(0, 3, (200, 16)), -1)
+    text = TextState(
+        *(jnp.asarray(x, jnp.int32) for x in (token_BL, length_B, length_B)), sampler=Sampler()
+    )
+    found = np.asarray(jax.jit(look_up_draft, static_argnums=(1, 2))(text, ngram, 5))
+    for row, n in enumerate(length_B):
+        assert found[row].tolist() == lookup_by_hand(token_BL[row, :n].tolist(), ngram, 5)
+
+
+def lookup_by_hand(text: list[int], ngram: int, width: int) -> list[int]:
+    for n in range(min(ngram, len(text) - 1), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                longer = list(text)
+                while len(longer) < len(text) + width:  # the continuation may go on with itself
+                    longer.append(longer[start + n + len(longer) - len(text)])
+                return longer[len(text) :]
+    return [-1] * width
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    model, params = TARGET
+
+    def call(prompt: int = 3, **options: Any) -> SpeculativeResult:
+        options = {"draft": TARGET, "max_new_tokens": 4, **options}
+        return speculative_generate(model, params, tokens(3, prompt), **options)
+
+    with pytest.raises(SamplingError, match="vocabulary has 97 tokens, expected 131"):
+        call(draft=random_model("llama", vocab_size=97))
+    with pytest.raises(SamplingError, match="num_draft_tokens must be a whole number from 1 to"):
+        call(num_draft_tokens=0)
+    with pytest.raises(SamplingError, match="max_new_tokens"):
+        call(max_new_tokens=0)
+    with pytest.raises(SamplingError, match="ngram"):
+        PromptLookup(ngram=0)
+    with pytest.raises(CapacityError, match="97 positions of the draft"):
+        call(prompt=90, max_new_tokens=9, draft=random_model("gpt2"))
+    call(prompt=90, max_new_tokens=8, draft=random_model("gpt2"))  # the last is never run
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    dynamic = random_model("llama", rope_parameters=scaling)
+    with pytest.raises(ConfigError, match="draft uses dynamic RoPE"):
+        call(prompt=90, max_new_tokens=9, draft=dynamic)
+
+
+@pytest.mark.usefixtures("afresh")
+def test_the_law_is_lost_when_the_residual_is_the_target_itself(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = pair
+    sampler = SAMPLERS["temperature, top-k"]
+    monkeypatch.setattr(rejection_sampling, "residual", lambda p_BV, q_BV: p_BV)
+    wrong = draw(target, PromptLookup(ngram=2), sampler)
+    monkeypatch.undo()
+    assert p_value(wrong, joint_law(target, sampler, NEW)) < 1e-6

@@ -1,0 +1,308 @@
+"""Processors of the distribution: published vectors, transformers' warpers, brute force, laws."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from scipy import stats
+from transformers.generation import logits_process as theirs
+
+from jaxllm.errors import SamplingError
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.sampling.sampler import (
+    Context,
+    Processor,
+    Sampler,
+    row_keys,
+    sample,
+    sample_next,
+)
+from jaxllm.generation.sampling.truncation import (
+    XTC,
+    EpsilonCutoff,
+    EtaCutoff,
+    MinP,
+    Mirostat,
+    TopNSigma,
+    TypicalP,
+)
+
+# transformers, tests/generation/test_logits_process.py: the test, options, probabilities, what is
+# left of them.
+OF_TRANSFORMERS = [
+    (
+        "test_top_p_dist_warper",
+        {"top_p": 0.8},
+        [[0.3, 0.1, 0.1, 0.5], [0.15, 0.3, 0.3, 0.25]],
+        [[0.3, 0.0, 0.0, 0.5], [0.0, 0.3, 0.3, 0.25]],
+    ),
+    (
+        "test_min_p_dist_warper",
+        {"min_p": 0.05},
+        [[0.9, 0.0274, 0.047, 0.0274], [0.15, 0.3, 0.3, 0.25], [0.97, 0.01, 0.01, 0.01]],
+        [[0.9, 0.0, 0.047, 0.0], [0.15, 0.3, 0.3, 0.25], [0.97, 0.0, 0.0, 0.0]],
+    ),
+    (
+        "test_typical_dist_warper",
+        {"typical_p": 0.5},
+        [[0.97, 0.01, 0.01, 0.01], [0.4, 0.2, 0.2, 0.2]],
+        [[0.97, 0.0, 0.0, 0.0], [0.0, 0.2, 0.2, 0.2]],
+    ),
+    (
+        "test_epsilon_dist_warper",
+        {"epsilon_cutoff": 0.1},
+        [[0.87, 0.099, 0.001, 0.03], [0.4, 0.299, 0.101, 0.2]],
+        [[0.87, 0.0, 0.0, 0.0], [0.4, 0.299, 0.101, 0.2]],
+    ),
+    (
+        "test_eta_dist_warper",
+        {"eta_cutoff": 0.0625},
+        [[0.0, 0.1, 0.8, 0.1], [0.01, 0.04, 0.9, 0.05]],
+        [[0.0, 0.1, 0.8, 0.1], [0.0, 0.0, 0.9, 0.0]],
+    ),
+]
+
+# llama.cpp, tests/test-sampling.cpp: the test, options, and what is left of the probabilities
+# 0.1, 0.2, 0.3, 0.4 (of the four given for test_typical), divided by its sum.
+RAMP = [0.1, 0.2, 0.3, 0.4]
+OF_LLAMA_CPP = [
+    ("test_temp", {"temperature": 1.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_temp", {"temperature": 0.0}, RAMP, [0.0, 0.0, 0.0, 1.0]),
+    ("test_top_k", {"top_k": 1}, RAMP, [0.0, 0.0, 0.0, 1.0]),
+    ("test_top_k", {"top_k": 3}, RAMP, [0.0, 0.22222, 0.33333, 0.44444]),
+    ("test_top_k", {"top_k": 4}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_top_k", {"top_k": 0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_top_p", {"top_p": 0}, RAMP, [0.0, 0.0, 0.0, 1.0]),
+    ("test_top_p", {"top_p": 0.7}, RAMP, [0.0, 0.0, 0.428571, 0.571429]),
+    ("test_top_p", {"top_p": 0.8}, RAMP, [0.0, 0.22222, 0.33333, 0.44444]),
+    ("test_top_p", {"top_p": 1.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_min_p", {"min_p": 0.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_min_p", {"min_p": 0.24}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_min_p", {"min_p": 0.26}, RAMP, [0.0, 0.2 / 0.9, 0.3 / 0.9, 0.4 / 0.9]),
+    ("test_min_p", {"min_p": 0.49}, RAMP, [0.0, 0.2 / 0.9, 0.3 / 0.9, 0.4 / 0.9]),
+    ("test_min_p", {"min_p": 0.51}, RAMP, [0.0, 0.0, 0.3 / 0.7, 0.4 / 0.7]),
+    ("test_min_p", {"min_p": 0.74}, RAMP, [0.0, 0.0, 0.3 / 0.7, 0.4 / 0.7]),
+    ("test_min_p", {"min_p": 0.76}, RAMP, [0.0, 0.0, 0.0, 1.0]),
+    ("test_min_p", {"min_p": 1.0}, RAMP, [0.0, 0.0, 0.0, 1.0]),
+    ("test_typical", {"typical_p": 0.5}, [0.97, 0.01, 0.01, 0.01], [1.0, 0.0, 0.0, 0.0]),
+    ("test_typical", {"typical_p": 0.5}, [0.4, 0.2, 0.2, 0.2], [0.0, 1 / 3, 1 / 3, 1 / 3]),
+    ("test_top_n_sigma", {"top_n_sigma": 1.0}, RAMP, [0.0, 0.0, 0.428571, 0.571429]),
+    ("test_top_n_sigma", {"top_n_sigma": 0.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+    ("test_top_n_sigma", {"top_n_sigma": 3.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
+]
+
+APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))
+
+
+def applied(processor: Processor, scores: Any, seed: int = 0) -> np.ndarray:
+    context = Context.empty(jax.random.key(seed), len(scores))
+    return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
+
+
+def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
+
+
+def log(p: Any) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.log(np.asarray(p, np.float32))
+
+
+def chained(options: dict[str, Any], scores: np.ndarray) -> np.ndarray:
+    for processor in make_sampler(**options).processors:
+        scores = applied(processor, scores)
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in OF_TRANSFORMERS]
+)
+def test_the_vectors_of_transformers(
+    options: dict[str, float], before: list[list[float]], after: list[list[float]]
+) -> None:
+    np.testing.assert_allclose(np.exp(chained(options, log(before))), after, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in OF_LLAMA_CPP]
+)
+def test_the_vectors_of_llama_cpp(
+    options: dict[str, float], before: list[float], after: list[float]
+) -> None:
+    left = np.exp(chained(options, log([before])))
+    np.testing.assert_allclose(left[0] / left.sum(), after, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "after"),
+    [
+        (0.09, [0.0, 0.0, 0.0, 0.1]),
+        (0.19, [0.0, 0.0, 0.2, 0.1]),
+        (0.29, [0.0, 0.3, 0.2, 0.1]),
+        (0.39, [0.4, 0.3, 0.2, 0.1]),
+    ],
+)
+def test_the_vectors_of_llama_cpp_for_xtc(threshold: float, after: list[float]) -> None:
+    """test_xtc in llama.cpp's tests/test-sampling.cpp."""
+    left = np.exp(applied(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
+    np.testing.assert_allclose(left, [after], atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.02, 0.2, 0.7, 0.95])
+@pytest.mark.parametrize(
+    ("ours", "warper"),
+    [
+        (MinP, theirs.MinPLogitsWarper),
+        (TypicalP, theirs.TypicalLogitsWarper),
+        (EpsilonCutoff, theirs.EpsilonLogitsWarper),
+        (EtaCutoff, theirs.EtaLogitsWarper),
+    ],
+)
+def test_what_is_kept_is_what_transformers_keeps(ours: Any, warper: Any, value: float) -> None:
+    x = np.concatenate([logits(4, 131), logits(3, 131, seed=1) / 30])
+    x[1, ::3] = -np.inf  # removed before
+    expected = warper(value)(None, torch.tensor(x)).numpy()
+    np.testing.assert_array_equal(applied(ours(value), x), expected)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.floats(0.1, 3))
+def test_top_n_sigma_equals_brute_force(seed: int, n: float) -> None:
+    x = logits(1, 23, seed)
+    x[0, :4] = -np.inf
+    kept = [v for v in x[0].astype(np.float64) if v > -np.inf]
+    mean = sum(kept) / len(kept)
+    sigma = math.sqrt(sum((v - mean) ** 2 for v in kept) / len(kept))
+    ours = applied(TopNSigma(n), x)[0]
+    for before, after in zip(x[0], ours, strict=True):
+        if abs(before - (max(kept) - n * sigma)) > 1e-4:
+            assert after == (before if before >= max(kept) - n * sigma else -np.inf)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.floats(0, 0.6))
+def test_xtc_equals_brute_force(seed: int, threshold: float) -> None:
+    x = logits(1, 11, seed) / 2
+    p = np.exp(x[0].astype(np.float64)) / np.exp(x[0].astype(np.float64)).sum()
+    if np.abs(p - threshold).min() < 1e-6:
+        return
+    order = sorted(range(11), key=lambda token: -p[token])
+    above = [token for token in order if p[token] >= threshold]
+    gone = set(above[:-1])
+    expected = [-np.inf if token in gone else x[0, token] for token in range(11)]
+    assert applied(XTC(1.0, threshold), x)[0].tolist() == expected
+
+
+def test_xtc_keeps_what_ties_with_the_least_probable() -> None:
+    left = applied(XTC(1.0, 0.1), [[2.0, 1.0, 1.0, -4.0]])
+    assert left.tolist() == [[-np.inf, 1.0, 1.0, -4.0]]
+
+
+def test_draws_after_xtc_follow_the_mixture() -> None:
+    """Chi-square: struck or not by chance, and then drawn by the softmax of what is left."""
+    draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
+    scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 4))
+    tokens = sample(jax.random.key(5), scores, Sampler((XTC(0.6, 0.15),)))
+    struck = np.array([0.0, 0.0, 0.2, 0.1]) / 0.3
+    expected = 0.6 * struck + 0.4 * p
+    counts = np.bincount(np.asarray(tokens), minlength=4)
+    assert stats.chisquare(counts, expected * draws).pvalue > 1e-3
+
+
+def test_the_chance_of_xtc_is_not_the_draws_own() -> None:
+    """Given that a row was not struck, its draw still follows the whole distribution."""
+    draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
+    scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 4))
+    context = Context.empty(jax.random.key(9), draws)
+    left = XTC(0.5, 0.15)(scores, context)
+    tokens, _ = sample_next(scores, Sampler(), context)
+    spared = np.isfinite(np.asarray(left)).all(axis=1)
+    assert abs(spared.mean() - 0.5) < 0.02
+    counts = np.bincount(np.asarray(tokens)[spared], minlength=4)
+    assert stats.chisquare(counts, p * spared.sum()).pvalue > 1e-3
+
+
+def test_mirostat_equals_brute_force_step_by_step() -> None:
+    """Algorithm 2 of Basu et al. 2021, in plain Python, on the tokens that we drew."""
+    tau, eta, steps = [3.0, 0.0, 1.5], [0.1, 0.3, 0.9], 30
+    sampler = Sampler((Mirostat.start(jnp.array(tau), jnp.array(eta)),)).begin(3)
+    step = jax.jit(sample_next)
+    mu = [2 * t for t in tau]
+    for i in range(steps):
+        x = logits(3, 31, seed=i)
+        context = Context.empty(row_keys(i, 3), 3)
+        left = np.asarray(APPLY(jnp.asarray(x), sampler.processors[0], context))
+        token_B, sampler = step(jnp.asarray(x), sampler, context)
+        for row in range(3):
+            if tau[row] == 0:
+                np.testing.assert_array_equal(left[row], x[row])
+                continue
+            p = np.exp(x[row].astype(np.float64)) / np.exp(x[row].astype(np.float64)).sum()
+            bits = -np.log2(p)
+            kept = (bits <= mu[row]) | (bits == bits.min())
+            np.testing.assert_array_equal(np.isfinite(left[row]), kept)
+            surprise = -np.log2(p[token_B[row]] / p[kept].sum())
+            mu[row] -= eta[row] * (surprise - tau[row])
+        ours = np.asarray(sampler.processors[0].mu)  # type: ignore[attr-defined]
+        np.testing.assert_allclose(ours, mu, atol=1e-4)
+
+
+def test_draws_of_mirostat_follow_the_cut_softmax() -> None:
+    draws, p = 20000, np.array([0.5, 0.25, 0.15, 0.07, 0.03])
+    scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 5))
+    cut = Mirostat(4.0, 0.1, 3.0)  # at most 3 bits: 1/8 and more
+    tokens = sample(jax.random.key(2), scores, Sampler((cut,)))
+    counts = np.bincount(np.asarray(tokens), minlength=5)
+    assert counts[3:].tolist() == [0, 0]
+    assert stats.chisquare(counts[:3], p[:3] / p[:3].sum() * draws).pvalue > 1e-3
+
+
+def test_mirostat_in_a_loop_holds_the_surprise_near_tau() -> None:
+    """Its state keeps its shape in a compiled loop, and does what it is for."""
+    scores = jnp.asarray(-1.1 * np.log(np.arange(1, 2001, dtype=np.float32)))[None]  # Zipf
+    tau, eta = jnp.array([2.0, 5.0]), jnp.float32(0.1)
+    sampler = Sampler((Mirostat.start(tau, eta),)).begin(2)
+    scores_BV = jnp.broadcast_to(scores, (2, 2000))
+
+    def step(sampler: Sampler, key: jax.Array) -> tuple[Sampler, jax.Array]:
+        _, after = sample_next(scores_BV, sampler, Context.empty(key, 2))
+        before_B, after_B = sampler.processors[0].mu, after.processors[0].mu  # type: ignore[attr-defined]
+        return after, tau - (after_B - before_B) / eta  # what was observed
+
+    keys = jax.random.split(jax.random.key(0), 1000)
+    _, surprise_NB = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(sampler, keys)
+    np.testing.assert_allclose(np.asarray(surprise_NB[200:]).mean(axis=0), tau, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        MinP(1.0),
+        MinP(1.05),
+        TypicalP(1e-6),
+        EpsilonCutoff(0.999),
+        EtaCutoff(0.999),
+        TopNSigma(1e-6),
+        XTC(1.0, 0.0),
+        Mirostat(0.1, 0.1, -5.0),
+    ],
+    ids=lambda processor: type(processor).__name__,
+)
+def test_at_least_one_token_stays(processor: Processor) -> None:
+    flat, peaked = np.zeros((1, 17), np.float32), np.eye(17, dtype=np.float32)[:1] * 40
+    few = np.where(np.arange(17) == 3, 0.0, -np.inf)[None].astype(np.float32)
+    for x in (flat, peaked, few, logits(1, 17)):
+        left = applied(processor, x)
+        assert np.isfinite(left).any()
+        assert ((left == x) | (left == -np.inf)).all()
+
+
+def test_settings_of_another_number_of_rows_are_refused() -> None:
+    with pytest.raises(SamplingError, match="3 rows, the batch has 2"):
+        applied(MinP(jnp.array([0.1, 0.2, 0.3])), logits(2, 17))

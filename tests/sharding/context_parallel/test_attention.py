@@ -1,0 +1,358 @@
+"""Attention of a text that is split over devices equals that of one device, with its gradients."""
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
+
+from jaxllm import ops
+from jaxllm.errors import ConfigError
+from jaxllm.ops.attention import Queries
+from jaxllm.ops.masked import attend_with_mask, document_mask
+from jaxllm.sharding.context_parallel import ring, split_cache, ulysses, zigzag
+
+pytestmark = pytest.mark.devices
+
+AXIS = "sequence"
+SPLIT, WHOLE = jax.P(None, AXIS), jax.P()
+B, N, K, H = 2, 6, 2, 5
+SCALE = 0.37
+
+
+def first(cases: list[Any]) -> list[Any]:
+    """The first of them every day, the others in full."""
+    return [pytest.param(*cases[0]), *(pytest.param(*x, marks=pytest.mark.full) for x in cases[1:])]
+
+
+def mesh_of(n: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+
+
+def text(T: int, *, ragged: bool = True, seed: int = 0) -> tuple[jax.Array, ...]:
+    """Queries, keys, values and positions of rows of unequal lengths; gaps, and NaN in padding."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K))
+    position = np.tile(np.arange(T, dtype=np.int32), (B, 1))
+    if ragged:
+        position[1] += 3  # a text that goes on
+        position[0, T - T // 3 :] = -1
+        position[1, 2:4] = -1
+        v[position < 0] = k[position < 0] = np.nan
+    return tuple(map(jnp.asarray, (q, k, v, position)))
+
+
+def dense(q: Any, k: Any, v: Any, position: Any, **rules: Any) -> jax.Array:
+    return ops.attend(q, position, [ops.Part(k, v, position)], scale=SCALE, **rules)[0]
+
+
+def around(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
+    """Ring attention of arrays in plain order: put into zig-zag order, split, and put back."""
+    there = zigzag.zigzag(T, n)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        part = ops.Part(k, v, at)
+        return ring.attend(q, at, part, axis=AXIS, scale=SCALE, **rules)[0]
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
+
+    def whole(*given: jax.Array) -> jax.Array:
+        return split(*(x[:, there] for x in given))[:, np.argsort(there)]
+
+    return whole
+
+
+def far(a: Any, b: Any) -> float:
+    """The largest difference of two pytrees, as a share of the largest number of the second."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
+
+
+RULES: list[dict[str, Any]] = [
+    {"window": 19, "cap": 1.5},
+    {"window": None},
+    {"window": 7},
+    {"window": None, "cap": 0.8},
+]
+
+
+@pytest.mark.parametrize("n, rules", first([(n, r) for n in (4, 2, 8) for r in RULES]), ids=str)
+def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
+    given = text(48)
+    found = jax.jit(around(n, 48, **rules))(*given)
+    assert jnp.isfinite(found).all()
+    np.testing.assert_allclose(found, dense(*given, **rules), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rules", first([(rules,) for rules in RULES]), ids=str)
+def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) -> None:
+    q, k, v, position = text(48)
+    aim = jnp.asarray(np.random.default_rng(1).normal(size=q.shape).astype(np.float32))
+
+    def loss(attend: Callable[..., jax.Array], q: Any, k: Any, v: Any) -> jax.Array:
+        return (aim * attend(q, k, v, position)).sum()
+
+    real = (position >= 0)[..., None, None]  # plain JAX has NaN for the gradient of padding's NaN
+    clean = [jnp.where(real, x, 0.0) for x in (k, v)]
+    want = jax.grad(partial(loss, partial(dense, **rules)), (0, 1, 2))(q, *clean)
+    found = jax.jit(jax.grad(partial(loss, around(4, 48, **rules)), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+@pytest.mark.full
+def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
+    """Halves of 300 slots: a block of 256 and one that is not full."""
+    q, k, v, position = text(1200, ragged=False)
+
+    def loss(attend: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (attend(*given, position) ** 2).sum()
+
+    for rules in ({"window": None}, {"window": 333}):
+        one, split = partial(dense, **rules), around(2, 1200, **rules)
+        assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+        want = jax.jit(jax.grad(partial(loss, one), (0, 1, 2)))(q, k, v)
+        found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
+        assert far(found, want) < 1e-5
+
+
+@pytest.mark.full
+def test_documents_of_a_row_do_not_see_each_other() -> None:
+    T, n = 48, 4
+    q, k, v, _ = text(T, ragged=False)
+    document = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 1, 1, 2]], T // 4, axis=1), jnp.int32)
+    starts = np.array([[np.argmax(row == d) for d in row] for row in np.asarray(document)])
+    position = jnp.asarray(np.arange(T)[None] - starts, jnp.int32).at[:, -3:].set(-1)
+    there = zigzag.zigzag(T, n)
+
+    def one(q: Any, k: Any, v: Any) -> jax.Array:
+        parts = [ops.Part(k, v, position)]
+        mask = document_mask(position, parts, document, window=9)
+        return attend_with_mask(q, parts, mask, scale=SCALE, cap=1.5)
+
+    def attend(q: Any, k: Any, v: Any, at: Any, of: Any) -> jax.Array:
+        rules: Any = {"axis": AXIS, "scale": SCALE, "window": 9, "cap": 1.5, "document_BT": of}
+        return ring.attend(q, at, ops.Part(k, v, at), **rules)[0]
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 5, out_specs=SPLIT)
+
+    def around_documents(q: Any, k: Any, v: Any) -> jax.Array:
+        given = (q, k, v, position, document)
+        return split(*(x[:, there] for x in given))[:, np.argsort(there)]
+
+    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (f(*given) ** 2).sum()
+
+    assert far(jax.jit(around_documents)(q, k, v), one(q, k, v)) < 1e-5
+    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
+    found = jax.jit(jax.grad(partial(loss, around_documents), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", first([("float32",), ("int8",)]))
+def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
+    """New tokens over 24 slots of a cache, and over a segment that every device has whole."""
+    q, k, v, position = text(16, ragged=False)
+    _, old_k, old_v, old = text(24, seed=1)
+    kept = [ops.cast(jnp.where((old >= 0)[..., None, None], x, 0.0), jnp.dtype(dtype))
+            for x in (old_k, old_v)]  # fmt: skip
+    cached = ops.Part(*kept, old)
+    _, own_k, own_v, own = text(5, ragged=False, seed=2)
+    shared, at = ops.Part(own_k[:1], own_v[:1], own[:1] + 27), position + 32
+    new, rules = ops.Part(k, v, at), {"scale": SCALE, "window": 31}
+    want = ops.attend(q, at, [cached, shared, new], **rules)[0]
+
+    def split(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
+        """The new tokens are split too: they go to the cache, and their keys to one another."""
+        before = [cached, split_cache.keep_on_first(shared, AXIS)]
+        found = [
+            split_cache.attend_pass_q(Queries.from_heads(q, at, before, **rules), before, AXIS),
+            ring.attend(q, at, new, axis=AXIS, **rules),
+        ]
+        return split_cache.combine_outputs(found)
+
+    specs = (SPLIT, SPLIT, SPLIT, WHOLE, SPLIT)
+    over = jax.shard_map(split, mesh=mesh_of(4), in_specs=specs, out_specs=SPLIT)
+    assert far(jax.jit(over)(q, at, cached, shared, new), want) < 1e-5
+
+    def decode(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
+        parts = [cached, *(split_cache.keep_on_first(part, AXIS) for part in (shared, new))]
+        return split_cache.attend(Queries.from_heads(q, at, parts, **rules), parts, AXIS)
+
+    specs = (WHOLE, WHOLE, SPLIT, WHOLE, WHOLE)
+    merged = jax.shard_map(decode, mesh=mesh_of(4), in_specs=specs, out_specs=WHOLE)
+    few = jax.tree.map(lambda x: x[:, :3], (q, at, new))
+    want = ops.attend(*few[:2], [cached, shared, few[2]], **rules)[0]
+    found = jax.jit(merged)(*few[:2], cached, shared, few[2])
+    assert far(found, want) < 1e-5
+
+
+@pytest.mark.full
+def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
+    """Of keys that were there before, too: as a prefix is trained."""
+    q, k, v, position = text(16, ragged=False)
+    _, old_k, old_v, old = text(8, ragged=False, seed=1)
+    given = (q, k, v, old_k, old_v)
+
+    def one(q: Any, k: Any, v: Any, old_k: Any, old_v: Any) -> jax.Array:
+        parts = [ops.Part(old_k, old_v, old), ops.Part(k, v, position + 8)]
+        return (ops.attend(q, position + 8, parts, scale=SCALE, window=None)[0] ** 2).sum()
+
+    def split(q: Any, k: Any, v: Any, old_k: Any, old_v: Any, old: Any, at: Any) -> jax.Array:
+        cached, new = [ops.Part(old_k, old_v, old)], ops.Part(k, v, at)
+        rules: Any = {"scale": SCALE, "window": None}
+        before = split_cache.attend_pass_q(Queries.from_heads(q, at, cached, **rules), cached, AXIS)
+        return split_cache.combine_outputs([before, ring.attend(q, at, new, axis=AXIS, **rules)])
+
+    over = jax.shard_map(split, mesh=mesh_of(2), in_specs=SPLIT, out_specs=SPLIT)
+
+    def two(*given: Any) -> jax.Array:
+        return (over(*given, old, position + 8) ** 2).sum()
+
+    every = tuple(range(5))
+    assert far(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "devices, queries, keys", first([(4, 8, 2), (2, 6, 2), (3, 6, 3), (8, 8, 1)])
+)
+def test_exchanging_tokens_for_heads_equals_one_device(
+    devices: int, queries: int, keys: int
+) -> None:
+    T = 24
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32)
+        for heads in (queries, keys, keys)
+    )
+    position = text(T)[3]
+    ulysses.check_heads(queries, keys, devices)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        q, k, v = ulysses.to_heads((q, k, v), AXIS)
+        return ulysses.to_tokens(dense(q, k, v, ulysses.gather_tokens(at, AXIS), window=9), AXIS)
+
+    split = jax.shard_map(attend, mesh=mesh_of(devices), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
+
+    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
+        return (f(*given, position) ** 2).sum()
+
+    one = partial(dense, window=9)
+    assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
+    found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
+    assert far(found, want) < 1e-5
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"6 query heads and 2 key heads .* 4 devices"):
+        ulysses.check_heads(6, 2, 4)
+    with pytest.raises(ConfigError, match=r"12 query heads and 4 key heads .* 6 devices"):
+        ulysses.check_heads(12, 4, 6)
+
+
+def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
+    assert zigzag.zigzag(12, 3).reshape(3, 4).tolist() == [
+        [0, 1, 10, 11],
+        [2, 3, 8, 9],
+        [4, 5, 6, 7],
+    ]
+    assert [zigzag.pad_length(T, 3) for T in (1, 6, 7)] == [6, 6, 12]
+    with pytest.raises(ConfigError, match=r"multiple of 6 .*, got 13. Pad them to 18"):
+        zigzag.zigzag(13, 3)
+
+
+@pytest.mark.parametrize("n", first([(3,), (1,), (8,)]))
+def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
+    x = jnp.arange(2 * 4 * n * 3).reshape(2, 4 * n, 3)
+    over = partial(jax.shard_map, mesh=mesh_of(n), in_specs=SPLIT, out_specs=SPLIT)
+    there = jax.jit(over(partial(zigzag.to_zigzag, axis=AXIS)))
+    assert (there(x) == x[:, zigzag.zigzag(4 * n, n)]).all()
+    assert (jax.jit(over(partial(zigzag.to_plain, axis=AXIS)))(there(x)) == x).all()
+    assert there.lower(x).as_text().count("collective_permute") == 2
+
+
+def rounds(jaxpr: Any, times: int = 1) -> int:
+    """How often a program sends something on to the next device, loops counted as they run."""
+    total = 0
+    for equation in jaxpr.eqns:
+        often = times * equation.params.get("length", 1)
+        total += often * (equation.primitive.name == "ppermute")
+        total += sum(rounds(inner, often) for inner in jaxprs_in_params(equation.params))
+    return total
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_what_goes_round_is_counted(n: int) -> None:
+    """Keys, values and positions n - 1 times; the gradient also brings cotangents home."""
+    q, k, v, position = text(48)
+    attend = around(n, 48, window=None)
+    assert rounds(jax.make_jaxpr(attend)(q, k, v, position).jaxpr) == 3 * (n - 1)
+
+    def loss(q: jax.Array) -> jax.Array:
+        return (attend(q, k, v, position) ** 2).sum()
+
+    both = 3 * (n - 1) + 3 * (n - 1) + 2 * n
+    assert rounds(jax.make_jaxpr(jax.grad(loss))(q).jaxpr) == both
+
+
+@pytest.mark.parametrize("n", first([(2,), (4,)]))
+def test_every_device_computes_as_many_pairs_of_chunks(
+    n: int, monkeypatch: pytest.MonkeyPatch, afresh: None
+) -> None:
+    """2n + 1 of 4n, as counted where they are computed."""
+    absorb, met = ring.absorb, []
+
+    def counted(state: Any, queries: Any, *given: Any) -> Any:
+        first = queries.position_BT.min()
+        jax.debug.callback(lambda first: met.append(int(first)), first)
+        return absorb(state, queries, *given)
+
+    monkeypatch.setattr(ring, "absorb", counted)
+    given = text(8 * n, ragged=False)
+    jax.block_until_ready(jax.jit(around(n, 8 * n, window=None))(*given))
+    jax.effects_barrier()
+    assert len(met) == n * (2 * n + 1)
+    # A chunk sees itself and those before it.
+    assert [met.count(4 * chunk) for chunk in range(2 * n)] == [c + 1 for c in range(2 * n)]
+    met.clear()
+    jax.block_until_ready(jax.jit(around(n, 8 * n, window=5))(*given))
+    jax.effects_barrier()
+    assert [met.count(4 * chunk) for chunk in range(2 * n)] == [1] + [2] * (2 * n - 1)
+
+
+def test_chunks_in_the_future_are_not_looked_at() -> None:
+    """What the last chunk holds is NaN, which zero weights would carry into every sum."""
+    q, k, v, position = text(48, ragged=False)
+    v = v.at[:, 42:].set(jnp.nan)
+    found = jax.jit(around(4, 48, window=None))(q, k, v, position)
+    want = dense(q[:, :42], k[:, :42], v[:, :42], position[:, :42], window=None)
+    assert far(found[:, :42], want) < 1e-5
+
+
+def test_nothing_on_a_device_is_as_large_as_the_text() -> None:
+    """Of the compiled program with its gradient: no scores of all pairs, no gathered keys."""
+    T, n, H = 8192, 8, 64
+    form = {heads: jax.ShapeDtypeStruct((1, T, heads, H), jnp.float32) for heads in (2, 1)}
+    there = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
+        rules: Any = {"axis": AXIS, "scale": SCALE, "window": None}
+        return (ring.attend(q, at, ops.Part(k, v, at), **rules)[0] ** 2).sum()[None]
+
+    split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 4, out_specs=jax.P(AXIS))
+    program = jax.jit(jax.grad(lambda *given: split(*given).sum(), (0, 1, 2)))
+    sharding = jax.NamedSharding(mesh_of(n), SPLIT)
+    given = [x.update(sharding=sharding) for x in (form[2], form[1], form[1], there)]
+    compiled = program.lower(*given).compile()
+    arrays = re.findall(r"f32\[([\d,]+)\]", compiled.as_text())
+    largest = max(math.prod(map(int, shape.split(","))) for shape in arrays)
+    assert largest == 2 * (T // n // 2) * 256  # scores of half the queries and one block of slots
+    assert largest < T * H
+    assert "all-gather" not in compiled.as_text()

@@ -1,0 +1,283 @@
+"""A model whose texts are split over devices is the model of one device."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import steps
+from jaxllm.cache import compact, drop_range, fork, init_cache, rewind
+from jaxllm.errors import ConfigError
+from jaxllm.generation.loops.generate import generate
+from jaxllm.sharding import make_sharded_model
+from jaxllm.sharding.collective_stats import count_collectives
+from jaxllm.sharding.mesh_spec import parse_mesh
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.partition import partition
+from jaxllm.train.step import Setup, init_state, train_step
+from tests.sharding.made import FAMILIES, largest_difference, one, spread
+
+pytestmark = pytest.mark.devices
+
+QUICK = [("gpt2", "tensor=4:tokens")]
+MORE = [
+    ("llama", "data=2,sequence=2,tensor=2"),
+    ("llama", "sequence=4"),
+    ("llama", "sequence=2:heads"),
+    ("gemma2", "sequence=4"),  # windows and caps
+    ("gpt2", "sequence=8"),
+    ("gemma2", "sequence=2,tensor=2:tokens"),
+]
+FULL = [
+    (family, mesh)
+    for mesh in ("sequence=4", "sequence=2:heads", "data=2,sequence=2,tensor=2", "tensor=4:tokens")
+    for family in FAMILIES
+    if (family, mesh) not in QUICK + MORE
+]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE + FULL)]
+LENGTHS = np.array([40, 27])
+
+
+def prompt(T: int = 40, rows: int = 2, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 131, (rows, T)).astype(np.int32)
+
+
+@pytest.mark.parametrize("family, mesh", CASES)
+def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
+    """A prompt in chunks, of which the second meets a cache and the last is padded."""
+    model, params = one(family, **({"n_layer": 1} if (family, mesh) in QUICK else {}))
+    over, shared = spread(model, params, mesh)
+    caches = [init_cache(m, 2, 64) for m in (model, over)]
+    ids = prompt()
+    if model.config.original_context is not None:  # across which no text may grow in a cache
+        mine, theirs = (
+            steps.forward(*made, None, ids, hidden_states=True)
+            for made in ((over, shared), (model, params))
+        )
+        assert largest_difference(mine.logits, theirs.logits) < 1e-5
+        assert largest_difference(mine.delta.k[-1], theirs.delta.k[-1]) < 1e-5
+        return
+
+    def both(step: Callable[..., Any], *given: Any, **more: Any) -> list[jax.Array]:
+        found = []
+        for i, (m, p) in enumerate(((model, params), (over, shared))):
+            logits, caches[i] = step(m, p, caches[i], *given, **more)
+            found.append(logits)
+        return found
+
+    want, found = both(steps.prefill, ids, lengths_B=LENGTHS, chunk=24)
+    assert largest_difference(found, want) < 1e-5
+    where = caches[1].tail.k[0].sharding.spec
+    if "sequence" in mesh:
+        assert "sequence" in str(where[2] if "heads" in mesh else where[1])
+    for _ in range(2):
+        want, found = both(steps.decode_step, np.asarray(want.argmax(-1), np.int32))
+        assert largest_difference(found, want) < 1e-5
+    more = prompt(T=20)  # which goes on from what is cached, and fills all slots but two
+    trace = [steps.forward(m, p, c, more, hidden_states=True)
+             for m, p, c in zip((model, over), (params, shared), caches, strict=True)]  # fmt: skip
+    assert largest_difference(trace[1].logits, trace[0].logits) < 1e-5
+    assert largest_difference(trace[1].hidden_states[1], trace[0].hidden_states[1]) < 1e-5
+    for mine, theirs in zip(caches[1].tail.k, caches[0].tail.k, strict=True):
+        assert largest_difference(mine, theirs) < 1e-5
+    assert (np.asarray(caches[0].position_BS) == np.asarray(caches[1].position_BS)).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, mesh", QUICK + MORE)
+def test_greedy_text_is_the_same(family: str, mesh: str) -> None:
+    """In a cache whose slots do not divide, too: every device has them all."""
+    model, params = one(family)
+    over, shared = spread(model, params, mesh)
+    for capacity in (64, 57):
+        texts = []
+        for m, p in ((model, params), (over, shared)):
+            cache = init_cache(m, 2, capacity)
+            given: Any = {"cache": cache, "max_new_tokens": 12, "lengths_B": LENGTHS}
+            texts.append(generate(m, p, prompt(), **given).token_BT)
+        assert (np.asarray(texts[0]) == np.asarray(texts[1])).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads", "sequence=2,tensor=2:tokens"])
+def test_texts_are_those_of_one_device(shallow: Callable[[str], Path], mesh: str) -> None:
+    """Drawn, searched for, proposed and served."""
+    one, over = (jaxllm.load(shallow("llama"), dtype="float32", mesh=m) for m in (None, mesh))
+    prompts = ["Once upon a time", "One day, a little girl and her dog went to the park"]
+    for options in (
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3},
+        {"num_beams": 3},
+        {"prompt_lookup_num_tokens": 3},
+    ):
+        texts = [lm.generate(prompts, max_new_tokens=12, **options) for lm in (one, over)]
+        assert [x.tokens for x in texts[1]] == [x.tokens for x in texts[0]], options
+    requests = [
+        {"id": i, "prompt": prompt, "max_new_tokens": 6 + 2 * i, "temperature": 0.5 * i, "seed": i}
+        for i, prompt in enumerate(["Once", *prompts])
+    ]
+    whole, found = (dict(lm.serve(requests, rows=2, capacity=48)) for lm in (one, over))
+    assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in whole.items()}
+
+
+@pytest.mark.full
+def test_branches_and_surgery_of_a_split_cache() -> None:
+    """What is forked is split and shared by rows; new tails are short, and whole everywhere."""
+    model, params = one("llama")
+    over, shared = spread(model, params, "sequence=4")
+    token, found = np.array([5, 6], np.int32), []
+    for m, p in ((model, params), (over, shared)):
+        cache = steps.prefill(m, p, init_cache(m, 1, 64), prompt(rows=1))[1]
+        branches = fork(rewind(drop_range(cache, 3, 9), to=25), 2, capacity=7)
+        for _ in range(2):
+            logits, branches = steps.decode_step(m, p, branches, token)
+        left = compact(drop_range(cache, 3, 9), capacity=48)
+        found.append((logits, steps.forward(m, p, left, prompt(T=5, rows=1)).logits))
+    for mine, theirs in zip(found[1], found[0], strict=True):
+        assert largest_difference(mine, theirs) < 1e-5
+
+
+def packed(T: int = 40, seed: int = 0) -> Rows:
+    """Rows of two documents each, of which the second row ends in padding."""
+    ids = prompt(T=T + 1, seed=seed)
+    document = np.stack([np.arange(T) >= 23, np.arange(T) >= 9]).astype(np.int32)
+    position = np.where(document == 1, np.arange(T) - [[23], [9]], np.arange(T)).astype(np.int32)
+    label = ids[:, 1:].copy()
+    position[1, -6:], document[1, -6:], label[1, -6:] = -1, -1, IGNORED
+    return Rows(np.where(position < 0, 0, ids[:, :-1]), label, position, document)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family, mesh", QUICK + MORE)
+def test_gradients_equal_one_device(family: str, mesh: str) -> None:
+    """Of the loss of packed rows in all parameters, as a step of training takes it."""
+    model, params = one(family)
+    over = make_sharded_model(model.config, model.precision, parse_mesh(mesh)).clone(remat=True)
+    rows, key = packed(), jax.random.key(0)
+
+    def loss(m: Any, p: Any, prepare: Callable[[Any], Any]) -> jax.Array:
+        measured = NextToken()(m, prepare(p), None, rows, key)
+        return measured.total / measured.weight
+
+    want = jax.jit(jax.value_and_grad(partial(loss, model, prepare=lambda p: p)))(params)
+    shared = over.shard(params)
+    found = jax.jit(jax.value_and_grad(partial(loss, over, prepare=lambda p: p)))(shared)
+    assert abs(float(found[0] - want[0])) < 1e-5 * float(want[0])
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(want[1]))
+    pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True)
+    for mine, theirs in pairs:
+        if mine.shape == theirs.shape:  # all but tables whose last share is padded
+            assert float(jnp.abs(mine - theirs).max()) < 1e-5 * largest
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads"])
+def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
+    """The compiled step itself, of two batches whose gradients are added up."""
+    model, params = one("llama", num_hidden_layers=2)
+    over, shared = spread(model, params, mesh)
+    rows = jax.tree.map(lambda *x: np.stack(x), packed(), packed(seed=1))
+    done = []
+    for m, p in ((model, params), (over, shared)):
+        trained, rest = partition(p)
+        optimizer = Optimizer(steps=3, lr=1e-3, warmup=0.0, eps=1e-3)
+        setup = Setup(m, NextToken(), optimizer)
+        state = init_state(trained, setup)
+        for _ in range(2):
+            state, metrics = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
+        done.append((state.trained, metrics))
+    (want, told), (found, said) = done
+    assert float(said.loss) == pytest.approx(float(told.loss), rel=1e-5)
+    assert float(said.grad_norm) == pytest.approx(float(told.grad_norm), rel=1e-4)
+    for path, x in want.items():
+        assert float(jnp.abs(found[path] - x).max()) < 1e-3 * 1e-3, path
+
+
+@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=4:heads"])
+def test_what_devices_send_each_other(mesh: str) -> None:
+    """A whole prompt into an empty cache, of two layers: no key or value is ever gathered, and all
+    is as on one device.
+    """
+    model, params = one("llama", num_hidden_layers=2, num_key_value_heads=4)
+    over, shared = spread(model, params, mesh)
+    ids, at = jnp.asarray(prompt(T=96, rows=1)), jnp.arange(96, dtype=jnp.int32)[None]
+
+    def prefill(m: Any, params: Any, cache: Any, ids: jax.Array) -> Any:
+        asked: Any = {"column_B": jnp.array([95])}
+        return steps.run_and_commit(m, params, (), cache, ids, at, **asked)[:2]
+
+    given = shared, init_cache(over, 1, 128), ids
+    compiled = jax.jit(partial(prefill, over)).lower(*given).compile()
+    logits, cache = compiled(*given)
+    want, whole = jax.jit(partial(prefill, model))(params, init_cache(model, 1, 128), ids)
+    assert largest_difference(logits, want) < 1e-5
+    for mine, theirs in zip(cache.tail.v, whole.tail.v, strict=True):
+        assert largest_difference(mine, theirs) < 1e-5
+    assert {x.data.nbytes for x in cache.tail.v[0].addressable_shards} == {
+        whole.tail.v[0].nbytes // 4
+    }
+    found = count_collectives(compiled.as_text())
+    layers, token = 2, model.config.head_dim * 4
+    if mesh.endswith("heads"):
+        assert found["all-to-all"].calls == 4 * layers  # q, k, v, and the heads
+        assert "collective-permute" not in found
+    else:
+        # Of a layer: keys, values and positions go round; queries with their softmax, where
+        # anything is cached; plain order again and the write, two each of keys and of values.
+        assert found["collective-permute"].calls == (3 + 5 + 4 + 2) * layers
+        assert found["collective-permute"].largest == 24 * 8 * 6 * 4  # the queries of a device
+        assert "all-to-all" not in found
+    gathered = found.get("all-gather")
+    assert gathered is None or gathered.largest < 96 * token * 4
+
+
+def test_norms_and_sums_of_some_tokens() -> None:
+    """Beside tensor=4 each sum is scattered, and each norm's output gathered; decoding sums."""
+    model, params = one("llama", num_hidden_layers=2, num_key_value_heads=4)
+    over, shared = spread(model, params, "tensor=4:tokens")
+
+    def said(T: int) -> dict[str, Any]:
+        ids = jnp.asarray(prompt(T=T, rows=1))
+        at = jnp.arange(T, dtype=jnp.int32)[None]
+
+        def logits(params: Any, ids: jax.Array) -> jax.Array:
+            last = jnp.array([T - 1], jnp.int32)
+            return steps.run_model(over, params, (), ids, at, column_B=last)[0].logits
+
+        return count_collectives(jax.jit(logits).lower(shared, ids).compile().as_text())
+
+    many, few = said(32), said(1)
+    assert "all-reduce" not in many
+    assert many["reduce-scatter"].calls == 1 + 2 * 2  # the table; attention and MLP of each layer
+    assert many["all-gather"].calls == 1 + 2 * 2 + 1  # the last norm; and the logits
+    assert few["all-reduce"].calls == 1 + 2 * 2
+    assert "reduce-scatter" not in few
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    model, params = one("llama")
+    over, shared = spread(model, params, "sequence=4")
+    cache = init_cache(over, 1, 32)
+    with pytest.raises(ConfigError, match=r"attention mass .* mesh sequence=4 must be"):
+        steps.forward(over, shared, cache, prompt(rows=1)[:, :16], attention_mass=True)
+    with pytest.raises(ConfigError, match=r"8 query heads and 2 key heads .* 4 devices"):
+        make_sharded_model(model.config, model.precision, parse_mesh("sequence=4:heads"))
+    extended = model.config.with_self_extend(4, 16)
+    with pytest.raises(ConfigError, match=r"Self-Extend .* mesh sequence=2 must have sequence=1"):
+        make_sharded_model(extended, model.precision, parse_mesh("sequence=2"))
+    with pytest.raises(
+        ConfigError, match=r"mode of a mesh axis must be as in sequence=4:heads, tensor=4:tokens"
+    ):
+        parse_mesh("tensor=2:heads")
+    with pytest.raises(ConfigError, match="mesh tensor=2:tokens and exact=True cannot be combined"):
+        make_sharded_model(model.config, model.precision, parse_mesh("tensor=2:tokens"), exact=True)
+    with pytest.raises(ConfigError, match=r"exact=True .* mesh sequence=2 must have sequence=1"):
+        make_sharded_model(model.config, model.precision, parse_mesh("sequence=2"), exact=True)
+    assert str(parse_mesh("sequence=4:heads,data=2")) == "data=2,sequence=4:heads"

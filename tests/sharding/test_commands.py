@@ -1,0 +1,187 @@
+"""Commands that run a model do on a mesh what they do on one device."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.adapters import LoraConfig, write_adapter
+from jaxllm.cache import load_cache
+from jaxllm.checkpoints import resolve
+from jaxllm.weights.formats import as_weight
+from jaxllm.weights.paths import flatten
+from tests.adapters.made import random_adapter
+from tests.conftest import Run
+
+pytestmark = pytest.mark.devices
+FULL = pytest.mark.full
+SMALL = ("--length", 24, "--batch-size", 4, "--steps", 2, "--eval-split", 0, "--lr", 1e-3)
+
+
+@pytest.fixture
+def text(tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+    file = tmp_path / "story.txt"
+    file.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
+    return file
+
+
+def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[dict[str, Any]]:
+    """The steps that a training tells of."""
+    report = out.with_suffix(".json")
+    given = ("--data", text, *SMALL, "--report", report)
+    status, _, err = run("train", kind, "demo:llama", out, *given, *more)
+    assert status == 0, err
+    steps: list[dict[str, Any]] = json.loads(report.read_text())["steps"]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "more"),
+    [
+        ("prompt", "data=2,tensor=2", ("--begin", "Once upon a time")),
+        ("qat", "data=2,tensor=2", ("--format", "int4-g32", "--float-steps", 1)),
+        pytest.param(
+            "distill",
+            "data=2,tensor=2",
+            ("--layers", 1, "--hidden", "mse", "--on-policy", 0.5),
+            marks=FULL,
+        ),
+        pytest.param("prompt", "data=2,tensor=2", ("--begin", "Once", "--entries"), marks=FULL),
+        pytest.param("prompt", "stage=2,tensor=2", ("--begin", "Once upon"), marks=FULL),
+        pytest.param("qat", "data=2", ("--format", "int8", "--learned-scales"), marks=FULL),
+        pytest.param("qat", "tensor=2", ("--rules", "{rules}", "--learned-scales"), marks=FULL),
+        pytest.param("qat", "data=2,stage=2", ("--format", "int8"), marks=FULL),
+        pytest.param("distill", "stage=2", ("--channels", 192, "--top-k", 8), marks=FULL),
+        pytest.param("distill", "data=2", ("--layers", 1, "--fsdp"), marks=FULL),
+        pytest.param("lora", "data=2,tensor=2", ("--prefix", "{text}"), marks=FULL),
+    ],
+)
+def test_what_is_trained_is_what_one_device_trains(
+    run: Run, text: Path, tmp_path: Path, kind: str, mesh: str, more: tuple[object, ...]
+) -> None:
+    alone = [x for x in more if x != "--fsdp"]
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([[r".*\.(q|k|v|gate|up)_proj\.weight", "int8-g32"]]))
+    named = {"{text}": text, "{rules}": rules}
+    alone, more = ([named.get(str(x), x) for x in some] for some in (alone, more))
+    outs = tmp_path / "one", tmp_path / "many"
+    expected = trained(run, text, outs[0], kind, *alone)
+    found = trained(run, text, outs[1], kind, "--mesh", mesh, *more)
+    assert len(found) == len(expected) == 2
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine["weight"] == theirs["weight"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+        assert mine["norm"] == pytest.approx(theirs["norm"], rel=1e-3)
+    if kind == "lora":
+        return
+    one, many = (
+        load_cache(out, *_model()).tail.k if kind == "prompt" else _weights(out) for out in outs
+    )
+    for mine, theirs in zip(many, one, strict=True):
+        # Where a code is chosen otherwise, by rounding, it is by one step.
+        error = np.abs(np.asarray(mine, np.float32) - np.asarray(theirs, np.float32))
+        assert (error > 3e-3).mean() < (0.01 if kind == "qat" else 1e-9)
+
+
+def _model() -> tuple[Any, Any]:
+    lm = jaxllm.load("demo:llama", dtype="float32")
+    return lm.model, lm.params
+
+
+def _weights(out: Path) -> list[np.ndarray]:
+    return [np.asarray(as_weight(leaf).to_dense()) for _, leaf in flatten(jaxllm.load(out).params)]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama", "data=2,tensor=2"), pytest.param("gpt2", "stage=2", marks=FULL)]
+)
+def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
+    run: Run, text: Path, family: str, mesh: str
+) -> None:
+    given = ("--text", f"@{text}", "--by", "kind", "--window", 32, "--limit", 4, "--json")
+    found = []
+    for more in ((), ("--mesh", mesh)):
+        status, out, err = run("sensitivity", f"demo:{family}", *given, "--dtype", "float32", *more)
+        assert status == 0, err
+        found.append({row["regex"]: row for row in json.loads(out)["groups"]})
+    assert found[0].keys() == found[1].keys()
+    for regex, row in found[0].items():
+        mine = found[1][regex]
+        assert mine["bytes_after"] == row["bytes_after"]
+        assert mine["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-6), regex
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--format", "int8", "--mesh", "tensor=2"), "split a group of"),
+        (("--mesh", "data=2", "--fsdp"), "--fsdp cannot be combined with train qat"),
+        (("--mesh", "data=2", "--int8-inputs"), "cannot be trained on a mesh"),
+    ],
+)
+def test_what_would_be_rounded_in_two_places_is_refused(
+    run: Run, text: Path, tmp_path: Path, more: tuple[str, ...], said: str
+) -> None:
+    given = ("--data", text, *SMALL)
+    status, _, err = run("train", "qat", "demo:llama", tmp_path / "out", *given, *more)
+    assert (status, said in err) == (1, True), err
+
+
+def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
+    run: Run, text: Path, tmp_path: Path
+) -> None:
+    lm, adapter = jaxllm.load("demo:llama", dtype="float32"), tmp_path / "adapter"
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
+    made = random_adapter(lm.config, lm.params, lora, spread=0.1)
+    write_adapter(adapter, made, lm.config)
+    found = []
+    for name, more in (("one", ()), ("many", ("--mesh", "data=2,tensor=2"))):
+        given = (
+            "--adapter",
+            adapter,
+            "--text",
+            f"@{text}",
+            "--dtype",
+            "float32",
+            "--format",
+            "int8",
+        )
+        status, _, err = run("merge", "demo:llama", tmp_path / name, *given, *more)
+        assert status == 0, err
+        found.append(float(err.split("with the adapter: ")[1].split()[0]))
+    assert found[1] == pytest.approx(found[0], rel=1e-2) and found[0] > 0
+    for mine, theirs in zip(_weights(tmp_path / "many"), _weights(tmp_path / "one"), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> None:
+    recipe = ("--step", "quantize: gptq int4-g32", "--text", f"@{text}")
+    status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
+    assert (status, "run the result with --mesh data=2" in err) == (1, True), err
+
+
+@FULL
+def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) -> None:
+    times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "--json")
+    status, out, err = run(
+        "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
+    )
+    assert status == 0, err
+    assert len(json.loads(out)["rows"]) == 2
+
+
+@FULL
+@pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,tensor=2", "sequence=2"])
+def test_models_on_a_mesh_are_verified_and_give_vectors(
+    run: Run, text: Path, tmp_path: Path, mesh: str
+) -> None:
+    """Stages' caches have several layers in one place: each is compared by itself."""
+    status, out, err = run("verify", "demo:llama", "--against", "demo:llama", "--mesh", mesh)
+    assert status == 0, (out, err)
+    assert run("vectors", "make", "demo:llama", tmp_path / "v", "-n", 2)[0] == 0
+    status, out, err = run("vectors", "check", "demo:llama", tmp_path / "v", "--mesh", mesh)
+    assert status == 0, (out, err)

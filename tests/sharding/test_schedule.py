@@ -1,0 +1,103 @@
+"""Schedules of pipelines against the closed forms of the papers."""
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.sharding.pipeline.schedule import (
+    SCHEDULES,
+    Job,
+    Schedule,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+)
+
+SIZES = [(1, 1), (1, 5), (2, 2), (2, 6), (4, 1), (4, 4), (4, 16), (3, 7), (8, 24)]
+CHUNKED = [(2, 4, 2), (4, 4, 2), (4, 8, 3), (3, 9, 4), (8, 16, 2)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_ticks_and_idle_shares_are_the_closed_forms(name: str, p: int, m: int) -> None:
+    schedule = SCHEDULES[name](p, m)
+    assert len(schedule.ticks) == 2 * (m + p - 1)
+    assert schedule.busy_ticks == 2 * m * p
+    assert schedule.bubble_fraction == pytest.approx(float(Fraction(p - 1, m + p - 1)))
+    assert schedule.bubble_overhead == pytest.approx(float(Fraction(p - 1, m)))
+
+
+def test_the_shares_that_papers_print() -> None:
+    """Of everything 75 %, 42.86 %, 15.8 %; of the ideal 300 %, 75 %, 18.75 %."""
+    found = [gpipe(4, m) for m in (1, 4, 16)]
+    assert [round(s.bubble_fraction, 4) for s in found] == [0.75, 0.4286, 0.1579]
+    assert [round(s.bubble_overhead, 4) for s in found] == [3.0, 0.75, 0.1875]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("p", "m", "v"), CHUNKED)
+def test_chunks_divide_the_overhead(name: str, p: int, m: int, v: int) -> None:
+    schedule = SCHEDULES[name](p, m, v)
+    assert schedule.busy_ticks == 2 * m * p * v
+    assert schedule.bubble_overhead == pytest.approx(float(Fraction(p - 1, v * m)))
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe_holds_all_and_one_f_one_b_no_more_than_there_are_stages(p: int, m: int) -> None:
+    assert [gpipe(p, m).max_in_flight(s) for s in range(p)] == [m] * p
+    assert [one_f_one_b(p, m).max_in_flight(s) for s in range(p)] == [
+        min(p - s, m) for s in range(p)
+    ]
+
+
+@pytest.mark.parametrize(("p", "m", "v"), CHUNKED)
+def test_interleaved_holds_what_megatron_says(p: int, m: int, v: int) -> None:
+    """Stage 0 has p (v - 1) + 2 (p - 1) + 1 chunks in flight, or all of them."""
+    most = min(m * v, p * (v - 1) + 2 * (p - 1) + 1)
+    assert one_f_one_b(p, m, v).max_in_flight(0) == most
+    assert gpipe(p, m, v).max_in_flight(0) == m * v
+
+
+@pytest.mark.parametrize(("p", "groups", "tokens"), [(2, 2, 5), (4, 4, 9), (4, 8, 3), (3, 5, 1)])
+def test_decoding_with_as_many_groups_as_stages_idles_only_at_both_ends(
+    p: int, groups: int, tokens: int
+) -> None:
+    schedule = forward_only(p, groups, tokens)
+    assert len(schedule.ticks) == groups * tokens + p - 1
+
+
+@pytest.mark.parametrize(("p", "groups"), [(4, 1), (4, 3), (8, 2)])
+def test_with_fewer_groups_than_stages_the_others_wait(p: int, groups: int) -> None:
+    tokens = 50
+    schedule = forward_only(p, groups, tokens)
+    assert len(schedule.ticks) == p * tokens + groups - 1
+    assert schedule.bubble_fraction == pytest.approx(1 - groups / p, abs=0.02)
+
+
+def test_a_schedule_is_drawn_a_line_a_stage() -> None:
+    assert str(one_f_one_b(3, 4)).splitlines() == [
+        "stage 0  0  1  2  .  . [0] 3 [1] . [2] . [3]",
+        "stage 1  .  0  1  . [0] 2 [1] 3 [2] . [3] .",
+        "stage 2  .  .  0 [0] 1 [1] 2 [2] 3 [3] .  .",
+    ]
+
+
+def test_what_comes_too_early_or_twice_is_refused() -> None:
+    good = one_f_one_b(2, 2)
+    first = good.ticks[0]
+    with pytest.raises(ConfigError, match=r"stage 0 repeats Job"):
+        dataclasses.replace(good, ticks=(first, first))
+    with pytest.raises(ConfigError, match=r"stage 1 does .* before stage 0 has done"):
+        Schedule(2, 1, 1, ((Job(True, 0), Job(True, 0)),))
+    with pytest.raises(ConfigError, match=r"stage 0 does .*forward=False.* before stage 0"):
+        Schedule(1, 1, 1, ((Job(False, 0),),))
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"multiple of 4 stages .*, got 6"):
+        one_f_one_b(4, 6, 2)
+    for sizes in ((0, 1), (1, 0), (2, 2.5), (2, 2, 0)):
+        with pytest.raises(ConfigError):
+            gpipe(*sizes)  # type: ignore[arg-type]

@@ -1,0 +1,370 @@
+"""Training over meshes: gradients, steps and states are those of one device, and lie in parts."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.adapters import LoraConfig, attach_adapter, extract_adapter, init_adapter, make_attacher
+from jaxllm.checkpoints import resolve
+from jaxllm.errors import ConfigError
+from jaxllm.sharding import ShardedModel, make_sharded_model
+from jaxllm.sharding.collective_stats import count_collectives
+from jaxllm.sharding.mesh_spec import parse_mesh
+from jaxllm.sharding.shard_params import bytes_per_device
+from jaxllm.train import jobs, loop
+from jaxllm.train.checkpointing import collect_settings, open_journal
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.loop import TrainPlan, TrainResult, train
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.partition import ALL_PARAMS, Rules, combine, partition
+from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.step import Setup, eval_step, init_state, train_step
+from jaxllm.weights.paths import Params, flatten, gather_params, unsharded_paths
+from jaxllm.weights.precision import Precision
+from tests.conftest import Run as Command
+from tests.sharding.made import WIDE, at_hand, one
+from tests.twins import KINDS, tokens
+
+ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
+CUBE = "data=2,stage=2,tensor=2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Random texts of unequal lengths: a mean of devices' means is not the mean of all tokens."""
+
+    rows: int = 4
+    width: int = 9
+    digest: str = "texts"
+    tokens: int = 100
+
+    def __len__(self) -> int:
+        return 3
+
+    def batch(self, number: int) -> Rows:
+        shape = (self.rows, self.width)
+        ids = tokens(*shape, number % 3).astype(np.int32)
+        label = np.full(shape, IGNORED, np.int32)
+        for row in range(self.rows):
+            end = self.width - row % (self.width - 2)
+            label[row, : end - 1] = ids[row, 1:end]
+        position = np.broadcast_to(np.arange(self.width, dtype=np.int32), shape)
+        return Rows(ids, label, position, np.zeros(shape, np.int32))
+
+
+def over(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
+    return make_sharded_model(model.config, model.precision, parse_mesh(mesh), fsdp=fsdp)
+
+
+def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
+    """Of the loss of a batch, for every parameter, in one device's form."""
+    trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    rows, key = Texts().batch(0), jax.random.key(0)
+
+    def loss(trained: Any, rest: Any) -> jax.Array:
+        found = NextToken()(model, combine(trained, rest), None, rows, key)
+        return found.total / found.weight
+
+    found = jax.jit(jax.grad(loss))(trained, rest)
+    for path, x in found.items():
+        same = x.sharding.is_equivalent_to(trained[path].sharding, x.ndim)
+        assert same or not isinstance(model, ShardedModel), path
+    return at_hand(StateLayout.from_model(model, rest).gather_lazy(found))
+
+
+pytestmark = pytest.mark.devices
+FULL = pytest.mark.full
+EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
+LINE = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
+EXPERTS = {"mixtral": {"num_local_experts": 4}}
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "fsdp"),
+    [
+        ("gpt2", "data=2,tensor=4", True),  # biases of both kinds, fused runs, a tied table
+        pytest.param("llama", "tensor=8", False, marks=FULL),  # key/value heads on several devices
+        pytest.param("llama", CUBE, True, marks=FULL),
+        pytest.param("olmo2", "data=2,tensor=4", False, marks=FULL),  # norms over all heads
+        pytest.param("mixtral", "data=2,expert=2,tensor=2", True, marks=FULL),
+        pytest.param("mixtral", "expert=4,tensor=2", False, marks=FULL),
+        pytest.param("gemma2", "data=2,tensor=2", True, marks=FULL),
+        pytest.param("phi3", "data=4,tensor=2", False, marks=FULL),
+        pytest.param("qwen2", "stage=2,tensor=4", False, marks=FULL),
+        pytest.param("llama", "data=2,sequence=2,tensor=2", True, marks=FULL),
+        pytest.param("gpt2", "data=2,tensor=4:tokens", True, marks=FULL),
+        pytest.param("gpt_neox", "data=2,tensor=2", True, marks=FULL),
+        pytest.param("gpt2", CUBE, False, marks=FULL),
+    ],
+)
+def test_gradients_of_all_kinds_of_parameters_are_those_of_one_device(
+    family: str, mesh: str, fsdp: bool
+) -> None:
+    model, params = one(family, **EXPERTS.get(family, {}))
+    many = over(model, mesh, fsdp)
+    expected, found = gradient(model, params), gradient(many, many.shard(params))
+    assert found.keys() == expected.keys()
+    for path, mine in found.items():
+        scale = np.abs(expected[path]).max()
+        error = np.abs(mine - expected[path]).max()
+        assert mine.shape == expected[path].shape, path
+        assert error <= 3e-5 * scale + 1e-7, (path, error, scale)
+
+
+class Stopped(Exception):
+    pass
+
+
+def steps_of(model: Any, params: Params, steps: int, **options: Any) -> TrainResult:
+    optimizer = Optimizer(steps=steps, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=EPS)
+    setup = Setup(model, NextToken(), optimizer)
+    plan = TrainPlan(steps=steps, gradient_accumulation_steps=2)
+    return train(params, Texts(), setup, plan, show_progress=False, **options)
+
+
+def learned(model: Any, found: TrainResult) -> dict[str, np.ndarray]:
+    whole = model.gather(found.params) if isinstance(model, ShardedModel) else found.params
+    return {path: np.asarray(x) for path, x in flatten(whole)}
+
+
+def assert_alike(
+    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], off: float = 1e-4
+) -> None:
+    """off: at most, of the largest number of a parameter, or of 1."""
+    assert found.keys() == expected.keys()
+    for path, x in found.items():
+        assert x.shape == expected[path].shape, path
+        error = np.abs(x - expected[path]).max()
+        assert error <= off * max(1.0, np.abs(expected[path]).max()), (path, error)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "meshes", "steps"),
+    [
+        ("llama", 1, [("data=2,tensor=2", True), None], 2),
+        pytest.param("llama", 1, [None, ("data=4", False), ("tensor=8", False)], 6, marks=FULL),
+        pytest.param("gpt2", 2, [("data=2,tensor=4", True), (CUBE, False), None], 10, marks=FULL),
+        pytest.param("llama", 2, [("data=4", True), (CUBE, False)], 10, marks=FULL),
+        pytest.param(
+            "mixtral", 2, [("data=2,expert=2,tensor=2", True), ("tensor=2", False)], 4, marks=FULL
+        ),
+    ],
+)
+def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
+    family: str,
+    layers: int,
+    meshes: Sequence[tuple[str, bool] | None],
+    steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipped by the norm of all shares, decayed by rank, gradients of two batches added up."""
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
+    depth = {"num_hidden_layers": layers, "n_layer": layers}
+    changes = {k: v for k, v in depth.items() if k in KINDS[family][1]}
+    model, params = one(family, **changes, **EXPERTS.get(family, {}))
+    expected = steps_of(model, params, steps)
+    left = [0]
+
+    def stop(params: Params, rows: Rows, key: jax.Array) -> Rows:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Stopped
+        return rows
+
+    for number, mesh in enumerate(meshes):
+        many = model if mesh is None else over(model, *mesh)
+        spread = params if mesh is None else many.shard(params)
+        last = number == len(meshes) - 1
+        left[0] = steps if last else steps // len(meshes)
+        if not last:
+            with pytest.raises(Stopped):
+                steps_of(many, spread, steps, directory=tmp_path, prepare=stop)
+            continue
+        found = steps_of(many, spread, steps, directory=tmp_path, prepare=stop)
+    assert left[0] > 0  # it went on, and did not begin again
+    for mine, theirs in zip(found.records, expected.records, strict=True):
+        assert mine.weight == theirs.weight
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert mine.norm == pytest.approx(theirs.norm, rel=1e-4)
+    assert_alike(learned(many, found), learned(model, expected))
+
+
+def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
+    found = set()
+    for mesh, fsdp in ((None, False), ("data=2,tensor=2", True), (CUBE, False)):
+        lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
+        job, setup = jobs.full_finetune(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
+        params, settings = (
+            gather_params(lm.model, job.params),
+            collect_settings(setup, TrainPlan(steps=1)),
+        )
+        found.add(open_journal(params, None, settings, tmp_path).digest)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "quantize", "dora", "mesh"),
+    [
+        ("llama", "int8", False, "data=2,tensor=2"),
+        pytest.param("llama", "nf4", False, "data=4,tensor=2", marks=FULL),
+        pytest.param("llama", None, True, "data=2,tensor=2", marks=FULL),
+        pytest.param("gpt2", None, True, "data=2,tensor=4", marks=FULL),
+        ("gpt2", "int8", False, CUBE),
+        pytest.param("llama", "int4", False, "stage=2,tensor=2", marks=FULL),
+        pytest.param("llama", None, False, "stage=2", marks=FULL),
+    ],
+)
+def test_adapters_and_what_they_drop_are_those_of_one_device(
+    family: str, quantize: str | None, dora: bool, mesh: str
+) -> None:
+    layers = 2 if "stage" in mesh else 1
+    changes = {} if family == "gpt2" else {"num_hidden_layers": layers}
+    changes |= WIDE[family] if quantize in ("int4", "nf4") else {}  # whose blocks are of whole rows
+    model, params = one(family, Precision(quantize=quantize), **changes)
+    modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
+    dropout = 0.0 if "stage" in mesh else 0.4
+    lora = LoraConfig(r=3, target_modules=modules, lora_dropout=dropout, use_dora=dora)
+    optimizer = Optimizer(steps=2, lr=0.01, eps=EPS)
+    rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
+    found = []
+    for mine in (model, over(model, mesh, True)):
+        base = mine.shard(params) if isinstance(mine, ShardedModel) else params
+        adapter = init_adapter(model.config, base, lora, jax.random.key(1))
+        beside = (
+            mine.attach_adapter(base, make_attacher(model.config, adapter))
+            if isinstance(mine, ShardedModel)
+            else attach_adapter(model.config, base, adapter)
+        )
+        trained, rest = partition(beside, ADAPTERS, None, unsharded_paths(mine))
+        setup = Setup(mine, NextToken(), optimizer)
+        state = init_state(trained, setup)
+        for _ in range(2):
+            args = (state, rest, None, rows, jax.random.key(7))
+            state, metrics = train_step(*args, setup=setup)
+        held = eval_step(
+            state.trained, rest, None, Texts().batch(1), jax.random.key(7), setup=setup
+        )
+        losses = float(metrics.loss), float(held.total / held.weight)
+        found.append(
+            (at_hand(StateLayout.from_model(mine, rest).gather_lazy(state.trained)), losses)
+        )
+        params_of = combine(state.trained, rest)
+        written = mine.gather(params_of) if isinstance(mine, ShardedModel) else params_of
+        assert extract_adapter(model.config, written, lora).num_params == adapter.num_params
+    (expected, losses), (mine, others) = found
+    assert others == pytest.approx(losses, rel=1e-5)
+    assert_alike(mine, expected)
+
+
+@pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=FULL)])
+def test_of_a_layer_at_a_time_there_is_more_than_a_part(fsdp: bool) -> None:
+    """The formulas: a state of 1/n, each weight gathered for its product and its gradient, whose
+    parts are summed once; a program for all steps.
+    """
+    layers, matrices = 2, 7
+    model, params = one("llama", num_hidden_layers=layers, vocab_size=136, intermediate_size=448)
+    sizes = {path: x.nbytes for path, x in flatten(params) if x.ndim > 1}
+    vectors = sum(x.nbytes for _, x in flatten(params) if x.ndim == 1)
+    rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
+    many = over(model, "data=8", fsdp)
+    trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
+    setup = Setup(many, NextToken(), Optimizer(steps=3))
+    state = init_state(trained, setup)
+    kept = 3 * (sum(sizes.values()) // (8 if fsdp else 1) + vectors)
+    assert set(bytes_per_device(state).values()) == {kept + 3 * 4}  # and three counters
+    args = (rest, None, rows, jax.random.key(0))
+    compiled = train_step.lower(state, *args, setup=setup).compile()
+    said = count_collectives(compiled.as_text())
+    before = train_step._cache_size()
+    for _ in range(3):
+        state, metrics = train_step(state, *args, setup=setup)
+    assert train_step._cache_size() == before + 1
+    assert bool(metrics.finite)
+    if not fsdp:
+        assert "all-gather" not in said
+        assert said["all-reduce"].bytes >= sum(sizes.values()) + vectors
+        return
+    used_twice = sum(sizes.values()) * 2 - sizes["embed_tokens.weight"]
+    assert said["all-gather"].calls == 2 * (layers * matrices + 1) + 1
+    assert said["all-gather"].bytes == used_twice
+    assert said["reduce-scatter"].calls == layers * matrices + 2
+    assert said["reduce-scatter"].bytes == sum(sizes.values()) // 8
+
+
+@FULL
+def test_of_whole_weights_there_is_what_a_product_takes() -> None:
+    model, params = one("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
+    rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
+    peaks = []
+    for fsdp in (False, True):
+        many = over(model, "data=8", fsdp)
+        trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
+        setup = Setup(many, NextToken(), Optimizer(steps=3))
+        state, key = init_state(trained, setup), jax.random.key(0)
+        lowered = train_step.lower(state, rest, None, rows, key, setup=setup)
+        peaks.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    matrices = sum(x.nbytes for x in jax.tree.leaves(params) if x.ndim > 1)
+    assert peaks[0] > 2 * matrices  # gradients and what becomes of them
+    assert peaks[1] < matrices * 3 / 4
+
+
+def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
+    run: Command, shallow_demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+    text = tmp_path / "story.txt"
+    text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
+    given = ("--data", text, "--length", 32, "--batch-size", 4, "--steps", 2, "--eval-split", 0)
+    found = []
+    for name, more in (("one", ()), ("many", (*LINE, "--fsdp"))):
+        out = tmp_path / name
+        status, _, err = run("train", "full", "demo:llama", out, *given, *more)
+        assert status == 0, err
+        found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
+    assert_alike(found[1], found[0], off=3e-4)  # two steps at 1e-4, wherever Adam goes
+    status, _, err = run(
+        "train", "full", "demo:llama", tmp_path / "p", *given, "--pipeline", "1f1b"
+    )
+    assert (status, "--pipeline requires stages" in err) == (1, True), err
+    status, _, err = run("train", "full", "demo:llama", tmp_path / "f", *given, "--fsdp")
+    assert (status, "give --mesh data=N" in err) == (1, True), err
+
+
+def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> None:
+    model, params = one("llama")
+    many = over(model, "data=3")
+    with pytest.raises(ConfigError, match=r"4 rows is not divisible by data=3"):
+        steps_of(many, many.shard(params), 1)
+    with pytest.raises(
+        ConfigError, match=r"embed_tokens.weight: FSDP .* no axis of .131, 40.*data=7"
+    ):
+        over(model, "data=7", True).shard(params)
+    staged = over(model, "stage=2")
+    for options, words in (
+        ({"lora_dropout": 0.1}, r"dropout is drawn for all rows.*stage=1"),
+        ({"layers_to_transform": [0]}, r"targets only some of layers\.0.* stage=1"),
+        ({"use_dora": True}, r"DoRA cannot be trained on stages.*stage=1"),
+    ):
+        config = LoraConfig(target_modules=("q_proj",), **options)
+        adapter = init_adapter(model.config, params, config, jax.random.key(0))
+        with pytest.raises(ConfigError, match=words):
+            staged.attach_adapter(staged.shard(params), make_attacher(model.config, adapter))
+        if config.use_dora:
+            with pytest.raises(ConfigError, match=r"needs the row norms of layers"):
+                init_adapter(model.config, staged.shard(params), config, jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"train some of layers\.0.* stage=1"):
+        partition(staged.shard(params), ((r"layers\.0", True),), None, staged.unsharded_paths)
+    eight = dataclasses.replace(model.precision, quantize="int8")
+    whole, quantized = one("llama", eight)
+    spread = over(whole, "data=2,tensor=2").shard(quantized)
+    with pytest.raises(ConfigError, match=r"int8, which cannot be trained"):
+        partition(spread)

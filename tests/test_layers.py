@@ -1,0 +1,84 @@
+"""A room imports only from rooms below its own, and the package runs from the source tree."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# From the ground up; rooms on one floor do not import each other.
+FLOORS = """
+    errors
+    runtime
+    files
+    config text
+    ops data
+    weights
+    cache
+    models
+    checkpoints steps sharding
+    convert export generation
+    adapters
+    lm
+    evaluate batch_inference plan
+    compress
+    train
+    cli
+"""
+# The same within rooms that have several; None: the inner rooms do not know each other.
+INNER = {"generation": ["sampling", "loops", "batching", "options"], "evaluate": None}
+FLOOR_OF = {room: n for n, row in enumerate(FLOORS.strip().splitlines()) for room in row.split()}
+
+
+def _imported_modules(tree: ast.AST) -> list[list[str]]:
+    modules = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            path = node.module.split(".")
+            names = [a.name for a in node.names if a.name != "__version__"]
+            modules += [[*path, name] for name in names] if path == ["jaxllm"] else [path]
+        elif isinstance(node, ast.Import):
+            modules += [alias.name.split(".") for alias in node.names]
+    return [module for module in modules if module[0] == "jaxllm" and len(module) > 1]
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted([*(ROOT / "jaxllm").rglob("*.py"), *(ROOT / "convert").rglob("*.py")]),
+    ids=lambda f: str(f.relative_to(ROOT)),
+)
+def test_imports_point_down(file: Path) -> None:
+    """No room imports from its own floor or from one above; `__init__` and `__main__` are doors."""
+    parts = file.relative_to(ROOT).parts
+    parts = parts[1:] if parts[0] == "jaxllm" else parts
+    room = Path(parts[0]).stem
+    if room in ("__init__", "__main__", "demo") or parts[-1] == "__main__.py":
+        return
+    for module in _imported_modules(ast.parse(file.read_text(encoding="utf-8"))):
+        there = module[1]
+        assert there == room or FLOOR_OF[there] < FLOOR_OF[room], ".".join(module)
+        if there == room and room in INNER and len(parts) > 2 and len(module) > 2:
+            order, mine, theirs = INNER[room], parts[1], module[2]
+            if mine != theirs and (order is None or {mine, theirs} <= {*order}):
+                assert order and order.index(theirs) < order.index(mine), ".".join(module)
+
+
+def test_top_has_five_modules() -> None:
+    """Everything else is in a room."""
+    names = {path.name for path in (ROOT / "jaxllm").glob("*.py")}
+    assert names == {"__init__.py", "__main__.py", "errors.py", "lm.py", "steps.py"}
+
+
+def test_source_tree_imports_uninstalled() -> None:
+    """`convert/` is part of the package through a link, with no installation."""
+    code = "import jaxllm.convert.hf as m, os; print(os.path.realpath(m.__file__))"
+    paths = [path for path in sys.path if "site-packages" in path]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path += {paths!r}; {code}"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / "convert" / "hf.py"
