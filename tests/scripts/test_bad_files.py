@@ -1,9 +1,10 @@
-"""Wrong files on the commands: the short form of scripts/bad_files.py."""
+"""Wrong files on the commands: the short form of scripts/tools/bad_files.py."""
 
 from pathlib import Path
 
 import pytest
-from bad_files import READS, answered
+
+from scripts.tools.bad_files import READS, answered
 
 QUICK = [c for c in READS if " demo:" not in c and "-n 2" not in c]  # nothing is loaded
 

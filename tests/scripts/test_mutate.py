@@ -5,11 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mutate
-
+from scripts.tools import mutate
 from tests.conftest import ROOT
 
-FAULTS = mutate.read_faults(ROOT / "scripts" / "mutants")
+FAULTS = mutate.read_faults(ROOT / "scripts" / "tools" / "mutants")
 TABLE = """
 wide = "tests"
 [[fault]]
@@ -49,12 +48,12 @@ def test_a_fault_is_killed_survives_or_is_stale(tmp_path: Path) -> None:
         "jaxllm/__init__.py": "",
         "tests/test_sums.py": "from jaxllm.sums import add\n\n\n"
         "def test_sum():\n    assert add(1, 2) == 3\n",
-        "scripts/mutants/all.toml": TABLE,
+        "scripts/tools/mutants/all.toml": TABLE,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     before = (tmp_path / "jaxllm/sums.py").read_bytes()
-    command = [sys.executable, ROOT / "scripts" / "mutate.py", "--root", tmp_path]
+    command = [sys.executable, ROOT / "scripts" / "tools" / "mutate.py", "--root", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stderr, done.stderr
     assert done.stdout.splitlines() == [
@@ -63,6 +62,6 @@ def test_a_fault_is_killed_survives_or_is_stale(tmp_path: Path) -> None:
         "3/3 stale: was there once ",
     ]
     assert (tmp_path / "jaxllm/sums.py").read_bytes() == before
-    table = (tmp_path / "scripts/mutants/README.md").read_text()
+    table = (tmp_path / "scripts/tools/mutants/README.md").read_text()
     assert "3 faults, 1 killed, 1 survived, 1 stale" in table
     assert "| takes away | `jaxllm/sums.py` | killed | `tests/test_sums.py::test_sum` |" in table

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-import soak
 
 import jaxllm
+from scripts.tools import soak
 from tests.twins import save_random
 
 

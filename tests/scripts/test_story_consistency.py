@@ -1,9 +1,9 @@
 """What counts as keeping a character: texts written by hand, and the grammar's own stories."""
 
 import pytest
-import story_consistency
-from story_consistency import Judged, judge, rate
-from story_grammar import beats, stories
+
+from scripts.demo_models.story_consistency import Judged, judge, rate
+from scripts.demo_models.story_grammar import stories
 
 STORY = (
     "Once there was a curious little girl called Mia, who lived in an old mill beside a stream. "
@@ -55,11 +55,6 @@ def test_two_may_change_places_where_they_are_named_but_with_their_pronouns() ->
     assert judge(STORY + ' "Do not worry," she said. "I am good at finding."').slips
 
 
-def test_who_does_what_is_not_judged_where_names_and_pronouns_agree() -> None:
-    owning = ' One day, Ben borrowed the kite and took it to the park. "Take care," said Ben.'
-    assert judge(STORY + owning).slips == ()
-
-
 def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
     assert judge(STORY + " Ben ate the moon.") == Judged((), 8, 1)
     assert judge(STORY + " Max ate the moon.").slips == ("Max is a third name",)
@@ -69,17 +64,3 @@ def test_a_story_that_does_not_end_or_names_nobody_is_none_that_keeps_them() -> 
     kept, judged = rate([STORY, None, "It rained."])
     assert kept == pytest.approx(1 / 3)
     assert [bool(j.slips) for j in judged] == [False, True, True]
-
-
-def test_every_beat_is_an_expression_that_knows_its_roles() -> None:
-    assert len(story_consistency.patterns()) == len(beats())
-    assert {"hero", "pal", "he", "phe", "his", "phis", "him", "phim"} <= {
-        role for pattern in story_consistency.patterns() for role in pattern.roles
-    }
-
-
-def test_openings_name_the_hero_and_nobody_else() -> None:
-    for opening in story_consistency.openings(50):
-        named = [name for name in story_consistency.PRONOUN_OF if name in opening.split()]
-        assert len(set(named)) <= 1
-        assert opening.endswith(".")

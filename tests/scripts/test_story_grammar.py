@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from random import Random
 
 import pytest
-import story_grammar
-from story.tables import COLUMNS, NAMES, SINGLES
+
+from scripts.demo_models import story_grammar
+from scripts.demo_models.story.tables import NAMES
 
 COUNT = 2000
 # "a" or "an" goes by sound; these are the words of the tables whose first letter misleads.
@@ -62,26 +63,11 @@ def test_every_sentence_of_every_shape_can_be_told() -> None:
             assert re.search(r'[.!?]"?$', text), text
 
 
-def test_every_column_of_the_tables_is_used() -> None:
-    columns = {name for names in COLUMNS for name in names} | set(SINGLES)
-    told_of = sentences_of(story_grammar.SHAPES)
-    told_of += [cell for rows in COLUMNS.values() for row in rows for cell in row]
-    used = {name[0].lower() + name[1:] for s in told_of for name in re.findall(r"{(\w+)}", s)}
-    assert columns <= used
-
-
 def test_articles_fit_the_next_word(told: list[str]) -> None:
     for story in told:
         for article, word in re.findall(r"\b([Aa]n?) ([A-Za-z]+)", story):
             vowel = word[0].lower() in "aeiou" or word in SILENT_H
             assert (article.lower() == "an") == vowel, f"{article} {word}"
-
-
-def test_sentences_begin_with_a_capital(told: list[str]) -> None:
-    for story in told:
-        for paragraph in story.split("\n\n"):
-            assert re.match(r'["A-Z]', paragraph)
-            assert not re.search(r"[.!?] [a-z]", paragraph)
 
 
 def test_quotes_open_and_close_in_each_paragraph(told: list[str]) -> None:
@@ -108,22 +94,6 @@ def test_every_pronoun_has_one_antecedent_that_was_named_before(told: list[str])
             if meant:
                 assert named, story
                 assert named[0] < meant[0], story
-
-
-def test_a_thing_keeps_its_colour(told: list[str]) -> None:
-    nouns = "|".join(row[0] for row in COLUMNS[("thing", "feature", "use")])
-    for story in told:
-        pairs = re.findall(rf"\b({'|'.join(SINGLES['colour'])}) ({nouns})\b", story)
-        assert len(set(pairs)) <= 1, story
-
-
-def test_hero_and_friend_differ_in_name_pronoun_and_kind() -> None:
-    rng = Random(0)
-    for _ in range(500):
-        cast = story_grammar.draw_cast(rng)
-        assert cast["hero"] != cast["pal"]
-        assert cast["he"] != cast["phe"]
-        assert cast["kind"] != cast["pkind"]
 
 
 def test_an_unknown_word_is_refused_by_name() -> None:

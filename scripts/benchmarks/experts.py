@@ -1,0 +1,166 @@
+"""Decoding a mixture of experts beside a dense model of as many active weights, in one run.
+
+    python scripts/benchmarks/experts.py [--format int4] [--layers 3] [--experts 8] [--per-token 2]
+
+One decision: layers of Mixtral's size (4096 x 14336) and a small vocabulary, so that what is timed
+is the layers; weights are drawn, no file is needed. The dense model's MLP is as wide as a token's
+experts together. Rounds of the two alternate, so that what else the machine does meets both; told
+are medians, and how many bytes a token reads of each. The goal is 0.9 of the dense model's speed.
+Example: python scripts/benchmarks/experts.py --small
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxllm
+from jaxllm import models
+from jaxllm.config.model import ModelConfig, Rope
+from jaxllm.models.llama import LlamaConfig
+from jaxllm.models.mixtral import MixtralConfig
+from jaxllm.models.moe import max_read_fraction
+from jaxllm.ops import native
+from jaxllm.weights.formats import as_weight, parse_format
+from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.precision import Precision
+from jaxllm.weights.types.arrays import DTYPES
+from jaxllm.weights.types.int_quant import IntFormat
+
+SIZES = {
+    "mixtral": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "small": {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
+}
+WIDTH = {"mixtral": 14336, "small": 768}
+
+
+def configs(size: str, layers: int, experts: int, per_token: int) -> dict[str, ModelConfig]:
+    """The mixture, and a dense model whose MLP is as wide as `per_token` experts."""
+    shared: dict[str, Any] = {
+        **SIZES[size], "num_hidden_layers": layers, "vocab_size": 512, "hidden_act": "silu",
+        "norm_eps": 1e-5, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+        "rope": Rope(rope_type="default", rope_theta=1e6),
+    }  # fmt: skip
+    shared["head_dim"] = shared["hidden_size"] // shared["num_attention_heads"]
+    return {
+        "mixture": MixtralConfig(
+            **shared,
+            intermediate_size=WIDTH[size],
+            num_experts=experts,
+            num_experts_per_tok=per_token,
+        ),
+        "dense": LlamaConfig(**shared, intermediate_size=per_token * WIDTH[size]),
+    }
+
+
+def drawn(model: Any) -> Params:
+    """Random weights in the model's formats, each a repeated piece of noise."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
+    noise = rng.normal(0, 0.02, 1 << 18).astype(np.float32)
+
+    def draw(path: str, form: Any) -> Any:
+        name = model.precision.param_format(path, len(form.shape))
+        kind = parse_format(name)
+        if "norm" in path:
+            return jax.numpy.ones(form.shape, DTYPES[name])
+        if not isinstance(kind, IntFormat):
+            return jax.device_put(np.resize(noise.astype(DTYPES[name]), form.shape))
+        pieces = {}
+        for piece, (shape, dtype) in kind.array_specs(form.shape).items():
+            some = np.maximum(bits.view(np.int8), -127) if dtype == np.int8 else bits
+            scale = np.full(1, 0.02 / (64 if kind.bits == 8 else 4), np.float32)
+            source = scale if piece == ".scale" else some if piece == ".data" else bits % 16
+            pieces[piece] = np.resize(source.astype(dtype), shape)
+        return kind.from_file(path, form.shape, pieces)
+
+    return map_leaves(draw, models.param_shapes(model))
+
+
+def active(config: ModelConfig, params: Params) -> float:
+    """Gigabytes that a token reads: of stacks the share that it runs."""
+    total = 0.0
+    for path, leaf in flatten(params):
+        if "embed_tokens" in path:
+            continue
+        stored = as_weight(leaf)
+        total += stored.nbytes * max_read_fraction(config, stored.ndim)
+    return total / 1e9
+
+
+def timed(model: Any, params: Params, prompt: int, steps: int) -> Callable[[], tuple[float, float]]:
+    """A round: seconds of a prompt, and of a step of decoding after it."""
+    ids = np.random.default_rng(1).integers(0, 512, (1, prompt)).astype(np.int32)
+    room, kept = prompt + steps + 1, model.precision.cache
+
+    def round_() -> tuple[float, float]:
+        cache = jaxllm.init_cache(model.config, 1, room, dtype=kept)
+        start = time.perf_counter()
+        logits, cache = jaxllm.prefill(model, params, cache, ids)
+        token = np.asarray(logits).argmax(axis=1).astype(np.int32)
+        after = time.perf_counter()
+        for _ in range(steps):
+            logits, cache = jaxllm.decode_step(model, params, cache, token, donate=True)
+            token = np.asarray(logits).argmax(axis=1).astype(np.int32)
+        return after - start, (time.perf_counter() - after) / steps
+
+    return round_
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--format", default="int4", help="of the weights: int4, int8, bfloat16")
+    parser.add_argument("--activations", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--per-token", type=int, default=2)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=16, help="tokens of a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--small", action="store_true", help="small layers, to see that it runs")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    precision = Precision.uniform(asked.activations)
+    if asked.format not in DTYPES:
+        precision = Precision(
+            weights=asked.activations, activations=asked.activations, cache=asked.activations,
+            quantize=asked.format,
+        )  # fmt: skip
+    size = "small" if asked.small else "mixtral"
+    rounds, facts = {}, {}
+    for name, config in configs(size, asked.layers, asked.experts, asked.per_token).items():
+        model = models.build(config, precision)
+        params = drawn(model)
+        rounds[name] = timed(model, params, asked.prompt, asked.steps)
+        whole = sum(as_weight(leaf).nbytes for _, leaf in flatten(params)) / 1e9
+        facts[name] = {"GB": whole, "GB a token": active(config, params)}
+        rounds[name]()  # compiled
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in rounds}
+    for _ in range(asked.rounds):
+        for name, run in rounds.items():
+            found[name].append(run())
+    for name, times in found.items():
+        prompt, step = (statistics.median(x) for x in zip(*times, strict=True))
+        facts[name] |= {"tokens/s": 1 / step, "prompt tokens/s": asked.prompt / prompt}
+        facts[name] |= {"GB/s": facts[name]["GB a token"] / step}
+    for what in ("tokens/s", "prompt tokens/s"):
+        facts.setdefault("mixture / dense", {})[what] = (
+            facts["mixture"][what] / facts["dense"][what]
+        )
+    if asked.json:
+        print(json.dumps({"kernels": native.isa(), **vars(asked), **facts}))
+        return 0
+    print(f"{size}, {asked.layers} layers, {asked.format}, kernels {native.isa()}")
+    for name, row in facts.items():
+        print(f"{name:16}" + "  ".join(f"{value:.3g} {what}" for what, value in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

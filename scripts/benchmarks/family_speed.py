@@ -1,0 +1,166 @@
+"""Decoding of each family at the shape of a model of a billion weights, beside llama.cpp's.
+
+    python scripts/benchmarks/family_speed.py --llama-bench BIN [NAME ...]
+        [--kind Q8_0] [--rounds 5]
+
+One decision: both run one GGUF file, written here by `jaxllm convert`'s own writer from random
+weights (a repeated piece of noise: speed does not depend on it). All families have TinyLlama's
+sizes (2048 wide, MLP of 5632, 22 layers, 32 heads, 4 of keys and values, 32,000 tokens), so that
+what differs is the family; of experts 8 of a quarter of the width, 2 for a token, in 11 layers.
+Rounds of the two alternate; told are medians of tokens a second, one row, 32 tokens from an empty
+cache, and the ratio. llama.cpp rounds the inputs of quantized products to 8 bits; ours as asked
+(`--exact-inputs` keeps them in bfloat16).
+"""
+
+import argparse
+import gc
+import math
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.checkpoints.native import Checkpoint
+from jaxllm.cli.options import load_model
+from jaxllm.convert.gguf.tensors import LEAVES
+from jaxllm.convert.gguf.writer import FILE_TYPES, write_gguf
+from jaxllm.convert.hf import read_config
+from jaxllm.errors import JaxllmError
+from jaxllm.evaluate import bench
+from jaxllm.evaluate.bench import Test
+from jaxllm.models import FAMILIES, build, param_shapes
+from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision
+from jaxllm.weights.types.int_quant import IntFormat
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
+from scripts.benchmarks.compare_peers import BUSY, cores_taken
+from scripts.benchmarks.peer_engines import LlamaBench
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 2048, "tie_word_embeddings": False,
+}  # fmt: skip
+SQUARE = {name: size for name, size in SIZES.items() if name != "head_dim"}
+EXPERTS = {"num_hidden_layers": 11, "num_experts_per_tok": 2}
+# What each family's config.json says; Gemma, of large vocabularies, has its embeddings tied.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SQUARE,
+    "gpt2": {
+        "vocab_size": 32000, "n_embd": 2048, "n_layer": 22, "n_head": 32, "n_positions": 2048,
+    },
+    "qwen2": SQUARE,
+    "qwen3": SIZES,
+    "gemma2": {**SIZES, "tie_word_embeddings": True, "query_pre_attn_scalar": 64},
+    "gemma3_text": {**SIZES, "tie_word_embeddings": True, "query_pre_attn_scalar": 64},
+    "phi3": {**SQUARE, "original_max_position_embeddings": 2048},
+    "olmo2": SQUARE,
+    "smollm3": SQUARE,
+    "granite": SQUARE,
+    "mixtral": {**SQUARE, **EXPERTS, "num_local_experts": 8, "intermediate_size": 2816},
+    "qwen3_moe": {
+        **SIZES, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 2816,
+        "norm_topk_prob": True,
+    },
+    "gpt_neox": {
+        **{n: size for n, size in SQUARE.items() if n != "num_key_value_heads"},
+        "intermediate_size": 8192,
+    },
+}  # fmt: skip
+TEST = Test(decode=32)
+
+
+def write(name: str, kind: str, path: Path) -> None:
+    """A GGUF file of the family's shape, of noise; what the type keeps as integers is drawn so."""
+    config, _ = read_config({"model_type": name, **CONFIGS[name]})
+    rng, leaf = np.random.default_rng(0), LEAVES[kind].format if kind in LEAVES else None
+    noise = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
+    bits = np.maximum(rng.integers(-128, 128, 1 << 20, np.int8), -127)
+
+    def repeated(some: np.ndarray, shape: tuple[int, ...]) -> LazyTensor:
+        return LazyTensor(
+            some.dtype, shape, lambda: np.resize(some, math.prod(shape)).reshape(shape)
+        )
+
+    tensors, formats = {}, {}
+    for at, form in flatten(param_shapes(build(config))):
+        shape = form.shape
+        if isinstance(leaf, IntFormat) and len(shape) > 1 and shape[-1] % 32 == 0:
+            formats[at] = leaf.name
+            for piece, (size, dtype) in leaf.array_specs(shape).items():
+                drawn = bits if np.dtype(dtype).itemsize == 1 else np.full(1, 2e-4)
+                same = drawn.view(dtype) if np.dtype(dtype).itemsize == 1 else drawn.astype(dtype)
+                tensors[at + piece] = repeated(same, size)
+        else:  # the scales of norms are about 1
+            tensors[at] = repeated(noise + np.float32("norm" in at or ".ln_" in at), shape)
+    precision = Precision.uniform("float32")
+    whole = Checkpoint(path.with_suffix(""), config, tensors, {}, precision, formats)
+    write_gguf(path, whole, kind)
+
+
+def timed(path: Path, binary: Path, threads: int, rounds: int, int8_inputs: bool) -> list[float]:
+    """Tokens a second of ours and of llama.cpp (NaN where it cannot), medians of rounds."""
+    lm = load_model(str(path), "bfloat16", int8_inputs=int8_inputs, reuse_compiled=False)
+    run = bench.prepare_run(lm, TEST, 512)
+    theirs = LlamaBench("int8", path, binary, None, threads, 0)
+    run()  # compiles
+    seconds: list[list[float]] = [[], []]
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds[0].append(time.perf_counter() - start)
+        try:
+            seconds[1].append(theirs.measure(TEST))
+        except JaxllmError as error:
+            print(f"  llama.cpp: {error}", flush=True)
+            seconds[1].append(math.nan)
+    return [TEST.decode / statistics.median(some) for some in seconds]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="Example: python scripts/benchmarks/family_speed.py --llama-bench BIN qwen3",
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}")
+    parser.add_argument("--llama-bench", type=Path, required=True, help="llama.cpp's program")
+    parser.add_argument("--kind", choices=FILE_TYPES, default="Q8_0", help="what is written")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2, help="llama.cpp's")
+    parser.add_argument("--exact-inputs", action="store_true", help="inputs stay in bfloat16")
+    parser.add_argument("--scratch", type=Path, help="where the files are written, 4 GB each")
+    options = parser.parse_args()
+    assert set(CONFIGS) == set(FAMILIES)
+    if unknown := [name for name in options.names if name not in CONFIGS]:
+        parser.error(f"no family {unknown[0]!r}: there are {', '.join(CONFIGS)}")
+    if not options.llama_bench.exists():
+        parser.error(f"{options.llama_bench} is not there")
+    print("| family | file, GB | jaxllm | llama.cpp | ratio |\n|---|---|---|---|---|", flush=True)
+    for name in options.names or CONFIGS:
+        if (taken := cores_taken()) is not None and taken > BUSY:
+            print(f"  other programs use {taken:.1f} cores", flush=True)
+        with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
+            path = Path(scratch) / f"{name}.gguf"
+            write(name, options.kind, path)
+            ours, theirs = timed(
+                path, options.llama_bench, options.threads, options.rounds, not options.exact_inputs
+            )
+            print(
+                f"| {name} | {path.stat().st_size / 1e9:.2f} | {ours:.1f} | {theirs:.1f} |"
+                f" {ours / theirs:.2f}x |",
+                flush=True,
+            )
+        jax.clear_caches()
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()

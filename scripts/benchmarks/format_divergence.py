@@ -1,0 +1,58 @@
+"""How far each weight format moves a trained model: KL divergence from float32, for BENCHMARKS.md.
+
+The text is the model's own, sampled at temperature 1, so that every model has one it knows.
+
+    python scripts/benchmarks/format_divergence.py --model demo:llama
+"""
+
+import argparse
+import dataclasses
+
+import jaxllm
+from jaxllm.evaluate.likelihood.data import Loader, loader
+
+FORMATS = ("int8", "int8-g64", "int4-g128", "int4", "int4-g32-zp")
+
+
+def own_text(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
+    """Documents of `tokens` tokens that the model made up."""
+    prompt = lm.encode("")
+    made = lm.generate(
+        [prompt] * rows,
+        do_sample=True,
+        temperature=1.0,
+        seed=list(range(rows)),
+        max_new_tokens=tokens - len(prompt),
+        eos_token_id=[],
+    )
+    return loader([prompt + each.tokens for each in made], window=tokens, batch=4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="demo:llama")
+    parser.add_argument("--rows", type=int, default=16, help="documents")
+    parser.add_argument("--tokens", type=int, default=256, help="of each")
+    options = parser.parse_args()
+    exact = jaxllm.load(options.model, dtype="float32")
+    text = own_text(exact, options.rows, options.tokens)
+    print("| weights | inputs | mean KL | p99 | max | same top-1 | perplexity ratio |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    for name in FORMATS:
+        lm = jaxllm.load(options.model, dtype="float32", quantize=name)
+        for int8 in (False, True):
+            precision = dataclasses.replace(lm.model.precision, int8_inputs=int8)
+            model = jaxllm.build(lm.config, precision)
+            found = jaxllm.divergence(exact.model, exact.params, model, lm.params, text)
+            inputs = "int8" if int8 else "exact"
+            kl, ratio = found.kl, found.ratio
+            print(
+                f"| {name} | {inputs} | {kl.mean:.2e} ± {kl.error:.0e} | {found.kl_p99:.2e}"
+                f" | {found.kl_max:.2e} | {found.same_top.mean:.2%}"
+                f" | {ratio.mean:.5f} ± {ratio.error:.5f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""What can be timed beside jaxllm: engines in processes of their own, and llama.cpp's programs.
+
+One decision: a worker is this file run again, `--worker ENGINE DIRECTORY FORMAT`, which loads once
+and answers each line of JSON on stdin, a test, with one on stdout, its seconds or an error.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.checkpoints.native import read_model_json
+from jaxllm.compress.pipeline import prune_to_format
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.evaluate import bench
+from jaxllm.evaluate.bench import Test
+from jaxllm.weights.formats import parse_format
+from jaxllm.weights.types.arrays import DTYPES
+from jaxllm.weights.types.bf16_12bit import NAME as PACKED
+from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.sparse import SparseFormat
+
+Measure = Callable[[Test], float]
+
+
+def precision_of(fmt: str) -> str:
+    """What a format is compared within: float32, bfloat16, float16, int8 or int4.
+
+    Raises ConfigError for no format, or +int8_inputs on one that is not of integers.
+    """
+    name, plus, extra = fmt.partition("+")
+    parsed = parse_format(name)
+    integers = isinstance(parsed, IntFormat) or name.startswith("int8-")
+    if plus and (extra != "int8_inputs" or not integers):
+        raise ConfigError(f"+int8_inputs may follow a format of integers, got {fmt!r}")
+    if isinstance(parsed, IntFormat):
+        return f"int{parsed.bits}"
+    return "bfloat16" if parsed.name == PACKED else parsed.name.partition("-")[0]
+
+
+class Contender:
+    """What can be timed. weights: bytes that a decoded token reads of them; None: not known yet."""
+
+    def __init__(self, peer: str, fmt: str) -> None:
+        self.name, self.peer, self.precision = f"{peer} {fmt}", peer, precision_of(fmt)
+        self.weights: float | None = None
+
+    def measure(self, test: Test) -> float:
+        """Seconds that one run takes. Raises ConfigError, with the reason, where there is none."""
+        raise NotImplementedError
+
+
+class Worker(Contender):
+    """A contender in a process of its own, which loads from the start; `ready` waits for that."""
+
+    def __init__(self, peer: str, fmt: str, directory: Path, threads: int) -> None:
+        super().__init__(peer, fmt)
+        # XLA takes its threads from NPROC, PyTorch's libraries from OMP_NUM_THREADS.
+        more = {"NPROC": str(threads), "OMP_NUM_THREADS": str(threads)}
+        more |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", peer, str(directory), fmt],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | more,
+            start_new_session=True,  # an interrupt is for the parent
+        )
+
+    def ready(self) -> None:
+        """Wait until it has loaded. Raises ConfigError with the reason where it cannot."""
+        self.weights = self._reply(b"") or None
+
+    def measure(self, test: Test) -> float:
+        return self._reply(json.dumps(dataclasses.asdict(test)).encode() + b"\n")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _reply(self, request: bytes) -> float:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        with contextlib.suppress(BrokenPipeError):  # it ended, which the answer says
+            if stdin and request:
+                stdin.write(request)
+                stdin.flush()
+        if not (line := stdout.readline() if stdout else b""):
+            raise ConfigError(f"its process ended with code {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ConfigError(answer["error"])
+        return float(answer["value"])
+
+
+class LlamaBench(Contender):
+    """llama.cpp on a GGUF file. untied: numbers in an embedding of which a token reads one row.
+
+    Its bytes a token take the embedding to be quantized as the rest is, on the average.
+    """
+
+    build = "not run"
+
+    def __init__(
+        self, fmt: str, gguf: Path, binary: Path, batched: Path | None, threads: int, untied: int
+    ) -> None:
+        super().__init__("llama.cpp", fmt)
+        self._binary, self._batched, self._untied = binary, batched, untied
+        self._common = ["-m", str(gguf), "-t", str(threads)]
+
+    def measure(self, test: Test) -> float:
+        try:
+            if test.batch > 1:
+                return self._rows(test)
+            counts = ("-p", test.prompt, "-n", test.decode, "-d", test.depth, "-r", 1)
+            row = json.loads(self._run(self._binary, *counts, "-o", "json"))[0]
+            self.build = f"{row['build_number']} ({row['build_commit']})"
+            self.weights = row["model_size"] * (1 - self._untied / row["model_n_params"])
+            return float(row["samples_ns"][0]) / 1e9
+        except (ValueError, LookupError, TypeError) as error:
+            if isinstance(error, JaxllmError):
+                raise
+            raise ConfigError(f"it printed something else than expected: {error!r}") from None
+
+    def _rows(self, test: Test) -> float:
+        """Rows at once; each reads a token before, as without one a rate is printed as nan."""
+        if self._batched is None:
+            raise ConfigError("for several rows --llama-batched-bench is needed")
+        slots = -(-(test.decode + 1) // 256) * 256 * test.batch  # a row's come in blocks of 256
+        counts = ("-npp", 1, "-ntg", test.decode, "-npl", test.batch, "-c", slots)
+        text = self._run(self._batched, *counts, "--output-format", "jsonl")
+        line = next((x for x in text.splitlines() if x.startswith("{")), text)
+        return float(json.loads(line)["t_tg"])
+
+    def _run(self, binary: Path, *options: object) -> str:
+        command = [str(binary.resolve()), *self._common, *map(str, options)]
+        try:
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        except OSError as error:
+            raise ConfigError(f"{binary}: {error.strerror}") from None
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"{binary} ended with code {done.returncode}: {last}")
+        return done.stdout
+
+
+def tokens_of(test: Test, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids_BT to read, token_SB to decode), as `bench.prepare_run` draws them."""
+    generator = np.random.default_rng(0)
+    ids_BT = generator.integers(0, vocabulary, (test.batch, test.prompt or max(1, test.depth)))
+    return ids_BT, generator.integers(0, vocabulary, (test.decode, test.batch))
+
+
+def timed(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
+    """How to time jaxllm in a format, and the bytes of weights that a decoded token reads."""
+    from jaxllm.cli.options import load_model
+
+    name, _, extra = fmt.partition("+")
+    sparse = isinstance(parse_format(name), SparseFormat)
+    dtype, quantize = (name, None) if name in DTYPES else ("bfloat16", None if sparse else name)
+    options = {"quantize": quantize, "int8_inputs": bool(extra), "reuse_compiled": False}
+    lm = load_model(directory, dtype, **options)
+    if sparse:
+        lm = prune_to_format(lm, name)
+    runs = cache(lambda test: bench.prepare_run(lm, test, 512))
+    return lambda test: timed(runs(test)), bench.weight_bytes(lm)
+
+
+def load_transformers(directory: str, dtype: str) -> tuple[Measure, float]:
+    """The same of transformers, in eager PyTorch with the cache that it makes by default."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_grad_enabled(False)
+    options = {"dtype": getattr(torch, dtype), "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    config = model.config
+
+    @cache
+    def before(test: Test) -> DynamicCache:
+        kv = DynamicCache(config=config)
+        if test.depth:
+            ids_BT = torch.from_numpy(tokens_of(test, config.vocab_size)[0])
+            model(ids_BT, past_key_values=kv, logits_to_keep=1)
+        return kv
+
+    def measure(test: Test) -> float:
+        ids_BT, token_SB = map(torch.from_numpy, tokens_of(test, config.vocab_size))
+        kv = copy.deepcopy(before(test))
+        blocks_BT = [ids_BT] if test.prompt else [token_B[:, None] for token_B in token_SB]
+        return timed(lambda: [model(x, past_key_values=kv, logits_to_keep=1) for x in blocks_BT])
+
+    tables = ("wpe",) if config.tie_word_embeddings else ("wpe", "wte", "embed_tokens")
+    named = [(name.split(".")[-2], p.nbytes) for name, p in model.named_parameters()]
+    return measure, sum(n for name, n in named if name not in tables)
+
+
+def load_openvino(directory: str, precision: str) -> tuple[Measure, float]:
+    """The same of OpenVINO; what it reads of the weights is not known."""
+    from scripts.benchmarks.openvino_engine import compiled
+
+    step, reset = compiled(directory, precision)
+    vocabulary = read_model_json(Path(directory))["vocab_size"]
+
+    def measure(test: Test) -> float:
+        ids_BT, token_SB = tokens_of(test, vocabulary)
+        reset()
+        if test.prompt:
+            return timed(lambda: step(ids_BT, 0))
+        if test.depth:
+            step(ids_BT, 0)
+        return timed(lambda: [step(t[:, None], test.depth + i) for i, t in enumerate(token_SB)])
+
+    return measure, 0
+
+
+def load_bus(directory: str, fmt: str) -> tuple[Measure, float]:
+    """What reads the gigabytes a second that memory gives just now, whatever the test."""
+    import jax.numpy as jnp
+
+    probe = jnp.arange(bench.PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
+    return lambda test: bench.measure_bandwidth(probe), 0
+
+
+LOADERS = {
+    "jaxllm": load_ours,
+    "transformers": load_transformers,
+    "openvino": load_openvino,
+    "memory bus": load_bus,
+}
+
+
+def serve(peer: str, directory: str, fmt: str) -> None:
+    """The worker's side: load, say so, then answer a test a line until there are no more."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no reply
+
+    def answer(make: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            made = make(*arguments)
+            value = made[1] if isinstance(made, tuple) else made
+            reply = {"value": value}
+        except Exception as error:  # whatever a peer raises is the reason to leave it out
+            made, text = None, " ".join(str(error).split())[:300]
+            reply = {"error": f"{type(error).__name__}: {text}"}
+        print(json.dumps(reply), file=replies, flush=True)
+        return made
+
+    if loaded := answer(LOADERS[peer], directory, fmt):
+        for line in sys.stdin:
+            answer(loaded[0], Test(**json.loads(line)))
+
+
+if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
+    serve(*sys.argv[2:])

@@ -1,0 +1,1 @@
+"""Shapes of stories, and the tables of words that fill them."""

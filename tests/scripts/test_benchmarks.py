@@ -1,0 +1,155 @@
+"""Benchmarks at the smallest size: they run, and give a figure where a figure belongs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.errors import ConfigError
+from scripts.benchmarks import (
+    compare_peers,
+    experts,
+    family_speed,
+    family_table,
+    first_token,
+    format_divergence,
+    gpu,
+    load_time,
+    long,
+    policy_table,
+    prefix_table,
+    simulate_serving,
+)
+from tests.conftest import ROOT
+from tests.twins import save_random
+
+Printed = pytest.CaptureFixture[str]
+
+
+def test_compare_peers_refuses_bad_formats() -> None:
+    with pytest.raises(ConfigError, match="int7"):
+        compare_peers.compare_peers("demo:llama", formats="int7")
+
+
+@pytest.mark.full
+def test_compare_peers_times_each_engine(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"formats": "float32", "torch_dtypes": "float32", "form": "json"}
+    options |= {"prompts": "8", "depths": "8", "batches": "", "decode": 2, "rounds": 1}
+    compare_peers.compare_peers("demo:llama", **options, out=tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    engines = ("jaxllm float32", "transformers float32")
+    assert [(r["test"], r["engine"]) for r in rows] == [
+        (test, engine) for test in ("pp8", "tg2 @ d8") for engine in engines
+    ]
+    assert all(r["seconds"][0] > 0 for r in rows)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_openvino_gives_transformers_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces, and for several rows."""
+    pytest.importorskip("openvino", reason="OpenVINO is not installed")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    from scripts.benchmarks.openvino_engine import compiled
+
+    save_random(tmp_path, "llama")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (2, 9))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+    step, reset = compiled(str(tmp_path), "float32")
+    for pieces in ((5, 1, 1, 2), (9,)):
+        reset()
+        past = 0
+        for length in pieces:
+            logits = step(ids[:, past : past + length], past)
+            past += length
+            np.testing.assert_allclose(logits[:, 0], expected[:, past - 1], atol=2e-5)
+
+
+def test_gpu_times_each_test(capsys: Printed) -> None:
+    gpu.measure("tiny", "int4-g64-f16", [1, 2], prompt=8, decode=2)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["test"] for row in rows] == ["tg2", "tg2 x 2", "pp8"]
+    assert all(row["rate"] > 0 and row["bus"] > 0 for row in rows)
+
+
+@pytest.mark.full
+def test_long_times_a_length(tmp_path: Path) -> None:
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "long.png"
+    given: Any = {"kinds": "dilated", "measures": "layer", "least": 16, "most": 16, "repeats": 1}
+    long.main(**given, limit=100, out=picture, results=rows)
+    found = json.loads(rows.read_text())
+    assert 0 < found["seconds"] < found["first"], "the first run compiles"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_load_time_measures_a_process() -> None:
+    command = [sys.executable, "-c", "import time; held = b'x' * 100_000_000; time.sleep(0.3)"]
+    seconds, resident, own = load_time.run(command, {})
+    assert seconds > 0.3
+    assert 0.1 < own < 0.2
+    assert own < resident  # of the process that started it, too, where that is larger
+
+
+def test_family_speed_writes_a_file_that_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {**family_speed.SQUARE, "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96}
+    small |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(family_speed, "CONFIGS", {"llama": small})
+    family_speed.write("llama", "Q8_0", tmp_path / "noise.gguf")
+    lm = jaxllm.load(tmp_path / "noise.gguf")
+    assert np.isfinite(jaxllm.forward(lm.model, lm.params, None, [[1, 2, 3]]).logits).all()
+
+
+def test_family_table_has_small_differences(tmp_path: Path) -> None:
+    cells = [cell.strip() for cell in family_table.row("qwen2", tmp_path, 2).strip("|").split("|")]
+    assert cells[0] == "qwen2"
+    assert all(float(cell) < 1e-4 for cell in cells[1 : 1 + len(family_table.GROUPS)])
+    assert cells[-2:] == ["4 of 4", "exact"]
+
+
+def test_first_token_has_stages(capsys: Printed) -> None:
+    first_token.main(["-m", str(ROOT / "jaxllm/demo/llama"), "--repetitions", "1"])
+    printed = capsys.readouterr().out
+    for stage in ("import jax", "tracing", "compiling", "**first token**", "**second token**"):
+        assert f"| {stage} |" in printed
+
+
+@pytest.mark.full
+def test_format_divergence_is_small(monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    monkeypatch.setattr(format_divergence, "FORMATS", ("int8",))
+    monkeypatch.setattr(sys, "argv", ["format_divergence", "--rows", "2", "--tokens", "24"])
+    format_divergence.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["exact", "int8"]
+    assert 0 < float(rows[0][2].split(" ")[0]) < 0.05
+
+
+@pytest.mark.full
+def test_policy_prefix_and_expert_tables_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    policy = "--models demo:llama --lengths 96 --depths 0 --policies full --tries 1"
+    prefix = "--prefix 64 --width 16 --rows 2 --steps 2"
+    expert = "experts --small --steps 1 --rounds 1 --prompt 8"
+    policy_table.main(policy.split())
+    prefix_table.main(prefix.split())
+    monkeypatch.setattr(sys, "argv", expert.split())
+    experts.main()
+    printed = capsys.readouterr().out
+    assert "full" in printed and "| 64 | 2 x 16 |" in printed
+
+
+def test_scale_page_shows_simulated_tables() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert simulate_serving.filled(page) == page
