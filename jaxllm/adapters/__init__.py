@@ -8,7 +8,7 @@ multi-LoRA, with an adapter per row of a batch. load: adapters by path. merge: m
 the weights.
 
 An `Adapter` is separate from the parameters. Attaching it wraps the weights of its target modules
-(`weights.leaves.adapted`), and neither copies nor changes the base weights.
+(`weights.types.lora`), and neither copies nor changes the base weights.
 """
 
 from jaxllm.adapters.attach import (

@@ -1,8 +1,8 @@
 """All file access of the package: size limits and schemas on reading, atomic writes.
 
-reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON jsonl. schema:
+reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON lines. schema:
 checks of JSON fields. atomic: atomic files and directories, and locks. regex_limits: regular
-expressions from files and users. memory_limit: the machine's memory_limit.
+expressions from files and users. memory_limit: the machine's memory limit.
 """
 
 from jaxllm.files.atomic import (

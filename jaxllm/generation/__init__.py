@@ -1,5 +1,8 @@
-"""Decoding algorithms, built on `jaxllm.steps` and independent of model internals.
+"""Generation: from options to text, built on `jaxllm.steps` and independent of model internals.
 
-sampling/: choosing a token. loops/: complete generation loops. batching/: continuous batching and
-llama.cpp-style batches. Each package imports only from those listed before it.
+options/: every option, checked. config: options over a checkpoint's defaults. prompts: text or ids
+as ids. sampling/: choosing a token. loops/: complete generation loops. batching/: continuous
+batching and llama.cpp-style batches. completion: runs a decoder and returns text. serve: requests
+with text. embeddings: hidden states as vectors, and log-probabilities. recompute: parts of a cache
+computed again.
 """

@@ -1,6 +1,6 @@
 """Text embeddings: pooled hidden states of a layer, computed in batches of similar lengths.
 
-Token log-probabilities, which need the same forward pass, are here too. `decode.batching.batch`
+Token log-probabilities, which need the same forward pass, are here too. `batching.llama_batch`
 pools what it decodes into a cache; here nothing is cached, so any layer can be used.
 """
 

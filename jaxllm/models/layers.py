@@ -122,7 +122,7 @@ class Layer(NamedTuple):
         mlp_hidden: The input of the MLP's last linear, `[B, T, F]`; None in a mixture of experts,
             whose experts have different tokens.
         x: The block's output, including the residual.
-        memory: The layer's memory so far, `[B, ...]` (`ModelConfig.memory`).
+        memory: The layer's memory so far, `[B, ...]` (`ModelConfig.memory_shape`).
         router: In a mixture of experts, each token's scores, float32 `[B, T, E]`.
     """
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 ROWS = 16  # input rows of a tensor core; missing ones are zeros
 BLOCK = 16  # weight rows per program: few, so that small matrices fill a GPU
-HALF = 16  # bytes of 32 four-bit columns: see `weights.leaves.integers`
+HALF = 16  # bytes of 32 four-bit columns: see `weights.types.int_quant`
 CHUNK = 128  # columns per step if a row has one scale
 
 

@@ -1,7 +1,7 @@
 """The collectives of context parallelism (axis `sequence`): ring attention or Ulysses.
 
-In prefill each device runs its own tokens (`mesh.sequence.modes`). In decoding all devices run the
-token, over their own slots or heads.
+In prefill each device runs its own tokens (`sharding.context_parallel`). In decoding all devices
+run the token, over their own slots or heads.
 """
 
 import dataclasses

@@ -174,7 +174,7 @@ def plan(query: PlanQuery) -> Plan:
 
 
 def _check_mesh(query: PlanQuery) -> None:
-    """Raise ConfigError if the model does not run on the mesh (`mesh.make_sharded_model`)."""
+    """Raise ConfigError if the model does not run on the mesh (`sharding.make_sharded_model`)."""
     config, axes = query.checkpoint.config, query.axes
     dispatch.check_context_parallel(local_config(config, axes), axes, query.deterministic_sums)
     sequence_parallel.check(axes, query.deterministic_sums)

@@ -1,8 +1,9 @@
 """Bytes on each device: exact for weights and caches, estimated for temporaries of a step.
 
-The size of a device's shard comes from the code that shards weights (`placing.Cut`), applied to
-shapes. If the size of a format depends on the values (bitmaps, packed bfloat16), it is taken from
-the file, or computed as if no weight were 0 and no exponent rare.
+The size of a device's shard comes from the code that shards weights
+(`sharding.shard_params.TensorSplit`), applied to shapes. If the size of a format depends on the
+values (bitmaps, packed bfloat16), it is taken from the file, or computed as if no weight were 0 and
+no exponent rare.
 """
 
 import dataclasses

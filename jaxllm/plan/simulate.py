@@ -1,9 +1,9 @@
 """Simulation of requests on replicas: continuous batching, shared prefixes, failures.
 
-As in `decode.batching`, a replica runs one operation at a time: it prefills waiting prompts one by
-one while there are free rows, then runs a decoding step of all rows. `Machine` gives their times,
-from a plan or from measurements. Arrivals are a Poisson process. Other overheads are ignored; the
-network only transfers frozen segments.
+As in `generation.batching`, a replica runs one operation at a time: it prefills waiting prompts one
+by one while there are free rows, then runs a decoding step of all rows. `Machine` gives their
+times, from a plan or from measurements. Arrivals are a Poisson process. Other overheads are
+ignored; the network only transfers frozen segments.
 """
 
 import dataclasses

@@ -2,19 +2,19 @@
 
 `ShardedModel` has the same interface as any model: steps call its `apply`. It runs the same Flax
 module, built with one device's share of the configuration, inside one `jax.shard_map` that is
-manual over all mesh_spec. Each device holds a shard of the parameters, of the cache segments and of
-the rows, and the module does not see the other devices; so the kernels get plain local arrays.
-Weights that need communication are wrapped in a parallel weight class
-(`weights.leaves.logit_axes`). Outside of `apply`, commits, sampling, beam search, cache edits and
-serving are ordinary compiled code on global arrays with a sharding: logits come out unsharded, and
-the same random numbers choose the same tokens.
+manual over all axes. Each device holds a shard of the parameters, of the cache segments and of the
+rows, and the module does not see the other devices; so the kernels get plain local arrays. Weights
+that need communication are wrapped in a parallel weight class (`weights.types.tensor_parallel`).
+Outside of `apply`, commits, sampling, beam search, cache edits and serving are ordinary compiled
+code on global arrays with a sharding: logits come out unsharded, and the same random numbers choose
+the same tokens.
 
-Training needs no changes: gradients are the same as on one device (see `Layout.run` for the reason)
-and have the sharding of the weights, and so has the optimizer state. With `fsdp`, matrices are also
-sharded over `data` and gathered for one product at a time.
+Training needs no changes: gradients are the same as on one device (see `CallSharding.run` for the
+reason) and have the sharding of the weights, and so has the optimizer state. With `fsdp`, matrices
+are also sharded over `data` and gathered for one product at a time.
 
 mesh_spec: the mesh that users write, and JAX's mesh. partition_rules: the table of partition
-partition_rules, derived from each family's metadata, and the configuration that one device runs.
+rules, derived from each family's metadata, and the configuration that one device runs.
 shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
 `PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
 gather_params: gathers parameters, to write them. adapters: places new adapters for training.
@@ -23,11 +23,11 @@ and tokens, and the call itself. sharded_model: the model. collective_stats: sta
 collectives in a compiled program. context_parallel/: sharding by tokens, attention above all.
 pipeline/: layers in stages.
 
-To add an axis, add its name to `axes.AXES` and a field to `MeshSpec` (the last axes get the nearest
-devices), then rows of `rules` or specs for what it shards. Communication inside the module goes
-into a weight class (`local`), or, for a sharded stream, around the module's call (`Layout.run`).
-Meshes hash by their sizes, so a program compiled for one is never used for another; with several
-devices, no program is saved to disk (`programs`).
+To add an axis, add its name to `mesh_spec.AXES` and a field to `MeshSpec` (the last axes get the
+nearest devices), then rows of `rules` or specs for what it shards. Communication inside the module
+goes into a weight class (`local`), or, for a sharded stream, around the module's call
+(`CallSharding.run`). Meshes hash by their sizes, so a program compiled for one is never used for
+another; with several devices, no program is saved to disk (`programs`).
 """
 
 import flax.linen as nn

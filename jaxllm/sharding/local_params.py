@@ -2,7 +2,7 @@
 
 Outside of `jax.shard_map` a parameter is one array over the whole mesh, or one of `ShardList`.
 Inside, it is an ordinary weight of the module, wrapped in a parallel weight
-(`weights.leaves.logit_axes`) if a product needs communication.
+(`weights.types.tensor_parallel`) if a product needs communication.
 """
 
 import dataclasses

@@ -37,7 +37,8 @@ class MeshSpec:
     expert: int = 1
     tensor: int = 1
     # With fewer key/value heads than devices on `tensor`, each head is replicated on this number of
-    # them, which split its query heads (`rules.fitted`); users name the product of both.
+    # them, which split its query heads (`partition_rules.fit_mesh`); users name the product of
+    # both.
     kv_replicas: int = 1
     # Attention over `sequence` is Ulysses', which exchanges tokens for heads and shards caches by
     # heads (`sequence=4:heads`). Otherwise it is ring attention, and caches are sharded by slots.

@@ -1,8 +1,9 @@
 """The table of partition rules: how each parameter of each family is sharded.
 
 Rows are `(regex, Split)`, as in all tables by path: the first that matches a parameter wins, and a
-parameter without a match is refused. They are derived from a family's metadata (`Family.heads`,
-`channels`, `experts`, `norms`, `embedding_tables`), so a new family brings its shardings with it.
+parameter without a match is refused. They are derived from a family's metadata
+(`Family.head_linears`, `channels`, `experts`, `norms`, `embedding_tables`), so a new family brings
+its shardings with it.
 """
 
 import copy

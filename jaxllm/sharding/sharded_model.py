@@ -49,10 +49,10 @@ class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
     precision: Precision
     axes: MeshSpec
     exact: bool = (
-        False  # sum in the order of one device (`weights.leaves.logit_axes.RowParallelExact`)
+        False  # sum in the order of one device (`weights.types.tensor_parallel.RowParallelExact`)
     )
     runner: PipelineRunner = PipelineRunner(1)  # runs the layers, in stages or in one
-    fsdp: bool = False  # shard matrices over `data` too (`mesh.fsdp`)
+    fsdp: bool = False  # shard matrices over `data` too (`sharding.fsdp`)
     remat: bool = False
     # Each process keeps its own rows of the outputs, as training needs; otherwise every process
     # gets all of them, to read on the host.
@@ -262,7 +262,7 @@ def make_sharded_model(
 
     Args:
         chunks: see `pipeline.stages.PipelineRunner`, also for microbatches.
-        fsdp: see `mesh.fsdp`.
+        fsdp: see `sharding.fsdp`.
 
     Raises:
         ConfigError: if the model does not fit the mesh, or there are too few devices.

@@ -6,7 +6,7 @@ minimized. optimizer: learning rate, clipping, weight decay. step: the compiled 
 weights without gradients. loop: steps, evaluations, resuming. checkpointing: training checkpoints;
 sharded_state: their layout on a mesh. pipeline_loss: the pipelined loss. constraints: zeros that
 stay zero. jobs: kinds of training. frozen_prefix, prompt_jobs: training after a frozen
-frozen_prefix, and prompt tuning. moe_losses: losses of mixtures of experts; upcycle: a mixture of
+prefix, and prompt tuning. moe_losses: losses of mixtures of experts; upcycle: a mixture of
 experts from a dense model; infini: Infini-attention from a dense model. plots: a plot of the
 losses. data: texts as rows of tokens. distill: distillation. qat: quantization-aware training.
 

@@ -48,7 +48,8 @@ class FrozenWeight(WeightWrapper, struct.PyTreeNode):
 def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
     """Wrap each matrix that contains nothing trained in `FrozenWeight`.
 
-    names: as `ShardedModelBase.names`; matrices stacked over pipeline stages have one more axis.
+    names: as `ShardedModelBase.unsharded_paths`; matrices stacked over pipeline stages have one
+        more axis.
     """
     return map_leaves(lambda path, leaf: _freeze(leaf, 3 if len(names(path)) > 1 else 2), params)
 

@@ -140,12 +140,13 @@ def train(
     """Train parameters on data; the given arrays are not modified.
 
     Args:
-      rules, like: which parameters are trained and their compute dtype, as in `trained.partition`.
+      rules, like: which parameters are trained and their compute dtype, as in
+      `partition.partition`.
       extra_inputs: further arrays for the objective.
       eval_data: validation data.
       prepare: a pure function that changes rows on the host before a step (on-policy samples, say).
       directory: where the state is saved; default: nowhere. A run resumes from a state in it; the
-        settings in `keeping.CHANGEABLE` may differ.
+        settings in `checkpointing.CHANGEABLE` may differ.
       report: called after each evaluation and each save, and at the end, also after a loss that is
         not finite.
       checkpoint: called with the parameters and the step every `plan.save_steps` steps.

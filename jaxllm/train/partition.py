@@ -25,7 +25,7 @@ TrainedParams = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
 NamesOf = Callable[
     [str], tuple[str | None, ...]
-]  # from a path on a mesh, as `ShardedModelBase.names`
+]  # from a path on a mesh, as `ShardedModelBase.unsharded_paths`
 ALL_PARAMS: Rules = ((".*", True),)
 _PARTS = ".shards"  # the field of `ShardList`
 

@@ -21,7 +21,7 @@ from jaxllm.weights.paths import Params
 class ScheduledLoss:
     """`objective.NextToken` for a pipelined model, with the same loss and gradient.
 
-    The schedule limits how many microbatches a stage holds at once (`mesh.pipeline.schedule`).
+    The schedule limits how many microbatches a stage holds at once (`sharding.pipeline.schedule`).
     """
 
     schedule: str

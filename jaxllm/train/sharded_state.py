@@ -26,7 +26,7 @@ class StateLayout:
 
     Attributes:
       names: for each trained path, the single-device paths that it holds
-          (`ShardedModelBase.names`).
+          (`ShardedModelBase.unsharded_paths`).
       uneven_shards: for paths with uneven shards, `ShardList` with a `Placeholder`.
     """
 

@@ -1,4 +1,4 @@
-"""Weights: their types, products, precision and safetensors.
+"""Weights: their types, products, precision and files.
 
 linear: products with a weight of any type. experts: products with one matrix each of a stack.
 types/: the weight types. formats: their names. paths: parameters by dotted path, and ordered rules.

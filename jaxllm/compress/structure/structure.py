@@ -1,10 +1,10 @@
 """Structured pruning: removes heads, MLP channels and layers, and returns a smaller model.
 
-A key/value head goes with all query heads that share it, so their ratio stays. `Family.heads` and
-`Family.channels` list the parameters of a head and of a channel. A configuration has one number of
-heads and of channels for all layers, so each layer loses equally many, but may choose which. Heads
-of GPT-2 cannot be removed, because its configuration, and transformers' model, require
-hidden_size = heads x head_dim.
+A key/value head goes with all query heads that share it, so their ratio stays.
+`Family.head_linears` and `Family.channel_linears` list the parameters of a head and of a channel. A
+configuration has one number of heads and of channels for all layers, so each layer loses equally
+many, but may choose which. Heads of GPT-2 cannot be removed, because its configuration, and
+transformers' model, require hidden_size = heads x head_dim.
 """
 
 import dataclasses

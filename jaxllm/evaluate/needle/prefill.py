@@ -1,6 +1,6 @@
 """Chunked prefill of long texts into a bounded cache, and scoring of answers against it.
 
-If a chunk does not fit, a policy (`decode.loops.overflow`) makes room, as in generation. If the
+If a chunk does not fit, a policy (`generation.loops.overflow`) makes room, as in generation. If the
 cache holds the whole text, rotary angles that depend on the text length are those of the whole text
 from the first chunk on.
 """

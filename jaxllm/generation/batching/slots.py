@@ -33,7 +33,7 @@ class TokenRun(NamedTuple):
         ids. position_T: Positions in the text. slot_T: Cache slots to write: the row's own, or
         shared ones if there are several rows. output_T: Which tokens need an output. length: Length
         of the text including tokens of it that are still to run. adapter: Adapter index if rows use
-        different ones (`weights.leaves.adapted.choose_adapters`).
+        different ones (`weights.types.lora.choose_adapters`).
     """
 
     rows: tuple[int, ...]

@@ -18,7 +18,9 @@ from jaxllm.weights.types.wrapper import WeightWrapper
 
 
 class InputQParams(struct.PyTreeNode):
-    """Scale and zero point of a linear's inputs, float32 and int32 scalars (`leaves.static`)."""
+    """Scale and zero point of a linear's inputs, float32 and int32 scalars
+    (`types.static_quant`).
+    """
 
     step: jax.Array
     zero: jax.Array
