@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters: initialize, attach, read and write PEFT and GGUF peft_io, combine, merge.
+"""LoRA and DoRA adapters: initialize, attach, read and write PEFT and GGUF files, combine, merge.
 
 lora_config: `LoraConfig`. targets: which modules it selects, by PEFT's rules or by path rules.
 attach: attach an adapter to parameters for training, and extract it again. peft_config: PEFT's

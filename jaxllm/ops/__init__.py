@@ -4,7 +4,8 @@ attention: blockwise, over segments; self_extend: Self-Extend; masked: under an 
 dilated/: LongNet's. kv_quant: keys and values as a cache stores them, int8 or not. rope, norms,
 activations. pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens
 grouped by segment. varying_axes: varying axes of `shard_map`. token_logprobs: token
-log-probabilities. native/: C++ kernels; pallas: a GPU kernel.
+log-probabilities. padding: bucket lengths. compile_cache: compiled programs on
+disk. native/: C++ kernels; pallas: a GPU kernel.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS

@@ -24,10 +24,11 @@ collectives in a compiled program. context_parallel/: sharding by tokens, attent
 pipeline/: layers in stages.
 
 To add an axis, add its name to `mesh_spec.AXES` and a field to `MeshSpec` (the last axes get the
-nearest devices), then rows of `rules` or specs for what it shards. Communication inside the module
-goes into a weight class (`local`), or, for a sharded stream, around the module's call
-(`CallSharding.run`). Meshes hash by their sizes, so a program compiled for one is never used for
-another; with several devices, no program is saved to disk (`programs`).
+nearest devices), then rows of `partition_rules` or `partition_specs` for what it shards.
+Communication inside the module goes into a weight class (`local_params`), or, for a sharded stream,
+around the module's call (`CallSharding.run`). Meshes hash by their sizes, so a program compiled for
+one is never used for another; with several devices, no program is saved to disk
+(`ops.compile_cache`).
 """
 
 import flax.linen as nn

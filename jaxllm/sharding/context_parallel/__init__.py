@@ -1,8 +1,8 @@
 """Context parallelism: attention of texts that are split over devices, for use inside `shard_map`.
 
-zigzag: zigzag zigzag, in which causal attention is equal work for all devices. ring: ring
+zigzag: an order of tokens in which causal attention is equal work for all devices. ring: ring
 attention, for prompts and training, with gradients. split_cache: attention over a cache whose slots
 are sharded. ulysses: exchanges tokens for heads. dispatch: selects one of these for a call.
-split_cache_update: writes new entries to sharded split_cache. sequence_parallel: sequence
+split_cache_update: writes new entries to sharded slots. sequence_parallel: sequence
 parallelism of norms and residual sums.
 """
