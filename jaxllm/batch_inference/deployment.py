@@ -87,7 +87,7 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
         raise ConfigError(f"rows, capacity, threads and replicas must be integers: {error}") from (
             None
         )
-    deployed = serve.deployment(
+    deployed: Any = serve.deployment(
         Replica,
         name="jaxllm",
         num_replicas=replicas,

@@ -5,26 +5,38 @@ are stacked in the same way.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.sharding.mesh_spec import build_mesh
+from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 from jaxllm.sharding.partition_rules import find_rule
 from jaxllm.sharding.pipeline.stage_params import stack_leaves
 from jaxllm.sharding.shard_params import ParamSharder
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.lora import LoraWeight
 
-if TYPE_CHECKING:
-    from jaxllm.sharding.sharded_model import ShardedModel
-
 WrapLeaf = Callable[[str, Any], Any]
 
 
-def attach_adapter(model: "ShardedModel", params: Params, wrap: WrapLeaf) -> Params:
+class MeshModel(Protocol):
+    """What is needed of a `ShardedModel`."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def axes(self) -> MeshSpec: ...
+    @property
+    def exact(self) -> bool: ...
+    def make_placer(self) -> ParamSharder: ...
+    def unsharded_paths(self, path: str) -> tuple[str | None, ...]: ...
+    def template_paths(self, path: str) -> list[str]: ...
+
+
+def attach_adapter(model: MeshModel, params: Params, wrap: WrapLeaf) -> Params:
     """Implement `weights.paths.ShardedModelBase.attach_adapter` for a model on a mesh."""
     reader = model.make_placer()
 
@@ -65,7 +77,7 @@ def _clear_norms(leaf: Any) -> Any:
     return leaf.replace(norm=None, weight=_clear_norms(leaf.weight))
 
 
-def _check_adapter(model: "ShardedModel", path: str, adapted: LoraWeight) -> None:
+def _check_adapter(model: MeshModel, path: str, adapted: LoraWeight) -> None:
     """Raise ConfigError for an adapter that cannot be trained on this mesh."""
     axes = model.axes
     for name, why in (
