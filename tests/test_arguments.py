@@ -568,3 +568,14 @@ def test_help_names_families_and_options() -> None:
 def test_a_piece_prints_as_its_text() -> None:
     piece = jaxllm.StreamChunk(" there", 5, -0.5, None, 0.0, None)  # type: ignore[arg-type]
     assert str(piece) == " there"
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [lambda scores, context: scores, jaxllm.Processor()],
+    ids=["function", "base"],
+)
+def test_processors_of_samplers_are_checked(processor: Any, lm: jaxllm.LM) -> None:
+    """A function, or a processor without `__call__`, is refused with what to do."""
+    with pytest.raises(jaxllm.errors.SamplingError, match=r"logits_processor=\[f\]"):
+        lm.generate([5, 6], max_new_tokens=2, sampler=jaxllm.Sampler((processor,)))

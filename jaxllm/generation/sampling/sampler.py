@@ -92,6 +92,12 @@ def check_sampler(sampler: Any) -> None:
     """Raise SamplingError for anything but a Sampler."""
     if not isinstance(sampler, Sampler):
         raise SamplingError(f"sampler must be a Sampler (make_sampler), got {sampler!r:.60}")
+    for processor in sampler.processors:
+        if type(processor).__call__ is Processor.__call__ or not isinstance(processor, Processor):
+            raise SamplingError(
+                f"processors of a sampler must be subclasses of jaxllm.Processor with __call__, got"
+                f" {processor!r:.60}. Pass a function as logits_processor=[f]"
+            )
 
 
 GREEDY = Sampler(greedy=True)
