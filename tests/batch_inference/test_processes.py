@@ -134,7 +134,7 @@ def test_an_interrupted_driver_leaves_one_line(model: Path, tmp_path: Path) -> N
     workers = children(driver.pid)
     driver.send_signal(signal.SIGINT)
     _, err = driver.communicate()  # until all that could write to stderr has ended
-    assert driver.returncode == 130
+    assert driver.returncode == 130, err.decode()
     (said,) = err.decode().splitlines()
     assert said.startswith("jaxllm: interrupted; ")
     while any(map(alive, workers)):
