@@ -210,7 +210,10 @@ def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Pat
     def until(found: Callable[[bytes], Any]) -> None:
         nonlocal seen
         while not found(seen):
-            seen += os.read(ours, 1000)
+            try:
+                seen += os.read(ours, 1000)
+            except OSError:  # the program has ended: say why
+                raise AssertionError((seen, process.communicate()[1].decode())) from None
 
     def begins_to_answer(text: bytes) -> bool:
         return text.count(b"\n") >= 1 and len(text.split(b"\n", 1)[1]) > 5
