@@ -37,10 +37,10 @@ def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Ad
     def attach_leaf(path: str, weight: Any) -> Any:
         if isinstance(weight, LoraWeight):
             raise ConfigError(f"{path} has an adapter already: merge it first")
-        for module, whose in beside.get(path, {}).items():
+        for module, owners in beside.get(path, {}).items():
             leaves = {
                 n: make_leaf(weight, plans[n][module], each[n].matrices[module], each[n].config)
-                for n in whose
+                for n in owners
             }
             weight = _stack_leaves(weight, leaves, len(each))
         return weight

@@ -144,11 +144,10 @@ def _texts(names: Sequence[str], root: Path) -> Iterator[str]:
 def _copied(root: Path, copy: Path) -> Path:
     for name in COPIED:
         if (root / name).is_dir():
-            shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(root / name, copy / name, symlinks=True, ignore=skipped)
         elif (root / name).exists():
             shutil.copy(root / name, copy / name)
-    if (copy / "convert").is_dir():  # as it is when installed
-        (copy / "jaxllm" / "convert").symlink_to(Path("..", "convert"))
     return copy
 
 
