@@ -31,7 +31,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     compile_cache.set_folder(tmp_path)
     yield tmp_path
     compile_cache.set_folder(None)
-    compile_cache._record = None
 
 
 def fresh() -> CachedJit:
