@@ -1,5 +1,5 @@
-// The kernels on cases from a file, against the answers beside them: `scripts/tools/run_arm.py` writes them and runs this
-// under an emulator. Prints a line for each instruction set; the status is 1 where an answer is wrong.
+// The kernels on cases from a file, against the answers beside them: `scripts/tools/run_arm.py` writes the cases and
+// runs this under an emulator. Prints a line for each instruction set; the status is 1 where an answer is wrong.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
