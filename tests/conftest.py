@@ -1,4 +1,4 @@
-"""What every test shares: strict numerics, tiny random models, their PyTorch twins, the data."""
+"""Shared test setup: strict numerics, compile caching, fixtures and test data."""
 
 import gc
 import io
@@ -16,21 +16,21 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # a tenth of the time that tracing takes
+jax.config.update("jax_traceback_in_locations_limit", 0)  # saves a tenth of tracing time
 
-os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # nothing is left in anybody's home
+os.environ["JAXLLM_COMPILE_CACHE"] = "0"  # write nothing to the user's home
 OURS = "jaxllm-tests-"
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # what one process has compiled, others read
-    _KEPT = tempfile.TemporaryDirectory(prefix=OURS)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _KEPT.name
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # processes share compiled programs
+    _CACHE_DIR = tempfile.TemporaryDirectory(prefix=OURS)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE_DIR.name
     os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 << 30)  # which also locks the folder
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 if OURS in os.environ["JAX_COMPILATION_CACHE_DIR"]:
-    # It is for processes that tests start. Of what pytest's own compile hardly one program in
-    # twenty is wanted again, and each one written has all that are there looked through.
+    # The cache is for processes that tests start. pytest's own process hardly ever needs a program
+    # again, and each write scans the whole folder.
     jax.config.update("jax_enable_compilation_cache", False)
 
-# Compiling takes what it takes, a busy machine longer; and what CI runs today it runs tomorrow.
+# Compile times vary, so there is no deadline; CI runs the same examples every time.
 hypothesis.settings.register_profile(
     "here",
     deadline=None,
@@ -43,9 +43,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "data"))
 
 
-# What takes longest in one piece begins first, so that two workers end together.
+# The longest files start first, so that two workers finish together.
 LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_api.py")
-# A file, or a test of which `make test` runs the first case alone; `make test-more` runs the rest.
+# Files, and tests of which `make test` runs only the first case; `make test-more` runs the rest.
 MORE = {
     line
     for line in (ROOT / "tests" / "more.txt").read_text(encoding="utf-8").splitlines()
@@ -65,8 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported is not looked through again whenever garbage is collected, and tracing
-    makes so many small objects that it is worth waiting for more of them.
+    """Exclude imported objects from garbage collection and collect less often.
+
+    Tracing creates so many small objects that frequent collections are expensive.
     """
     gc.collect()
     gc.freeze()
@@ -79,9 +80,9 @@ MOST_PROGRAMS = 800
 
 @pytest.fixture(scope="session")
 def compiled() -> Iterator[list[str]]:
-    """The names of all programs that were compiled so far: a list that grows with every one.
+    """The names of all programs compiled so far: a list that grows with each one.
 
-    With a cache on disk, a program that was found there would count too: it was traced and lowered.
+    With a cache on disk, programs found there would count too: they were traced and lowered.
     """
     names: list[str] = []
 
@@ -96,17 +97,15 @@ def compiled() -> Iterator[list[str]]:
 
 @pytest.fixture
 def afresh() -> Iterator[None]:
-    """For a test that breaks the code: nothing compiled before is used in it, nor after it what it
-    compiles.
-    """
+    """Clear compiled programs before and after a test that patches the code."""
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forgotten(compiled: list[str]) -> Iterator[None]:
-    """What a module has compiled serves the next ones, until there is too much of it."""
+def _limit_programs(compiled: list[str]) -> Iterator[None]:
+    """Let modules reuse compiled programs until there are too many."""
     yield
     if len(compiled) > MOST_PROGRAMS:
         jax.clear_caches()
@@ -151,12 +150,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="session")
 def data() -> Callable[[str], Path]:
-    """The path of a folder of the shared test data; skips, by name, where it is missing."""
+    """Return the path of a shared test data folder; skip the test if it is missing."""
 
     def find(name: str) -> Path:
         path = SHARED_DATA / name
         if not path.exists():
-            pytest.skip(f"test data {name} is not there (set JAXLLM_TEST_DATA)")
+            pytest.skip(f"test data {name} is missing (set JAXLLM_TEST_DATA)")
         return path
 
     return find

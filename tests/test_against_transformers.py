@@ -1,4 +1,4 @@
-"""Both families equal transformers: every variant, every position, every layer, every format."""
+"""Llama and GPT-2 equal transformers for every variant, position, layer and dtype."""
 
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,11 @@ def test_dynamic_rope_equals_transformers_past_the_trained_length(tmp_path: Path
     ids = tokens(1, 40)
     whole = twin.logits(ids)
     assert_close(jaxllm.forward(twin.model, twin.params, None, ids).logits, whole)
-    # A prompt in chunks is still one text: its angles are those of the whole prompt.
+    # A chunked prompt is one text: its angles are those of the full prompt.
     cache = jaxllm.init_cache(twin.config, 1, 64)
     logits, cache = jaxllm.prefill(twin.model, twin.params, cache, ids, chunk=7)
     assert_close(logits, whole[:, -1])
-    # From there on the base grows with every token, as transformers' cached generation does it.
+    # From here on the base grows with every token, as in cached generation of transformers.
     with torch.no_grad():
         theirs = twin.torch_model(torch.tensor(ids), use_cache=True)
         for token in (5, 77, 130):
@@ -162,24 +162,24 @@ def test_perturbing_any_single_tensor_moves_the_logits(variant: str, tmp_path: P
     ids = tokens(2, 61)
     before = jaxllm.forward(twin.model, twin.params, None, ids).logits
 
-    def nudged(target: str) -> jax.Array:
-        def nudge(path: str, leaf: jax.Array) -> jax.Array:
+    def perturbed_logits(target: str) -> jax.Array:
+        def perturb(path: str, leaf: jax.Array) -> jax.Array:
             if path != target:
                 return leaf
             noise = jax.random.normal(jax.random.key(1), leaf.shape, leaf.dtype)
             return leaf + 0.1 * noise
 
-        params = map_leaves(nudge, twin.params)
+        params = map_leaves(perturb, twin.params)
         return jaxllm.forward(twin.model, params, None, ids).logits
 
-    # A bias on the keys adds the same to every score of a query (the rotation of rotary positions
-    # aside), so GPT-2's moves nothing on its own; it is fused with the others, which do.
-    still = [
+    # A key bias adds a constant to all scores of a query (without rotary positions), so GPT-2's
+    # has no effect; it is one tensor with the query and value biases, which have one.
+    unaffected = [
         path
         for path, _ in flatten(twin.params)
-        if float(jnp.abs(nudged(path) - before).max()) < 1e-3
+        if float(jnp.abs(perturbed_logits(path) - before).max()) < 1e-3
     ]
-    assert still == []
+    assert unaffected == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -191,7 +191,7 @@ def test_stories_and_slm_continue_as_published(
     if family == "llama":
         directory = data("stories260K")
         lm = jaxllm.load(directory)
-        # 200 greedy steps from BOS, as the file's own name says and transformers confirms.
+        # 200 greedy steps from BOS, confirmed by transformers.
         completion = lm.generate("", max_new_tokens=200)
         assert completion.text == (directory / "greedy_200.txt").read_text(encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""The front door: options, prompts, batches, defaults, and every refusal."""
+"""LM: options, prompts, batches, defaults, downloads and errors."""
 
 import ast
 import importlib
@@ -32,7 +32,7 @@ def demo(request: pytest.FixtureRequest, shallow: Any) -> jaxllm.LM:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint without a tokenizer."""
+    """Return a random checkpoint without a tokenizer."""
     path: Path = tmp_path_factory.mktemp("plain")
     save_random(path, "llama")
     return path
@@ -55,9 +55,9 @@ def test_a_batch_equals_each_prompt_alone(demo: jaxllm.LM) -> None:
     prompts = ["Once upon a time", "One", "The little dog was very"]
     together = demo.generate(prompts, max_new_tokens=15)
     for prompt, completion in zip(prompts, together, strict=True):
-        alone = demo.generate(prompt, max_new_tokens=15)
-        assert completion.tokens == alone.tokens
-        assert completion.text == alone.text
+        single = demo.generate(prompt, max_new_tokens=15)
+        assert completion.tokens == single.tokens
+        assert completion.text == single.text
 
 
 def test_what_a_cache_has_of_a_prompt_is_not_run_again(demo: jaxllm.LM) -> None:
@@ -74,7 +74,7 @@ def test_what_a_cache_has_of_a_prompt_is_not_run_again(demo: jaxllm.LM) -> None:
     assert rest == first.tokens[-1:]
     np.testing.assert_array_equal(cache.position_BS, first.cache.position_BS)
     assert reuse_prefix(first.cache, ids[:3], 5)[1] == ids[2:3]
-    larger, rest = reuse_prefix(first.cache, [*ids, *[5] * 150], 5)  # more than there is room for
+    larger, rest = reuse_prefix(first.cache, [*ids, *[5] * 150], 5)  # exceeds the cache capacity
     assert len(rest) == 151
     assert larger.capacity >= len(ids) + 150 + 4
 
@@ -93,7 +93,7 @@ def test_a_stop_string_ends_the_text_before_itself(demo: jaxllm.LM) -> None:
     prompts = ["Once upon a time", "One day"]
     free = demo.generate(prompts, max_new_tokens=30)
     assert free[0].text is not None
-    stop = free[0].text[9:14]  # across token borders, most likely; it must be found anyway
+    stop = free[0].text[9:14]  # likely crosses token boundaries
     ended = demo.generate(prompts, max_new_tokens=30, stop_strings=[stop, "no such text"])
     for whole, cut in zip(free, ended, strict=True):
         assert whole.text is not None
@@ -154,7 +154,7 @@ def test_speculation_guidance_and_contrast_are_options_too(demo: jaxllm.LM) -> N
         assert found.draft_stats is not None
     assert demo.generate(prompt, max_new_tokens=16, penalty_alpha=0.0).tokens == plain.tokens
     guided = demo.generate(prompt, max_new_tokens=16, guidance_scale=1.0001, negative_prompt="One")
-    assert guided.tokens == plain.tokens  # next to no guidance
+    assert guided.tokens == plain.tokens  # almost no guidance
     stop = plain.text[8:12]
     cut = demo.generate(prompt, max_new_tokens=16, prompt_lookup_num_tokens=3, stop_strings=stop)
     assert cut.text == plain.text.split(stop)[0]
@@ -183,10 +183,10 @@ def test_rows_by_themselves_have_the_same_bits_wherever_they_sit(plain: Path) ->
     options: Any = {"temperature": 1.0, "batch_invariant": True, "max_new_tokens": 6}
     one = lm.generate(prompts, seed=[1, 2, 3], **options)
     two = lm.generate([prompts[2], *prompts[:2], [1] * 40], seed=[3, 1, 2, 4], **options)
-    alone = lm.generate(prompts[1], seed=[2], temperature=1.0, max_new_tokens=6)
+    single = lm.generate(prompts[1], seed=[2], temperature=1.0, max_new_tokens=6)
     for a, b in zip(one, [two[1], two[2], two[0]], strict=True):
         assert (a.tokens, a.logprobs) == (b.tokens, b.logprobs)  # bit for bit
-    assert (alone.tokens, alone.logprobs) == (one[1].tokens, one[1].logprobs)
+    assert (single.tokens, single.logprobs) == (one[1].tokens, one[1].logprobs)
     together = lm.generate(prompts, seed=[1, 2, 3], temperature=1.0, max_new_tokens=[6, 4, 5])
     assert [c.tokens for c in together] == [
         c.tokens[:n] for c, n in zip(one, [6, 4, 5], strict=True)
@@ -276,7 +276,7 @@ def test_what_the_model_cannot_do_is_refused_by_name(plain: Path) -> None:
                 lm.generate(prompt, **options)
     with pytest.raises(TokenError, match="no tokenizer"):
         lm.chat_prompt([{"role": "user", "content": "hi"}])
-    assert len(lm.generate(tokens(1, 90)[0].tolist()).tokens) <= 7  # by default, what fits
+    assert len(lm.generate(tokens(1, 90)[0].tolist()).tokens) <= 7  # by default, as many as fit
 
 
 def test_nan_logits_are_an_error_with_row_and_step(plain: Path) -> None:
@@ -305,19 +305,19 @@ def test_a_model_prints_as_one_line(demo: jaxllm.LM) -> None:
 def test_nothing_is_downloaded_unless_it_is_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def offline(repo: str, **_: Any) -> str:
-        asked.append(repo)
+        requests.append(repo)
         raise OSError("no network in tests")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(CheckpointError, match="not a directory"):
         jaxllm.load("owner/name")
-    assert asked == []
+    assert requests == []
     with pytest.raises(CheckpointError, match="no network in tests"):
         jaxllm.load("hf:owner/name")
-    assert asked == ["owner/name"]
+    assert requests == ["owner/name"]
 
 
 def test_flax_files_are_downloaded_where_there_are_no_others(
@@ -325,20 +325,20 @@ def test_flax_files_are_downloaded_where_there_are_no_others(
 ) -> None:
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def hub(repo: str, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
+        requests.append(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         jaxllm.load("hf:owner/name")
-    assert asked[1:] == [["flax_model*.msgpack"]]
+    assert requests[1:] == [["flax_model*.msgpack"]]
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         jaxllm.load("hf:owner/name")
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 def test_one_gguf_file_of_a_repository_is_downloaded_with_its_parts(
@@ -346,17 +346,17 @@ def test_one_gguf_file_of_a_repository_is_downloaded_with_its_parts(
 ) -> None:
     import huggingface_hub
 
-    asked = []
+    requests = []
 
     def hub(repo: str, allow_patterns: list[str]) -> str:
-        asked.append((repo, *allow_patterns))
+        requests.append((repo, *allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     for name in ("m.Q4_0.gguf", "Q8_0/m-00001-of-00002.gguf"):
         with pytest.raises(CheckpointError, match=name):
             jaxllm.load(f"hf:owner/name/{name}")
-    assert asked == [("owner/name", "m.Q4_0.gguf"), ("owner/name", "Q8_0/m-*-of-00002.gguf")]
+    assert requests == [("owner/name", "m.Q4_0.gguf"), ("owner/name", "Q8_0/m-*-of-00002.gguf")]
     with pytest.raises(CheckpointError, match="does not name a repository"):
         jaxllm.load("hf:owner/name/file.bin")
 

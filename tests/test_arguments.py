@@ -1,7 +1,7 @@
-"""Arguments of the wrong kind, for each public function: an error of jaxllm, at once.
+"""Arguments of the wrong type, for each public function: an immediate JaxllmError.
 
-A row is a function of one value in the place of one argument, and the kind of that argument. Each
-kind has a list of values of other kinds. Nothing here gets far enough to compile a step.
+A table row is a call with one argument left open, and the kind of that argument. Each kind has a
+list of invalid values. No call gets far enough to compile a step.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jaxllm.train import jobs
 from tests.twins import random_model
 
 BIG = np.int64(2**40)
-OTHERS: dict[str, list[Any]] = {
+INVALID: dict[str, list[Any]] = {
     "whole": [None, 1.5, True, "1", BIG, object(), jnp.float32(1)],
     "whole?": [1.5, True, "1", BIG, object(), -1],
     "row": [None, 1.5, True, "1", BIG, [0], -1, 9],
@@ -69,13 +69,13 @@ OTHERS: dict[str, list[Any]] = {
 
 @pytest.fixture(scope="module")
 def lm() -> Any:
-    """The demo, whose vocabulary and tokenizer the prompts need."""
+    """Return the demo model, which has a vocabulary and a tokenizer for the prompts."""
     return jaxllm.load("demo:llama", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def made() -> Any:
-    """A tiny model, its parameters, and a cache of two rows with 16 slots."""
+def tiny_model() -> Any:
+    """Return a tiny model, its parameters, and a cache of two rows with 16 slots."""
     model, params = random_model("llama")
     return model, params, jaxllm.init_cache(model, 2, 16)
 
@@ -91,7 +91,7 @@ def _next(x: Any) -> Any:
     return next(iter(x))
 
 
-# Of the steps and what is made of them: (model, params, cache), value.
+# Steps and functions on top of them: ((model, params, cache), value).
 STEPS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "forward model": ("model", lambda m, x: jaxllm.forward(x, m[1], None, [[5]])),
     "forward params": ("params", lambda m, x: jaxllm.forward(m[0], x, None, [[5]])),
@@ -388,10 +388,10 @@ LMS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def refused(call: Callable[[Any, Any], Any], subject: Any, kind: str) -> list[str]:
-    """The values of another kind that came through, or ended in an error of another library."""
+def unexpected_outcomes(call: Callable[[Any, Any], Any], subject: Any, kind: str) -> list[str]:
+    """Return the invalid values that were accepted or raised an error of another library."""
     wrong = []
-    for value in OTHERS[kind]:
+    for value in INVALID[kind]:
         try:
             call(subject, value)
         except JaxllmError as error:
@@ -400,37 +400,37 @@ def refused(call: Callable[[Any, Any], Any], subject: Any, kind: str) -> list[st
         except Exception as error:
             wrong.append(f"{value!r}: {type(error).__name__}: {error!s:.120}")
         else:
-            wrong.append(f"{value!r}: taken")
+            wrong.append(f"{value!r}: accepted")
     return wrong
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_steps_refuse_other_kinds(made: Any, name: str) -> None:
+def test_steps_refuse_other_kinds(tiny_model: Any, name: str) -> None:
     kind, call = STEPS[name]
-    assert refused(call, made, kind) == []
+    assert unexpected_outcomes(call, tiny_model, kind) == []
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_caches_refuse_other_kinds(made: Any, name: str) -> None:
+def test_caches_refuse_other_kinds(tiny_model: Any, name: str) -> None:
     kind, call = CACHES[name]
-    assert refused(call, made, kind) == []
+    assert unexpected_outcomes(call, tiny_model, kind) == []
 
 
 @pytest.mark.parametrize("name", LMS)
 def test_models_refuse_other_kinds(lm: Any, name: str) -> None:
     kind, call = LMS[name]
-    assert refused(call, lm, kind) == []
+    assert unexpected_outcomes(call, lm, kind) == []
 
 
 def _chat(lm: Any) -> Any:
     return lm.generate([{"role": "user", "content": "Hi"}])
 
 
-def _made_with(lm: Any, **asked: Any) -> Any:
-    """A job that begins with an adapter of rank 2, scale 1 beside q_proj, under another one."""
+def _job_with(lm: Any, **changes: Any) -> Any:
+    """Return a LoRA job from an adapter of rank 2, scale 1 on q_proj, with a changed config."""
     usual: dict[str, Any] = {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
     start = adapters.init_adapter(lm.config, lm.params, LoraConfig(**usual), jax.random.key(0))
-    return jobs.lora(lm, LoraConfig(**{**usual, **asked}), start=start)
+    return jobs.lora(lm, LoraConfig(**{**usual, **changes}), start=start)
 
 
 REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -503,16 +503,16 @@ REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"functions \(text, token ids\) -> bool",
     ),
     "a start of another scale": (
-        lambda lm: _made_with(lm, lora_alpha=16),
+        lambda lm: _job_with(lm, lora_alpha=16),
         r"the adapter has LoRA of rank 2, scale 1, the configuration LoRA of rank 2, scale 8",
     ),
-    "a start of another rank": (lambda lm: _made_with(lm, r=4), "rank 4, scale 0.5"),
+    "a start of another rank": (lambda lm: _job_with(lm, r=4), "rank 4, scale 0.5"),
     "a start of other modules": (
-        lambda lm: _made_with(lm, target_modules=["q_proj", "v_proj"]),
+        lambda lm: _job_with(lm, target_modules=["q_proj", "v_proj"]),
         "v_proj: the adapter has nothing",
     ),
-    "a start of rsLoRA": (lambda lm: _made_with(lm, use_rslora=True), "scale 1.41421"),
-    "a start of DoRA": (lambda lm: _made_with(lm, use_dora=True), "configuration DoRA"),
+    "a start of rsLoRA": (lambda lm: _job_with(lm, use_rslora=True), "scale 1.41421"),
+    "a start of DoRA": (lambda lm: _job_with(lm, use_dora=True), "configuration DoRA"),
 }
 
 
@@ -525,7 +525,7 @@ def test_errors_say_what_to_do(lm: Any, name: str) -> None:
 
 def test_a_start_trains_under_the_configuration_that_is_written(lm: Any, tmp_path: Path) -> None:
     """The same meaning in other words, and another dropout: what is written is what was trained."""
-    job = _made_with(lm, target_modules=r".*\.q_proj", lora_dropout=0.25)
+    job = _job_with(lm, target_modules=r".*\.q_proj", lora_dropout=0.25)
     leaf = job.params["layers.0"]["self_attn"]["q_proj"]["weight"]
     assert (leaf.scale.tolist(), leaf.dropout) == ([1.0, 1.0], 0.25)
     job.finish(job.params, tmp_path / "a")
@@ -546,9 +546,9 @@ def test_decode_is_encode_back(lm: Any) -> None:
         dataclasses.replace(lm, tokenizer=None).decode(ids)
 
 
-def test_rows_of_any_integers_are_selected(made: Any) -> None:
+def test_rows_of_any_integers_are_selected(tiny_model: Any) -> None:
     """Only kinds and numbers are refused: all integers choose the same rows."""
-    cache = dataclasses.replace(made[2], next_position_B=jnp.array([3, 4], jnp.int32))
+    cache = dataclasses.replace(tiny_model[2], next_position_B=jnp.array([3, 4], jnp.int32))
     for rows in ([1, 0], np.array([1, 0], np.uint8), jnp.array([1, 0]), range(1, -1, -1)):
         assert caches.select(cache, rows).next_position_B.tolist() == [4, 3]
     assert caches.branch(cache, np.int64(1)).next_position_B.tolist() == [4]

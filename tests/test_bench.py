@@ -1,4 +1,4 @@
-"""The figures of a benchmark are those that its definitions give."""
+"""Benchmark figures follow their definitions."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ ROW = BenchResult("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
 
 
 def test_the_figures_of_a_row() -> None:
-    # Rates of 16, 32 and 8: their mean is 56/3, the squares about it sum to 896/3.
+    # Rates of 16, 32 and 8: the mean is 56/3, the squared deviations sum to 896/3.
     assert ROW.to_dict() == {
         "test": "tg4 x 2",
         "tokens_per_second": 16.0,
@@ -53,9 +53,9 @@ def test_the_figures_of_a_row() -> None:
 
 
 def test_what_is_timed() -> None:
-    asked = bench.make_tests([8, 16], 4, [0, 32], [1, 2])
-    assert [test.name for test in asked] == ["pp8", "pp16", "tg4", "tg4 @ d32", "tg4 x 2"]
-    assert [test.tokens for test in asked] == [8, 16, 4, 4, 8]
+    tests = bench.make_tests([8, 16], 4, [0, 32], [1, 2])
+    assert [test.name for test in tests] == ["pp8", "pp16", "tg4", "tg4 @ d32", "tg4 x 2"]
+    assert [test.tokens for test in tests] == [8, 16, 4, 4, 8]
     assert bench.make_tests([], 1, [], [1]) == []
 
 
@@ -74,7 +74,7 @@ def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "row_alone"),
+    ("family", "tied", "tables"),
     [
         ("llama", False, ["model.embed_tokens.weight"]),
         ("llama", True, []),
@@ -83,12 +83,12 @@ def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
     ],
 )
 def test_weight_bytes_are_those_that_a_token_reads(
-    family: str, tied: bool, row_alone: list[str], tmp_path: Path
+    family: str, tied: bool, tables: list[str], tmp_path: Path
 ) -> None:
     """All tensors of the file but tables of which a token takes one row."""
     save_random(tmp_path, family, tie_word_embeddings=tied)
     stored = load_file(tmp_path / "model.safetensors")
-    expected = sum(x.nbytes for x in stored.values()) - sum(stored[n].nbytes for n in row_alone)
+    expected = sum(x.nbytes for x in stored.values()) - sum(stored[n].nbytes for n in tables)
     assert bench.weight_bytes(jaxllm.load(tmp_path)) == expected
     assert bench.weight_bytes(jaxllm.load(tmp_path, dtype="float16")) == expected // 2
 
@@ -101,8 +101,8 @@ def test_weight_bytes_of_quantized_weights_count_scales(tmp_path: Path) -> None:
     assert bench.weight_bytes(jaxllm.load(tmp_path / "small")) == sum(read)
 
 
-def takes(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
-    """What is timed from now on takes so many seconds, one after the other."""
+def set_durations(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """Let the next timed sections take the given seconds, in order."""
     clock = itertools.accumulate(x for s in seconds for x in (0.0, s))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
 
@@ -112,7 +112,7 @@ def test_the_first_run_is_compiling_and_the_rest_are_timed(
 ) -> None:
     save_random(tmp_path, "gpt2", n_layer=1)
     lm = jaxllm.load(tmp_path)
-    takes(monkeypatch, 7.0, 0.5, 4.0, 2.0)
+    set_durations(monkeypatch, 7.0, 0.5, 4.0, 2.0)
     readings = iter([10.0, 30.0, 20.0, 5.0, 6.0, 7.0])
     ran = []
     monkeypatch.setattr(bench, "PROBE_BYTES", 64)
@@ -124,7 +124,9 @@ def test_the_first_run_is_compiling_and_the_rest_are_timed(
     assert (row.test, row.tokens, row.seconds) == ("tg4 x 2", 8, (0.5, 4.0, 2.0))
     assert (row.tokens_per_second, row.compile_s, row.bandwidth_gb_s) == (4.0, 5.0, 30.0)
     assert row.weights_gb_s == pytest.approx(bench.weight_bytes(lm) * 4 / 2.0 / 1e9)
-    takes(monkeypatch, 1.0, *[3.0] * 5)  # a first run faster than others took no time to compile
+    set_durations(
+        monkeypatch, 1.0, *[3.0] * 5
+    )  # a first run that is faster counts as 0 s of compilation
     readings = iter([1.0] * 5)
     (row,) = prompt
     assert (row.tokens_per_second, row.compile_s, row.weights_gb_s) == (2.0, 0.0, None)
@@ -143,7 +145,7 @@ def test_a_test_that_exceeds_the_context_is_refused(
 
 
 def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:
-    takes(monkeypatch, 0.5, 0.25, 1.0)
+    set_durations(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
     assert bench.measure_bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
 
@@ -155,17 +157,15 @@ def test_a_model_is_pruned_for_its_timing_to_the_larger_half(name: str, tmp_path
     small = prune_to_format(lm, name)
     before, after = (m.params["layers.0"]["mlp"]["up_proj"]["weight"] for m in (lm, small))
     w, kept = np.abs(np.asarray(before, np.float32)), np.asarray(to_dense(after), np.float32) != 0
-    groups = (-1, 4) if name.endswith("2:4") else (1, -1)  # of the matrix
+    groups = (-1, 4) if name.endswith("2:4") else (1, -1)  # bitmap: the full matrix is one group
     for row, here in zip(w.reshape(groups), kept.reshape(groups), strict=True):
         half = len(row) // 2
-        rounded = half // 20 + 1 if name.startswith("int8") else 0  # codes that may be 0
+        rounded = half // 20 + 1 if name.startswith("int8") else 0  # values that may round to 0
         assert half - rounded <= here.sum() <= half
         assert (row[~here] <= row[here].min()).all()
     assert weight_format(after) == name
     assert weight_format(small.params["embed_tokens"]["weight"]) == name.partition("-")[0]
     assert bench.weight_bytes(small) < bench.weight_bytes(lm)
-    assert (
-        prune_to_format(small, name).recipe == 2 * small.recipe
-    )  # asked for twice, it is done twice
+    assert prune_to_format(small, name).recipe == 2 * small.recipe  # a second call prunes again
     with pytest.raises(ConfigError, match=r"format unknown: got 'int8', .* one of float32-2:4"):
         prune_to_format(lm, "int8")

@@ -1,4 +1,4 @@
-"""`jaxllm chat`: what its commands do to a conversation, and how lines are typed."""
+"""`jaxllm chat`: commands, files, long conversations and line editing."""
 
 import json
 import shutil
@@ -30,13 +30,13 @@ def answers(run: Run, *lines: str, options: tuple[object, ...] = ()) -> list[str
 
 @pytest.fixture
 def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens of each prompt were run: those that its cache did not have."""
+    """Return a list of the number of uncached tokens of each prompt."""
     found = []
 
     def reuse(*args: Any) -> Any:
-        kept, rest = cache.prefix_reuse.reuse_prefix(*args)
+        reused, rest = cache.prefix_reuse.reuse_prefix(*args)
         found.append(len(rest))
-        return kept, rest
+        return reused, rest
 
     monkeypatch.setattr(completion, "reuse_prefix", reuse)
     return found
@@ -44,9 +44,9 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_undo_forgets_a_line_and_its_answer(run: Run, rests: list[int]) -> None:
     """Nor is what stays run again."""
-    kept = answers(run, "Tom had a red ball.", "He")
+    expected = answers(run, "Tom had a red ball.", "He")
     found = answers(run, "Tom had a red ball.", "One day", "/undo", "He")
-    assert [found[0], found[2]] == kept
+    assert [found[0], found[2]] == expected
     assert rests[-1] < 5
 
 
@@ -71,15 +71,15 @@ def test_regenerate_notes_an_equal_answer(run: Run) -> None:
 
 def test_set_changes_options_of_generation(run: Run) -> None:
     """They are checked by the table, null is the default, alone it lists them."""
-    drawn = answers(run, "Tom", options=("--temperature", 0.9))
-    assert answers(run, "/set temperature 0.9", "Tom") == drawn
-    assert answers(run, "/set temperature 0.9", "/set temperature null", "Tom") != drawn
-    assert answers(run, "/set seed 5", "Tom", options=("--temperature", 0.9)) != drawn
+    sampled = answers(run, "Tom", options=("--temperature", 0.9))
+    assert answers(run, "/set temperature 0.9", "Tom") == sampled
+    assert answers(run, "/set temperature 0.9", "/set temperature null", "Tom") != sampled
+    assert answers(run, "/set seed 5", "Tom", options=("--temperature", 0.9)) != sampled
     lines = ["/set top_p 0.5", "/set max_new_tokens 2", "/set seed random", "/set", "Tom"]
     _, _, err = run(*CHAT, stdin="\n".join(lines))
     assert {"top_p = 0.5", "do_sample = true", "max_new_tokens = 2"} <= {*err.splitlines()}
     assert "seed = 3\n" not in err
-    for wrong, said in {
+    for wrong, message in {
         "temperatur 1": "no option temperatur: did you mean temperature?",
         "temperature": "/set temperature needs a value",
         "temperature -1": "temperature must be",
@@ -90,16 +90,16 @@ def test_set_changes_options_of_generation(run: Run) -> None:
     }.items():
         status, out, err = run(*CHAT, stdin=f"/set {wrong}\nTom\n")
         assert (status, err.count("\n")) == (1, 1), err
-        assert said in err
+        assert message in err
         assert out == run(*CHAT, stdin="Tom\n")[1]
 
 
 def test_system_sets_or_removes_the_message(run: Run) -> None:
-    told = answers(run, "Tom", options=("--system", "A sad story."))
+    with_system = answers(run, "Tom", options=("--system", "A sad story."))
     plain = answers(run, "Tom")
-    assert answers(run, "/system A sad story.", "Tom") == told != plain
+    assert answers(run, "/system A sad story.", "Tom") == with_system != plain
     assert answers(run, "/system A sad story.", "/system", "Tom") == plain
-    assert answers(run, "One", "/system A sad story.", "/reset", "Tom")[1:] == told
+    assert answers(run, "One", "/system A sad story.", "/reset", "Tom")[1:] == with_system
 
 
 def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) ->
     """Neither read nor written over; the conversation goes on as it was."""
     head: dict[str, Any] = {"format": "jaxllm-chat", "version": 1}
     user = {"role": "user", "content": "Tom"}
-    for content, said in {
+    for content, message in {
         "text": "is not valid JSON",
         "[]": "must hold a JSON object",
         json.dumps({**head, "version": 2, "messages": []}): "version",
@@ -132,14 +132,14 @@ def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) ->
         for command in ("/save", "/load"):
             status, out, err = run(*CHAT, stdin=f"One\n{command} {file}\n")
             assert (status, out.count("\n"), err.count("\n")) == (1, 1, 1)
-            assert said in err
+            assert message in err
             assert file.read_text() == content
     missing = tmp_path / "missing"
     assert f"cannot read {missing}: " in run(*CHAT, stdin=f"/load {missing}\n")[2]
 
 
 def test_commands_refuse_wrong_arguments(run: Run) -> None:
-    for line, said in {
+    for line, message in {
         "/nope": "no such command: '/nope'. /help lists the commands",
         "/undo 3": "/undo takes no argument",
         "/save": "/save needs a file",
@@ -148,7 +148,7 @@ def test_commands_refuse_wrong_arguments(run: Run) -> None:
     }.items():
         status, out, err = run(*CHAT, stdin=f"{line}\n")
         assert (status, out, err.count("\n")) == (1, "", 1)
-        assert said in err
+        assert message in err
 
 
 def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
@@ -157,7 +157,7 @@ def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
     assert lm.tokenizer is not None
     line = "Once upon a time there was a girl. " * 90
     _, out, err = run(*CHAT, stdin=f"Tom\n{line}\n/undo\nTom\n")
-    assert len(set(out.splitlines())) == 1, "as if the line had not been there"
+    assert len(set(out.splitlines())) == 1, "the dropped line must not affect the conversation"
     tokens = len(lm.tokenizer.encode(line))
     assert f"got {tokens:,} tokens" in err
     assert "512 in total. Shorten it. The line is dropped" in err
@@ -178,20 +178,20 @@ def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path
     config = json.loads((model / "tokenizer_config.json").read_text())
     template.write_text(config.pop("chat_template"))
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    asked = ("chat", "-m", model, "-n", 8)
-    status, _, err = run(*asked, stdin="Tom\n")
+    command = ("chat", "-m", model, "-n", 8)
+    status, _, err = run(*command, stdin="Tom\n")
     assert status == 1
     assert "jaxllm chat --chat-template FILE" in err
     assert (
-        run(*asked, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]
+        run(*command, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]
     )
     (model / "tokenizer.json").unlink()
-    assert "has no tokenizer, which chat requires" in run(*asked, stdin="Tom\n")[2]
+    assert "has no tokenizer, which chat requires" in run(*command, stdin="Tom\n")[2]
 
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """Read lines from keys as a terminal sends them."""
+    """Return a function that reads lines from terminal key sequences."""
     monkeypatch.setenv(terminal.HISTORY_VARIABLE, str(tmp_path / "state" / "history"))
     with create_pipe_input() as keys:
 
@@ -251,9 +251,9 @@ def test_a_long_history_loses_its_older_half(
     entries = [f"\n# then\n+line {n}\n" for n in range(100_000)]
     file.write_text("".join(entries))
     assert terminal.history_file() == file
-    kept = file.read_text()
-    assert len(kept) <= terminal.MAX_HISTORY_BYTES // 2
-    assert kept == "".join(entries[-kept.count("+") :])
+    remaining = file.read_text()
+    assert len(remaining) <= terminal.MAX_HISTORY_BYTES // 2
+    assert remaining == "".join(entries[-remaining.count("+") :])
 
 
 def test_a_pipe_does_without_the_line_editor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

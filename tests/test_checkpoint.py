@@ -1,4 +1,4 @@
-"""Checkpoints as files: what they say is checked field by field, what is written is whole."""
+"""Checkpoint files: validation of every field, links, and atomic writes."""
 
 import dataclasses
 import json
@@ -39,14 +39,14 @@ def test_the_form_of_one_layer_is_that_of_all(family: str, layers: int) -> None:
     assert models.param_shapes(model) == whole
 
 
-def broken_native(tmp_path: Path) -> Path:
+def save_native(tmp_path: Path) -> Path:
     save_random(tmp_path / "hf", "gpt2", n_layer=1)
     save(tmp_path / "native", open_hf(tmp_path / "hf"))
     return tmp_path / "native"
 
 
 def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Path) -> None:
-    directory = broken_native(tmp_path)
+    directory = save_native(tmp_path)
     good = json.loads((directory / "config.json").read_text())
     model, precision = good["model"], good["precision"]
     for change, words in (
@@ -77,11 +77,11 @@ def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Pa
 def test_token_ids_that_are_none_are_refused_in_both_forms(
     ids: dict[str, Any], tmp_path: Path
 ) -> None:
-    directory = broken_native(tmp_path)
-    for home in (directory, tmp_path / "hf"):
-        (home / "generation_config.json").write_text(json.dumps(ids))
+    directory = save_native(tmp_path)
+    for folder in (directory, tmp_path / "hf"):
+        (folder / "generation_config.json").write_text(json.dumps(ids))
         with pytest.raises(CheckpointError, match=next(iter(ids))):
-            jaxllm.load(home)
+            jaxllm.load(folder)
     (tmp_path / "hf" / "generation_config.json").unlink()
     edit_config(tmp_path / "hf", **ids)
     with pytest.raises(CheckpointError, match=next(iter(ids))):
@@ -90,7 +90,7 @@ def test_token_ids_that_are_none_are_refused_in_both_forms(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
 def test_links_that_leave_a_native_checkpoint_are_not_followed(name: str, tmp_path: Path) -> None:
-    directory = broken_native(tmp_path)
+    directory = save_native(tmp_path)
     shutil.move(directory / name, tmp_path / "elsewhere")
     (directory / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="a link that leaves the directory"):
@@ -99,7 +99,7 @@ def test_links_that_leave_a_native_checkpoint_are_not_followed(name: str, tmp_pa
 
 def test_a_tokenizers_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
     """Else a checkpoint of a stranger's would bring a file of yours into the next."""
-    directory = broken_native(tmp_path)
+    directory = save_native(tmp_path)
     (tmp_path / "secret").write_text("secret")
     (directory / "merges.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="a link that leaves the directory"):
@@ -109,7 +109,7 @@ def test_a_tokenizers_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [save, write_hf])
 def test_a_write_that_fails_leaves_nothing_and_what_was_there(write: Any, tmp_path: Path) -> None:
-    opened = open_native(broken_native(tmp_path))
+    opened = open_native(save_native(tmp_path))
     there = tmp_path / "there"
     there.mkdir()
     (there / "model.safetensors").write_text("mine")

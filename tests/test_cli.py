@@ -1,4 +1,4 @@
-"""The command line, as a newcomer uses it."""
+"""The command line: output, files, options and errors of the main commands."""
 
 import csv
 import json
@@ -26,14 +26,14 @@ from tests.twins import save_random
 
 @pytest.fixture
 def whole_demos() -> None:
-    """Asked for by tests of the demos themselves."""
+    """Request the demo models with all their layers."""
 
 
 @pytest.fixture(autouse=True)
 def _shallow_demos(
     request: pytest.FixtureRequest, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What tests the commands does with a demo's first layers, which compile sooner."""
+    """Use only the first layers of the demos, which compile sooner."""
     if "whole_demos" not in request.fixturenames:
         monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
@@ -155,8 +155,8 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     assert "5 of them errors" in err
     answers = {a["id"]: a for a in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
     assert answers[1]["text"] == run("generate", "-p", "Once upon a time", "-n", 12, *options)[1]
-    alone = ("generate", "-p", "One day", "-n", 5, "--temperature", 1.0, "--seed", 3)
-    assert answers["b"]["text"] == run(*alone, *options)[1]
+    single = ("generate", "-p", "One day", "-n", 5, "--temperature", 1.0, "--seed", 3)
+    assert answers["b"]["text"] == run(*single, *options)[1]
     assert answers[4]["finish_reason"] == "stop"
     assert "." not in answers[4]["text"]
     assert "line 5 is not valid JSON" in answers[5]["error"]
@@ -167,9 +167,9 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     status, _, err = run(*batch)
     assert status == 1
     assert f"{out} exists: name another file" in err
-    status, said, _ = run("batch", "-", *options, "-n", 12, "--workers", 0, stdin='"One day"')
+    status, output, _ = run("batch", "-", *options, "-n", 12, "--workers", 0, stdin='"One day"')
     assert status == 0
-    assert json.loads(said)["finish_reason"] == "length"
+    assert json.loads(output)["finish_reason"] == "length"
 
 
 def test_keys_and_values_can_be_int8(run: Run) -> None:
@@ -308,7 +308,7 @@ def test_info_reads_shapes_not_weights(run: Run, tmp_path: Path) -> None:
     assert f"{expected:,}" in table
 
 
-OURS = {
+FORMATS = {
     (): "int8",
     ("--bits", 8, "--group", 32, "--half-scales"): "int8-g32-f16",
     ("--bits", 4): "int4-g64",
@@ -317,12 +317,12 @@ OURS = {
 }
 
 
-FEW = ("int4-g128-zp", "bf16-packed")  # the others are tried by `make test-full`
+FEW = ("int4-g128-zp", "bf16-packed")  # `make test-full` runs the others
 
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(o, marks=() if n in FEW else pytest.mark.full, id=n) for o, n in OURS.items()],
+    [pytest.param(o, marks=() if n in FEW else pytest.mark.full, id=n) for o, n in FORMATS.items()],
 )
 def test_quantize_writes_the_format_that_its_options_name(
     run: Run, tmp_path: Path, options: tuple[object, ...]
@@ -332,13 +332,13 @@ def test_quantize_writes_the_format_that_its_options_name(
     assert (status, out) == (0, "")
     assert "9 matrices in" in err
     facts = json.loads(run("info", tmp_path / "small", "--json")[1])
-    assert (facts["form"], facts["quantized"]) == ("jaxllm", OURS[options])
+    assert (facts["form"], facts["quantized"]) == ("jaxllm", FORMATS[options])
     formats = json.loads((tmp_path / "small" / "config.json").read_text())["formats"]
-    assert formats["layers.0.mlp.up_proj.weight"] == OURS[options]
-    table = "int8" if OURS[options].startswith("int4") else OURS[options]
+    assert formats["layers.0.mlp.up_proj.weight"] == FORMATS[options]
+    table = "int8" if FORMATS[options].startswith("int4") else FORMATS[options]
     assert formats["embed_tokens.weight"] == formats["lm_head.weight"] == table
     assert len(formats) == 9
-    if not options:  # a byte a weight in whole 128 columns, a float32 a row; norms as they were
+    if not options:  # int8 padded to 128 columns, a float32 scale per row, float norms
         rows = 2 * 131 + (48 + 12 + 12 + 40) + (56 + 56 + 40)
         assert facts["bytes"] == rows * 128 + 4 * rows + 4 * 3 * 40
 
@@ -433,7 +433,7 @@ def test_bench_in_every_form(run: Run) -> None:
     assert out.splitlines()[0] == ",".join(row)
     assert name == "tg2 @ d3"
     assert float(compiling) >= 0 <= float(spread)
-    # 2.1 MB of weights a token: what is read a second and the share of the bus follow.
+    # 2.1 MB of weights per token determine GB/s and the share of the bandwidth.
     assert float(streamed) == pytest.approx(float(rate) * 2.10e-3, rel=0.02, abs=0.01)
     assert float(share) == pytest.approx(float(streamed) / float(bus), abs=0.002)
 
@@ -517,19 +517,19 @@ def test_help_imports_nothing_heavy() -> None:
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     code = "from jaxllm.__main__ import main; main()"
     command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]
-    kept, stories = [], []
+    programs, stories = [], []
     plain = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
     for folder in (tmp_path, tmp_path, "0"):
         env = {**plain, "JAXLLM_COMPILE_CACHE": str(folder), "HOME": str(tmp_path / "home")}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
         assert done.returncode == 0, done.stderr
         stories.append(done.stdout)
-        kept.append(sorted(p.name for p in tmp_path.glob("compiled-*/*-cache")))
+        programs.append(sorted(p.name for p in tmp_path.glob("compiled-*/*-cache")))
     assert len(set(stories)) == 1
-    assert kept[0]
-    assert kept[1] == kept[0], "the second process found what the first compiled"
+    assert programs[0]
+    assert programs[1] == programs[0], "the second process must reuse the programs of the first"
     (folder,) = tmp_path.glob("*")
-    assert folder.stat().st_mode & 0o777 == 0o700, "nobody else may put programs there"
+    assert folder.stat().st_mode & 0o777 == 0o700, "other users must not be able to write programs"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -1,4 +1,4 @@
-"""How every command is called: MODEL in two spellings, and refusals in plain words."""
+"""Arguments of every command: MODEL, prompts and options, and errors with remedies."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.twins import save_random
 
 
 def commands() -> Iterator[typer.core.TyperCommand]:
-    """Every command, those of `train` too."""
+    """Yield every command, and the subcommands of `train`."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, typer.core.TyperGroup)
     for command in group.commands.values():
@@ -37,16 +37,16 @@ def test_model_is_an_argument_or_an_option(command: typer.core.TyperCommand) -> 
     words = ["make" if p.name == "action" else f"a{n}" for n, p in enumerate(arguments)]
     others = [*words[:place], *words[place + 1 :]]
 
-    def given(*line: str) -> dict[str, object]:
+    def parse(*line: str) -> dict[str, object]:
         parsed = command.make_parser(typer.Context(command)).parse_args([*line, *options])
         assert parsed[1] == []
         return {name: parsed[0][name] for name in (p.name for p in arguments)}
 
-    expected = given(*words)
+    expected = parse(*words)
     assert expected["model"] == words[place]
-    assert given("-m", words[place], *others) == expected
-    assert given(*others, "--model", words[place]) == expected
-    assert given(*others, f"--model={words[place]}") == expected
+    assert parse("-m", words[place], *others) == expected
+    assert parse(*others, "--model", words[place]) == expected
+    assert parse(*others, f"--model={words[place]}") == expected
 
 
 def flags(command: typer.core.TyperCommand) -> set[str]:
@@ -94,8 +94,8 @@ def test_prompts_come_from_three_places(run: Run, tmp_path: Path) -> None:
     assert found[0]["tokens"] == found[1]["tokens"] == found[2]["tokens"]
 
 
-# Each names a path that is not there.
-AWAY = [
+# Each names a missing path.
+MISSING = [
     "generate nowhere -p x",
     "chat nowhere",
     "batch nowhere nowhere.jsonl",
@@ -115,11 +115,11 @@ def test_paths_are_refused_before_jax_is_imported(tmp_path: Path) -> None:
         "    assert 'jax' not in sys.modules, line\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *AWAY], cwd=tmp_path, capture_output=True, text=True,
+        [sys.executable, "-c", code, *MISSING], cwd=tmp_path, capture_output=True, text=True,
         env={"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("\n") == len(AWAY)
+    assert done.stderr.count("\n") == len(MISSING)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,18 +148,20 @@ def test_stop_is_understood_as_an_option_too(run: Run) -> None:
 
 
 def test_seed_is_random_and_printed(run: Run, shallow: Callable[[str], Path]) -> None:
-    """A text that is drawn can be had again by the seed on stderr or in --json."""
-    drawn = ("generate", shallow("llama"), "Once", "-n", 8, "-t", 1.5)
-    status, out, err = run(*drawn)
+    """A text that is sampled can be had again by the seed on stderr or in --json."""
+    sampled = ("generate", shallow("llama"), "Once", "-n", 8, "-t", 1.5)
+    status, out, err = run(*sampled)
     assert status == 0
     (seed,) = re.findall(r"; seed (\d+);", err)
-    report = json.loads(run(*drawn, "--seed", seed, "--json")[1])
+    report = json.loads(run(*sampled, "--seed", seed, "--json")[1])
     assert (report["text"], report["seed"]) == (out, int(seed))
-    others = [json.loads(run(*drawn, *more, "--json")[1])["seed"] for more in ((), RANDOM, OPTION)]
+    others = [
+        json.loads(run(*sampled, *more, "--json")[1])["seed"] for more in ((), RANDOM, OPTION)
+    ]
     assert len({int(seed), *others}) == 4
-    status, _, err = run(*drawn[:-2])
+    status, _, err = run(*sampled[:-2])
     assert "seed" not in err
-    status, _, err = run(*drawn, "--seed", "x")
+    status, _, err = run(*sampled, "--seed", "x")
     assert status == 1
     assert "--seed must be" in err
 

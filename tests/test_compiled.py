@@ -1,4 +1,4 @@
-"""Where compiled programs are kept: in a folder of this user and this processor, or nowhere."""
+"""The compile cache: a private folder per user and processor, or none."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.conftest import Run
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for programs, of which JAX is told nothing."""
+    """Return a folder for programs, without changing the configuration of JAX."""
     monkeypatch.setenv(compile_cache.CACHE_ENV, str(tmp_path))
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
@@ -29,65 +29,65 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def kept_in() -> Path | None:
+def cache_folder() -> Path | None:
     compile_cache.set_folder(None)
     assert compile_cache.enable_compile_cache() == compile_cache._folder
     return compile_cache._folder
 
 
 def test_the_folder_is_the_users_own(home: Path) -> None:
-    folder = kept_in()
+    folder = cache_folder()
     assert folder is not None
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "one.program").write_bytes(b"")
-    assert kept_in() == folder
+    assert cache_folder() == folder
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o500])
 def test_a_folder_that_others_may_write_to_is_not_used(home: Path, mode: int) -> None:
-    folder = kept_in()
+    folder = cache_folder()
     assert folder is not None
     folder.chmod(mode)
     if mode != 0o500 or os.getuid() != 0:  # the superuser may write anywhere
-        assert kept_in() is None
+        assert cache_folder() is None
     folder.chmod(0o700)
-    assert kept_in() == folder
+    assert cache_folder() == folder
 
 
 def test_a_folder_with_something_of_others_is_not_used(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = kept_in()
+    folder = cache_folder()
     assert folder is not None
-    (folder / "link.program").symlink_to(__file__)  # what it leads to may be anybody's
-    assert kept_in() is None
+    (folder / "link.program").symlink_to(__file__)  # the target may belong to another user
+    assert cache_folder() is None
     (folder / "link.program").unlink()
-    assert kept_in() == folder
+    assert cache_folder() == folder
     monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    assert kept_in() is None
+    assert cache_folder() is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the superuser gives files away")
 def test_a_file_that_another_user_left_is_not_run(home: Path) -> None:
-    folder = kept_in()
+    folder = cache_folder()
     assert folder is not None
     (folder / "theirs.program").write_bytes(b"")
     os.chown(folder / "theirs.program", 12345, -1)
-    assert kept_in() is None
+    assert cache_folder() is None
 
 
 def test_another_processor_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = kept_in()
+    here = cache_folder()
     read = Path.read_text
 
     def without_avx(path: Path, **options: str) -> str:
         return read(path, **options).replace(" avx", " ").replace(" asimd", " ")
 
     if not Path("/proc/cpuinfo").exists():
-        pytest.skip("this system says nothing about its processor")
+        pytest.skip("/proc/cpuinfo is not available")
     monkeypatch.setattr(Path, "read_text", without_avx)
-    there = kept_in()
+    there = cache_folder()
     assert there is not None
     assert there != here
     assert there.parent == home
@@ -135,13 +135,13 @@ def test_time_compiling_counts_each_second_once(monkeypatch: pytest.MonkeyPatch)
     assert seconds() == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
 def test_generate_reports_time_spent_compiling(
-    run: Run, monkeypatch: pytest.MonkeyPatch, kept: bool
+    run: Run, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     monkeypatch.setattr(compile_cache, "time_compiling", lambda: nullcontext(lambda: 5.5))
-    monkeypatch.setattr(compile_cache, "has_compile_cache", lambda: kept)
+    monkeypatch.setattr(compile_cache, "has_compile_cache", lambda: enabled)
     err = run("generate", "-p", "Tom", "-n", 1)[2]
-    later = "; the next run reuses the programs" * kept
+    later = "; the next run reuses the programs" * enabled
     assert err.endswith(f" s (5.5 s of it compiling{later})\n")
     assert json.loads(run("generate", "-p", "Tom", "-n", 1, "--json")[1])["compile_s"] == 5.5

@@ -1,4 +1,4 @@
-"""Configurations: hashable values, every field of which does something."""
+"""Model configurations are hashable values, and every field has an effect."""
 
 import dataclasses
 from typing import Any
@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": True,
     },
 }
-# Fields that only act together with another one.
+# Fields that only have an effect together with another field.
 TOGETHER = {
     "llama": {"max_position_embeddings"},  # dynamic rope, context_length: tested below
     "gpt2": {"hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"},

@@ -1,4 +1,4 @@
-"""The models in jaxllm/demo: small, loadable everywhere, and able to tell a story."""
+"""The models in jaxllm/demo: small, loadable everywhere, and able to generate a story."""
 
 import json
 import re
@@ -45,8 +45,8 @@ def theirs(directory: Path) -> Loaded:
 
 
 @pytest.fixture(scope="module")
-def tell(theirs: Loaded) -> Callable[[str], str]:
-    """The story that transformers makes, greedily, of an opening; with its special tokens."""
+def continue_story(theirs: Loaded) -> Callable[[str], str]:
+    """Return a function that continues an opening with transformers, greedily."""
     model, tokenizer = theirs
 
     def greedy(opening: str) -> str:
@@ -86,9 +86,9 @@ def test_ids_agree_everywhere(directory: Path, theirs: Loaded) -> None:
 
 @pytest.mark.parametrize("opening", OPENINGS)
 def test_a_greedy_story_ends_and_is_made_of_words(
-    opening: str, tell: Callable[[str], str], vocabulary: set[str]
+    opening: str, continue_story: Callable[[str], str], vocabulary: set[str]
 ) -> None:
-    story = tell(opening)
+    story = continue_story(opening)
     assert story.startswith("<|bos|>")
     assert story.endswith("<|eos|>")
     assert story.count('"') % 2 == 0
@@ -99,14 +99,14 @@ def test_a_greedy_story_ends_and_is_made_of_words(
 
 @pytest.fixture(scope="module")
 def vocabulary() -> set[str]:
-    """The words of the grammar's stories."""
+    """Return the words of stories of the grammar."""
     return set(re.findall(r"[A-Za-z]+", " ".join(stories(3000, 99))))
 
 
 def test_names_and_pronouns_are_kept_through_stories(directory: Path) -> None:
     """Greedily; its README has the rate over more stories."""
-    kept, judged = rate(continued(jaxllm.load(directory), openings(32), 32))
-    assert kept > 0.95, [each.slips for each in judged if each.slips]
+    share, judged = rate(continued(jaxllm.load(directory), openings(32), 32))
+    assert share > 0.95, [each.slips for each in judged if each.slips]
 
 
 def test_the_last_position_is_as_well_trained_as_others(theirs: Loaded, directory: Path) -> None:

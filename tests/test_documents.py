@@ -1,4 +1,4 @@
-"""Several documents in a row that do not see each other; blocks computed again for gradients."""
+"""Packed documents that do not attend to each other, and rematerialization."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ LENGTHS = (5, 7, 4)
 
 
 def packed() -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Ids, positions and documents of one row, int32 `[1, T]` each."""
+    """Return ids, positions and documents of one row, int32 `[1, T]` each."""
     position = np.concatenate([np.arange(n) for n in LENGTHS])
     document = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     row = (tokens(1, sum(LENGTHS)), position[None], document[None])
@@ -34,8 +34,8 @@ def test_documents_side_by_side_are_what_transformers_makes_of_each_alone(
         twin.model, twin.params, (), token_BT, position_BT, document_BT=document_BT
     )
     for part in np.split(np.arange(sum(LENGTHS)), np.cumsum(LENGTHS)[:-1]):
-        alone = twin.logits(np.asarray(token_BT)[:, part])
-        assert_close(trace.logits[:, part], alone)
+        expected = twin.logits(np.asarray(token_BT)[:, part])
+        assert_close(trace.logits[:, part], expected)
 
 
 def test_documents_see_all_of_the_cache() -> None:
@@ -68,5 +68,5 @@ def test_blocks_that_are_computed_again_have_the_same_gradients(family: str) -> 
 
         return jax.jit(jax.grad(loss))(params)
 
-    kept, again = gradients(False), gradients(True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), kept, again)
+    plain, remat = gradients(False), gradients(True)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), plain, remat)

@@ -1,4 +1,4 @@
-"""Formats of numbers as arguments: whatever libraries call them, and what is none."""
+"""Dtype arguments: types of any library, aliases, and unsupported values."""
 
 from typing import Any
 
@@ -20,8 +20,10 @@ SAME = {
                  "bf16"],
     "float16": [np.float16, jnp.zeros(1, jnp.float16).dtype, torch.float16, "half", "fp16", "f16"],
 }  # fmt: skip
-OTHERS = [True, False, 3, float, list, np.float64, torch.float64, jnp.int8, np.float32(1), "float8",
-          np.zeros(2, np.float32), b"bf16", [], object()]  # fmt: skip
+UNSUPPORTED = [
+    True, False, 3, float, list, np.float64, torch.float64, jnp.int8, np.float32(1), "float8",
+    np.zeros(2, np.float32), b"bf16", [], object(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -29,7 +31,7 @@ def test_dtype_name_takes_any_library(name: str) -> None:
     assert {check_dtype("dtype", x) for x in SAME[name]} == {name}
 
 
-@pytest.mark.parametrize("x", OTHERS, ids=lambda x: str(x).split(" at ")[0])
+@pytest.mark.parametrize("x", UNSUPPORTED, ids=lambda x: str(x).split(" at ")[0])
 def test_dtype_name_refuses_others(x: Any) -> None:
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16 "):
         check_dtype("dtype", x)
@@ -43,7 +45,7 @@ def test_load_takes_the_dtype() -> None:
     assert lm.model.precision == jaxllm.Precision.uniform("bfloat16")
 
 
-REFUSING = {
+CALLS = {
     "load": lambda x: jaxllm.load("demo:llama", dtype=x),
     "verify": lambda x: jaxllm.verify("demo:llama", dtype=x),
     "verify's reference": lambda x: jaxllm.verify("demo:llama", reference_dtype=x),
@@ -60,10 +62,10 @@ REFUSING = {
 
 
 @pytest.mark.parametrize("x", [3, False, np.float64, "float8"], ids=repr)
-@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("name", CALLS)
 def test_other_dtypes_are_refused(name: str, x: Any) -> None:
     with pytest.raises(ConfigError, match=r"one of float32|quantization rules|must be a string"):
-        REFUSING[name](x)
+        CALLS[name](x)
 
 
 def test_precision_keeps_full_names() -> None:

@@ -1,4 +1,4 @@
-"""Embeddings are transformers' hidden states, pooled with torch."""
+"""Embeddings equal hidden states of transformers, pooled with torch."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def theirs(twin: Twin, layer: int, pooling: str, normalize: bool) -> np.ndarray:
-    """Each text alone through transformers, then pooled with torch: no padding at all."""
+    """Run each text separately through transformers, without padding, and pool with torch."""
     rows = []
     for text in TEXTS:
         with torch.no_grad():
@@ -78,8 +78,8 @@ def test_a_model_embeds_texts_and_token_ids(twin: Twin) -> None:
 def test_a_text_does_not_feel_its_neighbours() -> None:
     model, params = random_model("llama")
     together = embeddings(model, params, TEXTS)
-    alone = [embeddings(model, params, [text], batch=2)[0] for text in TEXTS]
-    np.testing.assert_allclose(together, np.stack(alone), atol=1e-5 * np.abs(together).max())
+    single = [embeddings(model, params, [text], batch=2)[0] for text in TEXTS]
+    np.testing.assert_allclose(together, np.stack(single), atol=1e-5 * np.abs(together).max())
 
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])

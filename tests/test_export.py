@@ -1,4 +1,4 @@
-"""Exported steps: run without the model's code, the numbers of `forward`, or refused by name."""
+"""Exported steps: they run without the model code and equal `forward`; errors name the cause."""
 
 import json
 import re
@@ -26,14 +26,14 @@ from tests.twins import random_model, save_random, tokens
 N, M = 4, 13
 IDS = tokens(2, 8)
 EXPLICIT = StepSignature(embeddings=True, rotary=True, mask="boolean")
-# Model, its format, that of its weights, the step's inputs, which step.
-FORMS = {
+# Family, dtype, weight format, step signature, step name.
+SIGNATURES = {
     "explicit": ("llama", "float32", None, EXPLICIT, "prefill"),
     "additive-int4": ("gpt2", "float32", "int4-g32", StepSignature(mask="additive"), "prefill"),
     "bfloat16": ("llama", "bfloat16", None, StepSignature(), "decode"),
 }  # fmt: skip
 
-# What somebody without the model does: positions and slots by hand, a prefill, then single tokens.
+# Runs the export without the model: positions and slots by hand, prefill, then single tokens.
 SCRIPT = """
 import sys
 import numpy as np
@@ -61,7 +61,7 @@ print(*sorted(foreign))
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A directory with both steps, and the model."""
+    """Return a directory with both steps, the model and its parameters."""
     directory = tmp_path_factory.mktemp("export") / "plain"
     model, params = random_model("llama")
     exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2, write_mlir=True)
@@ -93,9 +93,9 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
-@pytest.mark.parametrize("name", list(FORMS))
+@pytest.mark.parametrize("name", list(SIGNATURES))
 def test_every_form_equals_forward(name: str, tmp_path: Path) -> None:
-    family, dtype, weights, form, what = FORMS[name]
+    family, dtype, weights, form, what = SIGNATURES[name]
     layers: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     model, params = random_model(family, precision=Precision.uniform(dtype), **layers)
     params = quantize(params, weights) if weights else cast(params, model.precision)
@@ -205,10 +205,10 @@ def test_native_kernels_are_left_out_or_named(plain: Any, tmp_path: Path) -> Non
     assert "custom_call @jaxllm" not in (plain[0] / "decode.mlir").read_text()
     if native.load_kernels() is None:
         pytest.skip("no native kernels were built")
-    kept = exporting.export(model, params, tmp_path, native="keep", write_mlir=True, **lengths)
-    assert "jaxllm_linear" in kept["custom_calls"]
+    manifest = exporting.export(model, params, tmp_path, native="keep", write_mlir=True, **lengths)
+    assert "jaxllm_linear" in manifest["custom_calls"]
     text = (tmp_path / "decode.mlir").read_text()
-    assert set(re.findall(r"custom_call @(jaxllm_\w+)", text)) == set(kept["custom_calls"])
+    assert set(re.findall(r"custom_call @(jaxllm_\w+)", text)) == set(manifest["custom_calls"])
     assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""Exports as files: what is damaged or foreign is refused by name, and so are foreign inputs."""
+"""Exported steps: damaged or foreign files and invalid inputs raise errors that name them."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ N, M = 4, 13
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A directory with both steps, and the model."""
+    """Return an export directory with both steps, and its model and parameters."""
     directory = tmp_path_factory.mktemp("export") / "plain"
     model, params = random_model("llama")
     exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2)
@@ -55,7 +55,7 @@ def foreign_weights(directory: Path) -> None:
 
 
 def foreign_step(directory: Path) -> None:
-    """Another model's code under this manifest, its hash put in: only the program can tell."""
+    """Install another model's code with its hash: only the program reveals the mismatch."""
     model, params = random_model("llama", hidden_size=48)
     other = directory.parent / "other"
     exporting.export(
@@ -73,7 +73,7 @@ def not_stablehlo(directory: Path) -> None:
 
 
 def broken_code(directory: Path) -> None:
-    """Bits of the code flipped, and its hash put in: MLIR's reader does not survive them all."""
+    """Flip bits of the code and update its hash: MLIR's reader can crash on such input."""
     path = directory / "decode.stablehlo"
     content, rng = bytearray(path.read_bytes()), random.Random(158)
     for _ in range(64):
@@ -155,27 +155,27 @@ def test_inputs_that_do_not_fit_are_refused_by_name(plain: Any) -> None:
     with pytest.raises(ConfigError, match="no step 'generate' was exported"):
         steps["generate"]
     step = steps["decode"]
-    assert (step.blank_inputs()["slots"] == M - N).all()  # nowhere: padding writes nothing
+    assert (step.blank_inputs()["slots"] == M - N).all()  # padding writes to no slot
     inputs: dict[str, Any] = {**step.blank_inputs(), "mask": np.zeros(1)}
     inputs["input_ids"] = np.zeros((2, 2), np.int32)
     inputs["slots"] = np.zeros((2, 1), np.int64)
     del inputs["position_ids"]
     with pytest.raises(ConfigError) as caught:
         step(inputs)
-    for said in (
+    for problem in (
         "position_ids is missing",
         "mask is not an input",
         "input_ids must be int32 (2, 1), got int32 (2, 2)",
         "slots must be int32 (2, 1), got int64 (2, 1)",
     ):
-        assert said in str(caught.value)
+        assert problem in str(caught.value)
 
 
 def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None:
     """Ids, shapes, and a start after tokens that no slot holds; steps of another form."""
     directory, model, _ = plain
     step = runtime.load(directory)["prefill"]
-    for tokens, start, said in (
+    for tokens, start, message in (
         ([1, 2], 0, r"tokens must be \[2, 1 to 4\], got \[2\]"),
         ([[1]], 0, r"got \[1, 1\]"),
         ([[1] * 5] * 2, 0, r"got \[2, 5\]"),
@@ -186,7 +186,7 @@ def test_place_refuses_what_no_step_can_read(plain: Any, tmp_path: Path) -> None
         ([[1], [2]], M - N + 1, f"start must be a whole number from 0 to {M - N}"),
         ([[1], [2]], -1, "start must be"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             step.token_inputs(tokens, start)
     for form in (
         StepSignature(embeddings=True),

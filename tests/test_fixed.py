@@ -1,4 +1,4 @@
-"""The forward pass in fixed shapes: one program, any length, the numbers of `forward`."""
+"""FixedShapeRunner: one compiled program serves any length and gives the logits of `forward`."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from jaxllm.ops.masked import attend_with_mask
 from jaxllm.weights.precision import Precision
 from tests.twins import random_model, tokens
 
-N, M = 4, 13  # tokens a step, tokens in all: nine slots of past
+N, M = 4, 13  # tokens per step, total tokens: nine past slots
 IDS = tokens(3, M)
 VARIANTS: dict[str, dict[str, Any]] = {
     "positions": {},
@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Any]:
-    """Each model, and `forward` over all of `ID_KEYS`: a prefix of it is a prefix of the logits."""
+    """Return each model with the logits of `forward` over all of `IDS`."""
     found = {}
     for family in ("llama", "gpt2"):
         model, params = random_model(family)
@@ -84,7 +84,7 @@ def test_rows_of_unequal_lengths_equal_each_alone(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_mask_with_padding_anywhere(models: Any, family: str) -> None:
     run, mask = make(models, family), np.array([[0, 1, 1, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 0, 1, 0]])
-    ids = np.full((2, 8), 999)  # what stands under the mask is never looked at
+    ids = np.full((2, 8), 999)  # ids under the mask are never read
     for r in range(2):
         ids[r, mask[r] == 1] = IDS[r, : mask[r].sum()]
     out = run(tokens=ids, mask=mask)
@@ -99,7 +99,7 @@ def test_any_slicing_equals_one_forward(
     models: Any, family: str, variant: str, cuts: list[int], left: bool
 ) -> None:
     run = make(models, family, variant, padding="left" if left else "right")
-    # What is left after the last cut must fit: the past has nine slots.
+    # Everything before the last cut must fit into the nine past slots.
     edges = sorted({0, *(c for c in cuts if c <= M - N), M})
     past, pieces = None, []
     for start, stop in itertools.pairwise(edges):
@@ -119,7 +119,7 @@ def test_embeddings_in_place_of_tokens(models: Any, family: str, tied: bool) -> 
     run = FixedShapeRunner(model, params, N, M)
     out = run(embeddings=table_VD[IDS[:, :7]])
     close(out.logits, whole[:, :7])
-    after = run(tokens=IDS[:, 7:11], past=out.past)  # the two kinds of input continue each other
+    after = run(tokens=IDS[:, 7:11], past=out.past)  # the two input kinds can be mixed
     close(after.logits, whole[:, 7:11])
     vectors = table_VD[IDS[:, :7]].copy()
     vectors[0, :2] = np.nan
@@ -185,7 +185,7 @@ def test_text_needs_a_tokenizer_and_is_what_its_ids_are(data: Any) -> None:
 
 
 def test_one_program_a_batch_whatever_the_lengths(compiled: list[str]) -> None:
-    # A model of its own: no other test has its programs.
+    # A model that no other test compiles.
     models = {"llama": (*random_model("llama", max_position_embeddings=89), None)}
     run = make(models, "llama", mask_value=-49.0, mask="additive")
     past, count = None, len(compiled)
@@ -208,13 +208,13 @@ def test_the_step_is_a_pure_function_of_named_arrays(models: Any) -> None:
     assert shapes["cos"].shape == (3, 1, N, 3)
     assert shapes["attention_mask"].shape == (3, 1, N, M)
     inputs = {name: np.zeros(s.shape, s.dtype) for name, s in shapes.items()}
-    # Angles and mask written out: theta^(-2i/H) with H = 6, causal among the new tokens alone.
+    # Angles and mask written out: theta^(-2i/H) with H = 6, causal among the new tokens.
     angle = np.arange(N)[:, None] * 10000.0 ** (-np.arange(0, 6, 2) / 6)
     inputs["cos"][:], inputs["sin"][:] = np.cos(angle), np.sin(angle)
     inputs["attention_mask"][:, 0, :, M - N :] = np.tril(np.ones((N, N), bool))
     inputs["input_ids"][:] = IDS[:, :N]
     inputs["slots"][:] = np.arange(N)
-    for i in range(2):  # slots that nobody sees may hold anything
+    for i in range(2):  # masked slots may hold anything
         inputs[f"past_key_values.{i}.value"][:] = np.nan
     outputs = jax.jit(make_step(model, form))(params, inputs)
     close(outputs["logits"], whole[:, :N])
@@ -247,8 +247,8 @@ def test_a_foreign_step_is_given_what_is_documented(models: Any, padding: str) -
     assert first["position_ids"].tolist() == [[-1, -1, 0, 1] if left else [0, 1, -1, -1]]
     assert second["input_ids"].tolist() == [[0, 0, 7, 8] if left else [0, 7, 8, 0]]
     assert second["position_ids"].tolist() == [[-1, -1, 2, 3] if left else [-1, 2, 3, -1]]
-    held = second["past_key_values.0.key"].any(axis=(0, 2, 3)).tolist()
-    assert held == ([False] * 7 + [True] * 2 if left else [True] * 2 + [False] * 7)
+    filled_slots = second["past_key_values.0.key"].any(axis=(0, 2, 3)).tolist()
+    assert filled_slots == ([False] * 7 + [True] * 2 if left else [True] * 2 + [False] * 7)
     row = second["attention_mask"][0, 0, -1 if left else 2]  # of the last real token
     assert set(np.flatnonzero(row == 0)) == ({7, 8, 11, 12} if left else {0, 1, 10, 11})
     assert set(row[row != 0].tolist()) == {-7.0}
@@ -265,10 +265,10 @@ def test_a_large_score_beats_minus_fifty_but_no_boolean_mask() -> None:
     seen = jnp.array([[[True, False]]])
     out = attend_with_mask(q, [part], seen, scale=1.0)
     np.testing.assert_array_equal(np.asarray(out).ravel(), [1.0, 1.0])
-    lost = attend_with_mask(q, [part], jnp.where(seen, 0.0, -50.0), scale=1.0)
-    np.testing.assert_allclose(np.asarray(lost).ravel(), [2.0, 2.0], atol=1e-6)
-    blind = attend_with_mask(q, [part], jnp.zeros_like(seen), scale=1.0)
-    np.testing.assert_array_equal(np.asarray(blind).ravel(), [0.0, 0.0])
+    additive = attend_with_mask(q, [part], jnp.where(seen, 0.0, -50.0), scale=1.0)
+    np.testing.assert_allclose(np.asarray(additive).ravel(), [2.0, 2.0], atol=1e-6)
+    fully_masked = attend_with_mask(q, [part], jnp.zeros_like(seen), scale=1.0)
+    np.testing.assert_array_equal(np.asarray(fully_masked).ravel(), [0.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -370,8 +370,8 @@ def test_a_past_that_does_not_belong_is_refused(models: Any) -> None:
             run(tokens=IDS[:, :1], past=broken)
     model, params = random_model("gpt2")
     with pytest.raises(TokenError, match="position 97 is too large, expected less than 97"):
-        kept = FixedShapeRunner(model, params, N, M)(tokens=IDS[:, :2]).past
+        past_2 = FixedShapeRunner(model, params, N, M)(tokens=IDS[:, :2]).past
         late = dataclasses.replace(
-            kept, position_BS=kept.position_BS + 95 * (kept.position_BS >= 0)
+            past_2, position_BS=past_2.position_BS + 95 * (past_2.position_BS >= 0)
         )
         FixedShapeRunner(model, params, N, M)(tokens=IDS[:, :1], past=late)

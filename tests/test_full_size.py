@@ -1,4 +1,4 @@
-"""TinyLlama-1.1B's and GPT-2-124M's true shapes, in processes of their own: `make test-full`."""
+"""TinyLlama-1.1B and GPT-2-124M at full size, each in a separate process: `make test-full`."""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""The harness's three requests equal transformers, as the harness's own `hf` model asks it."""
+"""lm-evaluation-harness adapter: its three request types equal transformers.
+
+The reference follows the rules of the harness's own `hf` model.
+"""
 
 import importlib.util
 import json
@@ -44,7 +47,7 @@ class Request(NamedTuple):
     args: tuple[Any, ...]
 
 
-def asked(rows: list[Any]) -> list[Request]:
+def make_requests(rows: list[Any]) -> list[Request]:
     return [Request(row if isinstance(row, tuple) else (row,)) for row in rows]
 
 
@@ -64,7 +67,7 @@ class Reference:
         return self.tokenizer.encode(text, add_special_tokens=not plain)
 
     def score(self, ids: list[int], count: int) -> tuple[float, bool]:
-        """Of the last `count` tokens, after at most LENGTH tokens of input."""
+        """Score the last `count` tokens after at most LENGTH input tokens."""
         ids = ids[-(LENGTH + 1) :]
         with torch.no_grad():
             logits = self.model(torch.tensor([ids[:-1]])).logits[0].double()
@@ -77,7 +80,7 @@ class Reference:
             ids = self.tokenizer.encode(continuation, add_special_tokens=False)
             ids = ids if ids[0] == self.bos else [self.bos, *ids]
             return self.score(ids, len(ids) - 1)
-        # The context is as it is encoded alone, even where a token would span the border.
+        # The context keeps its separate encoding, even if a token would span the boundary.
         before, whole = self.encode(context.rstrip()), self.encode(context + continuation)
         rest = whole[len(before) :]
         return self.score([*before, *rest], len(rest))
@@ -117,7 +120,7 @@ def answers(directory: Path) -> JaxLM:
 
 
 def test_likelihoods_equal_transformers(answers: JaxLM, reference: Reference) -> None:
-    found = answers.loglikelihood(asked(PAIRS))
+    found = answers.loglikelihood(make_requests(PAIRS))
     expected = [reference.likelihood(*pair) for pair in PAIRS]
     np.testing.assert_allclose(
         [f[0] for f in found], [e[0] for e in expected], atol=1e-5, rtol=1e-5
@@ -130,14 +133,14 @@ def test_likelihoods_equal_transformers(answers: JaxLM, reference: Reference) ->
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation() -> None:
     """A byte-level vocabulary has " time" as one token, and "a " as two that nobody wrote."""
     plain = JaxLM("demo:gpt2", batch_size=2)
-    found = plain.loglikelihood(asked([("Once upon a ", "time"), ("Once upon a", " time")]))
+    found = plain.loglikelihood(make_requests([("Once upon a ", "time"), ("Once upon a", " time")]))
     assert found[0] == found[1]
     assert found[0][1]
 
 
 def test_rolling_likelihoods_equal_transformers(answers: JaxLM, reference: Reference) -> None:
     texts = ["One day", STORY, STORY + STORY[:60], ""]
-    found = answers.loglikelihood_rolling(asked(texts))
+    found = answers.loglikelihood_rolling(make_requests(texts))
     np.testing.assert_allclose(found, [reference.rolling(text) for text in texts], rtol=1e-5)
 
 
@@ -147,7 +150,7 @@ def test_generation_equals_transformers(answers: JaxLM, reference: Reference) ->
     stops = [["."], ["\n\n", " the"], [], [",", "He"]]
     limits = [16, 12, 9, 20]
     found = answers.generate_until(
-        asked(
+        make_requests(
             [
                 (context, {"until": stop, "max_gen_toks": new, "do_sample": False, "top_p": 0.5})
                 for context, stop, new in zip(contexts, stops, limits, strict=True)
@@ -160,7 +163,7 @@ def test_generation_equals_transformers(answers: JaxLM, reference: Reference) ->
 
 def test_samples_have_a_seed_each(answers: JaxLM) -> None:
     options = {"until": [], "max_gen_toks": 15, "temperature": 1.0}
-    requests = asked([("Once upon a time", options)] * 4)
+    requests = make_requests([("Once upon a time", options)] * 4)
     found = answers.generate_until(requests)
     assert len(set(found)) > 1
     assert answers.generate_until(requests) == found
@@ -177,13 +180,13 @@ def test_what_cannot_be_answered_is_refused(answers: JaxLM, tmp_path: Path) -> N
     with pytest.raises(TokenError, match="has no tokenizer"):
         JaxLM(str(tmp_path))
     with pytest.raises(TokenError, match="pair 1: context and continuation must not be"):
-        answers.loglikelihood(asked([("One", " day"), ("One day", "")]))
+        answers.loglikelihood(make_requests([("One", " day"), ("One day", "")]))
     with pytest.raises(CapacityError, match="expected at most 40"):
-        answers.loglikelihood(asked([("One", STORY)]))
+        answers.loglikelihood(make_requests([("One", STORY)]))
     with pytest.raises(CapacityError, match="leave no room for a prompt"):
-        answers.generate_until(asked([("One", {"max_gen_toks": LENGTH})]))
+        answers.generate_until(make_requests([("One", {"max_gen_toks": LENGTH})]))
     with pytest.raises(SamplingError, match="no option best_of"):
-        answers.generate_until(asked([("One", {"max_gen_toks": 4, "best_of": 3})]))
+        answers.generate_until(make_requests([("One", {"max_gen_toks": 4, "best_of": 3})]))
 
 
 TEMPLATE = (
@@ -198,21 +201,21 @@ def test_conversations_are_spelled_as_transformers_spells_them(
     for file in directory.iterdir():
         shutil.copyfile(file, tmp_path / file.name)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    talker = JaxLM(str(tmp_path), max_length=LENGTH)
+    chat_model = JaxLM(str(tmp_path), max_length=LENGTH)
     history = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Once "}]
-    for goes_on in (False, True):
+    for continues in (False, True):
         expected = reference.tokenizer.apply_chat_template(
             history,
             chat_template=TEMPLATE,
             tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
         )
-        text = talker.apply_chat_template(history, add_generation_prompt=not goes_on)
+        text = chat_model.apply_chat_template(history, add_generation_prompt=not continues)
         assert text == expected
-        assert talker.encode(text).count(1) == 1  # one begin-of-text token, the template's own
-    assert talker.chat_template(True) == TEMPLATE
-    assert talker.tokenizer_name == tmp_path.name
+        assert chat_model.encode(text).count(1) == 1  # one begin-of-text token, the template's own
+    assert chat_model.chat_template(True) == TEMPLATE
+    assert chat_model.tokenizer_name == tmp_path.name
 
 
 def test_ids_and_lengths_are_checked(answers: JaxLM) -> None:

@@ -1,4 +1,4 @@
-"""A step that is given its cache to keep writes new slots into it, and copies nothing as large."""
+"""A step with a donated cache updates it in place: no compiled copy has the size of the cache."""
 
 import re
 from typing import Any
@@ -12,15 +12,15 @@ from jaxllm.ops import native
 from jaxllm.steps import run_and_commit
 from tests.twins import random_model
 
-CAPACITY = 1013  # nothing else has as many numbers
+CAPACITY = 1013  # a size that no other array has
 
 pytestmark = pytest.mark.skipif(
-    not native.is_enabled(), reason="XLA alone copies what it writes to"
+    not native.is_enabled(), reason="without native kernels, XLA copies the cache it updates"
 )
 
 
 def copies(step: Any, cache: jaxllm.KVCache, *args: Any) -> list[str]:
-    """The instructions of the compiled step that copy an array with a number for each slot."""
+    """Return the compiled step's copy instructions whose shape contains CAPACITY."""
     text = jax.jit(step, donate_argnums=0).lower(cache, *args).compile().as_text()
     return re.findall(rf"\S+ = \S*\b{CAPACITY}\b\S* copy\(.*", text)
 

@@ -1,4 +1,4 @@
-"""A wheel is built with the kernels where there is a compiler, and works without them."""
+"""The wheel contains the native kernels if there is a compiler, and works without them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.twins import load_twin
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-# What pip and cmake call on their way, less every compiler.
+# Programs that pip and cmake call, without any compiler.
 PROGRAMS = (
     "sh", "env", "uname", "cat", "ls", "rm", "mkdir", "cp", "mv", "ln", "sed", "grep", "tr",
     "chmod", "dirname", "basename", "test", "true", "false", "expr", "id",
@@ -29,7 +29,7 @@ PROMPT, LENGTH = "Once upon a time", 40
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a fresh clone would have of the package: nothing that was built."""
+    """Return a copy of the package sources without build products."""
     target = tmp_path_factory.mktemp("sources")
     for name in ("pyproject.toml", "README.md", "CMakeLists.txt"):
         shutil.copy(ROOT / name, target / name)
@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def story() -> str:
-    """What transformers makes of the prompt, greedily and in float32."""
+    """Return the greedy float32 continuation that transformers generates."""
     twin = load_twin(DEMO_DIR / "llama")
     from jaxllm import load
 
@@ -56,20 +56,20 @@ def story() -> str:
 
 
 def wheel(sources: Path, target: Path, **environment: str) -> tuple[zipfile.ZipFile, str]:
-    """The wheel that pip builds of the sources, and all that was said."""
+    """Build the wheel with pip and return it with the build log."""
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", target, sources]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **environment}
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-8000:]
+    build_log = done.stdout + done.stderr
+    assert done.returncode == 0, build_log[-8000:]
     (file,) = target.glob("jaxllm-*.whl")
-    return zipfile.ZipFile(file), said
+    return zipfile.ZipFile(file), build_log
 
 
 def run(packages: Path, *arguments: object) -> str:
-    """stdout of `jaxllm ARGUMENTS` with this package and no other installation of it."""
-    # With -S no .pth file is read, so an editable installation is out of sight.
+    """Return stdout of `jaxllm ARGUMENTS`, run with only this installation of the package."""
+    # -S ignores .pth files, which hides an editable installation.
     found = os.pathsep.join([str(packages), sysconfig.get_path("purelib")])
     plain = {k: v for k, v in os.environ.items() if not k.startswith("JAXLLM_")}
     done = subprocess.run(
@@ -80,8 +80,8 @@ def run(packages: Path, *arguments: object) -> str:
     return done.stdout
 
 
-def tells(packages: Path, story: str) -> bool:
-    """Whether the demo's greedy text is that of transformers."""
+def generates_story(packages: Path, story: str) -> bool:
+    """Return whether the demo's greedy text equals that of transformers."""
     options = ("-p", PROMPT, "-n", LENGTH, "--dtype", "float32")
     return run(packages, "generate", *options) == story
 
@@ -95,11 +95,11 @@ def test_without_a_compiler_everything_works_and_it_is_said(
     for name in PROGRAMS:
         if where := shutil.which(name):
             (bin / name).symlink_to(where)
-    made, said = wheel(sources, tmp_path / "wheels", PATH=str(bin), CC="", CXX="")
-    assert "No C++ compiler was found" in said
-    assert not [name for name in made.namelist() if name.endswith(".so") or "csrc" in name]
-    made.extractall(tmp_path / "packages")
-    assert tells(tmp_path / "packages", story)
+    built, build_log = wheel(sources, tmp_path / "wheels", PATH=str(bin), CC="", CXX="")
+    assert "No C++ compiler was found" in build_log
+    assert not [name for name in built.namelist() if name.endswith(".so") or "csrc" in name]
+    built.extractall(tmp_path / "packages")
+    assert generates_story(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))
     assert facts["kernels"].startswith("none")
 
@@ -108,14 +108,14 @@ def test_with_a_compiler_the_wheel_has_the_kernels(
     sources: Path, story: str, tmp_path: Path
 ) -> None:
     if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler is there")
-    made, _ = wheel(sources, tmp_path / "wheels")
-    names = made.namelist()
+        pytest.skip("no C++ compiler found")
+    built, _ = wheel(sources, tmp_path / "wheels")
+    names = built.namelist()
     assert "jaxllm/ops/native/_kernels.so" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
     assert {"jaxllm/convert/hf.py", "jaxllm/__init__.pyi"} <= {*names}
     assert not [name for name in names if "csrc" in name]
-    made.extractall(tmp_path / "packages")
-    assert tells(tmp_path / "packages", story)
+    built.extractall(tmp_path / "packages")
+    assert generates_story(tmp_path / "packages", story)
     facts = json.loads(run(tmp_path / "packages", "info", "--json"))
     assert facts["kernels"] in INSTRUCTION_SETS

@@ -1,4 +1,4 @@
-"""A room imports only from rooms below its own, and the package runs from the source tree."""
+"""Import layers: a subpackage imports only from lower layers and runs from the source tree."""
 
 import ast
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-# From the ground up; rooms on one floor do not import each other.
-FLOORS = """
+# From the lowest layer up; subpackages in one layer do not import each other.
+LAYERS = """
     errors
     runtime
     files
@@ -28,9 +28,9 @@ FLOORS = """
     train
     cli
 """
-# The same within rooms that have several; None: the inner rooms do not know each other.
+# The same within subpackages; None: the inner packages do not import each other.
 INNER = {"generation": ["sampling", "loops", "batching", "options"], "evaluate": None}
-FLOOR_OF = {room: n for n, row in enumerate(FLOORS.strip().splitlines()) for room in row.split()}
+LAYER_OF = {name: n for n, row in enumerate(LAYERS.strip().splitlines()) for name in row.split()}
 
 
 def _imported_modules(tree: ast.AST) -> list[list[str]]:
@@ -54,14 +54,14 @@ def test_imports_point_down(file: Path) -> None:
     """No room imports from its own floor or from one above; `__init__` and `__main__` are doors."""
     parts = file.relative_to(ROOT).parts
     parts = parts[1:] if parts[0] == "jaxllm" else parts
-    room = Path(parts[0]).stem
-    if room in ("__init__", "__main__", "demo") or parts[-1] == "__main__.py":
+    package = Path(parts[0]).stem
+    if package in ("__init__", "__main__", "demo") or parts[-1] == "__main__.py":
         return
     for module in _imported_modules(ast.parse(file.read_text(encoding="utf-8"))):
         there = module[1]
-        assert there == room or FLOOR_OF[there] < FLOOR_OF[room], ".".join(module)
-        if there == room and room in INNER and len(parts) > 2 and len(module) > 2:
-            order, mine, theirs = INNER[room], parts[1], module[2]
+        assert there == package or LAYER_OF[there] < LAYER_OF[package], ".".join(module)
+        if there == package and package in INNER and len(parts) > 2 and len(module) > 2:
+            order, mine, theirs = INNER[package], parts[1], module[2]
             if mine != theirs and (order is None or {mine, theirs} <= {*order}):
                 assert order and order.index(theirs) < order.index(mine), ".".join(module)
 

@@ -1,4 +1,4 @@
-"""`make test` and `make test-more` share the tests out by more.txt."""
+"""more.txt: the tests that `make test` leaves to `make test-more`."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""The notebooks tell the truth: each is its .py file, runs, and gives the outputs it shows.
+"""Notebooks: each equals its paired .py file, runs, and reproduces its stored outputs.
 
-Kernels and their sockets stay in processes of their own, away from pytest's warnings-are-errors.
+Jupyter kernels run in separate processes, because pytest turns their warnings into errors.
 """
 
 import json
@@ -32,14 +32,14 @@ def stored(source: Path) -> Any:
 
 
 def without_images(cells: list[Any]) -> list[Any]:
-    """The cells, their pictures left out: how a line is drawn may differ between machines."""
+    """Remove images from the cells: rendering may differ between machines."""
     for cell in cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop("image/png", None)
     return cells
 
 
-# An error of rounding, of which processors agree about the size: 5e-05.
+# A rounding error such as 5e-05: only its magnitude is the same on all processors.
 SMALL = r"\b\d(?:\.\d+)?e-\d+\b"
 
 
@@ -48,7 +48,7 @@ def test_every_notebook_is_a_pair() -> None:
     assert names == {source.stem for source in SOURCES} != set()
 
 
-@pytest.mark.full  # every day the next test: what is run comes from the .py file, cell by cell
+@pytest.mark.full  # the next test runs the cells of the .py file in every test run
 @each_notebook
 def test_the_pair_agrees(source: Path, tmp_path: Path) -> None:
     converted = run("-m", "jupytext", "--to", "ipynb", "--output", "-", source, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""The border of options: one table, held together with types, docstring and every refusal."""
+"""Generation options: one table that agrees with the types, the docstring and all checks."""
 
 import dataclasses
 import re
@@ -34,8 +34,8 @@ def lm(plain: Path) -> jaxllm.LM:
 
 def test_table_types_and_docstring_name_the_same_options() -> None:
     assert set(typing.get_type_hints(GenerateOptions)) == set(OPTIONS)
-    said = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
-    assert set(OPTIONS) <= said
+    documented = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
+    assert set(OPTIONS) <= documented
     for name, option in OPTIONS.items():
         assert option.meaning, name
         assert option.help, name
@@ -166,11 +166,11 @@ def test_what_the_file_says_is_checked_like_what_the_caller_says(lm: jaxllm.LM) 
 
 def test_prompts_are_lists_or_arrays(lm: jaxllm.LM) -> None:
     ids, options = [5, 6, 7], {"max_new_tokens": 3}
-    alone = lm.generate(ids, **options)
+    single = lm.generate(ids, **options)
     for same in (np.array(ids), jnp.array(ids), tuple(ids), [np.int64(5), *ids[1:]], range(5, 8)):
-        assert lm.generate(same, **options).tokens == alone.tokens
+        assert lm.generate(same, **options).tokens == single.tokens
     for several in (np.array([ids, ids]), jnp.array([ids, ids]), [jnp.array(ids), ids]):
-        assert [c.tokens for c in lm.generate(several, **options)] == [alone.tokens] * 2
+        assert [c.tokens for c in lm.generate(several, **options)] == [single.tokens] * 2
     assert lm.generate([]) == []
     for wrong in (None, 5, {"a": 1}, [10**30], [None], [[1.5]], b"abc", [2**31 + 5], [-(2**40)],
                   np.zeros((1, 1, 1), int), np.float32(3), [True], jnp.array(5)):  # fmt: skip
@@ -207,8 +207,8 @@ def test_processors_and_samplers_of_ones_own_come_in_at_the_front_door(lm: jaxll
     assert [p.token for p in lm.stream([5], **options)] == even.tokens
     [(_, served)] = lm.serve([{"prompt": [5], **options}], rows=1, capacity=32)
     assert served.tokens == even.tokens
-    drawn = lm.generate([5], temperature=1.0, top_k=20, seed=3, **options)
-    assert not any(token % 2 for token in drawn.tokens)
+    sampled = lm.generate([5], temperature=1.0, top_k=20, seed=3, **options)
+    assert not any(token % 2 for token in sampled.tokens)
     ours = lm.generate(
         [5], max_new_tokens=8, logits_processor=[RepetitionPenalty(jnp.float32(3.0))]
     )
@@ -285,16 +285,16 @@ def test_requests_with_equal_ids_are_answered_apart(lm: jaxllm.LM) -> None:
     ]
     found = list(lm.serve([{"max_new_tokens": 4, **r} if isinstance(r, dict) else r
                            for r in requests], rows=4, capacity=32))  # fmt: skip
-    told = [(name, getattr(answer, "tokens", None)) for name, answer in found]
+    results = [(name, getattr(answer, "tokens", None)) for name, answer in found]
     for name, prompt in ((1, [5]), (2, [6, 7]), (1, [8]), ([1], [9]), ({"a": 1}, [9])):
-        assert (name, lm.generate(prompt, max_new_tokens=4).tokens) in told
-    assert {str(name) for name, tokens in told if tokens is None} == {"5", "6"}
-    assert len(told) == 7
+        assert (name, lm.generate(prompt, max_new_tokens=4).tokens) in results
+    assert {str(name) for name, tokens in results if tokens is None} == {"5", "6"}
+    assert len(results) == 7
 
 
 def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
-    gone, never = threading.Event(), threading.Event()
-    gone.set()
+    cancelled, never = threading.Event(), threading.Event()
+    cancelled.set()
     counts = iter(range(99))
     requests = [
         {"prompt": [5], "id": "whole", "max_new_tokens": 20, "is_cancelled": never.is_set},
@@ -304,7 +304,7 @@ def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
             "max_new_tokens": 90,
             "is_cancelled": lambda: next(counts) > 2,
         },
-        {"prompt": [7], "id": "none", "max_new_tokens": 90, "is_cancelled": gone.is_set},
+        {"prompt": [7], "id": "none", "max_new_tokens": 90, "is_cancelled": cancelled.is_set},
         {"prompt": [8], "id": "next", "max_new_tokens": 5},
     ]
     found = dict(lm.serve(requests, rows=2, capacity=96))
@@ -320,13 +320,13 @@ def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
 
 
 def test_a_refusal_is_told_at_once(lm: jaxllm.LM) -> None:
-    asked = []
+    consumed = []
 
     def arriving() -> Any:
         for request in ({"prompt": [5], "top_p": 7}, {"prompt": [5], "max_new_tokens": 2}):
-            asked.append(request)
+            consumed.append(request)
             yield request
 
     answers = lm.serve(arriving(), rows=1, capacity=32)
     assert "top_p must be" in str(next(answers)[1])
-    assert len(asked) == 1
+    assert len(consumed) == 1

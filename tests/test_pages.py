@@ -1,4 +1,4 @@
-"""The pages in docs/ tell the truth: what they quote stands in the files, what they run runs."""
+"""The pages in docs/: quoted code is in the files, and their commands and snippets run."""
 
 import ast
 import re
@@ -23,7 +23,7 @@ SLOW = "docs/slow_or_out_of_memory.md"
 
 
 class Snippet(NamedTuple):
-    """A block of a page. file: that it is quoted from, None: it is to be run. line: of the page."""
+    """A code block at `line` of a page, quoted from `file`, or to be run if `file` is None."""
 
     language: str
     text: str
@@ -43,15 +43,15 @@ def test_what_the_page_quotes_stands_in_the_files() -> None:
     assert len(quoted) >= 9
     for snippet in quoted:
         assert snippet.file is not None
-        held = (ROOT / snippet.file).read_text(encoding="utf-8")
-        assert snippet.text in held, f"{FAMILY}:{snippet.line} is not in {snippet.file}"
+        source = (ROOT / snippet.file).read_text(encoding="utf-8")
+        assert snippet.text in source, f"{FAMILY}:{snippet.line} is not in {snippet.file}"
 
 
 def test_what_the_page_runs_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = (s for s in snippets(FAMILY) if s.language == "python" and s.file is None)
     exec(compile(code.text, FAMILY, "exec"), {"__name__": "__main__"})
-    said = capsys.readouterr().out
-    assert "layers.5.attention.q_proj.weight (512, 512)" in said
+    printed = capsys.readouterr().out
+    assert "layers.5.attention.q_proj.weight (512, 512)" in printed
     for command in (s for s in snippets(FAMILY) if s.language == "text"):
         for line in command.text.splitlines():
             assert (ROOT / line.split()[1]).exists(), line

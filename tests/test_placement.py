@@ -1,4 +1,4 @@
-"""Parameters and caches where a function of their paths says: here over two devices of one CPU."""
+"""The `place` function: shard parameters and caches by path, on two simulated CPU devices."""
 
 import os
 import subprocess
@@ -80,14 +80,14 @@ def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
 
 def test_every_array_of_a_quantized_model_is_asked_for_by_name(tmp_path: Path) -> None:
     save_random(tmp_path, "gpt2", n_layer=1)
-    asked: dict[str, tuple[int, ...]] = {}
+    placed: dict[str, tuple[int, ...]] = {}
 
     def place(path: str, x: jax.Array) -> None:
-        asked[path] = x.shape
+        placed[path] = x.shape
 
     lm = jaxllm.load(tmp_path, quantize="int4", place=place)
-    assert {"h.0.mlp.c_fc.weight.data", "h.0.mlp.c_fc.weight.scale", "ln_f.bias"} <= set(asked)
-    assert len(asked) == len(jax.tree.leaves(lm.params))
-    asked.clear()
+    assert {"h.0.mlp.c_fc.weight.data", "h.0.mlp.c_fc.weight.scale", "ln_f.bias"} <= set(placed)
+    assert len(placed) == len(jax.tree.leaves(lm.params))
+    placed.clear()
     jaxllm.init_cache(lm.model, 2, 8, dtype="int8", place=place)
-    assert {"tail.k.0.value", "tail.k.0.scale", "tail.position_BS", "cursor"} <= set(asked)
+    assert {"tail.k.0.value", "tail.k.0.scale", "tail.position_BS", "cursor"} <= set(placed)

@@ -1,4 +1,4 @@
-"""A command's process: a signal ends it at once, with one line and nothing half-written."""
+"""Signals and streams: a signal ends a command at once, with one line and no partial files."""
 
 import json
 import os
@@ -34,7 +34,7 @@ with atomic_file(Path("x")) as file:
 """,
     "telling": 'with signals.exit_message(lambda: "3 of 7 are done"):\n    {busy}\n',
 }
-SAID = {
+MESSAGES = {
     "writing": "; model was not written",
     "one file": "; x was not written",
     "telling": "; 3 of 7 are done",
@@ -42,8 +42,8 @@ SAID = {
 
 
 @pytest.fixture(autouse=True)
-def _heeded() -> Iterator[None]:
-    """Programs are started as from a terminal: what runs in the background ignores SIGINT."""
+def _default_sigint() -> Iterator[None]:
+    """Start programs as from a terminal: background processes would ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -54,7 +54,7 @@ Program = Callable[[str, Path], "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def started() -> Iterator[Program]:
-    """Start a program that has the process in hand and runs some code; it goes with the test."""
+    """Start programs that call setup_process and run some code; kill them after the test."""
     programs = []
 
     def start(code: str, folder: Path) -> "subprocess.Popen[bytes]":
@@ -90,7 +90,7 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, b"")
-    assert err.decode() == f"jaxllm: interrupted{SAID.get(work, '')}\n"
+    assert err.decode() == f"jaxllm: interrupted{MESSAGES.get(work, '')}\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +140,7 @@ with signals.defer_interrupt("a moment") as asked:
         assert process.stdout.readline() == expected
         if expected == b"ready\n":
             process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() == b"a moment\n"  # said where it takes long
+    assert process.stderr.readline() == b"a moment\n"  # printed if the wait is long
     process.send_signal(signal.SIGINT)
     assert process.communicate()[1] == b"jaxllm: interrupted\n"
     assert process.returncode == 130
@@ -212,7 +212,7 @@ def test_chat_on_a_terminal_edits_lines_and_ctrl_c_stops_an_answer(tmp_path: Pat
         while not found(seen):
             try:
                 seen += os.read(ours, 1000)
-            except OSError:  # the program has ended: say why
+            except OSError:  # the program has ended: show its output
                 raise AssertionError((seen, process.communicate()[1].decode())) from None
 
     def begins_to_answer(text: bytes) -> bool:
@@ -258,12 +258,12 @@ def test_an_interrupted_perplexity_says_what_it_had_and_goes_on(tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     out, err = process.communicate()
     assert (process.returncode, out) == (130, b"")
-    (said,) = err.decode().splitlines()
-    assert "batches done, perplexity " in said
-    assert said.endswith("the same command resumes from journal")
-    held = [
+    (message,) = err.decode().splitlines()
+    assert "batches done, perplexity " in message
+    assert message.endswith("the same command resumes from journal")
+    complete_lines = [
         json.loads(line)
         for line in journal.read_bytes().splitlines(keepends=True)
         if line.endswith(b"\n")
     ]
-    assert len(held) >= 3
+    assert len(complete_lines) >= 3

@@ -1,4 +1,4 @@
-"""Programs that outlive the process: the same numbers, and no tracing the second time."""
+"""Compile cache on disk: equal results, and no tracing the second time."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ traced: list[str] = []
 
 
 def scaled(x_B: jax.Array, by: float, about: object) -> jax.Array:
-    """A function that says when it is traced."""
+    """Scale x_B, and record each tracing."""
     traced.append(f"{by} {x_B.shape}")
     return x_B.astype(jnp.float32) * by
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def fresh() -> CachedJit:
-    """As another process has it: it knows no program yet."""
+    """Return an empty CachedJit, as a new process would have."""
     return CachedJit(scaled, static_argnums=(1,))
 
 
@@ -65,8 +65,8 @@ def test_other_settings_are_other_programs(folder: Path) -> None:
 def test_what_is_damaged_is_made_again(folder: Path) -> None:
     fresh()(X, 2.0, ())
     (file,) = folder.iterdir()
-    whole = file.read_bytes()
-    for damaged in (b"", whole[:100], whole[:-1], whole[:-1] + b"x", b"x" + whole[1:]):
+    content = file.read_bytes()
+    for damaged in (b"", content[:100], content[:-1], content[:-1] + b"x", b"x" + content[1:]):
         file.write_bytes(damaged)
         np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
         assert file.read_bytes() != damaged
@@ -86,10 +86,10 @@ def test_inside_jit_it_is_a_part_of_the_whole(folder: Path) -> None:
 
 def test_what_is_given_away_is_gone(folder: Path) -> None:
     for _ in range(2):
-        given = jnp.asarray(X) + 0
-        out = CachedJit(scaled, static_argnums=(1,), donate_argnums=0)(given, 2.0, ())
+        donated = jnp.asarray(X) + 0
+        out = CachedJit(scaled, static_argnums=(1,), donate_argnums=0)(donated, 2.0, ())
         np.testing.assert_array_equal(out, X * 2)
-        assert given.is_deleted()
+        assert donated.is_deleted()
     assert len(traced) == 1
 
 
@@ -148,7 +148,7 @@ def test_what_was_used_longest_ago_goes_first(
 def test_texts_are_the_same_from_kept_programs(folder: Path) -> None:
     lm = jaxllm.load("demo:llama")
     options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "seed": 3}
-    kept = [p.token for p in lm.stream("Once", **options)]  # type: ignore[arg-type]
+    streamed = [p.token for p in lm.stream("Once", **options)]  # type: ignore[arg-type]
     assert list(folder.iterdir())
     compile_cache.set_folder(None)
-    assert lm.generate("Once", **options).tokens == kept  # type: ignore[call-overload]
+    assert lm.generate("Once", **options).tokens == streamed  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A bar where a person is looking, silence elsewhere."""
+"""The progress bar appears on a terminal, and nowhere else."""
 
 import pytest
 

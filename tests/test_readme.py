@@ -1,4 +1,4 @@
-"""README.md and the pages of docs/ tell the truth: what they show runs, in order."""
+"""README.md and the pages of docs/: their commands and snippets run in order."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from tests.conftest import ROOT, Run
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-# The other pages have tests of their own: test_pages, train/test_page, sharding/test_page.
+# Other test files cover the other pages.
 PAGES = (
     "README.md",
     *(
@@ -31,7 +31,7 @@ PAGES = (
         ]
     ),
 )
-MADE = {  # what the commands of a page leave
+OUTPUTS = {  # files that the commands of a page write
     "README.md": ("story.gguf", "story-int4/config.json", "story-gptq/config.json"),
     "docs/batch.md": ("answers.jsonl", "vectors.parquet"),
     "docs/cache.md": ("loop/brightness.png",),
@@ -86,7 +86,7 @@ def test_page_runs_in_order(
                 assert status == 0, f"{command}\n{err}"
             else:
                 run_in_shell(command, tmp_path)
-    for name in MADE.get(page, ()):
+    for name in OUTPUTS.get(page, ()):
         assert (tmp_path / name).exists(), name
 
 

@@ -1,4 +1,4 @@
-"""Recomputed and inserted text, against runs of the text that it then is."""
+"""recompute and insert, compared with fresh runs of the resulting text."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ def test_recomputed_after_a_cut_is_as_if_the_cut_had_never_been_read(lm: Any, ch
     model, params = lm
     cut = drop_range(filled(lm, tokens(2, 12)), [2, 5], [5, 6])
     again = jaxllm.recompute(model, params, cut, 2, 12, chunk=chunk)
-    for row, gone in enumerate(([2, 3, 4], [5])):
-        left = [p for p in range(12) if p not in gone]
+    for row, dropped in enumerate(([2, 3, 4], [5])):
+        left = [p for p in range(12) if p not in dropped]
         expected = fresh(lm, tokens(2, 12)[row, left], positions=[*left, 12])
         close(peek(lm, again)[row], expected)
         assert not np.allclose(peek(lm, cut)[row], expected, atol=1e-3)
@@ -53,7 +53,8 @@ def test_inserted_and_then_recomputed_is_the_longer_text() -> None:
         assert inserted.tokens(row) == repaired.tokens(row) == text
         close(peek(lm, repaired)[row], fresh(lm, text))
         assert not np.allclose(peek(lm, inserted)[row], fresh(lm, text), atol=1e-3)
-    one = random_model("llama", num_hidden_layers=1)  # whose entries have read nothing
+    # The cache entries of a single layer depend only on their own token.
+    one = random_model("llama", num_hidden_layers=1)
     inserted = jaxllm.insert(*one, filled(one, ids), 4, new)
     close(peek(one, inserted)[1], fresh(one, [*ids[1, :4], *new[1], *ids[1, 4:]]))
 

@@ -1,4 +1,4 @@
-"""The steps: however a text is run, the same numbers come out, and nothing that reads writes."""
+"""Steps: every way to run a sequence gives equal logits, and reading never modifies a cache."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, SamplingError, TokenError
 from tests.twins import BOTH, VOCAB, in_both, random_model, tokens
 
-BAR = 1e-5  # float32, ours against ours, other shapes
+TOLERANCE = 1e-5  # float32, between our own programs with different shapes
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -21,7 +21,7 @@ def lm(request: pytest.FixtureRequest) -> Any:
 
 def close(a: Any, b: Any) -> None:
     scale = max(1.0, float(jnp.abs(b).max()))
-    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=BAR * scale, rtol=0)
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=TOLERANCE * scale, rtol=0)
 
 
 def bits(tree: Any) -> list[bytes]:
@@ -89,9 +89,9 @@ def test_padding_anywhere_equals_each_row_alone(lm: Any, side: str) -> None:
     assert cache.next_position_B.tolist() == lengths
     after, _ = jaxllm.decode_step(model, params, cache, np.array([3, 1, 4]))
     for row, token in enumerate([3, 1, 4]):
-        alone = ids[row][positions[row] >= 0][None]
-        close(logits[row], jaxllm.forward(model, params, None, alone).logits[0, -1])
-        longer = np.append(alone, [[token]], axis=1)
+        single = ids[row][positions[row] >= 0][None]
+        close(logits[row], jaxllm.forward(model, params, None, single).logits[0, -1])
+        longer = np.append(single, [[token]], axis=1)
         close(after[row], jaxllm.forward(model, params, None, longer).logits[0, -1])
 
 
@@ -197,13 +197,13 @@ def test_causality_by_gradient(lm: Any) -> None:
     """What a position computes depends on the embeddings up to it, and on all of them."""
     model, params = lm
     table = "embed_tokens" if "embed_tokens" in params else "wte"
-    ids = np.arange(12)[None]  # distinct tokens, so that a row of the table stands for a position
+    ids = np.arange(12)[None]  # distinct tokens, so that each table row corresponds to one position
     direction = np.random.default_rng(0).standard_normal(model.config.hidden_size)
 
     def state(embedding: jax.Array, column: int) -> jax.Array:
         changed = {**params, table: {"weight": embedding}}
         out = jaxllm.forward(model, changed, None, ids, hidden_states=True)
-        assert out.hidden_states is not None  # the last one: a tied head would see every row
+        assert out.hidden_states is not None  # not the logits: a tied head depends on every row
         return out.hidden_states[-1][0, column] @ jnp.asarray(direction, jnp.float32)
 
     for column in (0, 4, 11):
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_overwritten(lm: Any) -> Non
     with pytest.raises(CapacityError, match="3 more tokens"):
         jaxllm.commit(cache, jaxllm.forward(model, params, cache, tokens(1, 3)).delta)
     assert bits(cache) == before
-    # A last chunk whose padding alone runs past the end fits, and lands where it should.
+    # A last chunk fits if only its padding exceeds the capacity.
     _, full = jaxllm.prefill(model, params, cache, tokens(1, 2), chunk=8)
     assert np.asarray(full.tail.token_BS)[0].tolist() == [*ids[0], *tokens(1, 2)[0]]
     assert bits(full.tail.k[0][:, :10]) == bits(cache.tail.k[0][:, :10])
@@ -280,7 +280,7 @@ def test_token_ids_out_of_range_are_refused(lm: Any, token: int) -> None:
         jaxllm.decode_step(model, params, cache, np.array([5, token]))
     with pytest.raises(TokenError, match="token id"):
         jaxllm.generate(model, params, ids, max_new_tokens=2)
-    # Inside jit nothing can be raised: NaN in that row shows it, not another token's numbers.
+    # jit cannot raise: the row becomes NaN rather than the logits of another token.
     logits = jax.jit(lambda p, t: jaxllm.forward(model, p, None, t).logits)(params, ids)
     assert np.isnan(np.asarray(logits)[1, 1]).all()
     assert not np.isnan(np.asarray(logits)[0]).any()
@@ -353,7 +353,7 @@ def test_attention_weights_are_what_the_mass_is_made_of(lm: Any) -> None:
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     assert out.attention_weights.shape == (layers, 2, heads, 5, 45)
     np.testing.assert_allclose(out.attention_weights.sum(axis=-1), 1, atol=1e-5)
-    assert not out.attention_weights[..., 0, 41:].any()  # what comes later is not seen
+    assert not out.attention_weights[..., 0, 41:].any()  # causal
     mass = jaxllm.forward(model, params, cache, after, attention_mass="layers")
     np.testing.assert_allclose(
         out.attention_weights.sum(axis=(2, 3)), mass.attention_mass, atol=1e-4
@@ -433,16 +433,16 @@ def test_numbers_of_numpy_and_jax_are_numbers(lm: Any) -> None:
     model, params = lm
     ids, hot = tokens(1, 5), jaxllm.make_sampler(temperature=1.0)
 
-    def drawn(new: Any, seed: Any, eos: Any) -> list[int]:
+    def sample(new: Any, seed: Any, eos: Any) -> list[int]:
         found = jaxllm.generate(
             model, params, ids, max_new_tokens=new, seed=seed, eos_token_ids=eos, sampler=hot
         )
         return found.token_BT[0].tolist()
 
-    plain = drawn(4, 5, [2])
-    assert drawn(np.int64(4), np.int64(5), np.array([2])) == plain
-    assert drawn(jnp.int32(4), jnp.int32(5), jnp.array([2])) == plain
-    assert drawn(4, np.uint64(5), (np.int32(2),)) == plain
+    plain = sample(4, 5, [2])
+    assert sample(np.int64(4), np.int64(5), np.array([2])) == plain
+    assert sample(jnp.int32(4), jnp.int32(5), jnp.array([2])) == plain
+    assert sample(4, np.uint64(5), (np.int32(2),)) == plain
 
 
 def test_what_is_no_cache_is_refused_by_name(lm: Any) -> None:

@@ -1,6 +1,6 @@
-"""Tiny models of the families, every tensor random, and the same models in transformers.
+"""Tiny random models of all families, and the same models in transformers.
 
-Sizes are coprime where they can be, so that a confused axis is an error and not a coincidence.
+Every tensor is random, and sizes are coprime where possible, so that confused axes raise errors.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from jaxllm.weights.precision import Precision
 
 VOCAB = 131
 
-# Where both families run the same code, the second one is tried by `make test-full`; every day it
-# is in one or two tests of each file, those that no fault of its own would pass.
+# If both families run the same code, GPT-2 runs only in `make test-full`; in `make test` it runs in
+# the one or two tests of each file that would reveal a fault specific to GPT-2.
 BOTH = ["llama", pytest.param("gpt2", marks=pytest.mark.full)]
 
-torch.set_num_threads(1)  # tiny models: threads cost more than they bring
+torch.set_num_threads(1)  # threads only slow tiny models down
 
 LLAMA = {
     "vocab_size": VOCAB,
@@ -66,7 +66,7 @@ GPT2 = {
 }
 SQUARE = {**{k: v for k, v in LLAMA.items() if k != "head_dim"}, "hidden_size": 48}
 GEMMA = {**LLAMA, "query_pre_attn_scalar": 9, "sliding_window": 5, "pad_token_id": 0}
-# model_type -> (the prefix of its classes in transformers, a tiny configuration).
+# model_type -> (class name prefix in transformers, tiny configuration).
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "mistral": ("Mistral", LLAMA),
@@ -144,7 +144,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """One checkpoint directory, loaded by transformers and by us."""
+    """One checkpoint directory, loaded by transformers and by jaxllm."""
 
     directory: Path
     torch_model: Any
@@ -153,14 +153,14 @@ class Twin:
     params: Params
 
     def logits(self, tokens_BT: np.ndarray, **kwargs: Any) -> np.ndarray:
-        """What transformers says, float32."""
+        """Return the float32 logits of transformers."""
         with torch.no_grad():
             out = self.torch_model(torch.tensor(np.asarray(tokens_BT, np.int64)), **kwargs)
         return out.logits.float().numpy()
 
 
 def theirs(family: str, **changes: Any) -> Any:
-    """transformers' configuration of a tiny model."""
+    """Return the transformers configuration of a tiny model."""
     kind, base = KINDS[family]
     text = "Text" if family == "gemma3_text" else ""
     return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
@@ -169,7 +169,7 @@ def theirs(family: str, **changes: Any) -> Any:
 def save_random(
     directory: Path, family: str, seed: int = 0, spread: float = 0.3, **changes: Any
 ) -> None:
-    """Write a Hugging Face directory whose every tensor is random, norms and biases too."""
+    """Write a Hugging Face directory with every tensor random, including norms and biases."""
     config = theirs(family, **changes)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -183,8 +183,11 @@ def save_random(
 def saved_once(
     folders: pytest.TempPathFactory, changes: Callable[[str], dict[str, Any]]
 ) -> Callable[[str], Path]:
-    """Directories of `save_random` by family, each made when it is first asked for; changes: what
-    of a family it takes.
+    """Return a function that saves a random model of a family once and returns its directory.
+
+    Args:
+        folders: The factory of temporary directories.
+        changes: Returns the changed configuration fields of a family.
     """
 
     @cache
@@ -197,9 +200,11 @@ def saved_once(
 
 
 def in_both(fixture: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every day in both families, a test whose fixture is made of `BOTH`.
+    """Run a test in both families in `make test`, although its fixture is parametrized by `BOTH`.
 
-    values: of another of its arguments; GPT-2 takes the first every day, the others in full.
+    Args:
+        fixture: The name of the fixture.
+        values: Values of another argument; GPT-2 runs all but the first only in `make test-full`.
     """
     name, each = next(iter(values.items()), ("", ()))
     if not name:
@@ -213,22 +218,22 @@ def in_both(fixture: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def cut_demo(family: str, directory: Path, layers: int = 2) -> Path:
-    """The first layers of a demo model with its tokenizer: text, for a third of the compiling."""
+    """Write the first layers of a demo model and its tokenizer; they compile three times faster."""
     source, count = DEMO_DIR / family, {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
     shutil.copytree(source, directory, dirs_exist_ok=True)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     (directory / "config.json").write_text(json.dumps({**config, count: layers}))
-    kept = {
+    tensors = {
         name: tensor
         for name, tensor in load_file(source / "model.safetensors").items()
         if not (number := re.search(r"\.(\d+)\.", name)) or int(number[1]) < layers
     }
-    save_file(kept, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 
 def load_twin(directory: Path, dtype: str = "float32") -> Twin:
-    """Load a Hugging Face directory in both, in the same number format."""
+    """Load a Hugging Face directory in transformers and jaxllm, with the same dtype."""
     torch_model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, dtype), attn_implementation="eager"
     )
@@ -240,7 +245,7 @@ def load_twin(directory: Path, dtype: str = "float32") -> Twin:
 
 @cache
 def tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
-    """Random token ids `[rows, length]`."""
+    """Return random token ids `[rows, length]`."""
     return np.random.default_rng(seed).integers(0, VOCAB, (rows, length))
 
 
@@ -251,7 +256,7 @@ def random_model(
     spread: float = 0.3,
     **changes: Any,
 ) -> tuple[Any, Params]:
-    """A tiny model of ours with every tensor random, without a trip through files."""
+    """Return a tiny jaxllm model with every tensor random, without writing files."""
     _, base = KINDS[family]
     settings = {"num_hidden_layers": 2, "n_layer": 2, **changes}
     known = {k: v for k, v in settings.items() if k in base or k in changes}
@@ -267,6 +272,6 @@ def random_model(
 
 
 def assert_close(ours: Any, theirs: np.ndarray) -> None:
-    """RELIABILITY's float32 bar: atol 1e-5 x max(1, max abs), rtol 1e-4."""
+    """Check the float32 tolerance: atol 1e-5 x max(1, max abs), rtol 1e-4."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5 * scale, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Adapters whose every number is random, over tiny models."""
+"""Random adapters for tiny models."""
 
 from typing import Any
 
@@ -13,19 +13,23 @@ from jaxllm.weights.paths import Params
 def random_adapter(
     config: Any, params: Params, lora: LoraConfig, seed: int = 0, spread: float = 0.3
 ) -> Adapter:
-    """An adapter of which no matrix is zero, and whose lengths are not those of the rows."""
+    """Return an adapter without zero matrices, with magnitudes that differ from the row norms."""
     rng = np.random.default_rng(seed)
 
-    def some(x: jax.Array) -> np.ndarray:
+    def random_like(x: jax.Array) -> np.ndarray:
         return rng.normal(0, spread, x.shape).astype(x.dtype)
 
-    made = init_adapter(config, params, lora, jax.random.key(seed)).matrices
+    initial = init_adapter(config, params, lora, jax.random.key(seed)).matrices
     return Adapter(
         lora,
         {
             module: jax.device_put(
-                LoraMatrices(some(a), some(b), None if m is None else m * (1 + np.abs(some(m))))
+                LoraMatrices(
+                    random_like(a),
+                    random_like(b),
+                    None if m is None else m * (1 + np.abs(random_like(m))),
+                )
             )
-            for module, (a, b, m) in made.items()
+            for module, (a, b, m) in initial.items()
         },
     )

@@ -1,4 +1,4 @@
-"""The leaf: LoRA and DoRA beside a weight, by the formula, its slopes, and rows that choose."""
+"""LoRA weights: products, gradients, DoRA, dropout, merging, and one adapter per batch row."""
 
 from typing import Any
 
@@ -36,25 +36,25 @@ W, A, B, X = (
 SCALE = np.array([0.7, 1.3, 0.2], np.float32)
 
 
-def leaf(weight: Any = W, site: LoraSite = "product", **more: Any) -> LoraWeight:
+def make_lora(weight: Any = W, site: LoraSite = "product", **more: Any) -> LoraWeight:
     arrays = (jnp.asarray(x) for x in (A, B, SCALE))
-    held = jnp.asarray(weight) if isinstance(weight, np.ndarray) else weight
-    return LoraWeight(held, *arrays, site=site, **more)
+    base = jnp.asarray(weight) if isinstance(weight, np.ndarray) else weight
+    return LoraWeight(base, *arrays, site=site, **more)
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4-g32-zp", "rank5/float32"])
 def test_products_rows_and_the_matrix_are_those_of_the_sum(format: str) -> None:
     base = as_format(jnp.asarray(W), format)
     wide = np.asarray(to_dense(base, jnp.float32), np.float64)
-    made, sum_OI = leaf(base), wide + (B * SCALE) @ A
+    made, sum_OI = make_lora(base), wide + (B * SCALE) @ A
     assert made.weight is base and made.shape == W.shape
     assert_close(linear(jnp.asarray(X), made), X @ sum_OI.T)
     assert_close(made.matmul(jnp.asarray(X)), X @ sum_OI.T)
     assert_close(made.to_dense(jnp.float32), sum_OI)
-    taken_BTD = np.asarray(embed(made, jnp.array([[0, ROWS - 1], [5, ROWS]])), np.float32)
+    rows_BTD = np.asarray(embed(made, jnp.array([[0, ROWS - 1], [5, ROWS]])), np.float32)
     tolerance = 0.05 if format == "bfloat16" else 1e-4
-    np.testing.assert_allclose(taken_BTD[0], sum_OI[[0, ROWS - 1]], atol=tolerance)
-    assert np.isnan(taken_BTD[1, 1]).all() and not np.isnan(taken_BTD[1, 0]).any()
+    np.testing.assert_allclose(rows_BTD[0], sum_OI[[0, ROWS - 1]], atol=tolerance)
+    assert np.isnan(rows_BTD[1, 1]).all() and not np.isnan(rows_BTD[1, 0]).any()
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -75,54 +75,54 @@ def test_dora_gives_the_sum_lengths_of_its_own(site: LoraSite) -> None:
     norm = np.linalg.norm(sum_OI, axis=axis)
     length = RNG.uniform(0.5, 2, norm.shape).astype(np.float32)
     expected = sum_OI * np.expand_dims(length / norm, axis)
-    made = leaf(site=site, magnitude=jnp.asarray(length))
+    made = make_lora(site=site, magnitude=jnp.asarray(length))
     assert_close(made.to_dense(), expected)
     assert_close(made.take(jnp.array([3, 0])), expected[[3, 0]])
-    kept = X @ W.T if site == "rows" else X @ expected.T  # a tied head keeps its weight
-    assert_close(linear(jnp.asarray(X), made), kept)
-    known = leaf(site=site, magnitude=jnp.asarray(length), norm=made.norms())
+    product = X @ W.T if site == "rows" else X @ expected.T  # a tied head keeps its weight
+    assert_close(linear(jnp.asarray(X), made), product)
+    known = make_lora(site=site, magnitude=jnp.asarray(length), norm=made.norms())
     np.testing.assert_array_equal(known.to_dense(), made.to_dense())
 
 
 def test_slopes_at_step_0() -> None:
     """d/db = s (dL/dy)^T (x A^T), and of a nothing, for b is zero there."""
-    made = leaf().replace(b=jnp.zeros((ROWS, K)))
-    weigh_RO = jnp.asarray(RNG.normal(0, 1, (6, ROWS)), jnp.float32)
+    made = make_lora().replace(b=jnp.zeros((ROWS, K)))
+    cotangent_RO = jnp.asarray(RNG.normal(0, 1, (6, ROWS)), jnp.float32)
 
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:
-        return (weigh_RO * linear(jnp.asarray(X), made.replace(a=a, b=b))).sum()
+        return (cotangent_RO * linear(jnp.asarray(X), made.replace(a=a, b=b))).sum()
 
-    slope_a, slope_b = jax.grad(loss, (0, 1))(made.a, made.b)
-    np.testing.assert_array_equal(slope_a, 0)
-    assert_close(slope_b, SCALE * (np.asarray(weigh_RO).T @ (X @ A.T)))
+    grad_a, grad_b = jax.grad(loss, (0, 1))(made.a, made.b)
+    np.testing.assert_array_equal(grad_a, 0)
+    assert_close(grad_b, SCALE * (np.asarray(cotangent_RO).T @ (X @ A.T)))
 
 
 def test_slopes_of_dora_take_the_norm_as_it_is() -> None:
     """Section 4.3: the slope is that with the norm held, by differences of the sum as it is."""
     length = RNG.uniform(0.5, 2, ROWS).astype(np.float32)
-    made = leaf(magnitude=jnp.asarray(length))
-    weigh_RO = RNG.normal(0, 1, (6, ROWS)).astype(np.float32)
+    made = make_lora(magnitude=jnp.asarray(length))
+    cotangent_RO = RNG.normal(0, 1, (6, ROWS)).astype(np.float32)
 
     def loss(b: jax.Array, magnitude: jax.Array) -> jax.Array:
         y_RO = linear(jnp.asarray(X), made.replace(b=b, magnitude=magnitude))
-        return (jnp.asarray(weigh_RO) * y_RO).sum()
+        return (jnp.asarray(cotangent_RO) * y_RO).sum()
 
-    slope_b, slope_m = jax.grad(loss, (0, 1))(made.b, made.magnitude)
+    grad_b, grad_m = jax.grad(loss, (0, 1))(made.b, made.magnitude)
     sum_OI = W.astype(np.float64) + (B * SCALE) @ A
     norm = np.linalg.norm(sum_OI, axis=1)
-    assert_close(slope_b, (weigh_RO * (length / norm)).T @ (X @ A.T) * SCALE)
-    assert_close(slope_m, (weigh_RO * (X @ sum_OI.T)).sum(0) / norm)
+    assert_close(grad_b, (cotangent_RO * (length / norm)).T @ (X @ A.T) * SCALE)
+    assert_close(grad_m, (cotangent_RO * (X @ sum_OI.T)).sum(0) / norm)
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_dropout_is_of_the_inputs_of_what_is_added(dora: bool) -> None:
     """PEFT's formula (METHODS: out += (m/n - 1) W x' + m/n s B A x'), with the same mask."""
     length = jnp.asarray(RNG.uniform(0.5, 2, ROWS), jnp.float32) if dora else None
-    made = leaf(magnitude=length, dropout=0.4)
+    made = make_lora(magnitude=length, dropout=0.4)
     key = jax.random.key(3)
     training = made.for_training_step(key, jnp.zeros((), jnp.int32))
-    kept = np.asarray(jax.random.bernoulli(key, 0.6, X.shape))
-    dropped = np.where(kept, X / 0.6, 0)
+    mask = np.asarray(jax.random.bernoulli(key, 0.6, X.shape))
+    dropped = np.where(mask, X / 0.6, 0)
     gain = np.ones(ROWS)
     if length is not None:
         gain = np.asarray(length) / np.linalg.norm(W + (B * SCALE) @ A, axis=1)
@@ -191,8 +191,8 @@ def test_each_row_of_a_batch_takes_its_own(tiny: tuple[Any, Any], three: dict[st
     for row, number in enumerate(choice):
         if number >= 0:
             own = attach_adapter(model.config, params, list(three.values())[number])
-            alone_BTV = np.asarray(forward(model, own, None, TOKENS).logits)
-            assert_close(found[row], alone_BTV[row])
+            single_BTV = np.asarray(forward(model, own, None, TOKENS).logits)
+            assert_close(found[row], single_BTV[row])
             assert np.abs(found[row] - base[row]).max() > 0.1
 
 
@@ -247,7 +247,7 @@ def test_rules_of_our_own_name_what_is_adapted(tiny: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         (
             {"target_modules": ("c_attn",)},
@@ -260,11 +260,11 @@ def test_rules_of_our_own_name_what_is_adapted(tiny: tuple[Any, Any]) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of kaiming, gaussian"),
     ],
 )
-def test_what_cannot_be_is_refused(tiny: tuple[Any, Any], asked: Any, said: str) -> None:
+def test_what_cannot_be_is_refused(tiny: tuple[Any, Any], options: Any, message: str) -> None:
     model, params = tiny
     with pytest.raises(ConfigError) as caught:
-        attach_new_lora(model.config, params, LoraConfig(**asked), jax.random.key(0))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+        attach_new_lora(model.config, params, LoraConfig(**options), jax.random.key(0))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_adapter_over_an_adapter_is_refused(

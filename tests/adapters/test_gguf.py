@@ -1,4 +1,4 @@
-"""GGUF's adapters: the model that they give is the one whose weights they are added to."""
+"""LoRA adapters in GGUF files: reading, writing, and equality with PEFT."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.adapters.made import random_adapter
 from tests.convert.gguf.made import permuted
 from tests.twins import assert_close, random_model, tokens
 
-NAMES = {  # as llama.cpp calls them
+NAMES = {  # llama.cpp's names
     "llama": {
         "model.embed_tokens": "token_embd", "lm_head": "output",
         "model.layers.0.self_attn.q_proj": "blk.0.attn_q",
@@ -30,8 +30,8 @@ NAMES = {  # as llama.cpp calls them
 ALPHA, IDS = 6.0, tokens(1, 7)
 
 
-def made(family: str) -> tuple[Any, Any, Adapter]:
-    """A model of one layer, and an adapter of those modules, of two ranks."""
+def model_and_adapter(family: str) -> tuple[Any, Any, Adapter]:
+    """Return a one-layer model and an adapter of two ranks for the modules in NAMES."""
     layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
     model, params = random_model(family, **layers, tie_word_embeddings=False)
     last = "c_attn" if family == "gpt2" else "down_proj"
@@ -45,7 +45,7 @@ def write(
     path: Path, family: str, adapter: Adapter, config: Any,
     also: Callable[[gguf.GGUFWriter], object] = lambda _: None,
 ) -> Path:  # fmt: skip
-    """As llama.cpp's `convert_lora_to_gguf` does, from the matrices as PEFT has them."""
+    """Write PEFT's matrices as llama.cpp's `convert_lora_to_gguf` does."""
     writer = gguf.GGUFWriter(path, "gpt2" if family == "gpt2" else "llama")
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -70,31 +70,31 @@ def write(
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_adapter_of_gguf_is_that_of_peft(family: str, tmp_path: Path) -> None:
-    model, params, adapter = made(family)
+    model, params, adapter = model_and_adapter(family)
     found = read_adapter(write(tmp_path / "a.gguf", family, adapter, model.config), model.config)
     assert found.matrices.keys() == adapter.matrices.keys()
     for module, pieces in adapter.matrices.items():
         np.testing.assert_array_equal(found.matrices[module].a, pieces.a, module)
         np.testing.assert_array_equal(found.matrices[module].b, pieces.b, module)
-    # The weights as they are with alpha / r times b a in them: what LoRA means.
+    # LoRA by definition: alpha / r times B A added to the weights.
     weights = {path: np.asarray(x, np.float64) for path, x in flatten(params)}
     for module, (a, b, _) in adapter.matrices.items():
         scale = ALPHA / a.shape[0]
         weights[f"{module}.weight"] += scale * np.asarray(b, np.float64) @ np.asarray(a)
     changed = {path: array.astype(np.float32) for path, array in weights.items()}
-    whole = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
+    merged = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
     from jaxllm.adapters import choose_adapters, with_adapters
 
-    beside = choose_adapters(
+    with_adapter = choose_adapters(
         with_adapters(model.config, params, {"x": found}), np.zeros(1, np.int32)
     )
-    expected = jaxllm.forward(model, whole, None, IDS).logits
-    assert_close(jaxllm.forward(model, beside, None, IDS).logits, np.asarray(expected))
+    expected = jaxllm.forward(model, merged, None, IDS).logits
+    assert_close(jaxllm.forward(model, with_adapter, None, IDS).logits, np.asarray(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_is_written_is_what_llama_cpp_writes(family: str, tmp_path: Path) -> None:
-    model, _, adapter = made(family)
+    model, _, adapter = model_and_adapter(family)
     write(tmp_path / "theirs.gguf", family, adapter, model.config)
     write_gguf_adapter(tmp_path / "ours.gguf", adapter, model.config)
     ours, theirs = (gguf.GGUFReader(tmp_path / f"{who}.gguf") for who in ("ours", "theirs"))
@@ -107,7 +107,7 @@ def test_what_is_written_is_what_llama_cpp_writes(family: str, tmp_path: Path) -
 
 
 def test_scales_of_other_kinds_go_into_the_matrices(tmp_path: Path) -> None:
-    model, params, _ = made("llama")
+    model, params, _ = model_and_adapter("llama")
     lora = LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj", "o_proj"], use_rslora=True,
                       alpha_pattern={"o_proj": 3.0})  # fmt: skip
     adapter = random_adapter(model.config, params, lora)
@@ -122,7 +122,7 @@ def test_scales_of_other_kinds_go_into_the_matrices(tmp_path: Path) -> None:
 
 
 def test_dora_has_no_form(tmp_path: Path) -> None:
-    model, params, _ = made("llama")
+    model, params, _ = model_and_adapter("llama")
     lora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
     adapter = random_adapter(model.config, params, lora)
     with pytest.raises(ConfigError, match="DoRA"):
@@ -150,11 +150,11 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
         lambda w: w.add_tensor("blk.0.attn_norm.weight", np.ones(40, np.float32)),
         "blk.0.attn_norm cannot have an adapter",
     ),
-    "a module that is not there": (
+    "an unknown module": (
         lambda w: w.add_tensor("blk.7.attn_q.weight.lora_a", np.ones((3, 40), np.float32)),
         r"blk\.7\.attn_q\.weight cannot have an adapter",
     ),
-    "one of two": (
+    "one matrix of two": (
         lambda w: w.tensors[0].pop("blk.0.ffn_down.weight.lora_b"), "lora_b is missing",
     ),
     "another shape": (
@@ -164,33 +164,33 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
         ),
         "do not match weight",
     ),
-    "numbers that are none": (
+    "numbers that are not finite": (
         lambda w: (
             w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
             w.add_tensor("blk.0.attn_q.weight.lora_b", np.full((48, 3), np.nan, np.float32)),
         ),
         "NaN or infinity",
     ),
-    "an activated one": (
+    "an activated LoRA": (
         lambda w: w.add_array("adapter.alora.invocation_tokens", [1, 2]), "alora",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_what_is_no_adapter_of_the_model_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    change, said = BAD[what]
-    model, _, adapter = made("llama")
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_adapter_of_the_model_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = BAD[case]
+    model, _, adapter = model_and_adapter("llama")
 
     def also(writer: gguf.GGUFWriter) -> None:
         given = dict(writer.kv_data[0])
-        for key in ("general.type", "general.architecture"):  # so that they can be written over
+        for key in ("general.type", "general.architecture"):  # allow overwriting
             writer.kv_data[0].pop(key)
         change(writer)
         for key in ("general.type", "general.architecture"):
             writer.kv_data[0].setdefault(key, given[key])
 
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_adapter(write(tmp_path / "a.gguf", "llama", adapter, model.config, also), model.config)
 
 
@@ -201,6 +201,6 @@ def test_a_file_is_taken_where_a_directory_is(
     lora = LoraConfig(r=2, lora_alpha=64.0, target_modules=["q_proj", "down_proj"])
     adapter = random_adapter(lm.config, lm.params, lora)
     write_gguf_adapter(tmp_path / "other.gguf", adapter, lm.config)
-    beside = jaxllm.load(shallow("llama"), adapters=tmp_path / "other.gguf")
-    assert beside.adapters == ("other",) and beside.adapter == "other"
+    with_adapter = jaxllm.load(shallow("llama"), adapters=tmp_path / "other.gguf")
+    assert with_adapter.adapters == ("other",) and with_adapter.adapter == "other"
     assert _parse_adapters([str(tmp_path / "other.gguf"), "x=there"]).keys() == {"other", "x"}

@@ -1,4 +1,4 @@
-"""PEFT's files both ways, with equal logits: PEFT loads ours, and we load what it wrote."""
+"""PEFT adapter files in both directions, with equal logits."""
 
 import json
 import re
@@ -32,8 +32,8 @@ from tests.adapters.made import random_adapter
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
-# What PEFT is asked to make, over which model.
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+# Model family and PEFT's LoRA options.
+PEFT_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": LINEARS, "r": 3, "lora_alpha": 7}),
     "patterns": (
         "llama",
@@ -93,15 +93,15 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
     return made
 
 
-def adapted_by_peft(twin: Twin, seed: int = 0, **asked: Any) -> Any:
-    """PEFT's model over a twin, every number of its adapter random."""
+def adapted_by_peft(twin: Twin, seed: int = 0, **options: Any) -> Any:
+    """Return PEFT's model of a twin with a fully random adapter."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         twin.directory, attn_implementation="eager"
     )
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **asked))
+        made = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "magnitude" in name:
@@ -124,19 +124,19 @@ def peft_logits(model: Any) -> np.ndarray:
     return found
 
 
-# The others add nothing that these have not, one by one.
+# Together these cover every feature; the full suite also runs the others.
 DAILY = ("patterns", "tables", "layers", "conv1d-dora", "fused", "fused-dora", "tied")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.full) for n in ASKED]
+    "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.full) for n in PEFT_OPTIONS]
 )
 def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     twins: dict[str, Twin], name: str, tmp_path: Path
 ) -> None:
-    family, asked = ASKED[name]
+    family, options = PEFT_OPTIONS[name]
     twin = twins[family]
-    theirs = adapted_by_peft(twin, **asked)
+    theirs = adapted_by_peft(twin, **options)
     directory = saved(theirs, tmp_path / "theirs")
     adapter = read_adapter(directory, twin.config, twin.params)
     expected = peft_logits(theirs)
@@ -144,7 +144,7 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
     chosen = choose_adapters(held, jnp.zeros(1, jnp.int32))
     assert_close(forward(twin.model, chosen, None, TOKENS).logits, expected)
     config, one = merge_adapter(twin.config, chosen)
-    assert config.tie_word_embeddings is name.startswith("conv1d")  # else it is two tables now
+    assert config.tie_word_embeddings is name.startswith("conv1d")  # others are untied now
     assert_close(forward(build(config), one, None, TOKENS).logits, expected)
     assert np.abs(expected - twin.logits(TOKENS)).max() > 0.1
 
@@ -184,8 +184,8 @@ def test_what_was_trained_apart_is_one_module_of_peft(
         warnings.simplefilter("ignore")
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     assert_close(ours, peft_logits(theirs))
-    alone = LoraConfig(r=2, target_modules=("q_proj",), use_dora=True)
-    adapter = random_adapter(twin.config, twin.params, alone)
+    dora = LoraConfig(r=2, target_modules=("q_proj",), use_dora=True)
+    adapter = random_adapter(twin.config, twin.params, dora)
     with pytest.raises(ConfigError, match=r"DoRA on .*q_proj alone cannot be written for PEFT"):
         write_adapter(tmp_path / "dora", adapter, twin.config)
 
@@ -208,18 +208,18 @@ def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: st
     config = twins["llama"].config
     names = {target.name for target in list_targets(config).values()}
 
-    def chosen(**asked: Any) -> set[str]:
-        return {low.target.name for low in resolve_targets(config, LoraConfig(**asked)).values()}
+    def chosen(**options: Any) -> set[str]:
+        return {low.target.name for low in resolve_targets(config, LoraConfig(**options)).values()}
 
-    def by_peft(**asked: Any) -> set[str]:
-        theirs = peft.LoraConfig(**asked)
+    def by_peft(**options: Any) -> set[str]:
+        theirs = peft.LoraConfig(**options)
         return {name for name in names if check_target_module_exists(theirs, name) is True or (
             isinstance(check_target_module_exists(theirs, name), re.Match)
         )}  # fmt: skip
 
     assert chosen(target_modules=regex) == by_peft(target_modules=regex) != set()
-    asked = {"target_modules": ["q_proj", "up_proj", "down_proj"], "exclude_modules": regex}
-    assert chosen(**asked) == by_peft(**asked)
+    options = {"target_modules": ["q_proj", "up_proj", "down_proj"], "exclude_modules": regex}
+    assert chosen(**options) == by_peft(**options)
     patterns = {regex.removeprefix("^").removesuffix("$"): 3, "gate_proj": 5}
     lora = LoraConfig(r=2, target_modules=".*", rank_pattern=patterns, alpha_pattern=patterns)
     for low in resolve_targets(config, lora).values():
@@ -230,7 +230,7 @@ def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: st
 
 @pytest.fixture(scope="module")
 def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that is in order."""
+    """A valid adapter directory."""
     twin = twins["llama"]
     directory = tmp_path_factory.mktemp("adapter") / "a"
     lora = LoraConfig(r=2, target_modules=("q_proj", "up_proj"))
@@ -241,7 +241,7 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type must be 'LORA', got 'IA3'"),
         ({"bias": "all"}, "bias must be 'none', got 'all'"),
@@ -274,15 +274,15 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
     ],
 )
 def test_what_the_configuration_asks_for_in_vain_is_refused(
-    twins: dict[str, Twin], written: Path, changes: dict[str, Any], said: str, tmp_path: Path
+    twins: dict[str, Twin], written: Path, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
     (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **changes}))
     save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
     with pytest.raises(CheckpointError) as caught:
         read_adapter(tmp_path, twins["llama"].config)
-    assert said in str(caught.value)
-    assert all(name in str(caught.value) for name in changes if "supported" in said)
+    assert message in str(caught.value)
+    assert all(name in str(caught.value) for name in changes if "supported" in message)
 
 
 def test_fields_without_effect_are_not_refused(

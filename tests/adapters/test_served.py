@@ -1,4 +1,4 @@
-"""Adapters beside a loaded model: by name, each row and each request its own, in the commands."""
+"""Adapters of a loaded model, chosen by name per call, row, request and command."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from tests.adapters.made import random_adapter
 from tests.twins import assert_close, cut_demo, save_random, tokens
 
 NAMES = ("x", "y", "z")
-ASKED = {
+LORA_CONFIGS = {
     "x": LoraConfig(r=2, target_modules=("q_proj", "down_proj")),
     "y": LoraConfig(r=4, use_dora=True),
     "z": LoraConfig(r=3, target_modules=("embed_tokens", "lm_head")),
@@ -29,11 +29,11 @@ NEW = {"max_new_tokens": 6, "eos_token_id": []}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and an adapter of each kind."""
+    """A model and one adapter of each kind."""
     path: Path = tmp_path_factory.mktemp("adapters")
     save_random(path / "model", "llama", eos_token_id=None, num_hidden_layers=1)
     base = jaxllm.load(path / "model")
-    for seed, (name, lora) in enumerate(ASKED.items()):
+    for seed, (name, lora) in enumerate(LORA_CONFIGS.items()):
         made = random_adapter(base.config, base.params, lora, seed)
         write_adapter(path / name, made, base.config)
     return path
@@ -45,8 +45,8 @@ def lm(folder: Path) -> jaxllm.LM:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Callable[[str], jaxllm.LM]:
-    """The model with one adapter in its weights, or none."""
+def merged_lm(folder: Path) -> Callable[[str], jaxllm.LM]:
+    """Return the base model, or the model with one adapter merged into its weights."""
     base = jaxllm.load(folder / "model")
     made = {"base": base}
     for name in NAMES:
@@ -57,8 +57,8 @@ def alone(folder: Path) -> Callable[[str], jaxllm.LM]:
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Callable[[str], jaxllm.LM]) -> dict[str, list[int]]:
-    found = {name: alone(name).generate(PROMPT, **NEW).tokens for name in (*NAMES, "base")}
+def expected(merged_lm: Callable[[str], jaxllm.LM]) -> dict[str, list[int]]:
+    found = {name: merged_lm(name).generate(PROMPT, **NEW).tokens for name in (*NAMES, "base")}
     assert len({tuple(text) for text in found.values()}) == 4
     return found
 
@@ -89,12 +89,12 @@ def test_each_row_of_a_batch_has_the_text_that_it_has_alone(
 
 @pytest.mark.full
 def test_beams_keep_to_the_adapter_of_their_prompt(
-    lm: jaxllm.LM, alone: Callable[[str], jaxllm.LM]
+    lm: jaxllm.LM, merged_lm: Callable[[str], jaxllm.LM]
 ) -> None:
     search = {"max_new_tokens": 3, "eos_token_id": [], "num_beams": 2}
     found = lm.generate([PROMPT] * 2, **search, adapter=["y", "z"])
     for name, completion in zip("yz", found, strict=True):
-        assert completion.tokens == alone(name).generate([PROMPT] * 2, **search)[0].tokens
+        assert completion.tokens == merged_lm(name).generate([PROMPT] * 2, **search)[0].tokens
 
 
 def test_requests_with_three_adapters_are_answered_as_each_alone(
@@ -124,10 +124,10 @@ def test_requests_with_three_adapters_are_answered_as_each_alone(
 
 @pytest.mark.full
 def test_embeddings_are_those_of_the_adapter(
-    lm: jaxllm.LM, alone: Callable[[str], jaxllm.LM]
+    lm: jaxllm.LM, merged_lm: Callable[[str], jaxllm.LM]
 ) -> None:
     for name in ("y", "z"):
-        assert_close(lm.embed([PROMPT], adapter=name), alone(name).embed([PROMPT]))
+        assert_close(lm.embed([PROMPT], adapter=name), merged_lm(name).embed([PROMPT]))
 
 
 def test_a_cache_is_refused_for_another_adapter(
@@ -168,25 +168,25 @@ def test_what_names_no_adapter_is_refused(lm: jaxllm.LM, folder: Path, tmp_path:
 
 @pytest.fixture(scope="module")
 def demo(folder: Path) -> Path:
-    """A layer of a demo model, which has a tokenizer, and two adapters beside it."""
+    """One layer of a demo model, which has a tokenizer, and two adapters for it."""
     path = cut_demo("llama", folder / "demo", layers=1)
     base = jaxllm.load(path)
     for name in ("x", "y"):
-        made = random_adapter(base.config, base.params, ASKED[name], spread=0.05)
+        made = random_adapter(base.config, base.params, LORA_CONFIGS[name], spread=0.05)
         write_adapter(folder / f"demo-{name}", made, base.config, base=str(path))
     return path
 
 
 def test_generate_takes_adapters_by_name(folder: Path, demo: Path, run: Any) -> None:
-    beside = ("--adapter", folder / "demo-x", "--adapter", f"second={folder / 'demo-y'}")
+    adapter_options = ("--adapter", folder / "demo-x", "--adapter", f"second={folder / 'demo-y'}")
     lm = jaxllm.load(demo, adapters={"demo-x": folder / "demo-x", "second": folder / "demo-y"})
-    asked = ("generate", "-m", demo, "-p", "Once", "-n", 4, "--json")
+    command = ("generate", "-m", demo, "-p", "Once", "-n", 4, "--json")
     for option, name in (((), "demo-x"), (("-o", "adapter=second"), "second")):
-        code, out, _ = run(*asked, *beside, *option)
+        code, out, _ = run(*command, *adapter_options, *option)
         assert code == 0
         streamed = lm.stream("Once", max_new_tokens=4, adapter=name)
         assert json.loads(out)["tokens"] == [piece.token for piece in streamed]
-    code, _, err = run(*asked, *beside, "-o", "adapter=third")
+    code, _, err = run(*command, *adapter_options, "-o", "adapter=third")
     assert code == 1 and "no adapter 'third'; loaded are demo-x, second, base" in err
 
 
@@ -205,12 +205,12 @@ def test_merge_writes_the_model_with_the_adapter_in_it(
 @pytest.mark.full
 def test_lines_of_a_batch_name_their_adapters(folder: Path, demo: Path, run: Any) -> None:
     lm = jaxllm.load(demo, adapters={"a": folder / "demo-x", "b": folder / "demo-y"})
-    beside = ("--adapter", f"a={folder / 'demo-x'}", "--adapter", f"b={folder / 'demo-y'}")
+    adapter_options = ("--adapter", f"a={folder / 'demo-x'}", "--adapter", f"b={folder / 'demo-y'}")
     lines = "\n".join(
         json.dumps({"prompt": "Once", "adapter": name}) for name in ("a", "b", "base")
     )
-    asked = ("batch", "-", "-m", demo, "-n", 4, "--workers", 0)
-    code, out, err = run(*asked, *beside, stdin=lines)
+    command = ("batch", "-", "-m", demo, "-n", 4, "--workers", 0)
+    code, out, err = run(*command, *adapter_options, stdin=lines)
     assert code == 0, err
     answers = [row["tokens"] for row in map(json.loads, out.splitlines())]
     for mine, name in zip(answers, ("a", "b", "base"), strict=True):

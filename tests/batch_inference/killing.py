@@ -1,4 +1,4 @@
-"""Workers killed at random while a command runs, and the command too."""
+"""Run a command while its workers, and the command itself, are killed at random."""
 
 import os
 import random
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started, and those that they have."""
+    """Return the PIDs of all descendants of a process."""
     found, left = set[int](), [pid]
     while left:
         parent = left.pop()
@@ -28,23 +28,23 @@ def children(pid: int) -> set[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and has not ended."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def said_of(pid: int) -> str:
-    """A process's command line; empty where it has none any more."""
+def command_line(pid: int) -> str:
+    """Return a process's command line, or an empty string if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
         return ""
 
 
-def started(arguments: Sequence[object]) -> "subprocess.Popen[bytes]":
-    """`jaxllm ARGUMENTS`, as a process."""
+def start_jaxllm(arguments: Sequence[object]) -> "subprocess.Popen[bytes]":
+    """Start `jaxllm ARGUMENTS` as a process."""
     return subprocess.Popen(
         [sys.executable, "-m", "jaxllm", *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
@@ -56,7 +56,7 @@ def _path() -> list[str]:
     return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def killed_at_random(
+def run_with_random_kills(
     arguments: Sequence[object],
     parts: Path,
     is_worker: Callable[[str], bool],
@@ -66,17 +66,22 @@ def killed_at_random(
     status: int = 0,
     seed: int = 0,
 ) -> tuple[int, int]:
-    """Run a command to its end, going on whenever it was killed.
+    """Run a command to its end, resuming it after each kill.
 
-    A worker is killed some time after each few groups more in the journal, and now and then the
-    command itself, until there were as many kills as asked for. is_worker: says of a command line
-    whether it is one. status: the command's in the end. Returns how many workers and commands were
-    killed.
+    A worker is killed some time after every few groups that the journal gains, and now and then
+    the command itself, until the requested number of kills is reached.
+
+    Args:
+        is_worker: Whether a command line is that of a worker.
+        status: Expected exit status of the last command.
+
+    Returns:
+        The numbers of killed workers and commands.
     """
     chance, journal = random.Random(seed), parts / "journal"
     killed = [0, 0]
     while True:
-        command = started([*arguments, "--resume"])
+        command = start_jaxllm([*arguments, "--resume"])
         target = _lines(journal) + chance.randint(1, 3)
         while command.poll() is None:
             time.sleep(0.02)
@@ -85,18 +90,18 @@ def killed_at_random(
             time.sleep(chance.random() / 2)
             target = _lines(journal) + chance.randint(1, 4)
             if killed[1] < drivers and killed[0] >= (killed[1] + 1) * workers // (drivers + 1):
-                below = {pid: said_of(pid) for pid in children(command.pid)}
+                descendants = {pid: command_line(pid) for pid in children(command.pid)}
                 command.kill()
                 killed[1] += 1
                 command.communicate()
                 left = time.monotonic() + 60
-                while there := [x for x in below if is_worker(below[x]) and alive(x)]:
+                while there := [x for x in descendants if is_worker(descendants[x]) and alive(x)]:
                     assert time.monotonic() < left, f"{there} outlive the command"
                     time.sleep(0.05)
-                for pid in filter(alive, below):  # Ray's agents, which do not see it
+                for pid in filter(alive, descendants):  # Ray's agents, which do not notice
                     os.kill(pid, signal.SIGKILL)
                 break
-            there = sorted(pid for pid in children(command.pid) if is_worker(said_of(pid)))
+            there = sorted(pid for pid in children(command.pid) if is_worker(command_line(pid)))
             if there and killed[0] < workers:
                 os.kill(chance.choice(there), signal.SIGKILL)
                 killed[0] += 1

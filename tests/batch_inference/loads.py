@@ -1,4 +1,4 @@
-"""Models for workers to load, some of which end their process: functions that can be pickled."""
+"""A model that crashes or hangs on some prompts, with a picklable function that loads it."""
 
 import dataclasses
 import os
@@ -15,16 +15,14 @@ OPTIONS = {"max_new_tokens": 4, "temperature": 1.0, "seed": 5}
 
 
 @dataclasses.dataclass(frozen=True)
-class Fragile(LM):
-    """Some prompts end the process that serves them: always, the first time, or by an exception;
-    one is never answered.
-    """
+class CrashingLM(LM):
+    """Some prompts kill the serving process, always or once; one raises, one hangs forever."""
 
     folder: Path = Path()
 
     def serve(self, requests: Iterable[Any], **sizes: Any) -> Iterator[tuple[Any, Any]]:
-        asked = list(requests)
-        prompts = [request["prompt"] for request in asked]
+        requested = list(requests)
+        prompts = [request["prompt"] for request in requested]
         if ONCE in prompts and not (self.folder / "once").exists():
             (self.folder / "once").touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -36,11 +34,11 @@ class Fragile(LM):
             with open(self.folder / "hung", "a") as file:
                 file.write(".")
             signal.pause()
-        yield from super().serve(asked, **sizes)
+        yield from super().serve(requested, **sizes)
 
 
-def fragile(directory: Path) -> LM:
-    """The model in a directory, which notes there what it has done."""
+def load_crashing_lm(directory: Path) -> LM:
+    """Load a crashing model that records its crashes in its directory."""
     lm = jaxllm.load(directory)
     parts = {field.name: getattr(lm, field.name) for field in dataclasses.fields(lm)}
-    return Fragile(**parts, folder=directory)
+    return CrashingLM(**parts, folder=directory)

@@ -1,4 +1,4 @@
-"""Requests from many threads and tasks share one batch; each hears its own text, piece by piece."""
+"""Requests from threads and tasks share one batch, and each receives its own stream."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -30,20 +30,20 @@ PROMPTS = ["Once upon a time", "One day", "The cat", "There was"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3}
 
 
-async def heard(live: BackgroundServer, prompt: str, **options: Any) -> list[Any]:
+async def collect(live: BackgroundServer, prompt: str, **options: Any) -> list[Any]:
     return [item async for item in live.stream({"prompt": prompt, **OPTIONS, **options})]
 
 
 def test_each_hears_the_text_that_it_would_have_alone(lm: Any, live: BackgroundServer) -> None:
     async def all_at_once() -> list[list[Any]]:
-        return await asyncio.gather(*(heard(live, prompt) for prompt in PROMPTS))
+        return await asyncio.gather(*(collect(live, prompt) for prompt in PROMPTS))
 
     for prompt, items in zip(PROMPTS, asyncio.run(all_at_once()), strict=True):
         *pieces, whole = items
-        alone = lm.generate(prompt, **OPTIONS)
+        single = lm.generate(prompt, **OPTIONS)
         assert isinstance(whole, Completion)
-        assert whole.tokens == alone.tokens
-        assert "".join(pieces) == whole.text == alone.text
+        assert whole.tokens == single.tokens
+        assert "".join(pieces) == whole.text == single.text
         assert len(pieces) > 3
     future = live.submit({"prompt": PROMPTS[0], **OPTIONS})
     assert future.result().text == lm.generate(PROMPTS[0], **OPTIONS).text
@@ -52,7 +52,7 @@ def test_each_hears_the_text_that_it_would_have_alone(lm: Any, live: BackgroundS
 def test_a_stop_string_is_not_heard(lm: Any, live: BackgroundServer) -> None:
     whole = lm.generate(PROMPTS[0], **OPTIONS).text
     stop = whole[10:13]
-    *pieces, last = asyncio.run(heard(live, PROMPTS[0], stop_strings=[stop]))
+    *pieces, last = asyncio.run(collect(live, PROMPTS[0], stop_strings=[stop]))
     assert "".join(pieces) == last.text == whole[: whole.index(stop)]
 
 
@@ -67,18 +67,18 @@ def test_a_wrong_request_concerns_nobody_else(lm: Any, live: BackgroundServer) -
 def test_who_leaves_frees_the_row(live: BackgroundServer, monkeypatch: pytest.MonkeyPatch) -> None:
     futures, submit = [], live.submit
 
-    def noted(request: Any) -> Any:
+    def record(request: Any) -> Any:
         futures.append(submit(request))
         return futures[-1]
 
-    monkeypatch.setattr(live, "submit", noted)
+    monkeypatch.setattr(live, "submit", record)
 
-    async def leaves() -> None:
+    async def close_early() -> None:
         pieces = live.stream({"prompt": "Once", "max_new_tokens": 180, "min_new_tokens": 180})
         assert await anext(pieces)
         await pieces.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(leaves())
+    asyncio.run(close_early())
     assert futures[0].result().finish_reason == "cancelled"
     assert live.submit({"prompt": "One day", **OPTIONS}).result().finish_reason == "length"
 
@@ -87,23 +87,23 @@ def test_text_for_a_closed_loop_is_dropped(
     live: BackgroundServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that ends after a listener left still has text for it."""
-    asked: list[Any] = []
+    requests: list[Any] = []
 
-    def noted(request: Any) -> Future[Completion]:
-        asked.append(request)
+    def record(request: Any) -> Future[Completion]:
+        requests.append(request)
         request["on_text"]("Once")
         return Future()
 
-    monkeypatch.setattr(live, "submit", noted)
+    monkeypatch.setattr(live, "submit", record)
 
-    async def leaves() -> None:
+    async def close_early() -> None:
         pieces = live.stream({"prompt": "Once", **OPTIONS})
         assert await anext(pieces) == "Once"
         await pieces.aclose()  # type: ignore[attr-defined]
 
-    asyncio.run(leaves())
-    asked[0]["on_text"](" upon")
-    assert asked[0]["is_cancelled"]()
+    asyncio.run(close_early())
+    requests[0]["on_text"](" upon")
+    assert requests[0]["is_cancelled"]()
 
 
 def test_a_closed_or_broken_model_says_so(lm: Any) -> None:

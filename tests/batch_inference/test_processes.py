@@ -1,4 +1,4 @@
-"""Workers that are killed, rows that kill, a driver that is killed: each row is answered once."""
+"""Worker processes: crashing rows, hangs and killed drivers; every row is answered once."""
 
 import json
 import os
@@ -16,8 +16,8 @@ from jaxllm.batch_inference.processes import ProcessWorkers, assign_cores
 from jaxllm.batch_inference.rows import read_lines
 from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import CheckpointError
-from tests.batch_inference.killing import alive, children, started
-from tests.batch_inference.loads import HANGS, KILLER, ONCE, OPTIONS, RAISER, fragile
+from tests.batch_inference.killing import alive, children, start_jaxllm
+from tests.batch_inference.loads import HANGS, KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
 from tests.conftest import Run
 from tests.twins import save_random
 
@@ -40,42 +40,44 @@ def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
     prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
     rows = read_lines(map(json.dumps, prompts))
     job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
-    found = run_job(rows, job, ProcessWorkers(partial(fragile, model), 2), tmp_path / "out")
+    found = run_job(
+        rows, job, ProcessWorkers(partial(load_crashing_lm, model), 2), tmp_path / "out"
+    )
     assert found == (12, 2)
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
     assert [answer["id"] for answer in answers] == list(range(1, 13))
     assert answers[5]["error"] == "line 6 crashed its worker 1 times"
     assert answers[9]["error"] == "line 10: MemoryError: no room"
     for n in set(range(12)) - {5, 9}:
-        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
-        assert answers[n]["tokens"] == alone.tokens
+        single = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
+        assert answers[n]["tokens"] == single.tokens
 
 
 def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
     model: Path, tmp_path: Path
 ) -> None:
     """By a clock that goes on while the row hangs: no other is late, however slow the machine."""
-    hung, said, ticks = model / "hung", list[str](), [0]
+    hung, messages, ticks = model / "hung", list[str](), [0]
     late = "a worker had no answer after 0.4 s and was killed"
 
     def clock() -> float:
-        ticks[0] += hung.exists() and len(hung.read_bytes()) > said.count(late)
+        ticks[0] += hung.exists() and len(hung.read_bytes()) > messages.count(late)
         return 0.1 * ticks[0]
 
     prompts = [[5 + n, 6] for n in range(6)]
     prompts[4] = HANGS
     rows = read_lines(map(json.dumps, prompts))
     job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1, timeout=0.4)
-    workers = ProcessWorkers(partial(fragile, model), 1, said.append, clock)
+    workers = ProcessWorkers(partial(load_crashing_lm, model), 1, messages.append, clock)
     assert run_job(rows, job, workers, tmp_path / "out") == (6, 1)
     assert len(hung.read_bytes()) == 2
     answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
     error = "line 5 crashed its worker 1 times, or had no answer after 0.4 s"
     assert answers[4] == {"id": 5, "line": 5, "error": error}
     for n in (0, 3, 5):
-        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
-        assert answers[n]["tokens"] == alone.tokens
-    assert said == [late, "a worker has crashed; lines 4 to 6 run again"] * 2
+        single = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
+        assert answers[n]["tokens"] == single.tokens
+    assert messages == [late, "a worker has crashed; lines 4 to 6 run again"] * 2
 
 
 def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
@@ -83,7 +85,10 @@ def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
     job = BatchJob(task="generate", options=OPTIONS, group=1)
     with pytest.raises(CheckpointError, match="nowhere"):
         run_job(
-            rows, job, ProcessWorkers(partial(fragile, tmp_path / "nowhere"), 2), tmp_path / "out"
+            rows,
+            job,
+            ProcessWorkers(partial(load_crashing_lm, tmp_path / "nowhere"), 2),
+            tmp_path / "out",
         )
 
 
@@ -102,7 +107,7 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
     options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--batch-size", 2]
     command = ["batch", file, *options, "--out", out, "--workers", 2]
-    driver = started(command)
+    driver = start_jaxllm(command)
     journal = tmp_path / "out.jsonl.parts" / "journal"
     while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
         time.sleep(0.01)
@@ -127,15 +132,15 @@ def test_an_interrupted_driver_leaves_one_line(model: Path, tmp_path: Path) -> N
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(400)))
     options = ["-n", 24, "--group", 2, "--batch-size", 2, "--workers", 2]
-    driver = started(["batch", model, file, *options, "--out", out])
+    driver = start_jaxllm(["batch", model, file, *options, "--out", out])
     journal = tmp_path / "out.jsonl.parts" / "journal"
     while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
         time.sleep(0.01)
     workers = children(driver.pid)
     driver.send_signal(signal.SIGINT)
-    _, err = driver.communicate()  # until all that could write to stderr has ended
+    _, err = driver.communicate()  # returns once every process that holds stderr has ended
     assert driver.returncode == 130, err.decode()
-    (said,) = err.decode().splitlines()
-    assert said.startswith("jaxllm: interrupted; ")
+    (messages,) = err.decode().splitlines()
+    assert messages.startswith("jaxllm: interrupted; ")
     while any(map(alive, workers)):
         time.sleep(0.05)

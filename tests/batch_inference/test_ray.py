@@ -1,4 +1,4 @@
-"""Ray Data gives what processes give; behind Ray Serve requests share a batch, and stream."""
+"""Ray Data equals worker processes; Ray Serve batches and streams requests."""
 
 import json
 import os
@@ -19,19 +19,19 @@ from jaxllm.batch_inference.ray_data import RayWorkers, connect_ray
 from jaxllm.batch_inference.rows import read_lines
 from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import ConfigError
-from tests.batch_inference.loads import KILLER, ONCE, OPTIONS, RAISER, fragile
+from tests.batch_inference.loads import KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
 from tests.conftest import ROOT
 from tests.twins import save_random
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.filterwarnings("ignore"),  # Ray's own, of files and of what it deprecates
+    pytest.mark.filterwarnings("ignore"),  # Ray's own: resource and deprecation warnings
 ]
 
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    """A Ray of the test's own, whose workers find the tests."""
+    """A private Ray cluster whose workers can import the tests."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'jaxllm[ray]'")
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), before]))
@@ -66,7 +66,7 @@ def test_actors_answer_what_this_process_answers(
         for name in ("ray", "here")
     )
     for one, other in zip(found, expected, strict=True):
-        for column in ("logprobs", "logprob", "embedding"):  # this process has other threads
+        for column in ("logprobs", "logprob", "embedding"):  # thread counts differ
             assert one.pop(column, 0) == pytest.approx(other.pop(column, 0), abs=1e-5)
         assert one == other
 
@@ -78,14 +78,16 @@ def test_actors_that_end_are_replaced_and_rows_that_end_them_fail(
     prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
     rows = read_lines(map(json.dumps, prompts))
     job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
-    assert run_job(rows, job, RayWorkers(partial(fragile, model), 2), tmp_path / "out") == (12, 2)
+    assert run_job(
+        rows, job, RayWorkers(partial(load_crashing_lm, model), 2), tmp_path / "out"
+    ) == (12, 2)
     answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert answers[5]["error"] == "line 6 crashed its worker 1 times"
     assert answers[9]["error"] == "line 10: MemoryError: no room"
     lm = jaxllm.load(model)
     for n in set(range(12)) - {5, 9}:
-        alone = lm.generate(prompts[n], **{**OPTIONS, "seed": answers[n]["seed"]})
-        assert answers[n]["tokens"] == alone.tokens
+        single = lm.generate(prompts[n], **{**OPTIONS, "seed": answers[n]["seed"]})
+        assert answers[n]["tokens"] == single.tokens
 
 
 def test_what_is_wrong_with_the_model_is_said(ray: Any, tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def url(ray: Any) -> Iterator[str]:
 
 
 def ask(url: str, request: Any) -> tuple[int, list[Any], int]:
-    """The status, the lines of the answer, and in how many pieces they came."""
+    """Return the status, the lines of the answer, and the number of chunks received."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asked = urllib.request.Request(url, json.dumps(request).encode())
     try:
@@ -130,20 +132,20 @@ def test_requests_share_a_batch_and_stream(url: str) -> None:
     with ThreadPoolExecutor(len(requests)) as threads:
         answers = list(threads.map(partial(ask, url), requests))
     for n, (status, (*pieces, whole), count) in enumerate(answers):
-        alone = lm.generate(prompts[n], **options, seed=n)
+        single = lm.generate(prompts[n], **options, seed=n)
         assert status == 200
-        assert whole["text"] == alone.text
-        assert whole["tokens"] == alone.tokens
-        assert whole["finish_reason"] == alone.finish_reason
+        assert whole["text"] == single.text
+        assert whole["tokens"] == single.tokens
+        assert whole["finish_reason"] == single.finish_reason
         if n % 2 == 0:
-            assert "".join(piece["text"] for piece in pieces) == alone.text
+            assert "".join(piece["text"] for piece in pieces) == single.text
             assert count > 3
         else:
             assert pieces == []
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
         ({"prompt": "x", "temperature": -1}, "temperature must be"),
         ({"prompt": 5}, "prompt"),
@@ -151,10 +153,10 @@ def test_requests_share_a_batch_and_stream(url: str) -> None:
         ([1], "an object with a prompt"),
     ],
 )
-def test_wrong_requests_are_answered_by_name(url: str, request_: Any, said: str) -> None:
+def test_wrong_requests_are_answered_by_name(url: str, request_: Any, message: str) -> None:
     status, (answer,), _ = ask(url, request_)
     assert status == 400
-    assert said in answer["error"]
+    assert message in answer["error"]
 
 
 def test_arguments_of_the_deployment_are_checked(ray: Any) -> None:

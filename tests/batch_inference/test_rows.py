@@ -1,4 +1,4 @@
-"""Rows in, answers out: JSON lines and Parquet, and what cannot be read has its error in place."""
+"""Input and output rows as JSON lines and Parquet; unreadable rows get an error in place."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.twins import save_random
 
 LINES = [
     '{"prompt": [5], "id": 1}',
-    '{"prompt": [6]}',  # whose id is 2 by default
+    '{"prompt": [6]}',  # id 2 by default
     "[" * 100_000,
     '{"prompt": [5], "seed": ' + "9" * 5000 + "}",
     '{"prompt": [5], "id": [1]}',
@@ -74,8 +74,8 @@ def test_a_row_draws_with_the_seed_of_its_id_or_its_own(lm: Any) -> None:
     assert [a["seed"] for a in found] == [row_seed(3, "a"), row_seed(3, 2), 7]
     assert len({row_seed(3, 1), row_seed(3, "1"), row_seed(4, 1), row_seed(31, None)}) == 4
     for a in found:
-        alone = lm.generate([5], max_new_tokens=5, temperature=1.5, seed=a["seed"])
-        assert a["tokens"] == alone.tokens
+        single = lm.generate([5], max_new_tokens=5, temperature=1.5, seed=a["seed"])
+        assert a["tokens"] == single.tokens
 
 
 SEPARATORS = "\u2028\u2029\x85\v\f"
@@ -131,7 +131,7 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
     assert [a.get("tokens") for a in scored[:3]] == texts[:3]
     for answer, text in zip(scored[:3], texts, strict=False):
         expected = lm.log_probs(text)
-        # Rows that run together: the last bits are their neighbours'.
+        # Rows of one batch: the last bits depend on the other rows.
         np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
         assert answer["logprob"] == pytest.approx(float(expected.sum()), abs=1e-5)
     options = {"layer": 1, "normalize": True}
@@ -159,13 +159,13 @@ def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> Non
 
 def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:
     rows, here = read_lines(["[5]"]), InProcessWorkers(lambda: lm)
-    for asked, said in (
+    for asked, message in (
         (job("scores"), "generate, score, embed: got 'scores': did you mean score"),
         (job("embed", options={"pool": "mean"}), "embed has no option pool"),
         (job("embed", options={"pooling": "max"}), "pooling must be one of"),
         (job("score", options={"adapter": "none"}), "none"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             list(stream(rows, asked, here))
     with pytest.raises(jaxllm.errors.SamplingError, match="seed must be a number"):
         job(options={"seed": "random"})
@@ -186,11 +186,11 @@ def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) ->
         assert ran == (4, 1)
     assert (tmp_path / "0.parquet").read_bytes() == (tmp_path / "1.parquet").read_bytes()
     run_job(read_rows(parquet), asked, InProcessWorkers(lambda: lm), tmp_path / "out.jsonl")
-    said = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    kept = pyarrow.parquet.read_table(tmp_path / "0.parquet").to_pylist()
-    assert [row.pop("id") for row in kept] == ["a", "b", "c", "4"]  # texts, where not all are whole
-    assert [row.pop("id") for row in said] == ["a", "b", "c", 4]
-    for one, other in zip(kept, said, strict=True):  # what is not there is null
+    json_rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    parquet_rows = pyarrow.parquet.read_table(tmp_path / "0.parquet").to_pylist()
+    assert [row.pop("id") for row in parquet_rows] == ["a", "b", "c", "4"]  # mixed ids as str
+    assert [row.pop("id") for row in json_rows] == ["a", "b", "c", 4]
+    for one, other in zip(parquet_rows, json_rows, strict=True):  # missing fields are null
         assert {k: v for k, v in one.items() if v is not None} == {
             k: v for k, v in other.items() if v is not None
         }

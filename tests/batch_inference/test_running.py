@@ -1,4 +1,4 @@
-"""A run goes on where it was, whatever ended it; what differs is refused by name."""
+"""A run resumes after any interruption; changed settings are refused by name."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ ROWS = read_lines([json.dumps({"prompt": [n], "id": f"row {n}"}) for n in range(
 JOB = BatchJob(task="generate", options={"max_new_tokens": 2}, group=3, metadata={"model": "one"})
 
 
-class Told:
-    """Workers that answer groups in the order that they are told, some twice, until they stop."""
+class ScriptedWorkers:
+    """Workers that answer groups in a given order, some twice, until they stop."""
 
     def __init__(self, *order: int, stop: int = 99, model: str = "m") -> None:
         self.order, self.stop, self.model = order, stop, model
@@ -46,46 +46,48 @@ def ids(path: Path) -> list[str]:
 
 def test_answers_come_in_the_order_of_the_input_and_once(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    assert run_job(ROWS, JOB, Told(2, 0, 3, 2, 1, 0), out) == (10, 0)
+    assert run_job(ROWS, JOB, ScriptedWorkers(2, 0, 3, 2, 1, 0), out) == (10, 0)
     assert ids(out) == [f"row {n}" for n in range(10)]
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    assert [text[-1] for text in texts] == list("1114440002")  # of two answers the first
+    assert [text[-1] for text in texts] == list("1114440002")  # the first of two answers counts
     assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("damage", ["none", "cut", "header", "changed", "written"])
 def test_what_was_ended_goes_on(damage: str, tmp_path: Path) -> None:
-    out, said = tmp_path / "out.jsonl", list[str]()
+    out, messages = tmp_path / "out.jsonl", list[str]()
     journal = tmp_path / "out.jsonl.parts" / "journal"
     with pytest.raises(KeyboardInterrupt):
-        run_job(ROWS, JOB, Told(2, 0, 3, 1, stop=3), out)
+        run_job(ROWS, JOB, ScriptedWorkers(2, 0, 3, 1, stop=3), out)
     assert not out.exists()
     lines = journal.read_bytes().splitlines(keepends=True)
     left = {"none": [1], "cut": [1, 3], "header": [0, 1, 2, 3], "changed": [0, 1], "written": [1]}
-    if damage == "cut":  # in the middle of a line
+    if damage == "cut":  # truncated within a line
         journal.write_bytes(b"".join(lines)[:-9])
     elif damage == "header":
         journal.write_bytes(lines[0][:20])
     elif damage == "changed":
         lines[2] = lines[2].replace(b"row 0", b"row 9")
         journal.write_bytes(b"".join(lines))
-    elif damage == "written":  # killed between the output and the end
+    elif damage == "written":  # killed after the output was written
         out.write_text("whole, but for the journal's end")
     with pytest.raises(CheckpointError, match="has an unfinished run: continue it with --resume"):
-        run_job(ROWS, JOB, Told(), out)
-    workers = Told(*left[damage])
-    run_job(ROWS, JOB, workers, out, resume=True, log=said.append)
+        run_job(ROWS, JOB, ScriptedWorkers(), out)
+    workers = ScriptedWorkers(*left[damage])
+    run_job(ROWS, JOB, workers, out, resume=True, log=messages.append)
     assert workers.given == left[damage]
     assert ids(out) == [f"row {n}" for n in range(10)]
-    assert any("lines are damaged; their rows" in line for line in said) == (damage == "changed")
-    assert any("rows are done" in line for line in said) == (damage != "header")
+    assert any("lines are damaged; their rows" in line for line in messages) == (
+        damage == "changed"
+    )
+    assert any("rows are done" in line for line in messages) == (damage != "header")
     assert list(tmp_path.iterdir()) == [out]
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        run_job(ROWS, JOB, Told(2, 0, stop=1), out)
+        run_job(ROWS, JOB, ScriptedWorkers(2, 0, stop=1), out)
     facts: dict[str, Any] = {"task": "generate", "options": JOB.options, "group": 3}
     other = {
         "model was 'one', is 'two'": BatchJob(**facts, metadata={"model": "two"}),
@@ -95,53 +97,53 @@ def test_another_run_is_refused_by_what_differs(tmp_path: Path) -> None:
         "threads was 1, is 2": BatchJob(**facts, metadata=JOB.metadata, threads=2),
         "group was 3, is 4": BatchJob(**{**facts, "group": 4}, metadata=JOB.metadata),
     }
-    for said, job in other.items():
-        with pytest.raises(CheckpointError, match=f"another run: {said}. Use the same"):
-            run_job(ROWS, job, Told(), out, resume=True)
+    for difference, job in other.items():
+        with pytest.raises(CheckpointError, match=f"another run: {difference}. Use the same"):
+            run_job(ROWS, job, ScriptedWorkers(), out, resume=True)
     with pytest.raises(CheckpointError, match="another run: input was"):
-        run_job(ROWS[:-1], JOB, Told(), out, resume=True)
+        run_job(ROWS[:-1], JOB, ScriptedWorkers(), out, resume=True)
     with pytest.raises(CheckpointError, match="answers from another model, version or kernels"):
-        run_job(ROWS, JOB, Told(0, model="n"), out, resume=True)
+        run_job(ROWS, JOB, ScriptedWorkers(0, model="n"), out, resume=True)
     with (
         lock_file(tmp_path / "out.jsonl.parts" / "lock"),
         pytest.raises(CheckpointError, match="in use by another process"),
     ):
-        run_job(ROWS, JOB, Told(), out, resume=True)
+        run_job(ROWS, JOB, ScriptedWorkers(), out, resume=True)
     journal = tmp_path / "out.jsonl.parts" / "journal"
-    kept = journal.read_bytes()
-    journal.write_bytes(kept.replace(b"facts", b"fakes"))
+    original = journal.read_bytes()
+    journal.write_bytes(original.replace(b"facts", b"fakes"))
     with pytest.raises(CheckpointError, match="is not a journal"):
-        run_job(ROWS, JOB, Told(), out, resume=True)
-    journal.write_bytes(kept)
-    run_job(ROWS, JOB, Told(0, 1, 3), out, resume=True)
+        run_job(ROWS, JOB, ScriptedWorkers(), out, resume=True)
+    journal.write_bytes(original)
+    run_job(ROWS, JOB, ScriptedWorkers(0, 1, 3), out, resume=True)
     with pytest.raises(CheckpointError, match="exists: name another"):
-        run_job(ROWS, JOB, Told(), out, resume=True)
+        run_job(ROWS, JOB, ScriptedWorkers(), out, resume=True)
     with pytest.raises(ConfigError, match="no rows"):
-        run_job([], JOB, Told(), tmp_path / "none.jsonl")
+        run_job([], JOB, ScriptedWorkers(), tmp_path / "none.jsonl")
 
 
 def test_a_run_that_had_no_answer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_job(ROWS, JOB, Told(0, stop=0), tmp_path / "out.jsonl")
+        run_job(ROWS, JOB, ScriptedWorkers(0, stop=0), tmp_path / "out.jsonl")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(
         CheckpointError, match=r"7 of 10 rows were not answered, .* line 4; continue with --resume"
     ):
-        run_job(ROWS, JOB, Told(0), tmp_path / "out.jsonl")
+        run_job(ROWS, JOB, ScriptedWorkers(0), tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl.parts" / "journal").exists()
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot write"):
-        run_job(ROWS, JOB, Told(0, 1, 2, 3), tmp_path / "nowhere" / "out.jsonl")
+        run_job(ROWS, JOB, ScriptedWorkers(0, 1, 2, 3), tmp_path / "nowhere" / "out.jsonl")
 
 
-class Ends(BaseException):
-    """The end of a process, for a worker that runs in this one."""
+class SimulatedCrash(BaseException):
+    """Simulated end of a worker that runs in this process."""
 
 
-class Odd(Worker):
-    """A worker whose rows end it: where one of these prompts is among them."""
+class CrashingWorker(Worker):
+    """A worker that crashes on certain prompts, or on more rows than it can take."""
 
     def __init__(self, tries: FileCrashCounter, *deadly: int, most: int = 99) -> None:
         self._job, self._tries, self.model = JOB, tries, "m"
@@ -151,25 +153,25 @@ class Odd(Worker):
         prompts = [row.request["prompt"][0] for row in rows]
         self.ran.append(prompts)
         if self._deadly & set(prompts) or len(rows) > self._most:
-            raise Ends
+            raise SimulatedCrash
         return [{"text": str(p)} for p in prompts]
 
 
-def answered_in_the_end(worker: Odd, group: Group) -> GroupResult:
-    """As workers are replaced: until one answers."""
+def answer_with_restarts(worker: CrashingWorker, group: Group) -> GroupResult:
+    """Restart a crashed worker until it answers."""
     for _ in range(50):
         try:
             return worker.answer_group(group)
-        except Ends:
+        except SimulatedCrash:
             pass
-    raise AssertionError("a group is tried for ever")
+    raise AssertionError("the group is retried endlessly")
 
 
 def test_rows_that_end_their_worker_are_found_and_the_others_answered(tmp_path: Path) -> None:
     group = JOB.groups(ROWS)[1]  # rows 3, 4, 5
     for deadly, most in (((), 99), ((4,), 99), ((3, 4, 5), 99), ((), 1), ((5,), 1)):
-        worker = Odd(FileCrashCounter(tmp_path), *deadly, most=most)
-        found = answered_in_the_end(worker, group)
+        worker = CrashingWorker(FileCrashCounter(tmp_path), *deadly, most=most)
+        found = answer_with_restarts(worker, group)
         assert [row["id"] for row in found.rows] == ["row 3", "row 4", "row 5"]
         for n, row in zip((3, 4, 5), found.rows, strict=True):
             expected = (
@@ -179,7 +181,7 @@ def test_rows_that_end_their_worker_are_found_and_the_others_answered(tmp_path: 
             )
             assert row == {"id": f"row {n}", "line": n + 1, **expected}
         assert all(worker.ran.count([n]) == 3 for n in deadly)
-        assert list(tmp_path.iterdir()) == [], "nothing is counted any more"
+        assert list(tmp_path.iterdir()) == [], "crash counters were left behind"
         rest = [n for n in (3, 4, 5) if n not in deadly]
         if deadly and most == 99 and rest:
-            assert worker.ran[-1] == rest, "without the deadly ones, together as before"
+            assert worker.ran[-1] == rest, "the remaining rows do not run together"

@@ -1,4 +1,4 @@
-"""What the tests of caches share: filled caches, what they answer, and a run without any cache."""
+"""Helpers of the cache tests: filled caches, their logits, and runs without a cache."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from jaxllm.ops import dequantize
 from jaxllm.weights.precision import Precision
 from tests.twins import random_model
 
-# (family, format of keys and values): every operation has to work on both families and on both
-# forms of entries; the second of them in `make test-full`.
+# (family, key/value format): every operation must work for both families and both formats; the
+# second pair runs in `make test-full`.
 KINDS = [
     pytest.param(("llama", "int8"), id="llama-int8"),
     pytest.param(("gpt2", "float32"), id="gpt2-float32", marks=pytest.mark.full),
@@ -20,27 +20,27 @@ KINDS = [
 
 
 def lm_of(kind: tuple[str, str], **changes: Any) -> Any:
-    """A tiny random model and its parameters."""
+    """Return a tiny random model and its parameters."""
     family, cache = kind
     return random_model(family, precision=Precision(cache=cache), **changes)
 
 
 def filled(lm: Any, ids: np.ndarray, capacity: int = 24) -> jaxllm.KVCache:
-    """A cache with these tokens run."""
+    """Return a cache that has run these tokens."""
     model, params = lm
     cache = jaxllm.init_cache(model.config, ids.shape[0], capacity, dtype=model.precision.cache)
     return jaxllm.prefill(model, params, cache, ids)[1]
 
 
 def peek(lm: Any, cache: jaxllm.KVCache, token: int = 7) -> np.ndarray:
-    """Logits of one more token on each row, `[B, V]`."""
+    """Return the logits after one more token in each row, `[B, V]`."""
     model, params = lm
     ids = np.full((cache.batch, 1), token)
     return np.asarray(jaxllm.forward(model, params, cache, ids).logits[:, 0])
 
 
 def fresh(lm: Any, ids: Any, positions: Any = None, token: int = 7) -> np.ndarray:
-    """The same for one row from the text itself, without a cache: `[V]`."""
+    """Return the same logits for one row, computed from its text without a cache: `[V]`."""
     model, params = lm
     row = np.append(ids, token)[None]
     positions = np.arange(row.size) if positions is None else np.asarray(positions)
@@ -52,18 +52,18 @@ def fresh(lm: Any, ids: Any, positions: Any = None, token: int = 7) -> np.ndarra
 
 
 def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
-    """Equal to RELIABILITY's bar for one computation done in two ways."""
+    """Assert equality within the tolerance for two ways of one computation."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
 
 
 def buffers(segment: jaxllm.Segment) -> list[int]:
-    """Where a segment's keys and values lie."""
+    """Return the addresses of a segment's keys and values."""
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves((segment.k, segment.v))]
 
 
 def entries(cache: jaxllm.KVCache) -> dict[tuple[int, int], bytes]:
-    """Every bit of every token's keys, values and id, by (row, position)."""
+    """Map (row, position) to every bit of that token's keys, values and id."""
     found = {}
     for segment in cache.segments:
         arrays = [np.asarray(x) for x in jax.tree.leaves((segment.k, segment.v, segment.token_BS))]
@@ -77,7 +77,7 @@ def entries(cache: jaxllm.KVCache) -> dict[tuple[int, int], bytes]:
 
 
 def keys(cache: jaxllm.KVCache, row: int = 0) -> np.ndarray:
-    """The keys of a row's tokens in the order of their positions, `[layers, n, K, H]`."""
+    """Return the keys of a row in position order, `[layers, n, K, H]`."""
     order = np.argsort(np.asarray(cache.position_BS)[row], kind="stable")
     order = order[np.asarray(cache.position_BS)[row][order] >= 0]
     layers = []

@@ -1,4 +1,4 @@
-"""Caches on disk: what is read is what was written, and only for the model it was written with."""
+"""Cache files: exact round trips, for the model that wrote them only."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_round_trip_keeps_every_bit_and_continues_uninterrupted(lm: Any, tmp_p
     ):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert again.tokens(2) == cache.tokens(2)
-    assert file.stat().st_size < 1.2 * cache.nbytes + 20_000  # what rows share is there once
+    assert file.stat().st_size < 1.2 * cache.nbytes + 20_000  # shared entries are stored once
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -71,16 +71,16 @@ def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> N
     changed["layers.1"]["mlp"]["up_proj"]["weight"] = weight.at[3, 4].add(1e-6)
     other, _ = random_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 7.0})
     rounded = jaxllm.build(model.config, Precision(activations="bfloat16"))
-    for what, (m, p) in {
+    for message, (m, p) in {
         "other weights": (model, changed),
         "config has rope .*7.0": (other, params),
         "model_type": random_model("gpt2"),
         "precision has activations 'float32', the model's 'bfloat16'": (rounded, params),
     }.items():
-        with pytest.raises(CacheMismatchError, match=what):
+        with pytest.raises(CacheMismatchError, match=message):
             load_cache(file, m, p)
     less = {**header_of(file), "config": {**model.config.to_dict()}}
-    del less["config"]["sliding_window"]  # None in the model's: absent is something else
+    del less["config"]["sliding_window"]  # a missing field differs from None
     with pytest.raises(CacheMismatchError, match="has sliding_window 'none', the model's None"):
         load_cache(_written(tmp_path / "less", less, load_file(file)), model, params)
     ids = tokens(1, 9)[0].tolist()
@@ -140,14 +140,14 @@ def header_of(file: Path) -> dict[str, Any]:
 
 
 def _written(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Path:
-    """A cache file with a digest that is right, as whoever means harm would write it."""
+    """Write a cache file with a valid digest, as an attacker could."""
     real = {n: np.ascontiguousarray(a) for n, a in arrays.items() if not n.startswith("__")}
     header = {**header, "digest": digest(header, real)}
     save_file(real, path, metadata={"format": "jaxllm-cache", "header": json.dumps(header)})
     return path
 
 
-# What a header may not say, and what the refusal names; digests are brought up to date.
+# Invalid header changes and the words of their errors; the digests are updated.
 HEADERS: dict[str, tuple[dict[str, Any], str]] = {
     "an earlier cursor": ({"cursor": 3}, "cursor is 3, but the tail has 9 slots"),
     "a negative cursor": ({"cursor": -3}, "cursor must be a whole number >= 0, got -3"),
@@ -177,7 +177,7 @@ def test_a_header_is_believed_no_more_than_its_tensors(
         changed = {n: v for n, v in {**header_of(file), **change}.items() if v is not None}
         with pytest.raises(JaxllmError, match=re.escape(words)):
             load_cache(_written(tmp_path / "d", changed, arrays), model, params)
-        # Without the digest any change at all is found.
+        # With the old digest any change is detected.
         metadata = {"format": "jaxllm-cache", "header": json.dumps(changed)}
         save_file(arrays, tmp_path / "e", metadata=metadata)
         with pytest.raises(JaxllmError):

@@ -1,4 +1,4 @@
-"""Caches whose arrays are NumPy's, as `jax.device_get` and pickle give them."""
+"""Caches with NumPy arrays, as `jax.device_get` and pickle return them."""
 
 import pickle
 from collections.abc import Callable
@@ -36,11 +36,11 @@ def cache(lm: Any) -> jaxllm.KVCache:
     return jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), tokens(2, 6))[1]
 
 
-def of_pickle(cache: jaxllm.KVCache) -> Any:
+def via_pickle(cache: jaxllm.KVCache) -> Any:
     return pickle.loads(pickle.dumps(jax.device_get(cache)))
 
 
-SURGERY: dict[str, Callable[[jaxllm.KVCache], Any]] = {
+EDITS: dict[str, Callable[[jaxllm.KVCache], Any]] = {
     "rewind": lambda c: rewind(c, 2),
     "compact": lambda c: compact(drop_range(c, 1, 3)),
     "shift": lambda c: shift(c, 2, start=3),
@@ -50,7 +50,7 @@ SURGERY: dict[str, Callable[[jaxllm.KVCache], Any]] = {
 }
 
 
-@pytest.mark.parametrize("to_host", [jax.device_get, of_pickle])
+@pytest.mark.parametrize("to_host", [jax.device_get, via_pickle])
 def test_steps_go_on_from_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: Any) -> None:
     """Forward, prefill and steps give the numbers of the cache that is on a device."""
     host, ids = to_host(cache), tokens(2, 3, seed=1)
@@ -66,9 +66,9 @@ def test_steps_go_on_from_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: A
         np.testing.assert_array_equal(step(to_host(cache)), step(jax.device_put(host)))
 
 
-@pytest.mark.parametrize("name", SURGERY)
+@pytest.mark.parametrize("name", EDITS)
 def test_surgery_takes_host_arrays(cache: jaxllm.KVCache, name: str) -> None:
-    assert SURGERY[name](jax.device_get(cache)) == SURGERY[name](cache)
+    assert EDITS[name](jax.device_get(cache)) == EDITS[name](cache)
 
 
 def test_files_take_host_arrays(lm: Any, cache: jaxllm.KVCache, tmp_path: Path) -> None:

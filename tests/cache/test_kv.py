@@ -1,4 +1,4 @@
-"""What a cache is: how it prints, what it knows of its text, int8 entries, derivatives, stacks."""
+"""KV caches: repr, text, equality, int8 entries, gradients, vmap and transfers."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_show_marks_what_was_culled_and_patched(lm: Any) -> None:
     shown = jaxllm.recompute(model, params, culled, 5, 7).show(Letters())
     assert str(shown) == repr(shown) == "[-a-]bcde{+fg+}hi\nkl[-mno-]{+pq+}rs"
     assert "<del>a</del>bcde<ins>fg</ins>hi" in shown._repr_html_()
-    moved = shift(drop_range(cache, 2, 4), -2, start=4)  # what moved up comes after
+    moved = shift(drop_range(cache, 2, 4), -2, start=4)  # shifted tokens follow the gap
     assert moved.show(Letters())[0] == "ab[-cd-]efghi"
     put = jaxllm.insert(model, params, drop_range(cache, 2, 4), 5, [[25], [25]])
     assert put.show(Letters())[0] == "ab[-cd-]ezfghi"
@@ -74,7 +74,7 @@ def test_caches_are_equal_where_they_hold_the_same(lm: Any) -> None:
     assert cache != "cache"
     longer = jaxllm.decode_step(model, params, cache, [1, 2])[1]
     assert longer != cache
-    assert rewind(longer, 1) == cache  # what an empty slot holds is nothing
+    assert rewind(longer, 1) == cache  # contents of empty slots are ignored
     assert fork(branch(cache, 0), 2, capacity=3) == fork(branch(cache, 0), 2, capacity=3)
 
 
@@ -139,7 +139,7 @@ def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
     assert (np.abs(np.asarray(dequantize(entries)) - x) <= 0.5001 * step).all()
     assert np.abs(np.asarray(entries.value)).max(axis=-1)[1].min() == 127
     assert cast(entries, jnp.dtype(jnp.int8)) is entries
-    again = cast(cast(entries, jnp.float32), jnp.int8)  # rounding twice is rounding once
+    again = cast(cast(entries, jnp.float32), jnp.int8)  # rounding is idempotent
     np.testing.assert_array_equal(again.value, entries.value)
     x[1, 2, 1, 3] = np.nan
     assert np.isnan(np.asarray(dequantize(cast(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
@@ -206,8 +206,8 @@ def test_sampling_parameters_map_over_one_prefix(lm: Any) -> None:
 
     key_N = jax.random.split(jax.random.key(0), 64)
     mapped = jax.vmap(jax.vmap(draw, (None, 0)), (0, None))(temperatures, key_N)
-    alone = [[int(draw(t, key)) for key in key_N[:4]] for t in temperatures]
-    assert mapped[:, :4].tolist() == alone
+    single = [[int(draw(t, key)) for key in key_N[:4]] for t in temperatures]
+    assert mapped[:, :4].tolist() == single
     assert len(set(mapped[0].tolist())) < len(set(mapped[2].tolist()))
 
 

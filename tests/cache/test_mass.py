@@ -1,4 +1,4 @@
-"""Attention mass, against the full attention matrices of transformers and against brute force."""
+"""Attention mass against transformers' attention matrices and brute force."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def attentions(twin: Twin, ids: np.ndarray) -> np.ndarray:
-    """transformers' eager attention, `[layers, B, N, T, S]`."""
+    """Return transformers' eager attention, `[layers, B, N, T, S]`."""
     with torch.no_grad():
         out = twin.torch_model(torch.tensor(ids), output_attentions=True)
     return np.stack([a.numpy() for a in out.attentions])
@@ -41,7 +41,7 @@ def test_mass_is_the_reduction_of_the_full_matrices(twin: Twin) -> None:
     close(out.attention_mass, by_layer)
     out = jaxllm.forward(model, params, None, ids, attention_mass=True)
     close(out.attention_mass, by_layer.sum(axis=0))
-    # Row by row of the matrix: what is in the cache and what is new, chunks and single tokens.
+    # By rows of the matrix: cached and new keys, in chunks and single tokens.
     cache = jaxllm.init_cache(model.config, 2, 14)
     _, cache, mass = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
     close(mass[:, :7], full[:, :, :, :7, :7].sum(axis=(0, 2, 3)))
@@ -81,8 +81,8 @@ def test_each_branch_has_its_own_mass_over_what_is_shared() -> None:
     for row, token in enumerate((5, 60)):
         text = np.append(tokens(1, 9), [[token]], axis=1)
         before = jaxllm.forward(model, params, None, text[:, :-1], attention_mass=True)
-        alone = jaxllm.forward(model, params, None, text, attention_mass=True).attention_mass[0]
-        theirs = np.asarray(alone) - np.pad(before.attention_mass[0], (0, 1))
+        single = jaxllm.forward(model, params, None, text, attention_mass=True).attention_mass[0]
+        theirs = np.asarray(single) - np.pad(before.attention_mass[0], (0, 1))
         close(np.asarray(out.attention_mass)[row, [*range(9), 28]], theirs, atol=1e-4)
 
 
@@ -161,7 +161,7 @@ def test_sinks_and_window_decode_for_ever_in_a_small_cache(renumber: bool) -> No
 
 def test_what_is_kept_is_counted_in_positions() -> None:
     cache = filled(random_model("llama"), tokens(2, 9))
-    mass_BS = jnp.pad(jnp.arange(9.0)[None], ((0, 1), (0, cache.slots - 9)))  # row 1: none at all
+    mass_BS = jnp.pad(jnp.arange(9.0)[None], ((0, 1), (0, cache.slots - 9)))  # row 1 has none
 
     def left(cache: jaxllm.KVCache) -> list[list[int]]:
         return [sorted(p for p in row if p >= 0) for row in np.asarray(cache.position_BS).tolist()]

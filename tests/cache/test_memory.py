@@ -1,4 +1,4 @@
-"""A state beside keys and values: a model that counts what it has read goes through every step."""
+"""Caches with a memory: a model that counts its tokens, through every operation."""
 
 import dataclasses
 from pathlib import Path
@@ -42,7 +42,7 @@ class CountingConfig(LlamaConfig):
 
 
 class Counting(Llama):
-    """Each token's logit grows by what the text has of it, this token included."""
+    """Add to each token's logit its count in the text so far, the current token included."""
 
     @nn.compact
     def __call__(self, token_BT: Any, position_BT: Any, *args: Any, **options: Any) -> Trace:
@@ -140,7 +140,7 @@ def test_what_was_read_cannot_be_unread(lm: Any) -> None:
     with pytest.raises(CacheMismatchError, match=r"sequences: .* memory"):
         read_positions(cache)
     mass_BS = np.ones((1, cache.slots), np.float32)
-    for name, culled in {
+    for name, operation in {
         "keep": lambda: keep(cache, cache.position_BS != 2),
         "drop_range": lambda: drop_range(cache, 1, 3),
         "sinks_and_window": lambda: sinks_and_window(cache, sinks=1, window=2),
@@ -148,7 +148,7 @@ def test_what_was_read_cannot_be_unread(lm: Any) -> None:
         "recompute": lambda: recompute(*lm, cache, 1, 3),
     }.items():
         with pytest.raises(CacheMismatchError, match=rf"{name}: .* memory"):
-            culled()
+            operation()
     assert (seen(compact(cache)) == counted(ids)).all()
     with pytest.raises(ConfigError, match="keep a memory"):
         jaxllm.beam_search(*lm, ids, num_beams=2, max_new_tokens=3)

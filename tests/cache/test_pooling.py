@@ -1,4 +1,4 @@
-"""Pooled slots against brute force in numpy: un-turn, average, turn to one position."""
+"""Pooled slots against brute force in NumPy: undo RoPE, average, rotate to one position."""
 
 import dataclasses
 import math
@@ -20,12 +20,12 @@ from tests.twins import random_model, tokens
 
 IDS = tokens(2, 17)
 RATIO, SINKS, RECENT = 3, 2, 4
-# Of 17 tokens 11 are old: three slots of three, two left over.
+# 11 of 17 tokens are old: three groups of three, and two left over.
 GROUPS = [[0], [1], [2, 3, 4], [5, 6, 7], [8, 9, 10], [11], [12], [13], [14], [15], [16]]
 
 
-def turned(x_KH: np.ndarray, by: float, theta: float) -> np.ndarray:
-    """Each pair (x[i], x[i + F]) turned by `by * theta^(-2i/H)`, in float64."""
+def rotated(x_KH: np.ndarray, by: float, theta: float) -> np.ndarray:
+    """Rotate each pair (x[i], x[i + F]) by `by * theta^(-2i/H)`, in float64."""
     H = x_KH.shape[-1]
     F = H // 2
     out = np.array(x_KH, np.float64)
@@ -37,8 +37,13 @@ def turned(x_KH: np.ndarray, by: float, theta: float) -> np.ndarray:
     return out
 
 
-def brute(cache: Any, groups: list[list[int]], weights: Any = None) -> tuple[np.ndarray, ...]:
-    """Keys and values of row 0, `[layers, groups, K, H]`: of a compact cache from position 0."""
+def brute_force_pool(
+    cache: Any, groups: list[list[int]], weights: Any = None
+) -> tuple[np.ndarray, ...]:
+    """Return keys and values of row 0, `[layers, groups, K, H]`.
+
+    The cache is compact and starts at position 0.
+    """
     theta = cache.config.rope.rope_theta
     ks, vs = [], []
     for layer in range(len(cache.tail.k)):
@@ -47,9 +52,9 @@ def brute(cache: Any, groups: list[list[int]], weights: Any = None) -> tuple[np.
         for group in groups:
             w = np.ones(len(group)) if weights is None else np.asarray(weights)[group]
             w = w / w.sum()
-            straight = [turned(k[p], -p, theta) for p in group]
+            unrotated = [rotated(k[p], -p, theta) for p in group]
             ks.append(
-                turned(sum(x * y for x, y in zip(straight, w, strict=True)), group[-1], theta)
+                rotated(sum(x * y for x, y in zip(unrotated, w, strict=True)), group[-1], theta)
             )
             vs.append(sum(v[p] * y for p, y in zip(group, w, strict=True)))
     shape = (len(cache.tail.k), len(groups), *ks[0].shape)
@@ -61,17 +66,17 @@ def values(cache: Any, count: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def made() -> Any:
+def filled_lm() -> Any:
     lm = lm_of(("llama", "float32"), num_hidden_layers=2)
     return lm, filled(lm, IDS)
 
 
-@pytest.mark.parametrize("by_use", [False, True])
-def test_neighbours_are_averaged_unturned(made: Any, by_use: bool) -> None:
-    _, cache = made
+@pytest.mark.parametrize("weighted", [False, True])
+def test_neighbours_are_averaged_unturned(filled_lm: Any, weighted: bool) -> None:
+    _, cache = filled_lm
     mass = np.random.default_rng(0).random((2, cache.slots)).astype(np.float32)
-    found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT, mass_BS=mass if by_use else None)
-    k, v = brute(cache, GROUPS, mass[0] if by_use else None)
+    found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT, mass_BS=mass if weighted else None)
+    k, v = brute_force_pool(cache, GROUPS, mass[0] if weighted else None)
     close(keys(found), k)
     close(values(found, len(GROUPS)), v)
     last = [g[-1] for g in GROUPS]
@@ -85,15 +90,15 @@ def test_neighbours_are_averaged_unturned(made: Any, by_use: bool) -> None:
     np.testing.assert_allclose(summed[1, :n], [mass[1, g].sum() for g in GROUPS], rtol=1e-6)
 
 
-def test_what_is_not_pooled_keeps_its_bits_and_nothing_is_pooled_twice(made: Any) -> None:
-    lm, cache = made
+def test_what_is_not_pooled_keeps_its_bits_and_nothing_is_pooled_twice(filled_lm: Any) -> None:
+    lm, cache = filled_lm
     before = entries(cache)
     found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT)
     after = entries(found)
-    alone = [g[0] for g in GROUPS if len(g) == 1]
-    assert all(after[row, p] == before[row, p] for row in (0, 1) for p in alone)
+    singles = [g[0] for g in GROUPS if len(g) == 1]
+    assert all(after[row, p] == before[row, p] for row in (0, 1) for p in singles)
     assert entries(pool(cache, ratio=1, sinks=0, recent=0)) == before
-    # 15 more slots that are old are needed for the next group: the two left over and one more.
+    # With one recent token less, the two left over and one more form the next group.
     again = pool(found, ratio=RATIO, sinks=SINKS, recent=RECENT - 1)
     now = entries(again)
     assert [p for row, p in sorted(now) if row == 0] == [0, 1, 4, 7, 10, 13, 14, 15, 16]
@@ -101,8 +106,8 @@ def test_what_is_not_pooled_keeps_its_bits_and_nothing_is_pooled_twice(made: Any
     close(peek(lm, found), peek(lm, compact(found, capacity=32)))
 
 
-def test_groups_do_not_reach_over_what_was_patched_or_culled(made: Any) -> None:
-    _, cache = made
+def test_groups_do_not_reach_over_what_was_patched_or_culled(filled_lm: Any) -> None:
+    _, cache = filled_lm
     first = pool(cache, ratio=3, sinks=7, recent=7)  # 7, 8, 9 as one slot, at position 9
     found = pool(first, ratio=3, sinks=0, recent=4)
     positions = np.asarray(found.position_BS)[0]
@@ -118,40 +123,40 @@ def test_int8_entries_are_rounded_once_more() -> None:
     lm = lm_of(("llama", "int8"), num_hidden_layers=1)
     cache = filled(lm, IDS)
     found = pool(cache, ratio=RATIO, sinks=SINKS, recent=RECENT)
-    k, v = brute(cache, GROUPS)
+    k, v = brute_force_pool(cache, GROUPS)
     for ours, exact in ((keys(found), k), (values(found, len(GROUPS)), v)):
         step = np.abs(exact).max(axis=-1, keepdims=True) / 127
         assert (np.abs(ours - exact) <= step * 0.51).all()
     assert found.dtype == "int8"
 
 
-def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(made: Any) -> None:
-    (model, params), cache = made
+def test_the_policy_keeps_sinks_pooled_slots_and_recent_tokens(filled_lm: Any) -> None:
+    (model, params), cache = filled_lm
     policy = PoolOlder(ratio=3, sinks=2, pooled_slots=2, recent=4)
     assert policy.max_kept(24) == 10
     context = Context.empty(np.zeros(2, np.uint32), 2)
     mass = np.random.default_rng(0).random((2, cache.slots)).astype(np.float32)
     found, none = policy(OverflowState(model, params, cache, context, None))
     assert none is None
-    left = [[0], [1], *GROUPS[3:]]  # the oldest slot of three went
-    k, v = brute(cache, left)
+    left = [[0], [1], *GROUPS[3:]]  # the oldest pooled slot is dropped
+    k, v = brute_force_pool(cache, left)
     theta = cache.config.rope.rope_theta
     for layer in range(2):
         for i, group in enumerate(left):
-            k[layer, i] = turned(k[layer, i], i - group[-1], theta)
+            k[layer, i] = rotated(k[layer, i], i - group[-1], theta)
     close(keys(found), k)
     close(values(found, len(left)), v)
     assert found.next_position_B.tolist() == [len(left)] * 2
-    # The wave of use goes along: what slots have received is what their tokens have.
-    by_use = PoolByAttention(ratio=3, sinks=2, pooled_slots=2, recent=4)
-    _, total = by_use(OverflowState(model, params, cache, context, mass))
+    # The mass is carried along: a slot has the sum of its tokens.
+    weighted = PoolByAttention(ratio=3, sinks=2, pooled_slots=2, recent=4)
+    _, total = weighted(OverflowState(model, params, cache, context, mass))
     assert total is not None
     expected = [mass[1, g].sum() for g in left]
     np.testing.assert_allclose(total[1, : len(left)], expected, rtol=1e-6)
 
 
-def test_generation_goes_on_beyond_the_cache(made: Any) -> None:
-    model, params = made[0]
+def test_generation_goes_on_beyond_the_cache(filled_lm: Any) -> None:
+    model, params = filled_lm[0]
     for policy in (PoolOlder(), PoolByAttention()):
         cache = jaxllm.init_cache(model.config, 2, 24)
         given = {"max_new_tokens": 40, "overflow": policy, "cache": cache}
@@ -161,8 +166,8 @@ def test_generation_goes_on_beyond_the_cache(made: Any) -> None:
         assert [s.token_BT[0, 0] for s in steps] == result.token_BT[0].tolist()
 
 
-def test_what_cannot_be_pooled_is_refused_by_name(made: Any) -> None:
-    _, cache = made
+def test_what_cannot_be_pooled_is_refused_by_name(filled_lm: Any) -> None:
+    _, cache = filled_lm
     with pytest.raises(CapacityError, match="ratio must be a whole number from 1"):
         pool(cache, ratio=0, sinks=0, recent=0)
     with pytest.raises(CacheMismatchError, match="attention mass has"):

@@ -1,4 +1,4 @@
-"""Branches and merged rows: each against a run of its own text alone."""
+"""Branches, selected and merged rows, each against a separate run of its text."""
 
 from typing import Any
 
@@ -85,8 +85,8 @@ def test_generation_goes_on_from_a_fork(lm: Any) -> None:
     result = jaxllm.generate(model, params, [[1], [2]], max_new_tokens=8, cache=forks)
     for row, token in enumerate((1, 2)):
         text = np.append(prefix, [[token]], axis=1)
-        alone = jaxllm.generate(model, params, text, max_new_tokens=8)
-        assert result.token_BT[row].tolist() == alone.token_BT[0].tolist()
+        separate = jaxllm.generate(model, params, text, max_new_tokens=8)
+        assert result.token_BT[row].tolist() == separate.token_BT[0].tolist()
 
 
 def test_rows_are_selected_as_beams_need_it(lm: Any) -> None:
@@ -111,7 +111,7 @@ def test_merged_rows_keep_their_texts_and_their_room(lm: Any) -> None:
     short, long = filled(lm, tokens(1, 4)), filled(lm, tokens(2, 9, seed=1), capacity=12)
     both = merge_rows([short, long])
     assert both.length_B.tolist() == [4, 9, 9]
-    assert both.capacity - int(both.cursor) == 20  # as much as `num_shortened` had
+    assert both.capacity - int(both.cursor) == 20  # as many free slots as `short` has
     _, both = jaxllm.decode_step(model, params, both, np.array([1, 2, 3]))
     close(peek(lm, both)[0], fresh(lm, [*tokens(1, 4)[0], 1]))
     close(peek(lm, both)[2], fresh(lm, [*tokens(2, 9, seed=1)[1], 3]))

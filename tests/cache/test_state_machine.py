@@ -1,7 +1,7 @@
-"""Random sequences of operations against a plain list that is recomputed from the start each time.
+"""Random sequences of cache operations against a list that is recomputed from scratch each time.
 
-The list has an entry for every token ever run: its id, its position, and which entries it could
-see when it ran. transformers computes a text with exactly these visibilities from scratch.
+The list has an entry for every token ever run: its id, its position, and the entries it attended
+to. transformers computes the text with exactly this attention mask.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ CAPACITY, TAIL, PROBE = 24, 8, 7
 
 @dataclasses.dataclass
 class Text:
-    """One row: everything that ever ran, and which of it the cache still holds, by position."""
+    """One row: every token that ever ran, and the entries still in the cache, by position."""
 
     ran: list[tuple[int, int, frozenset[int]]] = dataclasses.field(default_factory=list)
     held: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ class Text:
         return [self.ran[self.held[p]][0] for p in sorted(self.held)]
 
     def logits(self, twin: Twin) -> np.ndarray:
-        """What transformers says after the probe token."""
+        """Return transformers' logits after the probe token."""
         probed = self.copy()
         probed.run(PROBE, self.next_position)
         n = len(probed.ran)
@@ -73,7 +73,7 @@ def twin() -> Twin:
     return load_twin(directory)
 
 
-def several(draw: Any, n: int, low: int, high: int) -> list[int]:
+def draw_integers(draw: Any, n: int, low: int, high: int) -> list[int]:
     return draw.draw(st.lists(st.integers(low, high), min_size=n, max_size=n))
 
 
@@ -91,8 +91,8 @@ class Cache(RuleBasedStateMachine):
 
     @rule(draw=st.data())
     def prefill(self, draw: Any) -> None:
-        lengths = several(draw, self.rows, 1, 4)
-        ids = np.array([several(draw, 4, 0, VOCAB - 1) for _ in range(self.rows)])
+        lengths = draw_integers(draw, self.rows, 1, 4)
+        ids = np.array([draw_integers(draw, 4, 0, VOCAB - 1) for _ in range(self.rows)])
         arguments = (self.model, self.params, self.cache, ids)
         if int(self.cache.cursor) + max(lengths) > self.cache.capacity:
             with pytest.raises(CapacityError):
@@ -107,7 +107,7 @@ class Cache(RuleBasedStateMachine):
     def decode(self, draw: Any) -> None:
         if int(self.cache.cursor) == self.cache.capacity:
             return
-        token_B = several(draw, self.rows, 0, VOCAB - 1)
+        token_B = draw_integers(draw, self.rows, 0, VOCAB - 1)
         out = jaxllm.forward(self.model, self.params, self.cache, np.array(token_B)[:, None])
         self.cache = jaxllm.commit(self.cache, out.delta)
         for text, token in zip(self.texts, token_B, strict=True):
@@ -139,13 +139,13 @@ class Cache(RuleBasedStateMachine):
     def keep(self, draw: Any) -> None:
         mask = np.ones((self.rows, self.cache.slots), bool)
         for row, text in enumerate(self.texts):
-            gone = draw.draw(
+            removed = draw.draw(
                 st.sets(st.sampled_from(sorted(text.held)), max_size=3)
                 if text.held
                 else st.just(set())
             )
-            mask[row] = ~np.isin(np.asarray(self.cache.position_BS)[row], sorted(gone))
-            text.held = {p: entry for p, entry in text.held.items() if p not in gone}
+            mask[row] = ~np.isin(np.asarray(self.cache.position_BS)[row], sorted(removed))
+            text.held = {p: entry for p, entry in text.held.items() if p not in removed}
         self.cache = ops.keep(self.cache, mask)
 
     @rule()
@@ -154,7 +154,7 @@ class Cache(RuleBasedStateMachine):
 
     @rule(draw=st.data())
     def patch(self, draw: Any) -> None:
-        """Run three positions again; where tokens before them went, this forgets them."""
+        """Recompute three positions, now without the tokens removed before them."""
         start = draw.draw(st.integers(0, max(0, min(t.next_position for t in self.texts) - 3)))
         self.cache = jaxllm.recompute(self.model, self.params, self.cache, start, start + 3)
         for text in self.texts:
@@ -170,7 +170,7 @@ class Cache(RuleBasedStateMachine):
             self.cache = ops.load_cache(path, self.model, self.params)
 
     @invariant()
-    def it_is_the_cache_of_its_texts(self) -> None:
+    def cache_equals_its_texts(self) -> None:
         assert self.cache.batch == self.rows
         assert self.cache.next_position_B.tolist() == [t.next_position for t in self.texts]
         ids = np.full((self.rows, 1), PROBE)

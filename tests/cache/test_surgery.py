@@ -1,4 +1,4 @@
-"""Time travel, cuts, moves and patches: each against a fresh run of the text it stands for."""
+"""Rewinding, dropping, shifting and patching, each against a fresh run of the resulting text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def llama(request: pytest.FixtureRequest) -> Any:
 
 
 def forked(lm: Any) -> KVCache:
-    """Two rows that share positions 0 to 8 and have 9 and 10 of their own."""
+    """Return two rows that share positions 0 to 8 and differ at 9 and 10."""
     model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=8)
     return jaxllm.prefill(model, params, forks, tokens(2, 2, seed=3))[1]
@@ -199,8 +199,8 @@ def test_a_part_that_moves_equals_brute_force(llama: Any) -> None:
 def test_a_uniform_shift_leaves_shared_keys_shared(llama: Any) -> None:
     moved = shift(rewind(forked(llama), to=[5, 11]), 7, start=2)
     assert jax.tree.leaves(moved.frozen[0].k)[0].shape[0] == 1
-    alone = shift(branch(forked(llama), 1), 7, start=2)
-    close(peek(llama, moved)[1], peek(llama, alone)[0])
+    single = shift(branch(forked(llama), 1), 7, start=2)
+    close(peek(llama, moved)[1], peek(llama, single)[0])
 
 
 def test_closed_gaps_are_a_text_again() -> None:
@@ -220,11 +220,11 @@ def test_a_patch_replaces_what_was_broken(lm: Any) -> None:
     out = jaxllm.forward(
         model, params, rewind(cache, to=3), tokens(2, 9)[:, 3:5], positions_BT=[[3, 4], [3, 4]]
     )
-    mended = patch(broken, at, out.delta)
+    repaired = patch(broken, at, out.delta)
     assert not np.allclose(peek(lm, broken), peek(lm, cache), atol=1e-3)
-    close(peek(lm, mended), peek(lm, cache))
-    assert mended.tokens(1) == cache.tokens(1)
-    assert np.asarray(mended.patched_BS).nonzero()[1].tolist() == [3, 4, 3, 4]
+    close(peek(lm, repaired), peek(lm, cache))
+    assert repaired.tokens(1) == cache.tokens(1)
+    assert np.asarray(repaired.patched_BS).nonzero()[1].tolist() == [3, 4, 3, 4]
 
 
 def test_a_patch_in_one_row_of_what_is_shared_is_seen_by_that_row_alone(lm: Any) -> None:
@@ -245,8 +245,8 @@ def patched_at_3(lm: Any, cache: KVCache) -> KVCache:
     return patch(cache, find_slots(cache, np.full((2, 1), 3)), out.delta)
 
 
-# What an operation does with (row, position): the (row, position) it has afterwards, or None where
-# it is gone or changed. Every entry that has a place must have kept every bit.
+# Maps a (row, position) before an operation to that after it, or to None if the entry is removed or
+# changed. Every mapped entry must keep every bit.
 Place = Callable[[int, int], tuple[int, int] | None]
 OPERATIONS: dict[str, tuple[Callable[[Any, KVCache], KVCache], Place]] = {
     "rewind": (
@@ -297,7 +297,7 @@ def test_untouched_entries_keep_every_bit(lm: Any, name: str) -> None:
     assert len(stayed) >= 4
     for key, to in stayed.items():
         assert after[to] == before[key], f"{key} -> {to}"
-    assert entries(cache) == before  # and the argument is what it was
+    assert entries(cache) == before  # and the argument is unchanged
 
 
 @pytest.mark.full
@@ -312,7 +312,7 @@ def test_every_operation_runs_under_jit(name: str) -> None:
     for row in range(plain.batch):
         assert traced.tokens(row) == plain.tokens(row)
     for ours, theirs in zip(jax.tree.leaves(traced), jax.tree.leaves(plain), strict=True):
-        close(ours, theirs)  # what is rounded to int8 may fall to either side
+        close(ours, theirs)  # int8 rounding may differ at ties
 
 
 def test_operations_map_over_a_stack_of_caches(lm: Any) -> None:
@@ -364,7 +364,7 @@ def test_dynamic_rope_is_not_movable() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "operation",
     [
         lambda c: rewind(c, 2.5),
         lambda c: rewind(c, to=[1.0, 2.0]),
@@ -380,7 +380,7 @@ def test_dynamic_rope_is_not_movable() -> None:
         lambda c: compact(c, capacity=-1),
     ],
 )  # fmt: skip
-def test_what_is_no_whole_number_is_refused_by_name(asked: Callable[[KVCache], Any]) -> None:
+def test_what_is_no_whole_number_is_refused_by_name(operation: Callable[[KVCache], Any]) -> None:
     cache = filled(lm_of(("llama", "float32")), tokens(2, 5))
     with pytest.raises((TokenError, CapacityError), match=r"whole number|integers|32 bits"):
-        asked(cache)
+        operation(cache)

@@ -1,4 +1,4 @@
-"""A sliding window is the last w keys, self included: Mistral in transformers, cache or not."""
+"""A sliding window is the last w keys, including the token's own, with a cache or without."""
 
 from pathlib import Path
 

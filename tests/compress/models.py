@@ -1,4 +1,4 @@
-"""Tiny models to compress, with every tensor random, a step to do it with, how two compare."""
+"""Tiny random models to compress, a test step, and exact comparison of parameters."""
 
 import dataclasses
 from pathlib import Path
@@ -17,25 +17,25 @@ from tests.twins import random_model
 
 
 def tiny(family: str, precision: Precision | None = None, **changes: Any) -> LM:
-    """Two layers, no tokenizer, no files."""
+    """Return a model with two layers, without tokenizer or files."""
     model, params = random_model(family, precision=precision, **changes)
     params = params if precision is None else cast(params, precision)
     return LM(model.config, model, params, None, {}, Path("tiny"))
 
 
-class Whole(WeightBase, struct.PyTreeNode):
-    """A weight composed of one other, of which it has all."""
+class WrappedWeight(WeightBase, struct.PyTreeNode):
+    """A composite weight that consists of one other weight."""
 
     is_composite = True
-    whole: Any
+    inner: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.whole.shape)
+        return tuple(self.inner.shape)
 
 
 def halve(subject: ModelState, argument: str, options: Any, work: StepContext) -> ModelState:
-    """Halves each layer by itself and asks the journal first, as steps do."""
+    """Halve each layer separately, reusing the journal's layers, as real steps do."""
     assert work.calibration is not None
     params = dict(subject.params)
     for name in [name for name in params if name.startswith("layers.")]:
@@ -48,7 +48,7 @@ def halve(subject: ModelState, argument: str, options: Any, work: StepContext) -
 
 
 def same(ours: Any, theirs: Any) -> None:
-    """The same leaves, bit for bit."""
+    """Assert that two trees have equal leaves, bit for bit."""
     mine, others = dict(flatten(ours)), dict(flatten(theirs))
     assert mine.keys() == others.keys()
     for path, leaf in mine.items():

@@ -1,4 +1,4 @@
-"""Calibration rows are the tokens of the text, cut as the papers' code cuts them."""
+"""Calibration rows are chunks of the tokenized text, as in the papers' code."""
 
 import json
 from pathlib import Path
@@ -42,14 +42,14 @@ def story(lines: int, seed: int = 0) -> str:
     return "".join(" ".join(rng.permutation(SENTENCE.split())) + ".\n" for _ in range(lines))
 
 
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces so small that a page of text has several."""
+def use_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make pieces so small that a page of text has several."""
     monkeypatch.setattr(chunking, "MAX_PIECE_BYTES", 2048)
     monkeypatch.setattr(chunking, "MIN_PIECE_BYTES", 512)
 
 
-def starts(row: np.ndarray, text: list[int]) -> list[int]:
-    """Where a row stands in a text."""
+def find_row(row: np.ndarray, text: list[int]) -> list[int]:
+    """Return the positions of a row in a text."""
     windows = np.lib.stride_tricks.sliding_window_view(np.array(text), len(row))
     return np.flatnonzero((windows == row).all(axis=1)).tolist()
 
@@ -87,7 +87,7 @@ def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
     assert (made.digest, made.token_NT.tolist()) == (again.digest, again.token_NT.tolist())
     assert made.digest != other.digest
     assert len({tuple(row) for row in made.token_NT.tolist()}) == 12
-    assert all(starts(row, ids) for row in made.token_NT)
+    assert all(find_row(row, ids) for row in made.token_NT)
 
 
 def test_drawn_rows_begin_everywhere_alike(tokenizer: Tokenizer) -> None:
@@ -109,7 +109,7 @@ def test_a_long_text_is_encoded_in_pieces(
     text, encoded = story(200, seed=3), []
     (tmp_path / "story.txt").write_text(text, encoding="utf-8")
     ids = tokenizer.encode(text)
-    small(monkeypatch)
+    use_small_pieces(monkeypatch)
 
     class Counting:
         bos_id = None
@@ -121,7 +121,7 @@ def test_a_long_text_is_encoded_in_pieces(
     counting: Any = Counting()
     made = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30, rows=2))
     assert made.token_NT.ravel().tolist() == ids[:60]
-    assert len("".join(encoded)) <= 2048  # not the whole
+    assert len("".join(encoded)) <= 2048  # only part of the text
     encoded.clear()
     every = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30))
     assert "".join(encoded) == text
@@ -141,7 +141,7 @@ def test_pieces_end_with_lines_words_or_characters(monkeypatch: pytest.MonkeyPat
         def encode(self, piece: str) -> list[int]:
             return list(piece.encode())
 
-    small(monkeypatch)
+    use_small_pieces(monkeypatch)
     for text in (
         "é" * 3000,
         "\ufeff" + "word " * 2000,
@@ -155,7 +155,7 @@ def test_pieces_end_with_lines_words_or_characters(monkeypatch: pytest.MonkeyPat
 
 
 WIKI = " \n = Robert = \n \n Robert is an <unk> actor . \n He was \n \n\n = End = \n"
-# As the hub's parquet has them: a row a line with its newline, "" for a blank one.
+# As in the Hub's Parquet: one row per line with its newline, "" for a blank line.
 WIKI_ROWS = ["", " = Robert = \n", "", " Robert is an <unk> actor . \n", " He was \n", "", "",
              " = End = \n"]  # fmt: skip
 
@@ -198,7 +198,7 @@ def test_a_calibration_is_known_by_its_rows() -> None:
         made.token_NT[0, 0] = 9
     given = np.array([[1, 2]], np.int32)
     assert from_tokens(given).token_NT is not given
-    given[0, 0] = 5  # the caller's array stays the caller's
+    given[0, 0] = 5  # the caller's array was copied
 
 
 def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
@@ -217,8 +217,8 @@ def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
     logits_NTV = jaxllm.forward(lm.model, lm.params, None, each[:, :-1]).logits
     np.testing.assert_array_equal(logits_NTV[3].argmax(-1), greedy.token_NT[0, 1:])
     logprob_NTV = np.asarray(jax.nn.log_softmax(logits_NTV))
-    said_NT = np.take_along_axis(logprob_NTV, each[:, 1:, None], axis=2)
-    assert np.exp(said_NT[:3].mean()) > 10 / lm.config.vocab_size  # no noise
+    token_logprob_NT = np.take_along_axis(logprob_NTV, each[:, 1:, None], axis=2)
+    assert np.exp(token_logprob_NT[:3].mean()) > 10 / lm.config.vocab_size  # likely under the model
     with pytest.raises(CapacityError, match="got 5000 tokens"):
         from_samples(lm.model, lm.params, width=5000, **common)
     with pytest.raises(TokenError, match="begin-of-text"):
@@ -268,7 +268,7 @@ def test_a_text_of_pieces_that_is_shorter_than_a_row_is_refused_with_its_length(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = story(60)
-    small(monkeypatch)
+    use_small_pieces(monkeypatch)
     with pytest.raises(TokenError, match=r"got 1,\d\d\d tokens, one row of 9,000"):
         from_texts(text, tokenizer, ChunkSpec(width=9000, rows=2, seed=0))
 

@@ -1,4 +1,4 @@
-"""Cutting a group's range: against trying every range by itself."""
+"""Weight clipping against trying every range of each group."""
 
 from pathlib import Path
 

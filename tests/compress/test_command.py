@@ -1,4 +1,4 @@
-"""`jaxllm compress`, as a newcomer uses it."""
+"""The `jaxllm compress` command."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def calibrated(subject: ModelState, argument: str, options: Any, work: Any) -> M
 
 @pytest.fixture
 def halving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that wants calibration."""
+    """Register a step that needs calibration data."""
     SEEN.clear()
     step = Step("scale", "halve", calibrated, "half of it")
     monkeypatch.setattr(registry, "STEPS", (*registry.STEPS, step))
@@ -58,10 +58,10 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
     recipe.write_text("quantize: rtn int8  # first\nquantize: rtn int4-g32 on=layers\n")
     arguments = ("compress", "demo:llama", out, "--recipe", recipe, "--text", f"@{text}")
     arguments = (*arguments, "--window", 64, "--limit", 2)
-    status, said, err = run(*arguments, "--report", report, "--plot", plot, "--no-speed")
+    status, stdout, err = run(*arguments, "--report", report, "--plot", plot, "--no-speed")
     assert status == 0, err
     lines = ["quantize: rtn int8", "quantize: rtn int4-g32 on=layers"]
-    names = [line.split("  ")[0] for line in said.splitlines()]
+    names = [line.split("  ")[0] for line in stdout.splitlines()]
     assert names == ["step", "original", *lines]
     assert "1 of 2: quantize: rtn int8: MB " in err
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -77,22 +77,22 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
     same(made.params, compress(jaxllm.load("demo:llama"), lines).params)
     assert list(tmp_path.glob("*.parts")) == []
 
-    _, said, _ = run("info", out)
-    assert "quantize: rtn int4-g32 on=layers\n" in said
+    _, stdout, _ = run("info", out)
+    assert "quantize: rtn int4-g32 on=layers\n" in stdout
     assert json.loads(run("info", out, "--json")[1])["recipe"] == lines
     status, _, err = run(*arguments)
     assert (status, f"{out} already holds a checkpoint" in err) == (1, True)
     again = ("compress", out, tmp_path / "again", "--step", lines[0], "--no-speed")
     status, _, err = run(*again)
     assert (status, "was already applied to this model: --again" in err) == (1, True)
-    status, said, err = run(*again, "--again", "--json")
+    status, stdout, err = run(*again, "--again", "--json")
     assert status == 0
     assert "quality is not measured: give --eval FILE" in err
-    assert json.loads(said)["recipe"] == [*lines, lines[0]]
+    assert json.loads(stdout)["recipe"] == [*lines, lines[0]]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "give either --recipe FILE or --step"),
         (("--step", "quantize: rtn int8", "--recipe", "x"), "give either"),
@@ -115,13 +115,13 @@ def test_what_cannot_work_is_one_line_before_the_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("it")
     status, out, err = run("compress", "demo:llama", "out", *arguments)
     assert (status, out) == (1, "")
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1, err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["short.txt", "story.txt"]
     assert SEEN == []
@@ -151,16 +151,16 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
 
     with monkeypatch.context() as patched:
         patched.setattr(jaxllm.LM, "save", full)
-        status, said, err = run("compress", "demo:llama", out, *arguments)
-    assert (status, said) == (1, "")
+        status, stdout, err = run("compress", "demo:llama", out, *arguments)
+    assert (status, stdout) == (1, "")
     parts = tmp_path / "out.parts"
     assert f"No space left on device; finished work is in {parts}" in err
     assert not out.exists()
     kept = {path.name for path in parts.glob("*.part")}
     assert kept == {"1.whole.part", *(f"{step}.row.numbers.part" for step in "012")}
     with monkeypatch.context() as patched:
-        patched.setattr(StepEvaluator, "measure", None)  # all of it is known
-        status, said, err = run("compress", "demo:llama", out, *arguments, "--report", report)
+        patched.setattr(StepEvaluator, "measure", None)  # every row is in the journal
+        status, stdout, err = run("compress", "demo:llama", out, *arguments, "--report", report)
     assert status == 0, err
     assert len(SEEN) == 1
     rows = json.loads(report.read_text())["rows"]
@@ -229,21 +229,21 @@ def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
 
 
 def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
 
-    def say(model: Any, params: Any, **options: Any) -> Calibration:
-        asked.update(options)
+    def fake_samples(model: Any, params: Any, **options: Any) -> Calibration:
+        passed.update(options)
         return from_tokens(np.ones((options["rows"], options["width"]), np.int32))
 
-    monkeypatch.setattr(calibration, "from_samples", say)
+    monkeypatch.setattr(calibration, "from_samples", fake_samples)
     lm = jaxllm.load("demo:llama")
     assert lm.tokenizer is not None
     source = CalibrationSource(None, 2, 9, None, 1)
     assert calibrate(lm, source, None).token_NT.shape == (2, 512)
-    assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}
+    assert passed == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}
     assert sample_eval_rows(lm, source, 40) == [[1] * 511] * 2
-    assert asked.pop("seed") not in (1, None)
-    assert asked == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512}
+    assert passed.pop("seed") not in (1, None)
+    assert passed == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512}
     assert len(sample_eval_rows(lm, source, 1)) == 1
 
 
@@ -251,9 +251,9 @@ def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_are_measured_on_other_samples(run: Run, tmp_path: Path) -> None:
     command = ("compress", "demo:llama", tmp_path / "out", "--step", "scale: halve", "--no-speed")
     plot = tmp_path / "costs.png"
-    status, said, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)
+    status, stdout, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)
     assert status == 0, err
-    found = json.loads(said)
+    found = json.loads(stdout)
     original, halved = found["rows"]
     assert original["kl"] == 0 < halved["kl"]
     assert plot.exists()
@@ -261,7 +261,7 @@ def test_samples_are_measured_on_other_samples(run: Run, tmp_path: Path) -> None
     assert found["evaluation"]["text_tokens"] == 3 * 8  # with the begin-of-text token
     lm, rows = jaxllm.load("demo:llama"), SEEN[0].token_NT
     assert lm.tokenizer is not None
-    # Measured by hand on rows of another seed, none of which the step has seen.
+    # Recomputed on rows of another seed, none of which the step has used.
     other = sample_eval_rows(lm, CalibrationSource(None, 3, 128, 8, 0), 40)
     assert not any((rows[:, :-1] == row).all(axis=1).any() for row in other)
     ids = np.array([[lm.tokenizer.bos_id, *row] for row in other], np.int32)

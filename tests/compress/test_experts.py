@@ -1,4 +1,4 @@
-"""Mixtures of experts in the rooms that make models smaller: what works, and what is refused."""
+"""Compression of mixtures of experts: supported methods and refusals."""
 
 import dataclasses
 from typing import Any
@@ -107,12 +107,12 @@ def test_layers_of_two_forms_are_cut_by_their_form() -> None:
     assert set(params["layers.0"]["mlp"]) == {"gate", "experts"}
 
 
-UNUSED = (5, 6)  # experts that no token runs: of equal scores the first are taken
+UNUSED = (5, 6)  # experts without tokens: ties go to the first experts
 
 
 @pytest.fixture(scope="module")
 def mixed() -> LM:
-    """Two layers, the first without experts; of the second's seven a token runs three."""
+    """A dense layer, then one with seven experts, of which each token uses three."""
     lm = tiny("qwen3_moe")
     path = "layers.1.mlp.gate.weight"
 
@@ -122,8 +122,8 @@ def mixed() -> LM:
     return dataclasses.replace(lm, params=map_leaves(change, lm.params))
 
 
-def _seen(lm: LM, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What comes into the second layer's mixture, and which experts each token runs, by numpy."""
+def _routed_inputs(lm: LM, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the second layer's MoE inputs and each token's experts, chosen in NumPy."""
     at = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
     length = np.full(len(rows), rows.shape[1], np.int32)
     trace: Any = lm.model.apply({"params": lm.params}, rows, at, length)
@@ -136,23 +136,23 @@ def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-def _change(x_RI: np.ndarray, weight: Any, leaf: Any) -> float:
-    """The sum of squares of what becomes of the outputs."""
+def _output_error(x_RI: np.ndarray, weight: Any, leaf: Any) -> float:
+    """Return the sum of squared changes of the outputs."""
     return float(((np.asarray(weight - to_dense(leaf)) @ x_RI.T) ** 2).sum())
 
 
 def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM) -> None:
-    rows, said, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
+    rows, messages, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
     made = compress(
         mixed, [r"quantize: gptq int4 on=layers\.1\.mlp\..*"],
-        calibration=Calibration(rows, {"from": "random"}), log=said.append,
+        calibration=Calibration(rows, {"from": "random"}), log=messages.append,
     )  # fmt: skip
-    assert [line for line in said if "experts 5, 6" in line]
+    assert [line for line in messages if "experts 5, 6" in line]
     before, after = leaves(mixed), leaves(made)
     names = [f"layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")]
     assert {weight_format(after[name]) for name in names} == {"int4-g64"}
     assert after["layers.1.mlp.gate.weight"] is before["layers.1.mlp.gate.weight"]
-    x_RD, expert_Rk = _seen(mixed, rows)
+    x_RD, expert_Rk = _routed_inputs(mixed, rows)
     for expert in range(7):
         mine = x_RD[(expert_Rk == expert).any(axis=1)]
         assert (len(mine) == 0) == (expert in UNUSED)
@@ -165,13 +165,13 @@ def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM)
             if expert in UNUSED:
                 np.testing.assert_array_equal(to_dense(one[name]), to_dense(plain))
                 continue
-            # What GPTQ makes of the matrix with these inputs, which are summed here.
+            # GPTQ with the Hessian of these inputs.
             by = column_solver.factor_hessian(
                 inputs.T.astype(np.float64) @ inputs, float(len(inputs))
             )
-            alone = column_solver.solve_columns(weight, by, target=to)
-            assert float(jnp.isclose(to_dense(one[name]), alone.value_OI).mean()) > 0.98, name
-            assert _change(inputs, weight, one[name]) < _change(inputs, weight, plain)
+            separate = column_solver.solve_columns(weight, by, target=to)
+            assert float(jnp.isclose(to_dense(one[name]), separate.value_OI).mean()) > 0.98, name
+            assert _output_error(inputs, weight, one[name]) < _output_error(inputs, weight, plain)
 
 
 def test_layers_without_experts_are_not_passed_over(mixed: LM) -> None:

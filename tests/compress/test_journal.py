@@ -1,4 +1,4 @@
-"""What is finished survives an interrupt, and what is not what was written is not believed."""
+"""Finished work survives an interruption; damaged or foreign parts are recomputed."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ FORMATS = ("float32", "bfloat16", "float16", "bf16-packed", "int8", "int8-g32-f1
 
 @pytest.fixture
 def params() -> Params:
-    """Of leaves of every kind, under names with dots and without."""
+    """Leaves of every format, under names with and without dots."""
     rng = np.random.default_rng(0)
     w_OI = jnp.asarray(rng.standard_normal((12, 40)), jnp.bfloat16)
     made = {name: as_format(w_OI, name) for name in FORMATS}
@@ -35,14 +35,14 @@ def params() -> Params:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def messages() -> list[str]:
     return []
 
 
 @pytest.fixture
-def journal(tmp_path: Path, said: list[str]) -> Journal:
+def journal(tmp_path: Path, messages: list[str]) -> Journal:
     (tmp_path / "parts").mkdir()
-    return Journal(tmp_path / "parts", "ours", log=said.append)
+    return Journal(tmp_path / "parts", "ours", log=messages.append)
 
 
 def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Params) -> None:
@@ -59,7 +59,7 @@ def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
     first, second = journal.child("1", "a"), journal.child("2", "a", "b")
     first.put("0", params)
     assert second.get("0") is None
-    assert journal.child("1", "b").get("0") is None  # what it depends on is another
+    assert journal.child("1", "b").get("0") is None  # other dependencies
     assert journal.child("1", "a").get("0") is not None
     second.put("0", params)
     second.put("row", {})
@@ -81,7 +81,7 @@ def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
 def test_a_damaged_part_is_made_again(
     journal: Journal,
     params: Params,
-    said: list[str],
+    messages: list[str],
     damage: Callable[[bytes], bytes],
     reason: str,
 ) -> None:
@@ -91,17 +91,17 @@ def test_a_damaged_part_is_made_again(
     path.write_bytes(damage(before))
     assert path.read_bytes() != before
     assert journal.get("0") is None
-    assert reason in said[0]
-    assert str(path) in said[0]
-    assert said[0].endswith(": computing it again")
+    assert reason in messages[0]
+    assert str(path) in messages[0]
+    assert messages[0].endswith(": computing it again")
 
 
 def test_a_part_of_another_run_is_made_again(
-    journal: Journal, params: Params, said: list[str]
+    journal: Journal, params: Params, messages: list[str]
 ) -> None:
     journal.put("0", params)
     assert dataclasses.replace(journal, digest="theirs").get("0") is None
-    assert "written for another model, recipe or calibration: computing it" in said[0]
+    assert "written for another model, recipe or calibration: computing it" in messages[0]
 
 
 def test_nowhere_keeps_nothing(params: Params) -> None:
@@ -133,11 +133,13 @@ def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
 
 
 class Killed(BaseException):
-    """As an interrupt: nobody catches it."""
+    """An interrupt that no handler catches."""
 
 
-def fewer(subject: ModelState, argument: str, options: Any, work: StepContext) -> ModelState:
-    """Drops the last layer: another configuration, of which the journal has to keep track."""
+def drop_last_layer(
+    subject: ModelState, argument: str, options: Any, work: StepContext
+) -> ModelState:
+    """Drop the last layer, so that the journal has to store another configuration."""
     count = subject.config.num_hidden_layers - 1
     config = dataclasses.replace(subject.config, num_hidden_layers=count)
     params = {name: x for name, x in subject.params.items() if name != f"layers.{count}"}
@@ -146,8 +148,8 @@ def fewer(subject: ModelState, argument: str, options: Any, work: StepContext) -
 
 TABLE = (
     Step("scale", "halve", halve, "half"),
-    Step("drop", "last", fewer, "a layer less"),
-    Step("drop", "quickly", fewer, "a layer less", needs_calibration=False),
+    Step("drop", "last", drop_last_layer, "a layer less"),
+    Step("drop", "quickly", drop_last_layer, "a layer less", needs_calibration=False),
 )
 LINES = ["scale: halve", "drop: last", "drop: quickly", "scale: halve"]
 CALIBRATION = from_tokens(np.arange(8).reshape(2, 4))
@@ -157,10 +159,10 @@ def recipe() -> Recipe:
     return parse_lines(LINES, TABLE)
 
 
-def result(
+def compress_and_save(
     lm: LM, directory: Path, parts: Path | None, calibration: Calibration = CALIBRATION
 ) -> list[str]:
-    """Write what the recipe makes of a model; says which layers it had to make."""
+    """Compress and save a model; return the layers that had to be computed."""
     done: list[str] = []
     journal = Journal() if parts is None else make_journal(lm, calibration, parts, done.append)
     subject = initial_state(lm)
@@ -180,7 +182,7 @@ def lm() -> LM:
 @pytest.fixture(scope="module")
 def uninterrupted(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole") / "out"
-    made = result(lm, directory, None)
+    made = compress_and_save(lm, directory, None)
     assert made == ["layers.0", "layers.1", "layers.2", "layers.3", "layers.0", "layers.1"]
     return directory
 
@@ -210,15 +212,15 @@ def test_killed_at_any_moment_the_same_bytes_come_out(
     monkeypatch.setattr(Journal, "put", killing)
     killed = False
     try:
-        result(lm, out, parts)
+        compress_and_save(lm, out, parts)
     except Killed:
         killed = True
     monkeypatch.undo()
-    assert killed == (moment < 9)  # 4 layers, the whole, the whole, 2 layers, the whole
+    assert killed == (moment < 9)  # 4 layers, a step, a step, 2 layers, a step
     if killed:
         assert not out.exists()
         finished = min(moment + written, 9)
-        made = result(lm, out, parts)
+        made = compress_and_save(lm, out, parts)
         assert len(made) == max(0, min(4, 4 - finished)) + max(0, 2 - max(0, finished - 6))
     for name in ("model.safetensors", "config.json"):
         assert (out / name).read_bytes() == (uninterrupted / name).read_bytes()
@@ -235,11 +237,11 @@ def test_another_calibration_or_recipe_begins_again(
 
     monkeypatch.setattr(LM, "save", full)
     with pytest.raises(CheckpointError, match="No space"):
-        result(lm, tmp_path / "out", parts)
+        compress_and_save(lm, tmp_path / "out", parts)
     monkeypatch.undo()
     assert [path.name for path in Journal(parts).part_paths()] == ["4.whole.part"]
     other = from_tokens(np.arange(8).reshape(2, 4) + 1)
-    made = result(lm, tmp_path / "other", parts, other)
+    made = compress_and_save(lm, tmp_path / "other", parts, other)
     assert "4.whole.part was written for another model" in made[0]
     assert len(made) == 1 + 6
 
@@ -270,10 +272,10 @@ def test_what_was_finished_when_the_disk_was_full_is_kept(
 
     monkeypatch.setattr(module, "write_tensors", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        result(lm, tmp_path / "out", tmp_path / "parts")
+        compress_and_save(lm, tmp_path / "out", tmp_path / "parts")
     monkeypatch.undo()
     assert not (tmp_path / "out").exists()
-    assert result(lm, tmp_path / "out", tmp_path / "parts")[0] == "layers.3"
+    assert compress_and_save(lm, tmp_path / "out", tmp_path / "parts")[0] == "layers.3"
     ours, theirs = (d / "model.safetensors" for d in (tmp_path / "out", uninterrupted))
     assert ours.read_bytes() == theirs.read_bytes()
     assert jaxllm.load(tmp_path / "out").config.num_hidden_layers == 2
@@ -290,7 +292,7 @@ def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> N
     def broken(
         subject: ModelState, argument: str, options: Options, work: StepContext
     ) -> ModelState:
-        return dataclasses.replace(subject, params=fewer(subject, "", None, work).params)
+        return dataclasses.replace(subject, params=drop_last_layer(subject, "", None, work).params)
 
     lines = parse_lines(
         ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)

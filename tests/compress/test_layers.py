@@ -1,4 +1,4 @@
-"""Steps through a model layer by layer: what they see, what they leave, what they gain."""
+"""Layer-by-layer compression: inputs, exactness and gains of the methods."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_quant import QTensor, parse
 
 FAMILIES = ("llama", "gpt2")
-SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # of one shape, so that little is compiled
+SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # equal shapes, to compile little
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,7 +34,7 @@ def lm(request: pytest.FixtureRequest, shallow_demos: Path) -> jaxllm.LM:
 
 @pytest.fixture(scope="module")
 def rows(lm: jaxllm.LM) -> calibration.Calibration:
-    """What the model says, so that its inputs are of its kind."""
+    """Random token rows."""
     prompt = jax.random.randint(jax.random.key(0), (24, 1), 3, lm.config.vocab_size)
     tokens = np.random.default_rng(0).integers(3, lm.config.vocab_size, (24, 48))
     tokens[:, :1] = prompt
@@ -45,17 +45,19 @@ def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jaxllm.forward(lm.model, params, None, tokens).logits)
 
 
-def done(lm: jaxllm.LM, line: str, rows: Any, *, said: list[str] | None = None) -> ModelState:
+def run_step(
+    lm: jaxllm.LM, line: str, rows: Any, *, messages: list[str] | None = None
+) -> ModelState:
     read = parse_line(line, STEPS)
-    say = (lambda _: None) if said is None else said.append
+    log = (lambda _: None) if messages is None else messages.append
     subject = ModelState(lm.config, lm.params, lm.model.precision)
     return read.step.run(
-        subject, read.argument, read.options, StepContext(rows, Journal(), False, say)
+        subject, read.argument, read.options, StepContext(rows, Journal(), False, log)
     )
 
 
-def off(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
-    """The mean KL divergence from the model as it was."""
+def mean_kl(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
+    """Return the mean KL divergence from the original model."""
     p = jax.nn.log_softmax(logits(lm, lm.params, tokens))
     q = jax.nn.log_softmax(jaxllm.forward(made.model, made.params, None, tokens).logits)
     return float((jnp.exp(p) * (p - q)).sum(-1).mean())
@@ -68,11 +70,11 @@ def test_a_layer_by_itself_is_the_layer_of_the_model(lm: jaxllm.LM, rows: Any) -
     trace: Any = lm.model.apply({"params": lm.params}, tokens, position, length)
     seen: list[LayerInputs] = []
 
-    def look(stage: LayerInputs) -> Any:
+    def visit(stage: LayerInputs) -> Any:
         seen.append(stage)
         return stage.params
 
-    map_layers(lm.model, lm.params, tokens, look, name="looking", show_progress=False)
+    map_layers(lm.model, lm.params, tokens, visit, name="looking", show_progress=False)
     entering = [trace.embeddings, *(layer.x for layer in trace.layers)]
     for stage, x, layer in zip(seen, entering, trace.layers, strict=False):
         np.testing.assert_allclose(stage.x_NTD, x, atol=1e-5)
@@ -114,7 +116,7 @@ def test_nan_is_named_by_its_layer(lm: jaxllm.LM, rows: Any) -> None:
 
 
 def test_smoothing_leaves_the_model_as_it_was(lm: jaxllm.LM, rows: Any) -> None:
-    made = done(lm, "smooth: smoothquant alpha=0.7", rows)
+    made = run_step(lm, "smooth: smoothquant alpha=0.7", rows)
     tokens = rows.token_NT[:4]
     np.testing.assert_allclose(
         logits(lm, made.params, tokens), logits(lm, lm.params, tokens), atol=3e-4
@@ -164,17 +166,17 @@ def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
 
     monkeypatch.setattr(QTensor, "to_dense", counted)
 
-    def look(stage: LayerInputs) -> Any:
+    def visit(stage: LayerInputs) -> Any:
         norm = get_module(stage.params, str(site.source))
-        loud = norm["weight"].at[7].multiply(100.0)
-        params = replace_leaves(stage.params, str(site.source), **{**norm, "weight": loud})
+        amplified = norm["weight"].at[7].multiply(100.0)
+        params = replace_leaves(stage.params, str(site.source), **{**norm, "weight": amplified})
         params = replace_leaves(
             params, last, weight=as_format(get_module(params, last)["weight"], "int8")
         )
         moments = stage.input_stats(params, site)
         widened.clear()
         found = channel_scaling.search_scale(stage, params, site, moments, to)
-        assert widened.count(8) == 1  # once for all that is tried
+        assert widened.count(8) == 1  # once per search
         assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
         scale_I = found.scale_I[None]
@@ -189,7 +191,7 @@ def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
         checked.append(stage.number)
         return stage.params
 
-    map_layers(lm.model, lm.params, rows.token_NT[:8], look, name="awq", show_progress=False)
+    map_layers(lm.model, lm.params, rows.token_NT[:8], visit, name="awq", show_progress=False)
     assert checked == [0, 1]
 
 
@@ -205,15 +207,17 @@ def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
 def test_calibrated_integers_are_nearer_than_rounded_ones(
     line: str, lm: jaxllm.LM, rows: Any
 ) -> None:
-    made, plain = (done(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64"))
-    assert off(lm, made, rows.token_NT) < off(lm, plain, rows.token_NT)
+    made, plain = (
+        run_step(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64")
+    )
+    assert mean_kl(lm, made, rows.token_NT) < mean_kl(lm, plain, rows.token_NT)
     found = {weight_format(x) for p, x in flatten(made.params) if x.ndim == 2}
     assert found == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
 
 
 def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) -> None:
-    pruned = done(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
-    joint = done(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
+    pruned = run_step(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
+    joint = run_step(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
     work = StepContext(rows, Journal(), False, print)
     after = read.step.run(pruned, read.argument, read.options, work)
@@ -228,25 +232,27 @@ def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) ->
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
         np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
         assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
-    others = [done(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
-    assert off(lm, pruned, rows.token_NT) < min(off(lm, one, rows.token_NT) for one in others)
+    others = [run_step(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
+    assert mean_kl(lm, pruned, rows.token_NT) < min(
+        mean_kl(lm, one, rows.token_NT) for one in others
+    )
 
 
 def test_static_grids_of_every_kind(lm: jaxllm.LM, rows: Any) -> None:
-    plain = done(lm, f"quantize: rtn int8 {SQUARE}", rows)
-    base = off(lm, plain, rows.token_NT)
+    plain = run_step(lm, f"quantize: rtn int8 {SQUARE}", rows)
+    base = mean_kl(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
         read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
         work = StepContext(rows, Journal(), False, print)
         made = read.step.run(plain, "", read.options, work)
-        assert base < off(lm, made, rows.token_NT) < base + 0.1
+        assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
     with pytest.raises(ConfigError, match="is not int8"):
-        done(lm, "activations: static", rows)
+        run_step(lm, "activations: static", rows)
 
 
 def test_a_whole_model_is_pruned_by_one_bound(lm: jaxllm.LM, rows: Any) -> None:
-    made = done(lm, "prune: magnitude 40% scope=model", rows)
+    made = run_step(lm, "prune: magnitude 40% scope=model", rows)
     chosen = [np.asarray(x) for p, x in flatten(made.params) if x.ndim == 2 and p.count(".") > 2]
     zero = sum((x == 0).sum() for x in chosen) / sum(x.size for x in chosen)
     assert zero == pytest.approx(0.4, abs=1e-3)

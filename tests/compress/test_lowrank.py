@@ -1,4 +1,4 @@
-"""Low rank: exact errors, what whitening gains, and ranks for a budget."""
+"""Low-rank factors: exact errors, the gain of whitening, and ranks for a budget."""
 
 import itertools
 
@@ -19,13 +19,13 @@ def weight() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def inputs() -> np.ndarray:
-    """Correlated, and of very different sizes."""
+    """Correlated inputs of very different scales."""
     rng = np.random.default_rng(1)
     mixed = rng.normal(0, 1, (TOKENS, COLUMNS)) @ rng.normal(0, 1, (COLUMNS, COLUMNS))
     return mixed * np.geomspace(0.05, 20, COLUMNS)
 
 
-def nearest(spectrum: low_rank.SVDResult, rank: int) -> np.ndarray:
+def truncated(spectrum: low_rank.SVDResult, rank: int) -> np.ndarray:
     left, right = low_rank.split_factors(spectrum, rank)
     return left @ right
 
@@ -41,22 +41,22 @@ def test_each_error_is_what_the_spectrum_leaves_out(
         (low_rank.svd_llm(weight, inputs.T @ inputs), inputs.T),
     ]
     for spectrum, measure in measures:
-        missed = np.linalg.norm((weight - nearest(spectrum, rank)) @ measure)
+        missed = np.linalg.norm((weight - truncated(spectrum, rank)) @ measure)
         scale = np.linalg.norm(weight @ measure)
         wanted = np.linalg.svd(weight @ measure, compute_uv=False)[rank:]
         assert abs(missed - np.linalg.norm(wanted)) <= 1e-10 * scale
         found = low_rank.truncation_error(spectrum, rank)
         assert abs(found - missed) <= (1e-10 if rank < COLUMNS else 1e-7) * scale
-        assert np.linalg.matrix_rank(nearest(spectrum, rank)) == rank
+        assert np.linalg.matrix_rank(truncated(spectrum, rank)) == rank
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_it_is_what_the_papers_compute(
-    weight: np.ndarray, inputs: np.ndarray, turned: bool
+    weight: np.ndarray, inputs: np.ndarray, transposed: bool
 ) -> None:
     """The factors of `svd(W S) inv(S)`, of tall matrices and of wide ones."""
-    w_OI = weight[:, :9].T if turned else weight
-    x_TI = np.random.default_rng(5).normal(0, 1, (TOKENS, ROWS)) if turned else inputs
+    w_OI = weight[:, :9].T if transposed else weight
+    x_TI = np.random.default_rng(5).normal(0, 1, (TOKENS, ROWS)) if transposed else inputs
     x_TI = x_TI @ np.triu(np.ones((x_TI.shape[1],) * 2))
     size_I = np.abs(x_TI).mean(axis=0)
     chosen = [
@@ -68,7 +68,7 @@ def test_it_is_what_the_papers_compute(
         u, sigma, v = np.linalg.svd(w_OI @ s_II, full_matrices=False)
         np.testing.assert_allclose(spectrum.sigma_R, sigma, rtol=1e-6)
         wanted = (u[:, :5] * sigma[:5]) @ v[:5] @ np.linalg.inv(s_II)
-        np.testing.assert_allclose(nearest(spectrum, 5), wanted, atol=1e-8)
+        np.testing.assert_allclose(truncated(spectrum, 5), wanted, atol=1e-8)
         left, right = low_rank.split_factors(spectrum, 5)
         lengths = np.linalg.norm(left, axis=0)
         np.testing.assert_allclose(lengths, np.linalg.norm(right, axis=1))
@@ -80,9 +80,9 @@ def test_whitened_outputs_are_the_nearest_of_all(weight: np.ndarray, inputs: np.
     whitened = low_rank.svd_llm(weight, inputs.T @ inputs)
     rng = np.random.default_rng(2)
     for rank in range(1, COLUMNS):
-        best = np.linalg.norm((weight - nearest(whitened, rank)) @ inputs.T)
+        best = np.linalg.norm((weight - truncated(whitened, rank)) @ inputs.T)
         for other in (low_rank.svd(weight), low_rank.asvd(weight, size_I, alpha=0.5)):
-            assert best < np.linalg.norm((weight - nearest(other, rank)) @ inputs.T)
+            assert best < np.linalg.norm((weight - truncated(other, rank)) @ inputs.T)
         left, right = low_rank.split_factors(whitened, rank)
         for size in (1e-3, 1e-1):
             moved = left + size * rng.normal(0, 1, left.shape)
@@ -92,15 +92,15 @@ def test_whitened_outputs_are_the_nearest_of_all(weight: np.ndarray, inputs: np.
 
 
 def test_uncorrelated_inputs_of_one_size_make_all_methods_one(weight: np.ndarray) -> None:
-    plain = nearest(low_rank.svd(weight), 6)
+    plain = truncated(low_rank.svd(weight), 6)
     ones = np.full(COLUMNS, 3.0)
-    np.testing.assert_allclose(nearest(low_rank.asvd(weight, ones, alpha=0.5), 6), plain)
+    np.testing.assert_allclose(truncated(low_rank.asvd(weight, ones, alpha=0.5), 6), plain)
     np.testing.assert_allclose(
-        nearest(low_rank.svd_llm(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
+        truncated(low_rank.svd_llm(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
     )
     size_I = np.geomspace(1, 9, COLUMNS)
     np.testing.assert_allclose(
-        nearest(low_rank.asvd(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
+        truncated(low_rank.asvd(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
     )
 
 
@@ -111,11 +111,11 @@ def test_inputs_of_few_directions_are_followed_in_those(
     """Five tokens span five directions, where Cholesky fails: rank 5 is enough for all outputs."""
     few = inputs[:5] / np.abs(inputs[:5]).max()
     spectrum = low_rank.svd_llm(weight, (few.T @ few).astype(dtype))
-    missed = np.linalg.norm((weight - nearest(spectrum, 5)) @ few.T)
-    plain = np.linalg.norm((weight - nearest(low_rank.svd(weight), 5)) @ few.T)
+    missed = np.linalg.norm((weight - truncated(spectrum, 5)) @ few.T)
+    plain = np.linalg.norm((weight - truncated(low_rank.svd(weight), 5)) @ few.T)
     assert missed < 1e-3 * plain
-    np.testing.assert_allclose(nearest(spectrum, COLUMNS), weight, atol=1e-12)
-    missed = np.linalg.norm((weight - nearest(spectrum, 3)) @ few.T)
+    np.testing.assert_allclose(truncated(spectrum, COLUMNS), weight, atol=1e-12)
+    missed = np.linalg.norm((weight - truncated(spectrum, 3)) @ few.T)
     np.testing.assert_allclose(missed, low_rank.truncation_error(spectrum, 3), rtol=1e-5)
 
 
@@ -126,8 +126,8 @@ def test_an_input_that_is_always_zero_does_no_harm(weight: np.ndarray, inputs: n
         low_rank.svd_llm(weight, dead.T @ dead),
         low_rank.asvd(weight, np.abs(dead).mean(axis=0), alpha=0.5),
     ):
-        assert np.isfinite(nearest(spectrum, 9)).all()
-        np.testing.assert_allclose(nearest(spectrum, COLUMNS), weight, atol=1e-12)
+        assert np.isfinite(truncated(spectrum, 9)).all()
+        np.testing.assert_allclose(truncated(spectrum, COLUMNS), weight, atol=1e-12)
 
 
 def test_statistics_that_cannot_be_are_refused(weight: np.ndarray, inputs: np.ndarray) -> None:

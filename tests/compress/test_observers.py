@@ -1,5 +1,5 @@
-"""Observers find the ranges that torch.ao.quantization's find on the same stream, or what is
-computed from all numbers at once.
+"""Observers find the ranges that torch.ao.quantization finds on the same stream, or those of all
+numbers at once.
 """
 
 import warnings
@@ -42,24 +42,24 @@ BYTE = QRange(-128, 127)
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Any:
-    """torch says that these observers will move to torchao."""
+    """Ignore torch's warning that these observers will move to torchao."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def stream(seed: int = 0, count: int = 7) -> list[np.ndarray]:
-    """Arrays `[B, T, D]` of channels with unequal widths and centres, each array wider."""
+    """Return arrays `[B, T, D]` with unequal channel widths and centers, each array wider."""
     rng = np.random.default_rng(seed)
-    width_D, centre_D = rng.uniform(0.1, 3, SHAPE[-1]), rng.normal(0, 1, SHAPE[-1])
+    width_D, center_D = rng.uniform(0.1, 3, SHAPE[-1]), rng.normal(0, 1, SHAPE[-1])
     return [
-        (rng.standard_t(4, SHAPE) * width_D * (1 + 0.2 * i) + centre_D).astype(np.float32)
+        (rng.standard_t(4, SHAPE) * width_D * (1 + 0.2 * i) + center_D).astype(np.float32)
         for i in range(count)
     ]
 
 
 def theirs(kind: str, arrays: list[np.ndarray], **options: Any) -> Any:
-    """torch's observer after a stream."""
+    """Return torch's observer after a stream."""
     from torch.ao.quantization import observer
 
     made = getattr(observer, kind)(dtype=torch.qint8, **options)
@@ -69,7 +69,7 @@ def theirs(kind: str, arrays: list[np.ndarray], **options: Any) -> Any:
 
 
 def ours(state: Any, arrays: list[np.ndarray]) -> Any:
-    """Our observer after a stream, in one compiled scan."""
+    """Return our observer after a stream, in one compiled scan."""
     return _scanned(state, np.stack(arrays))
 
 
@@ -133,7 +133,7 @@ def test_a_stream_without_numbers_has_torchs_parameters() -> None:
 
 
 def assert_same_counts(state: HistogramObserver, reference: Any) -> None:
-    """Equal but for parts of old bins whose middle lies on the edge of a new one, to a last bit."""
+    """Assert equal counts, except for old bins whose center is on the edge of a new one."""
     assert (float(state.low), float(state.high)) == tuple(
         float(x) for x in (reference.min_val, reference.max_val)
     )
@@ -161,7 +161,7 @@ def test_the_search_for_the_least_error_ends_where_torchs_ends(count: int, seed:
     width = float(high - low) / 2048
     for ours, torchs in zip(found, reference._non_linear_param_search(), strict=True):
         assert abs(float(ours) - float(torchs)) < 0.01 * width
-    assert found.high < high  # it moved
+    assert found.high < high  # the search narrowed it
 
 
 def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
@@ -183,7 +183,7 @@ def test_percentiles_are_those_of_all_numbers_to_a_bin(percent: float) -> None:
     state: HistogramObserver = ours(histogram(), arrays)
     low, high = state.percentile_range(percent)
     sides = np.percentile(np.stack(arrays), [(100 - percent) / 2, (100 + percent) / 2])
-    # Numbers between which there is a gap: the percentile is anywhere in it.
+    # A percentile between two numbers may be anywhere in the gap.
     gaps = [np.abs(np.stack(arrays) - side) for side in sides]
     near = [np.partition(gap.ravel(), 3)[3] for gap in gaps]
     width = float(state.high - state.low) / 2048
@@ -192,7 +192,7 @@ def test_percentiles_are_those_of_all_numbers_to_a_bin(percent: float) -> None:
 
 
 def gptq_find_params(x_OI: torch.Tensor, bits: int, symmetric: bool) -> Any:
-    """`Quantizer.find_params` of IST-DASLab/gptq, `mse=True`, per row, written out again."""
+    """Reimplement `Quantizer.find_params` of IST-DASLab/gptq with `mse=True`, per row."""
     maxq = 2**bits - 1
     low, high = x_OI.amin(1).clamp(max=0), x_OI.amax(1).clamp(min=0)
     if symmetric:
@@ -231,9 +231,9 @@ def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
     found = ours(min_max(SHAPE), arrays).range()
     state = grid_search(found, BYTE, symmetric=False)
     whole = np.concatenate(arrays)
-    together, apart = observe(state, whole), ours(state, arrays)
-    np.testing.assert_allclose(apart.error_KP, together.error_KP, rtol=1e-4)
-    assert apart.error_KP.shape == (80,)
+    batched, streamed = observe(state, whole), ours(state, arrays)
+    np.testing.assert_allclose(streamed.error_KP, batched.error_KP, rtol=1e-4)
+    assert streamed.error_KP.shape == (80,)
     errors = [
         np.sum(np.abs(np.asarray(fake_quantize(whole, given, BYTE)) - whole) ** 2.4)
         for given in (
@@ -241,7 +241,7 @@ def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
             for p in (1.0, 0.5, 0.21)
         )
     ]
-    np.testing.assert_allclose(together.error_KP[jnp.array([0, 50, 79])], errors, rtol=1e-3)
+    np.testing.assert_allclose(batched.error_KP[jnp.array([0, 50, 79])], errors, rtol=1e-3)
 
 
 def test_groups_and_channels_are_what_each_would_be_alone() -> None:
@@ -260,9 +260,9 @@ def test_groups_and_channels_are_what_each_would_be_alone() -> None:
         np.testing.assert_array_equal(view.min(shared), state.low_P)
     each = jax.vmap(lambda x: observe(histogram(64), x), in_axes=2)(x)
     for channel in range(SHAPE[-1]):
-        alone: HistogramObserver = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
+        separate: HistogramObserver = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
         np.testing.assert_array_equal(
-            alone.count_B, np.histogram(x[..., channel], 64)[0].astype(np.float32)
+            separate.count_B, np.histogram(x[..., channel], 64)[0].astype(np.float32)
         )
 
 
@@ -283,7 +283,7 @@ def test_codes_are_torchs() -> None:
     reference = torch.quantize_per_tensor(
         torch.from_numpy(x), float(given.scale), int(given.zero), torch.qint8
     )
-    # torch multiplies by the inverse of the scale: a number in the middle of two may go elsewhere.
+    # torch multiplies by the inverse scale, so ties may round differently.
     assert np.mean(np.asarray(quantize(x, given, BYTE)) != reference.int_repr().numpy()) < 0.002
 
 

@@ -1,4 +1,4 @@
-"""The steps of a recipe that factor matrices and cut parts away: what is asked is what is made."""
+"""Recipe steps that factor matrices or drop layers, heads and channels."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ TEXT = from_tokens(tokens(6, 24))
 
 @pytest.fixture(scope="module")
 def factored() -> LM:
-    """With one matrix that is made of others."""
+    """A model with one low-rank matrix."""
     made = tiny("llama")
     rules = [(r"layers\.0.*q_proj", "rank9/int8"), (".*", None)]
     return dataclasses.replace(made, params=jaxllm.quantize(made.params, rules))
@@ -41,7 +41,7 @@ def leaves(lm: LM) -> dict[str, Any]:
 
 
 def parameters(lm: LM) -> int:
-    """The numbers of all matrices in layers, factors counted."""
+    """Return the parameter count of all matrices in layers, with that of their factors."""
     return sum(
         sum(piece.size for piece in getattr(leaf, "arrays", lambda x=leaf: {"": x})().values())
         for path, leaf in leaves(lm).items()
@@ -73,7 +73,7 @@ def test_what_is_nearer_in_outputs_is_nearer_at_equal_bytes(lm: LM, tmp_path: Pa
     made["svdllm 60%"].save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")
     same(again.params, made["svdllm 60%"].params)
-    # The first linears see the same inputs in all of them, so the promise holds for each exactly.
+    # The first linears have equal inputs in every model, so the bound is exact for them.
     q_proj = "layers.0.self_attn.q_proj.weight"
     trace = importance.trace(lm.model, lm.params, TEXT.token_NT)
     x_RI = np.asarray(trace.layers[0].attention_norm, np.float64).reshape(-1, 40)
@@ -91,23 +91,23 @@ def test_what_is_nearer_in_outputs_is_nearer_at_equal_bytes(lm: LM, tmp_path: Pa
 
 
 def test_energy_and_what_gains_nothing(lm: LM) -> None:
-    told: list[str] = []
-    made = compress(lm, ["factor: svd energy:60% on=.*q_proj"], log=told.append)
+    messages: list[str] = []
+    made = compress(lm, ["factor: svd energy:60% on=.*q_proj"], log=messages.append)
     for path in ("layers.0.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight"):
         sigma = np.linalg.svd(np.asarray(leaves(lm)[path], np.float64), compute_uv=False)
         kept = (np.cumsum(sigma**2) / (sigma**2).sum() < 0.6).sum() + 1
         assert weight_format(leaves(made)[path]) == f"rank{kept}/float32"
-    assert not told
-    made = compress(lm, ["factor: svd 40 on=.*q_proj"], log=told.append)  # 48 x 40
-    assert "layers.1.self_attn.q_proj.weight: rank 40 of (48, 40) saves nothing" in told[-1]
+    assert not messages
+    made = compress(lm, ["factor: svd 40 on=.*q_proj"], log=messages.append)  # 48 x 40
+    assert "layers.1.self_attn.q_proj.weight: rank 40 of (48, 40) saves nothing" in messages[-1]
     assert leaves(made).keys() == leaves(lm).keys()
     assert {weight_format(x) for x in leaves(made).values()} == {"float32"}
 
 
 def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     steps = ["drop: channels 25%", "drop: heads 1 by=magnitude", "drop: layers 1 first=0"]
-    made = compress(lm, steps, calibration=TEXT, log=told.append)
+    made = compress(lm, steps, calibration=TEXT, log=messages.append)
     config = made.config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 6)
     assert (config.intermediate_size, config.num_hidden_layers) == (42, 1)
@@ -120,7 +120,7 @@ def test_cut_parts_are_those_of_least_salience_and_influence(lm: LM, tmp_path: P
     )
     narrow = compress(lm, steps[:2], calibration=TEXT)
     each = block_influence.block_influence(narrow.model, narrow.params, TEXT.token_NT)
-    assert told[-1] == f"dropping layers {each.argmin()}"
+    assert messages[-1] == f"dropping layers {each.argmin()}"
     made.save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")
     assert again.config == config and again.recipe == tuple(steps)
@@ -144,7 +144,7 @@ def test_what_is_composed_is_not_multiplied_out(factored: LM, line: str) -> None
 
 
 def test_lines_that_cannot_be_done_are_refused_before_any_work(lm: LM) -> None:
-    for line, says in {
+    for line, message in {
         "factor: svd 0": "a rank such as 64",
         "factor: svd 120%": "share must be between",
         "factor: svd energy:0%": "share must be between",
@@ -160,15 +160,15 @@ def test_lines_that_cannot_be_done_are_refused_before_any_work(lm: LM) -> None:
         "drop: channels ²": "share must be between",
         "drop: layers 1 by=size": "by",
     }.items():
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             compress(lm, [line])
-    for line, says in {
+    for line, message in {
         "drop: heads 2": r"heads to drop, of 2: got 2, expected 1 \(50.0%\)",
         "drop: layers 25%": r"got 25.0% of them, expected 1 \(50.0%\)",
         "drop: layers 1 first=1 last=1": "layers and keep the first 1 and last 1",
         "drop: channels 100": r"channels to drop, of 56: got 100, expected",
     }.items():
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             compress(lm, [line], calibration=TEXT)
     with pytest.raises(ConfigError, match="heads of gpt2 cannot be dropped"):
         compress(tiny("gpt2"), ["drop: heads 1"], calibration=TEXT)

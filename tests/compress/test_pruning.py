@@ -1,4 +1,4 @@
-"""Which weights become zero: against counting, sorting and a brute force of a small layer."""
+"""Pruning masks against counting, sorting and scores computed by hand."""
 
 from typing import Any
 
@@ -38,13 +38,13 @@ def test_exactly_as_many_as_asked_even_of_equal_scores() -> None:
     whole = lowest_mask(score, parse("30%"), rows=False)
     assert whole.sum() == int(7 * 33 * 0.3)
     assert score[whole].max() <= score[~whole].min()
-    for text, gone in (("1:4", 3), ("2:4", 2), ("5:16", 11)):
+    for text, pruned in (("1:4", 3), ("2:4", 2), ("5:16", 11)):
         groups = score[:, :32].reshape(-1, int(text.partition(":")[2]))
         pattern = lowest_mask(score[:, :32], parse(text), rows=True).reshape(groups.shape)
-        first = np.argsort(groups, axis=1, kind="stable")[:, :gone]  # of equal ones the first
-        np.testing.assert_array_equal(np.nonzero(pattern)[1].reshape(-1, gone), np.sort(first))
+        first = np.argsort(groups, axis=1, kind="stable")[:, :pruned]  # ties: the first
+        np.testing.assert_array_equal(np.nonzero(pattern)[1].reshape(-1, pruned), np.sort(first))
     odd = lowest_mask(np.array([[np.nan, 1, np.inf, 2]], np.float32), parse("2:4"), rows=True)
-    assert odd.tolist() == [[False, True, False, True]]  # what is broken is not hidden
+    assert odd.tolist() == [[False, True, False, True]]  # NaN and infinity are not pruned
 
 
 def test_wanda_by_hand() -> None:
@@ -55,8 +55,8 @@ def test_wanda_by_hand() -> None:
     found = np.asarray(pruning.prune_wanda(jnp.asarray(w_OI, jnp.float32), moments, parse("50%")))
     for row, kept in zip(w_OI, found, strict=True):
         score = [abs(w) * np.sqrt(sum(x_RI[:, i] ** 2)) for i, w in enumerate(row)]
-        gone = sorted(range(6), key=lambda i: score[i])[:3]
-        assert [i for i in range(6) if kept[i] == 0] == sorted(gone)
+        pruned = sorted(range(6), key=lambda i: score[i])[:3]
+        assert [i for i in range(6) if kept[i] == 0] == sorted(pruned)
     even = InputStats.empty(6).add(jnp.eye(6))
     for text in ("50%", "1:2"):
         rows = [
@@ -75,8 +75,8 @@ def test_the_bound_of_a_whole_model_is_exact() -> None:
     for fraction in (0.1, 0.5, 0.93):
         bound = pruning.magnitude_threshold(some, fraction)
         assert bound == every[int(len(every) * fraction)]
-        gone = sum(int((np.asarray(pruning.prune_below(w, bound)) == 0).sum()) for w in some)
-        assert gone == (every < bound).sum()
+        pruned = sum(int((np.asarray(pruning.prune_below(w, bound)) == 0).sum()) for w in some)
+        assert pruned == (every < bound).sum()
 
 
 def test_gradual_pruning_follows_its_cube() -> None:

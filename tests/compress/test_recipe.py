@@ -1,4 +1,4 @@
-"""A recipe says what is done, and what it gets wrong is refused before anything is."""
+"""Recipes: parsing, checks before any work, and results that load again exactly."""
 
 import dataclasses
 from pathlib import Path
@@ -30,12 +30,12 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import as_format, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, match_precision
-from tests.compress.models import Whole, same, tiny
+from tests.compress.models import WrappedWeight, same, tiny
 from tests.twins import random_model
 
 
 class Settings(RuleOptions, frozen=True):
-    """Of every type that an option has."""
+    """Options of every supported type."""
 
     share: Fraction = 0.5
     strict: bool = False
@@ -76,7 +76,7 @@ def test_what_is_the_default_is_not_said_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("prune 2:4", "unknown verb 'prune 2'"),
         ("nonsense", "expected 'verb: method"),
@@ -104,10 +104,10 @@ def test_what_is_the_default_is_not_said_again() -> None:
         ("store: int9", "weight format must be one of"),
     ],
 )
-def test_a_line_that_is_none_is_refused_by_name(text: str, said: str) -> None:
+def test_a_line_that_is_none_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_lines(["# first", text], TABLE)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "the recipe, line 2: " in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -135,7 +135,7 @@ def test_a_step_is_not_done_twice_by_mistake() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "message"),
     [
         ("quantize: rtn int8", "a list of lines"),
         (["quantize: rtn int8 on=layers.9"], "matches no matrix of this model; one"),
@@ -143,8 +143,8 @@ def test_a_step_is_not_done_twice_by_mistake() -> None:
         (["quantize: rtn int8", "quantize: rtn int8"], "twice"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_any_work(steps: Any, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_done_is_refused_before_any_work(steps: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compress(tiny("llama"), steps)
 
 
@@ -165,13 +165,13 @@ def test_rounding_to_nearest_is_quantizing(family: str) -> None:
 def test_rounding_reaches_what_a_weight_is_composed_of() -> None:
     lm = tiny("llama")
     dense = lm.params["layers.0"]["mlp"]["up_proj"]["weight"]
-    params = {"layers.0": {"mlp": {"up_proj": {"weight": Whole(dense)}}}}
+    params = {"layers.0": {"mlp": {"up_proj": {"weight": WrappedWeight(dense)}}}}
     subject = ModelState(lm.config, params, Precision())
     step = parse_line("quantize: rtn int8", STEPS)
     made = step.step.run(subject, "int8", step.options, None)  # type: ignore[arg-type]
     leaf = made.params["layers.0"]["mlp"]["up_proj"]["weight"]
-    assert isinstance(leaf, Whole)
-    same({"weight": leaf.whole}, jaxllm.quantize({"weight": dense}, "int8"))
+    assert isinstance(leaf, WrappedWeight)
+    same({"weight": leaf.inner}, jaxllm.quantize({"weight": dense}, "int8"))
 
 
 def test_dynamic_inputs_are_a_step() -> None:

@@ -1,4 +1,4 @@
-"""A report says what each step costs, in the same numbers as the evaluations by themselves."""
+"""A report lists the cost of each step, in the numbers of the separate evaluations."""
 
 import json
 from pathlib import Path
@@ -47,18 +47,18 @@ def text() -> Loader:
 
 
 @pytest.fixture(scope="module")
-def fewer(lm: LM) -> ModelState:
-    """One layer, of int8."""
+def one_layer(lm: LM) -> ModelState:
+    """One layer, in int8."""
     one = tiny("llama", num_hidden_layers=1)
     params = {name: x for name, x in lm.params.items() if name != "layers.1"}
     return ModelState(one.config, quantize(params, "int8"), lm.model.precision)
 
 
 def test_a_model_of_another_configuration_is_measured_as_divergence_does(
-    lm: LM, text: Loader, fewer: ModelState
+    lm: LM, text: Loader, one_layer: ModelState
 ) -> None:
-    row = StepEvaluator(lm, text, speed=False).measure("a step", fewer, 1.5)
-    found = divergence(lm.model, lm.params, build(fewer.config), fewer.params, text)
+    row = StepEvaluator(lm, text, speed=False).measure("a step", one_layer, 1.5)
+    found = divergence(lm.model, lm.params, build(one_layer.config), one_layer.params, text)
     assert (row.step, row.seconds, row.tokens_per_second) == ("a step", 1.5, None)
     numbers = {
         row.kl: found.kl.mean,
@@ -87,13 +87,13 @@ def test_speed_is_a_positive_number(lm: LM) -> None:
 
 
 def test_what_was_measured_is_not_measured_again(
-    lm: LM, text: Loader, fewer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lm: LM, text: Loader, one_layer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scale, journal = StepEvaluator(lm, text, speed=False), Journal(tmp_path, "ours")
     first = scale.original_row(journal)
     assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
     own = journal.child("1", str(LINE))
-    row = scale.step_row(StepResult(LINE, fewer, 2.0, own))
+    row = scale.step_row(StepResult(LINE, one_layer, 2.0, own))
     own.clear("row")
     monkeypatch.setattr(StepEvaluator, "measure", None)
     assert scale.original_row(journal) == first
@@ -165,13 +165,13 @@ def test_a_picture_of_one_run_or_many(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zero is on the axis, the original is marked there, and names are inside the frame."""
-    drawn: list[Figure] = []
+    figures: list[Figure] = []
     real = Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (drawn.append(self), real(self, *a, **k))
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), real(self, *a, **k))
     )
     plot(runs, tmp_path / "costs.png", "costs")
-    (axes,) = drawn[0].axes
+    (axes,) = figures[0].axes
     assert 0 in axes.get_yticks()
     marked = next(line for line in axes.lines if line.get_label() == "original")
     assert marked.get_ydata().tolist() == [0]

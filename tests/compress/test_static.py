@@ -1,4 +1,4 @@
-"""Static quantization: the product of integers is that of the rounded numbers."""
+"""Static quantization: the integer product equals that of the rounded numbers."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_integers_multiply_as_the_rounded_numbers_do(
     size = np.abs(wanted_RI) @ np.abs(np.asarray(weight.to_dense(), np.float64)).T
     for found in (linear(jnp.asarray(x_RI), leaf), leaf.matmul(jnp.asarray(x_RI))):
         assert (np.abs(np.asarray(found) - wanted) <= 1e-5 * size).all()
-    asked = linear(jnp.asarray(x_RI), leaf, int8_inputs=True)  # they are rounded already
+    asked = linear(jnp.asarray(x_RI), leaf, int8_inputs=True)  # inputs are rounded already
     np.testing.assert_array_equal(asked, linear(jnp.asarray(x_RI), leaf))
     if symmetric:
         assert int(grid.zero) == 0

@@ -1,4 +1,4 @@
-"""Structure: what is cut away whole leaves an ordinary smaller model, the same in transformers."""
+"""Structured pruning leaves an ordinary smaller model, equal to transformers'."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twin]:
-    """Each family's model in both, loaded anew: tests change it."""
+    """Return a family's model in both libraries, loaded anew because tests modify it."""
     folder = tmp_path_factory.mktemp("twins")
     for family, changes in FAMILIES.items():
         save_random(folder / family, family, **changes)
@@ -44,7 +44,7 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twin]:
 
 
 def written(twin: Twin, smaller: structure.SmallerModel, folder: Path) -> Any:
-    """The model saved, written as Hugging Face's, and opened by transformers."""
+    """Save the model, convert it to Hugging Face, and open it with transformers."""
     config, params = smaller
     lm = jaxllm.load(twin.directory)
     made = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
@@ -77,17 +77,17 @@ def test_what_is_cut_computes_what_masked_does_and_transformers_opens_it(
     dense = twin.logits(token_BT)
     smaller = structure.cut_groups(twin.config, twin.params, kind, KEPT[kind])
     twin.torch_model.requires_grad_(False)
-    for number, kept in enumerate(KEPT[kind]):  # masked: what reads the groups reads zeros
+    for number, kept in enumerate(KEPT[kind]):  # mask the weights that read dropped groups
         if family == "gpt2":
             twin.torch_model.transformer.h[number].mlp.c_proj.weight[
                 [c for c in range(52) if c not in kept]
             ] = 0
         elif kind == "channels":
-            gone = [c for c in range(56) if c not in kept]
-            twin.torch_model.model.layers[number].mlp.down_proj.weight[:, gone] = 0
+            dropped = [c for c in range(56) if c not in kept]
+            twin.torch_model.model.layers[number].mlp.down_proj.weight[:, dropped] = 0
         else:  # 4 groups of 2 query heads of 6
-            gone = [12 * g + i for g in range(4) if g not in kept for i in range(12)]
-            twin.torch_model.model.layers[number].self_attn.o_proj.weight[:, gone] = 0
+            dropped = [12 * g + i for g in range(4) if g not in kept for i in range(12)]
+            twin.torch_model.model.layers[number].self_attn.o_proj.weight[:, dropped] = 0
     masked = twin.logits(token_BT)
     assert np.abs(masked - dense).max() > 0.05
     assert_close(ours(smaller, token_BT), masked)
@@ -150,7 +150,7 @@ def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
     inputs: dict[Any, torch.Tensor] = {}
     for module in layers.modules():
         module.register_forward_hook(lambda m, x, _: inputs.__setitem__(m, x[0]) if x else None)
-    slopes: dict[str, list[np.ndarray]] = {}
+    grads: dict[str, list[np.ndarray]] = {}
     norms: dict[Any, np.ndarray] = {}
     parameters = dict(torch_model.named_parameters())
     for parameter in parameters.values():
@@ -160,7 +160,7 @@ def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
         loss = torch.nn.functional.cross_entropy(logits, row[1:])
         found = torch.autograd.grad(loss, list(parameters.values()))
         for name, g in zip(parameters, found, strict=True):
-            slopes.setdefault(name, []).append(g.numpy().astype(np.float64))
+            grads.setdefault(name, []).append(g.numpy().astype(np.float64))
         for module, x in inputs.items():
             squares = (x.detach().numpy()[0].astype(np.float64) ** 2).sum(axis=0)
             norms[module] = norms.get(module, 0) + squares
@@ -169,7 +169,7 @@ def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
 
     def expected(by: str, name: str) -> np.ndarray:
         w = parameters[name].detach().numpy().astype(np.float64)
-        g, f = np.mean(slopes[name], axis=0), np.mean(np.square(slopes[name]), axis=0)
+        g, f = np.mean(grads[name], axis=0), np.mean(np.square(grads[name]), axis=0)
         module, _, what = name.rpartition(".")
         size = np.sqrt(token_NT.size) if what == "bias" else inputs_of[module]
         if what == "weight":
@@ -183,7 +183,7 @@ def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
         return each.T if family == "gpt2" else each
 
     def shared(by: str, kind: str, number: int) -> np.ndarray:
-        """The sum of what a group has, by the architectures' own words."""
+        """Return each group's sum, in the layout of the architecture."""
         if family == "gpt2":
             at = f"transformer.h.{number}"
             if kind == "channels":
@@ -228,9 +228,9 @@ def test_influences_are_those_of_torch_hidden_states(twins: Any) -> None:
     wanted = [1 - float(cosine(a, b, dim=-1).mean()) for a, b in itertools.pairwise(stream)]
     found = block_influence.block_influence(twin.model, twin.params, token_NT)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    turned = [torch.arccos(cosine(a, b, dim=-1)[:, -1]) for a, b in itertools.pairwise(stream)]
+    angles = [torch.arccos(cosine(a, b, dim=-1)[:, -1]) for a, b in itertools.pairwise(stream)]
     found = block_influence.angular_distance(twin.model, twin.params, token_NT, 1)
-    np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in turned], rtol=1e-4)
+    np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in angles], rtol=1e-4)
 
 
 def test_the_least_go_and_the_ends_may_stay() -> None:
@@ -265,12 +265,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     model, params = random_model("gpt2")
     with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be dropped: .*hidden_size \(40\)"):
         structure.cut_groups(model.config, params, "heads", [[0], [0]])
-    for kept, says in (
+    for kept, message in (
         ([[0], [0, 1]], "the same number of channels"), ([[0]], "all 2 layers"),
         ([[52], [0]], "indices from 0 to 51"), ([[-1], [0]], "indices from 0 to 51"),
         ([[], []], "must be 1 to 52"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=says):
+        with pytest.raises(ConfigError, match=message):
             structure.cut_groups(model.config, params, "channels", kept)
     quantized = jaxllm.quantize(params, [(r"h\.1\.mlp\.c_fc.*", "int8")])
     with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight is int8: drop channels before"):

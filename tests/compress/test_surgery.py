@@ -1,4 +1,4 @@
-"""GPTQ and SparseGPT against explicit surgery, closed forms and the identity of their errors."""
+"""GPTQ and SparseGPT against explicit inverses, closed forms and their error identity."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.int_quant import IntFormat, parse
 
-ROWS, COLUMNS, TOKENS = 12, 136, 700  # more than a block of columns, and not whole chunks
+ROWS, COLUMNS, TOKENS = 12, 136, 700  # more than one column block, not a multiple
 
 
 def integer(name: str) -> IntFormat:
@@ -39,11 +39,11 @@ def damped(x_RI: np.ndarray, by: HessianFactor) -> np.ndarray:
 
 
 def trace(w_OI: np.ndarray, q_OI: Any, h_II: np.ndarray) -> float:
-    off = w_OI.astype(np.float64) - np.asarray(q_OI, np.float64)
-    return float(np.trace(off @ h_II @ off.T))
+    difference = w_OI.astype(np.float64) - np.asarray(q_OI, np.float64)
+    return float(np.trace(difference @ h_II @ difference.T))
 
 
-WAYS: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {
     "int3-g64": {"target": integer("int3-g64")},
     "int4-g32-zp": {"target": integer("int4-g32-zp")},
     "int8": {"target": integer("int8")},
@@ -53,16 +53,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
 def test_the_errors_of_the_columns_are_the_error_of_the_output(
-    way: str, x_RI: np.ndarray, w_OI: np.ndarray
+    case: str, x_RI: np.ndarray, w_OI: np.ndarray
 ) -> None:
     """`sum |e|^2 = trace((W - Q) H (W - Q)^T)`, and less than rounding or pruning alone."""
     by = factor_hessian(x_RI.T @ x_RI, len(x_RI))
-    found = solve_columns(jnp.asarray(w_OI), by, **WAYS[way])
+    found = solve_columns(jnp.asarray(w_OI), by, **CASES[case])
     h_II = damped(x_RI, by)
     assert found.error == pytest.approx(trace(w_OI, found.value_OI, h_II), rel=1e-5)
-    to, pattern = WAYS[way].get("target"), WAYS[way].get("sparsity")
+    to, pattern = CASES[case].get("target"), CASES[case].get("sparsity")
     plain = jnp.asarray(w_OI)
     if pattern is not None:
         plain = pruning.prune_magnitude(plain, pattern)
@@ -87,7 +87,7 @@ def test_columns_of_larger_inputs_first(static: bool, x_RI: np.ndarray, w_OI: np
     np.testing.assert_array_equal(
         found.group_I, groups if static else groups[np.argsort(by.order_I)]
     )
-    # Of inputs that are in this order already, there is nothing to change.
+    # If the inputs are in this order already, nothing changes.
     sorted_RI, sorted_OI = x_RI[:, by.order_I], jnp.asarray(w_OI[:, by.order_I])
     same, none = (
         solve_columns(

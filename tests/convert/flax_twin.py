@@ -1,4 +1,4 @@
-"""Directories as the Flax classes of transformers 4 wrote them, from a PyTorch checkpoint.
+"""Checkpoints in the format of transformers 4's Flax classes, made from a PyTorch checkpoint.
 
 Written from `modeling_flax_gpt2.py`, `modeling_flax_llama.py` and `modeling_flax_utils.py` of
 transformers 4; `flax.serialization.to_bytes` is what they wrote with.
@@ -20,7 +20,7 @@ TABLES = ("wte", "wpe", "embed_tokens")
 
 
 def flax_arrays(directory: Path, dtype: Any = np.float32) -> dict[str, Any]:
-    """A PyTorch checkpoint's tensors by Flax's paths."""
+    """Return a PyTorch checkpoint's tensors by their Flax paths."""
     found = {}
     for name, array in load_file(directory / "model.safetensors").items():
         *modules, last = name.split(".")
@@ -35,12 +35,12 @@ def flax_arrays(directory: Path, dtype: Any = np.float32) -> dict[str, Any]:
 
 
 def packed(arrays: dict[str, Any]) -> bytes:
-    """The bytes of a file."""
+    """Return the bytes of a Flax file."""
     return flax.serialization.to_bytes(unflatten_dict(arrays, sep="/"))
 
 
 def as_flax(directory: Path, shards: int = 1, dtype: Any = np.float32) -> Path:
-    """Put Flax's files in the place of PyTorch's; gives the first of them."""
+    """Replace PyTorch's files by Flax's and return the first of them."""
     arrays = flax_arrays(directory, dtype)
     (directory / "model.safetensors").unlink()
     if shards == 1:
@@ -57,6 +57,6 @@ def as_flax(directory: Path, shards: int = 1, dtype: Any = np.float32) -> Path:
 
 
 def as_flax_safetensors(directory: Path) -> None:
-    """What `save_pretrained(safe_serialization=True)` of a Flax class wrote."""
+    """Write what `save_pretrained(safe_serialization=True)` of a Flax class wrote."""
     arrays = {path.replace("/", "."): np.array(x) for path, x in flax_arrays(directory).items()}
     save_file(arrays, directory / "model.safetensors", metadata={"format": "flax"})

@@ -1,6 +1,6 @@
-"""Checkpoints as GPTQ's and AWQ's tools write them, packed bit by bit, and the numbers they mean.
+"""Checkpoints in the formats of GPTQ's and AWQ's tools, and the numbers that they represent.
 
-Written from the formats' descriptions, a number at a time, with nothing of the code under test.
+Written from the formats' descriptions, one number at a time, independently of the code under test.
 """
 
 import json
@@ -43,7 +43,7 @@ _LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rms_norm_eps")
 
 
 def words_along_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """`[R, N]` as int32 `[R, N bits / 32]`: each row one long number, the first lowest."""
+    """Pack `[R, N]` into int32 `[R, N bits / 32]`: each row is one long number, lowest first."""
     rows = []
     for row in numbers:
         whole = sum(int(n) << (bits * i) for i, n in enumerate(row))
@@ -53,7 +53,7 @@ def words_along_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def words_of_awq(numbers: np.ndarray) -> np.ndarray:
-    """`[R, N]` as int32 `[R, N / 8]` in AWQ's order of columns."""
+    """Pack `[R, N]` into int32 `[R, N / 8]` in AWQ's column order."""
     out = np.zeros((numbers.shape[0], numbers.shape[1] // 8), np.uint32)
     for place, column in enumerate(AWQ_COLUMNS):
         out |= numbers[:, column::8].astype(np.uint32) << np.uint32(4 * place)
@@ -78,7 +78,7 @@ def packed_awq(codes_IO: np.ndarray, zeros_GO: np.ndarray) -> dict[str, np.ndarr
 def rounded(
     weight_OI: np.ndarray, index_I: np.ndarray, bits: int, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes `[I, O]`, zero points and float16 scales `[G, O]`, to the nearest."""
+    """Return codes `[I, O]`, zero points and float16 scales `[G, O]`, rounded to nearest."""
     most = 2**bits - 1
     low, high = [], []
     for g in range(index_I.max() + 1):
@@ -97,7 +97,7 @@ def rounded(
 
 
 def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """A tiny model of transformers with every tensor random."""
+    """Return a tiny transformers model with every tensor random."""
     kind, settings = {
         "llama": ("Llama", LLAMA),
         "gpt2": ("GPT2", GPT2),
@@ -130,9 +130,10 @@ def write(
     shards: bool = False,
     **config: Any,
 ) -> dict[str, np.ndarray]:
-    """Quantize the model's linears and write them; the model keeps what its files now mean.
+    """Quantize and write the model's linears; the model then holds the values of its files.
 
-    Returns the numbers of the quantized matrices, float32 `[O, I]`, by path without a prefix.
+    Returns:
+        The dequantized matrices, float32 `[O, I]`, by path without a prefix.
     """
     rng = np.random.default_rng(0)
     state = {k: v.half().contiguous() for k, v in model.state_dict().items()}
@@ -159,21 +160,28 @@ def write(
         del state[f"{path}.weight"]
         for name, piece in pieces.items():
             state[f"{path}.{name}"] = torch.tensor(np.ascontiguousarray(piece))
-        meant = ((codes - zeros[index]) * scale[index].astype(np.float64)).T.astype(np.float32)
-        dense[f"{path.removeprefix('model.').removeprefix('transformer.')}.weight"] = meant
+        dequantized = ((codes - zeros[index]) * scale[index].astype(np.float64)).T.astype(
+            np.float32
+        )
+        dense[f"{path.removeprefix('model.').removeprefix('transformer.')}.weight"] = dequantized
         with torch.no_grad():
-            module.weight.copy_(torch.tensor(np.ascontiguousarray(meant.T if conv else meant)))
+            module.weight.copy_(
+                torch.tensor(np.ascontiguousarray(dequantized.T if conv else dequantized))
+            )
     for path, parameter in model.named_parameters():
-        if path in state:  # what float16 keeps of the others
+        if path in state:  # the other tensors are rounded to float16
             with torch.no_grad():
                 parameter.copy_(state[path].float())
-    said = {"quant_method": method, "bits": bits, "group_size": group}
+    quantization = {"quant_method": method, "bits": bits, "group_size": group}
     if method == "gptq":
-        said |= {"sym": symmetric, "desc_act": act_order, "damp_percent": 0.01}
-        said |= {"checkpoint_format": "gptq" if less else "gptq_v2", "true_sequential": True}
+        quantization |= {"sym": symmetric, "desc_act": act_order, "damp_percent": 0.01}
+        quantization |= {
+            "checkpoint_format": "gptq" if less else "gptq_v2",
+            "true_sequential": True,
+        }
     else:
-        said |= {"zero_point": True, "version": "gemm", "modules_to_not_convert": None}
-    settings = {**model.config.to_dict(), "quantization_config": {**said, **config}}
+        quantization |= {"zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+    settings = {**model.config.to_dict(), "quantization_config": {**quantization, **config}}
     directory.mkdir(exist_ok=True, parents=True)
     (directory / "config.json").write_text(json.dumps(settings))
     if model.config.tie_word_embeddings:
@@ -183,7 +191,7 @@ def write(
 
 
 def save(directory: Path, state: dict[str, torch.Tensor], shards: bool = False) -> None:
-    """As one file, or every piece of a tensor in another."""
+    """Save one file, or three shards that separate the pieces of a matrix."""
     if not shards:
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
         return

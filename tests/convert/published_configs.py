@@ -1,4 +1,4 @@
-"""config.json of published checkpoints, as their repositories have them: facts, no code.
+"""The config.json files of published checkpoints, as data.
 
 Rows of one kind share a base and state what differs. `RECONSTRUCTED` are put together from fields
 that public pages quote; all others are copies of whole files, or of transformers' prints of them,
@@ -651,9 +651,9 @@ FAMILIES = (
     GPT_NEOX,
 )  # fmt: skip
 PUBLISHED: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.items()}
-# Put together from fields that are quoted here and there.
+# Assembled from fields quoted on public pages.
 RECONSTRUCTED = frozenset({"HuggingFaceTB/SmolLM3-3B"})
-# Of these model_types' neighbours: why each is refused.
+# Model types related to the supported ones, and why each is refused.
 REFUSED: dict[str, tuple[Row, str]] = {
     "google/gemma-3-12b-it": (
         {

@@ -1,4 +1,4 @@
-"""Conversion: strict in both directions, complete, reversible, and never led outside."""
+"""Checkpoint conversion: strict, complete, reversible, and confined to its directory."""
 
 import json
 import os
@@ -34,7 +34,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 20.0, "truncate": False,
     "original_max_position_embeddings": 24,
 }  # fmt: skip
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, biases, llama3": (
@@ -68,10 +68,10 @@ def logits(directory: Path) -> np.ndarray:
     return np.asarray(jaxllm.forward(lm.model, lm.params, None, tokens(2, 19)).logits)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_there_and_back_again(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_there_and_back_again(variant: str, tmp_path: Path) -> None:
     """Hugging Face -> native -> Hugging Face: equal bits, equal configuration, equal logits."""
-    family, changes = FORMS[form]
+    family, changes = VARIANTS[variant]
     save_random(tmp_path / "hf", family, **changes)
     opened = open_hf(tmp_path / "hf")
     save(tmp_path / "native", opened)
@@ -119,7 +119,7 @@ def test_a_quantized_checkpoint_goes_back_dequantized(
     assert_close(found, load_twin(back).logits(tokens(2, 19)))
 
     written = load_file(back / "model.safetensors")
-    if name == "bf16-packed":  # loses nothing
+    if name == "bf16-packed":  # lossless
         for path, tensor in load_file(hf / "model.safetensors").items():
             assert torch.equal(written[path], tensor.bfloat16()), path
     convert(str(small), half, dtype="float16")
@@ -180,7 +180,7 @@ def test_both_spellings_of_the_rotary_settings_are_read(tmp_path: Path) -> None:
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     edit_config(tmp_path, rope_parameters="delete", rope_theta=1e3, rope_scaling=scaling)
     assert open_hf(tmp_path).config == expected
-    old = {"type": "linear", "factor": 2.0}  # as the first files with scaling wrote it
+    old = {"type": "linear", "factor": 2.0}  # the oldest spelling
     edit_config(tmp_path, rope_theta="delete", rope_scaling=old)
     rope = open_hf(tmp_path).config.rope  # type: ignore[attr-defined]
     assert (rope.rope_type, rope.rope_theta, rope.factor) == ("linear", 10000.0, 2.0)
@@ -247,13 +247,13 @@ def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) 
     [(llama.LLAMA.fields, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
 )
 def test_what_a_missing_field_means_transformers_decides(fields: Any, theirs: Any) -> None:
-    said = {f.theirs: f.default for f in fields if f.default is not REQUIRED}
+    defaults = {f.theirs: f.default for f in fields if f.default is not REQUIRED}
     known = theirs().to_dict()
-    worked_out = {"num_key_value_heads", "head_dim", "n_inner"}  # of other fields, on both sides
-    assert len(said) > 5
-    assert said == {
-        **{k: known.get(k, said[k]) for k in said},
-        **dict.fromkeys(worked_out & said.keys()),
+    derived = {"num_key_value_heads", "head_dim", "n_inner"}  # derived from other fields
+    assert len(defaults) > 5
+    assert defaults == {
+        **{k: known.get(k, defaults[k]) for k in defaults},
+        **dict.fromkeys(derived & defaults.keys()),
     }
 
 

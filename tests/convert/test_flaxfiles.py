@@ -1,4 +1,4 @@
-"""Files of transformers 4's Flax classes load as PyTorch's do, or are refused by name."""
+"""Files of transformers 4's Flax classes load like PyTorch's or are refused by name."""
 
 import random
 import shutil
@@ -123,19 +123,19 @@ BAD: dict[str, tuple[Any, str]] = {
     "a complex number": ({"a": msgpack.ExtType(2, msgpack.packb((1.0, 2.0)))}, "extension 2"),
     "too few bytes": ({"a": array((3,))}, r"8 bytes for float32 \(3,\)"),
     "too many": ({"a": array((1,))}, r"8 bytes for float32 \(1,\)"),
-    "more than there is": ({"a": array((1 << 62,))}, r"bytes for float32"),
+    "a huge shape": ({"a": array((1 << 62,))}, r"bytes for float32"),
     "a negative axis": ({"a": array((-2,))}, "not integers"),
     "many axes": ({"a": array((1,) * 9)}, "at most 8 axes"),
     "objects": ({"a": array(dtype="object")}, "an array of 'object'"),
     "a path as a name": ({"a/b": array()}, "invalid name 'a/b'"),
     "no name": ({"": array()}, "invalid name ''"),
     "a long name": ({"a" * 300: array()}, "a name of at most 200 bytes"),
-    "chunks that are short": (
+    "short chunks": (
         {"a": {CHUNK: True, "shape": {"0": 3}, "chunks": {"0": array()}}}, "2 numbers in its chunks"
     ),
-    "chunks that are none": ({"a": {CHUNK: True, "shape": {"0": 3}}}, "lacks the list of"),
-    "chunks of nothing": ({"a": {CHUNK: True, "shape": {"0": 0}, "chunks": {}}}, "not vectors"),
-    "chunks out of turn": (
+    "missing chunks": ({"a": {CHUNK: True, "shape": {"0": 3}}}, "lacks the list of"),
+    "empty chunks": ({"a": {CHUNK: True, "shape": {"0": 0}, "chunks": {}}}, "not vectors"),
+    "misnumbered chunks": (
         {"a": {CHUNK: True, "shape": {"0": 2}, "chunks": {"1": array()}}}, "lacks the list of"
     ),
 }  # fmt: skip

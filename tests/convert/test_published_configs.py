@@ -1,4 +1,4 @@
-"""Published config.json files load, as transformers reads them; what changes nothing is ignored."""
+"""Published config.json files: read as transformers reads them, ignoring neutral fields."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.conftest import Run
 from tests.convert.published_configs import PUBLISHED, REFUSED, Row
 from tests.twins import VOCAB, assert_close, load_twin, save_random, theirs, tokens
 
-# Of all published fields, those that no table has a word for.
+# Fields of published files that no conversion table lists.
 UNREAD = {
     "auto_map", "custom_pipelines", "document_attention", "internal_version", "sliding_window_size",
     "unsloth_version",
@@ -43,7 +43,7 @@ SHRUNK = (
 
 
 def config_class(row: Row) -> Any:
-    """transformers' class for a config.json."""
+    """Return transformers' config class for a config.json."""
     return transformers.CONFIG_MAPPING[row["model_type"]]
 
 
@@ -70,7 +70,7 @@ def test_configs_of_other_models_are_refused_by_name(name: str) -> None:
 
 
 def shrink(row: Row) -> Row:
-    """The same fields for a tiny model of two layers, its last two."""
+    """Return the config with tiny sizes and the settings of its last two layers."""
     sizes = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 16, "n_embd": 64, "n_head": 4, "n_layer": 2,

@@ -1,4 +1,4 @@
-"""GPTQ's and AWQ's checkpoints: every integer is kept, the rest is refused by name."""
+"""GPTQ and AWQ checkpoints: integers load exactly, unsupported settings are refused."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from jaxllm.weights.paths import flatten
 from tests.convert import hub
 from tests.twins import tokens
 
-# What is written, and the formats that the leaves have then.
+# Options of hub.write, and the expected weight formats.
 CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gptq": ({}, {"int4-g32-zp-f16"}),
     "gptq, symmetric": ({"symmetric": True}, {"int4-g32-f16"}),
@@ -44,12 +44,12 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
 }  # fmt: skip
 
 
-def leaves(directory: Path) -> dict[str, Any]:
+def load_leaves(directory: Path) -> dict[str, Any]:
     return {p: x for p, x in flatten(jaxllm.load(directory).params) if not hasattr(x, "at")}
 
 
-def codes(leaf: Any) -> np.ndarray:
-    """The codes of a leaf's bytes, as `weights.leaves.digits` says where they lie."""
+def unpack_codes(leaf: Any) -> np.ndarray:
+    """Unpack the integer codes of a leaf's bytes, in the layout of weights.types.bitpack."""
     data, bits = np.asarray(leaf.data), leaf.bits
     i = np.arange(data.shape[1] * 8 // bits)
     block, j, shift = i // 32 % 4, i % 16, (4 * (i // 16 % 2)).astype(np.uint8)
@@ -64,18 +64,18 @@ def codes(leaf: Any) -> np.ndarray:
     return lower | (data[:, begin + 32 + j] >> shift + block.astype(np.uint8) & 1) << 2
 
 
-def values(leaf: Any) -> np.ndarray:
-    """What the pieces of a leaf mean, by the formula of its class."""
+def dequantize_leaf(leaf: Any) -> np.ndarray:
+    """Dequantize a leaf in NumPy by the formula of its class."""
     if leaf.is_composite:
         out = np.empty(leaf.shape, np.float32)
-        out[:, np.asarray(leaf.order)] = values(leaf.weight)
+        out[:, np.asarray(leaf.order)] = dequantize_leaf(leaf.weight)
         return out
-    q, scale = codes(leaf).astype(np.float32), np.asarray(leaf.scale)
-    middle = 2 ** (leaf.bits - 1)
-    zero = np.full(scale.shape, middle) if leaf.zero is None else np.asarray(leaf.zero)
-    wide = [np.repeat(x.astype(np.float32), q.shape[1] // x.shape[1], 1) for x in (zero, scale)]
-    weight = (q - wide[0]) * wide[1]
-    assert not weight[:, leaf.shape[1] :].any(), "what is added stands for zero"
+    q, scale = unpack_codes(leaf).astype(np.float32), np.asarray(leaf.scale)
+    midpoint = 2 ** (leaf.bits - 1)
+    zero = np.full(scale.shape, midpoint) if leaf.zero is None else np.asarray(leaf.zero)
+    repeated = [np.repeat(x.astype(np.float32), q.shape[1] // x.shape[1], 1) for x in (zero, scale)]
+    weight = (q - repeated[0]) * repeated[1]
+    assert not weight[:, leaf.shape[1] :].any(), "padding must decode to zero"
     return weight[:, : leaf.shape[1]]
 
 
@@ -83,12 +83,12 @@ def values(leaf: Any) -> np.ndarray:
 def test_every_number_is_exactly_what_the_file_means(case: str, tmp_path: Path) -> None:
     options, formats = CASES[case]
     model = hub.random_model("llama", num_hidden_layers=1, vocab_size=136)
-    meant = hub.write(tmp_path, model, **options)
-    found = leaves(tmp_path)
-    assert found.keys() == meant.keys()
+    expected = hub.write(tmp_path, model, **options)
+    found = load_leaves(tmp_path)
+    assert found.keys() == expected.keys()
     assert {weight_format(leaf) for leaf in found.values()} == formats
     for path, leaf in found.items():
-        np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
+        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[path], err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_every_number_is_exactly_what_the_file_means(case: str, tmp_path: Path) 
         ("llama", {"act_order": True, "shards": True}),
         pytest.param("llama", {"method": "awq", "group": 64}, marks=pytest.mark.full),
         ("gpt2", {"bits": 3, "group": -1, "symmetric": True}),
-        ("phi3", {"act_order": True}),  # one matrix there is several here
+        ("phi3", {"act_order": True}),  # its fused matrices are split here
         ("gpt_neox", {"method": "awq"}),
     ],
 )
@@ -121,7 +121,7 @@ def test_every_command_takes_such_a_directory(
     """Greedy text is that of transformers, our own form has every bit, --to-hf the numbers."""
     source, theirs, ours, back = shallow("llama"), *(tmp_path / n for n in ("hub", "own", "back"))
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    meant = hub.write(theirs, model, method, act_order=method == "gptq")
+    expected = hub.write(theirs, model, method, act_order=method == "gptq")
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / file, theirs)
     status, out, _ = run("info", theirs, "--json")
@@ -143,12 +143,12 @@ def test_every_command_takes_such_a_directory(
     for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(first.params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
-    status, _, said = run("convert", theirs, back, "--to-hf")
+    status, _, log = run("convert", theirs, back, "--to-hf")
     assert status == 0
-    assert "float32" in said
+    assert "float32" in log
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     written = load_file(back / "model.safetensors")
-    for path, array in meant.items():
+    for path, array in expected.items():
         np.testing.assert_array_equal(written[f"model.{path}"].numpy(), array)
 
 
@@ -176,25 +176,25 @@ def test_every_command_takes_such_a_directory(
     ],
 )
 def test_what_no_table_knows_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    said = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq"}
     if changes.get("quant_method") == "awq":
-        del said["checkpoint_format"]
+        del settings["checkpoint_format"]
     with pytest.raises(ConfigError, match=reason):
-        read_scheme({**said, **changes})
+        read_scheme({**settings, **changes})
 
 
 def test_options_without_a_meaning_here_are_taken() -> None:
-    said = {
+    settings = {
         "quant_method": "gptq", "bits": 4, "group_size": -1, "sym": False, "format": "gptq_v2",
         "meta": {"quantizer": ["gptqmodel:4.2"]}, "damp_percent": 0.05, "lm_head": False,
         "dynamic": {"-:lm_head": {}}, "exllama_config": {"version": 1}, "rotation": None,
     }  # fmt: skip
-    assert read_scheme(said) == Scheme(method="gptq", bits=4, group_size=None)
+    assert read_scheme(settings) == Scheme(method="gptq", bits=4, group_size=None)
     with pytest.raises(ConfigError, match="quantization_config must be an object"):
         read_scheme([4])  # type: ignore[arg-type]
 
 
-def edit(directory: Path, change: Any) -> None:
+def edit_tensors(directory: Path, change: Any) -> None:
     state = {k: v.clone() for k, v in load_file(directory / "model.safetensors").items()}
     change(state)
     hub.save(directory, state)
@@ -216,11 +216,11 @@ def test_all_that_is_wrong_with_the_tensors_is_told_at_once(tmp_path: Path) -> N
         state[f"{layer}mlp.down_proj.bias"] = torch.ones(64)
         del state["model.norm.weight"]
 
-    edit(tmp_path, damage)
+    edit_tensors(tmp_path, damage)
     with pytest.raises(CheckpointError) as caught:
         open_hf(tmp_path)
-    said = str(caught.value).splitlines()[1:]
-    assert sorted(line.strip() for line in said) == sorted(
+    errors = str(caught.value).splitlines()[1:]
+    assert sorted(line.strip() for line in errors) == sorted(
         [
             "layers.0.self_attn.q_proj.scales is missing",
             "layers.0.self_attn.k_proj.g_idx is missing",
@@ -245,7 +245,7 @@ def test_groups_and_zero_points_that_cannot_be_are_refused(tmp_path: Path) -> No
     (tmp_path / "order/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="g_idx is not in order"):
         open_hf(tmp_path / "order")
-    hub.write(tmp_path / "zeros", model, sym=True)  # it is not
+    hub.write(tmp_path / "zeros", model, sym=True)  # although the weights are asymmetric
     with pytest.raises(CheckpointError, match=r"qzeros are not all 8, which symmetric"):
         open_hf(tmp_path / "zeros")
     hub.write(tmp_path / "small", model, group=16)
@@ -253,11 +253,15 @@ def test_groups_and_zero_points_that_cannot_be_are_refused(tmp_path: Path) -> No
         open_hf(tmp_path / "small")
     hub.write(tmp_path / "endless", model)
     scales = "model.layers.0.mlp.up_proj.scales"
-    edit(tmp_path / "endless", lambda state: state[scales].view(-1)[5:6].fill_(float("inf")))
+    edit_tensors(
+        tmp_path / "endless", lambda state: state[scales].view(-1)[5:6].fill_(float("inf"))
+    )
     with pytest.raises(CheckpointError, match=r"up_proj\.weight\.scale holds NaN or infinity"):
         jaxllm.load(tmp_path / "endless")
     hub.write(tmp_path / "none", model)
-    edit(tmp_path / "none", lambda state: [state.pop(k) for k in list(state) if "proj" in k])
+    edit_tensors(
+        tmp_path / "none", lambda state: [state.pop(k) for k in list(state) if "proj" in k]
+    )
     with pytest.raises(CheckpointError, match="no tensor is quantized"):
         open_hf(tmp_path / "none")
 
@@ -265,27 +269,27 @@ def test_groups_and_zero_points_that_cannot_be_are_refused(tmp_path: Path) -> No
 def test_habits_of_the_writers_are_known(tmp_path: Path) -> None:
     """A bias of zeros that no model has; second-version zero points under the first's name."""
     model = hub.random_model("llama", num_hidden_layers=1)
-    meant = hub.write(tmp_path, model, symmetric=True, less=0, checkpoint_format="gptq")
+    expected = hub.write(tmp_path, model, symmetric=True, less=0, checkpoint_format="gptq")
     path = "model.layers.0.self_attn.k_proj.bias"
-    edit(tmp_path, lambda state: state.update({path: torch.zeros(32)}))
+    edit_tensors(tmp_path, lambda state: state.update({path: torch.zeros(32)}))
     opened = open_hf(tmp_path)
     assert set(opened.formats.values()) == {"int4-g32-f16"}
     assert all(tensor.dtype != np.float64 for tensor in opened.tensors.values())
-    for at, leaf in leaves(tmp_path).items():
-        np.testing.assert_array_equal(values(leaf), meant[at], err_msg=at)
+    for at, leaf in load_leaves(tmp_path).items():
+        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[at], err_msg=at)
 
 
 def test_an_older_file_of_settings_is_read_where_config_json_has_none(tmp_path: Path) -> None:
-    meant = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
+    expected = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
     config = json.loads((tmp_path / "config.json").read_text())
-    said = config.pop("quantization_config")
-    del said["quant_method"]
+    scheme = config.pop("quantization_config")
+    del scheme["quant_method"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     with pytest.raises(CheckpointError, match=r"q_proj\.qweight is not part of this model"):
         open_hf(tmp_path)
-    (tmp_path / "quantize_config.json").write_text(json.dumps(said))
-    assert open_hf(tmp_path).formats.keys() == meant.keys()
-    (tmp_path / "quantize_config.json").write_text(json.dumps({**said, "bits": 5}))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(scheme))
+    assert open_hf(tmp_path).formats.keys() == expected.keys()
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**scheme, "bits": 5}))
     with pytest.raises(ConfigError, match=r"quantize_config\.json: bits 5 is not supported"):
         open_hf(tmp_path)
 
@@ -309,20 +313,20 @@ def test_older_autogptq_folders_are_read(
 ) -> None:
     """Settings in quantize_config.json, weights under AutoGPTQ's names; the first version's zero
     points, since nothing names another."""
-    meant = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), **options)
+    expected = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), **options)
     config = json.loads((tmp_path / "config.json").read_text())
-    said = config.pop("quantization_config")
+    scheme = config.pop("quantization_config")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    sizes = {"bits": said["bits"], "group_size": said["group_size"], "damp_percent": 0.01}
+    sizes = {"bits": scheme["bits"], "group_size": scheme["group_size"], "damp_percent": 0.01}
     (tmp_path / "quantize_config.json").write_text(json.dumps({**sizes, **settings}))
     for file in [*tmp_path.glob("model*.safetensors*")]:
         new = file.rename(tmp_path / file.name.replace("model", base, 1))
         if new.suffix == ".json":
             new.write_text(new.read_text().replace('"model-', f'"{base}-'))
-    found = leaves(tmp_path)
-    assert found.keys() == meant.keys()
+    found = load_leaves(tmp_path)
+    assert found.keys() == expected.keys()
     for path, leaf in found.items():
-        np.testing.assert_array_equal(values(leaf), meant[path], err_msg=path)
+        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[path], err_msg=path)
 
 
 def test_folders_without_weights_name_all_files_that_were_expected(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Integer weights written for other programs: GPTQ's form, compressed-tensors; and read back."""
+"""Integer weights exported as GPTQ and compressed-tensors, and loaded again."""
 
 import json
 from pathlib import Path
@@ -20,44 +20,46 @@ from tests.convert import hub
 LAYER = {"num_hidden_layers": 1, "vocab_size": 136}
 
 
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Each row one long number, the first code lowest: int32 `[R, W]` as `[R, 32 W / bits]`."""
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack int32 words `[R, W]`, lowest bits first, to codes `[R, 32 W / bits]`."""
     bit = (words.to(torch.int64)[..., None] >> torch.arange(32)) & 1
     codes = bit.reshape(len(words), -1, bits) << torch.arange(bits)
     return codes.sum(-1)
 
 
-def by_gptq(state: dict[str, torch.Tensor], stem: str, said: dict[str, Any]) -> torch.Tensor:
-    """What GPTQ's tensors mean, float32 `[O, I]`."""
-    bits, less = said["bits"], said["checkpoint_format"] == "gptq"
-    codes = unpacked(state[f"{stem}.qweight"].T, bits)
-    zeros = (unpacked(state[f"{stem}.qzeros"], bits) + less) % 2**bits
+def dequantize_gptq(
+    state: dict[str, torch.Tensor], stem: str, settings: dict[str, Any]
+) -> torch.Tensor:
+    """Dequantize GPTQ tensors by their description, float32 `[O, I]`."""
+    bits, less = settings["bits"], settings["checkpoint_format"] == "gptq"
+    codes = unpack_words(state[f"{stem}.qweight"].T, bits)
+    zeros = (unpack_words(state[f"{stem}.qzeros"], bits) + less) % 2**bits
     index, scales = state[f"{stem}.g_idx"].long(), state[f"{stem}.scales"].float()
     return (codes - zeros[index].T) * scales[index].T
 
 
-def by_compressed(state: dict[str, torch.Tensor], stem: str, bits: int) -> torch.Tensor:
-    """What compressed-tensors' packed tensors mean, float32 `[O, I]`."""
+def dequantize_compressed(state: dict[str, torch.Tensor], stem: str, bits: int) -> torch.Tensor:
+    """Dequantize packed compressed-tensors weights, float32 `[O, I]`."""
     rows, columns = state[f"{stem}.weight_shape"].tolist()
-    codes = unpacked(state[f"{stem}.weight_packed"], bits)[:, :columns]
+    codes = unpack_words(state[f"{stem}.weight_packed"], bits)[:, :columns]
     scale = state[f"{stem}.weight_scale"].float()
     zeros = torch.full(scale.shape, 2 ** (bits - 1))
     if f"{stem}.weight_zero_point" in state:
-        zeros = unpacked(state[f"{stem}.weight_zero_point"].T, bits)[:, :rows].T
+        zeros = unpack_words(state[f"{stem}.weight_zero_point"].T, bits)[:, :rows].T
     size = columns // scale.shape[1]
     return (codes - zeros.repeat_interleave(size, 1)) * scale.repeat_interleave(size, 1)
 
 
-def quantized(tmp_path: Path, family: str, rules: Any, **sizes: Any) -> Path:
-    """A random model of transformers, quantized, in our own form."""
+def write_quantized(tmp_path: Path, family: str, rules: Any, **sizes: Any) -> Path:
+    """Write a quantized random model in the native form."""
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1, "vocab_size": 136}
     hub.random_model(family, **{**layers, **sizes}).save_pretrained(tmp_path / "hf")
     jaxllm.load(tmp_path / "hf", dtype="float32", quantize=rules).save(tmp_path / "ours")
     return tmp_path / "ours"
 
 
-def assert_same_numbers(one: Path, other: Path) -> set[str]:
-    """Every parameter is the same; the formats of the layers' matrices in `other`."""
+def assert_equal_params(one: Path, other: Path) -> set[str]:
+    """Assert equal parameters and return the formats of the layers' matrices in `other`."""
     expected, found = (dict(flatten(jaxllm.load(path).params)) for path in (one, other))
     assert expected.keys() == found.keys()
     for path, weight in expected.items():
@@ -88,24 +90,26 @@ def test_kept_integers_are_the_same_numbers_everywhere(case: str, tmp_path: Path
     method, family, format, sizes = CASES[case]
     rules = [(r".*(proj|attention|mlp|attn)\..*weight", format), (r"lm_head|embed_out", "int8")]
     if family == "llama":
-        rules = format  # the table of tokens and the head too, which become numbers
-    ours, back = quantized(tmp_path, family, rules, **sizes), tmp_path / "back"
-    status, _, said = run("convert", ours, back, "--to-hf", "--keep-quantized", method)
-    assert status == 0, said
-    assert assert_same_numbers(ours, back) == {format}
+        rules = format  # embeddings and head too, which are exported as floats
+    ours, back = write_quantized(tmp_path, family, rules, **sizes), tmp_path / "back"
+    status, _, log = run("convert", ours, back, "--to-hf", "--keep-quantized", method)
+    assert status == 0, log
+    assert assert_equal_params(ours, back) == {format}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
-    state, meant = load_file(back / "model.safetensors"), {}
+    state, expected = load_file(back / "model.safetensors"), {}
     ending = ".qweight" if method == "gptq" else ".weight_packed"
     for stem in (name.removesuffix(ending) for name in state if name.endswith(ending)):
         bits = int(format[3])
-        value = by_gptq(state, stem, settings) if method == "gptq" else None
-        meant[stem] = by_compressed(state, stem, bits) if value is None else value
+        value = dequantize_gptq(state, stem, settings) if method == "gptq" else None
+        expected[stem] = dequantize_compressed(state, stem, bits) if value is None else value
     params = {p: np.asarray(to_dense(x)) for p, x in flatten(jaxllm.load(ours).params)}
     rows = sorted(
-        map(bytes, np.concatenate([x.numpy() for x in meant.values() if x.shape[1] == 64]))
+        map(bytes, np.concatenate([x.numpy() for x in expected.values() if x.shape[1] == 64]))
     )
-    kept = [x for p, x in params.items() if x.ndim == 2 and x.shape[1] == 64 and not is_table(p)]
-    assert rows == sorted(map(bytes, np.concatenate(kept)))
+    quantized = [
+        x for p, x in params.items() if x.ndim == 2 and x.shape[1] == 64 and not is_table(p)
+    ]
+    assert rows == sorted(map(bytes, np.concatenate(quantized)))
 
 
 def is_table(path: str) -> bool:
@@ -113,31 +117,31 @@ def is_table(path: str) -> bool:
 
 
 def test_an_order_of_columns_goes_to_gptq_and_back(tmp_path: Path, run: Run) -> None:
-    meant = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
-    status, _, said = run(
+    expected = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
+    status, _, log = run(
         "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
     )
-    assert status == 0, said
+    assert status == 0, log
     state = load_file(tmp_path / "back/model.safetensors")
     settings = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
     assert settings["desc_act"] is True
-    for path, array in meant.items():
+    for path, array in expected.items():
         stem = f"model.{path.removesuffix('.weight')}"
-        np.testing.assert_array_equal(by_gptq(state, stem, settings).numpy(), array)
-    assert_same_numbers(tmp_path / "hub", tmp_path / "back")
+        np.testing.assert_array_equal(dequantize_gptq(state, stem, settings).numpy(), array)
+    assert_equal_params(tmp_path / "hub", tmp_path / "back")
 
 
 def test_formats_of_several_widths_are_groups_of_compressed_tensors(
     tmp_path: Path, run: Run
 ) -> None:
     rules = [(r".*mlp.*", "int4-g32"), (r".*[qk]_proj.*", "int8")]
-    ours, back = quantized(tmp_path, "llama", rules), tmp_path / "back"
+    ours, back = write_quantized(tmp_path, "llama", rules), tmp_path / "back"
     convert = ("convert", ours, back, "--to-hf", "--keep-quantized")
-    status, _, said = run(*convert, "gptq")
-    assert status and "expected 4 bits in groups of" in said
-    status, _, said = run(*convert, "compressed-tensors")
-    assert status == 0, said
-    assert assert_same_numbers(ours, back) == {"int4-g32", "int8", "float32"}
+    status, _, log = run(*convert, "gptq")
+    assert status and "expected 4 bits in groups of" in log
+    status, _, log = run(*convert, "compressed-tensors")
+    assert status == 0, log
+    assert assert_equal_params(ours, back) == {"int4-g32", "int8", "float32"}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
     groups = settings["config_groups"].values()
     assert {len(group["targets"]) for group in groups} == {2, 3}
@@ -145,7 +149,7 @@ def test_formats_of_several_widths_are_groups_of_compressed_tensors(
 
 
 @pytest.mark.parametrize(
-    ("rules", "method", "said"),
+    ("rules", "method", "message"),
     [
         ("nf4", "gptq", r"q_proj.weight is nf4, which gptq does not support"),
         ("int3-g32", "compressed-tensors", "int3-g32, which compressed-tensors does not support"),
@@ -155,23 +159,23 @@ def test_formats_of_several_widths_are_groups_of_compressed_tensors(
     ],
 )
 def test_what_a_form_does_not_have_is_refused(
-    rules: str, method: str, said: str, tmp_path: Path, run: Run
+    rules: str, method: str, message: str, tmp_path: Path, run: Run
 ) -> None:
-    ours = quantized(tmp_path, "llama", rules)
+    ours = write_quantized(tmp_path, "llama", rules)
     status, _, error = run(
         "convert", ours, tmp_path / "back", "--to-hf", "--keep-quantized", method
     )
-    assert status and said in error, error
+    assert status and message in error, error
     assert not (tmp_path / "back").exists()
     status, _, error = run("convert", ours, tmp_path / "back", "--keep-quantized", "gptq")
     assert status and "requires --to-hf" in error
 
 
-def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, np.ndarray]:
-    """A random model whose linears are int8, as compressed-tensors' int-quantized has them."""
+def write_int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, np.ndarray]:
+    """Write a random model with int8 linears in the int-quantized form; return their values."""
     model = hub.random_model("llama", **LAYER)
     model.save_pretrained(directory)
-    state, meant = load_file(directory / "model.safetensors"), {}
+    state, expected = load_file(directory / "model.safetensors"), {}
     rng = torch.Generator().manual_seed(0)
     for name in [name for name in state if "proj.weight" in name]:
         rows = state[name].shape[0]
@@ -182,7 +186,7 @@ def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, 
         if not symmetric:
             zero = torch.randint(-128, 128, scale.shape, generator=rng, dtype=torch.int8)
             state[f"{name}_zero_point"] = zero
-        meant[name.removeprefix("model.")] = ((codes.int() - zero.int()) * scale.float()).numpy()
+        expected[name.removeprefix("model.")] = ((codes.int() - zero.int()) * scale.float()).numpy()
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
     inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     weights = {"num_bits": 8, "type": "int", "strategy": strategy, "symmetric": symmetric}
@@ -193,7 +197,7 @@ def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, 
     }  # fmt: skip
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    return meant
+    return expected
 
 
 @pytest.mark.parametrize(
@@ -203,18 +207,18 @@ def int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict[str, 
 def test_int_quantized_matrices_are_read_exactly(
     symmetric: bool, strategy: str, format: str, tmp_path: Path
 ) -> None:
-    meant = int_quantized(tmp_path, symmetric, strategy)
+    expected = write_int_quantized(tmp_path, symmetric, strategy)
     params = dict(flatten(jaxllm.load(tmp_path).params))
-    for path, array in meant.items():
+    for path, array in expected.items():
         assert weight_format(params[path]) == format
         np.testing.assert_array_equal(to_dense(params[path]), array, path)
 
 
 def test_wrong_files_of_compressed_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    int_quantized(tmp_path, True, "channel")
+    write_int_quantized(tmp_path, True, "channel")
     config = json.loads((tmp_path / "config.json").read_text())
     good = json.dumps(config["quantization_config"])
-    for old, new, said in (
+    for old, new, message in (
         ('"int-quantized"', '"float-quantized"', "format 'float-quantized' is not supported"),
         ('"num_bits": 8, "type": "int", "strategy": "channel"', '"num_bits": 8, "type": "float"',
          "weights.type 'float' is not supported"),
@@ -226,7 +230,7 @@ def test_wrong_files_of_compressed_tensors_are_refused_by_name(tmp_path: Path) -
         (tmp_path / "config.json").write_text(
             json.dumps({**config, "quantization_config": settings})
         )
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             open_hf(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     state = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""config.json written of our own form is as of Hugging Face's, and transformers takes it."""
+"""config.json exported from the native form: equal to the original, valid in transformers."""
 
 import dataclasses
 import json
@@ -26,9 +26,9 @@ LONGROPE = {
     "partial_rotary_factor": 0.75, "original_max_position_embeddings": 40, "factor": 3,
 }  # fmt: skip
 BIASES = {"attention_bias": True, "mlp_bias": True}
-# Of each family, what its tiny configuration has as its class has it: here everything differs, and
-# whole numbers stand where files have them.
-VARIED: dict[str, dict[str, Any]] = {
+# Overrides that make every field differ from its class's default. Numbers are integers where
+# published files have integers.
+OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {**BIASES, "rope_parameters": LLAMA3},
     "mistral": {"sliding_window": 7, "head_dim": 10},
     "gpt2": {
@@ -67,24 +67,24 @@ VARIED: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {"attention_bias": False, "use_parallel_residual": False},
 }  # fmt: skip
-NO_FIELD_THERE = {"attention", "capacity_factor"}  # ours alone
-BY_OTHERS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}
+NATIVE_FIELDS = {"attention", "capacity_factor"}  # jaxllm's own fields
+FIXED_FIELDS = {"llama": {"sliding_window"}, "mistral": {"attention_bias", "mlp_bias"}}
 
 
-def varied(family: str) -> Any:
-    """transformers' configuration, of which every field that ours has differs from the default."""
+def nondefault_config(family: str) -> Any:
+    """Return transformers' config with every field that jaxllm reads off its default."""
     act = {"hidden_act": "relu", "hidden_activation": "relu"}
     base = {k: v for k, v in act.items() if hasattr(theirs(family), k)}
     tie = not type(theirs(family))().tie_word_embeddings
     rope = {"rope_type": "default", "rope_theta": 700}
     rotary = {} if family in ("gpt2", "gpt_neox") else {"rope_parameters": rope}
-    return theirs(family, **{**base, "tie_word_embeddings": tie, **rotary, **VARIED[family]})
+    return theirs(family, **{**base, "tie_word_embeddings": tie, **rotary, **OVERRIDES[family]})
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_every_field_returns_through_our_form(family: str) -> None:
     """HF -> native -> HF is HF -> HF to the byte, and transformers takes it as it was."""
-    source = varied(family)
+    source = nondefault_config(family)
     data = json.loads(source.to_json_string(use_diff=False))
     config, _ = read_config(data)
     plain, _ = read_config(type(source)().to_dict())
@@ -93,7 +93,7 @@ def test_every_field_returns_through_our_form(family: str) -> None:
         for field in dataclasses.fields(config)
         if getattr(config, field.name) == getattr(plain, field.name)
     }
-    assert same <= NO_FIELD_THERE | BY_OTHERS.get(family, set())
+    assert same <= NATIVE_FIELDS | FIXED_FIELDS.get(family, set())
     native = config_from_dict(json.loads(json.dumps(config.to_dict())))
     table = FAMILY_MODULES[config.model_type]
     direct, again = (json.dumps(table.write_config(c)[0]) for c in (config, native))
@@ -116,7 +116,7 @@ def test_a_float_of_older_files_is_written_whole(family: str) -> None:
         FAMILY_MODULES[family].write_config(half)
 
 
-# Heads of GPT-2 and of OLMo 2 are not cut at all.
+# Heads of GPT-2 and OLMo 2 cannot be pruned.
 HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
 
 
@@ -124,7 +124,7 @@ HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
 @pytest.mark.parametrize("heads", [6, 4, 2])
 def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads: int) -> None:
     """8 heads in pairs, cut: written, or refused just where transformers' class refuses them."""
-    single = family == "gpt_neox"  # no heads are shared; it computes heads of another size
+    single = family == "gpt_neox"  # no grouped heads; the head size is derived
     pairs = {} if single else {"num_key_value_heads": 4}
     width = {"hidden_size": 64} if single else {}
     data = theirs(family, num_attention_heads=8, **pairs, **width).to_dict()
@@ -134,7 +134,7 @@ def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads
     refused = single
     try:
         type(theirs(family))(**{**data, **changed})
-    except Exception:  # whatever it raises
+    except Exception:  # classes raise different errors
         refused = True
     write = FAMILY_MODULES[config.model_type].write_config
     if refused:

@@ -1,4 +1,4 @@
-"""Spans and batches: every token counts once, padding never does, a resumed loader goes on."""
+"""Spans, batches and loaders: each token is scored once, padding never; loaders resume."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> Non
         for span in spans:
             assert span.start % stride == 0
             assert span.end == min(span.start + window, length)
-            # No earlier window of the same stride holds the token.
+            # No earlier window of this stride contains the token.
             assert all(span.start == 0 or t >= span.start - stride + window or stride == window
                        for t in range(span.score_start, span.end))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The measures of an equivalence report, by brute force and by hand."""
+"""The measures of a parity report against brute force and hand values."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ def test_the_tolerance_is_of_the_references_numbers() -> None:
         found = measure("x", theirs + np.float32(off), theirs, Tolerance(0.01, 0.1))
         assert found.beyond == beyond
         assert found.holds == (beyond == 0)
-    small = np.float32([0.5])  # below 1 the scale counts as 1: a bound of 0.01 + 0.05
+    small = np.float32([0.5])  # the scale is at least 1: a bound of 0.01 + 0.05
     assert measure("x", small + np.float32(0.059), small, Tolerance(0.01, 0.1)).holds
     assert not measure("x", small + np.float32(0.061), small, Tolerance(0.01, 0.1)).holds
 
@@ -65,13 +65,13 @@ def test_margins_are_of_the_reference_where_the_first_token_differs() -> None:
     ours = np.array([[[5.0, 1, 2], [6, 1, 2], [0, 3, 3.5]], [[1, 4, 3], [5, 3, 3.5], [7, 6, 0]]])
     found = compare_greedy(ours, theirs, Tolerance(1e-5))
     assert (found.compared, found.agreed) == (6, 4)
-    # By step and then by row: row 1 differs at step 1, where 4 leads 3.5; row 0 only at step 2.
+    # Ordered by step, then row: row 1 differs at step 1 (margin 4 - 3.5), row 0 only at step 2.
     assert found.first is not None
     assert tuple(found.first) == (1, 1, 1, 0, 0.5)
     assert found.worst_margin == 0.5
     assert found.allowed_margin == 1e-3
     assert not found.holds
-    # 2 x atol x the largest logit, 7: room for both of two logits to be off by the tolerance.
+    # 2 x atol x the largest logit, 7: both logits may be off by the tolerance.
     loose = compare_greedy(ours, theirs, Tolerance(0.04))
     assert loose.allowed_margin == pytest.approx(0.56)
     assert loose.holds

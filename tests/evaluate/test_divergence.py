@@ -1,4 +1,4 @@
-"""Divergence equals what PyTorch's logits and float64 give."""
+"""Divergence between two models against PyTorch logits in float64."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 @pytest.fixture(scope="module", params=["bfloat16", "int8", "int4-g32"])
 def changed(request: pytest.FixtureRequest, twin: Twin) -> Twin:
-    """The same model with its matrices in another format, and transformers with those numbers."""
+    """Return the model in another weight format, and transformers with the same values."""
     other, params = load_twin(twin.directory), quantize(twin.params, request.param)
     state = other.torch_model.state_dict()
     for path, leaf in flatten(dequantize(params)):
@@ -42,7 +42,7 @@ def changed(request: pytest.FixtureRequest, twin: Twin) -> Twin:
 
 
 def distributions(twin: Twin, made: Loader) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 log-probabilities `[N, V]` for all tokens that count, and the tokens."""
+    """Return float64 log-probabilities `[N, V]` for all scored tokens, and the tokens."""
     rows, targets = [], []
     for span in made.spans:
         ids = np.asarray(made.documents[span.document][span.start : span.end])

@@ -1,4 +1,4 @@
-"""The equivalence kit: its figures are right, and it names the stage where a model is broken."""
+"""Parity reports: correct statistics, and the failing stage of a broken model."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ NEW = 6
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One checkpoint on both sides."""
+    """One checkpoint in both backends."""
 
     twin: Twin
     ours: JaxBackend
@@ -71,10 +71,10 @@ def report(pair: Pair) -> Report:
     return verify(pair.ours, pair.theirs, CASE, new_tokens=NEW)
 
 
-# What is measured.
+# Statistics.
 
 
-ENDS = (0, 1, 3, 15, 255, 4095, 65535, 2**63)  # of the ULP histogram's buckets
+ENDS = (0, 1, 3, 15, 255, 4095, 65535, 2**63)  # last ULP distance of each histogram bucket
 
 
 def test_every_figure_is_what_plain_numpy_says(pair: Pair, report: Report) -> None:
@@ -109,7 +109,7 @@ def test_every_figure_is_what_plain_numpy_says(pair: Pair, report: Report) -> No
         assert worst == pytest.approx(found.max_error, abs=0)
 
 
-# Both sides, and what they agree about.
+# Agreement of the two backends.
 
 
 def test_both_models_hold_at_every_stage(pair: Pair, report: Report) -> None:
@@ -121,7 +121,7 @@ def test_both_models_hold_at_every_stage(pair: Pair, report: Report) -> None:
     layers = pair.twin.config.num_hidden_layers
     assert len(report.stages) == 3 + 10 * layers
     assert len(report.decoding) == 2 * layers + 1
-    # All positions of the prompts and of what was fed after them: one token less than was made.
+    # All prompt positions and all generated tokens but the last, which is not run.
     entries = pair.twin.config.num_key_value_heads * pair.twin.config.head_dim
     fed = sum(map(len, TEXTS)) + 2 * (NEW - 1)
     assert {d.count for d in report.decoding[:-1]} == {fed * entries}
@@ -146,7 +146,7 @@ def test_the_taps_are_what_transformers_itself_returns(pair: Pair) -> None:
         k, v = (x.transpose(1, 2).numpy() for x in (layer.keys, layer.values))
         np.testing.assert_array_equal(found[f"{block}.k"], k)
         np.testing.assert_array_equal(found[f"{block}.v"], v)
-        # Queries: their scores with those keys are the attention weights that transformers shows.
+        # Queries: softmax of their scores with these keys equals transformers' attention weights.
         q, H = found[f"{block}.q"].astype(np.float64), k.shape[-1]
         k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         score = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(H)
@@ -211,10 +211,10 @@ def test_an_unknown_family_has_no_stages() -> None:
         activation_names("bert", 2)
 
 
-# What is broken is found, where it is.
+# Broken weights and caches.
 
 
-def _with(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
+def _change_weight(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
     changed = []
 
     def at(name: str, x: jax.Array) -> jax.Array:
@@ -228,11 +228,11 @@ def _with(pair: Pair, path: str, change: Callable[[jax.Array], jax.Array]) -> Ja
     return dataclasses.replace(pair.ours, params=params)
 
 
-def _nudged(x: jax.Array) -> jax.Array:
+def _add_to_one(x: jax.Array) -> jax.Array:
     return x.at[(1,) * x.ndim].add(0.1)
 
 
-BROKEN = {
+STAGE_OF_WEIGHT = {
     "llama": {
         "layers.1.input_layernorm.weight": "layers.1.input_layernorm",
         "layers.0.self_attn.q_proj.weight": "layers.0.q",
@@ -256,16 +256,16 @@ BROKEN = {
 
 
 def test_one_changed_weight_is_found_at_its_stage(pair: Pair) -> None:
-    for path, stage in BROKEN[pair.twin.config.model_type].items():
-        found = verify(_with(pair, path, _nudged), pair.theirs, CASE, new_tokens=2)
+    for path, stage in STAGE_OF_WEIGHT[pair.twin.config.model_type].items():
+        found = verify(_change_weight(pair, path, _add_to_one), pair.theirs, CASE, new_tokens=2)
         assert found.first is not None, path
         assert found.first.name == stage, path
         assert not found.holds
 
 
 @dataclasses.dataclass(frozen=True)
-class Forgetful(JaxBackend):
-    """A side whose cache holds one wrong number: layer 1's v of row 0 at position 7."""
+class WrongCache(JaxBackend):
+    """A backend with one wrong cache entry: layer 1's v of row 0 at position 7."""
 
     def decode(
         self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
@@ -277,7 +277,7 @@ class Forgetful(JaxBackend):
 
 
 def test_one_wrong_entry_of_the_cache_is_found(llama: Pair) -> None:
-    side = Forgetful("ours", llama.twin.model, llama.twin.params)
+    side = WrongCache("ours", llama.twin.model, llama.twin.params)
     found = verify(side, llama.theirs, CASE, new_tokens=2)
     assert found.first is not None
     assert found.first.name == "cache layers.1.v"
@@ -285,19 +285,19 @@ def test_one_wrong_entry_of_the_cache_is_found(llama: Pair) -> None:
     assert found.first.worst == (0, 7, 1, 2)
 
 
-# Lower formats.
+# Lower precision.
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("halves")
     save_random(directory, "llama", spread=0.06)
     return _pair(directory, "bfloat16")
 
 
-def test_bfloat16_holds_by_its_distance_to_float32(halves: Pair) -> None:
-    exact = TransformersBackend.load(halves.twin.directory, "float32")
-    found = verify(halves.ours, halves.theirs, CASE, new_tokens=3, exact=exact)
+def test_bfloat16_holds_by_its_distance_to_float32(bfloat16_pair: Pair) -> None:
+    exact = TransformersBackend.load(bfloat16_pair.twin.directory, "float32")
+    found = verify(bfloat16_pair.ours, bfloat16_pair.theirs, CASE, new_tokens=3, exact=exact)
     print(to_text(found))
     assert found.holds
     assert found.dtype == "bfloat16"
@@ -309,10 +309,12 @@ def test_bfloat16_holds_by_its_distance_to_float32(halves: Pair) -> None:
             np.linalg.norm((side.activations(CASE)["logits"].astype(np.float64) - right)[real])
         )
 
-    assert found.drift == pytest.approx(off(halves.ours) / off(halves.theirs))
+    assert found.drift == pytest.approx(off(bfloat16_pair.ours) / off(bfloat16_pair.theirs))
     assert found.drift <= 1.5
-    broken = _with(halves, "layers.1.mlp.down_proj.weight", lambda x: x.at[3].multiply(2))
-    wrong = verify(broken, halves.theirs, CASE, new_tokens=3, exact=exact)
+    broken = _change_weight(
+        bfloat16_pair, "layers.1.mlp.down_proj.weight", lambda x: x.at[3].multiply(2)
+    )
+    wrong = verify(broken, bfloat16_pair.theirs, CASE, new_tokens=3, exact=exact)
     assert wrong.first is not None
     assert wrong.first.name == "layers.1.mlp"
 
@@ -330,7 +332,7 @@ def test_two_formats_of_ours_are_compared(llama: Pair) -> None:
     assert loose.dtype == "bfloat16"
 
 
-# What is refused.
+# Errors.
 
 
 def test_cases_that_do_not_fit_are_refused(llama: Pair, pair: Pair) -> None:
@@ -394,7 +396,7 @@ def test_the_command_says_by_how_much_a_quantized_model_is_off(
     assert "first to diverge: embed_tokens" in out
     status, out, _ = run(*common, "--against", directory, "--tolerance", 2, "--json")
     assert status == 0
-    # Eight bits a row: half a step is 1/254 of the row's largest number.
+    # int8 per row: half a step is 1/254 of the row's largest value.
     table = np.asarray(llama.twin.params["embed_tokens"]["weight"])
     first = json.loads(out)["stages"][0]
     assert 0 < first["max_error"] <= np.abs(table).max() / 254 * 1.01
@@ -434,12 +436,12 @@ def test_the_command_refuses_by_name(run: Any, llama: Pair) -> None:
     assert "nowhere" in err
 
 
-# What is broken in the code is found as well; last, because all programs are compiled anew.
+# Broken code. Last in the file, because it recompiles all programs.
 
 
 @pytest.mark.usefixtures("afresh")
 @pytest.mark.parametrize(
-    ("turned", "stage"),
+    ("shifted", "stage"),
     [
         ("both", "layers.1.q"),
         ("k", "layers.1.k"),
@@ -447,11 +449,11 @@ def test_the_command_refuses_by_name(run: Any, llama: Pair) -> None:
     ],
 )
 def test_a_rotation_off_by_one_position_is_found_in_its_layer(
-    turned: str, stage: str, llama: Pair, monkeypatch: pytest.MonkeyPatch
+    shifted: str, stage: str, llama: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer 1 rotates by the angles of the next position; that attention does not see `gate_up`."""
     rotate, calls = ops.rotate, iter(range(1000))
-    broken = {"both": (2, 3), "q": (2,), "k": (3,)}[turned]  # of the calls: q and k of each layer
+    broken = {"both": (2, 3), "q": (2,), "k": (3,)}[shifted]  # call numbers: q and k of each layer
 
     def wrong(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         if next(calls) % 6 in broken:
@@ -468,10 +470,10 @@ def test_a_rotation_off_by_one_position_is_found_in_its_layer(
     print(to_text(found))
     assert found.first is not None
     assert found.first.name == stage
-    # Scores depend on differences of positions: with both keys and queries moved, no later stage
-    # is wrong, and still the layer is named.
+    # Scores depend on position differences: if keys and queries both move, no later stage is
+    # wrong, but the layer is still reported.
     later = [d.name for d in found.stages if not d.holds and d.name.startswith("layers.2")]
-    assert bool(later) == (turned != "both")
+    assert bool(later) == (shifted != "both")
     assert not found.holds
 
 

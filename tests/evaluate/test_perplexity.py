@@ -1,4 +1,4 @@
-"""Perplexity equals transformers', by every protocol; its error is the textbook's."""
+"""Perplexity and its standard error for each protocol, journals, and the command."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ WINDOW = 64
 
 @pytest.fixture(scope="module", params=["stories260K", "gpt2_slm4096"])
 def trained(request: pytest.FixtureRequest, data: Find) -> tuple[Twin, list[int]]:
-    """A trained model in both, and some of Shakespeare as its token ids."""
+    """Return a trained model in jaxllm and transformers, and Shakespeare's text as ids."""
     directory = data(request.param)
     text = (data("corpora") / "tinyshakespeare.txt").read_text(encoding="utf-8")[:700]
     if request.param == "stories260K":
@@ -39,10 +39,11 @@ def trained(request: pytest.FixtureRequest, data: Find) -> tuple[Twin, list[int]
     return load_twin(directory), ids
 
 
-def guide(twin: Twin, ids: list[int], window: int, stride: int) -> tuple[float, int]:
-    """Hugging Face's guide: the loss of the model itself, all but new tokens labelled -100.
+def sliding_window_loss(twin: Twin, ids: list[int], window: int, stride: int) -> tuple[float, int]:
+    """Return the mean loss and token count as Hugging Face's perplexity guide computes them.
 
-    The guide weights a window by its labels less one; here by the labels that the shift leaves.
+    Tokens that are not new get label -100. The guide weights a window by its label count minus 1;
+    here the weight is the number of labels left after the shift.
     """
     total, count, seen = 0.0, 0, 0
     for start in range(0, len(ids), stride):
@@ -60,7 +61,7 @@ def guide(twin: Twin, ids: list[int], window: int, stride: int) -> tuple[float, 
 
 
 def losses(twin: Twin, ids: list[int]) -> np.ndarray:
-    """The negative log-likelihood of each token but the first, float64."""
+    """Return the negative log-likelihood of each token but the first, float64."""
     logits = torch.tensor(twin.logits(np.array([ids]))[0]).double()
     return torch.nn.functional.cross_entropy(
         logits[:-1], torch.tensor(ids[1:]), reduction="none"
@@ -74,7 +75,7 @@ def test_strided_equals_transformers(trained: tuple[Twin, list[int]], stride: in
     found = perplexity(
         twin.model, twin.params, loader([ids], window=WINDOW, stride=stride, batch=3)
     )
-    nll, count = guide(twin, ids, WINDOW, stride)
+    nll, count = sliding_window_loss(twin, ids, WINDOW, stride)
     assert found.tokens == count
     assert found.nll.mean == pytest.approx(nll, rel=1e-5)
     assert found.perplexity.mean == pytest.approx(np.exp(nll), rel=1e-4)
@@ -105,13 +106,13 @@ def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list
     cuts = [0, 5, 7, 60, 61, 100, 130]
     documents = [ids[a:b] for a, b in pairwise(cuts)]
     for bucketed in (False, True):
-        together = token_logprobs(
+        batched = token_logprobs(
             twin.model,
             twin.params,
             loader(documents, window=WINDOW, batch=3, use_buckets=bucketed),
         )
-        alone = np.concatenate([losses(twin, d) for d in documents if len(d) > 1])
-        np.testing.assert_allclose(-together, alone, atol=1e-4, rtol=1e-4)
+        expected = np.concatenate([losses(twin, d) for d in documents if len(d) > 1])
+        np.testing.assert_allclose(-batched, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_standard_error_is_scipys() -> None:
@@ -121,7 +122,7 @@ def test_the_standard_error_is_scipys() -> None:
     assert found.nll.mean == pytest.approx(nll.mean(), rel=1e-12)
     assert found.nll.error == pytest.approx(scipy.stats.sem(nll), rel=1e-12)
     assert found.perplexity.mean == pytest.approx(np.exp(nll.mean()), rel=1e-12)
-    # To first order: what the perplexity does when the mean moves by its error.
+    # First order: the change of the perplexity if the mean moves by its error.
     small = Perplexity.from_logprobs(np.tile(logprob_N, 2000))
     moved = np.exp(nll.mean() + small.nll.error) - np.exp(nll.mean())
     assert small.perplexity.error == pytest.approx(moved, rel=1e-2)
@@ -180,7 +181,7 @@ def test_an_interrupted_evaluation_goes_on_from_its_journal(
 def journaled(
     trained: tuple[Twin, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Callable[[Path], np.ndarray], str, np.ndarray]:
-    """A short evaluation that keeps a journal, the journal it leaves, and its numbers."""
+    """Return a short evaluation with a journal, the journal's text and the results."""
     twin, ids = trained
     made = loader([ids[:150]], window=WINDOW, stride=20, batch=3)
 
@@ -250,7 +251,7 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
     report = json.loads(out)
     twin = load_twin(directory)
     ids = Tokenizer.from_directory(directory).encode(text, bos=True)
-    nll, count = guide(twin, ids, 48, 30)
+    nll, count = sliding_window_loss(twin, ids, 48, 30)
     assert report["perplexity"] == pytest.approx(np.exp(nll), rel=1e-4)
     assert report["tokens"] == count
     assert (report["window"], report["stride"], report["bos"]) == (48, 30, "first")
@@ -266,11 +267,11 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
     assert json.loads(out) == json.loads(joined)
     short = json.loads(run(*common, "--text", "-", "--json", stdin="a")[1])
     assert (short["tokens"], short["perplexity_error"]) == (1, None)
-    apart = json.loads(run(*common, "--documents", file, "--separate", "--json")[1])
+    separate = json.loads(run(*common, "--documents", file, "--separate", "--json")[1])
     each = [json.loads(run(*common, "--text", "-", "--json", stdin=t)[1]) for t in (first, second)]
     total = sum(r["nll"] * r["tokens"] for r in each)
-    assert apart["tokens"] == sum(r["tokens"] for r in each)
-    assert apart["nll"] == pytest.approx(total / apart["tokens"], rel=1e-6)
+    assert separate["tokens"] == sum(r["tokens"] for r in each)
+    assert separate["nll"] == pytest.approx(total / separate["tokens"], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loss by position is transformers' loss, sorted by where a token stands; nothing is lost in it."""
+"""Loss by position: transformers' losses grouped by position, with unchanged totals."""
 
 import json
 from collections.abc import Callable
@@ -58,8 +58,8 @@ def test_the_command_sorts_what_transformers_says(run: Run, data: Find, tmp_path
     directory, picture = data("stories260K"), tmp_path / "losses.png"
     text = (directory / "greedy_200.txt").read_text(encoding="utf-8")
     common = ("perplexity", directory, "--text", "-", "--window", WINDOW, "--stride", STRIDE)
-    asked = (*common, "--by-position", "--picture", picture)
-    status, out, _ = run(*asked, "--json", stdin=text)
+    command = (*common, "--by-position", "--picture", picture)
+    status, out, _ = run(*command, "--json", stdin=text)
     assert status == 0
     report = json.loads(out)
 
@@ -83,7 +83,7 @@ def test_the_command_sorts_what_transformers_says(run: Run, data: Find, tmp_path
         assert bucket["nll_total"] == pytest.approx(sum(each), rel=1e-4)
     assert [b["start"] for b in report["by_position"]] == [1, 2, 4, 8, 16, 32]
 
-    # The totals are those of the ordinary perplexity, which is the same to the last digit.
+    # The totals equal the plain perplexity, whose value is identical.
     plain = json.loads(run(*common, "--json", stdin=text)[1])
     assert report["perplexity"] == plain["perplexity"]
     totals = [b["nll_total"] for b in report["by_position"]]

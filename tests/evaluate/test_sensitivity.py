@@ -1,4 +1,4 @@
-"""The ranking is what quantizing each group, one after the other, and comparing by hand gives."""
+"""Sensitivity ranking against quantizing and comparing each group by brute force."""
 
 import json
 import re
@@ -32,8 +32,8 @@ def made(demo: jaxllm.LM) -> Loader:
     return loader([demo.tokenizer.encode(TEXT, bos=True)], window=WINDOW, batch=3)
 
 
-def by_hand(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> tuple[float, float]:
-    """Mean KL divergence and same top-1 of quantized weights, a window at a time, in float64."""
+def brute_force(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> tuple[float, float]:
+    """Return mean KL and same-top share of quantized weights, per window, in float64."""
     changed = dequantize(quantize(demo.params, rules))
     kl, same = [], []
     for span in made.spans:
@@ -55,7 +55,7 @@ def test_the_ranking_is_that_of_brute_force(
 ) -> None:
     rows = measure_sensitivity(demo.model, demo.params, made, name, group_by=by)
     assert {row.group: row.regex for row in rows} == matrix_groups(demo.params, by)
-    expected = {row.group: by_hand(demo, made, [(row.regex, name)]) for row in rows}
+    expected = {row.group: brute_force(demo, made, [(row.regex, name)]) for row in rows}
     for row in rows:
         kl, same = expected[row.group]
         assert row.divergence.kl.mean == pytest.approx(kl, rel=5e-3)
@@ -65,8 +65,8 @@ def test_the_ranking_is_that_of_brute_force(
 
 def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -> None:
     """Whatever is lowered, and to what: its numbers run in the model that is there."""
-    windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length of its own
-    for name in ("int4", "bfloat16"):  # rounding to a format is compiled too, by shapes
+    windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length no other test uses
+    for name in ("int4", "bfloat16"):  # rounding to a format also compiles, per shape
         measure_sensitivity(demo.model, demo.params, windows, name, group_by="kind")
     before = len(compiled)
     for name in ("int4", "bfloat16"):

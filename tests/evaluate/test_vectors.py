@@ -1,4 +1,4 @@
-"""Test vectors: the demos equal what transformers computed for them, and no change goes unseen."""
+"""Test vectors: demo models equal transformers' stored values, and changes are detected."""
 
 import dataclasses
 import json
@@ -41,12 +41,14 @@ def frozen(tiny: JaxBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def _with(ours: JaxBackend, path: str, change: Callable[[jax.Array], jax.Array]) -> JaxBackend:
+def _change_weight(
+    ours: JaxBackend, path: str, change: Callable[[jax.Array], jax.Array]
+) -> JaxBackend:
     params = map_leaves(lambda p, x: change(x) if p == path else x, ours.params)
     return dataclasses.replace(ours, params=params)
 
 
-# The committed vectors: transformers' numbers for the demos.
+# The committed vectors: transformers' values for the demo models.
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -93,7 +95,7 @@ def test_the_committed_files_are_small_and_plain() -> None:
     np.testing.assert_array_equal(tensors["embed_tokens"], table[ids].astype(np.float32))
 
 
-# What changes is seen.
+# Detection of changes.
 
 
 def test_the_same_model_holds(tiny: JaxBackend, frozen: Path) -> None:
@@ -120,7 +122,7 @@ def test_one_flipped_number_is_found_at_its_stage(
         at = np.unravel_index(int(np.abs(np.asarray(x)).argmax()), x.shape)
         return x.at[at].multiply(-1)
 
-    checked = check(read(frozen), _with(tiny, path, flip))
+    checked = check(read(frozen), _change_weight(tiny, path, flip))
     assert checked.model_mismatches == ("weights",)
     for report in checked.reports.values():
         assert report.first is not None
@@ -133,7 +135,7 @@ def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: JaxBackend, froze
     """Row 100 of the token table is in none of the texts (and the head is a table of its own)."""
     vectors = read(frozen)
     assert not any(100 in row for row in (*vectors.texts, *vectors.generated_BN.tolist()))
-    other = _with(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
+    other = _change_weight(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
     checked = check(vectors, other)
     assert checked.numbers_hold
     assert checked.model_mismatches == ("weights",)
@@ -142,7 +144,7 @@ def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: JaxBackend, froze
 
 @dataclasses.dataclass(frozen=True)
 class Shifted(JaxBackend):
-    """A side that takes padding on the left for text: its positions begin at the padding."""
+    """A backend that counts left padding as text: positions begin at the padding."""
 
     def activations(self, case: ParityCase) -> dict[str, np.ndarray]:
         B, T = case.token_BT.shape
@@ -161,12 +163,12 @@ def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(
     checked = check(read(frozen), Shifted("shifted", tiny.model, tiny.params))
     assert checked.model_mismatches == ()
     wrong = {name: report.first for name, report in checked.reports.items()}
-    # On the right a causal model does not see it; on the left the keys stand elsewhere.
+    # A causal model does not attend to right padding; left padding shifts the positions.
     assert wrong["text 0"] is None
     assert wrong["right"] is None
     assert wrong["left"] is not None
     assert wrong["left"].name == "layers.0.q"
-    assert wrong["left"].worst[0] == 1  # the row that has padding
+    assert wrong["left"].worst[0] == 1  # the padded row
 
 
 def test_rounded_weights_differ_and_hold_loosely(
@@ -174,7 +176,7 @@ def test_rounded_weights_differ_and_hold_loosely(
 ) -> None:
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), tiny.params)
     vectors = read(
-        _edited(frozen, tmp_path / "half", lambda h: h["precision"].update(cache="int8"))
+        _copy_edited(frozen, tmp_path / "half", lambda h: h["precision"].update(cache="int8"))
     )
     checked = check(vectors, dataclasses.replace(tiny, params=params), tolerance=Tolerance(0.5))
     assert checked.model_mismatches == ("precision", "weights")
@@ -208,7 +210,7 @@ def test_what_was_written_can_be_read_without_this_library(tiny: JaxBackend, fro
                     )
 
 
-def _edited(frozen: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+def _copy_edited(frozen: Path, target: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
     shutil.copytree(frozen, target)
     header = json.loads((target / "vectors.json").read_text(encoding="utf-8"))
     edit(header)
@@ -250,7 +252,7 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
     }
     for name, (edit, words) in edits.items():
         with pytest.raises(CheckpointError, match=words):
-            read(_edited(frozen, tmp_path / name, edit))
+            read(_copy_edited(frozen, tmp_path / name, edit))
 
 
 def test_vectors_are_not_written_over_and_texts_are_checked(
@@ -284,8 +286,8 @@ def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
     assert "wrote" in err
     status, out, _ = run("vectors", "check", model, made)
     assert (status, out.splitlines()[-1]) == (0, "holds")
-    # As if made of other weights that give the same numbers.
-    other = _edited(made, tmp_path / "other", lambda h: h.update(weights="0" * 64))
+    # A different weight digest with equal values.
+    other = _copy_edited(made, tmp_path / "other", lambda h: h.update(weights="0" * 64))
     status, out, _ = run("vectors", "check", model, other)
     assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
     assert "weights differ" in out

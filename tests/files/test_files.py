@@ -1,4 +1,4 @@
-"""The border of files: what is no file, no JSON, no value is refused by name; writes are whole."""
+"""File access: invalid files, JSON and values are refused by name; writes are atomic."""
 
 import dataclasses
 import os
@@ -289,9 +289,9 @@ def test_what_is_no_pattern_is_refused_by_name(regex: Any, words: str) -> None:
 
 
 def test_memory_is_asked_for_before_it_is_taken() -> None:
-    has = machine_memory()
-    if has is None:
-        pytest.skip("nobody says how much memory there is")
+    available = machine_memory()
+    if available is None:
+        pytest.skip("the memory size is unknown on this platform")
     check_memory(1, "a byte")
     with pytest.raises(CapacityError, match=r"the cache needs .* GB; this machine has"):
-        check_memory(has + 1, "the cache")
+        check_memory(available + 1, "the cache")

@@ -1,4 +1,4 @@
-"""Memory of mapped files: given back, and the same when it is looked at again."""
+"""release_pages: mapped files leave memory and read the same again."""
 
 import mmap
 from pathlib import Path
@@ -9,24 +9,24 @@ import pytest
 from jaxllm.files import release_pages
 
 
-def resident(path: Path) -> int:
-    """Kilobytes of a mapped file that are in memory."""
+def resident_kilobytes(path: Path) -> int:
+    """Return the kilobytes of a mapped file that are resident."""
     maps = Path("/proc/self/smaps").read_text(encoding="utf-8")
     part = maps.split(str(path), 1)[1]
     return int(part.split("Rss:", 1)[1].split()[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says what is mapped")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux's /proc/self/smaps")
 def test_a_mapped_file_is_given_back_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
     path.write_bytes(np.arange(1 << 20, dtype=np.int64).tobytes())
     with path.open("rb") as file:
         array = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.int64)
     assert array.sum() == (1 << 19) * ((1 << 20) - 1)
-    assert resident(path) > 8000  # of 8192
+    assert resident_kilobytes(path) > 8000  # of 8192
     begin = array.ctypes.data
-    release_pages(begin + 8, begin + array.nbytes)  # not what its first page also holds
-    assert resident(path) <= 2 * mmap.PAGESIZE // 1024
+    release_pages(begin + 8, begin + array.nbytes)  # the first page also holds other data
+    assert resident_kilobytes(path) <= 2 * mmap.PAGESIZE // 1024
     assert array.sum() == (1 << 19) * ((1 << 20) - 1)
 
 

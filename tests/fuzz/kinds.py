@@ -1,4 +1,4 @@
-"""What is fuzzed: for each kind of file how good ones are made, and what is then done with them."""
+"""Kinds of files to fuzz: how to write valid ones and how to read them."""
 
 import json
 import shutil
@@ -63,9 +63,9 @@ TEXT = "Once upon a time, there was a girl.  She had 12 red balls!\n"
 
 
 class Kind(NamedTuple):
-    """make: good files into a directory. use: reads them. names: which of them are changed.
+    """make: writes valid files to a directory. use: reads them. names: the files to mutate.
 
-    redigest: brings digests up to date after a change, as whoever means harm would.
+    redigest: updates digests after a mutation, as an attacker would.
     """
 
     make: Callable[[Path], object]

@@ -1,4 +1,4 @@
-"""Seeded changes to files: bits, pieces, JSON values, and what a name stands for."""
+"""Seeded mutations of files: bits, byte ranges, JSON values and node types."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.cache.files import digest
 from jaxllm.weights.safetensors import open_tensors
 
-# Texts that json.dumps would not write: what stands for them in a tree, and they.
+# Placeholders in a tree for texts that json.dumps cannot write.
 RAW = {
     "@digits": "9" * 5000, "@deep": "[" * 100_000 + "]" * 100_000, "@objects": '{"a":' * 5000,
     "@nan": "NaN", "@infinity": "-Infinity", "@huge": "1e999", "@surrogate": '"\\ud800"',
@@ -26,7 +26,7 @@ ODD: tuple[Any, ...] = (
 
 
 def mutate(rng: Random, directory: Path, names: tuple[str, ...]) -> None:
-    """Change one of these files, or what its name stands for, once to three times."""
+    """Mutate one to three times: a file's content, or what kind of node its name is."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         path = directory / rng.choice(names)
         if not path.is_file() or path.is_symlink():
@@ -57,14 +57,14 @@ def cut(rng: Random, content: bytes) -> bytes:
 
 
 def splice(rng: Random, content: bytes) -> bytes:
-    """A piece of it stands somewhere else too, or in the place of what was there."""
+    """Copy a byte range to another place, by insertion or overwriting."""
     start, to = rng.randrange(len(content) + 1), rng.randrange(len(content) + 1)
     piece = content[start : start + rng.choice((1, 8, 100, 10_000))]
     return content[:to] + piece + content[to + rng.choice((0, len(piece))) :]
 
 
 def number(rng: Random, content: bytes) -> bytes:
-    """Eight bytes that are a number such as nobody expects."""
+    """Overwrite eight bytes with an unusual integer."""
     value = rng.choice((0, 1, 8, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, len(content)))
     changed, at = bytearray(content.ljust(8, b"\0")), _at(rng, content)
     changed[at : at + 8] = struct.pack("<Q", value)
@@ -80,7 +80,7 @@ BYTES: tuple[Callable[[Random, bytes], bytes], ...] = (flip, flip, cut, splice, 
 
 
 def _at(rng: Random, content: bytes | bytearray) -> int:
-    """Some place, the beginning more often than its share: there are the headers."""
+    """Return a random offset, biased to the start, where headers are."""
     return rng.randrange(min(len(content), rng.choice((16, 512, 1 << 40))) or 1)
 
 
@@ -88,16 +88,16 @@ def _at(rng: Random, content: bytes | bytearray) -> int:
 
 
 def json_value(rng: Random, content: bytes) -> bytes:
-    """One value, name or object changed."""
+    """Change one value, name or object."""
     try:
         tree = json.loads(content)
-    except (ValueError, RecursionError):  # a second change to it
+    except (ValueError, RecursionError):  # an earlier mutation broke the JSON
         return flip(rng, content)
     return _dumped(rng, _changed(rng, tree))
 
 
 def json_lines(rng: Random, content: bytes) -> bytes:
-    """One line changed, gone, twice, or elsewhere."""
+    """Change, delete, repeat or cut one line."""
     lines = content.splitlines(keepends=True) or [b"\n"]
     at = rng.randrange(len(lines))
     match rng.randrange(6):
@@ -113,12 +113,12 @@ def json_lines(rng: Random, content: bytes) -> bytes:
 
 
 def header_value(rng: Random, content: bytes) -> bytes:
-    """The same in a safetensors header, its length brought up to date."""
+    """Change a value in a safetensors header and update the header's length."""
     (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
     try:
         header = json.loads(content[8 : 8 + length])
         metadata = header.get("__metadata__", {})
-        if "header" in metadata and rng.random() < 0.7:  # the header within the header
+        if "header" in metadata and rng.random() < 0.7:  # the nested header
             inner = _changed(rng, json.loads(metadata["header"]))
             metadata["header"] = _dumped(rng, inner).decode()
             text = json.dumps(header).encode()
@@ -157,7 +157,7 @@ def _changed(rng: Random, tree: Any) -> Any:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (object or list, name or index), the first of long lists only."""
+    """Yield every (container, key), up to 40 per container."""
     if not isinstance(tree, dict | list):
         return
     keys = list(tree)[:40] if isinstance(tree, dict) else range(min(len(tree), 40))
@@ -171,11 +171,11 @@ def _dumped(rng: Random, tree: Any) -> bytes:
     for name, raw in RAW.items():
         text = text.replace(json.dumps(name), raw)
     if rng.random() < 0.03 and text.startswith("{") and len(text) > 2:
-        text = text[:-1] + "," + text[1:]  # every name twice
+        text = text[:-1] + "," + text[1:]  # repeat all names
     return text.encode()
 
 
-# What the name stands for.
+# Node types.
 
 
 def _as_directory(path: Path) -> None:
@@ -208,7 +208,7 @@ NODES: tuple[Callable[[Path], object], ...] = (
 )  # fmt: skip
 
 
-# Digests, brought up to date as whoever means harm would.
+# Digests, updated as an attacker would.
 
 
 def redigest_cache(directory: Path) -> None:

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz.run [--cases N] [--first SEED] [--kind KIND]`: cases in processes, a table.
+"""Run fuzz cases in processes: `python -m tests.fuzz.run [--cases N] [--first SEED] [--kind KIND]`.
 
-A case is a kind and a seed: the same one gives the same file. Ends with status 1 where any has an
-outcome but `loaded` and `refused`, and lists those.
+A case is a kind and a seed, which determine the file. Exits with status 1 and lists the cases if
+any has an outcome other than `loaded` and `refused`.
 """
 
 import argparse
@@ -23,11 +23,11 @@ class Result(NamedTuple):
     kind: str
     seed: int
     outcome: str  # "loaded", "refused" or "other"
-    said: str
+    message: str
 
 
 def make_bases(directory: Path, kinds: Iterable[str]) -> None:
-    """Good files of every kind, each in a directory of its own."""
+    """Write valid files of each kind to a separate directory, and read them."""
     from tests.fuzz.kinds import KINDS
 
     for name in kinds:
@@ -37,7 +37,7 @@ def make_bases(directory: Path, kinds: Iterable[str]) -> None:
 
 
 def run_cases(bases: Path, cases: list[tuple[str, int]]) -> Iterator[Result]:
-    """Each case's outcome; a process that a case ends is followed by another for the rest."""
+    """Yield each case's outcome; if a case ends the process, continue in a new one."""
     waiting = collections.deque(cases)
     while waiting:
         worker = subprocess.Popen(
@@ -62,18 +62,18 @@ def run_cases(bases: Path, cases: list[tuple[str, int]]) -> Iterator[Result]:
                     name = signal.Signals(-status).name if status < 0 else f"status {status}"
                     yield Result(kind, seed, "other", f"ended its process: {name}")
                     break
-                _, _, outcome, said = answer.rstrip("\n").split("\t", 3)
-                yield Result(kind, seed, outcome, said)
+                _, _, outcome, message = answer.rstrip("\n").split("\t", 3)
+                yield Result(kind, seed, outcome, message)
 
 
 def table(results: Iterable[Result]) -> str:
-    """Counts by kind, and every case that was neither loaded nor refused."""
+    """Format counts by kind, and every case that was neither loaded nor refused."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     bad = []
     for result in results:
         counts[result.kind][result.outcome] += 1
         if result.outcome == "other":
-            bad.append(f"{result.kind} {result.seed}: {result.said}")
+            bad.append(f"{result.kind} {result.seed}: {result.message}")
     total = sum(counts.values(), collections.Counter[str]())
     lines = [f"{'kind':18}{'cases':>8}{'loaded':>8}{'refused':>9}{'other':>7}"]
     for name, count in [*sorted(counts.items()), ("all", total)]:

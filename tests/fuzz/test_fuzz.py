@@ -1,4 +1,4 @@
-"""A few cases of every kind, and those that once were neither loaded nor refused."""
+"""A few fuzz cases of each kind, and earlier findings."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ import pytest
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.run import make_bases, run_cases, table
 
-CASES = 5  # of each kind; `make fuzz` has thousands
+CASES = 5  # per kind; `make fuzz` runs thousands
 FOUND = json.loads((Path(__file__).parent / "found.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good files of every kind, which load."""
+    """Return a directory with valid files of each kind."""
     directory = tmp_path_factory.mktemp("bases")
     make_bases(directory, KINDS)
     return directory

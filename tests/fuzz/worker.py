@@ -1,6 +1,6 @@
-"""A process that tries cases: `KIND<tab>SEED` a line in, `KIND<tab>SEED<tab>OUTCOME<tab>...` out.
+"""Fuzz worker: reads lines `KIND<tab>SEED`, writes `KIND<tab>SEED<tab>OUTCOME<tab>MESSAGE`.
 
-It has little time and memory for each; what ends it is seen by whoever gave it the case.
+Time and memory per case are limited; the parent detects a case that ends the process.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ from jaxllm.errors import JaxllmError
 from tests.fuzz.kinds import KINDS, Kind
 from tests.fuzz.mutate import mutate
 
-MEMORY = 2 << 30  # beyond what the process has when it begins
+MEMORY = 2 << 30  # in addition to the process's memory at its start
 CPU_SECONDS = 20
-WALL_SECONDS = 600  # for what waits without working: a FIFO that nobody writes to
+WALL_SECONDS = 600  # for blocking calls: a FIFO without a writer
 
 
 def outcome(kind: Kind, seed: int, base: Path, scratch: Path) -> tuple[str, str]:
-    """What becomes of one case: loaded, refused, or other and what."""
+    """Run one case; return its outcome (loaded, refused or other) and a message."""
     directory = scratch / "case"
     shutil.copytree(base, directory)
     rng = Random(seed)
     mutate(rng, directory, kind.names)
     regular = all((directory / name).is_file() for name in kind.names)
     if kind.redigest and regular and rng.random() < 0.5:
-        with contextlib.suppress(Exception):  # there may be nothing left to take the digest of
+        with contextlib.suppress(Exception):  # the mutated file may be unreadable
             kind.redigest(directory)
     try:
-        return tried(lambda: kind.use(directory))
+        return run_limited(lambda: kind.use(directory))
     finally:
         for path in scratch.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def tried(use: Callable[[], object]) -> tuple[str, str]:
-    """Run something within the limits."""
+def run_limited(use: Callable[[], object]) -> tuple[str, str]:
+    """Call `use` within the time limits; return its outcome and a message."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -52,7 +52,7 @@ def tried(use: Callable[[], object]) -> tuple[str, str]:
         use()
     except JaxllmError as error:
         return "refused", str(error)
-    except BaseException as error:  # a panic of Rust's is none of Exception's
+    except BaseException as error:  # a Rust panic is not an Exception
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(frame.filename).name}:{frame.lineno}"
         return "other", f"{type(error).__name__} at {place}: {error!s:.200}"
@@ -63,7 +63,7 @@ def tried(use: Callable[[], object]) -> tuple[str, str]:
 
 def main() -> None:
     bases, scratch = Path(sys.argv[1]), Path(tempfile.mkdtemp(dir=sys.argv[1]))
-    # What libraries say of bad files goes nowhere; the answers keep the only way out.
+    # Libraries' output about bad files is discarded; only answers reach stdout.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
@@ -73,8 +73,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         name, seed = line.rstrip("\n").split("\t")
-        found, said = outcome(KINDS[name], int(seed), bases / name, scratch)
-        answers.write(f"{name}\t{seed}\t{found}\t{' '.join(said.split())}\n")
+        found, message = outcome(KINDS[name], int(seed), bases / name, scratch)
+        answers.write(f"{name}\t{seed}\t{found}\t{' '.join(message.split())}\n")
     shutil.rmtree(scratch)
 
 

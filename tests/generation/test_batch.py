@@ -1,4 +1,4 @@
-"""Batches of tokens of many sequences, each against a plain `forward` of the text it stands for."""
+"""llama.cpp-style batches of many sequences, against `forward` over each sequence's text."""
 
 from typing import Any
 
@@ -39,12 +39,12 @@ def llama() -> Any:
     return random_model("llama")
 
 
-def empty(lm: Any, **options: Any) -> KVCache:
+def empty_state(lm: Any, **options: Any) -> KVCache:
     return init_sequences(lm[0].config, SEQUENCES, CAPACITY, **options)
 
 
-def plain(lm: Any, *text: Any, positions: Any = None) -> np.ndarray:
-    """Logits of a whole text by itself, `[T, V]`, in one shape for all tests."""
+def forward_logits(lm: Any, *text: Any, positions: Any = None) -> np.ndarray:
+    """Return the logits of a text, `[T, V]`, padded to one shape for all tests."""
     ids = np.concatenate([np.atleast_1d(part) for part in text])
     padded, at = np.zeros((1, 32), np.int32), np.full((1, 32), -1, np.int32)
     padded[0, : ids.size] = ids
@@ -52,8 +52,10 @@ def plain(lm: Any, *text: Any, positions: Any = None) -> np.ndarray:
     return np.asarray(jaxllm.forward(*lm, None, padded, positions_BT=at).logits)[0, : ids.size]
 
 
-def fed(lm: Any, state: KVCache, *parts: tuple[Any, Any], **options: Any) -> tuple[Any, KVCache]:
-    """Outputs of all tokens of `(sequences, ids)` in this order, and the state."""
+def decode_parts(
+    lm: Any, state: KVCache, *parts: tuple[Any, Any], **options: Any
+) -> tuple[Any, KVCache]:
+    """Decode `(sequences, ids)` parts in order; return all outputs and the new state."""
     ids = np.concatenate([np.atleast_1d(text) for _, text in parts])
     sequences = [s for s, text in parts for _ in np.atleast_1d(text)]
     batch = TokenBatch(tokens=ids, sequences=sequences, outputs="all")
@@ -64,17 +66,17 @@ def fed(lm: Any, state: KVCache, *parts: tuple[Any, Any], **options: Any) -> tup
 
 
 def check_next(lm: Any, state: KVCache, sequence: int, *text: Any) -> None:
-    """One more token of a sequence has the logits that it has after this text."""
-    logits, _ = fed(lm, state, (sequence, 77))
-    assert_close(logits[0], plain(lm, *text, 77)[-1])
+    """Assert that the next token of a sequence has the logits that follow this text."""
+    logits, _ = decode_parts(lm, state, (sequence, 77))
+    assert_close(logits[0], forward_logits(lm, *text, 77)[-1])
 
 
 def fingerprint(state: KVCache) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
 
 
-def mixed() -> TokenBatch:
-    """Three sequences of 9, 5 and 1 tokens, interleaved."""
+def mixed_batch() -> TokenBatch:
+    """Return a batch of three interleaved sequences of 9, 5 and 1 tokens."""
     order = [0, 1, 0, 3, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 0]
     left = {0: list(A), 1: list(B[:5]), 3: [7]}
     return TokenBatch(tokens=[left[s].pop(0) for s in order], sequences=order, outputs="all")
@@ -82,31 +84,33 @@ def mixed() -> TokenBatch:
 
 @in_both("lm", n_ubatch=[512, 1])
 def test_each_sequence_of_a_mixed_batch_is_as_alone(lm: Any, n_ubatch: int) -> None:
-    batch = mixed()
-    status, outputs, state = decode(*lm, empty(lm), batch, n_ubatch=n_ubatch)
+    batch = mixed_batch()
+    status, outputs, state = decode(*lm, empty_state(lm), batch, n_ubatch=n_ubatch)
     assert status.code is StatusCode.OK and outputs is not None
     assert outputs.indices.tolist() == list(range(15))
     of = np.asarray(batch.sequences)
     for sequence, text in ((0, A), (1, B[:5]), (3, [7])):
-        assert_close(outputs.values[of == sequence], plain(lm, text))
+        assert_close(outputs.values[of == sequence], forward_logits(lm, text))
         assert state.tokens(sequence) == list(text)
     assert state.length_B.tolist() == state.next_position_B.tolist() == [9, 5, 0, 1]
-    more, _ = fed(lm, state, (3, [8, 9]), (0, 10), (2, 11))
-    assert_close(more[1], plain(lm, [7, 8, 9])[-1])
-    assert_close(more[2], plain(lm, A, 10)[-1])
-    assert_close(more[3], plain(lm, 11)[-1])
+    more, _ = decode_parts(lm, state, (3, [8, 9]), (0, 10), (2, 11))
+    assert_close(more[1], forward_logits(lm, [7, 8, 9])[-1])
+    assert_close(more[2], forward_logits(lm, A, 10)[-1])
+    assert_close(more[3], forward_logits(lm, 11)[-1])
 
 
 def test_only_what_is_wanted_comes_back(lm: Any) -> None:
-    whole = decode(*lm, empty(lm), mixed())[1]
+    whole = decode(*lm, empty_state(lm), mixed_batch())[1]
     assert whole is not None
     for wanted, places in (
         ("last", [14]),
         ([i in (3, 7, 11) for i in range(15)], [3, 7, 11]),
         ([False] * 15, []),
     ):
-        batch = TokenBatch(tokens=mixed().tokens, sequences=mixed().sequences, outputs=wanted)
-        some = decode(*lm, empty(lm), batch)[1]
+        batch = TokenBatch(
+            tokens=mixed_batch().tokens, sequences=mixed_batch().sequences, outputs=wanted
+        )
+        some = decode(*lm, empty_state(lm), batch)[1]
         assert some is not None and some.indices.tolist() == places
         assert some.values.shape == (len(places), 131)
         np.testing.assert_allclose(some.values, whole.values[places], atol=1e-5, rtol=1e-4)
@@ -116,9 +120,9 @@ def test_an_int8_cache_gives_what_prefill_gives() -> None:
     lm = random_model("llama", precision=Precision(cache="int8"))
     cache = jaxllm.init_cache(lm[0].config, 1, CAPACITY, dtype="int8")
     expected, _ = jaxllm.prefill(*lm, cache, A[None])
-    state = copy_sequence(fed(lm, empty(lm, dtype="int8"), (0, A[:4]))[1], 0, 1)
+    state = copy_sequence(decode_parts(lm, empty_state(lm, dtype="int8"), (0, A[:4]))[1], 0, 1)
     assert state.dtype == "int8"
-    logits, _ = fed(lm, state, (1, A[4:]), (2, B))
+    logits, _ = decode_parts(lm, state, (1, A[4:]), (2, B))
     np.testing.assert_allclose(logits[4], expected[0], atol=2e-2 * np.abs(expected).max())
 
 
@@ -158,37 +162,37 @@ def bad_batches() -> dict[str, tuple[TokenBatch, StatusCode]]:
 
 
 @pytest.fixture(scope="module")
-def five(lm: Any) -> KVCache:
-    return fed(lm, empty(lm), (0, A[:5]))[1]
+def prefilled(lm: Any) -> KVCache:
+    return decode_parts(lm, empty_state(lm), (0, A[:5]))[1]
 
 
 @pytest.mark.parametrize("name", bad_batches())
-def test_a_failed_batch_leaves_the_state_as_it_was(lm: Any, five: KVCache, name: str) -> None:
+def test_a_failed_batch_leaves_the_state_as_it_was(lm: Any, prefilled: KVCache, name: str) -> None:
     batch, code = bad_batches()[name]
-    before = fingerprint(five)
-    status, outputs, after = decode(*lm, five, batch, donate=True)
+    before = fingerprint(prefilled)
+    status, outputs, after = decode(*lm, prefilled, batch, donate=True)
     assert (status.code, outputs) == (code, None)
     assert not status and status.message
-    assert after is five
+    assert after is prefilled
     assert fingerprint(after) == before
 
 
 def test_no_room_means_try_again_after_freeing(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, tokens(1, 20)[0]))
+    _, state = decode_parts(lm, empty_state(lm), (0, tokens(1, 20)[0]))
     batch = TokenBatch(tokens=A, sequences=[0] * 9)
     assert decode(*lm, state, batch)[0].code is StatusCode.NO_ROOM
     freed = remove_range(state, 0, 10)
-    logits, again = fed(lm, freed, (0, A))
-    assert_close(logits, plain(lm, tokens(1, 20)[0, :10], A)[10:])
+    logits, again = decode_parts(lm, freed, (0, A))
+    assert_close(logits, forward_logits(lm, tokens(1, 20)[0, :10], A)[10:])
     check_next(lm, again, 0, tokens(1, 20)[0, :10], A)
-    check_next(lm, state, 0, tokens(1, 20)[0])  # what was removed from is still there
+    check_next(lm, state, 0, tokens(1, 20)[0])  # the state before the removal is still valid
 
 
-def test_options_that_are_none_are_refused(lm: Any, five: KVCache) -> None:
+def test_options_that_are_none_are_refused(lm: Any, prefilled: KVCache) -> None:
     batch = TokenBatch(tokens=[1])
     for options in ({"n_ubatch": 0}, {"output": "x"}, {"pooling": "mean"}, {"normalize": True}):
         with pytest.raises(ConfigError):
-            decode(*lm, five, batch, **options)  # type: ignore[arg-type]
+            decode(*lm, prefilled, batch, **options)  # type: ignore[arg-type]
     other = jaxllm.init_cache(random_model("llama", num_hidden_layers=1)[0].config, 1, 4)
     with pytest.raises(CacheMismatchError, match="another model"):
         decode(*lm, other, batch)
@@ -198,7 +202,7 @@ def test_options_that_are_none_are_refused(lm: Any, five: KVCache) -> None:
 
 
 def test_donating_writes_in_place_and_says_so(lm: Any) -> None:
-    state = empty(lm)
+    state = empty_state(lm)
     _, _, grown = decode(*lm, state, TokenBatch(tokens=A), donate=True)
     check_next(lm, grown, 0, A)
     with pytest.raises(CacheMismatchError, match="donated"):
@@ -207,19 +211,19 @@ def test_donating_writes_in_place_and_says_so(lm: Any) -> None:
 
 @pytest.mark.parametrize("n_ubatch", [2, 512])
 def test_one_prompt_given_to_four_sequences_is_stored_once(lm: Any, n_ubatch: int) -> None:
-    state, everyone = empty(lm), [0, 1, 2, 3]
+    state, everyone = empty_state(lm), [0, 1, 2, 3]
     parts = [(everyone, A), *((s, [20 + s, 30 + s]) for s in everyone)]
-    logits, state = fed(lm, state, *parts, n_ubatch=n_ubatch)
-    assert_close(logits[:9], plain(lm, A))
+    logits, state = decode_parts(lm, state, *parts, n_ubatch=n_ubatch)
+    assert_close(logits[:9], forward_logits(lm, A))
     for s in everyone:
-        assert_close(logits[9 + 2 * s : 11 + 2 * s], plain(lm, A, [20 + s, 30 + s])[9:])
+        assert_close(logits[9 + 2 * s : 11 + 2 * s], forward_logits(lm, A, [20 + s, 30 + s])[9:])
         check_next(lm, state, s, A, [20 + s, 30 + s])
     assert (read_positions(state).own_BS >= 0).sum() == 8
     assert (read_positions(state).ref_count_N == 4).sum() == 9
 
 
 def test_a_copied_system_prompt_costs_its_memory_once(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, A))
+    _, state = decode_parts(lm, empty_state(lm), (0, A))
     once = copy_sequence(state, 0, 1)
     k = [id(x) for x in jax.tree.leaves((once.frozen[0].k, once.tail.k))]
     four = copy_sequence(copy_sequence(once, 0, 2), 0, 3)
@@ -227,20 +231,20 @@ def test_a_copied_system_prompt_costs_its_memory_once(lm: Any) -> None:
     assert four.nbytes == state.nbytes
     now = read_positions(four)
     assert (now.own_BS >= 0).sum() == 0 and (now.ref_count_N == 4).sum() == 9
-    logits, branched = fed(lm, four, *((s, [40 + s, 50 + s]) for s in range(4)))
+    logits, branched = decode_parts(lm, four, *((s, [40 + s, 50 + s]) for s in range(4)))
     for s in range(4):
-        assert_close(logits[2 * s : 2 * s + 2], plain(lm, A, [40 + s, 50 + s])[9:])
+        assert_close(logits[2 * s : 2 * s + 2], forward_logits(lm, A, [40 + s, 50 + s])[9:])
         check_next(lm, branched, s, A, [40 + s, 50 + s])
-    check_next(lm, state, 0, A)  # the state before is as it was
+    check_next(lm, state, 0, A)  # the earlier state is unchanged
     gone = remove_range(branched, 0)
-    check_next(lm, gone, 2, A, [42, 52])  # the others keep what they share
+    check_next(lm, gone, 2, A, [42, 52])  # the other sequences still have the shared slots
     assert (read_positions(remove_range(gone)).ref_count_N > 0).sum() == 0
 
 
 def test_a_part_can_be_copied_and_copies_copied(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, A))
+    _, state = decode_parts(lm, empty_state(lm), (0, A))
     state = copy_sequence(state, 0, 1, 0, 4)
-    _, state = fed(lm, state, (1, B[:3]))
+    _, state = decode_parts(lm, state, (1, B[:3]))
     state = copy_sequence(state, 1, 2, donate=True)
     check_next(lm, state, 0, A)
     for sequence in (1, 2):
@@ -251,58 +255,58 @@ def test_a_part_can_be_copied_and_copies_copied(lm: Any) -> None:
     with pytest.raises(TokenError, match=r"sequence must be .* got 4"):
         copy_sequence(state, 0, 4)
     with pytest.raises(CapacityError, match="shared slots"):
-        copy_sequence(fed(lm, empty(lm, shared=8), (0, A))[1], 0, 1)
+        copy_sequence(decode_parts(lm, empty_state(lm, shared=8), (0, A))[1], 0, 1)
 
 
 def test_a_removed_range_is_a_dropped_one(lm: Any) -> None:
     cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0].config, 1, CAPACITY), A[None])[1]
     expected = jaxllm.decode_step(*lm, drop_range(cache, 2, 5), [77])[0][0]
-    _, state = fed(lm, empty(lm), (1, A), (2, B))
+    _, state = decode_parts(lm, empty_state(lm), (1, A), (2, B))
     for now in (state, copy_sequence(state, 1, 0)):
-        logits, _ = fed(lm, remove_range(now, 1, 2, 5), (1, 77))
+        logits, _ = decode_parts(lm, remove_range(now, 1, 2, 5), (1, 77))
         assert_close(logits[0], expected)
         check_next(lm, remove_range(now, 1, 2, 5), 2, B)
         check_next(lm, remove_range(now, None, 4), 1, A[:4])
 
 
 def test_one_sequence_is_kept(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, A), (1, B))
+    _, state = decode_parts(lm, empty_state(lm), (0, A), (1, B))
     kept = keep_sequence(copy_sequence(state, 1, 2), 1)
     assert kept.length_B.tolist() == [0, 9, 0, 0]
     check_next(lm, kept, 1, B)
-    check_next(lm, kept, 0)  # empty: it begins anew
+    check_next(lm, kept, 0)  # an empty sequence starts again
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_added_to_positions_are_those_of_a_run_there(llama: Any, shared: bool) -> None:
-    _, state = fed(llama, empty(llama), (1, A))
+    _, state = decode_parts(llama, empty_state(llama), (1, A))
     state = copy_sequence(state, 1, 2) if shared else state
     moved = add_positions(state, 1, 6)
     assert moved.next_position_B[1] == 15
-    logits, _ = fed(llama, moved, (1, 77))
-    assert_close(logits[0], plain(llama, A, 77, positions=np.arange(6, 16))[-1])
+    logits, _ = decode_parts(llama, moved, (1, 77))
+    assert_close(logits[0], forward_logits(llama, A, 77, positions=np.arange(6, 16))[-1])
     if shared:
-        check_next(llama, moved, 2, A)  # who shared it does not move
-        alone = add_positions(remove_range(state, 2), 1, 6)  # in place, nobody else has it
-        assert_close(fed(llama, alone, (1, 77))[0], logits)
-        assert (read_positions(alone).own_BS >= 0).sum() == 0
+        check_next(llama, moved, 2, A)  # the copy does not move
+        unshared = add_positions(remove_range(state, 2), 1, 6)  # in place: no longer shared
+        assert_close(decode_parts(llama, unshared, (1, 77))[0], logits)
+        assert (read_positions(unshared).own_BS >= 0).sum() == 0
 
 
 def test_divided_positions_are_those_of_a_run_there() -> None:
-    lm = random_model("llama", num_hidden_layers=1)  # deeper layers have read the old ones
-    _, state = fed(lm, empty(lm), (1, A))
+    lm = random_model("llama", num_hidden_layers=1)  # deeper layers depend on the old positions
+    _, state = decode_parts(lm, empty_state(lm), (1, A))
     divided = divide_positions(copy_sequence(state, 1, 2), 1, 3, 2, 8)
-    there = [0, 1, 0, 1, 1, 1, 2, 2, 8]
-    assert sorted(np.asarray(divided.position_BS)[1].tolist())[-9:] == sorted(there)
-    logits, _ = fed(lm, divided, (1, 77))
-    order = np.argsort(there, kind="stable")
-    expected = plain(lm, A[order], 77, positions=[*np.sort(there), 9])[-1]
+    positions_S = [0, 1, 0, 1, 1, 1, 2, 2, 8]
+    assert sorted(np.asarray(divided.position_BS)[1].tolist())[-9:] == sorted(positions_S)
+    logits, _ = decode_parts(lm, divided, (1, 77))
+    order = np.argsort(positions_S, kind="stable")
+    expected = forward_logits(lm, A[order], 77, positions=[*np.sort(positions_S), 9])[-1]
     assert_close(logits[0], expected)
     check_next(lm, divided, 2, A)
 
 
 def test_moves_that_cannot_be_are_refused(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, A))
+    _, state = decode_parts(lm, empty_state(lm), (0, A))
     before = fingerprint(state)
     if lm[0].config.model_type == "gpt2":
         for move in (add_positions, divide_positions):
@@ -317,24 +321,24 @@ def test_moves_that_cannot_be_are_refused(lm: Any) -> None:
     for none in (lambda: add_positions(state, 0, 1.5), lambda: copy_sequence(state, 0.0, 1)):
         with pytest.raises(TokenError, match="whole number"):
             none()
-    full = fed(lm, copy_sequence(state, 0, 1), (1, tokens(1, 20)[0]))[1]
+    full = decode_parts(lm, copy_sequence(state, 0, 1), (1, tokens(1, 20)[0]))[1]
     with pytest.raises(CapacityError, match="own slots for"):
         add_positions(full, 1, 1)
     assert fingerprint(state) == before
 
 
 def test_defragmented_is_the_same_in_fewer_slots(lm: Any) -> None:
-    _, state = fed(lm, empty(lm), (0, A), (1, B), (2, [3]))
+    _, state = decode_parts(lm, empty_state(lm), (0, A), (1, B), (2, [3]))
     state = copy_sequence(state, 0, 3)
-    _, state = fed(lm, state, (0, B), (3, [4, 5]))
+    _, state = decode_parts(lm, state, (0, B), (3, [4, 5]))
     state = remove_range(remove_range(state, 0, 9, 15), 3)
     packed = defragment(state)
     now = read_positions(packed)
-    assert now.own_BS[0, :12].tolist() == [*range(9), 15, 16, 17]  # back from the shared slots
+    assert now.own_BS[0, :12].tolist() == [*range(9), 15, 16, 17]  # back from shared slots
     assert int(packed.cursor) == 12
     assert not now.ref_count_N.any()
     for sequence in range(3):
-        one, two = (fed(lm, s, (sequence, 77))[0] for s in (state, packed))
+        one, two = (decode_parts(lm, s, (sequence, 77))[0] for s in (state, packed))
         assert_close(one, two)
         assert packed.tokens(sequence) == state.tokens(sequence)
 
@@ -342,9 +346,9 @@ def test_defragmented_is_the_same_in_fewer_slots(lm: Any) -> None:
 @pytest.mark.parametrize("pooling", ["none", "mean", "last", "cls"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_embeddings_are_pooled_last_hidden_states(lm: Any, pooling: Any, normalize: bool) -> None:
-    batch = mixed()
+    batch = mixed_batch()
     status, outputs, _ = decode(
-        *lm, empty(lm), batch, output="embeddings", pooling=pooling, normalize=normalize
+        *lm, empty_state(lm), batch, output="embeddings", pooling=pooling, normalize=normalize
     )
     assert status and outputs is not None
     of = np.asarray(batch.sequences)
@@ -372,15 +376,15 @@ def test_vectors_of_tokens_are_as_good_as_the_tokens(family: str, tied: bool) ->
     vectors = np.asarray(table)[A[:7]]
     by_id = TokenBatch(tokens=A[:7], sequences=order, outputs="all")
     by_vector = TokenBatch(embeddings=vectors, sequences=order, outputs="all")
-    _, expected, _ = decode(*lm, empty(lm), by_id)
-    status, outputs, state = decode(*lm, empty(lm), by_vector)
+    _, expected, _ = decode(*lm, empty_state(lm), by_id)
+    status, outputs, state = decode(*lm, empty_state(lm), by_vector)
     assert status and outputs is not None and expected is not None
     assert outputs.values.shape == (7, 131)
     assert_close(outputs.values, expected.values)
     assert state.tokens(0) == [-1] * 4
-    logits, _ = fed(lm, state, (0, 77))
-    assert_close(logits[0], plain(lm, A[:7][np.array(order) == 0], 77)[-1])
-    far = decode(*lm, empty(lm), TokenBatch(embeddings=jnp.asarray(vectors) + 1.0))[1]
+    logits, _ = decode_parts(lm, state, (0, 77))
+    assert_close(logits[0], forward_logits(lm, A[:7][np.array(order) == 0], 77)[-1])
+    far = decode(*lm, empty_state(lm), TokenBatch(embeddings=jnp.asarray(vectors) + 1.0))[1]
     assert far is not None and not np.allclose(far.values[0], expected.values[-1], atol=1e-2)
 
 
@@ -389,14 +393,14 @@ def test_vectors_of_tokens_are_as_good_as_the_tokens(family: str, tied: bool) ->
 def test_any_history_of_operations_equals_the_texts(data: st.DataObject) -> None:
     """Texts kept as lists, beside the state; every sequence is then asked for its next token."""
     lm = random_model("llama")
-    state, texts = empty(lm), [list[int]() for _ in range(SEQUENCES)]
+    state, texts = empty_state(lm), [list[int]() for _ in range(SEQUENCES)]
     number = st.integers(0, SEQUENCES - 1)
     for _ in range(6):
         kind = data.draw(st.sampled_from(["feed", "feed", "copy", "cut", "clear", "pack"]))
         one, two, length = data.draw(number), data.draw(number), data.draw(st.integers(1, 4))
         if kind == "feed" and max(len(texts[one]), len(texts[two])) < 18:
             new = {one: list(range(length)), two: [100 + length]}
-            _, state = fed(lm, state, *new.items())
+            _, state = decode_parts(lm, state, *new.items())
             for sequence, ids in new.items():
                 texts[sequence] += ids
         elif kind == "copy" and one != two:
@@ -410,6 +414,6 @@ def test_any_history_of_operations_equals_the_texts(data: st.DataObject) -> None
         elif kind == "pack":
             state = defragment(state)
         assert [state.tokens(s) for s in range(SEQUENCES)] == texts
-    logits, _ = fed(lm, state, *((s, 77) for s in range(SEQUENCES)))
+    logits, _ = decode_parts(lm, state, *((s, 77) for s in range(SEQUENCES)))
     for sequence, text in enumerate(texts):
-        assert_close(logits[sequence], plain(lm, np.array(text, int), 77)[-1])
+        assert_close(logits[sequence], forward_logits(lm, np.array(text, int), 77)[-1])

@@ -1,4 +1,4 @@
-"""Beam search: what transformers finds, and the true optimum where all can be counted."""
+"""Beam search against transformers, and against brute force where that is feasible."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """PyTorch's threads cost more than they give to models as small as these."""
+    """Run PyTorch in one thread: for tiny models, threads cost more than they gain."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -52,8 +52,10 @@ def _without_defaults(twin: Any) -> Any:
     return twin
 
 
-def rows(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Random prompts of these lengths, padded on the right; and the lengths."""
+def random_prompts(
+    lengths: list[int], vocab: int = VOCAB, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return random prompts of these lengths, padded on the right, and the lengths."""
     rng = np.random.default_rng(seed)
     return rng.integers(3, vocab, (len(lengths), max(lengths))), np.array(lengths)
 
@@ -61,10 +63,10 @@ def rows(lengths: list[int], vocab: int = VOCAB, seed: int = 0) -> tuple[np.ndar
 def reference(
     model: Any, prompts: np.ndarray, lengths: np.ndarray, new: int, **options: Any
 ) -> tuple[list[list[list[int]]], np.ndarray]:
-    """What transformers finds, without the prompt and what follows the end; and its scores."""
+    """Return transformers' sequences, without prompts and padding, and their scores."""
     B, T = prompts.shape
     ids, mask = np.zeros((B, T), np.int64), np.zeros((B, T), np.int64)
-    for b, n in enumerate(lengths):  # it wants its padding on the left
+    for b, n in enumerate(lengths):  # transformers needs left padding
         ids[b, T - n :], mask[b, T - n :] = prompts[b, :n], 1
     eos = options.pop("eos_token_ids", [])
     out = model.generate(
@@ -89,12 +91,12 @@ def reference(
 
 
 def sequences(result: BeamResult) -> list[list[list[int]]]:
-    """The tokens, without what follows the end."""
+    """Return the tokens without padding."""
     return [[[t for t in row if t >= 0] for row in prompt] for prompt in result.token_BNT.tolist()]
 
 
 def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
-    """Equal tokens and scores; and the result's other fields say what its tokens say."""
+    """Assert equal tokens and scores, and lengths and finish reasons that agree with them."""
     found, scores = expected
     assert sequences(result) == found
     np.testing.assert_allclose(result.score_BN, scores, atol=1e-4, rtol=1e-5)
@@ -106,7 +108,7 @@ def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
 
 @in_both("twin", early_stopping=MODES)
 def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stopping: Any) -> None:
-    prompts, lengths = rows([5, 9, 2])
+    prompts, lengths = random_prompts([5, 9, 2])
     free = beam_search(
         twin.model, twin.params, prompts, lengths_B=lengths, num_beams=BEAMS, max_new_tokens=12,
         num_return_sequences=BEAMS, early_stopping=early_stopping,
@@ -159,7 +161,7 @@ def test_the_demo_models_equal_transformers(family: str) -> None:
             assert_equal(result, expected, eos, 20)
 
 
-class NotTwice(Processor):
+class RepeatPenalty(Processor):
     """Lowers the score of each row's newest token."""
 
     amount: Any
@@ -170,27 +172,27 @@ class NotTwice(Processor):
         return scores_BV.at[row_B, newest_B].add(-self.amount)
 
 
-class Tiring(Processor):
-    """Lowers a token's score each time it was taken; remembers that by itself."""
+class CountPenalty(Processor):
+    """Lowers a token's score each time it was chosen, counted in its own state."""
 
     taken_BV: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         return scores_BV - 1.5 * self.taken_BV
 
-    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Tiring":
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "CountPenalty":
         return self.replace(
             taken_BV=self.taken_BV.at[jnp.arange(token_B.shape[0]), token_B].add(1.0)
         )
 
 
-class TheirNotTwice(transformers.LogitsProcessor):
+class TorchRepeatPenalty(transformers.LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         penalty = torch.zeros_like(scores).scatter_(1, input_ids[:, -1:], 2.0)
         return scores - penalty
 
 
-class TheirTiring(transformers.LogitsProcessor):
+class TorchCountPenalty(transformers.LogitsProcessor):
     def __init__(self, prompt: int) -> None:
         self.prompt = prompt
 
@@ -201,8 +203,8 @@ class TheirTiring(transformers.LogitsProcessor):
         )
 
 
-class Table(Processor):
-    """Scores by the number of new tokens and the newest one: a model that is a table."""
+class TableScores(Processor):
+    """Replaces scores with a table indexed by the number of new tokens and the newest token."""
 
     table_TVV: Any
 
@@ -211,7 +213,7 @@ class Table(Processor):
         return self.table_TVV[context.length_B - context.prompt_B, newest_B]
 
 
-class TheirTable(transformers.LogitsProcessor):
+class TorchTableScores(transformers.LogitsProcessor):
     def __init__(self, table: np.ndarray, prompt: int) -> None:
         self.table, self.prompt = torch.tensor(table), prompt
 
@@ -220,12 +222,12 @@ class TheirTable(transformers.LogitsProcessor):
 
 
 def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -> None:
-    # Sharp distributions: sequences end early, and well or badly, as random models never do.
+    # Sharp distributions: unlike random models, sequences end early, with high or low scores.
     vocab, new = 13, 14
     save_random(tmp_path, "llama", num_hidden_layers=1, vocab_size=vocab)
     twin = _without_defaults(load_twin(tmp_path))
-    prompts, lengths = rows([3, 6], vocab)
-    # With these seeds the three modes differ, and so would "never" without the penalty's sign.
+    prompts, lengths = random_prompts([3, 6], vocab)
+    # With these seeds the three modes differ, and "never" depends on the penalty's sign.
     for seed, penalty in itertools.product([43, 71, 119], PENALTIES):
         rng = np.random.default_rng(seed)
         eos = rng.choice(vocab, 1 + seed % 4, replace=False).tolist()
@@ -241,13 +243,13 @@ def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -
                 "early_stopping": early_stopping,
                 "eos_token_ids": eos,
             }
-            theirs = transformers.LogitsProcessorList([TheirTable(table, 6)])
+            theirs = transformers.LogitsProcessorList([TorchTableScores(table, 6)])
             expected = reference(
                 twin.torch_model, prompts, lengths, new, logits_processor=theirs, **options
             )
             result = beam_search(
                 twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
-                sampler=Sampler((Table(jnp.asarray(table)),)), **options,
+                sampler=Sampler((TableScores(jnp.asarray(table)),)), **options,
             )  # fmt: skip
             assert_equal(result, expected, eos, new)
             found.append(sequences(result))
@@ -256,15 +258,15 @@ def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -
 
 
 def test_processors_change_log_probabilities_and_remember_each_beam(twin: Any) -> None:
-    prompts, lengths = rows([5, 9, 2], seed=1)
+    prompts, lengths = random_prompts([5, 9, 2], seed=1)
     vocab = twin.config.vocab_size
     options: Any = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "eos_token_ids": [7, 9]}
     plain = beam_search(
         twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10, **options
     )
     pairs = [
-        (NotTwice(jnp.float32(2.0)), TheirNotTwice()),
-        (Tiring(jnp.zeros((3, vocab), jnp.float32)), TheirTiring(9)),
+        (RepeatPenalty(jnp.float32(2.0)), TorchRepeatPenalty()),
+        (CountPenalty(jnp.zeros((3, vocab), jnp.float32)), TorchCountPenalty(9)),
     ]
     for ours, theirs in pairs:
         expected = reference(
@@ -303,20 +305,20 @@ def test_with_room_for_every_prefix_the_optimum_of_all_texts_is_found(penalty: f
 
 def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
     model, params = lm
-    prompts, lengths = rows([2, 9, 5], seed=2)
+    prompts, lengths = random_prompts([2, 9, 5], seed=2)
     options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 10}
     options["eos_token_ids"] = EOS_SETS[-1]
-    together = beam_search(model, params, prompts, lengths_B=lengths, **options)
+    batched = beam_search(model, params, prompts, lengths_B=lengths, **options)
     for b, n in enumerate(lengths):
-        alone = beam_search(model, params, prompts[b : b + 1, :n], **options)
-        assert sequences(alone)[0] == sequences(together)[b]
-        np.testing.assert_allclose(alone.score_BN[0], together.score_BN[b], atol=1e-5)
+        single = beam_search(model, params, prompts[b : b + 1, :n], **options)
+        assert sequences(single)[0] == sequences(batched)[b]
+        np.testing.assert_allclose(single.score_BN[0], batched.score_BN[b], atol=1e-5)
 
 
 @pytest.mark.parametrize("early_stopping", MODES)
 def test_one_beam_is_greedy_decoding(lm: Any, early_stopping: Any) -> None:
     model, params = lm
-    prompts, _ = rows([6, 6], seed=3)
+    prompts, _ = random_prompts([6, 6], seed=3)
     for eos in EOS_SETS:
         greedy = jaxllm.generate(model, params, prompts, max_new_tokens=16, eos_token_ids=eos)
         result = beam_search(
@@ -332,8 +334,8 @@ def test_one_beam_is_greedy_decoding(lm: Any, early_stopping: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_search_goes_on_from_a_cache_and_leaves_it_as_it_was(lm: Any, batch: int) -> None:
     model, params = lm
-    prompts, _ = rows([9] * batch, seed=4)
-    sampler = Sampler((NotTwice(jnp.float32(2.0)),))
+    prompts, _ = random_prompts([9] * batch, seed=4)
+    sampler = Sampler((RepeatPenalty(jnp.float32(2.0)),))
     options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 6}
     whole = beam_search(model, params, prompts, sampler=sampler, **options)
     cache = jaxllm.init_cache(model.config, batch, 128)
@@ -369,7 +371,7 @@ def test_a_row_of_nan_stays_alone_and_is_reported() -> None:
 
 
 def test_no_other_option_and_no_length_compiles_anything(compiled: list[str]) -> None:
-    model, params = random_model("llama", max_position_embeddings=89)  # a model of its own
+    model, params = random_model("llama", max_position_embeddings=89)  # only compiled here
     before = len(compiled)
     beam_search(model, params, tokens(1, 5), num_beams=BEAMS, max_new_tokens=4)
     first = len(compiled)
@@ -414,7 +416,7 @@ def test_what_does_not_fit_is_refused() -> None:
     options: Any = {"num_beams": 2}
     with pytest.raises(CapacityError, match="97 positions"):
         beam_search(model, params, tokens(1, 90), max_new_tokens=9, **options)
-    beam_search(model, params, tokens(1, 90), max_new_tokens=8, **options)  # the last is never run
+    beam_search(model, params, tokens(1, 90), max_new_tokens=8, **options)  # the last is not run
     cache = jaxllm.init_cache(model.config, 1, 4)
     with pytest.raises(CapacityError, match="do not fit"):
         beam_search(model, params, tokens(1, 5), max_new_tokens=4, cache=cache, **options)

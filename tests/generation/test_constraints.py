@@ -1,4 +1,4 @@
-"""Bans, biases and forced tokens: published vectors, transformers' processors, and corner cases."""
+"""Bans, biases and forced tokens: published vectors, transformers' processors, edge cases."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +19,10 @@ APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, c
 INF = float("inf")
 
 
-def text(rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int = 16) -> Context:
-    """Rows of unequal length, as a sampler sees them."""
+def make_context(
+    rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int = 16
+) -> Context:
+    """Return a sampler's context with rows of unequal length."""
     token_BL = np.full((len(rows), slots), -1, np.int32)
     for row, tokens in enumerate(rows):
         token_BL[row, : len(tokens)] = tokens
@@ -29,55 +31,55 @@ def text(rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int 
     return Context(*map(jnp.asarray, (token_BL, prompt_B, length_B)), row_keys(0, len(rows)))
 
 
-def only(**options: Any) -> Processor:
-    """The one processor that these options make, beside those of every sampler."""
+def build(**options: Any) -> Processor:
+    """Return the one processor that these options add to the default sampler."""
     always = {type(p) for p in make_sampler().processors}
     (processor,) = (p for p in make_sampler(**options).processors if type(p) not in always)
     return processor
 
 
-def applied(processor: Processor, scores: Any, context: Context) -> np.ndarray:
+def apply(processor: Processor, scores: Any, context: Context) -> np.ndarray:
     return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
 
 
 def banned(processor: Processor, vocab: int, context: Context) -> list[list[int]]:
-    left = applied(processor, np.zeros((context.length_B.shape[0], vocab)), context)
-    return [np.flatnonzero(np.isneginf(row)).tolist() for row in left]
+    scores = apply(processor, np.zeros((context.length_B.shape[0], vocab)), context)
+    return [np.flatnonzero(np.isneginf(row)).tolist() for row in scores]
 
 
 def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
 
 
-# The vectors: transformers, tests/generation/test_logits_process.py.
+# Vectors of transformers, tests/generation/test_logits_process.py.
 
 
 def test_the_vectors_of_transformers_for_n_grams() -> None:
     """test_no_repeat_ngram_dist_processor, _banned_token_reappears, _shorter_than_ngram."""
-    context = text([[1, 1, 2, 1], [0, 1, 0, 1]])
-    assert banned(only(no_repeat_ngram_size=2), 3, context) == [[1, 2], [0]]
-    assert banned(only(no_repeat_ngram_size=3), 3, context) == [[], [0]]
-    again = text([[1, 2, 5, 7, 8, 5, 1, 2]])
-    assert banned(only(no_repeat_ngram_size=3), 10, again) == [[5]]
-    assert banned(only(no_repeat_ngram_size=3), 3, text([[1, 2], [0, 1]])) == [[], []]
+    context = make_context([[1, 1, 2, 1], [0, 1, 0, 1]])
+    assert banned(build(no_repeat_ngram_size=2), 3, context) == [[1, 2], [0]]
+    assert banned(build(no_repeat_ngram_size=3), 3, context) == [[], [0]]
+    again = make_context([[1, 2, 5, 7, 8, 5, 1, 2]])
+    assert banned(build(no_repeat_ngram_size=3), 10, again) == [[5]]
+    assert banned(build(no_repeat_ngram_size=3), 3, make_context([[1, 2], [0, 1]])) == [[], []]
 
 
 def test_the_vectors_of_transformers_for_bad_words() -> None:
     """test_no_bad_words_dist_processor."""
     words = [[1], [4], [1, 0], [0, 1, 2], [1, 3, 1, 3]]
-    processor = only(bad_words_ids=words, eos_token_ids=[4])
-    context = text([[0, 1, 3, 1], [0, 1, 0, 1]])
+    processor = build(bad_words_ids=words, eos_token_ids=[4])
+    context = make_context([[0, 1, 3, 1], [0, 1, 0, 1]])
     assert banned(processor, 5, context) == [[0, 1, 3], [0, 1, 2]]
-    assert banned(only(bad_words_ids=[[4]], eos_token_ids=[4]), 5, context) == [[], []]
+    assert banned(build(bad_words_ids=[[4]], eos_token_ids=[4]), 5, context) == [[], []]
 
 
 def test_the_vectors_of_transformers_for_sequence_bias() -> None:
     """test_bias_dist_processor."""
     bias = {(1,): 100.0, (4,): 100.0, (1, 0): -100.0, (0, 1, 2): -100.0, (1, 3, 1, 3): -100.0}
     bias[(1, 3, 1, 3, 1, 3)] = -100.0
-    context = text([[0, 1, 3, 1], [0, 1, 0, 1]])
+    context = make_context([[0, 1, 3, 1], [0, 1, 0, 1]])
     for given_as in (bias, [[list(ids), value] for ids, value in bias.items()]):
-        after = applied(only(sequence_bias=given_as), np.zeros((2, 5)), context)
+        after = apply(build(sequence_bias=given_as), np.zeros((2, 5)), context)
         assert after.tolist() == [
             [-100.0, 100.0, 0.0, -100.0, 100.0],
             [-100.0, 100.0, -100.0, 0.0, 100.0],
@@ -87,10 +89,10 @@ def test_the_vectors_of_transformers_for_sequence_bias() -> None:
 @pytest.mark.parametrize("end", [[0], [0, 18]])
 def test_the_vectors_of_transformers_for_minimum_lengths(end: list[int]) -> None:
     """test_min_length_dist_processor, test_new_min_length_dist_processor."""
-    shortest = only(min_length=10, eos_token_ids=end)
-    assert banned(shortest, 20, text([[1] * 5, [1] * 15])) == [end, []]
-    new = only(min_new_tokens=3, eos_token_ids=end)
-    rows = text([[1] * n for n in (5, 6, 7, 8, 15)], prompts=[5] * 5)
+    shortest = build(min_length=10, eos_token_ids=end)
+    assert banned(shortest, 20, make_context([[1] * 5, [1] * 15])) == [end, []]
+    new = build(min_new_tokens=3, eos_token_ids=end)
+    rows = make_context([[1] * n for n in (5, 6, 7, 8, 15)], prompts=[5] * 5)
     assert banned(new, 20, rows) == [end, end, end, [], []]
 
 
@@ -98,10 +100,12 @@ def test_the_vectors_of_transformers_for_forced_tokens() -> None:
     """test_forced_bos_token_logits_processor, test_forced_eos_token_logits_processor."""
     forced, free = [0.0] + [-INF] * 19, [0.05] * 20
     scores = np.full((2, 20), 0.05, np.float32)
-    first = applied(only(forced_bos_token_id=0), scores, text([[7], [7] * 4], prompts=[1, 1]))
+    first = apply(
+        build(forced_bos_token_id=0), scores, make_context([[7], [7] * 4], prompts=[1, 1])
+    )
     np.testing.assert_array_equal(first, np.array([forced, free], np.float32))
-    last = only(forced_eos_token_id=0, max_new_tokens=5)  # of a max_length of 5, without a prompt
-    after = applied(last, scores, text([[7] * 4, [7] * 3]))
+    last = build(forced_eos_token_id=0, max_new_tokens=5)  # max_length 5, no prompt
+    after = apply(last, scores, make_context([[7] * 4, [7] * 3]))
     np.testing.assert_array_equal(after, np.array([forced, free], np.float32))
 
 
@@ -114,7 +118,7 @@ def test_n_grams_are_transformers_in_rows_of_unequal_length(
     rows: list[list[int]], size: int
 ) -> None:
     x = logits(3, 5)
-    ours = applied(only(no_repeat_ngram_size=size), x, text(rows, prompts=[1, 1, 1]))
+    ours = apply(build(no_repeat_ngram_size=size), x, make_context(rows, prompts=[1, 1, 1]))
     for row, tokens in enumerate(rows):
         expected = theirs.NoRepeatNGramLogitsProcessor(size)(
             torch.tensor([tokens]), torch.tensor(x[row : row + 1])
@@ -129,8 +133,8 @@ def test_words_and_biases_are_transformers_in_rows_of_unequal_length(seed: int) 
     rows = [rng.integers(0, 4, n).tolist() for n in (1, 5, 16)]
     words = [rng.integers(0, 4, n).tolist() for n in (1, 2, 2, 3, 4)]
     bias = {tuple(word): float(rng.normal()) for word in words}
-    ours = applied(only(bad_words_ids=words), x, text(rows))
-    biased = applied(only(sequence_bias=bias), x, text(rows))
+    ours = apply(build(bad_words_ids=words), x, make_context(rows))
+    biased = apply(build(sequence_bias=bias), x, make_context(rows))
     for row, tokens in enumerate(rows):
         given_them = torch.tensor([tokens]), torch.tensor(x[row : row + 1])
         expected = theirs.NoBadWordsLogitsProcessor(words)(*given_them).numpy()[0]
@@ -141,10 +145,10 @@ def test_words_and_biases_are_transformers_in_rows_of_unequal_length(seed: int) 
 
 def test_suppressed_tokens_are_transformers() -> None:
     x, rows = logits(2, 9), [[1, 2, 3], [1, 2, 3, 4]]
-    ours = applied(only(suppress_tokens=[3, 8]), x, text(rows))
+    ours = apply(build(suppress_tokens=[3, 8]), x, make_context(rows))
     expected = theirs.SuppressTokensLogitsProcessor([3, 8])(None, torch.tensor(x)).numpy()
     np.testing.assert_array_equal(ours, expected)
-    ours = applied(only(begin_suppress_tokens=[3, 8]), x, text(rows, prompts=[3, 3]))
+    ours = apply(build(begin_suppress_tokens=[3, 8]), x, make_context(rows, prompts=[3, 3]))
     for row, tokens in enumerate(rows):
         expected = theirs.SuppressTokensAtBeginLogitsProcessor([3, 8], 3)(
             torch.tensor([tokens]), torch.tensor(x[row : row + 1])
@@ -157,37 +161,37 @@ def test_after_a_forced_first_token_the_second_is_the_beginning() -> None:
     sampler = make_sampler(begin_suppress_tokens=[3], forced_bos_token_id=[5, -1, 5])
     processor = sampler.processors[0]
     rows = [[1], [1], [1, 2]]
-    assert banned(processor, 7, text(rows, prompts=[1, 1, 2])) == [[], [3], [3]]
+    assert banned(processor, 7, make_context(rows, prompts=[1, 1, 2])) == [[], [3], [3]]
     longer = [[*row, 5] for row in rows]
-    assert banned(processor, 7, text(longer, prompts=[1, 1, 2])) == [[3], [], []]
+    assert banned(processor, 7, make_context(longer, prompts=[1, 1, 2])) == [[3], [], []]
 
 
 def test_logit_bias_is_openais() -> None:
     x = logits(2, 7)
-    after = applied(only(logit_bias={2: 1.5, "4": -100}), x, text([[1], [2]]))
+    after = apply(build(logit_bias={2: 1.5, "4": -100}), x, make_context([[1], [2]]))
     np.testing.assert_allclose(after - x, [[0, 0, 1.5, 0, -100, 0, 0]] * 2, atol=1e-5)
 
 
 def test_lists_may_differ_from_row_to_row() -> None:
-    context = text([[1, 2], [1, 2], [1, 2]])
+    context = make_context([[1, 2], [1, 2], [1, 2]])
     words = [[[2, 3], [4]], None, [[1, 2, 0]]]
-    assert banned(only(bad_words_ids=words), 7, context) == [[3, 4], [], [0]]
-    assert banned(only(suppress_tokens=[[1], None, [2, 6]]), 7, context) == [[1], [], [2, 6]]
+    assert banned(build(bad_words_ids=words), 7, context) == [[3, 4], [], [0]]
+    assert banned(build(suppress_tokens=[[1], None, [2, 6]]), 7, context) == [[1], [], [2, 6]]
     zeros = np.zeros((3, 4))
-    after = applied(only(logit_bias=[{1: 2.0}, None, {0: 1.0, 3: -1.0}]), zeros, context)
+    after = apply(build(logit_bias=[{1: 2.0}, None, {0: 1.0, 3: -1.0}]), zeros, context)
     assert after.tolist() == [[0, 2, 0, 0], [0, 0, 0, 0], [1, 0, 0, -1]]
-    after = applied(only(sequence_bias=[None, {(2, 3): 2.0}, {(3, 3): 2.0}]), zeros, context)
+    after = apply(build(sequence_bias=[None, {(2, 3): 2.0}, {(3, 3): 2.0}]), zeros, context)
     assert after.tolist() == [[0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
-    last = only(forced_eos_token_id=[[1], None, [2, 3]], max_new_tokens=[3, 3, 4])
+    last = build(forced_eos_token_id=[[1], None, [2, 3]], max_new_tokens=[3, 3, 4])
     assert banned(last, 4, context) == [[0, 2, 3], [], []]
 
 
 def test_a_ban_of_everything_is_not_applied() -> None:
-    context = text([[0, 1, 2], [0, 1, 1]])
-    assert banned(only(no_repeat_ngram_size=1), 3, context) == [[], [0, 1]]
-    assert banned(only(suppress_tokens=[0, 1, 2]), 3, context) == [[], []]
-    assert banned(only(min_length=9, eos_token_ids=[0, 1, 2]), 3, context) == [[], []]
-    assert banned(only(bad_words_ids=[[0], [1], [2]]), 3, context) == [[], []]
+    context = make_context([[0, 1, 2], [0, 1, 1]])
+    assert banned(build(no_repeat_ngram_size=1), 3, context) == [[], [0, 1]]
+    assert banned(build(suppress_tokens=[0, 1, 2]), 3, context) == [[], []]
+    assert banned(build(min_length=9, eos_token_ids=[0, 1, 2]), 3, context) == [[], []]
+    assert banned(build(bad_words_ids=[[0], [1], [2]]), 3, context) == [[], []]
 
 
 def test_a_forced_token_overrides_a_ban() -> None:
@@ -200,7 +204,7 @@ def test_a_forced_token_overrides_a_ban() -> None:
     )
     x = logits(1, 5)
     for processor in sampler.processors:
-        x = applied(processor, x, text([[1, 1, 1]]))
+        x = apply(processor, x, make_context([[1, 1, 1]]))
     assert x.tolist() == [[-INF, -INF, 0.0, -INF, -INF]]
 
 

@@ -1,4 +1,4 @@
-"""Contrastive search against its definition, run on transformers' model without a cache."""
+"""Contrastive search against its definition, run in transformers without a cache."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def by_definition(model: Any, text: list[int], alpha: float, top_k: int, new: int) -> list[int]:
-    """Every candidate is appended to the text and the whole text is run again."""
+    """Search by running the whole text again with each candidate appended."""
 
     def run(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():

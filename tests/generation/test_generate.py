@@ -1,4 +1,4 @@
-"""Generation: the compiled loop, the stream and step-by-step decoding are one thing."""
+"""Generation: the compiled loop, streaming and decode steps give equal results."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_the_loop_equals_decode_steps(lm: Any) -> None:
     assert result.token_BT.tolist() == np.stack(expected, 1).tolist()
     np.testing.assert_allclose(result.logprob_BT, np.stack(logprobs, 1), atol=1e-4)
     assert result.finish_B.tolist() == [Finish.LENGTH] * 2
-    assert result.cache.length_B.tolist() == [7 + 11] * 2  # all but each row's last token
+    assert result.cache.length_B.tolist() == [7 + 11] * 2  # all but the last token of each row
 
 
 @pytest.mark.parametrize("seed", [0, 2**40])
@@ -64,16 +64,16 @@ def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
     prompts = tokens(3, 9)
     sampler = make_sampler(temperature=0.8)
     keys = jaxllm.row_keys(11, 3)
-    together = jaxllm.generate(
+    batched = jaxllm.generate(
         model, params, prompts, lengths_B=np.array(lengths), max_new_tokens=10, sampler=sampler,
         seed=keys,
     )  # fmt: skip
     for row, length in enumerate(lengths):
-        alone = jaxllm.generate(
+        single = jaxllm.generate(
             model, params, prompts[row : row + 1, :length], max_new_tokens=10, sampler=sampler,
             seed=keys[row : row + 1],
         )  # fmt: skip
-        assert alone.token_BT[0].tolist() == together.token_BT[row].tolist()
+        assert single.token_BT[0].tolist() == batched.token_BT[row].tolist()
 
 
 def test_a_row_ends_at_its_end_of_text_and_grows_no_further(lm: Any) -> None:
@@ -104,7 +104,7 @@ def test_going_on_from_the_returned_cache_equals_one_long_run(lm: Any) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_row_of_nan_stays_alone_and_is_reported(family: str) -> None:
-    model, params = random_model(family, tie_word_embeddings=False)  # a tied NaN is everybody's
+    model, params = random_model(family, tie_word_embeddings=False)  # else every row has NaN
     table = "embed_tokens" if "embed_tokens" in params else "wte"
     weight = params[table]["weight"].at[130].set(jnp.nan)
     broken = {**params, table: {"weight": weight}}
@@ -119,7 +119,7 @@ def test_a_row_of_nan_stays_alone_and_is_reported(family: str) -> None:
 def test_one_trace_for_any_content_sampler_seed_budget_and_length(
     lm: Any, compiled: list[str]
 ) -> None:
-    # A model of its own: no other test has its programs.
+    # No other test compiles this model.
     model, params = random_model(lm[0].config.model_type, max_position_embeddings=89)
     counts = [len(compiled)]
     for seed, temperature in enumerate([0.0, 0.5, 1.0, 2.0]):
@@ -146,7 +146,7 @@ def test_prompts_of_200_lengths_compile_a_dozen_programs(compiled: list[str]) ->
     assert first > before
     for length in range(1, 201):
         jaxllm.generate(model, params, tokens(1, length), max_new_tokens=1 + length % 20)
-    # Prompts of 8, 16 ... 256 tokens, the loop with two capacities, and what makes those caches.
+    # Prompts of 8, 16 ... 256 tokens, the loop at two capacities, and the caches' constructors.
     assert len(compiled) - first <= 12, compiled[first:]
 
 
@@ -157,11 +157,11 @@ def test_budgets_are_checked(lm: Any) -> None:
     if model.config.model_type == "gpt2":
         with pytest.raises(CapacityError, match="97 positions"):
             jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
-        jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is never run
+        jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is not run
 
 
-class Unseen(Processor):
-    """Bans every token that the text has already: a processor that reads the context."""
+class BanSeen(Processor):
+    """Bans every token of the text so far: a processor that reads the context."""
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         rows = jnp.arange(scores_BV.shape[0])[:, None]
@@ -170,7 +170,7 @@ class Unseen(Processor):
 
 
 class Countdown(Processor):
-    """Allows one token, then the one below it, and so on: a processor that remembers."""
+    """Allows one token, then the one below it, and so on: a stateful processor."""
 
     next_B: Any
 
@@ -189,8 +189,8 @@ class Countdown(Processor):
 def test_processors_see_each_rows_text(lm: Any, cached: bool) -> None:
     model, params = lm
     prompts, lengths = tokens(2, 6), np.array([6, 4])
-    sampler, cache = Sampler((Unseen(),), greedy=True), None
-    if cached:  # the first two tokens are in the cache already, and count
+    sampler, cache = Sampler((BanSeen(),), greedy=True), None
+    if cached:  # cached tokens are part of the text
         cache = jaxllm.init_cache(model.config, 2, 40)
         _, cache = jaxllm.prefill(model, params, cache, prompts[:, :2])
     result = jaxllm.generate(
@@ -217,7 +217,7 @@ def test_a_sampler_remembers_from_step_to_step(lm: Any) -> None:
     result = jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=5, sampler=sampler)
     assert result.token_BT.tolist() == [[50, 49, 48, 47, 46]] * 2
     again = jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=5, sampler=sampler)
-    assert again.token_BT.tolist() == result.token_BT.tolist()  # the sampler itself is unchanged
+    assert again.token_BT.tolist() == result.token_BT.tolist()  # the caller's sampler is unchanged
 
 
 def test_the_likeliest_tokens_of_each_step_are_reported(lm: Any) -> None:

@@ -1,4 +1,4 @@
-"""Classifier-free guidance against transformers."""
+"""Classifier-free guidance against transformers and its formula."""
 
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ def test_guidance_interpolates_and_extrapolates_log_probabilities() -> None:
     rng = np.random.default_rng(0)
     wanted, unwanted = jnp.asarray(rng.normal(size=(2, 131)), jnp.float32) * 3.0
     scales = jnp.array([0.0, 1.0, 2.0])
-    nothing, all_of_it, twice = jax.vmap(apply_guidance, (None, None, 0))(wanted, unwanted, scales)
-    np.testing.assert_allclose(nothing, jax.nn.log_softmax(unwanted), atol=1e-5)
-    np.testing.assert_allclose(all_of_it, jax.nn.log_softmax(wanted), atol=1e-5)
-    np.testing.assert_allclose(twice - all_of_it, all_of_it - nothing, atol=1e-5)
+    scale_0, scale_1, scale_2 = jax.vmap(apply_guidance, (None, None, 0))(wanted, unwanted, scales)
+    np.testing.assert_allclose(scale_0, jax.nn.log_softmax(unwanted), atol=1e-5)
+    np.testing.assert_allclose(scale_1, jax.nn.log_softmax(wanted), atol=1e-5)
+    np.testing.assert_allclose(scale_2 - scale_1, scale_1 - scale_0, atol=1e-5)
 
 
 def test_without_guidance_it_is_plain_generation_and_ends_with_it() -> None:

@@ -1,4 +1,4 @@
-"""Text longer than its cache: each policy against runs without a cache over what it leaves seen."""
+"""Texts longer than their cache: each policy against uncached runs over the remaining tokens."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from tests.twins import random_model, tokens
 CAPACITY, NEW = 16, 40
 
 
-def greedy(lm: Any, seen: list[int], positions: Any = None) -> int:
-    """The likeliest token after these, from a run without a cache."""
+def greedy_token(lm: Any, seen: list[int], positions: Any = None) -> int:
+    """Return the likeliest next token, from a run without a cache."""
     model, params = lm
     row = np.zeros((1, 32), int)
     at = np.full((1, 32), -1)
@@ -24,13 +24,13 @@ def greedy(lm: Any, seen: list[int], positions: Any = None) -> int:
     return int(np.argmax(logits[0, len(seen) - 1]))
 
 
-def expected(lm: Any, prompts: list[list[int]], policy: OverflowPolicy) -> list[list[int]]:
-    """What generation must give, by keeping lists of what each row still sees."""
+def expected_tokens(lm: Any, prompts: list[list[int]], policy: OverflowPolicy) -> list[list[int]]:
+    """Return the expected tokens, tracking each row's remaining tokens in lists."""
     seen, new = [list(p) for p in prompts], [[] for _ in prompts]  # type: ignore[var-annotated]
     used = max(map(len, prompts))
     for _ in range(NEW):
         for row, text in enumerate(seen):
-            new[row].append(greedy(lm, text))
+            new[row].append(greedy_token(lm, text))
         if used == CAPACITY:
             for row, text in enumerate(seen):
                 if isinstance(policy, Slide):
@@ -45,7 +45,9 @@ def expected(lm: Any, prompts: list[list[int]], policy: OverflowPolicy) -> list[
     return new
 
 
-def generated(lm: Any, prompts: list[list[int]], policy: OverflowPolicy, **options: Any) -> Any:
+def generate_small_cache(
+    lm: Any, prompts: list[list[int]], policy: OverflowPolicy, **options: Any
+) -> Any:
     model, params = lm
     longest = max(map(len, prompts))
     ids = np.array([p + [0] * (longest - len(p)) for p in prompts])
@@ -61,8 +63,8 @@ PROMPTS = [tokens(1, 9)[0].tolist(), tokens(1, 5, seed=1)[0].tolist()]
 @pytest.mark.parametrize("keep", [None, 5])
 def test_sliding_begins_again_from_the_recent_tokens(family: str, keep: int | None) -> None:
     lm = random_model(family)
-    result = generated(lm, PROMPTS, Slide(keep))
-    assert result.token_BT.tolist() == expected(lm, PROMPTS, Slide(keep))
+    result = generate_small_cache(lm, PROMPTS, Slide(keep))
+    assert result.token_BT.tolist() == expected_tokens(lm, PROMPTS, Slide(keep))
     assert result.cache.capacity == CAPACITY
     assert int(result.cache.cursor) <= CAPACITY
 
@@ -72,8 +74,8 @@ def test_sinks_and_window_equal_a_run_over_what_is_left(window: int | None) -> N
     """One layer: what is kept has read nothing, so a run over it is the same computation."""
     lm = random_model("llama", num_hidden_layers=1)
     policy = SinksAndWindow(sinks=2, window=window)
-    result = generated(lm, PROMPTS, policy)
-    assert result.token_BT.tolist() == expected(lm, PROMPTS, policy)
+    result = generate_small_cache(lm, PROMPTS, policy)
+    assert result.token_BT.tolist() == expected_tokens(lm, PROMPTS, policy)
 
 
 @pytest.mark.parametrize(("heavy", "recent"), [(None, None), (3, 5)])
@@ -83,10 +85,10 @@ def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
     """One layer, no cache: every token's attention weights, summed by the token they went to."""
     model, params = lm = random_model("llama", num_hidden_layers=1)
     policy = HeavyHitters(heavy, recent)
-    result = generated(lm, PROMPTS, policy)
+    result = generate_small_cache(lm, PROMPTS, policy)
     stays = policy.max_kept(CAPACITY) - (recent or CAPACITY // 4)
     for row, prompt in enumerate(PROMPTS):
-        # The longest row's cache is full at these lengths; all rows are cut then.
+        # All rows are cut when the longest row fills its cache.
         seen, mass, new = list(prompt), np.zeros(0), []
         used = max(map(len, PROMPTS))
         for _ in range(NEW):
@@ -115,7 +117,7 @@ def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
 
 def test_a_stream_overflows_as_the_loop_does() -> None:
     model, params = lm = random_model("llama")
-    whole = generated(lm, PROMPTS, Slide())
+    whole = generate_small_cache(lm, PROMPTS, Slide())
     longest = np.array([PROMPTS[0], PROMPTS[1] + [0] * 4])
     cache = jaxllm.init_cache(model.config, 2, CAPACITY)
     steps = jaxllm.stream(
@@ -131,7 +133,7 @@ def test_a_prompt_longer_than_the_context_is_cut_to_its_end() -> None:
     result = jaxllm.generate(model, params, long, max_new_tokens=3, overflow=Slide(20))
     seen = long[0, -20:].tolist()
     for token in result.token_BT[0].tolist():
-        assert token == greedy(lm, seen)
+        assert token == greedy_token(lm, seen)
         seen.append(token)
 
 
@@ -140,10 +142,10 @@ def test_what_cannot_overflow_is_refused_by_name() -> None:
     with pytest.raises(CapacityError, match="do not fit"):
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=20)
     with pytest.raises(ConfigError, match="cannot move"):
-        generated(lm, PROMPTS, SinksAndWindow())
+        generate_small_cache(lm, PROMPTS, SinksAndWindow())
     with pytest.raises(CapacityError, match="cannot keep 16 tokens and slide"):
-        generated(lm, PROMPTS, Slide(16))
+        generate_small_cache(lm, PROMPTS, Slide(16))
     with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
-        generated(lm, PROMPTS, SinksAndWindow(4, 12))
+        generate_small_cache(lm, PROMPTS, SinksAndWindow(4, 12))
     with pytest.raises(SamplingError, match="attention_mass"):
-        generated(lm, PROMPTS, Slide(), attention_mass=True)
+        generate_small_cache(lm, PROMPTS, Slide(), attention_mass=True)

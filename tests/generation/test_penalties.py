@@ -19,8 +19,10 @@ APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, c
 NO_BREAKERS = np.full(1, -1, np.int32)
 
 
-def text(rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int = 24) -> Context:
-    """Rows of unequal length, as a sampler sees them."""
+def make_context(
+    rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int = 24
+) -> Context:
+    """Return a sampler's context with rows of unequal length."""
     token_BL = np.full((len(rows), slots), -1, np.int32)
     for row, tokens in enumerate(rows):
         token_BL[row, : len(tokens)] = tokens
@@ -29,7 +31,7 @@ def text(rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int 
     return Context(*map(jnp.asarray, (token_BL, prompt_B, length_B)), row_keys(0, len(rows)))
 
 
-def applied(processor: Processor, scores: Any, context: Context) -> np.ndarray:
+def apply(processor: Processor, scores: Any, context: Context) -> np.ndarray:
     return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
 
 
@@ -42,7 +44,7 @@ def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
     return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
 
 
-def dry(
+def dry_by_hand(
     tokens: Sequence[int],
     vocab: int,
     multiplier: float,
@@ -51,7 +53,7 @@ def dry(
     last_n: int,
     breakers: set[int],
 ) -> np.ndarray:
-    """What DRY takes from each token's score, in plain Python."""
+    """Return DRY's penalty for each token, in plain Python."""
     tokens = list(tokens) if last_n < 0 else list(tokens)[max(len(tokens) - last_n, 0) :]
     penalty = np.zeros(vocab)
     for token in set(tokens) - breakers:
@@ -70,7 +72,7 @@ def test_the_vector_of_transformers_for_repetition() -> None:
     """test_repetition_penalty_dist_process, tests/generation/test_logits_process.py."""
     scores = np.full((2, 10), 0.1, np.float32)
     scores[0, 0], scores[1, 5] = -0.1, 0.4
-    after = applied(RepetitionPenalty(2.0), scores, text([[0, 1], [5, 0]]))
+    after = apply(RepetitionPenalty(2.0), scores, make_context([[0, 1], [5, 0]]))
     expected = scores.copy()
     expected[0, :2], expected[1, 0], expected[1, 5] = [-0.2, 0.05], 0.05, 0.2
     np.testing.assert_allclose(after, expected, rtol=1e-6)
@@ -92,8 +94,8 @@ def test_the_vectors_of_llama_cpp_for_penalties(
 ) -> None:
     """test_penalties, tests/test-sampling.cpp."""
     scores = np.log(np.full((1, 5), 0.2, np.float32))
-    scores = applied(RepetitionPenalty(repeat), scores, text([tokens]))
-    scores = applied(FrequencyPenalty(presence, frequency), scores, text([tokens]))
+    scores = apply(RepetitionPenalty(repeat), scores, make_context([tokens]))
+    scores = apply(FrequencyPenalty(presence, frequency), scores, make_context([tokens]))
     np.testing.assert_allclose(softmax(scores), [after], atol=1e-5)
 
 
@@ -119,7 +121,7 @@ def test_the_vectors_of_llama_cpp_for_dry(
     scores = np.full((1, len(after)), np.log(1 / len(after)), np.float32)
     processor = DryPenalty(multiplier, 1.1, allowed, last_n, np.array([breaker], np.int32))
     np.testing.assert_allclose(
-        softmax(applied(processor, scores, text([tokens]))), [after], atol=1e-5
+        softmax(apply(processor, scores, make_context([tokens]))), [after], atol=1e-5
     )
 
 
@@ -127,7 +129,7 @@ def test_the_vectors_of_llama_cpp_for_dry(
 def test_repetition_is_transformers_in_rows_of_unequal_length(penalty: float) -> None:
     rng, x = np.random.default_rng(1), logits(4, 31)
     rows = [rng.integers(0, 31, n).tolist() for n in (1, 7, 24, 16)]
-    ours = applied(RepetitionPenalty(penalty), x, text(rows, [1, 3, 10, 16]))
+    ours = apply(RepetitionPenalty(penalty), x, make_context(rows, [1, 3, 10, 16]))
     for row, tokens in enumerate(rows):
         expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(
             torch.tensor([tokens]), torch.tensor(x[row : row + 1])
@@ -138,21 +140,24 @@ def test_repetition_is_transformers_in_rows_of_unequal_length(penalty: float) ->
 def test_presence_and_frequency_count_sampled_tokens_alone() -> None:
     """OpenAI: score - count * frequency - (count > 0) * presence, of the tokens sampled so far."""
     x = logits(2, 5)
-    context = text([[3, 3, 1, 1, 0], [4, 4, 4, 2]], prompts=[2, 4])
-    ours = applied(FrequencyPenalty(jnp.array([0.5, 2.0]), jnp.array([0.25, 2.0])), x, context)
+    context = make_context([[3, 3, 1, 1, 0], [4, 4, 4, 2]], prompts=[2, 4])
+    ours = apply(FrequencyPenalty(jnp.array([0.5, 2.0]), jnp.array([0.25, 2.0])), x, context)
     np.testing.assert_allclose(ours[0] - x[0], [-0.75, -1.0, 0, 0, 0], atol=1e-6)
-    np.testing.assert_array_equal(ours[1], x[1])  # nothing was sampled yet
+    np.testing.assert_array_equal(ours[1], x[1])  # no token is sampled yet
 
 
 def test_a_real_token_counts_and_an_empty_slot_does_not() -> None:
     """Whatever id pads a text elsewhere: here a slot is empty by its place."""
     x = np.ones((1, 4), np.float32)
-    garbage = text([[2, 0, 0, 3, 3]]).replace(length_B=jnp.array([3], jnp.int32))
-    for context in (text([[2, 0, 0]]), garbage):
-        assert applied(RepetitionPenalty(2.0), x, context).tolist() == [[0.5, 1, 0.5, 1]]
-        assert applied(FrequencyPenalty(0.0, 0.25), x, context).tolist() == [[0.5, 1, 0.75, 1]]
-    assert applied(RepetitionPenalty(2.0), x, text([[]])).tolist() == x.tolist()
-    assert applied(DryPenalty(1.0, 2.0, 1, -1, NO_BREAKERS), x, text([[]])).tolist() == x.tolist()
+    garbage = make_context([[2, 0, 0, 3, 3]]).replace(length_B=jnp.array([3], jnp.int32))
+    for context in (make_context([[2, 0, 0]]), garbage):
+        assert apply(RepetitionPenalty(2.0), x, context).tolist() == [[0.5, 1, 0.5, 1]]
+        assert apply(FrequencyPenalty(0.0, 0.25), x, context).tolist() == [[0.5, 1, 0.75, 1]]
+    assert apply(RepetitionPenalty(2.0), x, make_context([[]])).tolist() == x.tolist()
+    assert (
+        apply(DryPenalty(1.0, 2.0, 1, -1, NO_BREAKERS), x, make_context([[]])).tolist()
+        == x.tolist()
+    )
 
 
 @settings(max_examples=60)
@@ -174,8 +179,8 @@ def test_dry_equals_brute_force(
 ) -> None:
     x = logits(1, 5)
     processor = DryPenalty(multiplier, base, allowed, last_n, np.array(breakers, np.int32))
-    ours = applied(processor, x, text([tokens]))
-    expected = x[0] - dry(tokens, 5, multiplier, base, allowed, last_n, set(breakers))
+    ours = apply(processor, x, make_context([tokens]))
+    expected = x[0] - dry_by_hand(tokens, 5, multiplier, base, allowed, last_n, set(breakers))
     np.testing.assert_allclose(ours[0], expected, rtol=1e-4)
 
 
@@ -185,15 +190,17 @@ def test_each_row_of_dry_has_its_own_settings_and_breakers() -> None:
     each = [(0.5, 1.75, 2, -1), (0.5, 2.0, 1, -1), (1.0, 1.5, 1, -1), (1.0, 1.5, 1, 4)]
     columns = [jnp.array(values, jnp.float32) for values in zip(*each, strict=True)]
     x = logits(4, 5)
-    ours = applied(DryPenalty(*columns, breakers), x, text([tokens] * 4))
+    ours = apply(DryPenalty(*columns, breakers), x, make_context([tokens] * 4))
     for row, (multiplier, base, allowed, last_n) in enumerate(each):
-        gone = dry(tokens, 5, multiplier, base, allowed, last_n, set(breakers[row].tolist()))
+        gone = dry_by_hand(
+            tokens, 5, multiplier, base, allowed, last_n, set(breakers[row].tolist())
+        )
         np.testing.assert_allclose(ours[row], x[row] - gone, rtol=1e-5)
 
 
 def test_an_endless_repetition_keeps_every_score_finite() -> None:
     x = logits(1, 5)
-    ours = applied(DryPenalty(5.0, 4.0, 2, -1, NO_BREAKERS), x, text([[1] * 500], slots=512))
+    ours = apply(DryPenalty(5.0, 4.0, 2, -1, NO_BREAKERS), x, make_context([[1] * 500], slots=512))
     assert np.isfinite(ours).all() and ours[0, 1] < -1e29
     assert (ours[0] == x[0]).tolist() == [True, False, True, True, True]
 
@@ -202,7 +209,9 @@ def test_breakers_are_token_ids() -> None:
     sampler = make_sampler(dry_multiplier=1.0, dry_sequence_breakers=[3, 2], vocab_size=5)
     (processor,) = (p for p in sampler.processors if isinstance(p, DryPenalty))
     tokens = [0, 1, 1, 2, 0, 1, 3, 0, 1]
-    expected = dry(tokens, 5, 1.0, 1.75, 2, -1, {2, 3})
+    expected = dry_by_hand(tokens, 5, 1.0, 1.75, 2, -1, {2, 3})
     assert expected.any()
     x = logits(1, 5)
-    np.testing.assert_allclose(applied(processor, x, text([tokens]))[0], x[0] - expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        apply(processor, x, make_context([tokens]))[0], x[0] - expected, rtol=1e-5
+    )

@@ -1,4 +1,4 @@
-"""Samplers against brute force, transformers' warpers, and the laws that they must draw from."""
+"""Samplers against brute force, transformers' warpers and their exact distributions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +29,10 @@ from jaxllm.generation.sampling.truncation import TopK, TopP
 TOP_K, TOP_P = jax.jit(TopK.__call__), jax.jit(TopP.__call__)
 PROCESS = jax.jit(process_in)
 
-# For each option: what leaves a row as it is, and what changes the row of `CONTEXT`.
+# For each option, a neutral value and one that changes the scores of TEXT.
 SETTINGS: dict[str, tuple[Any, Any]] = {
     "logit_bias": (None, {5: 2.0}),
-    "sequence_bias": ({(9, 9): 2.0}, {(3, 4): 2.0}),  # the text has no 9
+    "sequence_bias": ({(9, 9): 2.0}, {(3, 4): 2.0}),  # TEXT has no 9
     "repetition_penalty": (1.0, 1.3),
     "presence_penalty": (0, 0.7),
     "frequency_penalty": (0, 0.4),
@@ -62,7 +62,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "mirostat_tau": (0, 2.0),
     "mirostat_eta": (0.1, 0.3),
 }
-PARTS = {  # on their own these change nothing
+REQUIRES = {  # options that have an effect only with another one
     "dry_base": {"dry_multiplier": 1.0},
     "dry_allowed_length": {"dry_multiplier": 1.0},
     "dry_penalty_last_n": {"dry_multiplier": 1.0},
@@ -70,7 +70,7 @@ PARTS = {  # on their own these change nothing
     "xtc_threshold": {"xtc_probability": 1.0},
     "mirostat_eta": {"mirostat_tau": 2.0},
 }
-FACTS: dict[str, Any] = {"vocab_size": 131, "eos_token_ids": [11], "max_new_tokens": 8}
+FIXED: dict[str, Any] = {"vocab_size": 131, "eos_token_ids": [11], "max_new_tokens": 8}
 PROMPT, TEXT = 3, [1, 2, 3, 1, 2, 3, 4, 1, 2, 3]
 
 
@@ -78,14 +78,14 @@ PROMPT, TEXT = 3, [1, 2, 3, 1, 2, 3, 4, 1, 2, 3]
 def STEP(
     logits_BV: jax.Array, sampler: Sampler, context: Context
 ) -> tuple[jax.Array, jax.Array, Sampler]:
-    """The scores, the tokens drawn, and the next sampler."""
+    """Return the scores, the tokens drawn and the next sampler."""
     scores_BV = process_in(logits_BV, sampler, context)
     token_B, _ = sample_next(scores_BV, Sampler(), context)
     return scores_BV, token_B, sampler.observe(scores_BV, token_B)
 
 
-def written(rows: int, prompt: int = PROMPT, text: Sequence[int] = TEXT) -> Context:
-    """Rows with the same text."""
+def make_context(rows: int, prompt: int = PROMPT, text: Sequence[int] = TEXT) -> Context:
+    """Return a context of rows with the same text."""
     token_L = np.full(16, -1, np.int32)
     token_L[: len(text)] = text
     return Context(
@@ -97,7 +97,7 @@ def written(rows: int, prompt: int = PROMPT, text: Sequence[int] = TEXT) -> Cont
 
 
 def process(logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
-    """The scores without any text before them."""
+    """Return the processed scores for an empty text."""
     return PROCESS(logits_BV, sampler, Context.empty(jax.random.key(0), logits_BV.shape[0]))
 
 
@@ -142,7 +142,7 @@ def test_top_k_and_top_p_equal_brute_force(values: list[float], k: int, p: float
     mass /= mass.sum()
     above = np.array([mass[x > v].sum() for v in x])
     kept_p = np.isfinite(np.asarray(TOP_P(TopP(p), jnp.asarray(x)[None])))[0]
-    certain = np.abs(above - p) > 1e-5  # where float32 sums cannot decide otherwise
+    certain = np.abs(above - p) > 1e-5  # not within float32 rounding of p
     assert (kept_p == (above < p))[certain].all()
 
 
@@ -150,8 +150,8 @@ def test_each_row_has_its_own_settings() -> None:
     x = jnp.asarray(logits(3, 131))
     mixed = process(x, make_sampler(temperature=[0.5, 1.0, 0.0], top_k=[3, 0, 9]))
     for row, (temperature, top_k) in enumerate([(0.5, 3), (1.0, 0), (0.0, 9)]):
-        alone = process(x[row : row + 1], make_sampler(temperature=temperature, top_k=top_k))
-        np.testing.assert_array_equal(np.asarray(mixed[row]), np.asarray(alone[0]))
+        single = process(x[row : row + 1], make_sampler(temperature=temperature, top_k=top_k))
+        np.testing.assert_array_equal(np.asarray(mixed[row]), np.asarray(single[0]))
 
 
 def test_temperature_zero_is_greedy_and_ties_go_to_the_first() -> None:
@@ -178,10 +178,10 @@ def test_draws_follow_the_softmax(dtype: jnp.dtype) -> None:
 def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     x = jnp.asarray(logits(5, 131))
     keys = row_keys(7, 5)
-    together = sample(keys, x, make_sampler(temperature=1.0))
+    batched = sample(keys, x, make_sampler(temperature=1.0))
     for row in range(5):
-        alone = sample(keys[row : row + 1], x[row : row + 1], make_sampler(temperature=1.0))
-        assert int(alone[0]) == int(together[row])
+        single = sample(keys[row : row + 1], x[row : row + 1], make_sampler(temperature=1.0))
+        assert int(single[0]) == int(batched[row])
 
 
 def test_each_row_has_a_key_of_its_own() -> None:
@@ -194,7 +194,7 @@ def test_all_64_bits_of_a_seed_count() -> None:
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
     data = {jax.random.key_data(row_keys(seed, 1)).tobytes() for seed in seeds}
     assert len(data) == len(seeds)
-    expected = jax.random.fold_in(jax.random.key(5), 0)  # within 32 bits: JAX's own key
+    expected = jax.random.fold_in(jax.random.key(5), 0)  # seeds of up to 32 bits: JAX's own key
     assert (jax.random.key_data(row_keys(5, 1)[0]) == jax.random.key_data(expected)).all()
 
 
@@ -266,19 +266,19 @@ def test_every_option_is_tried() -> None:
 def test_off_leaves_a_row_bit_for_bit_beside_a_row_that_is_on(name: str) -> None:
     """Rows with the same text and all processors; in every second one option is on."""
     off, on = SETTINGS[name]
-    context = written(4)
+    context = make_context(4)
     if name == "begin_suppress_tokens":
-        context = written(4, prompt=len(TEXT))
+        context = make_context(4, prompt=len(TEXT))
     if name == "forced_bos_token_id":
-        context = written(4, prompt=1, text=[1])
+        context = make_context(4, prompt=1, text=[1])
     x = np.repeat(logits(1, 131), 4, axis=0)
     x[:, 20:24] = [0.0, -0.0, -np.inf, 2e-38]
     rows = {each: [value] * 4 for each, (value, _) in SETTINGS.items()}
-    rows |= {each: [value] * 4 for each, value in PARTS.get(name, {}).items()}
+    rows |= {each: [value] * 4 for each, value in REQUIRES.get(name, {}).items()}
     rows |= {name: [off, [on] if name == "forced_eos_token_id" else on] * 2}
-    facts = FACTS | {"max_new_tokens": [8] * 4}
-    scores = np.asarray(STEP(x, make_sampler(**facts, **rows).begin(4), context)[0])
-    if name not in PARTS:
+    fixed = FIXED | {"max_new_tokens": [8] * 4}
+    scores = np.asarray(STEP(x, make_sampler(**fixed, **rows).begin(4), context)[0])
+    if name not in REQUIRES:
         assert scores[0].tobytes() == scores[2].tobytes() == x[0].tobytes()
     assert not np.array_equal(scores[0], scores[1])
     assert scores[1].tobytes() == scores[3].tobytes() or name == "xtc_probability"
@@ -294,26 +294,26 @@ def test_a_batch_of_rows_with_all_settings_different_equals_each_row_alone() -> 
     each |= {"top_p": [1.0, 0.95, 0.5, 0.8], "mirostat_tau": [0, 2.0, 3.0, 4.0]}
     each |= {"forced_eos_token_id": [None, [11], None, [12]]}
     budgets = [8, 9, 10, 11]
-    facts: dict[str, Any] = {"vocab_size": 131, "eos_token_ids": [11]}
-    together = make_sampler(**facts, max_new_tokens=budgets, **each).begin(rows)
-    alone = [
+    fixed: dict[str, Any] = {"vocab_size": 131, "eos_token_ids": [11]}
+    batched = make_sampler(**fixed, max_new_tokens=budgets, **each).begin(rows)
+    single = [
         make_sampler(
-            **facts,
+            **fixed,
             max_new_tokens=budgets[row : row + 1],
             **{name: values[row : row + 1] for name, values in each.items()},
         ).begin(1)
         for row in range(rows)
     ]
-    context = written(rows)
+    context = make_context(rows)
     for i in range(3):
         x = logits(rows, 131, seed=i)
-        scores, drawn, together = STEP(x, together, context)
+        scores, drawn, batched = STEP(x, batched, context)
         for row in range(rows):
             one = slice(row, row + 1)
-            its = jax.tree.map(lambda leaf, one=one: leaf[one], context)
-            its_scores, its_drawn, alone[row] = STEP(x[one], alone[row], its)
-            assert np.asarray(its_scores[0]).tobytes() == np.asarray(scores[row]).tobytes()
-            assert int(its_drawn[0]) == int(drawn[row])
+            row_context = jax.tree.map(lambda leaf, one=one: leaf[one], context)
+            row_scores, row_drawn, single[row] = STEP(x[one], single[row], row_context)
+            assert np.asarray(row_scores[0]).tobytes() == np.asarray(scores[row]).tobytes()
+            assert int(row_drawn[0]) == int(drawn[row])
         context = context.replace(
             token_BL=context.token_BL.at[:, len(TEXT) + i].set(drawn),
             length_B=context.length_B + 1,
@@ -330,7 +330,7 @@ def test_a_sweep_of_all_values_compiles_once() -> None:
         traces += 1
         return sample_next(x, sampler, context)[0]
 
-    x, context = jnp.asarray(logits(2, 131)), written(2)
+    x, context = jnp.asarray(logits(2, 131)), make_context(2)
     empty: dict[str, Any] = {
         name: {} if name == "logit_bias" else []
         for name, (off, _) in SETTINGS.items()
@@ -342,7 +342,7 @@ def test_a_sweep_of_all_values_compiles_once() -> None:
     for name in SETTINGS:  # one at a time
         swept.append(first | {name: second[name]})
     for options in swept:
-        draw(x, make_sampler(**FACTS, **options).begin(2), context)
+        draw(x, make_sampler(**FIXED, **options).begin(2), context)
     assert traces == 1
 
 
@@ -352,9 +352,9 @@ def test_the_chain_works_under_vmap_and_in_a_loop() -> None:
     sampler = make_sampler(**{name: SETTINGS[name][1] for name in [*names, "mirostat_tau"]})
     quick = (p for p in sampler.processors if not isinstance(p, TopK | TopP))
     sampler = sampler.replace(processors=tuple(quick))
-    x, contexts = jnp.asarray(logits(3, 131)), written(3)
+    x, contexts = jnp.asarray(logits(3, 131)), make_context(3)
 
-    def alone(x_V: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+    def run_row(x_V: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
         def body(state: tuple[jax.Array, Sampler]) -> tuple[jax.Array, Sampler]:
             _, after = sample_next(x_V[None], state[1], context)
             return state[0] + 1, after
@@ -363,7 +363,7 @@ def test_the_chain_works_under_vmap_and_in_a_loop() -> None:
         return process_in(x_V[None], after, context)[0], after.processors[-1].mu  # type: ignore[attr-defined]
 
     one_each = jax.tree.map(lambda leaf: leaf[:, None], contexts)
-    scores, mu = jax.jit(jax.vmap(alone))(x, one_each)
+    scores, mu = jax.jit(jax.vmap(run_row))(x, one_each)
     assert np.isfinite(np.asarray(scores)).any(axis=1).all()
     step = sampler.begin(3)
     for _ in range(3):
@@ -383,15 +383,15 @@ def test_a_list_that_grows_compiles_when_it_outgrows_a_power_of_two() -> None:
 
 def test_processors_of_two_classes_never_have_the_same_structure() -> None:
     """JAX would take them for one program's arguments: it compares a dataclass's static data."""
-    every = make_sampler(**FACTS, **{name: on for name, (_, on) in SETTINGS.items()}).processors
+    every = make_sampler(**FIXED, **{name: on for name, (_, on) in SETTINGS.items()}).processors
     structures = [jax.tree.structure(jax.tree.map(lambda _: 0, p)) for p in every]
     assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
 
 
 def test_the_order_is_that_of_the_table_whatever_order_was_given() -> None:
     names = list(SETTINGS)
-    forward = make_sampler(**FACTS, **{name: SETTINGS[name][1] for name in names})
-    backward = make_sampler(**FACTS, **{name: SETTINGS[name][1] for name in reversed(names)})
+    forward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in names})
+    backward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in reversed(names)})
     assert [type(p).__name__ for p in forward.processors] == [
         *(
             "LogitBias",
@@ -436,4 +436,4 @@ def test_a_row_that_nothing_can_be_drawn_from_is_refused() -> None:
             with pytest.raises(NonFiniteError, match="row 1"):
                 jaxllm.sample(key, jnp.array([good_V, bad_V]), sampler)
             jitted = jax.jit(jaxllm.sample)(key, jnp.array([good_V, bad_V]), sampler)
-            assert jitted.shape == (2,)  # inside jit nothing can be raised
+            assert jitted.shape == (2,)  # jitted code cannot raise

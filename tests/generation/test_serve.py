@@ -1,4 +1,4 @@
-"""Continuous batching: whoever joins and leaves, each request gets what it would get alone."""
+"""Continuous batching: each request gets the same tokens as in a separate run."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -19,15 +19,15 @@ from jaxllm.generation.sampling.sampler import Processor, Sampler
 from tests.twins import BOTH, in_both, random_model, tokens
 
 
-class Warming(Processor):
-    """Scores that count for less with every token: a sampler that remembers."""
+class RisingTemperature(Processor):
+    """Flattens the scores more with every token: a stateful processor."""
 
     drawn: Any
 
     def __call__(self, scores_BV: Any, context: Any = None) -> Any:
         return scores_BV / (1.0 + self.drawn)
 
-    def observe(self, scores_BV: Any, token_B: Any) -> "Warming":
+    def observe(self, scores_BV: Any, token_B: Any) -> "RisingTemperature":
         return self.replace(drawn=self.drawn + 0.25)
 
 
@@ -35,7 +35,7 @@ SHAPE: Any = {"rows": 3, "capacity": 48, "chunk": 8}
 SAMPLERS = [
     jaxllm.GREEDY,
     make_sampler(temperature=0.9, top_k=40),
-    Sampler((Warming(jnp.zeros(())),)),
+    Sampler((RisingTemperature(jnp.zeros(())),)),
 ]
 
 
@@ -44,8 +44,8 @@ def lm(request: pytest.FixtureRequest) -> Any:
     return random_model(request.param)
 
 
-def a_request(i: int, **changes: Any) -> Request:
-    """The i-th of many requests of different lengths, samplers, seeds and limits."""
+def make_request(i: int, **changes: Any) -> Request:
+    """Return the i-th of many requests with different lengths, samplers, seeds and limits."""
     fields = {
         "id": i,
         "prompt": tokens(1, 1 + 7 * i % 23, seed=i)[0],
@@ -56,8 +56,8 @@ def a_request(i: int, **changes: Any) -> Request:
     return Request(**{**fields, **changes})
 
 
-def alone(lm: Any, request: Request) -> tuple[list[int], list[float], Finish]:
-    """What `generate` gives for a request by itself."""
+def run_generate(lm: Any, request: Request) -> tuple[list[int], list[float], Finish]:
+    """Return the tokens, log-probabilities and finish reason of `generate` for a request."""
     result = jaxllm.generate(
         *lm,
         np.asarray(request.prompt)[None],
@@ -74,19 +74,19 @@ def alone(lm: Any, request: Request) -> tuple[list[int], list[float], Finish]:
     )
 
 
-def collected(events: Any) -> dict[Any, list[Event]]:
+def events_by_id(events: Any) -> dict[Any, list[Event]]:
     found: dict[Any, list[Event]] = {}
     for event in events:
         found.setdefault(event.id, []).append(event)
     return found
 
 
-def texts(found: dict[Any, list[Event]]) -> dict[Any, list[int]]:
+def tokens_by_id(found: dict[Any, list[Event]]) -> dict[Any, list[int]]:
     return {i: [e.token for e in each if e.token is not None] for i, each in found.items()}
 
 
-def check_alone(lm: Any, request: Request, events: list[Event]) -> None:
-    ids, logprobs, finish = alone(lm, request)
+def check_equals_generate(lm: Any, request: Request, events: list[Event]) -> None:
+    ids, logprobs, finish = run_generate(lm, request)
     assert [e.token for e in events] == ids
     np.testing.assert_allclose([e.logprob for e in events], logprobs, atol=1e-4)
     assert [e.finish for e in events] == [None] * (len(ids) - 1) + [finish]
@@ -94,21 +94,21 @@ def check_alone(lm: Any, request: Request, events: list[Event]) -> None:
 
 @in_both("lm")
 def test_twelve_requests_on_three_rows_each_get_what_they_get_alone(lm: Any) -> None:
-    requests = [a_request(i) for i in range(12)]
-    eos = alone(lm, requests[4])[0][3]
-    requests[4] = a_request(4, eos_token_ids=[999, eos])
-    found = collected(serve(*lm, requests, **SHAPE))
+    requests = [make_request(i) for i in range(12)]
+    eos = run_generate(lm, requests[4])[0][3]
+    requests[4] = make_request(4, eos_token_ids=[999, eos])
+    found = events_by_id(serve(*lm, requests, **SHAPE))
     assert sorted(found) == list(range(12))
     for request in requests:
-        check_alone(lm, request, found[request.id])
+        check_equals_generate(lm, request, found[request.id])
     assert found[4][-1].finish == Finish.EOS
 
 
 @cache
-def eight() -> tuple[Any, dict[Any, list[int]]]:
-    """A model, and what it says to eight requests in their order."""
+def serve_eight() -> tuple[Any, dict[Any, list[int]]]:
+    """Return a model and its tokens for eight requests served in order."""
     lm = random_model("llama")
-    return lm, texts(collected(serve(*lm, [a_request(i) for i in range(8)], **SHAPE)))
+    return lm, tokens_by_id(events_by_id(serve(*lm, [make_request(i) for i in range(8)], **SHAPE)))
 
 
 @settings(max_examples=5)
@@ -118,26 +118,26 @@ def eight() -> tuple[Any, dict[Any, list[int]]]:
 def test_neighbours_order_chunks_and_bursts_do_not_matter(
     order: list[int], chunk: int, burst: int
 ) -> None:
-    lm, expected = eight()
-    requests = [a_request(i) for i in order[:5]]
+    lm, expected = serve_eight()
+    requests = [make_request(i) for i in order[:5]]
     found = serve(*lm, requests, rows=3, capacity=48, chunk=chunk, burst=burst)
-    assert texts(collected(found)) == {i: expected[i] for i in order[:5]}
+    assert tokens_by_id(events_by_id(found)) == {i: expected[i] for i in order[:5]}
 
 
 def test_requests_wait_where_they_come_from_until_a_row_is_free(lm: Any) -> None:
-    asked: list[int] = []
+    pulled: list[int] = []
 
     def source() -> Iterator[Request]:
         for i in range(5):
-            asked.append(i)
-            yield a_request(i, max_new_tokens=4, prompt=[5, 6])
+            pulled.append(i)
+            yield make_request(i, max_new_tokens=4, prompt=[5, 6])
 
     events = serve(*lm, source(), **SHAPE)
     first = next(events)
-    assert asked == [0, 1, 2]  # three rows
+    assert pulled == [0, 1, 2]  # three rows
     assert first.step.busy_rows == 3 and first.step.occupancy == 1.0
     rest = list(events)
-    assert asked == [0, 1, 2, 3, 4]
+    assert pulled == [0, 1, 2, 3, 4]
     assert rest[-1].step.generated_tokens == 20
     assert rest[-1].step.busy_rows == 2
     assert rest[-1].step.tokens_per_second > 0
@@ -145,70 +145,70 @@ def test_requests_wait_where_they_come_from_until_a_row_is_free(lm: Any) -> None
 
 
 def test_a_source_with_nothing_at_the_moment_is_asked_again(lm: Any) -> None:
-    late = [None, a_request(0), None, None, a_request(1), None]
-    found = collected(serve(*lm, late, **SHAPE))
+    late = [None, make_request(0), None, None, make_request(1), None]
+    found = events_by_id(serve(*lm, late, **SHAPE))
     for i in range(2):
-        check_alone(lm, a_request(i), found[i])
+        check_equals_generate(lm, make_request(i), found[i])
 
 
 def test_a_long_prompt_does_not_stop_who_is_decoding(lm: Any) -> None:
-    short = a_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
-    long = a_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)
+    short = make_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
+    long = make_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)
     events = list(serve(*lm, [short, long], **SHAPE))
     before = events.index(next(e for e in events if e.id == 1))
     assert sum(e.id == 0 for e in events[:before]) >= 5  # six chunks of 8
     assert [e.step.prompt_tokens for e in events[:3]] == [8, 8, 8]
     assert [e.step.decode_tokens for e in events[:3]] == [0, 1, 1]
     for request in (short, long):
-        check_alone(lm, request, collected(events)[request.id])
+        check_equals_generate(lm, request, events_by_id(events)[request.id])
 
 
 def test_what_is_wrong_with_a_request_is_its_own_affair(lm: Any) -> None:
     wrong = {
-        "empty": (a_request(0, id="empty", prompt=[]), TokenError),
-        "text": (a_request(0, id="text", prompt="text"), TokenError),
-        "unknown": (a_request(0, id="unknown", prompt=[1, 131]), TokenError),
-        "negative": (a_request(0, id="negative", prompt=[-1]), TokenError),
-        "long": (a_request(0, id="long", prompt=[1] * 40, max_new_tokens=10), CapacityError),
-        "none": (a_request(0, id="none", max_new_tokens=0), SamplingError),
-        "seed": (a_request(0, id="seed", seed=-1), SamplingError),
-        "budget": (a_request(0, id="budget", max_new_tokens=None), SamplingError),
-        "ragged": (a_request(0, id="ragged", prompt=[[1], [2, 3]]), TokenError),
-        "eos": (a_request(0, id="eos", eos_token_ids=2), SamplingError),
-        "sampler": (a_request(0, id="sampler", sampler="top_k"), SamplingError),
-        "rows": (a_request(0, id="rows", sampler=make_sampler(top_k=[1, 2])), SamplingError),
+        "empty": (make_request(0, id="empty", prompt=[]), TokenError),
+        "text": (make_request(0, id="text", prompt="text"), TokenError),
+        "unknown": (make_request(0, id="unknown", prompt=[1, 131]), TokenError),
+        "negative": (make_request(0, id="negative", prompt=[-1]), TokenError),
+        "long": (make_request(0, id="long", prompt=[1] * 40, max_new_tokens=10), CapacityError),
+        "none": (make_request(0, id="none", max_new_tokens=0), SamplingError),
+        "seed": (make_request(0, id="seed", seed=-1), SamplingError),
+        "budget": (make_request(0, id="budget", max_new_tokens=None), SamplingError),
+        "ragged": (make_request(0, id="ragged", prompt=[[1], [2, 3]]), TokenError),
+        "eos": (make_request(0, id="eos", eos_token_ids=2), SamplingError),
+        "sampler": (make_request(0, id="sampler", sampler="top_k"), SamplingError),
+        "rows": (make_request(0, id="rows", sampler=make_sampler(top_k=[1, 2])), SamplingError),
     }
-    good = [a_request(i) for i in range(4)]
+    good = [make_request(i) for i in range(4)]
     mixed = [good[0], *(r for r, _ in wrong.values()), *good[1:]]
-    found = collected(serve(*lm, mixed, **SHAPE))
+    found = events_by_id(serve(*lm, mixed, **SHAPE))
     for name, (_, kind) in wrong.items():
         (event,) = found[name]
         assert isinstance(event.error, kind)
         assert event.token is None and event.finish is None
     for request in good:
-        check_alone(lm, request, found[request.id])
+        check_equals_generate(lm, request, found[request.id])
 
 
 def test_a_row_of_nan_ends_alone() -> None:
     model, params = random_model("llama")
-    good = [a_request(i, prompt=[1, 2, 3 + i]) for i in range(4)]
-    expected = texts(collected(serve(model, params, good, **SHAPE)))
+    good = [make_request(i, prompt=[1, 2, 3 + i]) for i in range(4)]
+    expected = tokens_by_id(events_by_id(serve(model, params, good, **SHAPE)))
     unused = min(set(range(10, 131)) - {token for text in expected.values() for token in text})
     weight = params["embed_tokens"]["weight"].at[unused].set(jnp.nan)
     broken = {**params, "embed_tokens": {"weight": weight}}
-    bad = a_request(9, prompt=[1, unused, 3])
-    found = collected(serve(model, broken, [good[0], bad, *good[1:]], **SHAPE))
+    bad = make_request(9, prompt=[1, unused, 3])
+    found = events_by_id(serve(model, broken, [good[0], bad, *good[1:]], **SHAPE))
     assert [(e.token, e.finish) for e in found[9]] == [(None, Finish.NON_FINITE)]
-    assert {i: text for i, text in texts(found).items() if i != 9} == expected
+    assert {i: text for i, text in tokens_by_id(found).items() if i != 9} == expected
 
 
 def test_a_request_can_stop_itself(lm: Any) -> None:
-    request = a_request(3, max_new_tokens=9, sampler=jaxllm.GREEDY)
-    ids = alone(lm, request)[0]
-    stopping = a_request(
+    request = make_request(3, max_new_tokens=9, sampler=jaxllm.GREEDY)
+    ids = run_generate(lm, request)[0]
+    stopping = make_request(
         3, max_new_tokens=9, sampler=jaxllm.GREEDY, until=lambda token: token == ids[2]
     )
-    events = collected(serve(*lm, [stopping], **SHAPE))[3]
+    events = events_by_id(serve(*lm, [stopping], **SHAPE))[3]
     assert [e.token for e in events] == ids[: ids.index(ids[2]) + 1]
     assert events[-1].finish == Finish.STOP
 
@@ -216,7 +216,7 @@ def test_a_request_can_stop_itself(lm: Any) -> None:
 def test_sizes_are_checked(lm: Any) -> None:
     for wrong in ({"rows": 0}, {"capacity": 0}, {"chunk": 0}, {"burst": 0}):
         with pytest.raises(CapacityError):
-            next(serve(*lm, [a_request(0)], **{**SHAPE, **wrong}))
+            next(serve(*lm, [make_request(0)], **{**SHAPE, **wrong}))
 
 
 def test_new_contents_values_and_orders_compile_nothing(compiled: list[str]) -> None:
@@ -224,7 +224,7 @@ def test_new_contents_values_and_orders_compile_nothing(compiled: list[str]) -> 
 
     def served(seed: int) -> int:
         each = [
-            a_request(
+            make_request(
                 i,
                 prompt=tokens(1, 9, seed=seed + i)[0],
                 max_new_tokens=4 + seed,

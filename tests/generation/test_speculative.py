@@ -1,4 +1,4 @@
-"""Speculative decoding: the tokens of plain greedy decoding, and the law of plain sampling."""
+"""Speculative decoding: tokens of plain greedy decoding, distribution of plain sampling."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +30,14 @@ from tests.twins import random_model, tokens
 TARGET = random_model("llama")
 
 
-def adversary() -> Any:
-    """A draft that always proposes the target's least likely token."""
+def adversarial_draft() -> Any:
+    """Return a draft that always proposes the target's least likely token."""
     model, params = TARGET
     return model, {**params, "lm_head": {"weight": -params["lm_head"]["weight"]}}
 
 
 def bfloat16_copy() -> Any:
-    """The target itself in another number format."""
+    """Return the target in bfloat16."""
     precision = Precision.uniform("bfloat16")
     return random_model("llama", precision=precision)[0], cast(TARGET[1], precision)
 
@@ -45,14 +45,14 @@ def bfloat16_copy() -> Any:
 DRAFTS: dict[str, Callable[[], Any]] = {
     "itself": lambda: TARGET,
     "a random one": lambda: random_model("llama", seed=5),
-    "an adversary": adversary,
+    "an adversary": adversarial_draft,
     "itself in bfloat16": bfloat16_copy,
     "another family": lambda: random_model("gpt2", seed=5),
     "prompt lookup": lambda: PromptLookup(ngram=3),
 }
 
 
-def assert_as_plain(lm: Any, prompts: Any, draft: Any, **options: Any) -> SpeculativeResult:
+def assert_equals_generate(lm: Any, prompts: Any, draft: Any, **options: Any) -> SpeculativeResult:
     plain = jaxllm.generate(*lm, prompts, **options)
     result = speculative_generate(*lm, prompts, draft=draft, **options)
     assert result.token_BT.tolist() == plain.token_BT.tolist()
@@ -69,26 +69,26 @@ def assert_as_plain(lm: Any, prompts: Any, draft: Any, **options: Any) -> Specul
     ],
 )
 def test_greedy_tokens_are_those_of_plain_greedy_decoding(name: str) -> None:
-    # Unequal prompts, one that repeats itself; budgets that end inside a run of accepted tokens.
+    # Unequal prompts, one repetitive; budgets that end within a run of accepted tokens.
     prompts = tokens(3, 9).copy()
     prompts[2] = [5, 6, 7, 8, 5, 6, 7, 8, 5]
     options: Any = {"lengths_B": np.array([2, 7, 9]), "max_new_tokens": [17, 9, 24]}
     draft = DRAFTS[name]()
-    result = assert_as_plain(TARGET, prompts, draft, **options)
+    result = assert_equals_generate(TARGET, prompts, draft, **options)
     proposed, accepted = np.asarray(result.proposed_B), np.asarray(result.accepted_B)
     assert result.length_B.tolist() == (1 + result.accepted_B + result.rounds_B).tolist()
     if name == "itself":
         assert accepted.tolist() == proposed.tolist()
-        assert result.rounds_B.tolist() == [4, 2, 5]  # five tokens a round after the first token
+        assert result.rounds_B.tolist() == [4, 2, 5]  # five tokens per round after the first token
     if name == "an adversary":
         assert accepted.tolist() == [0, 0, 0]
         assert result.rounds_B.tolist() == [16, 8, 23]
     if name == "itself in bfloat16":
         assert accepted.sum() > proposed.sum() / 2
-    # An end of text inside an accepted run.
+    # EOS within a run of accepted tokens.
     plain = np.asarray(result.token_BT)
     eos = [int(plain[0, 3]), int(plain[2, 6])]
-    ended = assert_as_plain(TARGET, prompts, draft, eos_token_ids=eos, **options)
+    ended = assert_equals_generate(TARGET, prompts, draft, eos_token_ids=eos, **options)
     assert ended.finish_B.tolist().count(Finish.EOS) >= 2
     if name == "itself":
         assert ended.accepted_B.tolist() == ended.proposed_B.tolist()
@@ -99,10 +99,12 @@ def test_prompt_lookup_is_accepted_where_the_text_repeats_itself() -> None:
     model, params = TARGET
 
     def no_attention(path: str, x: jax.Array) -> jax.Array:
-        return 0 * x if "o_proj" in path else x  # each token depends on the last alone: a cycle
+        return 0 * x if "o_proj" in path else x  # each token depends only on the last: a cycle
 
     params = map_leaves(no_attention, params)
-    result = assert_as_plain((model, params), tokens(3, 9), PromptLookup(), max_new_tokens=80)
+    result = assert_equals_generate(
+        (model, params), tokens(3, 9), PromptLookup(), max_new_tokens=80
+    )
     assert int(result.accepted_B.min()) > 30
     assert int(result.rounds_B.max()) < 50
 
@@ -127,24 +129,24 @@ def test_rows_of_nan_stay_alone_and_a_drafted_nan_harms_nobody() -> None:
 
     prompts = np.array([[1, 2, 3], [1, 130, 3], [1, 2, 3]])
     broken = with_nan(130)
-    result = assert_as_plain((model, broken), prompts, (model, broken), max_new_tokens=6)
+    result = assert_equals_generate((model, broken), prompts, (model, broken), max_new_tokens=6)
     assert result.finish_B.tolist() == [Finish.LENGTH, Finish.NON_FINITE, Finish.LENGTH]
-    # The draft alone is broken: it proposes nothing.
+    # Only the draft is broken: it proposes nothing.
     nothing = jax.tree.map(lambda x: x * jnp.nan, params)
-    result = assert_as_plain(TARGET, prompts, (model, nothing), max_new_tokens=6)
+    result = assert_equals_generate(TARGET, prompts, (model, nothing), max_new_tokens=6)
     assert result.proposed_B.tolist() == [0, 0, 0]
-    # The draft proposes a token that the target cannot read, and would not choose.
+    # The draft proposes a token with a NaN embedding that the target would not choose.
     zeros = {**params, "lm_head": {"weight": 0 * params["lm_head"]["weight"]}}
-    result = assert_as_plain((model, with_nan(0)), prompts, (model, zeros), max_new_tokens=6)
+    result = assert_equals_generate((model, with_nan(0)), prompts, (model, zeros), max_new_tokens=6)
     assert (np.asarray(result.token_BT) > 0).all()
     assert result.finish_B.tolist() == [Finish.LENGTH] * 3
-    # The target chooses a token that it cannot read: it ends after that token.
+    # The target chooses a token with a NaN embedding: the row ends after that token.
     chosen = int(jaxllm.generate(model, params, prompts, max_new_tokens=6).token_BT[0, 2])
-    result = assert_as_plain((model, with_nan(chosen)), prompts, TARGET, max_new_tokens=6)
+    result = assert_equals_generate((model, with_nan(chosen)), prompts, TARGET, max_new_tokens=6)
     assert result.finish_B[0] == Finish.NON_FINITE
 
 
-# The law of several tokens. Models of four tokens, so that each of 256 texts is seen often.
+# The joint distribution of several tokens. With a vocabulary of 4, each of 256 texts is frequent.
 
 VOCAB, NEW, ROWS = 4, 4, 20_000
 SMALL: Any = {
@@ -154,8 +156,8 @@ SMALL: Any = {
 SMALL_GPT2: Any = {"vocab_size": VOCAB, "n_embd": 8, "n_inner": 8, "n_layer": 1, "n_head": 2}
 
 
-class Seen(Processor):
-    """Lowers the scores of tokens that the text has: it looks at the context."""
+class SeenPenalty(Processor):
+    """Lowers the scores of tokens in the text: a processor that reads the context."""
 
     by: Any
 
@@ -165,48 +167,50 @@ class Seen(Processor):
         return jnp.where(seen_BV, scores_BV - self.by, scores_BV)
 
 
-class Restless(Processor):
-    """A temperature for each row that rises with every token of an odd id: it remembers."""
+class OddTokenTemperature(Processor):
+    """A temperature per row that doubles with each odd token: a stateful processor."""
 
     heat_B: Any
 
-    def begin(self, rows: int) -> "Restless":
+    def begin(self, rows: int) -> "OddTokenTemperature":
         return self.replace(heat_B=jnp.broadcast_to(self.heat_B, (rows,)))
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
         return scores_BV / jnp.reshape(self.heat_B, (-1, 1))
 
-    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Restless":
+    def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "OddTokenTemperature":
         return self.replace(heat_B=self.heat_B * (1.0 + (token_B % 2).astype(jnp.float32)))
 
 
 SAMPLERS = {
     "temperature, top-k": Sampler((Temperature(1.5), TopK(3))),
-    "context, memory": Sampler((Seen(1.0), Restless(jnp.float32(1.0)))),
+    "context, memory": Sampler((SeenPenalty(1.0), OddTokenTemperature(jnp.float32(1.0)))),
 }
 PROMPT = (0, 1, 3, 0, 1)
 PROCESS = jax.jit(apply_processors)
 
 
-def joint_law(lm: Any, sampler: Sampler, new: int, prompt: tuple[int, ...] = PROMPT) -> np.ndarray:
-    """The probability of every text of `new` tokens after the prompt, by one plain forward pass."""
+def joint_probs(
+    lm: Any, sampler: Sampler, new: int, prompt: tuple[int, ...] = PROMPT
+) -> np.ndarray:
+    """Return the probability of each text of `new` tokens after the prompt, by one forward."""
     paths_BT = np.indices((VOCAB,) * (new - 1), np.int32).reshape(new - 1, VOCAB ** (new - 1)).T
     B, P = len(paths_BT), len(prompt)
     text_BT = np.append(np.tile(np.array(prompt, np.int32), (B, 1)), paths_BT, axis=1)
     logits_BTV = jaxllm.forward(*lm, None, text_BT).logits[:, P - 1 :]
-    law_B, sampler = np.ones(B), sampler.begin(B)
+    p_B, sampler = np.ones(B), sampler.begin(B)
     for i in range(new):
         seen_BT = np.where(np.arange(text_BT.shape[1])[None] < P + i, text_BT, -1)
         prompt_B, length_B = (jnp.full((B,), n, jnp.int32) for n in (P, P + i))
         context = Context(jnp.asarray(seen_BT), prompt_B, length_B, row_keys(0, B))
         scores_BV = PROCESS(logits_BTV[:, i], sampler, context)
-        law_BV = np.asarray(jax.nn.softmax(scores_BV, axis=1), np.float64)
-        law_BV /= law_BV.sum(axis=1, keepdims=True)
+        p_BV = np.asarray(jax.nn.softmax(scores_BV, axis=1), np.float64)
+        p_BV /= p_BV.sum(axis=1, keepdims=True)
         if i == new - 1:
             break
-        law_B *= law_BV[np.arange(B), paths_BT[:, i]]
+        p_B *= p_BV[np.arange(B), paths_BT[:, i]]
         sampler = sampler.observe(scores_BV, jnp.asarray(paths_BT[:, i]))
-    return (law_B[:, None] * law_BV).ravel()
+    return (p_B[:, None] * p_BV).ravel()
 
 
 def draw(lm: Any, draft: Any, sampler: Sampler, **options: Any) -> SpeculativeResult:
@@ -215,13 +219,13 @@ def draw(lm: Any, draft: Any, sampler: Sampler, **options: Any) -> SpeculativeRe
     return speculative_generate(*lm, prompts, draft=draft, sampler=sampler, **options)
 
 
-def p_value(result: SpeculativeResult, law_X: np.ndarray) -> float:
-    """Chi-square of the drawn texts; those that are expected less than five times count as one."""
+def p_value(result: SpeculativeResult, p_X: np.ndarray) -> float:
+    """Return the chi-square p-value of the texts, pooling those expected under five times."""
     index_B = np.asarray(result.token_BT) @ VOCAB ** np.arange(NEW)[::-1]
-    seen_X = np.bincount(index_B, minlength=law_X.size)
-    assert (seen_X[law_X == 0] == 0).all()
-    rare = law_X * ROWS < 5
-    expected = np.append(law_X[~rare], law_X[rare].sum()) * ROWS
+    seen_X = np.bincount(index_B, minlength=p_X.size)
+    assert (seen_X[p_X == 0] == 0).all()
+    rare = p_X * ROWS < 5
+    expected = np.append(p_X[~rare], p_X[rare].sum()) * ROWS
     seen = np.append(seen_X[~rare], seen_X[rare].sum())
     some = expected > 0
     return float(stats.chisquare(seen[some], expected[some]).pvalue)
@@ -229,7 +233,7 @@ def p_value(result: SpeculativeResult, law_X: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def pair() -> Any:
-    """A target and a draft that disagrees with it, of another family."""
+    """Return a target, and a draft of another family that disagrees with it."""
     target = random_model("llama", seed=4, spread=0.4, **SMALL)
     return target, random_model("gpt2", seed=5, spread=0.4, **SMALL_GPT2)
 
@@ -239,11 +243,11 @@ def pair() -> Any:
 )
 def test_drawn_texts_have_the_law_of_the_target(pair: Any, name: str) -> None:
     target, draft = pair
-    law_X = joint_law(target, SAMPLERS[name], NEW)
+    p_X = joint_probs(target, SAMPLERS[name], NEW)
     result = draw(target, draft, SAMPLERS[name])
     rate = float(result.accepted_B.sum() / result.proposed_B.sum())
     assert 0.1 < rate < 0.9
-    assert p_value(result, law_X) > 1e-3
+    assert p_value(result, p_X) > 1e-3
 
 
 def test_prompt_lookup_draws_from_the_law_of_the_target(pair: Any) -> None:
@@ -251,16 +255,18 @@ def test_prompt_lookup_draws_from_the_law_of_the_target(pair: Any) -> None:
     sampler = SAMPLERS["temperature, top-k"]
     result = draw(target, PromptLookup(ngram=2), sampler)
     assert 0.05 < float(result.accepted_B.sum() / result.proposed_B.sum()) < 0.95
-    assert p_value(result, joint_law(target, sampler, NEW)) > 1e-3
+    assert p_value(result, joint_probs(target, sampler, NEW)) > 1e-3
 
 
 def test_tokens_are_accepted_as_often_as_the_laws_overlap(pair: Any) -> None:
     """The first drafted token is accepted with probability sum min(p, q) (Leviathan, eq. 3)."""
     target, draft = pair
     sampler = SAMPLERS["temperature, top-k"]
-    first_X = joint_law(target, sampler, 1)
+    first_X = joint_probs(target, sampler, 1)
     texts = [(*PROMPT, token) for token in range(VOCAB)]
-    p, q = (np.stack([joint_law(lm, sampler, 1, text) for text in texts]) for lm in (target, draft))
+    p, q = (
+        np.stack([joint_probs(lm, sampler, 1, text) for text in texts]) for lm in (target, draft)
+    )
     overlap = float((first_X * np.minimum(p, q).sum(axis=1)).sum())
     result = draw(target, draft, sampler, max_new_tokens=3)
     assert (np.asarray(result.proposed_B) == 1).all()
@@ -328,7 +334,7 @@ def lookup_by_hand(text: list[int], ngram: int, width: int) -> list[int]:
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
                 longer = list(text)
-                while len(longer) < len(text) + width:  # the continuation may go on with itself
+                while len(longer) < len(text) + width:  # the continuation may overlap itself
                     longer.append(longer[start + n + len(longer) - len(text)])
                 return longer[len(text) :]
     return [-1] * width
@@ -351,7 +357,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         PromptLookup(ngram=0)
     with pytest.raises(CapacityError, match="97 positions of the draft"):
         call(prompt=90, max_new_tokens=9, draft=random_model("gpt2"))
-    call(prompt=90, max_new_tokens=8, draft=random_model("gpt2"))  # the last is never run
+    call(prompt=90, max_new_tokens=8, draft=random_model("gpt2"))  # the last is not run
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     dynamic = random_model("llama", rope_parameters=scaling)
     with pytest.raises(ConfigError, match="draft uses dynamic RoPE"):
@@ -367,4 +373,4 @@ def test_the_law_is_lost_when_the_residual_is_the_target_itself(
     monkeypatch.setattr(rejection_sampling, "residual", lambda p_BV, q_BV: p_BV)
     wrong = draw(target, PromptLookup(ngram=2), sampler)
     monkeypatch.undo()
-    assert p_value(wrong, joint_law(target, sampler, NEW)) < 1e-6
+    assert p_value(wrong, joint_probs(target, sampler, NEW)) < 1e-6

@@ -1,4 +1,4 @@
-"""Processors of the distribution: published vectors, transformers' warpers, brute force, laws."""
+"""Truncation processors: published vectors, transformers' warpers, brute force, draws."""
 
 import math
 from collections.abc import Callable
@@ -33,9 +33,9 @@ from jaxllm.generation.sampling.truncation import (
     TypicalP,
 )
 
-# transformers, tests/generation/test_logits_process.py: the test, options, probabilities, what is
-# left of them.
-OF_TRANSFORMERS = [
+# transformers, tests/generation/test_logits_process.py: the test, options, probabilities before
+# and after.
+TRANSFORMERS_VECTORS = [
     (
         "test_top_p_dist_warper",
         {"top_p": 0.8},
@@ -68,10 +68,10 @@ OF_TRANSFORMERS = [
     ),
 ]
 
-# llama.cpp, tests/test-sampling.cpp: the test, options, and what is left of the probabilities
-# 0.1, 0.2, 0.3, 0.4 (of the four given for test_typical), divided by its sum.
+# llama.cpp, tests/test-sampling.cpp: the test, options, probabilities before and after, the latter
+# normalized.
 RAMP = [0.1, 0.2, 0.3, 0.4]
-OF_LLAMA_CPP = [
+LLAMA_CPP_VECTORS = [
     ("test_temp", {"temperature": 1.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
     ("test_temp", {"temperature": 0.0}, RAMP, [0.0, 0.0, 0.0, 1.0]),
     ("test_top_k", {"top_k": 1}, RAMP, [0.0, 0.0, 0.0, 1.0]),
@@ -100,7 +100,7 @@ OF_LLAMA_CPP = [
 APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))
 
 
-def applied(processor: Processor, scores: Any, seed: int = 0) -> np.ndarray:
+def apply(processor: Processor, scores: Any, seed: int = 0) -> np.ndarray:
     context = Context.empty(jax.random.key(seed), len(scores))
     return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
 
@@ -114,28 +114,28 @@ def log(p: Any) -> np.ndarray:
         return np.log(np.asarray(p, np.float32))
 
 
-def chained(options: dict[str, Any], scores: np.ndarray) -> np.ndarray:
+def apply_chain(options: dict[str, Any], scores: np.ndarray) -> np.ndarray:
     for processor in make_sampler(**options).processors:
-        scores = applied(processor, scores)
+        scores = apply(processor, scores)
     return scores
 
 
 @pytest.mark.parametrize(
-    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in OF_TRANSFORMERS]
+    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in TRANSFORMERS_VECTORS]
 )
 def test_the_vectors_of_transformers(
     options: dict[str, float], before: list[list[float]], after: list[list[float]]
 ) -> None:
-    np.testing.assert_allclose(np.exp(chained(options, log(before))), after, rtol=1e-5)
+    np.testing.assert_allclose(np.exp(apply_chain(options, log(before))), after, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in OF_LLAMA_CPP]
+    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in LLAMA_CPP_VECTORS]
 )
 def test_the_vectors_of_llama_cpp(
     options: dict[str, float], before: list[float], after: list[float]
 ) -> None:
-    left = np.exp(chained(options, log([before])))
+    left = np.exp(apply_chain(options, log([before])))
     np.testing.assert_allclose(left[0] / left.sum(), after, atol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_the_vectors_of_llama_cpp(
 )
 def test_the_vectors_of_llama_cpp_for_xtc(threshold: float, after: list[float]) -> None:
     """test_xtc in llama.cpp's tests/test-sampling.cpp."""
-    left = np.exp(applied(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
+    left = np.exp(apply(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
     np.testing.assert_allclose(left, [after], atol=1e-5)
 
 
@@ -166,9 +166,9 @@ def test_the_vectors_of_llama_cpp_for_xtc(threshold: float, after: list[float]) 
 )
 def test_what_is_kept_is_what_transformers_keeps(ours: Any, warper: Any, value: float) -> None:
     x = np.concatenate([logits(4, 131), logits(3, 131, seed=1) / 30])
-    x[1, ::3] = -np.inf  # removed before
+    x[1, ::3] = -np.inf  # already masked
     expected = warper(value)(None, torch.tensor(x)).numpy()
-    np.testing.assert_array_equal(applied(ours(value), x), expected)
+    np.testing.assert_array_equal(apply(ours(value), x), expected)
 
 
 @settings(max_examples=40)
@@ -179,7 +179,7 @@ def test_top_n_sigma_equals_brute_force(seed: int, n: float) -> None:
     kept = [v for v in x[0].astype(np.float64) if v > -np.inf]
     mean = sum(kept) / len(kept)
     sigma = math.sqrt(sum((v - mean) ** 2 for v in kept) / len(kept))
-    ours = applied(TopNSigma(n), x)[0]
+    ours = apply(TopNSigma(n), x)[0]
     for before, after in zip(x[0], ours, strict=True):
         if abs(before - (max(kept) - n * sigma)) > 1e-4:
             assert after == (before if before >= max(kept) - n * sigma else -np.inf)
@@ -196,11 +196,11 @@ def test_xtc_equals_brute_force(seed: int, threshold: float) -> None:
     above = [token for token in order if p[token] >= threshold]
     gone = set(above[:-1])
     expected = [-np.inf if token in gone else x[0, token] for token in range(11)]
-    assert applied(XTC(1.0, threshold), x)[0].tolist() == expected
+    assert apply(XTC(1.0, threshold), x)[0].tolist() == expected
 
 
 def test_xtc_keeps_what_ties_with_the_least_probable() -> None:
-    left = applied(XTC(1.0, 0.1), [[2.0, 1.0, 1.0, -4.0]])
+    left = apply(XTC(1.0, 0.1), [[2.0, 1.0, 1.0, -4.0]])
     assert left.tolist() == [[-np.inf, 1.0, 1.0, -4.0]]
 
 
@@ -256,7 +256,7 @@ def test_mirostat_equals_brute_force_step_by_step() -> None:
 def test_draws_of_mirostat_follow_the_cut_softmax() -> None:
     draws, p = 20000, np.array([0.5, 0.25, 0.15, 0.07, 0.03])
     scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 5))
-    cut = Mirostat(4.0, 0.1, 3.0)  # at most 3 bits: 1/8 and more
+    cut = Mirostat(4.0, 0.1, 3.0)  # at most 3 bits: probabilities of at least 1/8
     tokens = sample(jax.random.key(2), scores, Sampler((cut,)))
     counts = np.bincount(np.asarray(tokens), minlength=5)
     assert counts[3:].tolist() == [0, 0]
@@ -273,7 +273,7 @@ def test_mirostat_in_a_loop_holds_the_surprise_near_tau() -> None:
     def step(sampler: Sampler, key: jax.Array) -> tuple[Sampler, jax.Array]:
         _, after = sample_next(scores_BV, sampler, Context.empty(key, 2))
         before_B, after_B = sampler.processors[0].mu, after.processors[0].mu  # type: ignore[attr-defined]
-        return after, tau - (after_B - before_B) / eta  # what was observed
+        return after, tau - (after_B - before_B) / eta  # the observed surprise
 
     keys = jax.random.split(jax.random.key(0), 1000)
     _, surprise_NB = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(sampler, keys)
@@ -298,11 +298,11 @@ def test_at_least_one_token_stays(processor: Processor) -> None:
     flat, peaked = np.zeros((1, 17), np.float32), np.eye(17, dtype=np.float32)[:1] * 40
     few = np.where(np.arange(17) == 3, 0.0, -np.inf)[None].astype(np.float32)
     for x in (flat, peaked, few, logits(1, 17)):
-        left = applied(processor, x)
+        left = apply(processor, x)
         assert np.isfinite(left).any()
         assert ((left == x) | (left == -np.inf)).all()
 
 
 def test_settings_of_another_number_of_rows_are_refused() -> None:
     with pytest.raises(SamplingError, match="3 rows, the batch has 2"):
-        applied(MinP(jnp.array([0.1, 0.2, 0.3])), logits(2, 17))
+        apply(MinP(jnp.array([0.1, 0.2, 0.3])), logits(2, 17))

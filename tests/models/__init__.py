@@ -1,1 +1,1 @@
-"""The families of models, each held to the same gate."""
+"""Tests of the model families."""

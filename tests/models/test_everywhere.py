@@ -1,6 +1,7 @@
-"""What the library does with any model, for the families that differ most from Llama and GPT-2.
+"""Library features in the families that differ most from Llama and GPT-2.
 
-Each test computes one thing in two ways; the first way is held to transformers in the gate.
+Each test compares a feature with a plain forward pass, which test_families.py compares with
+transformers.
 """
 
 from pathlib import Path
@@ -18,27 +19,27 @@ from jaxllm.generation.batching.scheduler import Request, serve
 from tests.cache.caches import close, filled, fresh, peek
 from tests.twins import random_model, tokens
 
-FAR = ["gemma3_text", "olmo2", "phi3", "gpt_neox"]
+FAMILIES = ["gemma3_text", "olmo2", "phi3", "gpt_neox"]
 IDS = tokens(1, 13)
 TEXT = IDS[0].tolist()
 NEW = 6
 
 
 def daily(*families: str) -> pytest.MarkDecorator:
-    """These every day, the others in `make test-full`: what is compiled takes all the time."""
-    full = [pytest.param(name, marks=pytest.mark.full) for name in FAR if name not in families]
+    """Run these families daily and the rest in `make test-full`, since compiling dominates."""
+    full = [pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name not in families]
     return pytest.mark.parametrize("lm", [*families, *full], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def lm(request: pytest.FixtureRequest) -> Any:
-    """A tiny model: Gemma 3's layers see 5 tokens here, fewer than any text has."""
+    """Return a tiny model; Gemma 3's window is 5 tokens, shorter than any text."""
     return random_model(request.param, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def greedy(lm: Any) -> list[int]:
-    """What each forward pass over the whole text so far makes likeliest, six times."""
+    """Return six greedy tokens, each from a forward pass over the whole text."""
     model, params = lm
     text = list(TEXT)
     for _ in range(NEW):
@@ -82,12 +83,12 @@ def test_rows_of_unequal_lengths_get_what_they_get_alone(lm: Any, greedy: list[i
 @daily()
 def test_served_requests_get_what_they_get_in_a_batch(lm: Any) -> None:
     requests = [Request(id=n, prompt=p, max_new_tokens=NEW) for n, p in PROMPTS.items()]
-    told: dict[Any, list[int]] = {name: [] for name in PROMPTS}
+    served: dict[Any, list[int]] = {name: [] for name in PROMPTS}
     for event in serve(*lm, requests, rows=2, capacity=32, chunk=8, burst=2):
         assert event.error is None
         if event.token is not None:
-            told[event.id].append(event.token)
-    assert list(told.values()) == _batch(lm)
+            served[event.id].append(event.token)
+    assert list(served.values()) == _batch(lm)
 
 
 def _batch(lm: Any) -> list[list[int]]:
@@ -103,7 +104,7 @@ def test_surgery_is_as_running_what_is_left(lm: Any) -> None:
     cache = filled(lm, IDS)
     close(peek(lm, rewind(cache, 4))[0], fresh(lm, TEXT[:9]))
     close(peek(lm, compact(rewind(cache, 4)))[0], fresh(lm, TEXT[:9]))
-    # What came after a culled token has read it: run again, it has not.
+    # Tokens after a culled one depend on it until they are recomputed.
     culled = drop_range(cache, 3, 6)
     again = jaxllm.recompute(*lm, culled, 6, 13)
     kept = [*range(3), *range(6, 13)]
@@ -124,7 +125,7 @@ def test_a_window_is_of_positions_and_not_of_slots(family: str) -> None:
     lm = random_model(family, num_hidden_layers=1)
     assert lm[0].config.window(0) == 5
     cache = filled(lm, IDS)
-    for begin, end in ((1, 5), (9, 12)):  # out of the window, and within it
+    for begin, end in ((1, 5), (9, 12)):  # outside the window, and within it
         kept = [i for i in range(13) if not begin <= i < end]
         culled = drop_range(cache, begin, end)
         expected = fresh(lm, [TEXT[i] for i in kept], [*kept, 13])

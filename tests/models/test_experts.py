@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, files, what is lost to a capacity, and upcycling."""
+"""Mixtures of experts: routing, files, quantization and capacity."""
 
 import json
 from dataclasses import replace
@@ -48,15 +48,15 @@ def test_of_equal_scores_the_first_experts_are_taken() -> None:
     np.testing.assert_array_equal(expert, order)
     of_torch = torch.topk(torch.tensor(scores).softmax(-1), 3, dim=-1)
     np.testing.assert_allclose(weight.sum(axis=1), 1, rtol=1e-6)
-    # The softmax over all and then of the chosen is the softmax of the chosen.
+    # A softmax over all experts, renormalized, equals a softmax over the chosen ones.
     chosen = np.take_along_axis(scores, order, 1)
     np.testing.assert_allclose(weight, jax.nn.softmax(jnp.asarray(chosen)), rtol=1e-6)
     raw, _ = route(jnp.asarray(scores), 3, False)
     np.testing.assert_allclose(raw, of_torch.values, rtol=1e-6)
 
 
-def rewritten(twin: Twin, directory: Path, change: Any) -> Path:
-    """The checkpoint with other tensors."""
+def rewrite_tensors(twin: Twin, directory: Path, change: Any) -> Path:
+    """Write the checkpoint with changed tensors to a directory."""
     directory.mkdir()
     tensors = change(load_file(twin.directory / "model.safetensors"))
     save_file(tensors, directory / "model.safetensors")
@@ -65,8 +65,8 @@ def rewritten(twin: Twin, directory: Path, change: Any) -> Path:
     return directory
 
 
-def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As transformers 5 holds them."""
+def fuse_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors in transformers 5's fused form."""
     at = "model.layers.0.block_sparse_moe."
     each = [
         np.stack([tensors.pop(f"{at}experts.{e}.{n}.weight") for e in range(5)])
@@ -80,8 +80,8 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def test_both_spellings_are_the_same_model(twin: Twin, tmp_path: Path) -> None:
     names = set(load_file(twin.directory / "model.safetensors"))
-    assert "model.layers.0.block_sparse_moe.experts.4.w3.weight" in names  # the published one
-    other = open_hf(rewritten(twin, tmp_path / "fused", fused))
+    assert "model.layers.0.block_sparse_moe.experts.4.w3.weight" in names  # the published spelling
+    other = open_hf(rewrite_tensors(twin, tmp_path / "fused", fuse_experts))
     ours = open_hf(twin.directory)
     assert set(other.tensors) == set(ours.tensors)
     for path, tensor in other.tensors.items():
@@ -115,7 +115,7 @@ def test_experts_that_are_not_as_the_configuration_says_are_refused(
     }
     for name, (change, message) in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            open_hf(rewritten(twin, tmp_path / name, change))
+            open_hf(rewrite_tensors(twin, tmp_path / name, change))
 
 
 def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused() -> None:
@@ -145,7 +145,7 @@ def test_quantized_stacks_are_saved_loaded_and_written_for_others(
     lm = jaxllm.load(twin.directory, quantize=format)
     leaves = dict(flatten(lm.params))
     assert leaves[path].shape == (5, 56, 48) and leaves["layers.0.mlp.gate.weight"].ndim == 2
-    assert leaves["layers.0.mlp.gate.weight"].dtype == jnp.float32  # the router stays
+    assert leaves["layers.0.mlp.gate.weight"].dtype == jnp.float32  # the router is not quantized
     bytes_each = {"int8": 128 + 4, "int4": 64 + 8}[format]  # rows of 48 are padded to 128
     assert leaves[path].nbytes == 5 * 56 * bytes_each
     lm.save(tmp_path / "own")
@@ -167,9 +167,9 @@ def test_a_token_gets_the_same_whatever_runs_with_it_and_padding_runs_no_expert(
     at = np.where(np.arange(5) < [[5], [3], [0]], np.arange(5), -1).astype(np.int32)
     length = np.array([5, 3, 0], np.int32)
     run = jax.jit(lambda *given: twin.model.apply({"params": twin.params}, *given))
-    together, alone = run(ids, at, length), run(ids[:1], at[:1], length[:1])
-    np.testing.assert_allclose(together.logits[:1], alone.logits, rtol=1e-5, atol=1e-5)
-    mlp = np.asarray(together.layers[0].mlp)
+    batched, single = run(ids, at, length), run(ids[:1], at[:1], length[:1])
+    np.testing.assert_allclose(batched.logits[:1], single.logits, rtol=1e-5, atol=1e-5)
+    mlp = np.asarray(batched.layers[0].mlp)
     np.testing.assert_array_equal(mlp.any(axis=2), at >= 0)
 
 
@@ -215,7 +215,7 @@ def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
 
 def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:
     model, params = random_model("mixtral", num_hidden_layers=1)
-    tight = models.build(replace(model.config, capacity_factor=1e-9))  # one token an expert
+    tight = models.build(replace(model.config, capacity_factor=1e-9))  # one token per expert
     ids = tokens(1, 30)
     at, length = np.arange(30, dtype=np.int32)[None], np.full(1, 30, np.int32)
     free, bound = (m.apply({"params": params}, ids, at, length).layers[0] for m in (model, tight))

@@ -1,7 +1,6 @@
-"""Every family equals transformers, and all that the library does works for it.
+"""Every family against transformers: arithmetic, files, positions and windows.
 
-What holds for any model is tested with Llama and GPT-2 elsewhere; here is what a family could get
-wrong: its arithmetic, its files, and what its configuration says of positions and windows.
+Features that do not depend on the family are tested with Llama and GPT-2 elsewhere.
 """
 
 import json
@@ -27,11 +26,11 @@ from jaxllm.weights.safetensors import open_tensors
 from tests.twins import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
-# Their arithmetic is the same code's: every day the others answer for them in what follows from it.
-ALIKE = ("qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3", "granite", "qwen3_moe")
+# These share code with the remaining families, which cover them in the daily tests.
+SHARED_CODE = ("qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3", "granite", "qwen3_moe")
 of_each_kind = pytest.mark.parametrize(
     "twin",
-    [pytest.param(name, marks=[pytest.mark.full] if name in ALIKE else []) for name in NEW],
+    [pytest.param(name, marks=[pytest.mark.full] if name in SHARED_CODE else []) for name in NEW],
     indirect=True,
 )
 TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
@@ -102,7 +101,7 @@ def test_files_are_read_back_as_they_were(twin: Twin, tmp_path: Path) -> None:
     for name, tensor in before.items():
         np.testing.assert_array_equal(tensor.read(), after[name].read())
     assert open_hf(tmp_path / "hf").config == opened.config
-    # What transformers makes of the configuration that we wrote is what it made of its own.
+    # transformers computes the same from the configuration that jaxllm wrote.
     again = load_twin(tmp_path / "hf")
     ids = tokens(1, 45)
     np.testing.assert_array_equal(again.logits(ids), twin.logits(ids))
@@ -125,7 +124,7 @@ def test_defaults_are_those_of_transformers(twin: Twin) -> None:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     heads = ("num_attention_heads", "num_key_value_heads")
     least = {n: full[n] for n in (*sizes, *heads) if n in full}
-    if kind == "phi3":  # its default is what few checkpoints have: no heads are shared
+    if kind == "phi3":  # its default, no grouped heads, is rare in checkpoints
         least["num_key_value_heads"] = least["num_attention_heads"]
     whole = type(theirs(kind))(**least).to_dict()
     assert read_config({"model_type": kind, **least})[0] == read_config(whole)[0]

@@ -1,4 +1,4 @@
-"""What GPT-NeoX has that no other family has; the gate of all families is test_families.py."""
+"""Features of GPT-NeoX only; test_families.py covers all families."""
 
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ def test_queries_keys_and_values_take_turns_head_by_head(tmp_path: Path) -> None
     save_random(tmp_path, "gpt_neox", num_hidden_layers=1)
     file = tmp_path / "model.safetensors"
     rows = load_file(file)["gpt_neox.layers.0.attention.query_key_value.weight"]
-    apart = open_hf(tmp_path).tensors
+    split = open_hf(tmp_path).tensors
     for part, letter in enumerate("qkv"):
-        found = apart[f"layers.0.attention.{letter}_proj.weight"].read()
+        found = split[f"layers.0.attention.{letter}_proj.weight"].read()
         np.testing.assert_array_equal(found, rows.reshape(5, 3, 8, 40)[:, part].reshape(40, 40))
     tensors = load_file(file)
     name = "gpt_neox.layers.0.attention.query_key_value.bias"
@@ -55,14 +55,14 @@ def test_the_head_is_read_under_both_names(tmp_path: Path) -> None:
 
 
 def test_rotary_settings_are_read_in_every_spelling() -> None:
-    said = theirs("gpt_neox").to_dict()
-    del said["rope_parameters"]
+    config = theirs("gpt_neox").to_dict()
+    del config["rope_parameters"]
     published = {"rotary_pct": 0.75, "rotary_emb_base": 500}
-    both = {**published, "rope_theta": 500, "partial_rotary_factor": 0.75}  # transformers 4 wrote
+    both = {**published, "rope_theta": 500, "partial_rotary_factor": 0.75}  # by transformers 4
     expected = read_config(theirs("gpt_neox").to_dict())[0]
     for spelling in (published, both):
-        assert read_config({**said, **spelling})[0] == expected
+        assert read_config({**config, **spelling})[0] == expected
     with pytest.raises(ConfigError, match=r"rotary_pct 0.75 differs from partial_rotary_factor"):
-        read_config({**said, **both, "partial_rotary_factor": 0.5})
+        read_config({**config, **both, "partial_rotary_factor": 0.5})
     with pytest.raises(ConfigError, match=r"rotates 3 dimensions; expected an even number"):
-        read_config({**said, "rotary_pct": 0.4})
+        read_config({**config, "rotary_pct": 0.4})

@@ -1,4 +1,4 @@
-"""LongRoPE has two lists of angles, and a cached text stays with the one that it began with."""
+"""LongRoPE's two factor lists, between which a cached text cannot switch; dynamic NTK."""
 
 import dataclasses
 import warnings
@@ -18,7 +18,7 @@ from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.models import build
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
-BORDER = 40  # of the twin: original_max_position_embeddings
+ORIGINAL_CONTEXT = 40  # the twin's original_max_position_embeddings
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +108,14 @@ def test_a_served_request_that_would_cross_is_refused_alone(twin: Twin) -> None:
 
 def test_by_default_a_text_ends_at_the_border(twin: Twin) -> None:
     lm = jaxllm.load(twin.directory)
-    assert len(lm.generate(PROMPT[0].tolist(), eos_token_id=None).tokens) == BORDER - 36 + 1
+    assert (
+        len(lm.generate(PROMPT[0].tolist(), eos_token_id=None).tokens) == ORIGINAL_CONTEXT - 36 + 1
+    )
 
 
 def test_the_border_is_between_two_lists(twin: Twin) -> None:
     rope = twin.config.rope
-    assert twin.config.original_context == BORDER
+    assert twin.config.original_context == ORIGINAL_CONTEXT
     assert dataclasses.replace(rope, short_factor=rope.long_factor).original_context is None
     assert jaxllm.Rope(rope_type="default", rope_theta=1e4).original_context is None
 
@@ -127,7 +129,7 @@ def test_with_one_list_there_is_no_border(twin: Twin) -> None:
     model: Any = build(config)
     ids = jaxllm.generate(model, twin.params, PROMPT, max_new_tokens=6).token_BT
     text = np.concatenate([PROMPT, np.asarray(ids)], axis=1)[:, :-1]
-    # One token short of the border and one past it, the same program without a cache agrees.
+    # Before and after the original context, a forward pass without a cache agrees.
     whole = np.asarray(jaxllm.forward(model, twin.params, None, text).logits)
     assert ids[0].tolist() == whole[0, 35:].argmax(-1).tolist()
 
@@ -166,13 +168,13 @@ def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
     scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
     changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
     model, params = random_model("llama", **changes)
-    told = r"the model's rotary angles change with every token beyond 16 \(dynamic NTK\)"
-    with pytest.warns(UserWarning, match=told):
+    message = r"the model's rotary angles change with every token beyond 16 \(dynamic NTK\)"
+    with pytest.warns(UserWarning, match=message):
         jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=9)
-    jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=5)  # up to it, the same for all
+    jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=5)  # no warning yet
     cache = jaxllm.init_cache(model, 1, 64)
-    _, cache = jaxllm.prefill(model, params, cache, tokens(1, 30))  # at once, all alike
-    with pytest.warns(UserWarning, match=told):
+    _, cache = jaxllm.prefill(model, params, cache, tokens(1, 30))  # one pass has one set of angles
+    with pytest.warns(UserWarning, match=message):
         jaxllm.forward(model, params, cache, [[5]])
 
 
@@ -192,9 +194,9 @@ def test_it_is_told_once_for_each_text() -> None:
         "on from a cache": lambda: jaxllm.generate(*lm, [ids[:2]], cache=held, max_new_tokens=9),
         "prompt beyond": lambda: jaxllm.generate(*lm, [ids], cache=held, max_new_tokens=2),
     }
-    for way, run in ways.items():
+    for name, run in ways.items():
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             run()
-        told = [w for w in found if "dynamic NTK" in str(w.message)]
-        assert len(told) == 1, way
+        matching = [w for w in found if "dynamic NTK" in str(w.message)]
+        assert len(matching) == 1, name

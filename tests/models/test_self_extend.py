@@ -1,4 +1,4 @@
-"""Self-Extend against the paper: brute force in numpy, and transformers with it put in."""
+"""Self-Extend against brute force in NumPy, and transformers with the paper's attention."""
 
 import dataclasses
 import json
@@ -27,16 +27,16 @@ from tests.conftest import Run
 from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 THETA, H = 100.0, 6
-GROUP, WINDOW = 3, 7  # no multiple of each other
+GROUP, WINDOW = 3, 7  # coprime
 
 
-def extended(**fields: Any) -> Rope:
+def extended_rope(**fields: Any) -> Rope:
     given = {"group_size": GROUP, "neighbor_window": WINDOW, **fields}
     return Rope(**{"rope_type": "default", "rope_theta": THETA, **given})
 
 
-def at(x_H: np.ndarray, position: int) -> np.ndarray:
-    """A vector turned to a position, pair by pair, in float64."""
+def rotate(x_H: np.ndarray, position: int) -> np.ndarray:
+    """Rotate a vector to a position, pair by pair, in float64."""
     out = np.array(x_H, np.float64)
     for i in range(H // 2):
         c, s = (f(position * THETA ** (-2 * i / H)) for f in (math.cos, math.sin))
@@ -45,10 +45,10 @@ def at(x_H: np.ndarray, position: int) -> np.ndarray:
     return out
 
 
-def brute(
+def brute_force(
     q_TNH: np.ndarray, k_SKH: np.ndarray, v_SKH: np.ndarray, q_T: Any, k_S: Any, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The paper's algorithm 1 on vectors that are not turned yet; the mass of each slot too."""
+    """Return the output of the paper's algorithm 1 on unrotated vectors, and each slot's mass."""
     N, K = q_TNH.shape[1], k_SKH.shape[1]
     out, mass = np.zeros(q_TNH.shape), np.zeros(len(k_S))
     for t, p in enumerate(q_T):
@@ -61,7 +61,9 @@ def brute(
                     here, there = p, k
                 else:
                     here, there = p // GROUP + WINDOW - WINDOW // GROUP, k // GROUP
-                scores.append(scale * at(q_TNH[t, n], here) @ at(k_SKH[s, n * K // N], there))
+                scores.append(
+                    scale * rotate(q_TNH[t, n], here) @ rotate(k_SKH[s, n * K // N], there)
+                )
             w = np.exp(np.array(scores) - max(scores, default=0))
             w /= w.sum() if seen else 1
             for s, share in zip(seen, w, strict=True):
@@ -70,7 +72,7 @@ def brute(
     return out, mass
 
 
-@pytest.mark.parametrize("slots", [40, 530])  # in one piece, and in blocks with a rest
+@pytest.mark.parametrize("slots", [40, 530])  # one block, and several with a remainder
 def test_the_operation_is_the_papers_formula(slots: int) -> None:
     rng = np.random.default_rng(0)
     T, N, K = 3, 4, 2
@@ -80,13 +82,13 @@ def test_the_operation_is_the_papers_formula(slots: int) -> None:
         rng.standard_normal(shape).astype(np.float32)
         for shape in ((T, N, H), (slots, K, H), (slots, K, H))
     )
-    out, mass = brute(q, k, v, q_T, k_S, 0.4)
-    turned_q = np.stack([[at(x, p) for x in row] for row, p in zip(q, q_T, strict=True)])
-    turned_k = np.stack([[at(x, p) for x in row] for row, p in zip(k, k_S, strict=True)])
+    out, mass = brute_force(q, k, v, q_T, k_S, 0.4)
+    rotated_q = np.stack([[rotate(x, p) for x in row] for row, p in zip(q, q_T, strict=True)])
+    rotated_k = np.stack([[rotate(x, p) for x in row] for row, p in zip(k, k_S, strict=True)])
     cut = slots // 2
     parts = [
         Part(
-            jnp.asarray(turned_k[None, a:b], jnp.float32),
+            jnp.asarray(rotated_k[None, a:b], jnp.float32),
             jnp.asarray(v[None, a:b]),
             jnp.asarray(k_S[None, a:b], jnp.int32),
         )
@@ -95,8 +97,8 @@ def test_the_operation_is_the_papers_formula(slots: int) -> None:
     if slots > 512:
         parts = [Part(*(jnp.concatenate(x, axis=1) for x in zip(*parts, strict=True)))]
     found, received = attend_self_extend(
-        jnp.asarray(turned_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32), parts,
-        rope=extended(), scale=0.4, window=None, mass=True,
+        jnp.asarray(rotated_q[None], jnp.float32), jnp.asarray([q_T], jnp.int32), parts,
+        rope=extended_rope(), scale=0.4, window=None, mass=True,
     )  # fmt: skip
     np.testing.assert_allclose(found[0], out, atol=2e-5)
     assert received is not None
@@ -110,13 +112,13 @@ def test_groups_of_one_are_plain_attention() -> None:
     parts = [Part(k, v, at_BT)]
     plain, _ = attend(q, at_BT, parts, scale=0.4, window=None)
     same, _ = attend_self_extend(
-        q, at_BT, parts, rope=extended(group_size=1, neighbor_window=3), scale=0.4, window=None
+        q, at_BT, parts, rope=extended_rope(group_size=1, neighbor_window=3), scale=0.4, window=None
     )
     assert_close(same, np.asarray(plain))
 
 
-def papers(group: int, window: int, rotary: Any) -> Any:
-    """`LlamaAttention.forward` as the paper's reference code has it, without a cache."""
+def paper_forward(group: int, window: int, rotary: Any) -> Any:
+    """Return `LlamaAttention.forward` as in the paper's reference code, without a cache."""
 
     def forward(self: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
         B, T, _D = hidden_states.shape
@@ -127,15 +129,15 @@ def papers(group: int, window: int, rotary: Any) -> Any:
         q, k, v = heads(self.q_proj), heads(self.k_proj), heads(self.v_proj)
         i = torch.arange(T)
 
-        def turned(position: Any) -> tuple[Any, Any]:
+        def rotated(position: Any) -> tuple[Any, Any]:
             return apply_rotary_pos_emb(q, k, *rotary(hidden_states, position[None]))
 
         def scores(q: Any, k: Any) -> Any:
             k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             return q @ k.transpose(2, 3) * self.scaling
 
-        near = scores(*turned(i))
-        far = scores(turned(i // group + window - window // group)[0], turned(i // group)[1])
+        near = scores(*rotated(i))
+        far = scores(rotated(i // group + window - window // group)[0], rotated(i // group)[1])
         distance = i[:, None] - i[None]
         score = torch.where(distance < window, near, far)
         weight = score.masked_fill(distance < 0, -torch.inf).softmax(-1)
@@ -147,7 +149,7 @@ def papers(group: int, window: int, rotary: Any) -> Any:
 
 @pytest.fixture(scope="module", params=["default", "yarn"])
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    """Two layers: what is far in the second has been read at grouped positions in the first."""
+    """Return a two-layer model, in which grouped positions also act through the first layer."""
     directory = tmp_path_factory.mktemp(request.param)
     scaling: dict[str, Any] = {"rope_type": request.param, "rope_theta": THETA}
     if request.param == "yarn":
@@ -155,14 +157,14 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     changes = {"num_hidden_layers": 2, "max_position_embeddings": 24}
     save_random(directory, "llama", rope_parameters=scaling, **changes)
     found = load_twin(directory)
-    forward = papers(GROUP, WINDOW, found.torch_model.model.rotary_emb)
+    forward = paper_forward(GROUP, WINDOW, found.torch_model.model.rotary_emb)
     for layer in found.torch_model.model.layers:
         layer.self_attn.forward = types.MethodType(forward, layer.self_attn)
     config = found.config.with_self_extend(GROUP, WINDOW)
     return dataclasses.replace(found, config=config, model=build(config))
 
 
-IDS = tokens(2, 45)  # the twins were made for 24
+IDS = tokens(2, 45)  # the twins' context is 24
 
 
 def test_every_way_of_running_is_transformers_with_the_formula(twin: Twin) -> None:
@@ -247,7 +249,7 @@ def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
             "short_factor": (1.0,), "long_factor": (2.0,), "original_max_position_embeddings": 8
         }  # fmt: skip
         with pytest.raises(ConfigError, match="angles depend on the text length"):
-            extended(rope_type=kind, **more)
+            extended_rope(rope_type=kind, **more)
     dilated = LongAttention(kind="dilated", segment_lengths=(4,), dilated_ratios=(1,))
     with pytest.raises(ConfigError, match=r"'dilated' excludes Self-Extend .* remove one of them"):
         dataclasses.replace(config, attention=dilated).with_self_extend(2, 8)

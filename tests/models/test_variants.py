@@ -1,4 +1,4 @@
-"""Each family's files in their variants, and what its configuration asks and is not there."""
+"""Shards and tied heads of each family, and unsupported configurations."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError, JaxllmError
 from tests.models.test_families import NEW
 from tests.twins import assert_close, load_twin, save_random, theirs, tokens
 
-# What transformers itself cannot write, or ties whatever it is told.
+# transformers always ties the head of these.
 TIED = {"gemma2", "gemma3_text"}
 
 
@@ -37,13 +37,13 @@ def test_shards_and_tied_heads_load_as_one_file_does(family: str, tmp_path: Path
     shards[0].unlink()
     with pytest.raises(JaxllmError, match=f"{shards[0].name} is missing"):
         open_hf(tmp_path / "shards")
-    if family in ("qwen2", "gpt_neox"):  # the others' head is the same code
+    if family in ("qwen2", "gpt_neox"):  # the other families share the head's code
         twin, ids = load_twin(tmp_path / "one"), tokens(2, 9)
         assert_close(jaxllm.forward(twin.model, twin.params, None, ids).logits, twin.logits(ids))
 
 
-def refused(family: str, directory: Path, changes: dict[str, Any]) -> str:
-    """What is said of a config.json with these fields; there is no file of tensors at all."""
+def config_error(family: str, directory: Path, changes: dict[str, Any]) -> str:
+    """Return the error for a config.json with these fields, in a directory without weights."""
     directory.mkdir()
     config = theirs(family).to_dict()
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
@@ -57,9 +57,9 @@ def refused(family: str, directory: Path, changes: dict[str, Any]) -> str:
 def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
     family: str, tmp_path: Path
 ) -> None:
-    said = refused(family, tmp_path / "a", {"attention_chunk_size": 4, "use_mrope": True})
-    assert "attention_chunk_size must be null, got 4" in said
-    assert "use_mrope must be False, got True" in said
+    error = config_error(family, tmp_path / "a", {"attention_chunk_size": 4, "use_mrope": True})
+    assert "attention_chunk_size must be null, got 4" in error
+    assert "use_mrope must be False, got True" in error
     key = "full_attention" if family == "gemma3_text" else None
     for number, (settings, message) in enumerate(
         (
@@ -69,12 +69,12 @@ def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
         )
     ):
         changes = {"rope_parameters": {key: settings} if key else settings}
-        assert message in refused(family, tmp_path / str(number), changes)
+        assert message in config_error(family, tmp_path / str(number), changes)
     head = {"architectures": [f"{family}ForSequenceClassification"]}
-    assert "expected a plain causal model" in refused(family, tmp_path / "b", head)
+    assert "expected a plain causal model" in config_error(family, tmp_path / "b", head)
 
 
-OWN: list[tuple[str, dict[str, Any], str]] = [
+FAMILY_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("gemma3_text", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping must be null"),
     ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3"),
@@ -88,8 +88,8 @@ OWN: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes", "message"), OWN)
+@pytest.mark.parametrize(("family", "changes", "message"), FAMILY_FIELDS)
 def test_a_familys_own_fields_are_held_to_what_we_have(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    assert message in refused(family, tmp_path / "a", changes)
+    assert message in config_error(family, tmp_path / "a", changes)

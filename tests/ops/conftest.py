@@ -7,7 +7,7 @@ from jaxllm.ops import native
 
 @pytest.fixture
 def kernels() -> Iterator[None]:
-    """Skips a test where there are none; the instruction set is afterwards what it was."""
+    """Skip without native kernels, and restore the instruction set afterwards."""
     if native.isa() is None:
         pytest.skip("jaxllm is installed without its native kernels")
     before = native.isa()
@@ -17,9 +17,9 @@ def kernels() -> Iterator[None]:
 
 @pytest.fixture(params=native.INSTRUCTION_SETS)
 def isa(request: pytest.FixtureRequest, kernels: None) -> str:
-    """Each instruction set in turn, taken; what this machine has not is skipped by its name."""
+    """Select each instruction set in turn; skip those that this machine lacks."""
     name: str = request.param
     if name not in native.available_isas():
-        pytest.skip(f"{name} is not there: it takes {native.INSTRUCTION_SETS[name]}")
+        pytest.skip(f"{name} is not available: it requires {native.INSTRUCTION_SETS[name]}")
     native.isa(name)
     return name

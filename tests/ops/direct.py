@@ -1,7 +1,7 @@
-"""The kernels' own functions, called without XLA: with any shape, at any address, on any set.
+"""The native kernels called through ctypes, without XLA: any shape, address, instruction set.
 
 The structures are those of csrc/kernels.h. Arrays end where their memory ends and begin one element
-past a boundary, so that a sanitizer sees what is read beside them, and unaligned loads are needed.
+past a boundary, so that sanitizers detect out-of-bounds reads and loads are unaligned.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ DTYPES = {
     Kind.INT8: np.dtype(np.int8),
 }  # fmt: skip
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-STRIP, SPAN = 16, 512  # tokens that are answered at once, and slots that are folded at once
+STRIP, SPAN = 16, 512  # tokens per strip, and slots per span
 
 
 def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
@@ -77,14 +77,14 @@ Kernels = structure(
 
 
 def kernels(isa: str) -> Any:
-    """An instruction set's functions; None where this machine, or this build, has it not."""
+    """Return an instruction set's functions; None if this machine or build lacks it."""
     loaded = native.load_kernels()
     found = loaded and loaded.jaxllm_kernels(isa.encode())
     return ctypes.cast(found, POINTER(Kernels)).contents if found else None
 
 
 def placed(array: np.ndarray) -> np.ndarray:
-    """The same at an address that is aligned to its elements alone, at the end of its memory."""
+    """Return a copy at the end of its memory, aligned only to its element size."""
     size = array.dtype.itemsize
     raw = np.empty(size + array.nbytes, np.uint8)[size:]
     at = raw.view(array.dtype).reshape(array.shape)
@@ -98,17 +98,17 @@ def address(array: np.ndarray | None) -> int | None:
 
 @dataclass
 class Matrix:
-    """A weight's pieces, and the numbers that they stand for: float64 `[O, I]`."""
+    """A weight's arrays, and the float64 values `[O, I]` that they encode."""
 
     kind: Kind
     numbers: np.ndarray
     data: np.ndarray
-    group: int = 0  # 0: a scale a row
+    group: int = 0  # 0: one scale per row
     scale: np.ndarray | None = None
     zero: np.ndarray | None = None
     packed: Sequence[np.ndarray] = field(default_factory=list)  # nibbles, base, escapes
-    mask: np.ndarray | None = None  # of sparse weights; data are their numbers
-    begin: np.ndarray | None = None  # of bitmaps
+    mask: np.ndarray | None = None  # sparse weights only; data holds their values
+    begin: np.ndarray | None = None  # bitmap weights only
 
     @property
     def native(self) -> Any:
@@ -141,10 +141,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -> np.ndarray:
-    """`x @ matrix.T` as a kernel has it, float32 `[R, O]`; x: float32, bfloat16 or int8 `[R, I]`.
+    """Return a kernel's `x @ matrix.T`, float32 `[R, O]`; x: float32, bfloat16 or int8 `[R, I]`.
 
-    By the set's matrix unit, where it has one that takes these. The work is cut in two, as threads
-    would.
+    Uses the instruction set's matrix unit if it supports these. The work is split in two, as
+    between threads.
     """
     k, w, (rows, columns), outputs = kernels(isa), matrix.native, x.shape, len(matrix.numbers)
     codes = x.dtype == np.int8
@@ -156,7 +156,7 @@ def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -
     size = by.prepared_bytes(byref(w), byref(given))
     assert _LIBC.posix_memalign(byref(room), c_size_t(64), c_size_t(size)) == 0
     try:
-        middle = rows // 2 // 16 * 16  # where kernels.h lets it begin
+        middle = rows // 2 // 16 * 16  # kernels.h requires multiples of 16
         for begin, end in ((0, middle), (middle, rows)):
             by.prepare(byref(w), byref(given), begin, end, room)
         half = outputs // 8 * 4
@@ -168,7 +168,7 @@ def product(isa: str, matrix: Matrix, x: np.ndarray, *, rounded: bool = False) -
 
 
 def widen(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
-    """The numbers of a matrix in bfloat16 or float32."""
+    """Return a kernel's dequantized matrix in bfloat16 or float32."""
     out = placed(np.full(matrix.numbers.shape, 7, dtype))
     rows = len(out)
     for begin, end in ((0, rows // 2), (rows // 2, rows)):
@@ -178,7 +178,7 @@ def widen(isa: str, matrix: Matrix, dtype: Any) -> np.ndarray:
 
 @dataclass
 class Cached:
-    """One part of a cache: k, v `[B or 1, S, K, H]`, positions `[B or 1, S]`, scales of int8."""
+    """One part of a cache: k, v `[B or 1, S, K, H]`, positions `[B or 1, S]`, int8 scales."""
 
     k: np.ndarray
     v: np.ndarray
@@ -191,7 +191,7 @@ def attend(
     isa: str, q: np.ndarray, position: np.ndarray, parts: Sequence[Cached], *, scale: float,
     window: int | None, cap: float | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Attention as a kernel has it: q and the result `[B, T, N, H]`, float32 or bfloat16."""
+    """Return a kernel's attention; q and result `[B, T, N, H]`, float32 or bfloat16."""
     B, T, N, H = q.shape
     K = parts[0].k.shape[2]
     queries = Queries(
@@ -207,13 +207,13 @@ def attend(
     ))  # fmt: skip
     out = placed(np.full(q.shape, 7, q.dtype))
     if not (spans := sum(-(-p.k.shape[1] // SPAN) for p in parts)):
-        out[...] = 0  # which is done outside the kernels
+        out[...] = 0  # handled outside the kernels
     some = kernels(isa)
     for b, k, strip in np.ndindex(B, K, -(-T // STRIP) if spans else 0):
         first, tokens = strip * STRIP, min(STRIP, T - strip * STRIP)
         size = some.state_bytes(byref(queries), tokens)
         states = [placed(np.full(size // 4, 7, np.float32)) for _ in range(spans)]
-        for span in reversed(range(spans)):  # in any order
+        for span in reversed(range(spans)):  # the order must not matter
             some.fold(byref(queries), each, b, k, first, tokens, span, address(states[span]))
         for state in states[1:]:
             some.merge(byref(queries), tokens, address(states[0]), address(state))

@@ -1,7 +1,7 @@
 """Seeded random calls of one kernel on one instruction set: `python -m tests.ops.random_cases`.
 
-Any shape, addresses past any boundary, numbers of every kind; a wrong answer is a finding. What
-`scripts/tools/sanitize.py` runs on kernels that check every access.
+Shapes, unaligned addresses and values of every kind, checked against float64.
+`scripts/tools/sanitize.py` runs this with instrumented kernels.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tests.ops.samples import (
 
 OUTPUTS = (0, 1, 3, 4, 5, 18, 33)
 COLUMNS = (0, 1, 5, 31, 64, 100, 129, 257, 512, 1300)
-WIDE = (65_664, 131_200, 131_328)  # wider than what a cache holds of a few rows
+WIDE = (65_664, 131_200, 131_328)  # wider than the CPU cache holds for a few rows
 ROWS = (0, 1, 2, 3, 4, 5, 8, 17, 40)
 
 
@@ -86,7 +86,7 @@ def attention(rng: Rng, isa: str) -> bool:
     y = attend(isa, q, at, parts, scale=0.3, window=window, cap=cap).astype(np.float64)
     share = 5e-6 if dtype == np.float32 else 2**-7
     right = bool((np.abs(y - exact) <= share * (size + 1e-3)).all())
-    if T:  # what is wild may be wrong, but nobody may crash over it
+    if T:  # the results are undefined, but must not crash
         q[:, 0] = rng.choice([np.nan, np.inf, 3e38, 1e-40])
         attend(isa, q, at, parts, scale=1e30, window=window, cap=cap)
     return right
@@ -100,7 +100,7 @@ KERNELS: dict[str, Callable[[Rng, str], bool]] = {
 
 
 def main() -> int:
-    """Tells each wrong answer's seed; the status is 1 where there is one."""
+    """Print the seed of each wrong result; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernel", choices=KERNELS)
     parser.add_argument("isa")

@@ -1,4 +1,4 @@
-"""Random weights, inputs and caches for the kernels, and what comes of them in float64."""
+"""Random weights, inputs and caches for the kernels, and their float64 results."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,14 +10,14 @@ from tests.ops.direct import DTYPES, Cached, Matrix, bfloat16, placed
 Rng = np.random.Generator
 
 FLOATS = {"float32": Kind.FLOAT32, "bfloat16": Kind.BFLOAT16, "float16": Kind.FLOAT16}
-INTEGERS = [  # bits, columns that share a scale (0: a row), zero points, type of the scales
+INTEGERS = [  # bits, columns per scale (0: the whole row), zero points, scale dtype
     (8, 0, False, "float32"), (8, 0, False, "float16"), (8, 32, False, "float32"),
     (8, 64, False, "float16"), (8, 128, False, "float32"), (4, 32, False, "float16"),
     (4, 64, False, "float32"), (4, 128, False, "float32"), (4, 32, True, "float32"),
     (4, 64, True, "float16"), (4, 128, True, "float32"),
 ]  # fmt: skip
-SPARE = 128  # numbers behind those of a bitmap
-ROUNDED = 512  # columns that share a step where inputs are rounded
+SPARE = 128  # unused values after those of a bitmap
+ROUNDED = 512  # columns per step of rounded inputs
 
 
 def _up(n: int, to: int) -> int:
@@ -25,7 +25,7 @@ def _up(n: int, to: int) -> int:
 
 
 def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[..., Matrix]:
-    """Every level of the integers is drawn; what fills a row up may hold anything."""
+    """Return a sampler of integer weights with all levels and arbitrary padding."""
 
     def draw(rng: Rng, rows: int, columns: int) -> Matrix:
         width = _up(columns, 128)
@@ -33,7 +33,7 @@ def _integers(bits: int, group: int, zero_point: bool, scales: str) -> Callable[
         scale = rng.normal(0, 0.01, (rows, groups)).astype(scales)
         if bits == 8:
             q = rng.integers(-128, 128, (rows, width))
-            lowest = rng.random(rows) < 0.2  # all -128, whose magnitude int8 does not have
+            lowest = rng.random(rows) < 0.2  # all -128, whose negation int8 cannot hold
             lowest[:1] = False
             q[lowest] = -128
             data, zero = q.astype(np.int8), np.zeros((rows, groups), np.uint8)
@@ -62,7 +62,7 @@ def _floats(kind: Kind) -> Callable[..., Matrix]:
 
 
 def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
-    """See `weights.leaves.packed.PackedBf16`; one column in twenty is an escape."""
+    """Draw a `weights.types.bf16_12bit.PackedBf16`; one column in twenty is an escape."""
     whole, base = _up(columns, 64), 108
     byte = rng.integers(0, 256, (rows, whole), dtype=np.uint8)
     nibbles = rng.integers(0, 256, (rows, _up(columns, 128) // 2), dtype=np.uint8)
@@ -81,7 +81,7 @@ def _packed(rng: Rng, rows: int, columns: int) -> Matrix:
     return Matrix(Kind.PACKED, numbers, placed(byte), packed=[placed(a) for a in pieces])
 
 
-SPARSE = {  # numbers: the kinds of 2:4 and of bitmaps
+SPARSE = {  # dtype: the kinds for 2:4 and bitmap weights
     "float32": (Kind.SPARSE24_F32, Kind.BITMAP_F32),
     "bfloat16": (Kind.SPARSE24_BF16, Kind.BITMAP_BF16),
     "int8": (Kind.SPARSE24_INT8, Kind.BITMAP_INT8),
@@ -89,9 +89,7 @@ SPARSE = {  # numbers: the kinds of 2:4 and of bitmaps
 
 
 def _sparse(name: str, pattern: int) -> Callable[..., Matrix]:
-    """See `weights.leaves.sparse.SparseWeight`. Rows of bitmaps are of any density, none and all
-    too.
-    """
+    """Return a sampler of `weights.types.sparse` weights; bitmap rows have any density."""
     kind = SPARSE[name][pattern]
 
     def draw(rng: Rng, rows: int, columns: int) -> Matrix:
@@ -140,7 +138,7 @@ FORMATS: dict[str, Callable[..., Matrix]] = {
 }  # fmt: skip
 
 
-# Inputs by what they are like: float32 [R, I], from standard normal numbers.
+# Kinds of inputs: float32 [R, I], from standard normal values.
 def _far_apart(rng: Rng, x: np.ndarray) -> np.ndarray:
     return x * np.exp2(rng.uniform(-40, 40, x.shape))
 
@@ -158,7 +156,7 @@ def _largest(rng: Rng, x: np.ndarray) -> np.ndarray:
 
 
 def _near_the_top(rng: Rng, x: np.ndarray) -> np.ndarray:
-    """Some of 3e37 either way: their sums times integers overflow, times weights they do not."""
+    """Set some to +-3e37: sums overflow with integer codes, not with scaled weights."""
     return np.where(rng.random(x.shape) < 6 / max(x.shape[1], 1), np.sign(x) * 3e37, x)
 
 
@@ -178,23 +176,23 @@ def inputs(rng: Rng, name: str, shape: tuple[int, int], dtype: np.dtype) -> np.n
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """What `round_to_int8` says, in float32 like it."""
+    """Round as `round_to_int8` does, in float32."""
     x = x.astype(np.float32)
     out = np.zeros_like(x)
     for begin in range(0, x.shape[1], ROUNDED):
         block = x[:, begin : begin + ROUNDED]
         step = np.abs(block).max(axis=1, keepdims=True) * (np.float32(1) / np.float32(127))
-        step[step < np.finfo(np.float32).tiny] = 0  # XLA's threads flush what is less
+        step[step < np.finfo(np.float32).tiny] = 0  # XLA's threads flush subnormals
         some = np.round(block / np.where(step == 0, np.float32(1), step)) * step
         out[:, begin : begin + ROUNDED] = some
     return out
 
 
 def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
-    """How far a product is off, as a share of what float32 may be off (1: just so).
+    """Return a product's error as a share of the bound for float32 (1: at the bound).
 
-    That is a few roundings of the sum of its terms' magnitudes, and what is lost below the smallest
-    number; infinite where an answer is not finite and is to be.
+    The bound is a few roundings of the sum of the terms' magnitudes, plus underflow. The error is
+    infinite if a result that should be finite is not.
     """
     x = x.astype(np.float64)
     exact, size = x @ matrix.numbers.T, np.abs(x) @ np.abs(matrix.numbers).T
@@ -202,7 +200,7 @@ def errors(y: np.ndarray, x: np.ndarray, matrix: Matrix) -> np.ndarray:
     share = 1e-6 * max(1.0, (columns / 2048) ** 0.5)
     with np.errstate(invalid="ignore"):
         off = np.abs(y - exact) / (share * size + 1e-37 * (columns + 1))
-    off[np.abs(exact) > 3e38] = 0  # float32 has no such number
+    off[np.abs(exact) > 3e38] = 0  # beyond float32's range
     return np.where(np.isfinite(y), off, np.where(size > 3e38, 0, np.inf))
 
 
@@ -210,7 +208,7 @@ def brute_force(
     q: np.ndarray, at: np.ndarray, parts: Sequence[Cached], scale: float, window: int | None,
     cap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Softmax attention, a query and head at a time, in float64; and of the values' magnitudes."""
+    """Return float64 softmax attention, and the same over the values' magnitudes."""
     B, T, N, H = q.shape
     out, size = np.zeros((2, B, T, N, H))
     dense = [
@@ -241,8 +239,10 @@ def brute_force(
 
 
 def cached(rng: Rng, kind: Kind, rows: tuple[int, int, int], size: tuple[int, int, int]) -> Cached:
-    """A part of `(S, K, H)` with so many rows of keys, values and positions; a third is empty, and
-    holds NaN where that is a number and one row of positions is for all."""
+    """Draw a cache part of `(S, K, H)` with these numbers of rows of keys, values and positions.
+
+    A third of the slots is empty; float slots hold NaN if all rows share one row of positions.
+    """
     S, K, H = size
     position = np.where(rng.random((rows[2], S)) < 0.7, rng.integers(0, 60, (rows[2], S)), -1)
     k, v = (rng.normal(0, 1, (n, S, K, H)) for n in rows[:2])

@@ -13,5 +13,5 @@ def test_the_kernels_for_aarch64_are_right_under_an_emulator(tmp_path: Path) -> 
     try:
         status, printed = run_arm.run(tmp_path, seed=1)
     except run_arm.Missing as what:
-        pytest.skip(f"{what} is not there")
+        pytest.skip(f"{what} is not installed")
     assert not status, printed

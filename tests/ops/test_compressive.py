@@ -1,4 +1,4 @@
-"""The compressive memory, held to sums written out token by token in float64."""
+"""The compressive memory against float64 sums, token by token."""
 
 from typing import Any
 
@@ -30,8 +30,8 @@ def qkv() -> tuple[np.ndarray, ...]:
     return tuple(rng.standard_normal((B, T, heads, H), np.float32) for heads in (N, K, K))
 
 
-def by_hand(q: Any, k: Any, v: Any, segments: Any, update: str) -> tuple[Any, ...]:
-    """One row's answers `[T, N, H]`, M and z, straight from the equations: loops in float64."""
+def brute_force(q: Any, k: Any, v: Any, segments: Any, update: str) -> tuple[Any, ...]:
+    """Return one row's outputs `[T, N, H]`, M and z by the paper's equations, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (q, k))
     out, heads = np.zeros((len(q), q.shape[1], H)), []
@@ -82,7 +82,7 @@ def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update)
     for row in range(B):
         real = at[row] >= 0
         segments = at[row, real] // L
-        theirs, m, z = by_hand(*(x[row, real] for x in qkv), segments, update)
+        theirs, m, z = brute_force(*(x[row, real] for x in qkv), segments, update)
         np.testing.assert_allclose(out[row, real], theirs, atol=2e-5)
         assert (np.asarray(there[row, real]) == (segments > segments[0])[:, None]).all()
         np.testing.assert_allclose(memory.m_BKHH[row], m, atol=1e-4)
@@ -132,18 +132,18 @@ def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_m
             memory = finished(write(memory, k, value, real, update))
         return memory
 
-    def told(memory: Memory) -> Any:
+    def recall(memory: Memory) -> Any:
         return read(memory, k)[0]
 
     for update in UPDATES:
-        np.testing.assert_allclose(told(after(update, v)), v, atol=1e-5)
+        np.testing.assert_allclose(recall(after(update, v)), v, atol=1e-5)
     once, twice = after("delta", v), after("delta", v, v)
-    np.testing.assert_allclose(twice.m_BKHH, once.m_BKHH, atol=1e-5)  # as the paper says
-    np.testing.assert_allclose(twice.z_BKH, 2 * once.z_BKH, rtol=1e-6)  # which it does not say
-    np.testing.assert_allclose(told(twice), v / 2, atol=1e-5)
-    np.testing.assert_allclose(told(after("delta_once", v, v, v)), v, atol=1e-5)
-    np.testing.assert_allclose(told(after("delta_once", v, other)), other, atol=1e-5)
-    np.testing.assert_allclose(told(after("linear", v, other)), (v + other) / 2, atol=1e-5)
+    np.testing.assert_allclose(twice.m_BKHH, once.m_BKHH, atol=1e-5)  # stated in the paper
+    np.testing.assert_allclose(twice.z_BKH, 2 * once.z_BKH, rtol=1e-6)  # not stated in the paper
+    np.testing.assert_allclose(recall(twice), v / 2, atol=1e-5)
+    np.testing.assert_allclose(recall(after("delta_once", v, v, v)), v, atol=1e-5)
+    np.testing.assert_allclose(recall(after("delta_once", v, other)), other, atol=1e-5)
+    np.testing.assert_allclose(recall(after("linear", v, other)), (v + other) / 2, atol=1e-5)
 
 
 def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:

@@ -1,6 +1,4 @@
-"""Dilated attention by gathering, held to the paper's formulas written as loops, and to one softmax
-over all that is shown.
-"""
+"""Dilated attention by gathering, against the paper's formulas as loops and a dense softmax."""
 
 from typing import Any
 
@@ -34,8 +32,8 @@ def draw(rows: int, length: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     return q, k, v
 
 
-def looped(q: Any, k: Any, v: Any, position: Any, dilations: Any, dedupe: bool = False) -> Any:
-    """Sections 2.2 to 2.4 for one row, a head and a token at a time, in float64."""
+def paper_loops(q: Any, k: Any, v: Any, position: Any, dilations: Any, dedupe: bool = False) -> Any:
+    """Return sections 2.2 to 2.4 of the paper for one row, in float64 loops."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for j in range(q.shape[1]):
@@ -57,23 +55,25 @@ def looped(q: Any, k: Any, v: Any, position: Any, dilations: Any, dedupe: bool =
     return out
 
 
-def ran(
+def run_attend(
     q: Any, k: Any, v: Any, position: Any, dilations: Any = PAIRS, dedupe: bool = False, **more: Any
 ) -> Any:
     position = jnp.asarray(position, jnp.int32)
-    part, sight = (
+    part, pattern = (
         Part(jnp.asarray(k), jnp.asarray(v), position),
         DilationPattern(dilations, SCALE, None, dedupe),
     )
-    return jax.jit(lambda q, part: attend(q, position, [part], sight, **more))(jnp.asarray(q), part)
+    return jax.jit(lambda q, part: attend(q, position, [part], pattern, **more))(
+        jnp.asarray(q), part
+    )
 
 
 LENGTH = 29
 UNEQUAL = np.stack(
     [
-        np.arange(LENGTH),  # whole
+        np.arange(LENGTH),  # no padding
         np.maximum(np.arange(LENGTH) - 7, -1),  # padded on the left
-        np.where(np.arange(LENGTH) < 11, np.arange(LENGTH), -1),  # and on the right
+        np.where(np.arange(LENGTH) < 11, np.arange(LENGTH), -1),  # padded on the right
         np.arange(LENGTH) + 5,  # from the middle of a segment
     ]
 )
@@ -82,15 +82,15 @@ UNEQUAL = np.stack(
 @pytest.mark.parametrize("dedupe", [pytest.param(False, marks=pytest.mark.full), True])
 def test_it_is_the_papers_loops(dedupe: bool) -> None:
     q, k, v = draw(4, LENGTH)
-    out = ran(q, k, v, UNEQUAL, dedupe=dedupe)
+    out = run_attend(q, k, v, UNEQUAL, dedupe=dedupe)
     for row in range(4):
-        expected = looped(q[row], k[row], v[row], UNEQUAL[row], PAIRS, dedupe)
+        expected = paper_loops(q[row], k[row], v[row], UNEQUAL[row], PAIRS, dedupe)
         np.testing.assert_allclose(out[row], expected, atol=1e-5)
     assert not out[1, :7].any()
 
 
 def gradients(function: Any, *args: Any) -> Any:
-    """The values, and the gradients of their sum with weights of its own."""
+    """Return the values, and the gradients of a weighted sum of them."""
 
     def loss(*args: Any) -> Any:
         out = function(*args)
@@ -104,13 +104,13 @@ def gradients(function: Any, *args: Any) -> Any:
 def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> None:
     q, k, v = map(jnp.asarray, draw(4, LENGTH))
     at = jnp.asarray(UNEQUAL, jnp.int32)
-    sight = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
+    pattern = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
 
     def ours(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, at, [Part(k, v, at)], sight)
+        return attend(q, at, [Part(k, v, at)], pattern)
 
     def oracle(q: Any, k: Any, v: Any) -> Any:
-        return dense_attend(q, at, [Part(k, v, at)], sight)
+        return dense_attend(q, at, [Part(k, v, at)], pattern)
 
     values, found = gradients(ours, q, k, v)
     expected, wanted = gradients(oracle, q, k, v)
@@ -124,15 +124,15 @@ def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(blocks, "MAX_SCORES", 24 * 6)
     q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
-    # Two segments at a time; two queries; and both where the last stride of a segment is shorter.
+    # Blocks of two segments, of two queries, and of both with a shorter last stride.
     for pair in (pairs((3, 1)), pairs((12, 1)), pairs((14, 4))):
-        sight = DilationPattern(pair, SCALE)
+        pattern = DilationPattern(pair, SCALE)
 
         def ours(q: Any, k: Any, v: Any) -> Any:
-            return blocks.attend_blocks(sight, q, at, (Part(k, v, at),))  # noqa: B023
+            return blocks.attend_blocks(pattern, q, at, (Part(k, v, at),))  # noqa: B023
 
         def oracle(q: Any, k: Any, v: Any) -> Any:
-            return dense_attend(q, at, [Part(k, v, at)], sight)  # noqa: B023
+            return dense_attend(q, at, [Part(k, v, at)], pattern)  # noqa: B023
 
         values, found = gradients(ours, q, k, v)
         expected, wanted = gradients(oracle, q, k, v)
@@ -146,14 +146,14 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
     as before, whichever branch is taken.
     """
 
-    sight = DilationPattern(pairs((64, 1), (256, 4)), SCALE)
+    pattern = DilationPattern(pairs((64, 1), (256, 4)), SCALE)
 
     def most(length: int) -> int:
         at = jnp.arange(length, dtype=jnp.int32)[None]
         given = [jax.ShapeDtypeStruct((1, length, heads, H), jnp.float32) for heads in (N, K, K)]
 
         def loss(q: Any, k: Any, v: Any) -> jax.Array:
-            return attend(q, at, [Part(k, v, at)], sight).sum()
+            return attend(q, at, [Part(k, v, at)], pattern).sum()
 
         closed = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*given)
         return max(sizes(closed.jaxpr))
@@ -164,11 +164,11 @@ def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
             for inner in jax.extend.core.jaxprs_in_params(eqn.params):
                 yield from sizes(inner)
 
-    # The linear part; what is made of scores at a time does not grow at all.
+    # Only linear-size arrays grow; the blocks of scores have a constant size.
     assert most(8192) <= 4.2 * most(2048)
 
 
-CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # a slot is empty
+CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # two slots are empty
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -180,8 +180,8 @@ def test_a_gradient_keeps_nothing_of_the_way_that_goes_token_by_token(packed: bo
     document = jnp.zeros_like(position) if packed else None
 
     def run(q: Any, k: Any, v: Any) -> Any:
-        sight = DilationPattern(pairs((w, 1)), SCALE)
-        return attend(q, position, [Part(k, v, position)], sight, document_BT=document)
+        pattern = DilationPattern(pairs((w, 1)), SCALE)
+        return attend(q, position, [Part(k, v, position)], pattern, document_BT=document)
 
     kept = jax.tree.leaves(jax.eval_shape(lambda *given: jax.vjp(run, *given)[1], q, k, v))
     assert kept and max(x.size for x in kept) < T * w * K
@@ -201,19 +201,19 @@ def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     parts[1] = Part(*(cast(jnp.nan_to_num(x), jnp.int8) for x in parts[1][:2]), parts[1][2])
     q, now = jnp.asarray(q[:, 26:]), jnp.asarray(at[:, 26:], jnp.int32)
     clean = [Part(*(jax.tree.map(jnp.nan_to_num, x) for x in p[:2]), p[2]) for p in parts]
-    sight = DilationPattern(PAIRS, SCALE)
-    expected = dense_attend(q, now, clean, sight)
-    ours = jax.jit(lambda q, parts: attend(q, now, parts, sight))(q, parts)
+    pattern = DilationPattern(PAIRS, SCALE)
+    expected = dense_attend(q, now, clean, pattern)
+    ours = jax.jit(lambda q, parts: attend(q, now, parts, pattern))(q, parts)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
-    weights = dense_weights(q, now, clean, sight)
+    weights = dense_weights(q, now, clean, pattern)
     np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-6)
 
 
 def test_new_tokens_that_stand_apart_see_what_one_softmax_shows() -> None:
     q, k, v = draw(1, 9)
     at = np.array([[0, 3, 5, 23, 21, -1, 48, 12, 15]])
-    expected = looped(q[0], k[0], v[0], at[0], PAIRS)
-    np.testing.assert_allclose(ran(q, k, v, at)[0], expected, atol=1e-5)
+    expected = paper_loops(q[0], k[0], v[0], at[0], PAIRS)
+    np.testing.assert_allclose(run_attend(q, k, v, at)[0], expected, atol=1e-5)
 
 
 def test_documents_of_a_row_are_rows_of_their_own() -> None:
@@ -224,14 +224,14 @@ def test_documents_of_a_row_are_rows_of_their_own() -> None:
         at[first : first + length] = np.arange(length)
         document[first : first + length] = number
         first += length
-    out = ran(q, k, v, at[None], document_BT=jnp.asarray(document[None]))
+    out = run_attend(q, k, v, at[None], document_BT=jnp.asarray(document[None]))
     for number in range(3):
         own = document == number
-        expected = looped(q[0, own], k[0, own], v[0, own], at[own], PAIRS)
+        expected = paper_loops(q[0, own], k[0, own], v[0, own], at[own], PAIRS)
         np.testing.assert_allclose(out[0, own], expected, atol=1e-5)
 
 
-# What is wrong in the reference code, or left open by the paper (torchscale, dilated_attention.py).
+# Errors in the reference code (torchscale, dilated_attention.py) and points the paper leaves open.
 
 
 def test_head_j_begins_at_j_modulo_the_dilation() -> None:
@@ -241,9 +241,9 @@ def test_head_j_begins_at_j_modulo_the_dilation() -> None:
     at = np.arange(8)[None]
     q, k = np.zeros((1, 8, 8, 8), np.float32), np.zeros((1, 8, 1, 8), np.float32)
     v = np.eye(8, dtype=np.float32)[None, :, None]
-    out = ran(q, k, v, at, pairs((8, 4), heads=8))
+    out = run_attend(q, k, v, at, pairs((8, 4), heads=8))
     for head in range(8):
-        sees = np.flatnonzero(np.asarray(out)[0, :, head].any(axis=-1))  # queries that see anything
+        sees = np.flatnonzero(np.asarray(out)[0, :, head].any(axis=-1))  # queries that attend
         assert sees.tolist() == [head % 4, head % 4 + 4]
         np.testing.assert_allclose(out[0, head % 4 + 4, head, head % 4 :: 4], 0.5)
 
@@ -252,7 +252,7 @@ def test_a_denominator_whose_logarithm_is_zero_counts() -> None:
     """A token that sees itself alone by a score of 0 has LSE 0; it is not a missing one."""
     at, v = np.arange(6)[None], draw(1, 6)[2]
     zero = np.zeros((1, 6, N, H), np.float32)
-    out = ran(zero, np.zeros_like(v), v, at, pairs((6, 1), (12, 6)))
+    out = run_attend(zero, np.zeros_like(v), v, at, pairs((6, 1), (12, 6)))
     token, head = 4, 4  # the only token of the head in the second dilation
     expected = (v[0, :5, 1].sum(axis=0) + v[0, 4, 1]) / 6
     np.testing.assert_allclose(out[0, token, head], expected, atol=1e-6)
@@ -287,4 +287,4 @@ def test_no_gradient_goes_through_a_frozen_mixture() -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     assert np.abs(found[0] - whole[0]).max() > 1e-3
-    np.testing.assert_allclose(found[2], whole[2], atol=1e-5)  # values have no part in it
+    np.testing.assert_allclose(found[2], whole[2], atol=1e-5)  # not affected by freezing

@@ -1,4 +1,4 @@
-"""Products with one matrix each of a stack."""
+"""expert_linears: each row times one matrix of a stack."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def stack(name: str, outputs: int = F, seed: int = 0) -> Any:
     return as_format(jnp.asarray(numbers(E, outputs, D, seed=seed)), name)
 
 
-def of(weight: Any, expert: int) -> Any:
+def expert_slice(weight: Any, expert: int) -> Any:
     return jax.tree.map(lambda piece: piece[expert], weight)
 
 
@@ -51,12 +51,12 @@ def test_each_row_is_multiplied_with_its_expert(name: str) -> None:
         exact = np.einsum("aoi,ai->ao", whole, x) * (expert >= 0)[:, None]
         bound = np.einsum("aoi,ai->ao", np.abs(whole), np.abs(x))
         for disabled in (False, True):
-            y = _disabled(disabled, lambda x=x, at=expert: apply(jnp.asarray(x), [weight], at)[0])
+            y = _run(disabled, lambda x=x, at=expert: apply(jnp.asarray(x), [weight], at)[0])
             assert (np.abs(y - exact) <= 1e-6 * bound).all(), (rows, disabled)
             assert not y[expert < 0].any()
 
 
-def _disabled(disabled: bool, run: Any) -> np.ndarray:
+def _run(disabled: bool, run: Any) -> np.ndarray:
     if not disabled:
         return np.asarray(run())
     with native.disable_kernels():
@@ -81,7 +81,9 @@ def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> 
             for y, weight in zip(both, (gate, down), strict=True):
                 for row, number in enumerate(expert):
                     if number >= 0:
-                        one = linear(x[row : row + 1], of(weight, number), int8_inputs=rounded)
+                        one = linear(
+                            x[row : row + 1], expert_slice(weight, number), int8_inputs=rounded
+                        )
                         np.testing.assert_array_equal(np.asarray(y)[row], np.asarray(one)[0])
     finally:
         native.isa(before)
@@ -105,7 +107,7 @@ def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
     many = native.has_matrix_unit()
     for number in range(E):
         mine = expert == number
-        one = as_weight(of(weight, number)).native_matrix()
+        one = as_weight(expert_slice(weight, number)).native_matrix()
         (alone,) = native.linear(x[mine], [one], columns=D, matrix_unit=many)
         np.testing.assert_array_equal(np.asarray(y)[mine], np.asarray(alone))
 

@@ -1,4 +1,4 @@
-"""What XLA may hand to the kernels: anything that does not fit is an error, and nothing is read."""
+"""FFI calls to the kernels: arguments that do not fit raise an error before they are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +23,8 @@ def zeros(*shape: int, dtype: Any = f32) -> jax.Array:
 
 
 def packed(**changed: jax.Array) -> Matrix:
-    whole = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
-    return Matrix(Kind.PACKED, jax.tree.leaves(whole.replace(**changed)))
+    weight = as_format(jnp.ones((5, 200), bf16), "bf16-packed")
+    return Matrix(Kind.PACKED, jax.tree.leaves(weight.replace(**changed)))
 
 
 def int8(data: jax.Array, scale: jax.Array, *more: jax.Array, group: int | None = None) -> Matrix:
@@ -99,7 +99,7 @@ def multiply(
 def experts(
     *pieces: Any, x: Any = None, at: Any = None, out: Any = None, **changed: Any
 ) -> Callable[[], Any]:
-    """Three experts `[5, 200]`, rows of two tokens."""
+    """Return a call with three experts `[5, 200]` and the rows of two tokens."""
     out = [shape(2, 5)] if out is None else out
     attributes = {
         "kinds": np.zeros(1, np.int32), "groups": np.zeros(1, np.int64),
@@ -216,16 +216,16 @@ def test_a_call_whose_arguments_do_not_fit_is_refused(name: str) -> None:
 
 def test_rows_of_no_expert_are_zeros_whatever_their_number() -> None:
     at = jnp.array([-1, 3, -(2**31), 2**31 - 1, 2], i32)
-    found = experts(STACK + 1, x=jnp.ones((5, 200)), at=at, out=[shape(5, 5)])()
-    np.testing.assert_array_equal(found[0], np.repeat([[0.0], [200.0]], [4, 1], 0) * np.ones(5))
+    result = experts(STACK + 1, x=jnp.ones((5, 200)), at=at, out=[shape(5, 5)])()
+    np.testing.assert_array_equal(result[0], np.repeat([[0.0], [200.0]], [4, 1], 0) * np.ones(5))
     assert experts(STACK, x=zeros(0, 200), at=at[:0], out=[shape(0, 5)])()[0].shape == (0, 5)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 50 * 8, 4099, (1 << 20) + 8 * 33 + 5])
 def test_reading_takes_every_byte(size: int) -> None:
     raw = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    whole = np.pad(raw, (0, -size % 8)).view(np.uint64)
-    assert int(native.read(jnp.asarray(raw))) == int(whole.sum()) % 2**32
+    words = np.pad(raw, (0, -size % 8)).view(np.uint64)
+    assert int(native.read(jnp.asarray(raw))) == int(words.sum()) % 2**32
 
 
 def test_rows_of_a_table_without_rows_or_columns() -> None:

@@ -1,4 +1,4 @@
-"""The C++ kernels by themselves, on every instruction set there is, against float64."""
+"""The C++ kernels without XLA, on every available instruction set, against float64."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from tests.ops.samples import (
     rounded,
 )  # fmt: skip
 
-# Outputs and columns: one, odd, a tile and a rest, groups and chunks that do not divide.
+# Outputs and columns: one, odd, a tile plus a remainder, groups and chunks that do not divide.
 SHAPES = [(1, 1), (7, 100), (33, 200), (18, 1300)]
 ROWS = (1, 2, 3, 5, 16, 40)
 TYPES = [np.dtype(np.float32), bfloat16]
@@ -33,11 +33,11 @@ def test_a_product_is_exact_to_float32_and_a_row_alone_has_the_same_bits(
         matrix = FORMATS[name](rng, *shape)
         for dtype in TYPES:
             x = inputs(rng, "normal", (max(ROWS), shape[1]), dtype)
-            alone = product(isa, matrix, x[:1])
+            single_row = product(isa, matrix, x[:1])
             for rows in ROWS:
                 y = product(isa, matrix, x[:rows])
                 assert errors(y, x[:rows], matrix).max() <= 1, (shape, dtype, rows)
-                assert y[:1].tobytes() == alone.tobytes(), (shape, dtype, rows)
+                assert y[:1].tobytes() == single_row.tobytes(), (shape, dtype, rows)
 
 
 def test_a_set_with_a_matrix_unit_says_so(isa: str) -> None:
@@ -73,15 +73,15 @@ def test_a_giant_that_a_weight_of_zero_meets_takes_no_bits_from_the_others(
         assert errors(product(isa, matrix, x), x, matrix)[0, 0] <= 1, (dtype, giant)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_what_is_no_number_shows_in_its_row_alone(isa: str, wrong: float) -> None:
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
+def test_what_is_no_number_shows_in_its_row_alone(isa: str, nonfinite: float) -> None:
     rng = np.random.default_rng(3)
     for name, draw in FORMATS.items():
         matrix = draw(rng, 9, 300)
         for dtype, rows, whole in ((d, r, w) for d in TYPES for r in (2, 6) for w in (False, True)):
             x = inputs(rng, "normal", (rows, 300), dtype)
             before = product(isa, matrix, x, rounded=whole)
-            x[0, 5] = wrong
+            x[0, 5] = nonfinite
             y = product(isa, matrix, x, rounded=whole)
             assert not np.isfinite(y[0]).any(), (name, dtype, rows, whole)
             assert y[1:].tobytes() == before[1:].tobytes(), (name, dtype, rows, whole)
@@ -104,7 +104,7 @@ def test_rounded_inputs_are_those_of_round_to_int8_bit_for_bit(isa: str, name: s
         matrix.data[...] = (low | high << 4).reshape(n, n // 2)
     for kind, dtype in ((k, d) for k in INPUTS for d in TYPES):
         x = inputs(rng, kind, (3, n), dtype)
-        if kind == "normal":  # many on the border between two
+        if kind == "normal":  # many values halfway between two integers
             x[2] = np.round(x[2].astype(np.float32) * 20) / 2
             x[2, ::512] = 127
         y = product(isa, matrix, x, rounded=True)
@@ -118,11 +118,11 @@ def test_products_of_rounded_inputs_are_exact_to_float32(isa: str, name: str) ->
         matrix = FORMATS[name](rng, *shape)
         for dtype, kind in ((d, k) for d in TYPES for k in INPUTS):
             x = inputs(rng, kind, (max(ROWS), shape[1]), dtype)
-            alone = product(isa, matrix, x[:1], rounded=True)
+            single_row = product(isa, matrix, x[:1], rounded=True)
             for rows in (1, 3, 40):
                 y = product(isa, matrix, x[:rows], rounded=True)
                 assert errors(y, rounded(x[:rows]), matrix).max() <= 1, (shape, dtype, kind, rows)
-                assert y[:1].tobytes() == alone.tobytes(), (shape, dtype, kind, rows)
+                assert y[:1].tobytes() == single_row.tobytes(), (shape, dtype, kind, rows)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -202,10 +202,10 @@ def test_integers_times_integers_are_whole_numbers_scaled_once(isa: str, name: s
     x = placed(rng.integers(-128, 128, (40, 1300)).astype(np.int8))
     x[1:3] = [[127], [-127]]  # the largest products, with weights of -128
     near = np.maximum(x, -127).astype(np.float32)
-    alone = product(isa, matrix, x[:1])
+    single_row = product(isa, matrix, x[:1])
     for rows in (1, 3, 40):
         y = product(isa, matrix, x[:rows])
-        assert y[:1].tobytes() == alone.tobytes()
+        assert y[:1].tobytes() == single_row.tobytes()
         assert errors(y, near[:rows], matrix).max() <= 1
     if matrix.scale.shape[1] == 1:
         scale = matrix.scale.astype(np.float32).reshape(1, -1)
@@ -236,7 +236,7 @@ def test_attention_equals_brute_force(isa: str, kind: Kind, dtype: np.dtype) -> 
         (1, 1, 2, 1, 1, 3, None), (2, 3, 4, 2, 96, 0, None), (2, 0, 4, 2, 16, 5, None),
         (1, 1, 4, 2, 32, 1100, None),
     ):  # fmt: skip
-        # Shared by all rows; seen differently by each; every row's own.
+        # Shared by all rows; shared with positions per row; separate for each row.
         rows = [(1, 1, 1), (1, 1, B), (B, B, 1), (B, 1, B)]
         parts = [cached(rng, kind, r, (S + i, K, H)) for i, r in enumerate(rows)]
         q = placed(rng.normal(0, 1, (B, T, N, H)).astype(dtype))

@@ -1,4 +1,4 @@
-"""The C++ kernels as XLA calls them: shapes, transformations, and what is refused."""
+"""The C++ kernels through XLA: shapes, transformations and refused inputs."""
 
 import itertools
 from contextlib import nullcontext
@@ -38,7 +38,7 @@ def matrix(rng: np.random.Generator, shape: tuple[int, int], name: str) -> Any:
 
 
 def in_float64(x: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The product, and the sum of the products' magnitudes, which bounds the rounding."""
+    """Return the product, and the sum of the products' magnitudes, which bounds the rounding."""
     x, w = (np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, to_dense(weight)))
     return x @ w.T, np.abs(x) @ np.abs(w).T
 
@@ -67,7 +67,7 @@ def test_inputs_of_any_size_keep_float32s_precision_on_every_path(name: str) -> 
     weight = matrix(rng, (9, 256), name)
     x = rng.normal(0, 1, (3, 256))
     x[0] *= np.exp2(rng.uniform(-60, 60, 256))
-    x[1, ::50] = 3e37  # times integers it has no sum in float32, times weights it has
+    x[1, ::50] = 3e37  # its sum overflows float32 with integers, but not with weights
     column = int(np.argmin(np.abs(np.asarray(to_dense(weight))[0])))
     x[2, column] = 1e30
     for dtype, rows in (("float32", 1), ("bfloat16", 1), ("float32", 3), ("bfloat16", 40)):
@@ -107,7 +107,7 @@ def test_no_rows_no_outputs_and_addresses_of_any_kind() -> None:
     weight = as_format(jnp.ones((5, 128)), "int8")
     assert apply(jnp.ones((0, 128)), weight).shape == (0, 5)
     assert apply(jnp.ones((2, 128)), as_format(jnp.ones((0, 128)), "int8")).shape == (2, 0)
-    for dtype in ("float32", "bfloat16", "float16"):  # the sum of nothing
+    for dtype in ("float32", "bfloat16", "float16"):  # an empty sum is zero
         y = linear(jnp.ones((5, 0), jnp.float32), jnp.ones((4, 0), dtype))
         np.testing.assert_array_equal(np.asarray(y), np.zeros((5, 4), np.float32))
     raw = np.zeros(4 * 130 + 4, np.uint8)
@@ -138,8 +138,8 @@ def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
     np.testing.assert_allclose(ours, jax.grad(loss)(x, weight.to_dense()), rtol=1e-4, atol=1e-4)
     by_weight = jax.grad(loss, 1)(x, weight.to_dense())
     with native.disable_kernels():
-        plainly = jax.grad(loss, 1)(x, weight.to_dense())
-    np.testing.assert_allclose(by_weight, plainly, rtol=1e-4, atol=1e-4)
+        plain_by_weight = jax.grad(loss, 1)(x, weight.to_dense())
+    np.testing.assert_allclose(by_weight, plain_by_weight, rtol=1e-4, atol=1e-4)
     by_scale = jax.grad(lambda s: loss(x, weight.replace(scale=s)))(weight.scale)
     step = 1e-3 * jnp.zeros_like(weight.scale).at[3, 1].set(1.0)
     rise = loss(x, weight.replace(scale=weight.scale + step))
@@ -166,16 +166,16 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
             (matrix(rng, (33 + i, 200), name), bias)
             for i, (name, bias) in enumerate(zip(names, biases, strict=True))
         ]
-        together = jax.jit(lambda x, terms: linears(x, terms))
-        calls = together.lower(x, terms).as_text().count("@jaxllm_linear(")
-        # Of many bfloat16 rows a matrix unit takes what it can: the float32 weight is another call.
+        fused = jax.jit(lambda x, terms: linears(x, terms))
+        calls = fused.lower(x, terms).as_text().count("@jaxllm_linear(")
+        # With many bfloat16 rows, a matrix unit takes all weights but float32: a second call.
         unit = native.has_matrix_unit() and (dtype, rows) == ("bfloat16", 16)
         assert calls == (2 if unit else 1), (dtype, rows)
-        for term in terms:  # traced for the same set, whichever is then taken
+        for term in terms:  # traced before the instruction set changes, as `fused` is
             apply(x, *term)
         for isa in native.available_isas():
             native.isa(isa)
-            for y, term in zip(together(x, terms), terms, strict=True):
+            for y, term in zip(fused(x, terms), terms, strict=True):
                 assert np.asarray(y).tobytes() == np.asarray(apply(x, *term)).tobytes(), isa
 
 
@@ -201,9 +201,9 @@ def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
 
     compiled = jax.jit(loop).lower(table, jnp.arange(9)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes / 8
-    slope = jax.grad(lambda x: embed(x, token_BT[0]).astype(jnp.float32).sum())(table)
-    assert slope.dtype == dtype
-    assert np.asarray(slope, np.float32).sum(axis=1).nonzero()[0].tolist() == [0, 3, 4095]
+    gradient = jax.grad(lambda x: embed(x, token_BT[0]).astype(jnp.float32).sum())(table)
+    assert gradient.dtype == dtype
+    assert np.asarray(gradient, np.float32).sum(axis=1).nonzero()[0].tolist() == [0, 3, 4095]
     each = jax.vmap(embed, in_axes=(None, 0))(table, token_BT)
     np.testing.assert_array_equal(np.asarray(each, np.float32), rows)
 
@@ -213,11 +213,11 @@ def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None
     rng = np.random.default_rng(9)
     x = np.asarray(rng.normal(0, 1, (40, 200)), bfloat16)
     for name in ("bfloat16", "int8", "int4-g64"):
-        drawn = samples.FORMATS[name](rng, 70, 200)
-        pieces = [jnp.asarray(a) for a in (drawn.data, drawn.scale) if a is not None]
-        weight = native.Matrix(drawn.kind, pieces, drawn.group or None)
+        sample = samples.FORMATS[name](rng, 70, 200)
+        pieces = [jnp.asarray(a) for a in (sample.data, sample.scale) if a is not None]
+        weight = native.Matrix(sample.kind, pieces, sample.group or None)
         y = native.linear(jnp.asarray(x), [weight], columns=200, matrix_unit=True)[0]
-        assert np.asarray(y).tobytes() == product(isa, drawn, x).tobytes(), name
+        assert np.asarray(y).tobytes() == product(isa, sample, x).tobytes(), name
 
 
 def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
@@ -228,7 +228,7 @@ def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
     near = np.maximum(x, -127).astype(np.int64)
     for name in ("int8", "int8-2:4", "int4-g64", "float32"):
         weight = matrix(rng, (33, 200), name)
-        if name == "int8":  # what no rounding makes, and a file may have
+        if name == "int8":  # rounding never gives -128, but a file may contain it
             weight = weight.replace(data=weight.data.at[::3].set(-128))
         w = np.asarray(to_dense(weight), np.float64)
         here = np.asarray(apply(jnp.asarray(x), weight))

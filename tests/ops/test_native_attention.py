@@ -1,4 +1,4 @@
-"""Attention as XLA calls the kernel, on every instruction set there is, against brute force."""
+"""The attention kernel through XLA, on every available instruction set, against brute force."""
 
 import itertools
 from functools import partial
@@ -20,7 +20,7 @@ def brute_force(
     q: np.ndarray, at: np.ndarray, parts: Parts, scale: float, window: int | None,
     cap: float | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Softmax attention, one query and head at a time, in float64."""
+    """Return softmax attention in float64, computed per query and head."""
     B, T, N, H = q.shape
     out = np.zeros((B, T, N, H))
     for b, t, n in itertools.product(range(B), range(T), range(N)):
@@ -39,8 +39,8 @@ def brute_force(
     return out
 
 
-@pytest.mark.parametrize("kept", ["float32", "int8"])  # test_kernels.py has the others
-def test_attention_reads_the_cache_in_place(kept: str) -> None:
+@pytest.mark.parametrize("cache_dtype", ["float32", "int8"])  # test_kernels.py has the others
+def test_attention_reads_the_cache_in_place(cache_dtype: str) -> None:
     rng = np.random.default_rng(6)
     for B, T, N, K, H, S, window in ((3, 1, 4, 4, 20, 30, 7), (2, 5, 6, 2, 16, 70, None)):
 
@@ -51,13 +51,14 @@ def test_attention_reads_the_cache_in_place(kept: str) -> None:
             used = rng.random((places or rows, slots)) < 0.7
             position = np.where(used, rng.integers(0, 60, slots), -1)
             if places is None:
-                x[:, ~used] = np.nan  # what an empty slot holds is nobody's business
-            k, v = (ops.cast(jnp.asarray(a), jnp.dtype(kept)) for a in x)
+                x[:, ~used] = np.nan  # the content of an empty slot must not matter
+            k, v = (ops.cast(jnp.asarray(a), jnp.dtype(cache_dtype)) for a in x)
             return ops.Part(k, v, jnp.asarray(position.astype(np.int32)))
 
-        # Shared by all rows; seen differently by each; every row's own; the new tokens.
+        # Shared by all rows; shared with positions per row; separate per row; the new tokens.
         parts = [part(1, S), part(1, 20, B), part(B, 40), part(B, T)]
-        parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))  # keys of their own
+        # Keys per row, values shared.
+        parts.append(part(B, 30, B)._replace(v_BSKH=part(1, 30, B).v_BSKH))
         q = rng.normal(0, 1, (B, T, N, H)).astype(np.float32)
         at = rng.integers(-1, 60, (B, T)).astype(np.int32)
         plain = [
@@ -113,10 +114,10 @@ def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> 
             assert off.max() < 2**-7, isa  # two roundings to 8 bits
 
 
-@pytest.mark.parametrize("kept", ["float32", "bfloat16"])
-def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(kept: str) -> None:
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
+def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(cache_dtype: str) -> None:
     rng = np.random.default_rng(9)
-    q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), kept) for _ in "qkv")
+    q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), cache_dtype) for _ in "qkv")
     at = jnp.arange(20)[None]
     attend = jax.jit(partial(ops.attend, scale=0.3, window=None))
     for isa, bad in itertools.product(native.available_isas(), (np.nan, np.inf)):
@@ -138,21 +139,21 @@ def test_keys_and_values_of_two_formats_are_read_too() -> None:
     np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
-def _capped(kept: str) -> tuple[jax.Array, jax.Array, list[ops.Part]]:
-    """Queries, their positions, and two parts of a cache whose slots are not all seen."""
+def _capped(cache_dtype: str) -> tuple[jax.Array, jax.Array, list[ops.Part]]:
+    """Return queries, their positions, and two cache parts with slots that no query attends to."""
     rng = np.random.default_rng(13)
     q = jnp.asarray(rng.normal(0, 3, (2, 3, 4, 32)), jnp.float32)
     k, v = (jnp.asarray(rng.normal(0, 1, (2, 90, 2, 32)), jnp.float32) for _ in "kv")
     at = jnp.asarray([[80, 81, 82], [5, -1, 88]], jnp.int32)
-    k, v = (ops.cast(x, jnp.dtype(kept)) for x in (k, v))
+    k, v = (ops.cast(x, jnp.dtype(cache_dtype)) for x in (k, v))
     own = jnp.where(jnp.arange(90) % 5 == 0, -1, jnp.arange(90))[None]
     parts = [ops.Part(k, v, own), ops.Part(*jax.tree.map(lambda x: x[:, :3], (k, v)), at)]
     return q, at, parts
 
 
-@pytest.mark.parametrize("kept", ["float32", "bfloat16", "int8"])
-def test_scores_are_bent_to_stay_within_a_cap(kept: str) -> None:
-    q, at, parts = _capped(kept)
+@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
+def test_scores_are_bent_to_stay_within_a_cap(cache_dtype: str) -> None:
+    q, at, parts = _capped(cache_dtype)
     outs = {}
     for cap in (0.7, 50.0):
         expected = brute_force(np.asarray(q), np.asarray(at), in_numpy(parts), 0.3, 40, cap)
@@ -169,7 +170,7 @@ def test_scores_are_bent_to_stay_within_a_cap(kept: str) -> None:
 
 def test_a_score_past_every_number_is_its_cap_and_no_number_shows() -> None:
     _, at, parts = _capped("float32")
-    q = jnp.zeros((2, 3, 4, 32)).at[..., 0].set(3e38)  # one term alone, or sums are of both signs
+    q = jnp.zeros((2, 3, 4, 32)).at[..., 0].set(3e38)  # a single term, or the sums would mix signs
     parts = [part._replace(k_BSKH=part.k_BSKH.at[..., 0].multiply(9)) for part in parts]
     attend = jax.jit(partial(ops.attend, scale=0.3, window=None, cap=5.0))
     for isa in native.available_isas():

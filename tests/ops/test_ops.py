@@ -1,4 +1,4 @@
-"""The mathematics against PyTorch, transformers and brute force."""
+"""The numerical operations against PyTorch, transformers and brute force."""
 
 import contextlib
 from typing import Any
@@ -53,14 +53,14 @@ def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def score(p: int, q: int) -> float:
-        def turned(v: jax.Array, position: int) -> jax.Array:
+        def rotated(v: jax.Array, position: int) -> jax.Array:
             angles = ops.rope_angles(
                 rope, jnp.array([[position]]), jnp.array([1]), head_dim=16,
                 max_position_embeddings=64,
             )  # fmt: skip
             return ops.rotate(v, *angles)
 
-        return float((turned(x[0], p) * turned(x[1], q)).sum())
+        return float((rotated(x[0], p) * rotated(x[1], q)).sum())
 
     assert score(3, 10) == pytest.approx(score(103, 110), abs=1e-4)
     assert score(3, 10) != pytest.approx(score(3, 11), abs=1e-2)
@@ -89,7 +89,7 @@ def test_norms_equal_pytorch(eps: float) -> None:
 def brute_force(
     q: np.ndarray, q_pos: np.ndarray, parts: list[tuple[np.ndarray, ...]], window: int | None
 ) -> np.ndarray:
-    """Attention one query, one head, one key at a time, float64."""
+    """Return attention in float64, computed per query, head and key."""
     B, T, N, H = q.shape
     out = np.zeros((B, T, N, H))
     for b, t, n in np.ndindex(B, T, N):
@@ -122,7 +122,7 @@ def test_attention_equals_brute_force(window: int | None, case: str, kernels: bo
         pos = np.broadcast_to(np.asarray(positions), (rows, len(positions)))
         shape = (rows, len(positions), K, H)
         k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
-        v[pos < 0] = np.nan  # nobody may notice
+        v[pos < 0] = np.nan  # empty slots must not be read
         return k, v, pos
 
     parts = {

@@ -1,4 +1,4 @@
-"""Angles of every rotary type equal transformers' below and beyond the trained length."""
+"""Angles of every rotary type equal transformers below and beyond the original context length."""
 
 from typing import Any
 
@@ -35,13 +35,13 @@ ROPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED, TRAINED + 1, STRETCHED, STRETCHED + 9])
 def test_angles_equal_transformers_at_every_length(kind: str, length: int) -> None:
-    # What a type calls trained: dynamic scaling that of the configuration, the others their own.
+    # Dynamic scaling takes the original context from the config, other types from their own field.
     context = TRAINED if kind == "dynamic" else STRETCHED
     settings = {"rope_type": kind, "rope_theta": 500.0, **ROPES[kind]}
-    given = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
+    parameters = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
     config = transformers.LlamaConfig(
         hidden_size=4 * HEAD, num_attention_heads=4, head_dim=HEAD,
-        max_position_embeddings=context, rope_parameters=given,
+        max_position_embeddings=context, rope_parameters=parameters,
     )  # fmt: skip
     position_BT = np.arange(length)[None]
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, length, 1), torch.tensor(position_BT))
@@ -50,16 +50,16 @@ def test_angles_equal_transformers_at_every_length(kind: str, length: int) -> No
         head_dim=HEAD, max_position_embeddings=context,
     )  # fmt: skip
     for mine, theirs in zip(ours, (cos, sin), strict=True):
-        # Both halves of transformers' angles are the same; an angle in float32 rounds at its size.
+        # transformers repeats the angles in both halves; float32 rounding grows with the angle.
         np.testing.assert_allclose(mine, theirs[..., : HEAD // 2].numpy(), atol=2e-5 * length / 40)
 
 
 def test_lengths_of_a_batch_are_each_its_own() -> None:
     rope = Rope(rope_type="dynamic", rope_theta=500.0, factor=4.0)
     position_BT = jnp.tile(jnp.arange(50, dtype=jnp.int32)[None], (2, 1))
-    given: dict[str, Any] = {"head_dim": HEAD, "max_position_embeddings": TRAINED}
-    both, _ = ops.rope_angles(rope, position_BT, jnp.array([30, 50]), **given)
+    options: dict[str, Any] = {"head_dim": HEAD, "max_position_embeddings": TRAINED}
+    both, _ = ops.rope_angles(rope, position_BT, jnp.array([30, 50]), **options)
     for row, length in enumerate((30, 50)):
-        alone, _ = ops.rope_angles(rope, position_BT[:1], jnp.array([length]), **given)
-        np.testing.assert_array_equal(both[row], alone[0])
+        single, _ = ops.rope_angles(rope, position_BT[:1], jnp.array([length]), **options)
+        np.testing.assert_array_equal(both[row], single[0])
     assert np.abs(np.asarray(both[0] - both[1])).max() > 0.1

@@ -1,4 +1,4 @@
-"""The C++ sources: each header stands by itself, and each set is known on both sides."""
+"""The C++ sources: each header compiles standalone, and all lists of instruction sets agree."""
 
 import json
 import re
@@ -25,21 +25,21 @@ NEEDS = {
 
 def test_each_header_is_complete_by_itself(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
-        pytest.skip("g++ is not there")
-    here = subprocess.run(["g++", "-dumpmachine"], capture_output=True, text=True).stdout
+        pytest.skip("g++ is not available")
+    machine = subprocess.run(["g++", "-dumpmachine"], capture_output=True, text=True).stdout
 
-    def wrong(header: Path) -> str:
-        if (header.name in NEEDS and "x86_64" not in here) or (
-            header.name == "neon.h" and "aarch64" not in here
+    def compile_errors(header: Path) -> str:
+        if (header.name in NEEDS and "x86_64" not in machine) or (
+            header.name == "neon.h" and "aarch64" not in machine
         ):
             return ""
         flags = [*NEEDS.get(header.name, "").split(), "-x", "c++", "-std=gnu++17", "-fsyntax-only"]
-        where = [f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
-        command = ["g++", *flags, "-w", *where, str(header)]
+        includes = [f"-I{SOURCES}", "-isystem", jax.ffi.include_dir()]
+        command = ["g++", *flags, "-w", *includes, str(header)]
         return subprocess.run(command, capture_output=True, text=True).stderr
 
     with ThreadPoolExecutor(2) as pool:
-        assert not "".join(pool.map(wrong, HEADERS))
+        assert not "".join(pool.map(compile_errors, HEADERS))
 
 
 def test_no_two_files_have_one_name() -> None:
@@ -49,8 +49,8 @@ def test_no_two_files_have_one_name() -> None:
 
 def test_every_set_is_built_asked_for_and_described() -> None:
     built = re.findall(r"^add_set\((\S+)", (ROOT / "CMakeLists.txt").read_text(), re.M)
-    asked = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "sets.cc").read_text())
-    assert built == asked == list(native.INSTRUCTION_SETS)
+    queried = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "sets.cc").read_text())
+    assert built == queried == list(native.INSTRUCTION_SETS)
 
 
 def test_the_measured_paths_are_of_sets_and_kinds_that_there_are() -> None:

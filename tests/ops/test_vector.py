@@ -1,4 +1,4 @@
-"""The vector layer's functions by themselves, on what this machine has, against numpy's float64."""
+"""Functions of the vector layer, on the sets of this machine, against NumPy in float64."""
 
 import shutil
 import subprocess
@@ -26,7 +26,7 @@ int main() {
 
 
 def _numbers() -> np.ndarray:
-    """Of every size, on both sides of where the formulas meet, and those that are none."""
+    """Return values of every magnitude, around the point where the formulas meet, inf and NaN."""
     rng = np.random.default_rng(0)
     size = np.concatenate([
         np.exp2(rng.uniform(-126, 127, 100_000)), rng.uniform(0, 12, 200_000),
@@ -38,9 +38,9 @@ def _numbers() -> np.ndarray:
 
 def test_tanh_is_within_two_units_in_the_last_place(isa: str, tmp_path: Path) -> None:
     if isa not in LAYERS:
-        pytest.skip("its layer is that of a set before it")
+        pytest.skip("uses the layer of another instruction set")
     if shutil.which("g++") is None:
-        pytest.skip("g++ is not there")
+        pytest.skip("g++ is not available")
     (tmp_path / "main.cc").write_text(PROGRAM)
     flags = NEEDS.get(LAYERS[isa], "-DPLAIN").split()
     command = ["g++", "-std=gnu++17", "-O1", "-w", *flags, f"-I{SOURCES}", "main.cc", "-o", "main"]

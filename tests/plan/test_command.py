@@ -1,4 +1,4 @@
-"""`jaxllm plan`, as its users see it."""
+"""The `jaxllm plan` command: figures, mesh tables and refused options."""
 
 import json
 import shutil
@@ -17,26 +17,26 @@ NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
 
 def test_bytes_of_the_demo_are_those_of_its_file(run: Run) -> None:
     status, out, _ = run("plan", "demo:llama", "--json", "--hardware", NUMBERS)
-    told = json.loads(out)
+    plan = json.loads(out)
     assert status == 0
-    assert (told["mesh"], told["decode"], told["idle"]) == ("tensor=1", [], 0.0)
-    held = sum(t.nbytes for t in open_for_planning("demo:llama").tensors.values())
-    assert told["weights_bytes"] == held
-    # One row of one device: a token reads all weights and the cache from memory, and no more.
-    assert told["token_seconds"] == pytest.approx((held + told["cache_bytes"]) / 20e9, rel=0.01)
-    assert told["total_bytes"] == sum(told[f"{x}_bytes"] for x in ("weights", "cache", "working"))
+    assert (plan["mesh"], plan["decode"], plan["idle"]) == ("tensor=1", [], 0.0)
+    size = sum(t.nbytes for t in open_for_planning("demo:llama").tensors.values())
+    assert plan["weights_bytes"] == size
+    # One row on one device: a token reads all weights and the cache from memory once.
+    assert plan["token_seconds"] == pytest.approx((size + plan["cache_bytes"]) / 20e9, rel=0.01)
+    assert plan["total_bytes"] == sum(plan[f"{x}_bytes"] for x in ("weights", "cache", "working"))
 
 
 def test_a_configuration_alone_will_do(run: Run, tmp_path: Path) -> None:
     """Llama 3 70B: 70,553,706,496 parameters, as its model card rounds to 70.6 B."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     path = str(tmp_path / "config.json")
-    asked = ("--mesh", "tensor=8", "--batch", "16", "--context", "8192", "--json")
-    told = json.loads(run("plan", path, *asked)[1])
-    norms = (2 * 80 + 1) * 8192  # of which every device has all
-    assert told["weights_bytes"] == 2 * ((70_553_706_496 - norms) // 8 + norms)
-    assert told["cache_bytes"] == 16 * 8192 * (80 * 2 * 1 * 128 * 2 + 9)  # one head of 8 a device
-    sums = [c for c in told["decode"] if c["what"] in ("attention", "MLP")]
+    options = ("--mesh", "tensor=8", "--batch", "16", "--context", "8192", "--json")
+    plan = json.loads(run("plan", path, *options)[1])
+    norms = (2 * 80 + 1) * 8192  # replicated on every device
+    assert plan["weights_bytes"] == 2 * ((70_553_706_496 - norms) // 8 + norms)
+    assert plan["cache_bytes"] == 16 * 8192 * (80 * 2 * 1 * 128 * 2 + 9)  # one kv head per device
+    sums = [c for c in plan["decode"] if c["what"] in ("attention", "MLP")]
     assert [(c["kind"], c["count"], c["bytes"]) for c in sums] == [
         ("all-reduce", 80, 16 * 8192 * 4)
     ] * 2
@@ -54,9 +54,9 @@ def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
 
 
 def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
-    """Tokens a second of the batch asked for, the most first among meshes that fit."""
-    asked = ("--devices", 8, "--batch-size", 32, "--hardware", "rtx4090", "--goal", "throughput")
-    plans = json.loads(run("plan", "demo:gpt2", *asked, "--json")[1])
+    """Tokens a second of the batch options for, the most first among meshes that fit."""
+    options = ("--devices", 8, "--batch-size", 32, "--hardware", "rtx4090", "--goal", "throughput")
+    plans = json.loads(run("plan", "demo:gpt2", *options, "--json")[1])
     rates = [plan["tokens_per_second"] for plan in plans if plan["fits"]]
     assert len(rates) > 3
     assert rates == sorted(rates, reverse=True)
@@ -65,19 +65,22 @@ def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
 def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Path) -> None:
     """As its config.json; options are checked before the model is opened."""
     shutil.copy(DEMO_DIR / "llama" / "config.json", tmp_path)
-    given = ("--devices", 2, "--json")
-    status, out, _ = run("plan", tmp_path, *given)
+    options = ("--devices", 2, "--json")
+    status, out, _ = run("plan", tmp_path, *options)
     assert status == 0
-    assert out == run("plan", tmp_path / "config.json", *given)[1]
+    assert out == run("plan", tmp_path / "config.json", *options)[1]
     (tmp_path / "config.json").write_text("{}")
-    for asked, said in ((("--devices", 0), "--devices must"), (("--mesh", "tp=8"), "mesh must")):
-        status, _, err = run("plan", tmp_path, *asked)
+    for options, message in (
+        (("--devices", 0), "--devices must"),
+        (("--mesh", "tp=8"), "mesh must"),
+    ):
+        status, _, err = run("plan", tmp_path, *options)
         assert status == 1
-        assert said in err
+        assert message in err
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("options", "message"),
     [
         (("--mesh", "tensor=3"), "num_attention_heads 2 is not divisible by tensor=3"),
         (("--mesh", "pipe=2"), "mesh must look like data=2,tensor=4"),
@@ -90,9 +93,9 @@ def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Pat
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_a_line(
-    run: Run, asked: tuple[str, ...], said: str
+    run: Run, options: tuple[str, ...], message: str
 ) -> None:
-    status, _, err = run("plan", "demo:llama", *asked)
+    status, _, err = run("plan", "demo:llama", *options)
     assert status == 1
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Two real processes that run one command of `jaxllm`, as two machines would."""
+"""Fixtures that run one `jaxllm` command in two processes, as on two machines."""
 
 import os
 import signal
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
-WITHIN = 60  # seconds, in which whatever happens to a group each of its processes must have ended
+WITHIN = 60  # seconds within which every process of a failed group must exit
 
 
 class Ended(NamedTuple):
-    """How a process ended."""
+    """Exit status and output of a process."""
 
     status: int
     out: str
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start one process of a group; what still runs at the end of the test is ended."""
+    """Return a function that starts one process of a group; kill the rest after the test."""
     begun: list[Started] = []
 
     def started(
@@ -68,26 +68,26 @@ def start() -> Iterator[Start]:
 
 
 def ended(process: Started, text: str | None = None) -> Ended:
-    """What a process said until its end, for which it has a minute."""
+    """Wait up to a minute for a process to exit; return its status and output."""
     out, err = process.communicate(text, timeout=WITHIN)
     return Ended(process.returncode, out, err)
 
 
 def together(start: Start, *arguments: str) -> list[Ended]:
-    """The same command in two processes, to its end."""
+    """Run one command in two processes until both exit."""
     port = free_port()
     every = [start(port, 2, number, *arguments) for number in (0, 1)]
     return [ended(process) for process in every]
 
 
 def child_of(process: Started) -> int:
-    """The process that runs the command under the guard that was started."""
+    """Return the id of the process that runs the command under the supervisor."""
     for _ in range(200):
         with open(f"/proc/{process.pid}/task/{process.pid}/children") as file:
             if numbers := file.read().split():
                 return int(numbers[0])
         time.sleep(0.05)
-    raise AssertionError("no child")
+    raise AssertionError("the supervisor has no child process")
 
 
 def kill(number: int) -> None:

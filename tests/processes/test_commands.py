@@ -1,4 +1,4 @@
-"""Commands that ask a model over two processes: what they say is what one process says."""
+"""Commands that run a model over two processes print what a single process prints."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ from tests.twins import save_random
 TALK = "Once upon a time\n/reset\n\nOne day\nAnd then?\n"
 
 
-def as_near(found: Any) -> Any:
-    """The same but for the last bits of its numbers."""
-    if isinstance(found, dict):
-        return {name: as_near(x) for name, x in found.items()}
-    if isinstance(found, list):
-        return [as_near(x) for x in found]
-    return pytest.approx(found, rel=1e-3, abs=1e-6) if isinstance(found, float) else found
+def approximate(value: Any) -> Any:
+    """Wrap every float of a JSON value in pytest.approx."""
+    if isinstance(value, dict):
+        return {name: approximate(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [approximate(x) for x in value]
+    return pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float) else value
 
 
 @pytest.mark.full
@@ -27,13 +27,13 @@ def test_what_is_typed_into_the_first_all_answer(
     start: Start, run: Run, shallow_demos: Path
 ) -> None:
     port = free_port()
-    asked = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
-    status, said, err = run(*asked, stdin=TALK)
-    assert status == 0 and said.count("\n") == 3, err
-    both = [start(port, 2, number, *asked, "--mesh", "tensor=2") for number in (0, 1)]
+    command = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
+    status, out_text, err = run(*command, stdin=TALK)
+    assert status == 0 and out_text.count("\n") == 3, err
+    both = [start(port, 2, number, *command, "--mesh", "tensor=2") for number in (0, 1)]
     assert both[1].stdin is not None
     both[1].stdin.write("Something else\n")
-    assert ended(both[0], TALK) == (0, said, "all messages removed\n")
+    assert ended(both[0], TALK) == (0, out_text, "all messages removed\n")
     assert ended(both[1])[:2] == (0, "")
 
 
@@ -43,12 +43,12 @@ def test_if_one_is_killed_while_a_person_thinks_the_other_ends_with_a_line(
     start: Start, shallow_demos: Path, killed: int
 ) -> None:
     port = free_port()
-    asked = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
-    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    command = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
+    both = [start(port, 2, number, *command) for number in (0, 1)]
     assert both[0].stdin is not None and both[0].stdout is not None
     both[0].stdin.write("Once\n")
     both[0].stdin.flush()
-    both[0].stdout.read(1)  # it answers, and then waits for more
+    both[0].stdout.read(1)  # it replies, and then waits for input
     kill(both[killed].pid)
     other = both[1 - killed]
     status = other.wait(60)
@@ -64,26 +64,28 @@ def test_a_reference_is_run_once_and_all_come_to_the_same(
     model = tmp_path / "model"
     save_random(model, "llama", num_hidden_layers=2)
     sizes = "--length", "12", "-n", "4", "--json"
-    (status, said, err), other = together(start, "verify", str(model), "--mesh", "stage=2", *sizes)
+    (status, out_text, err), other = together(
+        start, "verify", str(model), "--mesh", "stage=2", *sizes
+    )
     assert status == 0, err
     assert other[:2] == (0, "")
-    report = json.loads(said)
+    report = json.loads(out_text)
     expected = json.loads(run("verify", model, *sizes)[1])
     assert report["holds"] and report["greedy"] == expected["greedy"]
     assert [s["name"] for s in report["stages"]] == [s["name"] for s in expected["stages"]]
-    asked = "verify", str(model), "--quantize", "int8", "--mesh", "tensor=2", "--against"
-    status, said, err = run("verify", model, "--quantize", "int8", "--against", model, *sizes)
+    command = "verify", str(model), "--quantize", "int8", "--mesh", "tensor=2", "--against"
+    status, out_text, err = run("verify", model, "--quantize", "int8", "--against", model, *sizes)
     assert status == 1, err
-    found, other = together(start, *asked, str(model), *sizes)
+    found, other = together(start, *command, str(model), *sizes)
     assert found.status == 1 and other[:2] == (1, "")
     drifts = [
         [stage["relative_rms"] for stage in json.loads(text)["stages"]]
-        for text in (found.out, said)
+        for text in (found.out, out_text)
     ]
     assert drifts[0] == pytest.approx(drifts[1], rel=0.05, abs=1e-6)
-    for again in together(start, *asked, str(tmp_path / "none"), *sizes):
-        assert again.status == 1 and again.out == ""
-        assert "none" in again.err.splitlines()[-1], again.err
+    for failed in together(start, *command, str(tmp_path / "none"), *sizes):
+        assert failed.status == 1 and failed.out == ""
+        assert "none" in failed.err.splitlines()[-1], failed.err
 
 
 @pytest.mark.full
@@ -91,17 +93,17 @@ def test_a_reference_is_run_once_and_all_come_to_the_same(
 def test_vectors_of_two_processes_hold_in_one_and_the_other_way_round(
     start: Start, run: Run, tmp_path: Path, mesh: str
 ) -> None:
-    model, made, alone = str(tmp_path / "model"), tmp_path / "made", tmp_path / "alone"
+    model, made, single = str(tmp_path / "model"), tmp_path / "made", tmp_path / "single"
     save_random(Path(model), "llama", num_hidden_layers=2)
-    assert run("vectors", "make", model, alone, "--from", "transformers")[0] == 0
+    assert run("vectors", "make", model, single, "--from", "transformers")[0] == 0
     (status, _, err), other = together(start, "vectors", "make", model, str(made), "--mesh", mesh)
     assert (status, err) == (0, f"wrote {made}\n")
     assert other == (0, "", "")
     assert sorted(path.name for path in made.iterdir()) == ["vectors.json", "vectors.safetensors"]
     assert run("vectors", "check", model, made)[0] == 0
-    asked = "vectors", "check", model, str(alone), "--mesh", mesh
-    (status, said, err), other = together(start, *asked)
-    assert status == 0 and said.endswith("\nholds\n"), err + said
+    command = "vectors", "check", model, str(single), "--mesh", mesh
+    (status, out_text, err), other = together(start, *command)
+    assert status == 0 and out_text.endswith("\nholds\n"), err + out_text
     assert other == (0, "", "")
 
 
@@ -111,14 +113,16 @@ def test_sensitivity_ranks_as_one_process_does(
 ) -> None:
     text, plot = tmp_path / "text", tmp_path / "plot.png"
     text.write_text("Once upon a time there was a boat. " * 12)
-    asked = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
-    given = *asked, "--dtype", "float32", "--format", "int3-g32", "--json"
-    status, said, err = run(*given)
+    command = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
+    arguments = *command, "--dtype", "float32", "--format", "int3-g32", "--json"
+    status, out_text, err = run(*arguments)
     assert status == 0, err
-    (status, found, err), other = together(start, *given, "--mesh", "stage=2", "--plot", str(plot))
+    (status, found, err), other = together(
+        start, *arguments, "--mesh", "stage=2", "--plot", str(plot)
+    )
     assert status == 0, err
     assert other == (0, "", "")
-    assert json.loads(found) == as_near(json.loads(said))
+    assert json.loads(found) == approximate(json.loads(out_text))
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -127,9 +131,9 @@ def test_recall_counts_what_one_process_counts(
     start: Start, run: Run, shallow_demos: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "recall.json"
-    # In float16, as the file is, two rows of a batch alone differ from the same among four by 2e-4.
-    asked = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
-    more = (
+    # In float16, the dtype of the file, a batch of two rows differs from one of four by 2e-4.
+    command = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
+    options = (
         "--dtype",
         "float32",
         "--texts",
@@ -141,16 +145,16 @@ def test_recall_counts_what_one_process_counts(
         "--slots",
         "32",
     )
-    status, said, err = run(*asked, *more, "--json")
+    status, out_text, err = run(*command, *options, "--json")
     assert status == 0, err
-    expected = json.loads(said)["cells"]
-    (status, said, err), other = together(
-        start, *asked, *more, "--json", "--mesh", "data=2", "--out", str(out)
+    expected = json.loads(out_text)["cells"]
+    (status, out_text, err), other = together(
+        start, *command, *options, "--json", "--mesh", "data=2", "--out", str(out)
     )
     assert status == 0, err
     assert other == (0, "", "")
-    assert json.loads(out.read_text()) == json.loads(said)
-    assert json.loads(said)["cells"] == [
+    assert json.loads(out.read_text()) == json.loads(out_text)
+    assert json.loads(out_text)["cells"] == [
         {
             name: pytest.approx(x, rel=1e-5, abs=1e-6) if isinstance(x, float) else x
             for name, x in cell.items()
@@ -161,11 +165,11 @@ def test_recall_counts_what_one_process_counts(
 
 @pytest.mark.full
 def test_bench_times_all_processes_and_one_says_it(start: Start, shallow_demos: Path) -> None:
-    asked = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
+    command = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
     sizes = "--prompts", "8", "--decode", "4", "--depths", "0,8", "--batches", "1", "-r", "1"
-    (status, said, err), other = together(start, *asked, *sizes)
+    (status, out_text, err), other = together(start, *command, *sizes)
     assert status == 0, err
     assert other == (0, "", "")
-    rows = json.loads(said)["rows"]
+    rows = json.loads(out_text)["rows"]
     assert [row["test"] for row in rows] == ["pp8", "tg4", "tg4 @ d8"]
     assert all(row["tokens_per_second"] > 0 for row in rows)

@@ -1,4 +1,4 @@
-"""Copies of weights that several processes have: what is read of them, and what is found."""
+"""Weight replicas across processes: which parts are checksummed, and how differences are found."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def tensors(**arrays: np.ndarray) -> dict[str, LazyTensor]:
 @pytest.mark.parametrize("at", [0, 700_001, BLOCK_BYTES // 4 + 5, -1])
 def test_one_bit_of_one_number_is_found_wherever_it_is(at: int) -> None:
     array = np.random.default_rng(0).standard_normal((1100, 1031)).astype(np.float32)
-    assert array.nbytes > BLOCK_BYTES  # more than is looked at at once
+    assert array.nbytes > BLOCK_BYTES  # more than one block
     other = array.copy()
     other.reshape(-1).view(np.uint32)[at] ^= 1
     one, two = (checksum_tensors(tensors(a=array[:5], w=x)) for x in (array, other))
@@ -39,18 +39,18 @@ def test_one_bit_of_one_number_is_found_wherever_it_is(at: int) -> None:
 def test_what_shares_a_copy_reads_a_part_each_and_all_is_compared() -> None:
     """Three processes: two of one machine, one of another."""
     sizes = {"a": 40, "b": 30, "c": 20, "d": 10, "e": 1}
-    some = tensors(**{name: np.arange(n, dtype=np.float32) for name, n in sizes.items()})
-    parts = divide_tensors(some, 2)
+    weights = tensors(**{name: np.arange(n, dtype=np.float32) for name, n in sizes.items()})
+    parts = divide_tensors(weights, 2)
     assert sorted(parts[0] + parts[1]) == sorted(sizes)
     assert [sum(sizes[name] for name in part) for part in parts] == [51, 50]
-    first, second = (checksum_tensors({name: some[name] for name in part}) for part in parts)
-    whole = checksum_tensors(some)
-    assert describe_differences([(HERE, first), (HERE, second), (THERE, whole)]) == ""
+    first, second = (checksum_tensors({name: weights[name] for name in part}) for part in parts)
+    all_sums = checksum_tensors(weights)
+    assert describe_differences([(HERE, first), (HERE, second), (THERE, all_sums)]) == ""
     for name in sizes:
-        wrong = {**whole, name: whole[name] ^ 1}
-        said = describe_differences([(HERE, first), (HERE, second), (THERE, wrong)])
-        assert said == f"the weights {name} in process 2 differ from those in process 0"
-    every = {name: x ^ 1 for name, x in whole.items()}
+        wrong = {**all_sums, name: all_sums[name] ^ 1}
+        message = describe_differences([(HERE, first), (HERE, second), (THERE, wrong)])
+        assert message == f"the weights {name} in process 2 differ from those in process 0"
+    every = {name: x ^ 1 for name, x in all_sums.items()}
     assert "a, b, c and 2 more in process 2" in describe_differences(
         [(HERE, first), (HERE, second), (THERE, every)]
     )
@@ -65,13 +65,13 @@ def test_of_no_known_machine_each_has_its_own_copy() -> None:
 def test_a_copy_is_known_by_its_files(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1234")
-    known = identify_copy(tmp_path)
-    assert known == identify_copy(file) == identify_copy(tmp_path)
+    identity = identify_copy(tmp_path)
+    assert identity == identify_copy(file) == identify_copy(tmp_path)
     (tmp_path / "other").mkdir()
-    assert known == identify_copy(tmp_path)
+    assert identity == identify_copy(tmp_path)
     file.unlink()
     file.write_bytes(b"12345")
-    assert not known or known != identify_copy(tmp_path)
+    assert not identity or identity != identify_copy(tmp_path)
 
 
 def test_one_process_reads_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A model over two processes on every axis of a mesh: what it says is what one process says."""
+"""A model over two processes, on every mesh axis, gives the results of a single process."""
 
 import json
 import os
@@ -15,27 +15,27 @@ import jaxllm
 from tests.processes.conftest import WITHIN, free_port
 from tests.twins import save_random
 
-# Asked of a model on each mesh, and of the same model in one process.
-ASKED = """
-def asked(lm, names):
+# Runs on each mesh, and in a single process.
+RUN = """
+def run(lm, names):
     one, four = [5, 9, 3, 7, 11, 2, 8, 4, 6], [[7, 3, 9], [4], [8, 6, 2, 1], [11, 12]]
     greedy = {"eos_token_id": [], "max_new_tokens": 7}
-    drawn = {**greedy, "do_sample": True, "temperature": 0.8, "seed": 3}
-    known = {
+    sampled = {**greedy, "do_sample": True, "temperature": 0.8, "seed": 3}
+    runs = {
         "one": lambda: lm.generate(one, **greedy).tokens,
-        "several": lambda: [found.tokens for found in lm.generate(four, **greedy)],
-        "drawn": lambda: [found.tokens for found in lm.generate(four, **drawn)],
+        "several": lambda: [x.tokens for x in lm.generate(four, **greedy)],
+        "sampled": lambda: [x.tokens for x in lm.generate(four, **sampled)],
         "streamed": lambda: [piece.token for piece in lm.stream(one, **greedy)],
         "beams": lambda: lm.generate(one, num_beams=2, **greedy).tokens,
         "likelihood": lambda: lm.log_probs(one).tolist(),
         "vectors": lambda: lm.embed(four).tolist(),
     }
-    return {name: known[name]() for name in names}
+    return {name: runs[name]() for name in names}
 """
 PROGRAM = f"""
 import json, sys
 from jaxllm.runtime.multihost import Group, join_group
-{ASKED}
+{RUN}
 address, number, model, options, names, *meshes = sys.argv[1:]
 join_group(Group(address, 2, int(number)))
 import jax, jaxllm
@@ -44,23 +44,23 @@ found = {{}}
 for mesh in meshes:
     lm = jaxllm.load(model, dtype="float32", mesh=mesh, **json.loads(options))
     held, total = bytes_per_device(lm.params), sum(x.nbytes for x in jax.tree.leaves(lm.params))
-    found[mesh] = {{"share": sum(held.values()) / total / len(held), **asked(lm, names.split(","))}}
-print(json.dumps(found), file=sys.__stdout__, flush=True)  # `join_group` takes the others'
+    found[mesh] = {{"share": sum(held.values()) / total / len(held), **run(lm, names.split(","))}}
+print(json.dumps(found), file=sys.__stdout__, flush=True)  # `join_group` redirects stdout
 jax.distributed.shutdown()
 """
-TEXTS = ("one", "several", "drawn", "streamed", "beams")  # ids, where numbers differ by rounding
+TEXTS = ("one", "several", "sampled", "streamed", "beams")  # token ids; the rest differ by rounding
 ALL = (*TEXTS, "likelihood", "vectors")
 
 
 def both(
     model: Path, devices: int, names: Sequence[str], meshes: Sequence[str], **options: Any
 ) -> list[dict[str, Any]]:
-    """What each of two processes is told on each mesh, with so many devices each."""
+    """Run two processes with `devices` devices each; return the results of each on each mesh."""
     address = f"127.0.0.1:{free_port()}"
-    given = str(model), json.dumps(options), ",".join(names), *meshes
+    arguments = str(model), json.dumps(options), ",".join(names), *meshes
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(number), *given],
+            [sys.executable, "-c", PROGRAM, address, str(number), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -78,8 +78,8 @@ def both(
 
 def expected(model: Path, names: Sequence[str], **options: Any) -> Any:
     scope: dict[str, Callable[..., Any]] = {}
-    exec(ASKED, scope)
-    return scope["asked"](jaxllm.load(model, dtype="float32", **options), names)
+    exec(RUN, scope)
+    return scope["run"](jaxllm.load(model, dtype="float32", **options), names)
 
 
 FULL = pytest.mark.full
@@ -116,14 +116,14 @@ def test_every_axis_goes_over_processes(
 ) -> None:
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
     save_random(tmp_path, family, **{layers: 2}, **changes)
-    alone = expected(tmp_path, names, **options)
-    for mine in both(tmp_path, devices, names, meshes, **options):
+    single = expected(tmp_path, names, **options)
+    for results in both(tmp_path, devices, names, meshes, **options):
         for mesh in meshes:
-            found = mine[mesh]
+            found = results[mesh]
             for name in names:
                 if name in TEXTS:
-                    assert found[name] == alone[name], (mesh, name)
+                    assert found[name] == single[name], (mesh, name)
                 else:
-                    np.testing.assert_allclose(found[name], alone[name], rtol=1e-4, atol=2e-4)
-            if "data" not in mesh and "sequence" not in mesh:  # which have weights whole
+                    np.testing.assert_allclose(found[name], single[name], rtol=1e-4, atol=2e-4)
+            if "data" not in mesh and "sequence" not in mesh:  # these axes replicate the weights
                 assert found["share"] < 0.8, mesh

@@ -1,4 +1,4 @@
-"""A group of processes: how it is named, what is compared, and how its end is told."""
+"""Process groups: options, agreement checks, and the error for a failed group."""
 
 import numpy as np
 import pytest
@@ -94,10 +94,10 @@ def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None
 
 def test_of_one_process_nothing_is_asked() -> None:
     assert not multihost.is_multiprocess()
-    assert multihost.broadcast_from_zero(lambda: "mine") == "mine"
+    assert multihost.broadcast_from_zero(lambda: "value") == "value"
     done: list[str] = []
-    multihost.run_on_process_zero(lambda: done.append("it"))
-    assert done == ["it"]
+    multihost.run_on_process_zero(lambda: done.append("done"))
+    assert done == ["done"]
     assert multihost.broadcast_arrays(lambda: {"x": np.ones(2)})["x"].tolist() == [1, 1]
     assert multihost.all_gather_objects([1, "a"]) == [[1, "a"]]
     multihost.check_processes_agree({"anything": object()})
@@ -114,7 +114,7 @@ def test_processes_differ_in_their_number_alone(arguments: list[str]) -> None:
     assert drop_process_option(arguments) == ["--distributed", AT, "generate", "-p", "x"]
 
 
-# As jaxlib 0.10.2 says it.
+# Messages of jaxlib 0.10.2.
 SILENT = """E1123 coordination_service_agent.cc:289] Polled an error from coordination service.
 F1123 client.h:80] Terminating process because the JAX distributed service detected fatal errors.\
  absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
@@ -124,11 +124,11 @@ The tasks have crashed. Check the task logs for an earlier error.
 
 RPC: /xla.coordination.CoordinationService/PollForError
 """
-GONE = """absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the leader
+LOST = """absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either the leader
 task was preempted. RPC: /xla.coordination.CoordinationService/PollForError
 :UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}
 """
-ABSENT = """absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
+NOT_JOINED = """absl::Status: DEADLINE_EXCEEDED: Deadline Exceeded
 
 RPC: /xla.coordination.CoordinationService/RegisterTask
 """
@@ -146,15 +146,15 @@ RPC: /xla.coordination.CoordinationService/RegisterTask
             SILENT,
             "processes 1, 2 of the group of 3 processes at 10.0.0.1:7070 sent no heartbeat",
         ),
-        (GONE, "process 0 of the group"),
-        (ABSENT, "was not complete within"),
+        (LOST, "process 0 of the group"),
+        (NOT_JOINED, "was not complete within"),
         (TWICE, "two processes have --process 1"),
         ("Gloo all-reduce failed: Connection closed by peer", "another process of the group"),
     ],
 )
 def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
-    said = supervisor.explain_failure(text, Group(AT, 3, 1))
-    assert words in said and "\n" not in said
+    message = supervisor.explain_failure(text, Group(AT, 3, 1))
+    assert words in message and "\n" not in message
 
 
 def test_of_two_the_other_one_is_gone() -> None:

@@ -1,4 +1,4 @@
-"""Training by two processes: the losses, the state and the result of one."""
+"""Training over two processes: losses, state and results equal those of one process."""
 
 import json
 import os
@@ -20,13 +20,18 @@ from tests.twins import save_random
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
-SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 256}  # shares are whole groups
-COMPUTED = ("dora", "after", "entries", "distill")  # by the model that is on a mesh
+SIZES = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 256,
+}  # shares are multiples of the group size
+# The model computes their initial state, with different rounding on each mesh.
+COMPUTED = ("dora", "after", "entries", "distill")
 WRITTEN = {"lora": ADAPTER, "dora": ADAPTER, "after": ADAPTER, "prompt": "", "entries": ""}
 
 
 def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[Any]:
-    """What two processes say of runs, one after the other; both say the same."""
+    """Run `each` in two processes, one run after another; return the results, equal in both."""
     address = f"127.0.0.1:{free_port()}"
     given = str(model), str(out), json.dumps(each)
     processes = [
@@ -42,20 +47,22 @@ def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[An
     ]
     found = []
     for process in processes:
-        said, err = process.communicate(timeout=3 * WITHIN)
+        out_text, err = process.communicate(timeout=3 * WITHIN)
         assert process.returncode == 0, err
-        found.append(json.loads(said.splitlines()[-1]))
+        found.append(json.loads(out_text.splitlines()[-1]))
     assert found[0] == found[1]
     return list(found[0])
 
 
-def assert_as_alone(found: Any, expected: Any, out: Path, alone: Path, kind: str) -> None:
+def assert_equals_single_process(
+    found: Any, expected: Any, out: Path, single: Path, kind: str
+) -> None:
     for mine, theirs in zip(found["records"], expected["records"], strict=True):
         assert mine == pytest.approx(theirs, rel=5e-4)
     name = WRITTEN.get(kind, "model.safetensors")
-    weights, others = (load_file(folder / name) for folder in (out, alone))
+    weights, others = (load_file(folder / name) for folder in (out, single))
     assert weights.keys() == others.keys()
-    if kind == "qat":  # integers: what lies near a border may be on its other side
+    if kind == "qat":  # integers near a rounding boundary may differ by one
         assert sum((weights[n] != x).sum() for n, x in others.items() if "data" in n) < 50
         return
     for name, x in others.items():
@@ -86,20 +93,20 @@ def test_two_processes_train_as_one_and_go_on_from_its_state(
     """One process begins, two go on, on one mesh after another, and write what one would have. What
     some begin with was computed, to other bits on another mesh.
     """
-    model, alone, out = (tmp_path / name for name in ("model", "alone", "out"))
-    if kind in ("distill", "recorded"):  # which compare tokenizers
+    model, single, out = (tmp_path / name for name in ("model", "single", "out"))
+    if kind in ("distill", "recorded"):  # distillation compares tokenizers
         shutil.copytree(shallow_demos / "llama", model)
     else:
         save_random(model, "llama", num_hidden_layers=2, **SIZES)
-    expected = training.run(str(model), alone, kind=kind)
+    expected = training.run(str(model), single, kind=kind)
     assert kind in COMPUTED or training.run(str(model), out, kind=kind, stop=1) is None
     found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
     assert found[:-1] == [None] * (len(hows) - 1)
-    assert found[-1]["said"].startswith("resuming after step ")
-    assert_as_alone(found[-1], expected, out, alone, kind)
+    assert found[-1]["first_line"].startswith("resuming after step ")
+    assert_equals_single_process(found[-1], expected, out, single, kind)
     assert not out.with_name("out.parts").exists()
     left = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".taught")
-    assert left == ["alone", "model", "out"]
+    assert left == ["model", "out", "single"]
 
 
 @pytest.mark.full
@@ -109,8 +116,18 @@ def test_an_adapter_beside_stages_of_other_processes_is_refused(
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     save_random(model, "llama", num_hidden_layers=2)
     training.run(str(model), adapter, kind="lora")
-    asked = "generate", "-m", str(model), "--adapter", str(adapter), "--mesh", "stage=2", "-p", "x"
-    for found in together(start, *asked):
+    command = (
+        "generate",
+        "-m",
+        str(model),
+        "--adapter",
+        str(adapter),
+        "--mesh",
+        "stage=2",
+        "-p",
+        "x",
+    )
+    for found in together(start, *command):
         assert (found.status, found.out) == (1, ""), found.err
         assert "jaxllm merge" in found.err and "stage=1" in found.err
 
@@ -119,8 +136,8 @@ STORY = "Once there was a little girl who had a red ball and a big dog.\n"
 
 
 @pytest.fixture
-def asked(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
-    """A command that trains, but for where to and how long."""
+def command(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
+    """Return a train command without output directory and number of steps."""
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{number}. {STORY}" for number in range(24)), "utf-8")
     given = "--data", str(text), "--length", "32", "--batch-size", "4", "--mesh", "data=2", "--fsdp"
@@ -129,9 +146,9 @@ def asked(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.mark.full
 def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
-    start: Start, run: Run, asked: tuple[str, ...], tmp_path: Path
+    start: Start, run: Run, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    train, kind, model, *more = asked
+    train, kind, model, *more = command
     out, one, report, other, plot = (
         tmp_path / name for name in ("out", "one", "report.json", "other.json", "plot.png")
     )
@@ -150,17 +167,17 @@ def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
     np.testing.assert_allclose(learned, others, atol=3e-4)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*part*"))
-    for again in together(start, *given):
-        assert (again.status, again.out) == (1, "")
-        assert again.err.startswith(f"jaxllm: {out} already holds a result"), again.err
+    for refused in together(start, *given):
+        assert (refused.status, refused.out) == (1, "")
+        assert refused.err.startswith(f"jaxllm: {out} already holds a result"), refused.err
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
-    start: Start, asked: tuple[str, ...], tmp_path: Path, killed: int
+    start: Start, command: tuple[str, ...], tmp_path: Path, killed: int
 ) -> None:
-    train, kind, model, *more = asked
+    train, kind, model, *more = command
     given = train, kind, model, str(tmp_path / "out"), *more
     port = free_port()
     shown = "--steps", "100000", "--evaluate-every", "1"
@@ -178,9 +195,9 @@ def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
 
 @pytest.mark.full
 def test_processes_with_other_data_refuse_each_other(
-    start: Start, asked: tuple[str, ...], tmp_path: Path
+    start: Start, command: tuple[str, ...], tmp_path: Path
 ) -> None:
-    folders, (train, kind, model, *more) = [tmp_path / "0", tmp_path / "1"], asked
+    folders, (train, kind, model, *more) = [tmp_path / "0", tmp_path / "1"], command
     for number, folder in enumerate(folders):
         folder.mkdir()
         (folder / "story.txt").write_text(STORY * (20 + number))

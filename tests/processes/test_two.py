@@ -1,4 +1,4 @@
-"""Two processes, one model: what they write, and how both end when something is wrong with one."""
+"""One model over two processes: output, and how both end if one fails or differs."""
 
 import json
 import os
@@ -22,8 +22,8 @@ def model(shallow_demos: Path) -> Path:
     return shallow_demos / "llama"
 
 
-def refused(process: Started, *words: str) -> None:
-    """The process ends with one line that says so."""
+def assert_refused(process: Started, *words: str) -> None:
+    """Check that the process exits with a one-line error that contains `words`."""
     status, out, err = ended(process)
     assert status == 1 and not out, err
     assert err.startswith("jaxllm: ") and err.count("\n") == 1, err
@@ -34,8 +34,8 @@ def refused(process: Started, *words: str) -> None:
 def test_two_processes_write_once_what_one_does(start: Start, model: Path) -> None:
     """The first reads stdin and writes; the other's stdin is nobody's."""
     port = free_port()
-    asked = "generate", "-m", str(model), *MESH, "-p", "-", "-n", "12", "--json"
-    first, second = (start(port, 2, number, *asked) for number in (0, 1))
+    command = "generate", "-m", str(model), *MESH, "-p", "-", "-n", "12", "--json"
+    first, second = (start(port, 2, number, *command) for number in (0, 1))
     status, out, err = ended(first, PROMPT)
     assert status == 0, err
     assert (
@@ -49,10 +49,21 @@ def test_if_one_is_killed_the_other_ends_with_a_line(
     start: Start, model: Path, killed: int
 ) -> None:
     port = free_port()
-    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT, "-n", "400", "-o", "eos_token_id=[]"
-    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    command = (
+        "generate",
+        "-m",
+        str(model),
+        *MESH,
+        "-p",
+        PROMPT,
+        "-n",
+        "400",
+        "-o",
+        "eos_token_id=[]",
+    )
+    both = [start(port, 2, number, *command) for number in (0, 1)]
     assert both[0].stdout is not None
-    both[0].stdout.read(1)  # it generates
+    both[0].stdout.read(1)  # generation has started
     kill(both[killed].pid)
     status, _, err = ended(both[1 - killed])
     assert status == 1, err
@@ -64,8 +75,19 @@ def test_if_one_is_killed_the_other_ends_with_a_line(
 def test_if_one_hangs_the_other_ends_with_its_number(start: Start, model: Path) -> None:
     """Its sockets stay open, so nothing but its silence tells."""
     port = free_port()
-    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT, "-n", "400", "-o", "eos_token_id=[]"
-    both = [start(port, 2, number, *asked) for number in (0, 1)]
+    command = (
+        "generate",
+        "-m",
+        str(model),
+        *MESH,
+        "-p",
+        PROMPT,
+        "-n",
+        "400",
+        "-o",
+        "eos_token_id=[]",
+    )
+    both = [start(port, 2, number, *command) for number in (0, 1)]
     assert both[0].stdout is not None
     both[0].stdout.read(1)
     child = child_of(both[1])
@@ -79,14 +101,14 @@ def test_if_one_hangs_the_other_ends_with_its_number(start: Start, model: Path) 
 def test_rows_are_split_over_processes(start: Start, model: Path, tmp_path: Path) -> None:
     """Beams, drawn texts and embeddings: as in one process."""
     lm = jaxllm.load(model)
-    asked = "-m", str(model), "--mesh", "data=2", "-p", PROMPT, "-n", "8"
+    command = "-m", str(model), "--mesh", "data=2", "-p", PROMPT, "-n", "8"
     more = [
         {"do_sample": True, "seed": 5, "num_return_sequences": 4},
         {"num_beams": 4, "num_return_sequences": 2},
     ]
     for options in more:
         given = [word for k, v in options.items() for word in ("-o", f"{k}={json.dumps(v)}")]
-        (status, out, err), other = together(start, "generate", *asked, "--json", *given)
+        (status, out, err), other = together(start, "generate", *command, "--json", *given)
         assert status == 0, err
         assert other == (0, "", "")
         expected = lm.generate(PROMPT, max_new_tokens=8, **options)
@@ -118,10 +140,12 @@ def test_processes_with_one_other_number_refuse_each_other(
     bits = tensors[name].reshape(-1).view(np.uint8)
     bits[bits.size // 2] ^= 1
     save_file(tensors, folders[1] / "model" / "model.safetensors", {"format": "pt"})
-    asked = "generate", "-m", "model", *MESH, "-p", PROMPT, "-n", "4"
-    both = [start(port, 2, number, *asked, cwd=folder) for number, folder in enumerate(folders)]
+    command = "generate", "-m", "model", *MESH, "-p", PROMPT, "-n", "4"
+    both = [start(port, 2, number, *command, cwd=folder) for number, folder in enumerate(folders)]
     for process in both:
-        refused(process, "the weights layers.1.mlp.up_proj.weight in process 1 are not those")
+        assert_refused(
+            process, "the weights layers.1.mlp.up_proj.weight in process 1 are not those"
+        )
 
 
 @pytest.mark.full
@@ -129,18 +153,18 @@ def test_processes_that_are_asked_for_other_things_refuse_each_other(
     start: Start, model: Path
 ) -> None:
     port = free_port()
-    asked = "generate", "-m", str(model), *MESH, "-p"
-    both = [start(port, 2, n, *asked, text) for n, text in enumerate(("One", "Two"))]
+    command = "generate", "-m", str(model), *MESH, "-p"
+    both = [start(port, 2, n, *command, text) for n, text in enumerate(("One", "Two"))]
     for process in both:
-        refused(process, "command: ", "One in process 0", "Two in process 1")
+        assert_refused(process, "command: ", "One in process 0", "Two in process 1")
 
 
 @pytest.mark.full
 def test_a_mesh_must_be_of_all_processes_devices(start: Start, model: Path) -> None:
     port = free_port()
-    asked = "generate", "-m", str(model), "--mesh", "data=4", "-p", PROMPT
-    for process in [start(port, 2, number, *asked) for number in (0, 1)]:
-        refused(process, "data=4", "4 devices", "2 processes have 2")
+    command = "generate", "-m", str(model), "--mesh", "data=4", "-p", PROMPT
+    for process in [start(port, 2, number, *command) for number in (0, 1)]:
+        assert_refused(process, "data=4", "4 devices", "2 processes have 2")
 
 
 @pytest.mark.full
@@ -149,6 +173,6 @@ def test_a_group_that_is_not_complete_is_an_error_within_a_minute(
     start: Start, model: Path, numbers: tuple[int, ...]
 ) -> None:
     port = free_port()
-    asked = "generate", "-m", str(model), *MESH, "-p", PROMPT
-    for process in [start(port, 3, number, *asked) for number in numbers]:
-        refused(process, "the group of 3 processes")
+    command = "generate", "-m", str(model), *MESH, "-p", PROMPT
+    for process in [start(port, 3, number, *command) for number in numbers]:
+        assert_refused(process, "the group of 3 processes")

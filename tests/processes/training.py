@@ -1,4 +1,4 @@
-"""A run of training that two processes do together, or one alone: where it stops, what it says."""
+"""Training run for test_training.py, in one process or as a program of two."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ class Texts:
 
 
 class Stopped(Exception):
-    pass
+    """Raised to interrupt a run after a given step."""
 
 
 def adapter(lm: LM, dora: bool = False) -> TrainJob:
@@ -53,10 +53,10 @@ def adapter(lm: LM, dora: bool = False) -> TrainJob:
     return jobs.lora(lm, config, seed=1)
 
 
-def student(lm: LM, directory: Path, **asked: Any) -> TrainJob:
+def student(lm: LM, directory: Path, **options: Any) -> TrainJob:
     part = teachers.make_student(lm, StudentSize(layers=1, channels=64), Texts())
-    asked_for = Distillation(**asked)
-    return distill(lm, part, Texts(), asked_for, eval_data=Texts(), directory=directory, seed=2)
+    config = Distillation(**options)
+    return distill(lm, part, Texts(), config, eval_data=Texts(), directory=directory, seed=2)
 
 
 KINDS: dict[str, Callable[[LM, Path], TrainJob]] = {
@@ -77,14 +77,14 @@ KINDS: dict[str, Callable[[LM, Path], TrainJob]] = {
 def run(
     model: str, out: Path, *, stop: int | None = None, kind: str = "full", **how: Any
 ) -> dict[str, Any] | None:
-    """What came of it; None where it stopped after so many steps, whose state is kept."""
+    """Train and return the records; None if interrupted after `stop` steps, state saved."""
     loop.SAVE_SECONDS = loop.SAVE_FACTOR = 0  # type: ignore[assignment]
-    lm, said = jaxllm.load(model, dtype="float32", **how), list[str]()
+    lm, lines = jaxllm.load(model, dtype="float32", **how), list[str]()
     job = KINDS[kind](lm, out.with_name(f"{out.name}.taught"))
     optimizer = Optimizer(steps=STEPS, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=1e-3)
 
-    def say(line: str) -> None:
-        said.append(line)
+    def log(line: str) -> None:
+        lines.append(line)
         if stop is not None and line.startswith(f"step {stop + 1}:"):
             raise Stopped
 
@@ -92,7 +92,7 @@ def run(
     plan = TrainPlan(steps=STEPS, eval_steps=1)
     try:
         found = jobs.run_job(
-            job, Texts(), optimizer, plan, eval_data=Texts(), directory=parts, log=say,
+            job, Texts(), optimizer, plan, eval_data=Texts(), directory=parts, log=log,
             show_progress=False,
         )  # fmt: skip
     except Stopped:
@@ -100,7 +100,7 @@ def run(
     job.finish(found.params, out)
     jobs.delete_state(parts)
     records = [[r.step, r.loss, r.norm, r.held_out] for r in found.records]
-    return {"records": records, "said": said[0]}
+    return {"records": records, "first_line": lines[0]}
 
 
 if __name__ == "__main__":

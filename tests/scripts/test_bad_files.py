@@ -1,4 +1,4 @@
-"""Wrong files on the commands: the short form of scripts/tools/bad_files.py."""
+"""Invalid files given to commands: a short run of scripts/tools/bad_files.py."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from scripts.tools.bad_files import READS, answered
 
-QUICK = [c for c in READS if " demo:" not in c and "-n 2" not in c]  # nothing is loaded
+QUICK = [c for c in READS if " demo:" not in c and "-n 2" not in c]  # these load no model
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "junk", "directory"])

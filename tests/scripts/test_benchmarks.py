@@ -1,4 +1,4 @@
-"""Benchmarks at the smallest size: they run, and give a figure where a figure belongs."""
+"""Benchmarks at the smallest size: they run and print plausible figures."""
 
 import json
 import sys
@@ -97,7 +97,7 @@ def test_load_time_measures_a_process() -> None:
     seconds, resident, own = load_time.run(command, {})
     assert seconds > 0.3
     assert 0.1 < own < 0.2
-    assert own < resident  # of the process that started it, too, where that is larger
+    assert own < resident  # includes the parent process if that is larger
 
 
 def test_family_speed_writes_a_file_that_decodes(

@@ -1,4 +1,4 @@
-"""The loop leaves the cache alone, its captures replay, and what it culls is seen no more."""
+"""The context loop never modifies its cache, its captures replay, and culled tokens are masked."""
 
 import dataclasses
 import itertools
@@ -20,13 +20,13 @@ from tests.twins import assert_close, random_model, tokens
 
 STEPS = 22
 BUDGET = Budget(keep=12, sinks=1, recent=4, repair=3)
-ROOMY = Budget(keep=14, sinks=1, recent=2, repair=40)  # repaired to the end of the text
+ROOMY = Budget(keep=14, sinks=1, recent=2, repair=40)  # recomputed to the end of the text
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is compacted after every fourth token."""
+    """Compact the cache after every fourth token."""
     monkeypatch.setattr(context_loop, "SPARE", 4)
 
 
@@ -34,7 +34,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(
     tmp_path: Path, shallow: Any, little_room: None, capsys: pytest.CaptureFixture[str]
 ) -> list[Path]:
-    """The captures of one run on the demo."""
+    """Return the captures of one run on a demo model."""
     options = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k != "decay"}
     context_loop.context_loop(str(shallow("llama")), steps=STEPS, out=tmp_path / "out", **options)
     printed = capsys.readouterr()
@@ -109,7 +109,7 @@ def test_brightness_is_a_moving_average() -> None:
     """It begins with a token's first share."""
     before_P = np.array([0.5, 0.5, np.nan, np.nan], np.float32)
     mass_S = np.array([2.0, 0.0, 0.0, 6.0], np.float32)
-    position_S = np.array([0, -3, -1, 2])  # the token at 1 was culled, a slot is empty
+    position_S = np.array([0, -3, -1, 2])  # the token at position 1 was culled, one slot is empty
     share_P, brightness_P = context_loop.score(before_P, mass_S, position_S, decay=0.75)
     np.testing.assert_array_equal(share_P, np.float32([0.25, np.nan, 0.75, np.nan]))
     np.testing.assert_array_equal(brightness_P, np.float32([0.4375, np.nan, 0.75, np.nan]))

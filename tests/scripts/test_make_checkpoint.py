@@ -1,4 +1,4 @@
-"""Random checkpoints have the published names and shapes, whole or in shards, or are not there."""
+"""Random checkpoints: published names and shapes, shards, and atomic writes."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=sorted(SMALL))
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A kind of checkpoint, made small; its name."""
+    """Shrink a checkpoint kind and return its name."""
     kind: str = request.param
     model = make_checkpoint.KINDS[kind]
     config = model.config | SMALL[kind]
@@ -45,7 +45,7 @@ def test_names_and_shapes_of_the_full_model_are_those_of_transformers(kind: str)
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**model.config)
         theirs = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-    if kind == "gpt2":  # published without the prefix, and tied
+    if kind == "gpt2":  # published without the prefix and with a tied head
         del theirs["lm_head.weight"]
     expected = {k.removeprefix("transformer."): tuple(v.shape) for k, v in theirs.items()}
     assert dict(model.shapes(model.config)) == expected

@@ -1,4 +1,4 @@
-"""Figures of scripts/benchmarks/memory.py, against sizes of arrays."""
+"""Figures of scripts/benchmarks/memory.py against array sizes."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def test_decoding_is_watched(tmp_path: Path) -> None:
         memory.generate, "demo:llama", "int8", "int8", 20, 4, programs=str(tmp_path)
     )
     assert any(tmp_path.iterdir())
-    assert 1.0e6 < weights < 1.6e6  # a million of 8 bits, and the norms
+    assert 1.0e6 < weights < 1.6e6  # a million 8-bit weights, and the norms
     assert 0 < cache < 1e6
     assert 1e8 < loaded <= peak.resident < 1e9
     assert 0 < peak.anonymous < peak.resident
@@ -42,5 +42,5 @@ def test_sharded_logits_take_and_send_less() -> None:
     (took, sharded_took, sent, sharded_sent), _ = memory.run(*arguments, devices=2)
     whole, shard = (4 * 32 * n * 4 for n in (2004, 1002))
     assert took - sharded_took >= whole - shard
-    assert sent - sharded_sent == whole + shard  # gathered, and their gradient scattered
+    assert sent - sharded_sent == whole + shard  # gathered logits, and their scattered gradient
     assert sharded_sent == 0

@@ -1,4 +1,4 @@
-"""The table of faults fits the sources, and a fault is found out."""
+"""The fault tables match the sources, and the mutation script detects faults."""
 
 import shlex
 import subprocess

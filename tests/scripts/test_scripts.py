@@ -1,4 +1,4 @@
-"""All scripts: each is listed in its folder, imports, and names files that exist."""
+"""Every script is listed in its folder, imports, and names existing files."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ def test_script_is_listed_and_names_itself(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"scripts/\w+/\w+\.\w+", text))
     assert [name for name in named if not (ROOT / name).exists()] == []
-    if path.stem != "openvino_engine":  # OpenVINO is not among the requirements
+    if path.stem != "openvino_engine":  # OpenVINO is an optional dependency
         importlib.import_module(f"scripts.{path.parent.name}.{path.stem}")
 
 

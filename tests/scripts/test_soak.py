@@ -1,4 +1,4 @@
-"""The short form of the soak: `make soak` is the long one."""
+"""A short soak test; `make soak` runs the long one."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.twins import save_random
 def test_serving_and_generating_go_on_as_they_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "LONGEST", 8)  # one bucket of lengths: less to compile
+    monkeypatch.setattr(soak, "LONGEST", 8)  # a single length bucket, to compile less
     monkeypatch.setattr(soak, "NEW", 8)
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)
     lm = jaxllm.load(tmp_path)

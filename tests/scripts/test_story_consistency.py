@@ -1,4 +1,4 @@
-"""What counts as keeping a character: texts written by hand, and the grammar's own stories."""
+"""Character consistency: hand-written texts and stories of the grammar."""
 
 import pytest
 
@@ -61,6 +61,6 @@ def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
 
 
 def test_a_story_that_does_not_end_or_names_nobody_is_none_that_keeps_them() -> None:
-    kept, judged = rate([STORY, None, "It rained."])
-    assert kept == pytest.approx(1 / 3)
+    share, judged = rate([STORY, None, "It rained."])
+    assert share == pytest.approx(1 / 3)
     assert [bool(j.slips) for j in judged] == [False, True, True]

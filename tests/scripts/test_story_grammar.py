@@ -1,4 +1,4 @@
-"""What the corpus promises: varied, grammatical, and consistent from beginning to end."""
+"""The story corpus is varied, grammatical and consistent."""
 
 import re
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from scripts.demo_models import story_grammar
 from scripts.demo_models.story.tables import NAMES
 
 COUNT = 2000
-# "a" or "an" goes by sound; these are the words of the tables whose first letter misleads.
+# "a" or "an" depends on the sound: words of the tables whose first letter misleads.
 SILENT_H = {"honest", "hour"}
 PRONOUNS = {"she": ("she", "her", "herself"), "he": ("he", "him", "his", "himself")}
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def corpus() -> list[str]:
     return list(story_grammar.stories(COUNT, 0))
 
 
@@ -35,23 +35,23 @@ def sentences_of(shapes: Iterable[story_grammar.Shape]) -> list[str]:
     ]
 
 
-def test_no_two_of_two_thousand_stories_are_alike(told: list[str]) -> None:
-    assert len(set(told)) == COUNT
+def test_no_two_of_two_thousand_stories_are_alike(corpus: list[str]) -> None:
+    assert len(set(corpus)) == COUNT
 
 
-def test_a_seed_tells_the_same_stories_however_many_are_wanted(told: list[str]) -> None:
-    assert list(story_grammar.stories(50, 0)) == told[:50]
-    assert list(story_grammar.stories(50, 1)) != told[:50]
+def test_a_seed_tells_the_same_stories_however_many_are_wanted(corpus: list[str]) -> None:
+    assert list(story_grammar.stories(50, 0)) == corpus[:50]
+    assert list(story_grammar.stories(50, 1)) != corpus[:50]
 
 
-def test_stories_have_80_to_200_words(told: list[str]) -> None:
-    lengths = [len(story.split()) for story in told]
+def test_stories_have_80_to_200_words(corpus: list[str]) -> None:
+    lengths = [len(story.split()) for story in corpus]
     assert min(lengths) >= 80
     assert max(lengths) <= 200
 
 
-def test_nothing_of_the_grammar_is_left_in_the_text(told: list[str]) -> None:
-    assert not [story for story in told if re.search(r"[\[\]{}()|]|  ", story)]
+def test_nothing_of_the_grammar_is_left_in_the_text(corpus: list[str]) -> None:
+    assert not [story for story in corpus if re.search(r"[\[\]{}()|]|  ", story)]
 
 
 def test_every_sentence_of_every_shape_can_be_told() -> None:
@@ -63,15 +63,15 @@ def test_every_sentence_of_every_shape_can_be_told() -> None:
             assert re.search(r'[.!?]"?$', text), text
 
 
-def test_articles_fit_the_next_word(told: list[str]) -> None:
-    for story in told:
+def test_articles_fit_the_next_word(corpus: list[str]) -> None:
+    for story in corpus:
         for article, word in re.findall(r"\b([Aa]n?) ([A-Za-z]+)", story):
             vowel = word[0].lower() in "aeiou" or word in SILENT_H
             assert (article.lower() == "an") == vowel, f"{article} {word}"
 
 
-def test_quotes_open_and_close_in_each_paragraph(told: list[str]) -> None:
-    for story in told:
+def test_quotes_open_and_close_in_each_paragraph(corpus: list[str]) -> None:
+    for story in corpus:
         for paragraph in story.split("\n\n"):
             parts = paragraph.split('"')
             assert len(parts) % 2 == 1, paragraph
@@ -82,8 +82,8 @@ def test_quotes_open_and_close_in_each_paragraph(told: list[str]) -> None:
                 assert spoken[-1] in ".,!?", paragraph
 
 
-def test_every_pronoun_has_one_antecedent_that_was_named_before(told: list[str]) -> None:
-    for story in told:
+def test_every_pronoun_has_one_antecedent_that_was_named_before(corpus: list[str]) -> None:
+    for story in corpus:
         seen = [
             word.lower() if word not in sum(NAMES.values(), ()) else word for word in words(story)
         ]

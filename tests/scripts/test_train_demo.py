@@ -1,4 +1,4 @@
-"""Training from stories to a directory that others load, on a model of one layer."""
+"""Demo training, from stories to a loadable directory, with a one-layer model."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ SHORT = Phase(steps=2, rows=2, width=WIDTH, tells=glimpse)
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer, short rows, few stories: seconds instead of minutes."""
+    """Use one layer, short rows and few stories, to train in seconds."""
     settings = {"VOCAB_SIZE": 600, "POSITIONS": 128, "HELD_OUT": 3, "TOKENIZED": 20, "MEASURED": 1}
     for name, value in settings.items():
         monkeypatch.setattr(train_demo, name, value)

@@ -1,4 +1,4 @@
-"""Texts of several windows, and four models that are trained on them from one command."""
+"""Long texts over several windows, and the four models trained on them."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_every_label_is_the_name_that_its_kind_was_met_with(tokenizer: Tokenizer
     """Read from the text alone: facts before their questions, names and kinds once each."""
     for width in (96, 256, 512):
         rows = Lasting(tokenizer, (Stretch(1, 6, width),), 3).batch(0)
-        asked = 0
+        num_labels = 0
         for token_T, label_T in zip(rows.token_BT, rows.label_BT, strict=True):
             for at in np.flatnonzero(label_T != IGNORED):
                 text = tokenizer.decode(token_T[: at + 1].tolist())
@@ -39,8 +39,8 @@ def test_every_label_is_the_name_that_its_kind_was_met_with(tokenizer: Tokenizer
                 kind = re.findall(QUESTION, text)[-1]
                 assert text.endswith(kind)
                 assert tokenizer.decode([int(label_T[at])]) == f" {dict(met)[kind]}"
-                asked += 1
-        assert asked >= 5 * (width // 64)  # a last one may lie beyond the row
+                num_labels += 1
+        assert num_labels >= 5 * (width // 64)  # the last question may lie beyond the row
 
 
 @pytest.mark.full
@@ -50,8 +50,8 @@ def test_the_command_trains_saves_measures_and_draws(
     monkeypatch.setattr(train_long, "STRETCHES", SHORT)
     picture, report = tmp_path / "recall.png", tmp_path / "cells.json"
     given = ["--out", tmp_path, "--windows", 1, 2, "--tries", 2]
-    drawn = ["--picture", picture, "--report", report]
-    train_long.main([str(x) for x in (*given, *drawn)])
+    outputs = ["--picture", picture, "--report", report]
+    train_long.main([str(x) for x in (*given, *outputs)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[-4:]] == list(train_long.KINDS)
     assert picture.read_bytes().startswith(b"\x89PNG") and report.exists()

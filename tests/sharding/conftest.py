@@ -1,7 +1,7 @@
-"""Tests on eight devices: one processor passes for them, in a process of each module's own.
+"""Fixtures for tests on eight simulated devices, which run in a separate process per module.
 
-How many devices JAX has is settled when it starts, and other tests want one. So whoever is to run a
-module marked `devices` has a process with eight run its tests, and hands on what that reports.
+JAX fixes the number of devices at startup, and the other tests need one. So a module marked
+`devices` runs in a child process with eight devices, and its reports are forwarded.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 DEVICES = 8
-REPORTS = "JAXLLM_TEST_REPORTS"  # in such a process: the file that its reports go to
+REPORTS = "JAXLLM_TEST_REPORTS"  # in the child process: the file for its reports
 
 _found = pytest.StashKey[dict[Path, dict[str, list[dict[str, Any]]]]]()
 
@@ -39,13 +39,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for data in modules[item.path].get(item.nodeid) or [_silent(item)]:
         hook.pytest_runtest_logreport(report=pytest.TestReport._from_json(data))
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    # What was set up for the test before this one ends with what the next has no need of.
+    # Tear down the fixtures of the previous test that the next one does not need.
     item.session._setupstate.teardown_exact(nextitem)
     return True
 
 
 def _run(item: pytest.Item, nodeids: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """What the tests of a module report, each by its name."""
+    """Run the tests of a module in a child process; return their reports by node id."""
     options = ["-p", "no:cacheprovider", "-q", "-n", "0", "-m", ""]
     plain = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory(prefix="jaxllm-tests-") as folder:
@@ -63,26 +63,26 @@ def _run(item: pytest.Item, nodeids: list[str]) -> dict[str, list[dict[str, Any]
         found.setdefault(data["nodeid"], []).append(data)
     missing = [nodeid for nodeid in nodeids if nodeid not in found]
     if missing:
-        said = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        item.config.get_terminal_writer().write(f"{item.path} stopped:\n{said}\n")
+        output = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        item.config.get_terminal_writer().write(f"{item.path} stopped:\n{output}\n")
     return found
 
 
 def _silent(item: pytest.Item) -> dict[str, Any]:
-    """The report of a test whose process ended without one."""
+    """Return a failure report for a test whose process ended without one."""
     report = pytest.TestReport(
         item.nodeid,
         item.location,
         dict.fromkeys(item.keywords, 1),
         "failed",
-        "the process with eight devices ended before this test said anything",
+        "the process with eight devices ended before this test reported a result",
         "call",
     )
     return _plain(report._to_json())
 
 
 def _plain(data: Any) -> Any:
-    """What JSON takes of a report."""
+    """Convert a report to JSON types."""
     if isinstance(data, dict):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

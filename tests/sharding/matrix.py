@@ -1,4 +1,4 @@
-"""One cell of families x meshes x numbers: what a model on a mesh does beside one on one device."""
+"""One cell of families x meshes x precisions: a model on a mesh compared with one device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,14 @@ from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import Params, unsharded_paths
 from jaxllm.weights.precision import Precision
-from tests.sharding.made import FAMILIES, WIDE, at_hand, largest_difference, one, spread
+from tests.sharding.made import (
+    FAMILIES,
+    WIDE,
+    largest_difference,
+    load_weights,
+    make_model,
+    shard_model,
+)
 from tests.twins import tokens
 
 MESHES = ("tensor=2", "tensor=4", "tensor=8", "stage=2", "stage=4", "data=2,stage=2,tensor=2")
@@ -29,49 +36,50 @@ PRECISIONS = {
     "int8": Precision(quantize="int8"),
     "int4": Precision(quantize="int4-g32"),
 }
-# Of the largest logit: sums in another order. Of one device with kernels and without them four
-# layers of Gemma 2 differ by 7e-5, of such random weights.
+# Relative to the largest logit: sums run in another order. On one device, four random layers of
+# Gemma 2 differ by 7e-5 between the kernels and plain JAX.
 CLOSE = 1e-4
-TRAINED = 3e-4  # of a step of 0.01, which Adam makes of slopes of any size
+TRAINED = 3e-4  # Adam turns gradients of any size into steps of 0.01
 ROWS = 4
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
-EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
+EPS = 1e-3  # Adam: a smaller one would amplify gradients that are pure rounding (key biases)
 
 LARGE: dict[str, Any] = {"head_dim": 32, "intermediate_size": 256, "hidden_size": 64}
 SQUARE = {"intermediate_size": 256, "hidden_size": 256}
-SIZES: dict[str, dict[str, Any]] = {  # of which every share is of whole groups of 32
+SIZES: dict[str, dict[str, Any]] = {  # every shard holds whole groups of 32
     **dict.fromkeys(FAMILIES, SQUARE),
     **dict.fromkeys(("llama", "qwen3", "gemma2", "gemma3_text"), LARGE),
     "gpt2": WIDE["gpt2"],
     "qwen3_moe": {**SQUARE, "moe_intermediate_size": 256},
-    "phi3": {"intermediate_size": 256},  # whose heads are of six numbers
+    "phi3": {"intermediate_size": 256},  # head dim 6
 }
-# What differs in stages. Patterns of layers are such as published models have, which stages cut.
+# Changes for pipeline stages: layer patterns of published models, which stages cut.
 IN_STAGES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 3},
-    "qwen3_moe": {"mlp_only_layers": []},  # layers with and without experts have other parameters
+    "qwen3_moe": {"mlp_only_layers": []},  # layers with and without experts cannot be stacked
 }
-UNEVEN = ("gemma2", "gemma3_text", "smollm3", "qwen2")  # one layer more than stages
+UNEVEN = ("gemma2", "gemma3_text", "smollm3", "qwen2")  # one more layer than stages
 
 
 def left_out(family: str, mesh: str, precision: str) -> str:
-    """Why there is no such cell; "": there is one."""
+    """Return the reason why a combination is unsupported, or an empty string."""
     if family == "phi3" and precision == "int4":
-        return "six numbers a head: groups of 32 are cut"
+        return "head dim 6 splits groups of 32"
     return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What a mesh changes. logits: the largest difference, of the largest one. trained: that of
-    what a training step makes of a parameter, of its largest number or 1. generated, drawn, served:
-    whether the tokens are the same.
+    """Differences to one device.
+
+    logits, trained: largest relative difference of the logits, and of a parameter after a train
+    step. generated, sampled, served: whether greedy, sampled and served tokens are equal.
     """
 
     logits: float
     trained: float
     generated: bool
-    drawn: bool
+    sampled: bool
     served: bool
 
 
@@ -79,7 +87,7 @@ class Cell:
 def model_of(family: str, precision: str, layers: int, staged: bool) -> tuple[Any, Params]:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     changes = {**SIZES[family], name: layers, **(IN_STAGES.get(family, {}) if staged else {})}
-    return one(family, PRECISIONS[precision], **changes)
+    return make_model(family, PRECISIONS[precision], **changes)
 
 
 def logits(model: Any, params: Params) -> np.ndarray:
@@ -90,22 +98,22 @@ def generated(model: Any, params: Params) -> Any:
     return jaxllm.generate(model, params, tokens(ROWS, 5), max_new_tokens=8).token_BT
 
 
-def drawn(model: Any, params: Params) -> Any:
+def sampled(model: Any, params: Params) -> Any:
     sampler = jaxllm.make_sampler(temperature=0.9, top_p=0.9)
     options: Any = {"max_new_tokens": 8, "sampler": sampler, "seed": 3}
     return jaxllm.generate(model, params, tokens(ROWS, 5), **options).token_BT
 
 
 def served(model: Any, params: Params) -> Any:
-    asked = [
+    requests = [
         jaxllm.Request(id=i, prompt=tokens(1, 3 + i)[0], max_new_tokens=6, seed=i) for i in range(3)
     ]
-    events = [*jaxllm.serve(model, params, asked, rows=2, capacity=16)]
+    events = [*jaxllm.serve(model, params, requests, rows=2, capacity=16)]
     return [[e.token for e in events if e.id == i] for i in range(3)]
 
 
 def texts() -> Rows:
-    """Of unequal lengths."""
+    """Return rows of unequal lengths."""
     ids = tokens(ROWS, 9).astype(np.int32)
     label = np.full_like(ids, IGNORED)
     for row in range(ROWS):
@@ -115,7 +123,7 @@ def texts() -> Rows:
 
 
 def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
-    """After a step: all weights, or an adapter beside those that are integers."""
+    """Return the weights after a train step, or the adapter if the weights are integers."""
     rules, whole, spread_over = ALL_PARAMS, params, isinstance(model, ShardedModel)
     if model.precision.quantize is not None:
         lora = LoraConfig(r=3, target_modules="all-linear")
@@ -130,14 +138,14 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
     state, _ = train_step(init_state(some, setup), rest, None, rows, jax.random.key(7), setup=setup)
-    return at_hand(StateLayout.from_model(model, rest).gather_lazy(state.trained))
+    return load_weights(StateLayout.from_model(model, rest).gather_lazy(state.trained))
 
 
 @cache
 def expected(family: str, precision: str, layers: int, staged: bool) -> dict[str, Any]:
-    """Of one device."""
+    """Return the single-device results."""
     model, params = model_of(family, precision, layers, staged)
-    return {f.__name__: f(model, params) for f in (logits, generated, drawn, served, trained)}
+    return {f.__name__: f(model, params) for f in (logits, generated, sampled, served, trained)}
 
 
 def cell(family: str, mesh: str, precision: str) -> Cell:
@@ -145,7 +153,7 @@ def cell(family: str, mesh: str, precision: str) -> Cell:
     layers = max(2, stages + (stages > 1 and family in UNEVEN))
     given = family, precision, layers, stages > 1
     model, params = model_of(*given)
-    over, shared = spread(model, params, mesh)
+    over, shared = shard_model(model, params, mesh)
     wanted = expected(*given)
 
     def same(f: Callable[[Any, Params], Any]) -> bool:
@@ -157,6 +165,6 @@ def cell(family: str, mesh: str, precision: str) -> Cell:
         logits=largest_difference(logits(over, shared), wanted["logits"]),
         trained=max(largest_difference(mine[path], x) for path, x in wanted["trained"].items()),
         generated=same(generated),
-        drawn=same(drawn),
+        sampled=same(sampled),
         served=same(served),
     )

@@ -1,4 +1,4 @@
-"""Meshes as users write them, and the table of shardings: what is refused, and by which name."""
+"""Mesh specs, partition rules, and the errors for meshes that do not fit."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from jaxllm.sharding.partition_rules import REPLICATED, find_rule, fit_mesh
 from jaxllm.sharding.sharded_model import check_int8_blocks
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
-from tests.sharding.made import FAMILIES, one
+from tests.sharding.made import FAMILIES, make_model
 
 
 def test_axes_are_read_in_any_order() -> None:
@@ -26,7 +26,7 @@ def test_axes_are_read_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "must look like data=2,tensor=4"),
         ("tensor", "must look like data=2,tensor=4"),
@@ -40,13 +40,13 @@ def test_axes_are_read_in_any_order() -> None:
         (4, "got 4"),
     ],
 )
-def test_what_is_no_mesh_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_mesh_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_mesh(text)
 
 
 def test_more_devices_than_there_are_are_refused_with_the_way_to_have_them() -> None:
-    config = one("llama")[0].config
+    config = make_model("llama")[0].config
     with pytest.raises(
         ConfigError, match=r"needs 8 devices, 1 cpu device is available.*_DEVICES=8 in"
     ):
@@ -55,7 +55,7 @@ def test_more_devices_than_there_are_are_refused_with_the_way_to_have_them() -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_names_every_parameter_of_every_family(family: str) -> None:
-    model, _ = one(family)
+    model, _ = make_model(family)
     for exact in (False, True):
         splits = {
             path: find_rule(model.config, exact, path)
@@ -71,26 +71,26 @@ def test_the_table_names_every_parameter_of_every_family(family: str) -> None:
 
 
 def test_a_parameter_that_no_rule_names_is_refused_by_its_path() -> None:
-    model, _ = one("llama")
+    model, _ = make_model("llama")
     with pytest.raises(ConfigError, match=r"layers\.0\.self_attn\.sinks: no partition rule"):
         find_rule(model.config, False, "layers.0.self_attn.sinks")
 
 
 def test_what_does_not_divide_is_refused_by_name_size_and_axis() -> None:
-    config = one("llama")[0].config
+    config = make_model("llama")[0].config
     with pytest.raises(ConfigError, match="num_attention_heads 8 is not divisible by tensor=3"):
         fit_mesh(MeshSpec(tensor=3), config)
     three = {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 48}
-    config = one("llama", **three)[0].config
+    config = make_model("llama", **three)[0].config
     with pytest.raises(ConfigError, match="num_key_value_heads 3 is not divisible by tensor=4"):
         fit_mesh(MeshSpec(tensor=4), config)
-    config = one("llama", intermediate_size=52)[0].config
+    config = make_model("llama", intermediate_size=52)[0].config
     with pytest.raises(ConfigError, match="intermediate_size 52 is not divisible by tensor=8"):
         fit_mesh(MeshSpec(tensor=8), config)
 
 
 def test_key_value_heads_that_are_fewer_than_devices_are_copied() -> None:
-    config = one("llama")[0].config
+    config = make_model("llama")[0].config
     assert fit_mesh(MeshSpec(tensor=2), config) == MeshSpec(tensor=2)
     assert fit_mesh(MeshSpec(data=1, tensor=8), config) == MeshSpec(tensor=2, kv_replicas=4)
 
@@ -103,7 +103,7 @@ def test_a_mesh_and_places_are_not_given_at_once() -> None:
 
 
 def test_inputs_that_are_rounded_in_blocks_are_not_cut_inside_one() -> None:
-    config, precision = one("llama")[0].config, Precision(int8_inputs=True)
+    config, precision = make_model("llama")[0].config, Precision(int8_inputs=True)
     check_int8_blocks(config, Precision(), MeshSpec(tensor=2))
     with pytest.raises(ConfigError, match="the heads' width 48 over tensor=2 splits a block"):
         check_int8_blocks(config, precision, MeshSpec(tensor=2))

@@ -1,4 +1,4 @@
-"""Commands that run a model do on a mesh what they do on one device."""
+"""Commands on a mesh give the results of one device."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def text(tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[dict[str, Any]]:
-    """The steps that a training tells of."""
+    """Run a train command and return the steps of its report."""
     report = out.with_suffix(".json")
     given = ("--data", text, *SMALL, "--report", report)
     status, _, err = run("train", kind, "demo:llama", out, *given, *more)
@@ -63,13 +63,13 @@ def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[d
 def test_what_is_trained_is_what_one_device_trains(
     run: Run, text: Path, tmp_path: Path, kind: str, mesh: str, more: tuple[object, ...]
 ) -> None:
-    alone = [x for x in more if x != "--fsdp"]
+    single = [x for x in more if x != "--fsdp"]
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps([[r".*\.(q|k|v|gate|up)_proj\.weight", "int8-g32"]]))
     named = {"{text}": text, "{rules}": rules}
-    alone, more = ([named.get(str(x), x) for x in some] for some in (alone, more))
+    single, more = ([named.get(str(x), x) for x in some] for some in (single, more))
     outs = tmp_path / "one", tmp_path / "many"
-    expected = trained(run, text, outs[0], kind, *alone)
+    expected = trained(run, text, outs[0], kind, *single)
     found = trained(run, text, outs[1], kind, "--mesh", mesh, *more)
     assert len(found) == len(expected) == 2
     for mine, theirs in zip(found, expected, strict=True):
@@ -82,7 +82,7 @@ def test_what_is_trained_is_what_one_device_trains(
         load_cache(out, *_model()).tail.k if kind == "prompt" else _weights(out) for out in outs
     )
     for mine, theirs in zip(many, one, strict=True):
-        # Where a code is chosen otherwise, by rounding, it is by one step.
+        # Rounding may change a quantized value by one step.
         error = np.abs(np.asarray(mine, np.float32) - np.asarray(theirs, np.float32))
         assert (error > 3e-3).mean() < (0.01 if kind == "qat" else 1e-9)
 
@@ -116,7 +116,7 @@ def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--format", "int8", "--mesh", "tensor=2"), "split a group of"),
         (("--mesh", "data=2", "--fsdp"), "--fsdp cannot be combined with train qat"),
@@ -124,11 +124,11 @@ def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
     ],
 )
 def test_what_would_be_rounded_in_two_places_is_refused(
-    run: Run, text: Path, tmp_path: Path, more: tuple[str, ...], said: str
+    run: Run, text: Path, tmp_path: Path, more: tuple[str, ...], message: str
 ) -> None:
     given = ("--data", text, *SMALL)
     status, _, err = run("train", "qat", "demo:llama", tmp_path / "out", *given, *more)
-    assert (status, said in err) == (1, True), err
+    assert (status, message in err) == (1, True), err
 
 
 def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(

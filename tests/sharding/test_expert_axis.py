@@ -1,4 +1,4 @@
-"""Experts over devices against all of them on one: no row is lost, whatever rows want."""
+"""Expert parallelism equals one device, for any routing of rows."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.expert_parallel import ExpertParallel
-from tests.sharding.made import largest_difference, one, spread
+from tests.sharding.made import largest_difference, make_model, shard_model
 from tests.twins import tokens
 
 pytestmark = pytest.mark.devices
@@ -30,13 +30,13 @@ EIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_rows_reach_their_experts_and_come_back(apart: bool) -> None:
+@pytest.mark.parametrize("sharded_rows", [True, False])
+def test_rows_reach_their_experts_and_come_back(sharded_rows: bool) -> None:
     """By brute force: uniform, all to one expert, all to one device, none at all."""
     rng = np.random.default_rng(0)
     stack = rng.standard_normal((8, 3, 5), np.float32)
     each, devices = 12, 4
-    rows = each * devices if apart else each
+    rows = each * devices if sharded_rows else each
     x = rng.standard_normal((rows, 5), np.float32)
 
     def run(stack: jax.Array, x: jax.Array, expert: jax.Array) -> jax.Array:
@@ -44,9 +44,9 @@ def test_rows_reach_their_experts_and_come_back(apart: bool) -> None:
             y = jnp.einsum("ai,aoi->ao", x, stack[jnp.maximum(expert, 0)])
             return jnp.where((expert >= 0)[:, None], y, 0.0)
 
-        return ExpertParallel(stack, "expert", apart).run_experts(x, expert, product)
+        return ExpertParallel(stack, "expert", sharded_rows).run_experts(x, expert, product)
 
-    by = P("expert") if apart else P()
+    by = P("expert") if sharded_rows else P()
     spreading = partial(jax.shard_map, mesh=build_mesh(MeshSpec(expert=devices)), check_vma=False)
     spread_run = jax.jit(spreading(run, in_specs=(P("expert"), by, by), out_specs=by))
     for expert in (
@@ -72,24 +72,24 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "mesh", "format"), CASES)
 def test_experts_over_devices_are_those_of_one(family: str, mesh: str, format: str | None) -> None:
-    model, params = one(family, **EIGHT[family])
+    model, params = make_model(family, **EIGHT[family])
     params = params if format is None else quantize(params, format)
-    over, shared = spread(model, params, mesh)
-    # Rows of their own, or the same on all.
+    over, shared = shard_model(model, params, mesh)
+    # Rows that divide over the devices, and rows that are replicated.
     for rows, sampler in ((4, Sampler()), (3, Sampler(greedy=True))):
         ours = steps.forward(over, shared, None, tokens(rows, 6)).logits
         theirs = steps.forward(model, params, None, tokens(rows, 6)).logits
         assert largest_difference(ours, theirs) < 3e-5
-        asked: dict[str, Any] = {"max_new_tokens": 4, "sampler": sampler, "seed": 2}
+        options: dict[str, Any] = {"max_new_tokens": 4, "sampler": sampler, "seed": 2}
         np.testing.assert_array_equal(
-            generate(over, shared, tokens(rows, 6), **asked).token_BT,
-            generate(model, params, tokens(rows, 6), **asked).token_BT,
+            generate(over, shared, tokens(rows, 6), **options).token_BT,
+            generate(model, params, tokens(rows, 6), **options).token_BT,
         )
 
 
 def test_a_device_has_its_experts_and_rows_go_by_all_to_all() -> None:
-    model, params = one("mixtral", **EIGHT["mixtral"])
-    over, shared = spread(model, params, "expert=4")
+    model, params = make_model("mixtral", **EIGHT["mixtral"])
+    over, shared = shard_model(model, params, "expert=4")
     stacks = [layer["mlp"]["experts"] for name, layer in shared.items() if "layers." in name]
     total = sum(x.nbytes for x in jax.tree.leaves(stacks))
     assert set(bytes_per_device(stacks).values()) == {total // 4}
@@ -101,16 +101,16 @@ def test_a_device_has_its_experts_and_rows_go_by_all_to_all() -> None:
     found = count_collectives(
         jax.jit(step).lower(shared, jnp.zeros((4, 1), jnp.int32)).compile().as_text()
     )
-    # In each layer rows, their experts, and back, for each of two sizes of buffers; and which.
+    # Per layer: rows, expert ids and results, for two buffer sizes; one sum selects the size.
     assert found["all-to-all"].calls == 2 * 3 * 2
     assert found["all-reduce"].calls == 2
     assert "all-gather" not in found
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    mixtral, _ = one("mixtral", num_local_experts=6)
+    mixtral, _ = make_model("mixtral", num_local_experts=6)
     with pytest.raises(ConfigError, match="num_experts 6 is not divisible by expert=4"):
         make_sharded_model(mixtral.config, mixtral.precision, parse_mesh("expert=4"))
-    llama, _ = one("llama")
+    llama, _ = make_model("llama")
     with pytest.raises(ConfigError, match="llama without experts is not divisible by expert=2"):
         make_sharded_model(llama.config, llama.precision, parse_mesh("expert=2"))

@@ -1,4 +1,4 @@
-"""What was cut for a mesh is written as it was before: whole weights, each in its format."""
+"""Gathering sharded parameters restores the original weights in their formats."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,12 @@ from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.paths import Params, flatten, gather_params, map_leaves
 from jaxllm.weights.types.tensor_parallel import ShardList
-from tests.sharding.made import one, spread
+from tests.sharding.made import make_model, shard_model
 from tests.twins import save_random, tokens
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
-# Of which four devices have whole groups of 64 columns each, in three runs too.
+# Each of four devices holds whole groups of 64 columns, also in fused matrices.
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 64,
@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2": {"n_embd": 256, "n_inner": 256},
 }
-BEGUN: dict[str, Callable[[jaxllm.LM], jobs.TrainJob]] = {
+JOBS: dict[str, Callable[[jaxllm.LM], jobs.TrainJob]] = {
     "lora": lambda lm: jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear")),
     "qat": lambda lm: qat(lm, "int4-g32", start_step=1),
     "prompt": lambda lm: prompt_tuning(lm, [5, 6, 7]),
@@ -48,8 +48,8 @@ FORMATS = (
 )  # fmt: skip
 
 
-def kept_as(name: str, leaf: Any) -> Any:
-    """A matrix in a format, of which as much is zero as it wants."""
+def quantize_leaf(name: str, leaf: Any) -> Any:
+    """Return a matrix in a format, pruned first if the format is sparse."""
     if leaf.ndim != 2:
         return leaf
     array = np.array(leaf)
@@ -82,11 +82,11 @@ def assert_same(found: Params, expected: Params) -> None:
     ],
 )
 def test_shares_of_every_format_are_the_weight_again(family: str, mesh: str, name: str) -> None:
-    model, params = one(family, **SIZES[family])
-    kept = map_leaves(lambda _, leaf: kept_as(name, leaf), params)
-    over, shares = spread(model, kept, mesh)
+    model, params = make_model(family, **SIZES[family])
+    quantized = map_leaves(lambda _, leaf: quantize_leaf(name, leaf), params)
+    over, shares = shard_model(model, quantized, mesh)
     assert any(isinstance(x, ShardList) for _, x in flatten(shares))
-    assert_same(over.gather(shares), kept)
+    assert_same(over.gather(shares), quantized)
 
 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
@@ -100,7 +100,7 @@ def test_a_model_that_was_quantized_on_a_mesh_is_saved_for_one_device(
     found = jaxllm.load(tmp_path / "written")
     assert_same(found.params, lm.model.gather(lm.params))
     whole = jaxllm.load(tmp_path / "floats", **given)
-    if name == "int8":  # the absmax of nf4 have float32 once they are cut
+    if name == "int8":  # sharding stores the absmax of nf4 in float32
         assert_same(found.params, whole.params)
     prompt = tokens(2, 5)
     logits = [jaxllm.forward(m.model, m.params, None, prompt).logits for m in (found, whole)]
@@ -116,7 +116,7 @@ def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> N
     for mesh in (None, "data=2", "tensor=2"):
         base = None if kind == "qat" else "int8"
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
-        job = BEGUN[kind](lm)
+        job = JOBS[kind](lm)
         setup = Setup(job.model, job.objective, Optimizer(steps=1))
         params = gather_params(job.model, job.params)
         settings = collect_settings(setup, TrainPlan(steps=1))

@@ -1,4 +1,4 @@
-"""A model on a mesh of eight devices: what one device gives, and nothing sent that need not be."""
+"""A model on a mesh of eight devices: single-device results and minimal communication."""
 
 import dataclasses
 from pathlib import Path
@@ -32,11 +32,11 @@ from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.act_order import PermutedWeight
 from tests.adapters.made import random_adapter
-from tests.sharding.made import WIDE, largest_difference, one, spread
+from tests.sharding.made import WIDE, largest_difference, make_model, shard_model
 from tests.twins import save_random, tokens
 
 pytestmark = pytest.mark.devices
-CLOSE = 2e-6  # against the largest number: what another order of sums makes
+CLOSE = 2e-6  # relative to the largest value: sums run in another order
 FORMATS = {"int8": Precision(quantize="int8"), "int4": Precision(quantize="int4-g32")}
 
 
@@ -50,40 +50,43 @@ FORMATS = {"int8": Precision(quantize="int8"), "int4": Precision(quantize="int4-
     ],
 )
 def test_all_that_forward_says_is_what_one_device_says(family: str, mesh: str) -> None:
-    model, params = one(family)
-    over, shares = spread(model, params, mesh)
+    model, params = make_model(family)
+    over, shares = shard_model(model, params, mesh)
     ids = tokens(2, 5)
-    for asked in ({"hidden_states": True, "attention_mass": "layers"}, {"attention_weights": True}):
-        whole: Any = jaxllm.forward(model, params, None, ids, **asked)
-        found: Any = jaxllm.forward(over, shares, None, ids, **asked)
+    for options in (
+        {"hidden_states": True, "attention_mass": "layers"},
+        {"attention_weights": True},
+    ):
+        whole: Any = jaxllm.forward(model, params, None, ids, **options)
+        found: Any = jaxllm.forward(over, shares, None, ids, **options)
         pairs = zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True)
         assert max(largest_difference(a, b) for a, b in pairs) < CLOSE
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "int4"), ("gpt2", "int8")])
 def test_quantized_weights_are_split_on_their_groups(family: str, name: str) -> None:
-    model, params = one(family, FORMATS[name], **WIDE[family])
+    model, params = make_model(family, FORMATS[name], **WIDE[family])
     whole = jaxllm.forward(model, params, None, tokens(2, 3)).logits
-    over, shares = spread(model, params, "data=2,tensor=4")
+    over, shares = shard_model(model, params, "data=2,tensor=4")
     found = jaxllm.forward(over, shares, None, tokens(2, 3)).logits
     assert largest_difference(found, whole) < CLOSE
 
 
 def test_a_group_is_not_cut() -> None:
-    model, params = one("llama", FORMATS["int4"], intermediate_size=64)
+    model, params = make_model("llama", FORMATS["int4"], intermediate_size=64)
     with pytest.raises(
         ConfigError, match=r"o_proj\.weight over tensorxkv_replicas=2: columns 0 to 24 of"
     ):
-        spread(model, params, "tensor=2")
-    spread(model, params, "tensor=2", exact=True)
+        shard_model(model, params, "tensor=2")
+    shard_model(model, params, "tensor=2", exact=True)
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("llama", "tensor=4"), ("olmo2", "data=2,tensor=2")])
 def test_exact_products_of_the_kernels_have_the_bits_of_one_device(family: str, mesh: str) -> None:
     if not native.is_enabled():
-        pytest.skip("XLA's products differ with the shape of what they are given")
-    model, params = one(family)
-    over, shares = spread(model, params, mesh, exact=True)
+        pytest.skip("XLA's products depend on the shapes of their inputs")
+    model, params = make_model(family)
+    over, shares = shard_model(model, params, mesh, exact=True)
     ids = tokens(2, 4)
     caches = [jaxllm.init_cache(m, 2, 16) for m in (model, over)]
     whole = jaxllm.prefill(model, params, caches[0], ids)
@@ -107,8 +110,8 @@ def test_exact_products_of_the_kernels_have_the_bits_of_one_device(family: str, 
 def test_a_step_sums_twice_a_layer_and_gathers_logits_alone(
     family: str, precision: Precision, mesh: str
 ) -> None:
-    model, params = one(family, precision, **WIDE[family])
-    over, shares = spread(model, params, mesh)
+    model, params = make_model(family, precision, **WIDE[family])
+    over, shares = shard_model(model, params, mesh)
     cache = jaxllm.init_cache(over, 2, 64)
     B = 2 // over.axes.data
     step = jax.jit(steps._decode_step, static_argnums=(2, 6))
@@ -116,7 +119,7 @@ def test_a_step_sums_twice_a_layer_and_gathers_logits_alone(
     text = step.lower(cache, (), over, shares, two, two, False).compile().as_text()
     found, c = count_collectives(text), model.config
     assert found.keys() == {"all-reduce", "all-gather"}
-    # The table's rows, and two a layer; whether any row has a token, where rows are apart.
+    # Embedding, two per layer, and, with split rows, whether any row has a token.
     assert found["all-reduce"].calls == 2 * c.num_hidden_layers + 1 + (over.axes.data > 1)
     assert found["all-reduce"].largest == 4 * B * c.hidden_size
     padded = -(-c.vocab_size // (over.axes.tensor * over.axes.kv_replicas)) * (
@@ -127,7 +130,7 @@ def test_a_step_sums_twice_a_layer_and_gathers_logits_alone(
 
 @pytest.fixture(scope="module")
 def stories(shallow_demos: Path) -> tuple[jaxllm.LM, jaxllm.LM]:
-    """A model that writes English on one device, and over four."""
+    """Return a demo model on one device, and on four."""
     path = shallow_demos / "llama"
     return (
         jaxllm.load(path, dtype="float32"),
@@ -161,8 +164,8 @@ def test_served_texts_are_those_of_one_device(stories: Any) -> None:
 
 
 def test_a_cache_on_a_mesh_is_cut_and_kept_like_another(tmp_path: Path) -> None:
-    model, params = one("llama")
-    over, shares = spread(model, params, "data=2,tensor=4")
+    model, params = make_model("llama")
+    over, shares = shard_model(model, params, "data=2,tensor=4")
     changes = [
         lambda cache: rewind(cache, to=4),
         lambda cache: keep(cache, np.arange(cache.slots)[None] != 1),
@@ -173,15 +176,15 @@ def test_a_cache_on_a_mesh_is_cut_and_kept_like_another(tmp_path: Path) -> None:
     ends = []
     for m, p in ((model, params), (over, shares)):
         cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), tokens(2, 6))[1]
-        said = []
+        outputs = []
         for change in changes:
             cache = change(cache)
             logits, cache = jaxllm.decode_step(m, p, cache, np.arange(cache.batch) + 3)
-            said.append(np.asarray(logits))
+            outputs.append(np.asarray(logits))
         save_cache(tmp_path / "kept", cache, m, p)
         again = load_cache(tmp_path / "kept", m, p)
-        said.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4))[0]))
-        ends.append(said)
+        outputs.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4))[0]))
+        ends.append(outputs)
         k = jax.tree.leaves(cache.tail.k)[0]
         assert m is model or k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
     assert max(map(largest_difference, *ends)) < CLOSE
@@ -195,7 +198,7 @@ def test_no_device_has_more_than_its_share(tmp_path: Path) -> None:
     lm = jaxllm.load(tmp_path, dtype="float32", mesh="tensor=8")
     found = bytes_per_device(lm.params)
     norms = sum(x.nbytes for path, x in flatten(whole.params) if "norm" in path)
-    groups = sum(  # on four devices each
+    groups = sum(  # replicated on four devices each
         x.nbytes for path, x in flatten(whole.params) if "k_proj" in path or "v_proj" in path
     )
     total = sum(x.nbytes for _, x in flatten(whole.params)) - norms - groups
@@ -222,11 +225,11 @@ def test_quantizing_while_loading_gives_the_same_shares(tmp_path: Path) -> None:
 def test_adapters_are_split_beside_their_weights(tmp_path: Path) -> None:
     save_random(tmp_path / "model", "llama", eos_token_id=None, num_hidden_layers=1)
     base = jaxllm.load(tmp_path / "model")
-    asked = {
+    configs = {
         "x": LoraConfig(r=2, target_modules=("q_proj", "down_proj", "embed_tokens", "lm_head")),
         "y": LoraConfig(r=4, use_dora=True),
     }
-    for seed, (name, lora) in enumerate(asked.items()):
+    for seed, (name, lora) in enumerate(configs.items()):
         made = random_adapter(base.config, base.params, lora, seed)
         write_adapter(tmp_path / name, made, base.config)
     prompts = tokens(2, 5).tolist()
@@ -247,7 +250,7 @@ def test_adapters_are_split_beside_their_weights(tmp_path: Path) -> None:
 )
 def test_columns_that_no_axis_divides_need_not_come_apart(mesh: str, exact: bool) -> None:
     """GPTQ's columns in an order of their own: a mesh whose devices all have them takes them."""
-    model, params = one("llama", num_hidden_layers=2, **WIDE["llama"])
+    model, params = make_model("llama", num_hidden_layers=2, **WIDE["llama"])
 
     def ordered(path: str, x: Any) -> Any:
         if not path.endswith("_proj.weight"):
@@ -256,7 +259,7 @@ def test_columns_that_no_axis_divides_need_not_come_apart(mesh: str, exact: bool
         return PermutedWeight(as_format(x, "int4-g32"), jnp.asarray(order))
 
     params = map_leaves(ordered, params)
-    over, shares = spread(model, params, mesh, exact=exact)
+    over, shares = shard_model(model, params, mesh, exact=exact)
     ids = tokens(2, 5)
     found = jaxllm.forward(over, shares, None, ids).logits
     assert largest_difference(found, jaxllm.forward(model, params, None, ids).logits) < 2e-5
@@ -264,29 +267,29 @@ def test_columns_that_no_axis_divides_need_not_come_apart(mesh: str, exact: bool
     assert np.array_equal(whole.order, params["layers.1"]["mlp"]["down_proj"]["weight"].order)
     refused = r"down_proj.weight over tensor.*=2: columns .* cannot be sliced"
     with pytest.raises(ConfigError, match=refused):
-        spread(model, params, "tensor=2")
+        shard_model(model, params, "tensor=2")
 
 
 def test_whole_parameters_are_refused_by_path() -> None:
-    model, params = one("gpt2")
-    over, _ = spread(model, params, "tensor=2")
+    model, params = make_model("gpt2")
+    over, _ = shard_model(model, params, "tensor=2")
     with pytest.raises(ConfigError, match=r"c_attn\.bias is not sharded.*model\.shared"):
         jaxllm.forward(over, params, None, [[1, 2]])
 
 
 def test_a_memory_is_split_by_its_heads() -> None:
     kind = LongAttention(kind="infini", segment_length=4, update="delta")
-    model, params = _with(one("llama"), kind)
-    over, shares = spread(model, params, "data=2,tensor=4")
-    ids, said = tokens(2, 11), []
+    model, params = _with(make_model("llama"), kind)
+    over, shares = shard_model(model, params, "data=2,tensor=4")
+    ids, outputs = tokens(2, 11), []
     for m, p in ((model, params), (over, shares)):
         cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), ids, chunk=8)[1]
-        said.append(np.asarray(jaxllm.decode_step(m, p, cache, np.array([1, 2]))[0]))
-    assert largest_difference(said[1], said[0]) < 4 * CLOSE
+        outputs.append(np.asarray(jaxllm.decode_step(m, p, cache, np.array([1, 2]))[0]))
+    assert largest_difference(outputs[1], outputs[0]) < 4 * CLOSE
 
 
 def _with(made: Any, kind: LongAttention) -> Any:
-    """The model with such attention, and gates that are all different."""
+    """Return the model with the given attention and with distinct memory gates."""
     model, params = made
     c = dataclasses.replace(model.config, attention=kind)
     gates = np.random.default_rng(5).standard_normal((c.num_hidden_layers, 8)).astype(np.float32)
@@ -300,23 +303,23 @@ def _with(made: Any, kind: LongAttention) -> Any:
 
 def test_attention_by_numbers_of_heads_is_refused_on_a_part_of_them() -> None:
     kind = LongAttention(kind="dilated", segment_lengths=(4, 8), dilated_ratios=(1, 2))
-    model, params = one("llama")
+    model, params = make_model("llama")
     config = dataclasses.replace(model.config, attention=kind)
     with pytest.raises(ConfigError, match="depends on head numbers"):
-        spread(model.clone(config=config), params, "tensor=2")
+        shard_model(model.clone(config=config), params, "tensor=2")
 
 
 def test_programs_of_a_mesh_are_not_kept_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_cache, "_folder", tmp_path)
-    model, params = one("llama")
-    said = []
+    model, params = make_model("llama")
+    outputs = []
     for mesh in ("tensor=2", "tensor=4"):
-        over, shares = spread(model, params, mesh)
+        over, shares = shard_model(model, params, mesh)
         cache = jaxllm.init_cache(over, 1, 16)
         logits, cache = jaxllm.prefill(over, shares, cache, tokens(1, 3))
         assert len(cache.tail.k[0].sharding.device_set) == over.axes.num_devices
-        said.append(np.asarray(logits))
-    assert largest_difference(*said) < CLOSE
+        outputs.append(np.asarray(logits))
+    assert largest_difference(*outputs) < CLOSE
     assert not list(tmp_path.glob(f"*{compile_cache.SUFFIX}"))

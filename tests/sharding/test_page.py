@@ -1,4 +1,4 @@
-"""The page on many devices tells the truth: its example runs, its commands are README's."""
+"""docs/devices.md: its example and its commands run."""
 
 import re
 import shlex
@@ -16,10 +16,10 @@ PAGE = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "devices.md", "exec"), {"__name__": "__main__"})
-    spec, held, said = capsys.readouterr().out.splitlines()
+    spec, shares, collectives = capsys.readouterr().out.splitlines()
     assert "tensor" in spec
-    assert held.count(":") == 4
-    assert "all-reduce" in said
+    assert shares.count(":") == 4
+    assert "all-reduce" in collectives
 
 
 def test_the_commands_run() -> None:

@@ -1,4 +1,4 @@
-"""Models in stages against the same models on one device: tokens, caches, collectives, refusals."""
+"""Pipeline parallelism against one device: tokens, caches, collectives and errors."""
 
 from typing import Any
 
@@ -19,35 +19,39 @@ from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Override, Precision
 from jaxllm.weights.quantize import quantize
-from tests.sharding.made import FAMILIES, WIDE, largest_difference, one, spread
+from tests.sharding.made import FAMILIES, WIDE, largest_difference, make_model, shard_model
 from tests.twins import tokens
 
 pytestmark = pytest.mark.devices
 
-CLOSE = 3e-5  # of the largest number: sums in another order
+CLOSE = 3e-5  # relative to the largest value: sums run in another order
 
 
 def of_layers(family: str, layers: int, **changes: Any) -> tuple[Any, Any]:
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     if family == "qwen3_moe":
         changes = {"mlp_only_layers": [], **changes}
-    return one(family, **{name: layers}, **changes)
+    return make_model(family, **{name: layers}, **changes)
 
 
 def check_generation(model: Any, params: Any, over: Any, shared: Any, rows: int) -> None:
-    """Rows of unequal budgets, greedy and drawn: the same tokens, and the same cache."""
+    """Check tokens and cache of greedy and sampled rows with unequal budgets."""
     prompt = tokens(rows, 5)
     for sampler in (GREEDY, Sampler()):
-        asked = {"max_new_tokens": [3 + i % 3 for i in range(rows)], "sampler": sampler, "seed": 5}
-        ours = generate(over, shared, prompt, **asked)  # type: ignore[arg-type]
-        theirs = generate(model, params, prompt, **asked)  # type: ignore[arg-type]
+        options = {
+            "max_new_tokens": [3 + i % 3 for i in range(rows)],
+            "sampler": sampler,
+            "seed": 5,
+        }
+        ours = generate(over, shared, prompt, **options)  # type: ignore[arg-type]
+        theirs = generate(model, params, prompt, **options)  # type: ignore[arg-type]
         np.testing.assert_array_equal(ours.token_BT, theirs.token_BT)
         np.testing.assert_allclose(ours.logprob_BT, theirs.logprob_BT, atol=1e-3)
         check_caches(over, ours.cache, theirs.cache)
 
 
 def check_caches(over: Any, ours: Any, theirs: Any) -> None:
-    """The same slots, with the same keys and values, and zeros beyond them, where nobody wrote."""
+    """Check that both caches have equal slots, keys and values, and zeros in unwritten slots."""
     for name in ("position_BS", "token_BS", "patched_BS"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
     assert int(ours.cursor) == int(theirs.cursor)
@@ -77,11 +81,11 @@ def test_a_model_in_stages_is_that_of_one_device(
     family: str, mesh: str, layers: int, options: dict[str, Any]
 ) -> None:
     model, params = of_layers(family, layers)
-    over, shared = spread(model, params, mesh, **options)
+    over, shared = shard_model(model, params, mesh, **options)
     rows = 4 if not options else 8
-    asked: dict[str, Any] = {"hidden_states": True, "attention_mass": "layers"}
-    ours = steps.forward(over, shared, None, tokens(rows, 7), **asked)
-    theirs = steps.forward(model, params, None, tokens(rows, 7), **asked)
+    options: dict[str, Any] = {"hidden_states": True, "attention_mass": "layers"}
+    ours = steps.forward(over, shared, None, tokens(rows, 7), **options)
+    theirs = steps.forward(model, params, None, tokens(rows, 7), **options)
     assert largest_difference(ours.logits, theirs.logits) < CLOSE
     assert largest_difference(ours.attention_mass, theirs.attention_mass) < CLOSE
     assert ours.hidden_states is not None and theirs.hidden_states is not None
@@ -111,7 +115,7 @@ def test_every_family_in_stages(
     family: str, mesh: str, layers: int, options: dict[str, Any]
 ) -> None:
     model, params = of_layers(family, layers)
-    over, shared = spread(model, params, mesh, **options)
+    over, shared = shard_model(model, params, mesh, **options)
     check_generation(model, params, over, shared, 8)
 
 
@@ -122,20 +126,20 @@ def test_every_family_in_stages(
 def test_quantized_models_in_stages(family: str, name: str, mesh: str) -> None:
     model, params = of_layers(family, 4, **WIDE[family])
     params = quantize(params, name)
-    over, shared = spread(model, params, mesh)
+    over, shared = shard_model(model, params, mesh)
     check_generation(model, params, over, shared, 4)
 
 
 def test_a_stage_has_its_layers_and_their_caches_alone() -> None:
     model, params = of_layers("llama", 4)
-    over, shared = spread(model, params, "stage=4")
+    over, shared = shard_model(model, params, "stage=4")
     layers = {k: v for k, v in shared.items() if k.startswith("layers.")}
     total = sum(x.nbytes for k, v in params.items() if "layers." in k for x in jax.tree.leaves(v))
     assert set(bytes_per_device(layers).values()) == {total // 4}
     cache = init_cache(over, 4, 16)
     assert set(bytes_per_device((cache.tail.k, cache.tail.v)).values()) == {2 * 4 * 16 * 2 * 6 * 4}
     tables = bytes_per_device({k: v for k, v in shared.items() if k in ("embed_tokens", "lm_head")})
-    assert set(tables.values()) == {2 * 33 * 40 * 4}  # 131 rows over four
+    assert set(tables.values()) == {2 * 33 * 40 * 4}  # 131 rows over four devices
 
 
 def test_more_microbatches_write_the_cache_of_one() -> None:
@@ -144,7 +148,7 @@ def test_more_microbatches_write_the_cache_of_one() -> None:
     prompt = tokens(4, 8)
     found = []
     for options in ({"microbatches": 1}, {"microbatches": 4}, {"microbatches": 2, "chunks": 2}):
-        over, shared = spread(model, params, "stage=2", **options)
+        over, shared = shard_model(model, params, "stage=2", **options)
         _, cache = steps.prefill(over, shared, init_cache(over, 4, 11), prompt)
         found.append((over, cache))
     _, theirs = steps.prefill(model, params, init_cache(model, 4, 11), prompt)
@@ -155,10 +159,10 @@ def test_more_microbatches_write_the_cache_of_one() -> None:
 @pytest.mark.full
 def test_rows_go_round_in_groups_where_they_divide() -> None:
     model, params = of_layers("llama", 2)
-    over, shared = spread(model, params, "data=2,stage=2")
+    over, shared = shard_model(model, params, "data=2,stage=2")
     assert (
         over.row_groups(3) is None and over.row_groups(2) is None
-    )  # fewer rows than stages: they wait
+    )  # rows do not divide: stages idle
     np.testing.assert_array_equal(over.row_groups(8), [0, 0, 1, 1, 0, 0, 1, 1])
     check_generation(model, params, over, shared, 3)
 
@@ -166,7 +170,7 @@ def test_rows_go_round_in_groups_where_they_divide() -> None:
 def test_what_stages_say_to_each_other() -> None:
     """A tick sends one microbatch on; besides there are sums and logits: no weights, no cache."""
     model, params = of_layers("llama", 4)
-    over, shared = spread(model, params, "stage=2", microbatches=2)
+    over, shared = shard_model(model, params, "stage=2", microbatches=2)
     B, T, D, V = 4, 7, 40, 131
     cache = init_cache(over, B, 16)
 
@@ -175,20 +179,20 @@ def test_what_stages_say_to_each_other() -> None:
         trace, delta, _ = steps.run_model(over, params, cache.segments, token_BT, position_BT)
         return trace.logits, delta
 
-    said = count_collectives(
+    stats = count_collectives(
         jax.jit(step).lower(shared, cache, tokens(B, T).astype(np.int32)).compile().as_text()
     )
-    assert set(said) == {"collective-permute", "all-reduce", "all-gather"}
-    assert said["collective-permute"] == (1, B // 2 * T * D * 4, B // 2 * T * D * 4)
-    assert said["all-reduce"] == (
+    assert set(stats) == {"collective-permute", "all-reduce", "all-gather"}
+    assert stats["collective-permute"] == (1, B // 2 * T * D * 4, B // 2 * T * D * 4)
+    assert stats["all-reduce"] == (
         2,
         2 * B * T * D * 4,
         B * T * D * 4,
-    )  # embeddings; the last's word
-    assert said["all-gather"] == (1, B * T * (V + 1) * 4, B * T * (V + 1) * 4)
+    )  # embeddings; outputs of the last stage
+    assert stats["all-gather"] == (1, B * T * (V + 1) * 4, B * T * (V + 1) * 4)
 
 
-def refused(family: str, layers: int, mesh: str, **options: Any) -> str:
+def error_message(family: str, layers: int, mesh: str, **options: Any) -> str:
     changes = options.pop("changes", {})
     model, _ = of_layers(family, layers, **changes)
     with pytest.raises(ConfigError) as caught:
@@ -199,18 +203,22 @@ def refused(family: str, layers: int, mesh: str, **options: Any) -> str:
 
 
 def test_what_does_not_divide_is_refused_by_name() -> None:
-    assert "num_hidden_layers 1 is too small for 2 stages" in refused("llama", 1, "stage=2")
-    assert "for 2 stages of 4 chunks" in refused("llama", 4, "stage=2", chunks=4)
-    assert "6 is not divisible into 2 stages of 2" in refused("llama", 6, "stage=2", chunks=2)
+    assert "num_hidden_layers 1 is too small for 2 stages" in error_message("llama", 1, "stage=2")
+    assert "for 2 stages of 4 chunks" in error_message("llama", 4, "stage=2", chunks=4)
+    assert "6 is not divisible into 2 stages of 2" in error_message("llama", 6, "stage=2", chunks=2)
     dense = {"mlp_only_layers": [0]}
-    other = refused("qwen3_moe", 2, "stage=2", changes=dense)
+    other = error_message("qwen3_moe", 2, "stage=2", changes=dense)
     assert "layers 0 and 1 would share one place of 2 stages" in other
-    assert "chunks and microbatches require a mesh" in refused("llama", 2, "tensor=2", chunks=2)
-    assert "microbatches must be a whole number" in refused("llama", 2, "stage=2", microbatches=0)
+    assert "chunks and microbatches require a mesh" in error_message(
+        "llama", 2, "tensor=2", chunks=2
+    )
+    assert "microbatches must be a whole number" in error_message(
+        "llama", 2, "stage=2", microbatches=0
+    )
     named = Precision(overrides=(("layers.1", Override(activations="bfloat16")),))
-    assert "name layers by number" in refused("llama", 2, "stage=2", precision=named)
+    assert "name layers by number" in error_message("llama", 2, "stage=2", precision=named)
     model, params = of_layers("llama", 2)
-    over, shared = spread(model, params, "stage=2", microbatches=3)
+    over, shared = shard_model(model, params, "stage=2", microbatches=3)
     with pytest.raises(TokenError, match="4 rows are not divisible into 3 microbatches"):
         steps.forward(over, shared, None, tokens(4, 5))
     mixed = map_leaves(

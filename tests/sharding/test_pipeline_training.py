@@ -1,4 +1,4 @@
-"""Gradients through a pipeline against one device's, and what schedules hold at once."""
+"""Pipeline gradients against one device, and the memory of schedules."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxllm.sharding.pipeline.schedule import SCHEDULES
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
 from jaxllm.weights.types.tensor_parallel import ShardList
-from tests.sharding.made import largest_difference, spread
+from tests.sharding.made import largest_difference, shard_model
 from tests.sharding.test_pipeline import of_layers
 from tests.twins import VOCAB, tokens
 
@@ -35,7 +35,7 @@ def batch(B: int, T: int) -> Rows:
 
 
 def numbers(gradient: Any) -> list[Any]:
-    """The arrays, tables without what their last share has beyond the vocabulary."""
+    """Return the arrays of a gradient, without the padding of vocabulary tables."""
     leaves = jax.tree.leaves(gradient, is_leaf=lambda x: isinstance(x, ShardList))
     return [
         piece
@@ -51,7 +51,7 @@ def plain(model: Any, params: Any, rows: Rows) -> jax.Array:
 
 
 CASES = [
-    # GPT-2's table is its head too: its gradient is a sum of both ends'.
+    # GPT-2 ties its head: the gradient is a sum over the first and last stage.
     ("gpt2", "data=2,stage=2,tensor=2", "1f1b", {}, 2),
     pytest.param("llama", "stage=2", "1f1b", {"chunks": 2}, 4, marks=pytest.mark.full),
     pytest.param("llama", "stage=4", "gpipe", {}, 8, marks=pytest.mark.full),
@@ -65,16 +65,18 @@ CASES = [
 def test_gradients_are_those_of_one_device(
     family: str, mesh: str, schedule: Any, options: dict[str, Any], microbatches: int
 ) -> None:
-    model, params = of_layers(family, 3 if family == "gemma2" else 4)  # a stage has one less
-    over, shared = spread(model, params, mesh, microbatches=microbatches, **options)
+    model, params = of_layers(
+        family, 3 if family == "gemma2" else 4
+    )  # one stage has one layer less
+    over, shared = shard_model(model, params, mesh, microbatches=microbatches, **options)
     rows = batch(8, 7)
     loss, gradient = jax.jit(jax.value_and_grad(lambda p: plain(model, p, rows)))(params)
     wanted = numbers(over.shard(gradient))
     how = make_pipeline_loss(over, summed, schedule, microbatches)
     for ours in (lambda p: sum_loss(how, p, rows), lambda p: plain(over, p, rows)):
-        found, slopes = jax.jit(jax.value_and_grad(ours))(shared)
+        found, gradients = jax.jit(jax.value_and_grad(ours))(shared)
         assert float(found) == pytest.approx(float(loss), rel=1e-5)
-        for a, b in zip(numbers(slopes), wanted, strict=True):
+        for a, b in zip(numbers(gradients), wanted, strict=True):
             assert largest_difference(a, b) < 1e-4
 
 
@@ -82,7 +84,7 @@ def test_gradients_are_those_of_one_device(
 def test_one_f_one_b_needs_less_memory_than_gpipe() -> None:
     """Inputs of 16 microbatches, or of 2: the difference is what the compiled programs hold."""
     model, params = of_layers("llama", 2)
-    over, shared = spread(model, params, "stage=2")
+    over, shared = shard_model(model, params, "stage=2")
     rows, held = batch(16, 64), {}
     for name in SCHEDULES:
         how = make_pipeline_loss(over, summed, name, 16)
@@ -103,7 +105,7 @@ def test_what_a_stage_waits_for_lies_where_it_looks(name: str, p: int, m: int, v
     else:
         assert inputs <= m * v
     held: list[dict[int, Any]] = [{} for _ in range(p)]
-    slopes: list[dict[int, Any]] = [{} for _ in range(p)]
+    gradients: list[dict[int, Any]] = [{} for _ in range(p)]
     sent: list[Any] = [None] * p
     for tick, row in enumerate(schedule.ticks):
         for stage in range(p):
@@ -111,28 +113,28 @@ def test_what_a_stage_waits_for_lies_where_it_looks(name: str, p: int, m: int, v
             if before is not None and before.forward:
                 held[stage][int(table.x_in[tick, stage])] = before
             if after is not None and not after.forward:
-                slopes[stage][int(table.g_in[tick, stage])] = after
+                gradients[stage][int(table.g_in[tick, stage])] = after
         for stage, job in enumerate(row):
             if job is None:
                 continue
             if stage > 0 or job.chunk > 0:
                 chunk = job.chunk if stage > 0 else job.chunk - 1
-                lies = held[stage][int(table.x_at[tick, stage])]
-                assert (lies.microbatch, lies.chunk) == (job.microbatch, chunk)
+                stored = held[stage][int(table.x_at[tick, stage])]
+                assert (stored.microbatch, stored.chunk) == (job.microbatch, chunk)
             if not job.forward and (stage < p - 1 or job.chunk < v - 1):
                 chunk = job.chunk if stage < p - 1 else job.chunk + 1
-                lies = slopes[stage][int(table.g_at[tick, stage])]
-                assert (lies.microbatch, lies.chunk) == (job.microbatch, chunk)
+                stored = gradients[stage][int(table.g_at[tick, stage])]
+                assert (stored.microbatch, stored.chunk) == (job.microbatch, chunk)
         sent = list(row)
     assert np.count_nonzero(table.kind) == schedule.busy_ticks
 
 
 def test_schedules_are_refused_where_there_is_nothing_to_schedule() -> None:
     model, params = of_layers("llama", 2)
-    over, _ = spread(model, params, "tensor=2")
+    over, _ = shard_model(model, params, "tensor=2")
     with pytest.raises(ConfigError, match="Load the model with stage=2"):
         make_pipeline_loss(over, summed, "1f1b", 2)
-    over, shared = spread(model, params, "stage=2")
+    over, shared = shard_model(model, params, "stage=2")
     with pytest.raises(ConfigError, match="must be one of gpipe, 1f1b, got 'zero'"):
         make_pipeline_loss(over, summed, "zero", 2)  # type: ignore[arg-type]
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A plan's bytes and collectives are those of the arrays and programs that then run."""
+"""Planned bytes and collectives equal those of the arrays and compiled programs."""
 
 import dataclasses
 from pathlib import Path
@@ -23,13 +23,13 @@ from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
-from tests.sharding.made import FAMILIES, WIDE, one, spread
+from tests.sharding.made import FAMILIES, WIDE, make_model, shard_model
 from tests.sharding.test_pipeline import of_layers
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
 ROWS, SLOTS, CHUNK = 4, 32, 8
-LAYERS = {"gemma2": 3}  # of two kinds, one less on the second stage
+LAYERS = {"gemma2": 3}  # two kinds of layers, one layer less on the second stage
 EXPERTS = {"mixtral": {"num_local_experts": 8}}
 CASES = [
     ("llama", "tensor=2", None, False),
@@ -55,16 +55,16 @@ SHARES = [
     ("llama", "float32-bitmap", False, "tensor=2"),
     *(pytest.param(f, q, e, m, marks=FULL) for f in ("llama", "gpt2") for q in QUANTIZED
       for e in (False, True) for m in ("tensor=2", "data=2,tensor=2", "stage=2,tensor=2")
-      if not (q == "bf16-packed" and "stage" in m)),  # which stages do not take
+      if not (q == "bf16-packed" and "stage" in m)),  # stages do not support bf16-packed
 ]  # fmt: skip
 
 
-def asked(model: Any, axes: MeshSpec = MeshSpec(), exact: bool = False) -> PlanQuery:  # noqa: B008
+def make_query(model: Any, axes: MeshSpec = MeshSpec(), exact: bool = False) -> PlanQuery:  # noqa: B008
     opened = Checkpoint(Path("random"), model.config, {}, {}, model.precision)
     return PlanQuery(opened, model.precision, HARDWARE["h100"], axes, ROWS, SLOTS, exact)
 
 
-def in_all(found: list[Collective]) -> dict[str, tuple[int, int]]:
+def total_by_kind(found: list[Collective]) -> dict[str, tuple[int, int]]:
     kinds = {c.kind: [o for o in found if o.kind == c.kind] for c in found}
     return {
         kind: (sum(c.count for c in some), sum(c.count * c.bytes for c in some))
@@ -78,22 +78,26 @@ def test_bytes_and_collectives_are_the_programs_own(
 ) -> None:
     precision = Precision(quantize=quantize)
     changes = WIDE.get(family, {}) if quantize else {}
-    model, params = one(family, precision, **(EXPERTS[family] if "expert" in mesh else changes))
-    check(*spread(model, params, mesh, exact=exact), exact)
+    model, params = make_model(
+        family, precision, **(EXPERTS[family] if "expert" in mesh else changes)
+    )
+    check(*shard_model(model, params, mesh, exact=exact), exact)
 
 
 def check(over: Any, shared: Any, exact: bool = False) -> None:
-    found = plan(asked(over, over.axes, exact))
+    found = plan(make_query(over, over.axes, exact))
     assert max(bytes_per_device(shared).values()) == found.weights.total
     cache = init_cache(over, ROWS, SLOTS)
-    scalars = 4 * (1 + rows_per_device(over.axes, ROWS))  # the cursor, and each row's next position
+    scalars = 4 * (
+        1 + rows_per_device(over.axes, ROWS)
+    )  # the cursor, and the next position of each row
     assert max(bytes_per_device(cache).values()) == found.cache_bytes + scalars
     for tokens in (1, CHUNK):
         ran = collectives(over, shared, cache, tokens)
-        said = planned(over, tokens, deterministic_sums=exact)
-        wanted = in_all(said)
-        if routed := sum(c.count for c in said if (c.axis, c.kind) == ("expert", "all-to-all")):
-            # Buffers of two sizes are in it, for even and uneven routes.
+        listed = planned(over, tokens, deterministic_sums=exact)
+        wanted = total_by_kind(listed)
+        if routed := sum(c.count for c in listed if (c.axis, c.kind) == ("expert", "all-to-all")):
+            # The program has two buffer sizes, for even and uneven routing.
             (calls, size), (once, bytes_) = ran.pop("all-to-all"), wanted.pop("all-to-all")
             assert calls in (once, once + routed)
             assert size >= bytes_
@@ -113,19 +117,19 @@ def test_shares_of_quantized_weights_take_what_is_planned(
     """
     rare = quantize == "bf16-packed"
     precision = Precision(weights="bfloat16" if rare else "float32", quantize=quantize)
-    over, shared = spread(*one(family, precision, **WIDE[family]), mesh, exact=exact)
+    over, shared = shard_model(*make_model(family, precision, **WIDE[family]), mesh, exact=exact)
     held = max(bytes_per_device(shared).values())
-    found = plan(asked(over, over.axes, exact)).weights.total
+    found = plan(make_query(over, over.axes, exact)).weights.total
     assert found <= held <= found * (1.01 if rare else 1)
 
 
 def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
-    model, params = one("llama", Precision(quantize="int4"))  # MLPs of 56, in groups of 64
-    said = r"layers\.0\.mlp\.down_proj\.weight over tensorxkv_replicas=2: .* split a group of 64"
-    with pytest.raises(ConfigError, match=said):
-        spread(model, params, "tensor=2")
-    with pytest.raises(ConfigError, match=said):
-        plan(asked(model, MeshSpec(tensor=2)))
+    model, params = make_model("llama", Precision(quantize="int4"))  # MLP width 56, groups of 64
+    message = r"layers\.0\.mlp\.down_proj\.weight over tensorxkv_replicas=2: .* split a group of 64"
+    with pytest.raises(ConfigError, match=message):
+        shard_model(model, params, "tensor=2")
+    with pytest.raises(ConfigError, match=message):
+        plan(make_query(model, MeshSpec(tensor=2)))
 
 
 @pytest.mark.parametrize(
@@ -147,11 +151,11 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
 def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
     family: str, mesh: str
 ) -> None:
-    check(*spread(*of_layers(family, LAYERS.get(family, 2), **EXPERTS.get(family, {})), mesh))
+    check(*shard_model(*of_layers(family, LAYERS.get(family, 2), **EXPERTS.get(family, {})), mesh))
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "kept"),
+    ("family", "mesh", "cache_dtype"),
     [
         ("llama", "sequence=4", "float32"),
         pytest.param("llama", "sequence=2:heads", "float32", marks=FULL),
@@ -161,13 +165,13 @@ def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
     ],
 )
 def test_collectives_of_a_split_text_are_the_programs_own(
-    family: str, mesh: str, kept: str
+    family: str, mesh: str, cache_dtype: str
 ) -> None:
     """Of a token over what is split, and of a prompt that is: ring, order, writing, exchanges."""
-    check(*spread(*one(family, Precision(cache=kept)), mesh))
+    check(*shard_model(*make_model(family, Precision(cache=cache_dtype)), mesh))
 
 
-BIG: dict[str, dict[str, Any]] = {  # large enough that what is of one number a token is little
+BIG: dict[str, dict[str, Any]] = {  # large, so that buffers of one value per token do not matter
     "llama": {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16},
     "gemma2": {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16},
     "gpt2": {"n_embd": 128, "n_inner": 512, "n_positions": 4096},
@@ -196,11 +200,11 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     family: str, mesh: str, rows: int, slots: int, tokens: int
 ) -> None:
     """`memory_analysis` of steps that are given their cache, without kernels: within 1.75 times."""
-    over, shared = spread(*of_layers(family, 4, **BIG[family], vocab_size=2048), mesh)
+    over, shared = shard_model(*of_layers(family, 4, **BIG[family], vocab_size=2048), mesh)
     cache = init_cache(over, rows, slots)
     with native.disable_kernels():
         held = compiled(over, shared, cache, tokens, donate_argnums=0).memory_analysis()
-    some = dataclasses.replace(asked(over, over.axes), batch=rows, context=slots)
+    some = dataclasses.replace(make_query(over, over.axes), batch=rows, context=slots)
     args = (over.axes, rows, tokens, slots, some.prompt_groups if tokens > 1 else 1)
     wanted = working_bytes(over.config, over.precision, *args)
     assert wanted / ERROR_FACTOR <= held.temp_size_in_bytes <= wanted * ERROR_FACTOR
@@ -211,14 +215,14 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     ["tensor=2", *(pytest.param(m, marks=FULL) for m in ("data=2,tensor=4", "sequence=4"))],
 )
 def test_a_step_that_is_given_its_cache_does_not_copy_it(mesh: str) -> None:
-    over, shared = spread(*one("llama"), mesh)
-    cache = init_cache(over, ROWS, 8192)  # of which a block is little
+    over, shared = shard_model(*make_model("llama"), mesh)
+    cache = init_cache(over, ROWS, 8192)  # large compared with one attention block
     held = compiled(over, shared, cache, 1, donate_argnums=0).memory_analysis()
     assert held.temp_size_in_bytes < max(bytes_per_device(cache).values()) / 4
 
 
 def collectives(model: Any, params: Any, cache: Any, tokens: int) -> dict[str, tuple[int, int]]:
-    """Those of a step of so many tokens a row: how many of a kind, and their bytes."""
+    """Return the calls and bytes of each collective in a step with `tokens` tokens per row."""
     found = count_collectives(compiled(model, params, cache, tokens).as_text())
     return {kind: (c.calls, c.bytes) for kind, c in found.items()}
 
@@ -232,9 +236,9 @@ def compiled(model: Any, params: Any, cache: Any, tokens: int, **how: Any) -> An
 
 
 def test_more_rows_and_tokens_fit_until_they_do_not() -> None:
-    model, _ = one("llama")
+    model, _ = make_model("llama")
     small = dataclasses.replace(HARDWARE["h100"], memory=4e6)
-    first = plan(dataclasses.replace(asked(model), hardware=small))
+    first = plan(dataclasses.replace(make_query(model), hardware=small))
 
     def at(**changes: int) -> Plan:
         return plan(dataclasses.replace(first.query, **changes))
@@ -247,18 +251,18 @@ def test_more_rows_and_tokens_fit_until_they_do_not() -> None:
 
 def test_idle_shares_are_those_of_the_schedule() -> None:
     """Of 4 stages with 1, 4 and 16 microbatches: 75 %, 42.86 % and 15.8 % of all ticks."""
-    model, _ = one("llama", num_hidden_layers=4)
+    model, _ = make_model("llama", num_hidden_layers=4)
     for groups, idle in ((1, 3 / 4), (4, 3 / 7), (16, 3 / 19)):
-        some = dataclasses.replace(asked(model, MeshSpec(stage=4)), batch=16, groups=groups)
+        some = dataclasses.replace(make_query(model, MeshSpec(stage=4)), batch=16, groups=groups)
         found = plan(some)
         assert (found.idle_fraction, found.bubble_overhead) == (idle, 3 / groups)
     with pytest.raises(ConfigError, match=r"16 rows .* are not divisible by 5 microbatches"):
-        plan(dataclasses.replace(asked(model, MeshSpec(stage=4)), batch=16, groups=5))
+        plan(dataclasses.replace(make_query(model, MeshSpec(stage=4)), batch=16, groups=5))
 
 
 def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
-    model, _ = one("llama")  # 2 layers, 2 key/value heads of 8 query heads
-    found = propose_meshes(asked(model), 8)
+    model, _ = make_model("llama")  # 2 layers, 8 query heads, 2 key/value heads
+    found = propose_meshes(make_query(model), 8)
     meshes = {str(p.query.axes) for p in found}
     assert {mesh for mesh in meshes if "sequence" not in mesh} == {
         "tensor=8", "data=2,tensor=4", "data=4,tensor=2", "stage=2,tensor=4",
@@ -266,13 +270,13 @@ def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
     }  # fmt: skip
     assert meshes >= {"sequence=8", "data=2,sequence=4", "data=4,sequence=2:heads"}
     assert meshes >= {"stage=2,sequence=2,tensor=2", "data=2,stage=2,sequence=2:heads"}
-    assert "sequence=8:heads" not in meshes  # of two key/value heads
+    assert "sequence=8:heads" not in meshes  # there are only two key/value heads
     assert [p.token_time for p in found] == sorted(p.token_time for p in found)
     tight = dataclasses.replace(HARDWARE["h100"], memory=found[0].total_bytes / 0.9 - 1)
-    again = propose_meshes(dataclasses.replace(asked(model), hardware=tight), 8)
+    again = propose_meshes(dataclasses.replace(make_query(model), hardware=tight), 8)
     assert sorted(p.fits for p in again) == [p.fits for p in again][::-1]
     with pytest.raises(ConfigError, match="no mesh of 7 devices divides"):
-        propose_meshes(asked(model), 7)
+        propose_meshes(make_query(model), 7)
 
 
 def test_hardware_is_a_name_or_numbers() -> None:
@@ -280,12 +284,12 @@ def test_hardware_is_a_name_or_numbers() -> None:
     assert parse_hardware("h100,memory=94g").memory == 94e9
     made = parse_hardware("flops=1.5t,memory=16gb,bandwidth=20g,link=1e10,node=2")
     assert (made.flops, made.memory, made.link, made.node) == (1.5e12, 16e9, 1e10, 2)
-    for text, said in (
+    for text, message in (
         ("h900", "is unknown: use a100, h100"),
         ("flops=1t", "memory, bandwidth, link must be given"),
         ("h100,memory=lots", "NAME=NUMBER"),
         ("h100,speed=1g", "NAME=NUMBER, with NAME one of flops"),
         ("h100,memory=0", "memory must be at least 1"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             parse_hardware(text)

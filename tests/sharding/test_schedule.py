@@ -1,4 +1,4 @@
-"""Schedules of pipelines against the closed forms of the papers."""
+"""Pipeline schedules against the closed forms of the papers."""
 
 import dataclasses
 from fractions import Fraction

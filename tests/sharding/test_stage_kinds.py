@@ -1,4 +1,4 @@
-"""Stages whose layers differ by place: windows, rotary settings, and one layer more or fewer."""
+"""Stages with different layers: windows, rotary settings, and uneven layer counts."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from jaxllm.cache import close_gaps, drop_range, load_cache, pool, save_cache, s
 from jaxllm.plan.estimate import plan
 from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import bytes_per_device
-from tests.sharding.made import largest_difference, spread
+from tests.sharding.made import largest_difference, shard_model
 from tests.sharding.test_pipeline import CLOSE, check_caches, check_generation, of_layers
-from tests.sharding.test_plan import ROWS, SLOTS, asked
+from tests.sharding.test_plan import ROWS, SLOTS, make_query
 from tests.twins import tokens
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
-# The patterns of the published models: gemma-2-2b, gemma-3-1b, SmolLM3-3B.
+# Layer patterns of published models: gemma-2-2b, gemma-3-1b, SmolLM3-3B.
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma2": (26, {}),
     "gemma3_text": (26, {"sliding_window_pattern": 6}),
@@ -28,9 +28,9 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def gemma3() -> Any:
-    """Layers of two windows and two rotary settings: one of each and an empty place over two."""
+    """Return a model with two windows and two rotary settings, three layers on two stages."""
     model, params = of_layers("gemma3_text", 3)
-    return model, params, *spread(model, params, "stage=2")
+    return model, params, *shard_model(model, params, "stage=2")
 
 
 def test_stages_cut_a_pattern_of_layers(gemma3: Any) -> None:
@@ -40,9 +40,9 @@ def test_stages_cut_a_pattern_of_layers(gemma3: Any) -> None:
     model, params, over, shared = gemma3
     assert over.layer_table == [[0, 1], [2, None]]
     assert model.config.layer_signature(2) != model.config.layer_signature(0)
-    asked: dict[str, Any] = {"hidden_states": True}
-    ours = jaxllm.forward(over, shared, None, tokens(2, 9), **asked)
-    theirs = jaxllm.forward(model, params, None, tokens(2, 9), **asked)
+    options: dict[str, Any] = {"hidden_states": True}
+    ours = jaxllm.forward(over, shared, None, tokens(2, 9), **options)
+    theirs = jaxllm.forward(model, params, None, tokens(2, 9), **options)
     assert largest_difference(ours.logits, theirs.logits) < CLOSE
     assert ours.hidden_states is not None and theirs.hidden_states is not None
     assert len(ours.hidden_states) == 4
@@ -78,19 +78,19 @@ def test_keys_of_each_stage_turn_by_its_layer(gemma3: Any, tmp_path: Any) -> Non
 def test_an_empty_place_is_planned_and_no_parameter(gemma3: Any) -> None:
     """A plan counts it; whole again, parameters are those that were spread, bit for bit."""
     _, params, over, shared = gemma3
-    found = plan(asked(over, over.axes))
+    found = plan(make_query(over, over.axes))
     assert max(bytes_per_device(shared).values()) == found.weights.total
     cache = bytes_per_device(jaxllm.init_cache(over, ROWS, SLOTS))
-    assert max(cache.values()) == found.cache_bytes + 4 * (1 + ROWS)  # the cursor, next positions
+    assert max(cache.values()) == found.cache_bytes + 4 * (1 + ROWS)  # cursor and next positions
     assert over.unsharded_paths("layers.1.mlp.up_proj.weight") == (
         "layers.1.mlp.up_proj.weight",
         None,
     )
-    for a, b in zip(*(at_leaves(x) for x in (over.gather(shared), params)), strict=True):
+    for a, b in zip(*(sorted_leaves(x) for x in (over.gather(shared), params)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def at_leaves(params: Any) -> list[np.ndarray]:
+def sorted_leaves(params: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves({k: params[k] for k in sorted(params)})]
 
 
@@ -110,7 +110,7 @@ def test_patterns_go_with_every_axis(
 ) -> None:
     changes = {"no_rope_layer_interval": 3} if family == "smollm3" else {}
     model, params = of_layers(family, layers, **changes)
-    check_generation(model, params, *spread(model, params, mesh, **options), 12)
+    check_generation(model, params, *shard_model(model, params, mesh, **options), 12)
 
 
 @FULL
@@ -123,7 +123,7 @@ def test_published_patterns_run_in_stages(family: str, stages: int) -> None:
     """
     layers, changes = PUBLISHED[family]
     model, params = of_layers(family, layers, **changes)
-    over, shared = spread(model, params, f"stage={stages}")
+    over, shared = shard_model(model, params, f"stage={stages}")
     assert [n for row in over.layer_table for n in row if n is not None] == list(range(layers))
     ours = jaxllm.forward(over, shared, None, tokens(4, 9)).logits
     theirs = jaxllm.forward(model, params, None, tokens(4, 9)).logits

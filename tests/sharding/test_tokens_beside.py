@@ -1,5 +1,5 @@
-"""Tokens split over devices beside stages and beside experts: logits, caches, texts and training
-are those of one device.
+"""Split tokens combined with pipeline stages or experts: logits, caches, texts and training equal
+those of one device.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import unsharded_paths
 from tests.sharding import matrix
 from tests.sharding.context_parallel.test_model import LENGTHS, packed, prompt
-from tests.sharding.made import largest_difference, spread
+from tests.sharding.made import largest_difference, shard_model
 from tests.sharding.test_pipeline import check_caches, of_layers
 from tests.sharding.test_pipeline_training import numbers, plain, summed
 
@@ -66,23 +66,24 @@ CASES = [
 ROWS = 4
 
 
-def made(family: str, mesh: str, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """A model of one device and the same on a mesh; its rows go through stages in two microbatches,
-    of which a device's tokens are not those that it has of the whole batch.
+def make_pair(family: str, mesh: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Return a model on one device and on a mesh, with two microbatches if it has stages.
+
+    A device's tokens of a microbatch are not its tokens of the full batch.
     """
     stages = parse_mesh(mesh).stage
     layers = {"gemma2": 2 * stages, "mixtral": stages}.get(family, max(2, stages))
-    alike = {"mlp_only_layers": []} if family == "qwen3_moe" and stages > 1 else {}
-    model, params = of_layers(family, layers, **EIGHT.get(family, {}), **alike)
+    equal_layers = {"mlp_only_layers": []} if family == "qwen3_moe" and stages > 1 else {}
+    model, params = of_layers(family, layers, **EIGHT.get(family, {}), **equal_layers)
     options |= {"microbatches": 2} if stages > 1 else {}
-    return model, params, *spread(model, params, mesh, **options)
+    return model, params, *shard_model(model, params, mesh, **options)
 
 
 def check(family: str, mesh: str, slots: int) -> None:
-    """Prompts in chunks, of which the second meets a cache and the last is padded; a text that goes
-    on from there, and what is then kept.
+    """Check prefill in chunks (the second on a cache, the last padded), then generated tokens and
+    the cache.
     """
-    model, params, over, shared = made(family, mesh)
+    model, params, over, shared = make_pair(family, mesh)
     ids, lengths = prompt(rows=ROWS), np.tile(LENGTHS, 2)
     found: list[Any] = []
     for m, p in ((over, shared), (model, params)):
@@ -118,7 +119,7 @@ def test_of_slots_that_do_not_divide_each_device_has_all(mesh: str) -> None:
     ],
 )
 def test_what_layers_compute_is_that_of_one_device(family: str, mesh: str) -> None:
-    model, params, over, shared = made(family, mesh)
+    model, params, over, shared = make_pair(family, mesh)
     ours, theirs = (
         steps.forward(m, p, None, prompt(rows=ROWS), hidden_states=True)
         for m, p in ((over, shared), (model, params))
@@ -138,11 +139,11 @@ def test_drawn_and_served_texts_are_the_same(family: str, mesh: str) -> None:
     found = matrix.cell(family, mesh, "float32")
     assert found.logits < matrix.CLOSE
     assert found.trained < matrix.TRAINED
-    assert (found.generated, found.drawn, found.served) == (True, True, True)
+    assert (found.generated, found.sampled, found.served) == (True, True, True)
 
 
 def batch() -> Rows:
-    """Packed rows of two documents each; some end in padding."""
+    """Return packed rows of two documents each; some end in padding."""
     return jax.tree.map(lambda *x: np.concatenate(x), packed(), packed(seed=1))
 
 
@@ -150,19 +151,19 @@ def batch() -> Rows:
 @pytest.mark.parametrize(("family", "mesh"), STAGES + EXPERTS)
 def test_a_step_of_training_is_that_of_one_device(family: str, mesh: str) -> None:
     """What AdamW makes of all parameters, of packed rows; the loss, and the gradient's norm."""
-    model, params, over, shared = made(family, mesh, fsdp="data" in mesh)
+    model, params, over, shared = make_pair(family, mesh, fsdp="data" in mesh)
     found = []
     for m, p in ((over, shared), (model, params)):
         trained, rest = partition(p, ALL_PARAMS, None, unsharded_paths(m))
         setup = Setup(m, NextToken(), Optimizer(steps=2, lr=0.01, eps=matrix.EPS))
         rows = jax.tree.map(lambda x: x[None], batch())
-        state, said = train_step(
+        state, metrics = train_step(
             init_state(trained, setup), rest, None, rows, jax.random.key(7), setup=setup
         )
-        found.append((StateLayout.from_model(m, rest).gather_lazy(state.trained), said))
-    (ours, said), (theirs, told) = found
-    assert float(said.loss) == pytest.approx(float(told.loss), rel=1e-5)
-    assert float(said.grad_norm) == pytest.approx(float(told.grad_norm), rel=1e-4)
+        found.append((StateLayout.from_model(m, rest).gather_lazy(state.trained), metrics))
+    (ours, metrics), (theirs, expected) = found
+    assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=1e-5)
+    assert float(metrics.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-4)
     assert ours.keys() == theirs.keys()
     for path, x in theirs.items():
         assert largest_difference(ours[path], x) < matrix.TRAINED, path
@@ -185,17 +186,17 @@ def test_gradients_by_a_schedule_are_those_of_one_device(
 ) -> None:
     layers = 2 * options.get("chunks", 1)
     model, params = of_layers(family, layers, **EIGHT.get(family, {}))
-    over, shared = spread(model, params, mesh, microbatches=2, **options)
+    over, shared = shard_model(model, params, mesh, microbatches=2, **options)
     rows = batch()
     loss, gradient = jax.jit(jax.value_and_grad(lambda p: plain(model, p, rows)))(params)
     how = make_pipeline_loss(over, summed, schedule, 2)
-    found, slopes = jax.jit(jax.value_and_grad(lambda p: sum_loss(how, p, rows)))(shared)
+    found, gradients = jax.jit(jax.value_and_grad(lambda p: sum_loss(how, p, rows)))(shared)
     assert float(found) == pytest.approx(float(loss), rel=1e-5)
-    for a, b in zip(numbers(slopes), numbers(over.shard(gradient)), strict=True):
+    for a, b in zip(numbers(gradients), numbers(over.shard(gradient)), strict=True):
         assert largest_difference(a, b) < 1e-4
 
 
-def refused(family: str, mesh: str, **options: Any) -> str:
+def error_message(family: str, mesh: str, **options: Any) -> str:
     model, _ = of_layers(family, 4)
     with pytest.raises(ConfigError) as caught:
         make_sharded_model(model.config, model.precision, parse_mesh(mesh), **options)
@@ -204,14 +205,14 @@ def refused(family: str, mesh: str, **options: Any) -> str:
 
 def test_what_a_ring_cannot_do_among_stages_is_refused() -> None:
     """A collective-permute is of all devices at once: stages must be at the same layers."""
-    said = refused("llama", "stage=2,sequence=2", chunks=2)
-    assert "a ring needs all devices at once, but the stages run different layers" in said
-    assert "Use sequence=2:heads, or one chunk" in said
+    message = error_message("llama", "stage=2,sequence=2", chunks=2)
+    assert "a ring needs all devices at once, but the stages run different layers" in message
+    assert "Use sequence=2:heads, or one chunk" in message
     model, params = of_layers("llama", 2)
-    over, shared = spread(model, params, "stage=2,sequence=2")
+    over, shared = shard_model(model, params, "stage=2,sequence=2")
     with pytest.raises(ConfigError, match=r"mesh stage=2,sequence=2\) .* train without a schedule"):
         make_pipeline_loss(over, summed, "1f1b", 2)
-    over, shared = spread(model, params, "stage=2,sequence=2:heads")
+    over, shared = shard_model(model, params, "stage=2,sequence=2:heads")
     rows = jax.tree.map(lambda x: x[:, :38], batch())
     with pytest.raises(ConfigError, match=r"sequence=2, got 38. Pad rows to 40"):
         sum_loss(make_pipeline_loss(over, summed, "1f1b", 2), shared, rows)

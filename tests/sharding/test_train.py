@@ -1,4 +1,4 @@
-"""Training over meshes: gradients, steps and states are those of one device, and lie in parts."""
+"""Training on meshes: gradients, steps and sharded states equal one device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params, flatten, gather_params, unsharded_paths
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
-from tests.sharding.made import WIDE, at_hand, one
+from tests.sharding.made import WIDE, load_weights, make_model
 from tests.twins import KINDS, tokens
 
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -38,7 +38,7 @@ CUBE = "data=2,stage=2,tensor=2"
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Random texts of unequal lengths: a mean of devices' means is not the mean of all tokens."""
+    """Random texts of unequal lengths, so that a mean of device means is not the token mean."""
 
     rows: int = 4
     width: int = 9
@@ -59,12 +59,12 @@ class Texts:
         return Rows(ids, label, position, np.zeros(shape, np.int32))
 
 
-def over(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
+def on_mesh(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
     return make_sharded_model(model.config, model.precision, parse_mesh(mesh), fsdp=fsdp)
 
 
 def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
-    """Of the loss of a batch, for every parameter, in one device's form."""
+    """Return the unsharded gradient of a batch's loss in every parameter."""
     trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
     rows, key = Texts().batch(0), jax.random.key(0)
 
@@ -76,20 +76,20 @@ def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     for path, x in found.items():
         same = x.sharding.is_equivalent_to(trained[path].sharding, x.ndim)
         assert same or not isinstance(model, ShardedModel), path
-    return at_hand(StateLayout.from_model(model, rest).gather_lazy(found))
+    return load_weights(StateLayout.from_model(model, rest).gather_lazy(found))
 
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
-EPS = 1e-3  # Adam's: with less, a gradient that is rounding alone (of keys' biases) moves as others
-LINE = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
+EPS = 1e-3  # Adam: a smaller one would amplify gradients that are pure rounding (key biases)
+MESH_OPTIONS = ("--mesh", CUBE, "--pipeline", "1f1b", "--microbatches", 2)
 EXPERTS = {"mixtral": {"num_local_experts": 4}}
 
 
 @pytest.mark.parametrize(
     ("family", "mesh", "fsdp"),
     [
-        ("gpt2", "data=2,tensor=4", True),  # biases of both kinds, fused runs, a tied table
+        ("gpt2", "data=2,tensor=4", True),  # both kinds of biases, fused matrices, a tied table
         pytest.param("llama", "tensor=8", False, marks=FULL),  # key/value heads on several devices
         pytest.param("llama", CUBE, True, marks=FULL),
         pytest.param("olmo2", "data=2,tensor=4", False, marks=FULL),  # norms over all heads
@@ -107,8 +107,8 @@ EXPERTS = {"mixtral": {"num_local_experts": 4}}
 def test_gradients_of_all_kinds_of_parameters_are_those_of_one_device(
     family: str, mesh: str, fsdp: bool
 ) -> None:
-    model, params = one(family, **EXPERTS.get(family, {}))
-    many = over(model, mesh, fsdp)
+    model, params = make_model(family, **EXPERTS.get(family, {}))
+    many = on_mesh(model, mesh, fsdp)
     expected, found = gradient(model, params), gradient(many, many.shard(params))
     assert found.keys() == expected.keys()
     for path, mine in found.items():
@@ -119,25 +119,25 @@ def test_gradients_of_all_kinds_of_parameters_are_those_of_one_device(
 
 
 class Stopped(Exception):
-    pass
+    """Raised to interrupt a run."""
 
 
-def steps_of(model: Any, params: Params, steps: int, **options: Any) -> TrainResult:
+def run_steps(model: Any, params: Params, steps: int, **options: Any) -> TrainResult:
     optimizer = Optimizer(steps=steps, lr=0.01, max_grad_norm=0.5, weight_decay=0.1, eps=EPS)
     setup = Setup(model, NextToken(), optimizer)
     plan = TrainPlan(steps=steps, gradient_accumulation_steps=2)
     return train(params, Texts(), setup, plan, show_progress=False, **options)
 
 
-def learned(model: Any, found: TrainResult) -> dict[str, np.ndarray]:
+def unsharded_params(model: Any, found: TrainResult) -> dict[str, np.ndarray]:
     whole = model.gather(found.params) if isinstance(model, ShardedModel) else found.params
     return {path: np.asarray(x) for path, x in flatten(whole)}
 
 
-def assert_alike(
+def assert_close_params(
     found: dict[str, np.ndarray], expected: dict[str, np.ndarray], off: float = 1e-4
 ) -> None:
-    """off: at most, of the largest number of a parameter, or of 1."""
+    """Check that differences are at most `off`, relative to max(1, largest value)."""
     assert found.keys() == expected.keys()
     for path, x in found.items():
         assert x.shape == expected[path].shape, path
@@ -170,8 +170,8 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     depth = {"num_hidden_layers": layers, "n_layer": layers}
     changes = {k: v for k, v in depth.items() if k in KINDS[family][1]}
-    model, params = one(family, **changes, **EXPERTS.get(family, {}))
-    expected = steps_of(model, params, steps)
+    model, params = make_model(family, **changes, **EXPERTS.get(family, {}))
+    expected = run_steps(model, params, steps)
     left = [0]
 
     def stop(params: Params, rows: Rows, key: jax.Array) -> Rows:
@@ -181,21 +181,21 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
         return rows
 
     for number, mesh in enumerate(meshes):
-        many = model if mesh is None else over(model, *mesh)
+        many = model if mesh is None else on_mesh(model, *mesh)
         spread = params if mesh is None else many.shard(params)
         last = number == len(meshes) - 1
         left[0] = steps if last else steps // len(meshes)
         if not last:
             with pytest.raises(Stopped):
-                steps_of(many, spread, steps, directory=tmp_path, prepare=stop)
+                run_steps(many, spread, steps, directory=tmp_path, prepare=stop)
             continue
-        found = steps_of(many, spread, steps, directory=tmp_path, prepare=stop)
-    assert left[0] > 0  # it went on, and did not begin again
+        found = run_steps(many, spread, steps, directory=tmp_path, prepare=stop)
+    assert left[0] > 0  # it resumed and did not start over
     for mine, theirs in zip(found.records, expected.records, strict=True):
         assert mine.weight == theirs.weight
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert mine.norm == pytest.approx(theirs.norm, rel=1e-4)
-    assert_alike(learned(many, found), learned(model, expected))
+    assert_close_params(unsharded_params(many, found), unsharded_params(model, expected))
 
 
 def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
@@ -228,23 +228,24 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
 ) -> None:
     layers = 2 if "stage" in mesh else 1
     changes = {} if family == "gpt2" else {"num_hidden_layers": layers}
-    changes |= WIDE[family] if quantize in ("int4", "nf4") else {}  # whose blocks are of whole rows
-    model, params = one(family, Precision(quantize=quantize), **changes)
+    # Blocks of int4 and nf4 must span whole rows.
+    changes |= WIDE[family] if quantize in ("int4", "nf4") else {}
+    model, params = make_model(family, Precision(quantize=quantize), **changes)
     modules = "all-linear" if family == "gpt2" or dora else ("q_proj", "down_proj")
     dropout = 0.0 if "stage" in mesh else 0.4
     lora = LoraConfig(r=3, target_modules=modules, lora_dropout=dropout, use_dora=dora)
     optimizer = Optimizer(steps=2, lr=0.01, eps=EPS)
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
-    for mine in (model, over(model, mesh, True)):
+    for mine in (model, on_mesh(model, mesh, True)):
         base = mine.shard(params) if isinstance(mine, ShardedModel) else params
         adapter = init_adapter(model.config, base, lora, jax.random.key(1))
-        beside = (
+        adapted = (
             mine.attach_adapter(base, make_attacher(model.config, adapter))
             if isinstance(mine, ShardedModel)
             else attach_adapter(model.config, base, adapter)
         )
-        trained, rest = partition(beside, ADAPTERS, None, unsharded_paths(mine))
+        trained, rest = partition(adapted, ADAPTERS, None, unsharded_paths(mine))
         setup = Setup(mine, NextToken(), optimizer)
         state = init_state(trained, setup)
         for _ in range(2):
@@ -255,14 +256,14 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
         )
         losses = float(metrics.loss), float(held.total / held.weight)
         found.append(
-            (at_hand(StateLayout.from_model(mine, rest).gather_lazy(state.trained)), losses)
+            (load_weights(StateLayout.from_model(mine, rest).gather_lazy(state.trained)), losses)
         )
         params_of = combine(state.trained, rest)
         written = mine.gather(params_of) if isinstance(mine, ShardedModel) else params_of
         assert extract_adapter(model.config, written, lora).num_params == adapter.num_params
     (expected, losses), (mine, others) = found
     assert others == pytest.approx(losses, rel=1e-5)
-    assert_alike(mine, expected)
+    assert_close_params(mine, expected)
 
 
 @pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=FULL)])
@@ -271,49 +272,51 @@ def test_of_a_layer_at_a_time_there_is_more_than_a_part(fsdp: bool) -> None:
     parts are summed once; a program for all steps.
     """
     layers, matrices = 2, 7
-    model, params = one("llama", num_hidden_layers=layers, vocab_size=136, intermediate_size=448)
+    model, params = make_model(
+        "llama", num_hidden_layers=layers, vocab_size=136, intermediate_size=448
+    )
     sizes = {path: x.nbytes for path, x in flatten(params) if x.ndim > 1}
     vectors = sum(x.nbytes for _, x in flatten(params) if x.ndim == 1)
     rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
-    many = over(model, "data=8", fsdp)
+    many = on_mesh(model, "data=8", fsdp)
     trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
     setup = Setup(many, NextToken(), Optimizer(steps=3))
     state = init_state(trained, setup)
-    kept = 3 * (sum(sizes.values()) // (8 if fsdp else 1) + vectors)
-    assert set(bytes_per_device(state).values()) == {kept + 3 * 4}  # and three counters
+    state_bytes = 3 * (sum(sizes.values()) // (8 if fsdp else 1) + vectors)
+    assert set(bytes_per_device(state).values()) == {state_bytes + 3 * 4}  # plus three counters
     args = (rest, None, rows, jax.random.key(0))
     compiled = train_step.lower(state, *args, setup=setup).compile()
-    said = count_collectives(compiled.as_text())
+    stats = count_collectives(compiled.as_text())
     before = train_step._cache_size()
     for _ in range(3):
         state, metrics = train_step(state, *args, setup=setup)
     assert train_step._cache_size() == before + 1
     assert bool(metrics.finite)
     if not fsdp:
-        assert "all-gather" not in said
-        assert said["all-reduce"].bytes >= sum(sizes.values()) + vectors
+        assert "all-gather" not in stats
+        assert stats["all-reduce"].bytes >= sum(sizes.values()) + vectors
         return
     used_twice = sum(sizes.values()) * 2 - sizes["embed_tokens.weight"]
-    assert said["all-gather"].calls == 2 * (layers * matrices + 1) + 1
-    assert said["all-gather"].bytes == used_twice
-    assert said["reduce-scatter"].calls == layers * matrices + 2
-    assert said["reduce-scatter"].bytes == sum(sizes.values()) // 8
+    assert stats["all-gather"].calls == 2 * (layers * matrices + 1) + 1
+    assert stats["all-gather"].bytes == used_twice
+    assert stats["reduce-scatter"].calls == layers * matrices + 2
+    assert stats["reduce-scatter"].bytes == sum(sizes.values()) // 8
 
 
 @FULL
 def test_of_whole_weights_there_is_what_a_product_takes() -> None:
-    model, params = one("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
+    model, params = make_model("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
     rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
     peaks = []
     for fsdp in (False, True):
-        many = over(model, "data=8", fsdp)
+        many = on_mesh(model, "data=8", fsdp)
         trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
         setup = Setup(many, NextToken(), Optimizer(steps=3))
         state, key = init_state(trained, setup), jax.random.key(0)
         lowered = train_step.lower(state, rest, None, rows, key, setup=setup)
         peaks.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     matrices = sum(x.nbytes for x in jax.tree.leaves(params) if x.ndim > 1)
-    assert peaks[0] > 2 * matrices  # gradients and what becomes of them
+    assert peaks[0] > 2 * matrices  # gradients and updates
     assert peaks[1] < matrices * 3 / 4
 
 
@@ -325,12 +328,12 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
     given = ("--data", text, "--length", 32, "--batch-size", 4, "--steps", 2, "--eval-split", 0)
     found = []
-    for name, more in (("one", ()), ("many", (*LINE, "--fsdp"))):
+    for name, more in (("one", ()), ("many", (*MESH_OPTIONS, "--fsdp"))):
         out = tmp_path / name
         status, _, err = run("train", "full", "demo:llama", out, *given, *more)
         assert status == 0, err
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
-    assert_alike(found[1], found[0], off=3e-4)  # two steps at 1e-4, wherever Adam goes
+    assert_close_params(found[1], found[0], off=3e-4)  # two Adam steps of 1e-4 in either direction
     status, _, err = run(
         "train", "full", "demo:llama", tmp_path / "p", *given, "--pipeline", "1f1b"
     )
@@ -340,15 +343,15 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
 
 
 def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> None:
-    model, params = one("llama")
-    many = over(model, "data=3")
+    model, params = make_model("llama")
+    many = on_mesh(model, "data=3")
     with pytest.raises(ConfigError, match=r"4 rows is not divisible by data=3"):
-        steps_of(many, many.shard(params), 1)
+        run_steps(many, many.shard(params), 1)
     with pytest.raises(
         ConfigError, match=r"embed_tokens.weight: FSDP .* no axis of .131, 40.*data=7"
     ):
-        over(model, "data=7", True).shard(params)
-    staged = over(model, "stage=2")
+        on_mesh(model, "data=7", True).shard(params)
+    staged = on_mesh(model, "stage=2")
     for options, words in (
         ({"lora_dropout": 0.1}, r"dropout is drawn for all rows.*stage=1"),
         ({"layers_to_transform": [0]}, r"targets only some of layers\.0.* stage=1"),
@@ -364,7 +367,7 @@ def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"train some of layers\.0.* stage=1"):
         partition(staged.shard(params), ((r"layers\.0", True),), None, staged.unsharded_paths)
     eight = dataclasses.replace(model.precision, quantize="int8")
-    whole, quantized = one("llama", eight)
-    spread = over(whole, "data=2,tensor=2").shard(quantized)
+    whole, quantized = make_model("llama", eight)
+    spread = on_mesh(whole, "data=2,tensor=2").shard(quantized)
     with pytest.raises(ConfigError, match=r"int8, which cannot be trained"):
         partition(spread)

@@ -1,4 +1,4 @@
-"""Logits that stay divided over the vocabulary: the same losses, and no device has them all."""
+"""Logits that stay sharded over the vocabulary: equal losses, and no gathered logits."""
 
 from typing import Any
 
@@ -26,21 +26,21 @@ from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import unsharded_paths
 from jaxllm.weights.precision import Precision
-from tests.sharding.made import at_hand, one, spread
+from tests.sharding.made import load_weights, make_model, shard_model
 from tests.twins import tokens
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
-NEXT, LATER, MIX = (
+NEXT, SCHEDULED, DISTILL = (
     NextToken(),
     ScheduledLoss("1f1b", 2),
     DistillLossConfig(alpha=0.7, temperature=2.0),
 )
-MOVES = ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+TRANSFERS = ("all-gather", "all-to-all", "reduce-scatter", "collective-permute")
 
 
 def texts(rows: int, width: int, vocabulary: int = 131) -> Rows:
-    """The last row half empty, and some tokens that no label follows."""
+    """Return rows of which the last is half padding, with some tokens without a label."""
     token = tokens(rows, width).astype(np.int32) % vocabulary
     position = np.tile(np.arange(width, dtype=np.int32), (rows, 1))
     position[-1, width // 2 :] = -1
@@ -57,10 +57,10 @@ def compiled_step(model: ShardedModel, params: Any, objective: Any, given: Any, 
     return train_step.lower(*args, setup=setup).compile().as_text()
 
 
-def moved(text: str) -> int:
-    """Bytes of the largest array that is sent and not summed."""
+def bytes_sent(text: str) -> int:
+    """Return the bytes of the largest array that is sent without a sum."""
     found = count_collectives(text)
-    return max((found[kind].largest for kind in MOVES if kind in found), default=0)
+    return max((found[kind].largest for kind in TRANSFERS if kind in found), default=0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def moved(text: str) -> int:
         ("llama", "tensor=2", "next"),
         ("gpt2", "tensor=4", "next"),
         pytest.param("gpt2", "data=2,tensor=2", "next", marks=FULL),
-        pytest.param("gemma2", "data=2,tensor=4", "next", marks=FULL),  # whose logits are bent
+        pytest.param("gemma2", "data=2,tensor=4", "next", marks=FULL),  # soft-capped logits
         pytest.param("llama", "stage=2,tensor=2", "next", marks=FULL),
         pytest.param("llama", "stage=2,tensor=2", "schedule", marks=FULL),
         ("gpt2", "data=2,stage=2,tensor=2", "schedule"),
@@ -81,28 +81,28 @@ def moved(text: str) -> int:
 )
 def test_a_step_of_training_gathers_no_logits(family: str, mesh: str, how: str) -> None:
     """Not even a device's own part of them is ever sent, but once around a ring."""
-    model, params = one(family, vocab_size=1001)
-    many, shared = spread(model, params, mesh)
+    model, params = make_model(family, vocab_size=1001)
+    many, shared = shard_model(model, params, mesh)
     rows = texts(8, 64)
-    objective: Any = {"next": NEXT, "schedule": LATER}.get(how) or OnlineTeacherLoss(
-        many, 1001, MIX
+    objective: Any = {"next": NEXT, "schedule": SCHEDULED}.get(how) or OnlineTeacherLoss(
+        many, 1001, DISTILL
     )
     text = compiled_step(many, shared, objective, shared if how == "teacher" else None, rows)
     split_over = many.axes.data * many.axes.sequence
     tokens_here = 8 * 64 // split_over // (2 if how == "schedule" else 1)
     parts = many.axes.num_devices // split_over // (many.axes.stage if how == "schedule" else 1)
     part = tokens_here * 1001 * 4 // parts
-    # Around a ring the halves of a part go back to their places.
-    assert moved(text) < part * (1.01 if many.axes.sequence > 1 else 0.99)
+    # With a ring, the halves of a shard return to plain order.
+    assert bytes_sent(text) < part * (1.01 if many.axes.sequence > 1 else 0.99)
 
 
 def test_the_exact_mode_gathers_them() -> None:
-    many, shared = spread(*one("llama", vocab_size=1001), "tensor=2", exact=True)
-    assert moved(compiled_step(many, shared, NEXT, None, texts(8, 64))) >= 8 * 64 * 1001 * 4
+    many, shared = shard_model(*make_model("llama", vocab_size=1001), "tensor=2", exact=True)
+    assert bytes_sent(compiled_step(many, shared, NEXT, None, texts(8, 64))) >= 8 * 64 * 1001 * 4
 
 
 def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> Any:
-    """The loss of a token, and its gradient by every parameter in one device's form."""
+    """Return the mean loss of a token, and its unsharded gradient in every parameter."""
     trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
 
     def loss(trained: Any, rest: Any) -> jax.Array:
@@ -110,7 +110,7 @@ def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> A
         return found.total / found.weight
 
     found, gradient = jax.jit(jax.value_and_grad(loss))(trained, rest)
-    return float(found), at_hand(StateLayout.from_model(model, rest).gather_lazy(gradient))
+    return float(found), load_weights(StateLayout.from_model(model, rest).gather_lazy(gradient))
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ def test_losses_and_gradients_are_those_of_one_device(
     family: str, dtype: str, mesh: str, how: str, vocabulary: int
 ) -> None:
     precision = Precision() if dtype == "float32" else Precision.uniform(dtype)
-    model, params = one(family, precision, vocab_size=vocabulary)
-    many, shared = spread(model, params, mesh)
+    model, params = make_model(family, precision, vocab_size=vocabulary)
+    many, shared = shard_model(model, params, mesh)
     rows, found = texts(4, 8, vocabulary), []
     for mine, there in ((model, params), (many, shared)):
-        teacher = OnlineTeacherLoss(mine, vocabulary, MIX) if how == "teacher" else None
-        known = {"next": NEXT, "schedule": LATER if mine is many else NEXT, "teacher": teacher}
-        # The teacher is the student's own, upside down: what they say differs.
+        teacher = OnlineTeacherLoss(mine, vocabulary, DISTILL) if how == "teacher" else None
+        known = {"next": NEXT, "schedule": SCHEDULED if mine is many else NEXT, "teacher": teacher}
+        # The teacher is the student with negated parameters, so that their logits differ.
         given = jax.tree.map(lambda x: -x, there) if teacher else None
         found.append(losses(mine, there, known[how], given, rows))
-    (expected, slopes), (loss, mine) = found
+    (expected, gradients), (loss, mine) = found
     off, least = (3e-5, 1e-7) if dtype == "float32" else (3e-2, 1e-4)
     assert loss == pytest.approx(expected, rel=off)
     for path, x in mine.items():
-        error, scale = np.abs(x - slopes[path]).max(), np.abs(slopes[path]).max()
+        error, scale = np.abs(x - gradients[path]).max(), np.abs(gradients[path]).max()
         assert error <= off * scale + least, (path, error, scale)
 
 
@@ -153,7 +153,7 @@ def test_likelihoods_of_shares_are_those_of_the_whole() -> None:
     whole = rng.normal(size=(3, 5, size)).astype(np.float32) * 30
     token = rng.integers(0, size, (3, 5)).astype(np.int32)
     padded = np.pad(whole, [(0, 0), (0, 0), (0, 5)], constant_values=-np.inf)
-    apart = jax.shard_map(
+    sharded = jax.shard_map(
         lambda x, t: log_likelihood(x, t, over),
         mesh=build_mesh(parse_mesh("tensor=8")),
         in_specs=(P(None, None, over), P()),
@@ -164,10 +164,10 @@ def test_likelihoods_of_shares_are_those_of_the_whole() -> None:
     top = wide.max(axis=-1, keepdims=True)
     chance = np.exp(wide - top) / np.exp(wide - top).sum(axis=-1, keepdims=True)
     picked = np.take_along_axis(chance, token[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(apart(padded, token), np.log(picked), rtol=1e-5)
-    slope = np.asarray(jax.grad(lambda x: apart(x, token).sum())(padded))
-    np.testing.assert_allclose(slope[..., :size], np.eye(size)[token] - chance, atol=1e-6)
-    assert not slope[..., size:].any()
+    np.testing.assert_allclose(sharded(padded, token), np.log(picked), rtol=1e-5)
+    gradient = np.asarray(jax.grad(lambda x: sharded(x, token).sum())(padded))
+    np.testing.assert_allclose(gradient[..., :size], np.eye(size)[token] - chance, atol=1e-6)
+    assert not gradient[..., size:].any()
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_likelihoods_of_shares_are_those_of_the_whole() -> None:
     ],
 )
 def test_texts_are_scored_without_gathering(family: str, mesh: str) -> None:
-    model, params = one(family, vocab_size=1001)
+    model, params = make_model(family, vocab_size=1001)
     other = jax.tree.map(lambda x: x * 0.9, params)
-    many, shared = spread(model, params, mesh)
+    many, shared = shard_model(model, params, mesh)
     length = np.array([33, 33, 33, 16], np.int32)
     token = tokens(4, 33).astype(np.int32)
     batch = Batch(token, length, np.arange(33) < length[:, None], np.arange(4))
@@ -189,8 +189,10 @@ def test_texts_are_scored_without_gathering(family: str, mesh: str) -> None:
     expected, found = score(model, params, batch), score(many, shared, batch)
     np.testing.assert_allclose(found.logprob_BT, expected.logprob_BT, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found.greedy_BT, expected.greedy_BT)
-    said = list(token[:, :20])
-    for a, b in zip(log_probs(many, shared, said), log_probs(model, params, said), strict=True):
+    prompts = list(token[:, :20])
+    for a, b in zip(
+        log_probs(many, shared, prompts), log_probs(model, params, prompts), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     theirs = many.shard(other)
     for a, b in zip(
@@ -205,4 +207,4 @@ def test_texts_are_scored_without_gathering(family: str, mesh: str) -> None:
         (_compare, (many, many), (shared, theirs)),
     ):
         text = program.lower(*models, *given, token, position).compile().as_text()
-        assert moved(text) < part // 2
+        assert bytes_sent(text) < part // 2

@@ -1,4 +1,4 @@
-"""Small tokenizers of each kind, trained here: the claims mean something without the data."""
+"""Small tokenizers of each kind, trained here, so that the tests need no downloaded data."""
 
 import functools
 import io
@@ -56,7 +56,7 @@ def mergeable_specials(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def train_spm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train a SentencePiece model, by its trainer's options, into a directory of its own."""
+    """Return a function that trains a SentencePiece model, with options, into a new directory."""
 
     def train(**options: Any) -> Path:
         model = io.BytesIO()
@@ -84,7 +84,7 @@ def train_spm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def spm(train_spm: Callable[..., Path]) -> Path:
-    """A directory with a small `tokenizer.model` in the manner of Llama's."""
+    """A directory with a small `tokenizer.model` like that of Llama."""
     return train_spm()
 
 
@@ -92,29 +92,29 @@ def spm(train_spm: Callable[..., Path]) -> Path:
 def real_form(
     data: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """A directory with some of the files of a tokenizer in the shared data, one for each choice."""
-    made: dict[tuple[str, ...], Path] = {}
+    """Return a function that copies chosen files of a shared tokenizer to a cached directory."""
+    directories: dict[tuple[str, ...], Path] = {}
 
     def make(name: str, *files: str) -> Path:
         source = data(name)
-        if (name, *files) not in made:
-            made[name, *files] = tmp_path_factory.mktemp(name)
+        if (name, *files) not in directories:
+            directories[name, *files] = tmp_path_factory.mktemp(name)
             for file in files:
-                shutil.copy(source / file, made[name, *files])
-        return made[name, *files]
+                shutil.copy(source / file, directories[name, *files])
+        return directories[name, *files]
 
     return make
 
 
 @pytest.fixture(scope="session")
 def load() -> Callable[[Path], JaxTokenizer]:
-    """Load a tokenizer once a session."""
+    """Return a loader that loads each tokenizer once per session."""
     return functools.cache(JaxTokenizer.from_directory)
 
 
 @pytest.fixture
 def write_json(tmp_path: Path) -> Callable[[str, Any], Path]:
-    """Write a JSON file into the test's directory and return the directory."""
+    """Return a function that writes a JSON file to the test's directory and returns the latter."""
 
     def write(name: str, content: Any) -> Path:
         (tmp_path / name).write_text(json.dumps(content))

@@ -1,4 +1,4 @@
-"""A tokenizer's files cannot ask for more work than a text is worth."""
+"""Tokenizer limits: files that could require unbounded work are refused."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxllm.text.regex_safety import check_regex
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-# As published in the tokenizer.json of each.
+# As published in the tokenizer.json of each model.
 PUBLISHED = {
     "GPT-2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "Llama 3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -31,13 +31,13 @@ PUBLISHED = {
     r"|[^\s\p{L}\p{N}]+",
     "OLMo, digits": r"\d{1,3}(?=(?:\d{3})*\b)",
 }
-ENDLESS = [
+SUPERLINEAR = [
     "(.+)+x", "(a*)*", "(a|a)*b", "(?:a?){30}a{30}", r"\s*\s*x", "(x+x+)+y", "(.*)(.*)(.*)y",
     "((a{1,16}){1,16}){1,16}", "(?i)(?:a|b|ab)*c", "(?=(a+)+b)", "a?" * 30 + "a" * 30, ".*.*=.*",
     "(?>(a+)+)b", r"[^b]\w*(?![^b]*)",
     "(?:(?:(?:a|b)(?:a|b))(?:a|b)(?:a|b)(?:a|b)(?:a|b)(?:a|b)(?:a|b)(?:a|b))x",
 ]  # fmt: skip
-UNREAD = [
+UNPARSED = [
     r"(\w)\1+", r"(?<n>a\g<n>?)", "a**", "a" * 3000, "[]a](b+)+", "((((", "a)", "(?~x)", "[[[",
     "(?(1)a|b)", "x{1001}", "(?x)a b", "\\", "(" * 50 + ")" * 50, "*a", "[" * 50 + "a" + "]" * 50,
 ]  # fmt: skip
@@ -48,7 +48,7 @@ def test_published_patterns_are_taken(name: str) -> None:
     check_regex(PUBLISHED[name], name)
 
 
-@pytest.mark.parametrize("regex", [*ENDLESS, *UNREAD])
+@pytest.mark.parametrize("regex", [*SUPERLINEAR, *UNPARSED])
 def test_patterns_without_a_bound_on_their_work_are_refused(regex: str) -> None:
     with pytest.raises(CheckpointError, match=r"the tokenizer: the regex .* is rejected"):
         check_regex(regex, "the tokenizer")
@@ -70,7 +70,7 @@ def sequence(count: int, step: dict[str, Any]) -> dict[str, Any]:
 
 ADDED = {"id": 3, "content": "<s>", "special": True, "single_word": False, "lstrip": False,
          "rstrip": False, "normalized": False}  # fmt: skip
-BAD: dict[str, tuple[dict[str, Any], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "doubling": (
         {"normalizer": sequence(32, replace({"String": "a"}, "aa"))},
         "by more than a factor of 64",
@@ -95,9 +95,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", INVALID)
 def test_a_tokenizer_that_could_run_without_end_is_refused(name: str, tmp_path: Path) -> None:
-    changes, words = BAD[name]
+    changes, words = INVALID[name]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree(**changes)))
     with pytest.raises(CheckpointError, match=words) as caught:
         Tokenizer.from_directory(tmp_path)

@@ -1,4 +1,4 @@
-"""Chat templates: they render as in transformers, and none can escape, hang or flood."""
+"""Chat templates render as in transformers; no template escapes the sandbox or its limits."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ LLAMA_2 = """\
   {%- endif -%}
 {%- endfor -%}"""
 
-# Everything that templates in use reach for.
+# Every feature that published templates use.
 KITCHEN_SINK = """\
 {%- macro describe(tool, depth=0) -%}
 {{ '  ' * depth }}{{ tool.name | upper }}: {{ tool.parameters | tojson }}
@@ -303,7 +303,7 @@ def test_a_hostile_template_is_stopped_on_any_thread(name: str) -> None:
             outcome.append(ChatTemplate(HOSTILE[name], max_seconds=0.2).render(HI))
         except BaseException as error:
             outcome.append(error)
-        seconds.append(time.thread_time())  # of a processor, whatever else it has to do
+        seconds.append(time.thread_time())  # CPU time, independent of other load
 
     thread = threading.Thread(target=render, daemon=True)
     thread.start()
@@ -314,7 +314,7 @@ def test_a_hostile_template_is_stopped_on_any_thread(name: str) -> None:
 
 def test_the_deadline_is_of_the_thread_and_not_of_a_busy_machine() -> None:
     budget = Budget(max_output=1, max_seconds=0.05)
-    time.sleep(0.1)  # another program's turn
+    time.sleep(0.1)  # simulates a busy machine
     budget.check_time()
     with pytest.raises(TemplateError, match=r"more than 0\.05 seconds"):
         while True:

@@ -1,4 +1,4 @@
-"""Detokenizing one token at a time prints what decoding them all would, and no half characters."""
+"""Incremental detokenization equals decoding all tokens, without partial characters."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Each family's way of talking: templates in its published style render as transformers renders.
+"""Chat templates in the style of each family render as in transformers.
 
-The templates were written for this test, with the roles, the special tokens and the devices
-(namespaces, slices, dates, refusals) that the families' own use; none is a published one.
+The templates were written for this test. They use the roles, special tokens and features
+(namespaces, slices, dates, refusals) of the published templates, but copy none of them.
 """
 
 from datetime import datetime
@@ -30,7 +30,7 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-# Qwen3's: thoughts are kept after the last question alone.
+# Qwen3 keeps the reasoning only after the last question.
 THINKING = """\
 {%- set ns = namespace(last=messages|length - 1, looking=true) %}
 {%- for m in messages[::-1] %}
@@ -208,7 +208,7 @@ TEMPLATES = {
     "qwen3_moe": THINKING,
 }
 THOUGHT = "<think>\nTwo and two.\n</think>\n\n4."
-TALKS: dict[str, list[dict[str, Any]]] = {
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "a question": [{"role": "user", "content": " What is <b>2 + 2</b>? \n"}],
     "a system": [
         {"role": "system", "content": "Be kind. /no_think"},
@@ -238,8 +238,8 @@ TALKS: dict[str, list[dict[str, Any]]] = {
 VARIABLES: list[dict[str, Any]] = [{}, {"enable_thinking": False, "controls": {"length": "long"}}]
 
 
-def saved(template: str, directory: Path) -> Any:
-    """A tokenizer of transformers with this template, saved where ours looks for it."""
+def save_tokenizer(template: str, directory: Path) -> Any:
+    """Save a transformers tokenizer with this template to `directory` and return it."""
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")),
         bos_token="<s>",
@@ -256,25 +256,27 @@ def test_every_family_has_a_template_here() -> None:
 
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_talk_is_what_transformers_makes_of_it(family: str, tmp_path: Path) -> None:
-    tokenizer = saved(TEMPLATES[family], tmp_path)
+    tokenizer = save_tokenizer(TEMPLATES[family], tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     rendered = 0
-    for name, talk in TALKS.items():
+    for name, conversation in CONVERSATIONS.items():
         for prompt in (True, False):
             for given in VARIABLES:
                 options = {"add_generation_prompt": prompt, **given}
-                found = _text(lambda t=talk, o=options: ours.render(t, **o))
+                found = _text(lambda t=conversation, o=options: ours.render(t, **o))
                 same = _text(
-                    lambda t=talk, o=options: tokenizer.apply_chat_template(t, tokenize=False, **o)
+                    lambda c=conversation, o=options: tokenizer.apply_chat_template(
+                        c, tokenize=False, **o
+                    )
                 )
-                # What transformers refuses, or fails at, is refused here too, in one line.
+                # If transformers refuses or fails, we raise a one-line TemplateError.
                 assert found == same, (name, prompt, given)
                 rendered += found is not None
     assert rendered >= 12
 
 
 def _text(render: Any) -> str | None:
-    """None where the template refuses the messages, or fails."""
+    """Return the rendered text, or None if the template refuses the messages or fails."""
     try:
         text: str = render()
     except TemplateError as error:
@@ -286,19 +288,19 @@ def _text(render: Any) -> str | None:
 
 
 def test_dates_are_todays(tmp_path: Path) -> None:
-    saved(GRANITE, tmp_path)
+    save_tokenizer(GRANITE, tmp_path)
     before = datetime.now()
-    text = ChatTemplate.from_directory(tmp_path).render(TALKS["a question"])
+    text = ChatTemplate.from_directory(tmp_path).render(CONVERSATIONS["a question"])
     assert any(f"Today is {day:%B %d, %Y}" in text for day in (before, datetime.now()))
 
 
 def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
-    saved(GEMMA_2, tmp_path)
+    save_tokenizer(GEMMA_2, tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     with pytest.raises(TemplateError, match="rejected the messages: There is no system role"):
-        ours.render(TALKS["a system"])
+        ours.render(CONVERSATIONS["a system"])
     with pytest.raises(TemplateError, match="rejected the messages: Roles must take turns"):
-        ours.render(TALKS["two users"])
+        ours.render(CONVERSATIONS["two users"])
 
 
 @pytest.mark.parametrize(
@@ -318,5 +320,5 @@ def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
 )
 def test_what_is_not_there_is_refused_by_name(source: str, said: str) -> None:
     with pytest.raises(TemplateError, match=said) as caught:
-        ChatTemplate(source).render(TALKS["a question"])
+        ChatTemplate(source).render(CONVERSATIONS["a question"])
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Stop strings against a plain search in the whole text."""
+"""Stop strings, compared with a plain search in the whole text."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -25,7 +25,7 @@ def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
     if not starts:
         assert (shown, ended) == (whole, None)
         return
-    # Ended by the first string that is complete, at the piece that completes it.
+    # The first string that is complete ends the text, at the piece that completes it.
     first = min(whole.find(s) + len(s) for s in strings if s in whole)
     assert ended is not None
     assert len("".join(pieces[:ended])) < first <= len("".join(pieces[: ended + 1]))

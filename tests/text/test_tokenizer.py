@@ -1,4 +1,4 @@
-"""Tokenizers: the checkpoint's ids, no token that was not asked for, refusals that name a file."""
+"""Tokenizers: ids of the checkpoint, no unrequested special tokens, errors that name the file."""
 
 import ast
 import contextlib
@@ -28,7 +28,7 @@ FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 
 
 def tree(vocab: dict[str, int] | list[Any], **fields: Any) -> dict[str, Any]:
-    """A tokenizer.json over single characters."""
+    """Return a tokenizer.json whose vocabulary is single characters."""
     model = {"type": "BPE", "vocab": vocab, "merges": [], "unk_token": None}
     return {"version": "1.0", "model": model | fields.pop("model", {}), "added_tokens": []} | fields
 

@@ -1,9 +1,9 @@
 """Tokenizers equal their references: SentencePiece itself, and transformers.
 
-transformers 5 replaces the normalizer of a Llama `tokenizer.json` by its own, which drops a leading
-space and forgets `remove_extra_whitespaces`; from `tokenizer.model` alone it also reorders merges.
+transformers 5 replaces the normalizer of a Llama `tokenizer.json`; the replacement drops a leading
+space and ignores `remove_extra_whitespaces`. From `tokenizer.model` only, it also reorders merges.
 So `AutoTokenizer` is the reference for plain text only, and `PreTrainedTokenizerFast`, which reads
-the file as it is, for any text.
+the file unchanged, for any text.
 """
 
 import json
@@ -39,7 +39,7 @@ Form = Callable[..., Path]
 
 
 def lines(data: Callable[[str], Path]) -> list[str]:
-    """Plain text: neither leading nor repeated spaces."""
+    """Return lines of plain text, without leading or repeated spaces."""
     text = (data("corpora") / "wiki.test.raw").read_text()[:60_000]
     return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
@@ -67,7 +67,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
     assert_equals_sentencepiece(Tokenizer.from_directory(directory), directory)
 
 
-# The stories' tokenizer.json is left out: it strips more than spaces, unlike the tokenizer.model.
+# Without the stories' tokenizer.json, which strips more than spaces, unlike its tokenizer.model.
 @pytest.mark.parametrize("form", [*LLAMA.values(), STORIES["tokenizer.model"]])
 def test_real_tokenizers_encode_as_sentencepiece_does(
     form: tuple[str, ...], data: Callable[[str], Path], real_form: Form, load: Load
@@ -90,7 +90,7 @@ def assert_equals_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
     def check(text: str) -> None:
         ids = reference.encode(text)
         assert tokenizer.encode(text) == ids
-        # Where it removes spaces, SentencePiece also decodes escaped ones away; nobody else does.
+        # If it removes spaces, only SentencePiece also drops escaped spaces in decode.
         if reference.unk_id() not in ids and "▁" not in text:
             assert tokenizer.decode(ids) == reference.decode(ids)
 

@@ -1,4 +1,4 @@
-"""A run of training in a process of its own, for a test that kills it: prints its bits' digest."""
+"""A slow training run for the test that kills it; prints a digest of the parameters."""
 
 import hashlib
 import sys
@@ -12,10 +12,10 @@ if __name__ == "__main__":
     directory, name = Path(sys.argv[1]), sys.argv[2]
     loop.SAVE_SECONDS = loop.SAVE_FACTOR = 0
 
-    def slowly(line: str) -> None:
+    def delay(line: str) -> None:
         time.sleep(0.2)
 
     plan = loop.TrainPlan(steps=200, eval_steps=1, gradient_accumulation_steps=2)
-    found = run(directory / name, plan=plan, eval_data=Texts(seed=9), log=slowly)
+    found = run(directory / name, plan=plan, eval_data=Texts(seed=9), log=delay)
     digest = hashlib.sha256(b"".join(bits(found.params)[p] for p in sorted(bits(found.params))))
     print(digest.hexdigest(), [r[:5] for r in found.records][-1])

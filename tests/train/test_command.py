@@ -1,4 +1,4 @@
-"""`jaxllm train`, as a newcomer uses it; README's test runs each kind of training once more."""
+"""`jaxllm train` end to end; the README test also runs each kind of training once."""
 
 import json
 from pathlib import Path
@@ -35,9 +35,9 @@ def test_a_run_is_reported_drawn_and_kept_until_it_is_written(
 ) -> None:
     out, report, plot = (tmp_path / name for name in ("out", "report.json", "losses.png"))
     arguments = ("train", "full", "demo:llama", out, "--data", text, *SMALL, "--only", "norm")
-    status, said, err = run(*arguments, "--report", report, "--plot", plot, "--sample", "One")
+    status, message, err = run(*arguments, "--report", report, "--plot", plot, "--sample", "One")
     assert status == 0, err
-    assert said.startswith(f"{out}: loss ")
+    assert message.startswith(f"{out}: loss ")
     assert "held-out" in err
     assert "  One" in err
     found = json.loads(report.read_text())
@@ -97,7 +97,7 @@ def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "said"),
+    ("content", "arguments", "message"),
     [
         ("", (), "there is no data to train on"),
         ('{"text": "a b c"}\n{"words": "d"}\n', (), "line 2"),
@@ -107,7 +107,7 @@ def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> 
     ],
 )
 def test_bad_input_is_one_clear_line(
-    content: str, arguments: tuple[object, ...], said: str, run: Run, text: Path, tmp_path: Path
+    content: str, arguments: tuple[object, ...], message: str, run: Run, text: Path, tmp_path: Path
 ) -> None:
     file = text
     if content != "x":
@@ -118,13 +118,13 @@ def test_bad_input_is_one_clear_line(
         "train", "full", "demo:llama", tmp_path / "out", "--data", file, *SMALL, *arguments
     )
     assert status == 1
-    assert said in err
+    assert message in err
     assert len(err.strip().splitlines()[-1:]) == 1
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
 
-EARLY = (
+INVALID = (
     ("full", ("--epochs", "nan"), "--epochs must be a finite number above 0: got nan"),
     ("full", ("--epochs", "inf"), "--epochs must be a finite number above 0: got inf"),
     ("full", ("--epochs", 0), "--epochs must be a finite number above 0: got 0.0"),
@@ -173,32 +173,32 @@ def test_options_are_checked_before_weights_are_read(
 
     monkeypatch.setattr(native, "load_params", load)
     out = tmp_path / "out"
-    for kind, arguments, said in EARLY:
+    for kind, arguments, message in INVALID:
         status, _, err = run("train", kind, "demo:llama", out, "--data", text, *arguments)
         assert status != 0, arguments
-        assert said in err, err
+        assert message in err, err
         assert len(err.strip().splitlines()) == 1, err
     assert not list(tmp_path.glob("out*"))
 
 
 def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Path) -> None:
     """By a regex with exceptions, of other ranks and alphas: what PEFT itself attaches."""
-    out, regex, left = tmp_path / "out", r".*\.(q|v|down)_proj", r".*\.0\..*v_proj"
+    out, regex, skip = tmp_path / "out", r".*\.(q|v|down)_proj", r".*\.0\..*v_proj"
     status, _, err = run(
         "train", "lora", "demo:llama", out, "--data", text, "--length", 16, "--batch-size", 1,
         "--steps", 1, "--eval-split", 0, "-r", 2, "--lora-alpha", 7, "--target-modules", regex,
-        "--exclude-modules", left, "--rank-pattern", "v_proj=5", "--alpha-pattern", "v_proj=2.5",
+        "--exclude-modules", skip, "--rank-pattern", "v_proj=5", "--alpha-pattern", "v_proj=2.5",
     )  # fmt: skip
     assert status == 0, err
-    wanted = LoraConfig(
-        r=2, lora_alpha=7, target_modules=regex, exclude_modules=left, rank_pattern={"v_proj": 5},
+    expected = LoraConfig(
+        r=2, lora_alpha=7, target_modules=regex, exclude_modules=skip, rank_pattern={"v_proj": 5},
         alpha_pattern={"v_proj": 2.5},
     )  # fmt: skip
-    kept = json.loads((out / "adapter_config.json").read_text())
-    assert scales(LoraConfig(**kept)) == scales(wanted)
+    saved = json.loads((out / "adapter_config.json").read_text())
+    assert scales(LoraConfig(**saved)) == scales(expected)
     ours = safetensors.numpy.load_file(out / "adapter_model.safetensors")
     names = {key.split(".lora_")[0].removeprefix("base_model.model.") for key in ours}
-    assert names == {*scales(wanted)}
+    assert names == {*scales(expected)}
 
 
 def test_names_of_modules_and_layers_are_read() -> None:
@@ -213,7 +213,7 @@ def test_names_of_modules_and_layers_are_read() -> None:
 
 
 def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
-    """Rank and scale of each module that PEFT puts an adapter beside."""
+    """Return rank and scale of each module that PEFT adapts."""
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(resolve.DEMO_DIR / "llama")
     )

@@ -1,4 +1,4 @@
-"""Pruned models in training: patterns stay, shares are exact, what was lost is learned again."""
+"""Training pruned models: masks are kept, sparsity is exact, and the loss recovers."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ from jaxllm.weights.types.sparse import to_sparse
 from tests.twins import random_model, tokens
 
 KEY = jax.random.key(0)
-LINEAR = re.compile(r"\.c_\w+\.weight$")  # of GPT-2, which is quick to compile
+LINEAR = re.compile(r"\.c_\w+\.weight$")  # GPT-2, which compiles quickly
 SHAPES = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 64}
 
 
@@ -41,7 +41,7 @@ GIVEN = tuple(np.asarray(rng_array(9, width, seed=width)) for width in (40, 24))
 
 
 def text() -> Any:
-    """The one batch that is learned by heart, `[1, B, T]`."""
+    """Return the one batch that the model overfits, `[1, B, T]`."""
     data = Dataset(from_ids(list(tokens(3, 14))), width=13, batch_size=3)
     return jax.tree.map(lambda x: x[None], data.batch(0))
 
@@ -57,7 +57,7 @@ def train(params: Params, setup: Setup, steps: int) -> tuple[Params, list[float]
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
-    """One product, whose mean squared error is made small: quick to compile."""
+    """Mean squared error of one matrix product, which compiles quickly."""
 
     def __call__(self, model: Any, params: Params, given: Any, rows: Any, key: Any) -> LossOutput:
         error = linear(jnp.asarray(given[0]), params["w"]["weight"]) - given[1]
@@ -79,7 +79,7 @@ def regress(weight: Any, constraint: Any = None, steps: int = 4) -> tuple[Any, l
 
 
 def pruned_model() -> tuple[Any, Params]:
-    """Of its linears half the weights are zero."""
+    """Return a model with half of its linear weights set to zero."""
     model, params = random_model("gpt2", spread=0.2, n_layer=1)
 
     def prune(path: str, leaf: Any) -> Any:
@@ -113,11 +113,11 @@ def test_sparse_leaves_train_in_their_values_alone(pattern: str) -> None:
     dense = prune_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4)))
     sparse = to_sparse(dense, pattern)
     found, losses = regress(sparse)
-    wanted, expected = regress(dense, KeepZeros((WEIGHT,)))
+    expected_weight, expected = regress(dense, KeepZeros((WEIGHT,)))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert losses[-1] < losses[0]
     np.testing.assert_array_equal(found.mask, sparse.mask)
-    np.testing.assert_allclose(found.to_dense(), wanted, atol=1e-4)
+    np.testing.assert_allclose(found.to_dense(), expected_weight, atol=1e-4)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
@@ -135,8 +135,8 @@ def test_products_with_sparse_values_have_the_dense_products_gradient(
     gradient = jax.grad(total)(leaf.values)
     expected = np.asarray(c).T @ np.asarray(x.astype(dtype).astype("float32"))
     found = leaf.replace(values=gradient).to_dense("float32")
-    wanted = np.where(np.asarray(dense, np.float32) == 0, 0, expected)
-    np.testing.assert_allclose(found, wanted, atol=1e-5 if dtype == "float32" else 0.06)
+    expected_weight = np.where(np.asarray(dense, np.float32) == 0, 0, expected)
+    np.testing.assert_allclose(found, expected_weight, atol=1e-5 if dtype == "float32" else 0.06)
 
 
 def test_integers_are_refused_by_name() -> None:
@@ -177,31 +177,31 @@ def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int]
     apply = jax.jit(prune)
     before = {"w": weight, "b": jnp.zeros(3)}
     for step in range(14):
-        # An update that brings all back: only what is zero by now stays zero.
+        # The update restores every weight; pruned weights must stay zero.
         after = {"w": weight + 0.01 * step, "b": before["b"] + 1}
         now = apply(before, after, jnp.asarray(step))
-        gone = np.asarray(now["w"]) == 0
+        is_pruned = np.asarray(now["w"]) == 0
         when = max(s for s in (0, 2, 5, 8, 11) if s <= step)
         share = 0.0 if when < 2 else last * (1 - (1 - (when - 2) / 9) ** 3)
         if pattern:
-            groups = gone.reshape(-1, 4).sum(axis=1)
+            groups = is_pruned.reshape(-1, 4).sum(axis=1)
             assert set(groups.tolist()) == {int(4 * share + 1e-9)}
         else:
-            assert gone.sum() == int(weight.size * share)
+            assert is_pruned.sum() == int(weight.size * share)
         if step in (2, 5, 8, 11):
-            kept = np.where(np.asarray(before["w"]) == 0, 0, after["w"])
+            masked = np.where(np.asarray(before["w"]) == 0, 0, after["w"])
             per = 4 if pattern else weight.size
             count = int(per * share + 1e-9)
-            order = np.argsort(np.abs(kept).reshape(-1, per), axis=1, kind="stable")[:, :count]
-            mask = np.zeros_like(kept, bool).reshape(-1, per)
+            order = np.argsort(np.abs(masked).reshape(-1, per), axis=1, kind="stable")[:, :count]
+            mask = np.zeros_like(masked, bool).reshape(-1, per)
             np.put_along_axis(mask, order, True, axis=1)
-            np.testing.assert_array_equal(gone, mask.reshape(gone.shape))
+            np.testing.assert_array_equal(is_pruned, mask.reshape(is_pruned.shape))
         else:
-            np.testing.assert_array_equal(gone, np.asarray(before["w"]) == 0)
+            np.testing.assert_array_equal(is_pruned, np.asarray(before["w"]) == 0)
         assert float(now["b"][0]) == step + 1
         before = now
     np.testing.assert_array_equal(
-        gone, lowest_mask(np.abs(np.asarray(kept)), prune.sparsity, rows=False)
+        is_pruned, lowest_mask(np.abs(np.asarray(masked)), prune.sparsity, rows=False)
     )
 
 
@@ -227,7 +227,7 @@ def test_bad_input_is_one_clear_line() -> None:
     _, params = random_model("llama", **SHAPES)
     trained, _ = partition(params)
     steps = {"begin": 0, "end": 4, "every": 2}
-    for make, said in (
+    for make, message in (
         (lambda: keep_zeros(trained), "no zeros to keep: none of 9 trained matrices has 10%"),
         (lambda: prune_gradually(trained, "half", **steps), "share must be between 0 and 100%"),
         (lambda: prune_gradually(trained, "2:64", **steps), "not a multiple of 64"),
@@ -239,6 +239,6 @@ def test_bad_input_is_one_clear_line() -> None:
             "at least 0 and below its last one, 0.5",
         ),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             make()
     assert keep_zeros({"w": jnp.eye(4)}) == KeepZeros(("w",))

@@ -1,4 +1,4 @@
-"""LoRA, DoRA and QLoRA trained side by side with PEFT: the same start, data and loss curve."""
+"""LoRA, DoRA and QLoRA training compared with PEFT: same start, same data, same losses."""
 
 import copy
 import warnings
@@ -33,7 +33,7 @@ from tests.twins import Twin, load_twin, save_random, tokens
 
 STEPS, RATE = 10, 1e-2
 ADAPTERS = ((r".*\.weight\.(a|b|magnitude)", True),)
-BLOCKS = r"(layers|h)\..*"  # the tables and the head keep their numbers, as in QLoRA
+BLOCKS = r"(layers|h)\..*"  # embeddings and the head stay unquantized, as in QLoRA
 ADAMW: dict[str, Any] = {
     "schedule": "constant",
     "warmup": 0.0,
@@ -41,7 +41,7 @@ ADAMW: dict[str, Any] = {
     "weight_decay": 0.1,
 }
 GPT2 = {"family": "gpt2", "lora": LoraConfig(r=3, lora_alpha=7)}
-# What is trained: of which model, the adapter that is asked for, the format of the base.
+# For each case: the family, the LoRA options and the weight format of the base model.
 CASES: dict[str, dict[str, Any]] = {
     "lora": {
         "lora": LoraConfig(
@@ -63,16 +63,16 @@ EACH = [pytest.param(n, marks=[pytest.mark.full] if "gpt2" in n else []) for n i
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
-    made = {}
+    loaded_twins = {}
     for family, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer")):
         directory = tmp_path_factory.mktemp(family)
         save_random(directory, family, spread=0.15, **{layers: 1})
-        made[family] = load_twin(directory)
-    return made
+        loaded_twins[family] = load_twin(directory)
+    return loaded_twins
 
 
 def batch(number: int) -> Rows:
-    """`[1, 2, 9]`: two texts, the first tokens of the second only read, its end padding."""
+    """Return rows `[1, 2, 9]` of two texts; the second has ignored labels and padding."""
     ids = tokens(2, 10, number % 3)
     label = ids[:, 1:].copy()
     label[1, :2] = label[1, 7:] = IGNORED
@@ -82,8 +82,8 @@ def batch(number: int) -> Rows:
     return Rows(*(np.asarray(x, np.int32)[None] for x in (ids[:, :-1], label, position, document)))
 
 
-def ours(twin: Twin, params: Params, adapter: Adapter) -> tuple[list[float], Adapter]:
-    """The losses of the steps, and the adapter after them."""
+def train_ours(twin: Twin, params: Params, adapter: Adapter) -> tuple[list[float], Adapter]:
+    """Return our losses and the trained adapter."""
     setup = Setup(twin.model, NextToken(), Optimizer(steps=STEPS, lr=RATE, eps=1e-6, **ADAMW))
     trained, rest = partition(attach_adapter(twin.config, params, adapter), ADAPTERS)
     state, losses, key = init_state(trained, setup), [], jax.random.key(0)
@@ -93,8 +93,8 @@ def ours(twin: Twin, params: Params, adapter: Adapter) -> tuple[list[float], Ada
     return losses, extract_adapter(twin.config, combine(state.trained, rest), adapter.config)
 
 
-def loaded(twin: Twin, params: Params, directory: Path) -> Any:
-    """PEFT's model with the adapter in a directory, over the numbers that the base stands for."""
+def load_peft(twin: Twin, params: Params, directory: Path) -> Any:
+    """Load the adapter of a directory with PEFT, on the dequantized base weights."""
     model = copy.deepcopy(twin.torch_model)
     gpt2 = twin.config.model_type == "gpt2"
     prefix = "transformer." if gpt2 else "model."
@@ -108,8 +108,8 @@ def loaded(twin: Twin, params: Params, directory: Path) -> Any:
         return peft.PeftModel.from_pretrained(model, str(directory), is_trainable=True)
 
 
-def theirs(model: Any) -> list[float]:
-    """The losses of torch's steps, which change the model's adapter."""
+def train_peft(model: Any) -> list[float]:
+    """Train the adapter of the PEFT model in place and return the losses."""
     learned = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in learned if p.ndim >= 2], "weight_decay": ADAMW["weight_decay"]},
@@ -139,11 +139,11 @@ def test_training_follows_pefts_curve(twins: dict[str, Twin], name: str, tmp_pat
         params = quantize(params, [(BLOCKS, case["base"])])
     before = init_adapter(twin.config, params, case["lora"], jax.random.key(1))
     write_adapter(tmp_path / "start", before, twin.config)
-    peer = loaded(twin, params, tmp_path / "start")
+    peer = load_peft(twin, params, tmp_path / "start")
 
-    losses, after = ours(twin, params, before)
-    np.testing.assert_allclose(losses, theirs(peer), rtol=2e-5)
-    assert losses[-1] < 0.95 * losses[0]  # they went somewhere
+    losses, after = train_ours(twin, params, before)
+    np.testing.assert_allclose(losses, train_peft(peer), rtol=2e-5)
+    assert losses[-1] < 0.95 * losses[0]  # training made progress
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -152,9 +152,9 @@ def test_training_follows_pefts_curve(twins: dict[str, Twin], name: str, tmp_pat
     assert found.matrices.keys() == after.matrices.keys()
     for module, matrices in after.matrices.items():
         for field in matrices._fields:
-            mine, wanted = (getattr(m, field) for m in (matrices, found.matrices[module]))
-            if mine is not None:
+            actual, expected = (getattr(m, field) for m in (matrices, found.matrices[module]))
+            if actual is not None:
                 message = f"{module}.{field}"
-                np.testing.assert_allclose(mine, wanted, atol=RATE * 0.02, err_msg=message)
-                moved = np.abs(np.asarray(mine - getattr(before.matrices[module], field)))
+                np.testing.assert_allclose(actual, expected, atol=RATE * 0.02, err_msg=message)
+                moved = np.abs(np.asarray(actual - getattr(before.matrices[module], field)))
                 assert moved.max() > RATE, message

@@ -1,4 +1,4 @@
-"""Rows of training data: what is in them, in which order, and that nothing is lost."""
+"""Training rows: their contents and order, packing, truncation and completeness."""
 
 from itertools import pairwise
 from typing import Any
@@ -14,19 +14,19 @@ from jaxllm.train.data.rows import IGNORED, Example, Rows
 
 
 def documents(count: int, longest: int, seed: int = 0) -> list[np.ndarray]:
-    """Documents of 2 to `longest` tokens, none of which stands twice in all of them."""
+    """Return documents of 2 to `longest` tokens; no token id occurs twice."""
     length = np.random.default_rng(seed).integers(2, longest + 1, count)
     return np.split(np.arange(length.sum()), np.cumsum(length)[:-1])
 
 
 def prompted(prompt: int, learned: int, first: int = 0) -> Example:
-    """Ids first, first + 1, ..., of which the last `learned` are learned."""
+    """Return ids first, first + 1, ..., where only the last `learned` count in the loss."""
     length = prompt + learned
     return Example(np.arange(first, first + length), np.arange(length) >= prompt)
 
 
 def pairs(data: Dataset, epoch: int = 0) -> list[tuple[int, int]]:
-    """All (token, label) that count in an epoch, sorted."""
+    """Return all counted (token, label) pairs of an epoch, sorted."""
     found = []
     for number in range(epoch * len(data), (epoch + 1) * len(data)):
         rows = data.batch(number)
@@ -36,7 +36,7 @@ def pairs(data: Dataset, epoch: int = 0) -> list[tuple[int, int]]:
 
 
 def read_back(rows: Rows) -> list[list[int]]:
-    """The documents of a batch as lists of ids: inputs and the last label."""
+    """Return the documents of a batch as lists of ids: inputs and the last label."""
     found = []
     token, label, position, document = map(np.asarray, jax_leaves(rows))
     for row in range(len(token)):
@@ -107,14 +107,14 @@ def test_a_long_prompt_loses_its_beginning_but_not_its_bos() -> None:
     )
     data = Dataset(examples, width=4, pack=False)
     read = sorted(ids for n in range(len(data)) for ids in read_back(data.batch(n)))
-    # Of the first there is room for two tokens of the prompt beside bos; of the second for none.
+    # Room for bos and two prompt tokens in the first example, only for bos in the second.
     assert read == [[1, 27, 28, 29, 30], [1, 43, 44, 45, 46]]
     assert data.tokens == 2 + 4
     assert data.facts["cut"] == 2
 
 
 def test_a_long_conversation_loses_its_end() -> None:
-    late = prompted(9, 2, first=60)  # of which nothing is left to learn
+    late = prompted(9, 2, first=60)  # no learned token is left
     examples = from_examples([prompted(2, 9, first=20), late], long="right")
     data = Dataset(examples, width=4)
     assert read_back(data.batch(0)) == [[20, 21, 22, 23, 24]]

@@ -1,4 +1,4 @@
-"""Quantization-aware training: its slopes are PyTorch's, its integers those of inference."""
+"""Quantization-aware training: gradients equal PyTorch, converted integers equal training."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ from jaxllm.weights.types.static_quant import StaticQuantWeight
 from tests.compress.models import same
 from tests.twins import random_model, tokens
 
-# One model with every format: by the same words in both families.
+# One model with every format; the same rules fit both families.
 MIXED = [
     (r"wpe\.weight", None),
     (r"(embed_tokens|wte)\.weight", "int8-g32-zp"),
@@ -55,8 +55,8 @@ def near(ours: Any, theirs: Any) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
-def seen(_: str, leaf: Any) -> Any:
-    """What calibration would make of a weight."""
+def calibrated(_: str, leaf: Any) -> Any:
+    """Return the weight as calibration would: int8 weights get a static input grid."""
     fitting = isinstance(leaf, QTensor) and leaf.bits == 8 and leaf.zero is None
     return StaticQuantWeight.from_grid(leaf, 0.03, -7) if fitting else leaf
 
@@ -84,7 +84,7 @@ def test_slopes_of_rounding_are_those_of_pytorchs_learnable_quantizer(
     for ours, their in zip(jax.grad(total, (0, 1))(w, scale), theirs, strict=False):
         near(ours, their.grad)
     cut = np.asarray(jax.grad(total)(w, scale)) == 0
-    assert 0 < cut.mean() < 0.9, "some codes are cut, some are not"
+    assert 0 < cut.mean() < 0.9, "some codes are clipped, some are not"
 
 
 def test_slopes_of_a_negative_scale_are_those_of_lsq_written_out_in_torch() -> None:
@@ -107,8 +107,8 @@ def test_slopes_of_a_negative_scale_are_those_of_lsq_written_out_in_torch() -> N
 
 
 def test_a_value_of_one_has_the_derivative_of_another() -> None:
-    y, slope = jax.jvp(lambda x: with_derivative(jnp.floor(x), 3 * x), (jnp.float32(2.5),), (1.0,))
-    assert (y, slope) == (2, 3)
+    y, dy = jax.jvp(lambda x: with_derivative(jnp.floor(x), 3 * x), (jnp.float32(2.5),), (1.0,))
+    assert (y, dy) == (2, 3)
 
 
 @pytest.mark.parametrize("inputs", ["floats", "static", "dynamic"])
@@ -138,7 +138,8 @@ def test_gradients_of_a_product_are_those_of_torch(inputs: str) -> None:
     to_x, found = jax.jit(jax.grad(total, (0, 1)))(jnp.asarray(x), floats)
 
     their_w = torch.tensor(w.reshape(10, 64), requires_grad=True)
-    sign = torch.tensor(np.sign(scale.reshape(10, 1)))  # their scales are above 0: mirror the rest
+    # torch needs positive scales: move their sign to the weights.
+    sign = torch.tensor(np.sign(scale.reshape(10, 1)))
     their_s = torch.tensor(np.abs(scale.reshape(10)), requires_grad=True)
     levels = (-8, 7) if to.bits == 4 else (-127, 127)
     their_rounded = torch._fake_quantize_learnable_per_channel_affine(
@@ -172,7 +173,7 @@ def test_ranges_that_are_not_learned_have_no_slope() -> None:
     inside = np.abs(np.round(steps)) < 8
     inside |= np.round(steps) == -8
     near(to_w, np.where(inside, np.asarray(x).sum(0), 0))
-    assert inside[np.arange(3), np.abs(np.asarray(w)).argmax(1)].all(), "what sets the scale too"
+    assert inside[np.arange(3), np.abs(np.asarray(w)).argmax(1)].all(), "the largest, too"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_converted_models_say_what_training_said_bit_for_bit(
     precision = dataclasses.replace(Precision.uniform(dtype), int8_inputs=dynamic)
     model, params = random_model(family, precision=precision, **ONE_LAYER[family])
     params = cast(params, precision)
-    rounded_to_nearest = map_leaves(seen, quantize(params, MIXED))
+    rounded_to_nearest = map_leaves(calibrated, quantize(params, MIXED))
     fake = prepare(
         params,
         MIXED,
@@ -203,11 +204,11 @@ def test_converted_models_say_what_training_said_bit_for_bit(
     trained, rest = partition(fake)
     moved = {path: x * (1 + 0.2 * numbers(*x.shape, seed=3)) for path, x in trained.items()}
     fake = combine(moved, rest)
-    made = convert(fake)
-    assert {type(x) for _, x in flatten(made)} >= {QTensor, StaticQuantWeight}
+    converted = convert(fake)
+    assert {type(x) for _, x in flatten(converted)} >= {QTensor, StaticQuantWeight}
     for length in (1, 11):
         ids = tokens(1, length)
-        ours, theirs = (jaxllm.forward(model, p, None, ids).logits for p in (fake, made))
+        ours, theirs = (jaxllm.forward(model, p, None, ids).logits for p in (fake, converted))
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes(), length
     assert np.isfinite(np.asarray(ours)).all()
 
@@ -215,11 +216,11 @@ def test_converted_models_say_what_training_said_bit_for_bit(
 @pytest.mark.parametrize("name", ["int8", "int4-g32-f16", "int3-g64-zp", "int2-g128-zp-f16"])
 def test_what_was_prepared_and_not_trained_is_rounded_to_the_nearest(name: str) -> None:
     params = {"a": {"weight": jnp.asarray(numbers(513, 150))}, "b": jnp.ones(3)}
-    wanted = quantize(params, [(".*", name)])
+    expected = quantize(params, [(".*", name)])
     for learned in (False, True):
         fake = prepare(params, [(".*", name)], learn_scales=learned)
         assert isinstance(fake["a"]["weight"], FakeQuantWeight)
-        same(convert(fake), wanted)
+        same(convert(fake), expected)
 
 
 def test_the_first_steps_train_the_weights_as_they_are() -> None:
@@ -270,10 +271,10 @@ def test_training_at_three_bits_gets_below_what_rounding_loses() -> None:
         state, metrics = train_step(state, rest, None, batches, key, setup=setup)
         losses.append(float(metrics.loss))
     assert losses[-1] < 0.5 * float(first.total / first.weight)
-    made = convert(combine(state.trained, rest))
-    logits = jaxllm.forward(model, made, None, ids[:, :-1]).logits
-    said = jax.nn.log_softmax(logits)
-    chosen = np.take_along_axis(np.asarray(said), ids[:, 1:, None], -1)
+    converted = convert(combine(state.trained, rest))
+    logits = jaxllm.forward(model, converted, None, ids[:, :-1]).logits
+    logprobs = jax.nn.log_softmax(logits)
+    chosen = np.take_along_axis(np.asarray(logprobs), ids[:, 1:, None], -1)
     last = eval_step(state.trained, rest, None, rows, key, setup=setup)
-    # Logarithms of what is nearly 1: a rounding of logits is as large as in any other loss.
+    # Log-probabilities near 0 keep the absolute rounding error of the logits.
     np.testing.assert_allclose(-chosen.mean(), last.total / last.weight, rtol=1e-5, atol=1e-6)

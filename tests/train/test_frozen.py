@@ -1,4 +1,4 @@
-"""Weights that are not trained: the same losses, and gradients for everything else alone."""
+"""Frozen weights: equal losses, and gradients only for the trained parameters."""
 
 from typing import Any
 
@@ -41,16 +41,16 @@ def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | No
 
         return jax.jit(jax.value_and_grad(loss))(trained)
 
-    still = freeze_params(rest)
-    kinds = {path: type(leaf) for path, leaf in flatten(still)}
+    frozen_rest = freeze_params(rest)
+    kinds = {path: type(leaf) for path, leaf in flatten(frozen_rest)}
     assert kinds["layers.0.mlp.up_proj.weight"] is FrozenWeight
     assert kinds["norm.weight"] is not FrozenWeight
-    expected, found = gradients(rest), gradients(still)
+    expected, found = gradients(rest), gradients(frozen_rest)
     assert float(found[0]) == float(expected[0])
-    for path, slope in expected[1].items():
-        scale = float(jnp.abs(slope).max())
-        near = 1e-5 if dtype == "float32" else 0.05  # the gradient's product is of bfloat16
-        np.testing.assert_allclose(found[1][path], slope, atol=near * scale, err_msg=path)
+    for path, gradient in expected[1].items():
+        scale = float(jnp.abs(gradient).max())
+        near = 1e-5 if dtype == "float32" else 0.05  # the gradient product is in bfloat16
+        np.testing.assert_allclose(found[1][path], gradient, atol=near * scale, err_msg=path)
 
 
 def test_what_is_trained_is_not_frozen() -> None:

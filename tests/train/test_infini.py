@@ -1,4 +1,4 @@
-"""Models with a memory made and trained: the command, and the gates' own rate."""
+"""Infini-attention: the conversion command, training, and the learning rate of the gates."""
 
 import json
 from pathlib import Path
@@ -52,26 +52,27 @@ def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
-    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
+    base, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
     lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
     text.write_text("\n".join(lines), encoding="utf-8")
-    given = ("infini", "demo:llama", made, "--segment", 4, "--update", "delta_once")
-    status, _, err = run(*given[:-1], "dalta")
+    infini_args = ("infini", "demo:llama", base, "--segment", 4, "--update", "delta_once")
+    status, _, err = run(*infini_args[:-1], "dalta")
     assert (status, "update must be one of linear, delta, delta_once" in err) == (1, True), err
-    status, _, err = run(*given)
+    status, _, err = run(*infini_args)
     assert (status, "segments of 4 tokens" in err) == (0, True), err
-    arguments = ("train", "full", made, tuned, "--data", text, "--length", 40, "--batch-size", 2,
+    arguments = ("train", "full", base, tuned, "--data", text, "--length", 40, "--batch-size", 2,
                  "--steps", 1, "--eval-split", 0)  # fmt: skip
     status, _, err = run(*arguments)
     assert (status, "--no-pack" in err) == (1, True), err
     status, _, err = run(*arguments, "--no-pack", "--lr", 1e-4, "--warmup", 0)
     assert status == 0, err
-    before, after = (dict(flatten(jaxllm.load(path).params)) for path in (made, tuned))
+    before, after = (dict(flatten(jaxllm.load(path).params)) for path in (base, tuned))
     for path, x in before.items():
         most = float(np.abs(np.asarray(after[path], np.float32) - np.asarray(x, np.float32)).max())
         if path.endswith("memory_gate"):
             assert (np.asarray(x, np.float32) == -4).all()
-            assert most == pytest.approx(0.01, rel=0.02)  # a first step of Adam is the rate itself
+            # The first step of Adam has the size of the rate.
+            assert most == pytest.approx(0.01, rel=0.02)
         else:
             assert 0 < most < 3e-4, path
     status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:],

@@ -1,4 +1,4 @@
-"""The loop: a killed run ends like one that was not, and nothing is lost on the way."""
+"""The training loop: resuming, checkpoints, early stopping and invalid plans."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ STEPS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Random texts: what a tiny model learns by heart."""
+    """Random texts that a tiny model can overfit."""
 
     seed: int = 0
     count: int = 4
@@ -88,28 +88,28 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     class Stopped(Exception):
         pass
 
-    left = []
+    remaining = []
 
     def stop(params: Any, rows: Rows, key: jax.Array) -> Rows:
-        left[0] -= 1
-        if left[0] < 0:
+        remaining[0] -= 1
+        if remaining[0] < 0:
             raise Stopped
         return rows
 
     for steps in (1, 2, 2):
-        left[:] = [steps]
+        remaining[:] = [steps]
         with pytest.raises(Stopped):
             run(directory, prepare=stop)
-    said: list[str] = []
-    again = run(directory, log=said.append)
-    assert said[0] == "resuming after step 5 of 6"
+    messages: list[str] = []
+    again = run(directory, log=messages.append)
+    assert messages[0] == "resuming after step 5 of 6"
     assert bits(again.params) == bits(whole.params)
     assert again.records == whole.records
 
 
 def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
     run(tmp_path)
-    kept = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    stored = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     other = dataclasses.replace(SETUP.optimizer, weight_decay=0.5)
     for changes, message in (
         ({"setup": SETUP._replace(optimizer=other)}, r"weight_decay was 0\.01, is 0\.5"),
@@ -119,11 +119,11 @@ def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
     ):
         with pytest.raises((CheckpointError, ConfigError), match=message):
             run(tmp_path, **changes)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == stored
 
 
-def own_loop(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
-    """Train up to each step by the optimizer beside it, without the loop."""
+def train_manually(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
+    """Train up to each step with the optimizer given for it, without the loop."""
     trained, rest = partition(PARAMS)
     state = init_state(trained, SETUP)
     for until, optimizer in phases:
@@ -137,16 +137,16 @@ def own_loop(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
 def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
     """It is the steps done, then steps of the new optimizer at their own numbers, bit for bit."""
     run(tmp_path, eval_data=Texts())
-    longer, said = Optimizer(steps=9, lr=0.01), list[str]()
+    longer, messages = Optimizer(steps=9, lr=0.01), list[str]()
     found = run(
         tmp_path, TrainPlan(steps=9, eval_steps=2), setup=SETUP._replace(optimizer=longer),
-        eval_data=Texts(), log=said.append,
+        eval_data=Texts(), log=messages.append,
     )  # fmt: skip
-    assert said[0] == (
+    assert messages[0] == (
         f"resuming after step {STEPS} of 9; steps was 6, is 9; lr was 0.02, is 0.01;"
         " eval_steps was None, is 2"
     )
-    assert bits(found.params) == own_loop((STEPS, SETUP.optimizer), (9, longer))
+    assert bits(found.params) == train_manually((STEPS, SETUP.optimizer), (9, longer))
     assert [r.step for r in found.records if r.held_out is not None] == [6, 8, 9]
 
 
@@ -162,10 +162,10 @@ def test_a_lower_rate_continues_after_divergence(
     )
     with pytest.raises(NonFiniteError, match=r"step 5 is not finite: got .*no earlier state was"):
         run(tmp_path, setup=SETUP._replace(optimizer=wild))
-    assert not tmp_path.exists()  # nothing was kept: a lower rate begins anew
+    assert not tmp_path.exists()  # nothing was saved: a lower rate starts from scratch
     monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
-    reports, said = list[list[int]](), list[str]()
+    reports, messages = list[list[int]](), list[str]()
 
     def report(records: Any, before: float | None) -> None:
         reports.append([r.step for r in records])
@@ -173,9 +173,9 @@ def test_a_lower_rate_continues_after_divergence(
     with pytest.raises(NonFiniteError, match=r"with a lower lr continues from there"):
         run(tmp_path, setup=SETUP._replace(optimizer=wild), report=report)
     assert reports[-1] == [1, 2, 3, 4]
-    found = run(tmp_path, setup=SETUP._replace(optimizer=calm), log=said.append)
-    assert said[0] == "resuming after step 3 of 6; lr was 1e+30, is 0.001"
-    assert bits(found.params) == own_loop((3, wild), (STEPS, calm))
+    found = run(tmp_path, setup=SETUP._replace(optimizer=calm), log=messages.append)
+    assert messages[0] == "resuming after step 3 of 6; lr was 1e+30, is 0.001"
+    assert bits(found.params) == train_manually((3, wild), (STEPS, calm))
 
 
 def test_checkpoints_are_of_their_steps() -> None:
@@ -187,16 +187,16 @@ def test_checkpoints_are_of_their_steps() -> None:
 
     run(plan=TrainPlan(steps=STEPS, save_steps=2), checkpoint=checkpoint)
     assert sorted(found) == [2, 4, 6]
-    assert found[4] == own_loop((4, SETUP.optimizer))
+    assert found[4] == train_manually((4, SETUP.optimizer))
 
 
 def test_patience_ends_a_run_whose_result_is_the_best() -> None:
     setup = SETUP._replace(optimizer=Optimizer(steps=40, lr=0.05, schedule="constant"))
     plan = TrainPlan(steps=40, eval_steps=2, patience=2)
     found = run(setup=setup, plan=plan, eval_data=Texts(seed=100))
-    held = [r.held_out for r in found.records if r.held_out is not None]
+    validation_losses = [r.held_out for r in found.records if r.held_out is not None]
     assert found.best is not None
-    assert found.best.held_out == min(held)
+    assert found.best.held_out == min(validation_losses)
     assert len(found.records) == found.best.step + 4 < 40
     until = run(setup=setup, plan=TrainPlan(steps=found.best.step), eval_data=Texts(seed=100))
     assert bits(until.params) == bits(found.params)
@@ -210,19 +210,19 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
     calls: list[int] = []
     real = loop.save_state
 
-    def full(journal: Journal, state: Any, *kept: Any) -> None:
+    def full(journal: Journal, state: Any, *stored: Any) -> None:
         calls.append(1)
         if len(calls) > 2:
             raise CheckpointError("cannot write state.part: No space left on device")
-        real(journal, state, *kept)
+        real(journal, state, *stored)
 
     monkeypatch.setattr(loop, "save_state", full)
     with pytest.raises(CheckpointError, match="No space left"):
         run(tmp_path)
     monkeypatch.setattr(loop, "save_state", real)
-    said: list[str] = []
-    assert bits(run(tmp_path, log=said.append).params) == bits(run().params)
-    assert said[0] == "resuming after step 2 of 6"
+    messages: list[str] = []
+    assert bits(run(tmp_path, log=messages.append).params) == bits(run().params)
+    assert messages[0] == "resuming after step 2 of 6"
 
 
 def test_bad_plans_are_refused() -> None:

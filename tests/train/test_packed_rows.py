@@ -1,4 +1,4 @@
-"""Packed rows are what each document is alone: transformers' logits, torch's gradients."""
+"""Packed rows equal separate documents: logits of transformers, gradients of torch."""
 
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from jaxllm.train.data.rows import IGNORED, Example, Rows
 from jaxllm.weights.paths import Params, flatten
 from tests.twins import Twin, assert_close, load_twin, save_random, tokens
 
-LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns, neither of which is full
+LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns with padding in both
 WIDTH = 12
 
 
 def examples() -> list[Example]:
-    """Documents whose first tokens are only read; the third is all prompt but one."""
+    """Return documents with ignored first labels; the third has one label only."""
     read = (1, 4, 2, 1)
     return [
         Example(ids.astype(np.int32), np.arange(len(ids)) >= n)
@@ -43,7 +43,7 @@ def logits(model: Any, params: Params, rows: Rows) -> jax.Array:
 
 
 def loss(params: Params, model: Any, rows: Rows) -> jax.Array:
-    """The sum of what each label that counts costs."""
+    """Return the sum of the losses of all counted labels."""
     label_BT = jnp.asarray(rows.label_BT)
     logprob_BTV = jax.nn.log_softmax(logits(model, params, rows))
     chosen = jnp.take_along_axis(logprob_BTV, jnp.maximum(label_BT, 0)[..., None], axis=-1)[..., 0]
@@ -64,12 +64,12 @@ def test_packed_rows_have_the_losses_and_gradients_of_each_document_alone(
     """mistral: llama with a sliding window, which begins anew in each document."""
     changes = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1, "sliding_window": 3}
     save_random(tmp_path, family, **changes)
-    twin, alone = load_twin(tmp_path), examples()
-    data = Dataset(from_examples(alone), width=WIDTH, batch_size=2)
+    twin, documents = load_twin(tmp_path), examples()
+    data = Dataset(from_examples(documents), width=WIDTH, batch_size=2)
     rows = data.batch(0)
     assert len(data) == 1
     assert (rows.position_BT < 0).any(axis=1).all()
-    total = sum(torch_loss(twin, example) for example in alone)
+    total = sum(torch_loss(twin, example) for example in documents)
     total.backward()
     ours, gradients = jax.jit(jax.value_and_grad(loss), static_argnums=1)(
         twin.params, twin.model, rows

@@ -1,4 +1,4 @@
-"""The page on training tells the truth: its example runs."""
+"""docs/training.md: its example runs."""
 
 import re
 from pathlib import Path

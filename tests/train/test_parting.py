@@ -1,4 +1,4 @@
-"""What is held out is not trained on, and nothing is lost."""
+"""The train/validation split: disjoint and complete."""
 
 import numpy as np
 import pytest
@@ -19,19 +19,19 @@ def read(found: Examples) -> list[list[int]]:
 
 def test_examples_are_parted_whole_and_by_the_seed() -> None:
     texts = [[n, n + 1, n + 2][: 2 + n % 2] for n in range(0, 40, 4)]
-    kept, held = split_examples(examples(*texts), 0.3)
-    assert len(held) == 3
-    assert sorted(read(kept) + read(held)) == texts
-    assert read(kept) == sorted(read(kept))
-    assert all(kept[n].loss_mask_T.tolist()[0] is False for n in range(len(kept)))
-    assert read(split_examples(examples(*texts), 0.3)[1]) == read(held)
-    assert read(split_examples(examples(*texts), 0.3, seed=1)[1]) != read(held)
+    train_part, validation_part = split_examples(examples(*texts), 0.3)
+    assert len(validation_part) == 3
+    assert sorted(read(train_part) + read(validation_part)) == texts
+    assert read(train_part) == sorted(read(train_part))
+    assert all(train_part[n].loss_mask_T.tolist()[0] is False for n in range(len(train_part)))
+    assert read(split_examples(examples(*texts), 0.3)[1]) == read(validation_part)
+    assert read(split_examples(examples(*texts), 0.3, seed=1)[1]) != read(validation_part)
 
 
 def test_one_text_is_cut_at_its_end() -> None:
-    kept, held = split_examples(examples(list(range(100))), 0.1)
-    assert read(kept) == [list(range(90))]
-    assert read(held) == [list(range(90, 100))]
+    train_part, validation_part = split_examples(examples(list(range(100))), 0.1)
+    assert read(train_part) == [list(range(90))]
+    assert read(validation_part) == [list(range(90, 100))]
 
 
 def test_too_little_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""A run's losses as a picture: what is drawn is what was measured."""
+"""The loss plot of a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from jaxllm.train.plots import moving_mean, plot
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Figures as they are saved."""
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Collect the figures that are saved."""
     found: list[Figure] = []
     real = Figure.savefig
 
@@ -27,7 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 @pytest.mark.parametrize(("count", "labels"), [(9, 2), (80, 3)])
 def test_each_loss_is_drawn_and_named(
-    count: int, labels: int, drawn: list[Figure], tmp_path: Path
+    count: int, labels: int, figures: list[Figure], tmp_path: Path
 ) -> None:
     """A long run has the mean around each step beside; steps are whole numbers."""
     losses = 6 * 0.9 ** np.arange(count)
@@ -36,7 +36,7 @@ def test_each_loss_is_drawn_and_named(
         for n, x in enumerate(losses, 1)
     ]
     plot(records, 6.5, tmp_path / "losses.png", "losses")
-    (axes,) = drawn[0].axes
+    (axes,) = figures[0].axes
     lines = {str(line.get_label()): line for line in axes.lines}
     np.testing.assert_array_equal(lines["training loss"].get_ydata(), losses)
     assert len(lines) == labels == len(axes.get_legend_handles_labels()[0])

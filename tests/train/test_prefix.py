@@ -1,4 +1,4 @@
-"""Training after a frozen prefix and of prompts, against torch: losses, gradients, texts."""
+"""Training after a frozen prefix, and prompt and prefix tuning, compared with torch."""
 
 import dataclasses
 import warnings
@@ -40,7 +40,7 @@ from tests.twins import Twin, assert_close, load_twin, random_model, save_random
 
 KEY = jax.random.key(0)
 PREFIX = tokens(1, 7, seed=9)[0]
-TEXTS = [tokens(1, n, seed=n)[0] for n in (5, 8, 4)]  # two rows of 8 columns, one is packed
+TEXTS = [tokens(1, n, seed=n)[0] for n in (5, 8, 4)]  # two rows of 8 columns, one of them packed
 CONTEXT = 97
 FIRST, RATE = "layers.0.mlp.down_proj.weight.b", 0.05
 
@@ -58,7 +58,7 @@ def make_twin(directory: Path, family: str, layers: int) -> Twin:
 
 
 def compiled_loss(model: Any) -> Any:
-    """The mean loss of the rows after a prefix, and its gradient; one program for all numbers."""
+    """Return a compiled function for the mean loss after a prefix and its gradient."""
 
     def loss(trained: TrainedParams, rest: Params, given: Any) -> jax.Array:
         measured = PrefixLoss()(model, combine(trained, rest), given, rows(), KEY)
@@ -68,7 +68,7 @@ def compiled_loss(model: Any) -> Any:
 
 
 def torch_loss(run: Any) -> torch.Tensor:
-    """The mean over all labels; run: the logits of a text's tokens, `[T, V]`."""
+    """Return the mean loss over all labels; `run` returns the logits `[T, V]` of a text."""
     total = torch.zeros(())
     for text in TEXTS:
         label = torch.tensor(text[1:])
@@ -90,8 +90,8 @@ def test_a_frozen_prefix_is_the_full_run_where_the_adapter_does_not_touch_it(
     twin = make_twin(tmp_path, "llama", 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        asked = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["down_proj"])
-        theirs = peft.get_peft_model(twin.torch_model, asked)
+        lora_config = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["down_proj"])
+        theirs = peft.get_peft_model(twin.torch_model, lora_config)
         torch.manual_seed(0)
         lora = {n: p for n, p in theirs.named_parameters() if "lora_" in n}
         with torch.no_grad():
@@ -125,22 +125,22 @@ def test_a_frozen_prefix_is_the_full_run_where_the_adapter_does_not_touch_it(
 
     loss_of = compiled_loss(twin.model)
     loss, gradient = loss_of(trained, rest, given)
-    value, wanted = expected(frozen)
+    value, target = expected(frozen)
     assert float(loss) == pytest.approx(value, rel=1e-5)
-    for path, array in wanted.items():
+    for path, array in target.items():
         assert_close(gradient[path], array)
-    value, wanted = expected(full)
+    value, target = expected(full)
     assert abs(value - float(loss)) > 1e-3
-    assert np.abs(wanted[FIRST] - gradient[FIRST]).max() > 0.05 * np.abs(wanted[FIRST]).max()
+    assert np.abs(target[FIRST] - gradient[FIRST]).max() > 0.05 * np.abs(target[FIRST]).max()
 
-    off = {**trained, FIRST: jnp.zeros_like(trained[FIRST])}  # the first layer's does nothing now
+    off = {**trained, FIRST: jnp.zeros_like(trained[FIRST])}  # disables the first layer's adapter
     with torch.no_grad():
         next(p for n, p in lora.items() if "layers.0" in n and "lora_B" in n).zero_()
     loss, gradient = loss_of(off, rest, given)
-    value, wanted = expected(full)
+    value, target = expected(full)
     assert float(loss) == pytest.approx(value, rel=1e-5)
-    for path in (p for p in wanted if p.startswith("layers.1")):
-        assert_close(gradient[path], wanted[path])
+    for path in (p for p in target if p.startswith("layers.1")):
+        assert_close(gradient[path], target[path])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Descent:
 def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
     """After a frozen prefix, whose segments it attends to."""
     twin = make_twin(tmp_path, "gpt2", 1)
-    before, begun = PREFIX[:3], PREFIX[3:]
-    params = with_soft_prompt(twin.model, twin.params, begun.tolist())
+    before, prompt_ids = PREFIX[:3], PREFIX[3:]
+    params = with_soft_prompt(twin.model, twin.params, prompt_ids.tolist())
     trained, rest = partition(params, PROMPT_RULES)
     assert list(trained) == ["prompt.embeddings"]
     cache = jaxllm.init_cache(twin.model, 1, 20)
@@ -176,7 +176,7 @@ def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
         embedded = torch.cat([table(ids(before)), prompt[None], table(ids(text))], dim=1)
         return twin.torch_model(inputs_embeds=embedded).logits[0, len(PREFIX) :]
 
-    prompt = table(torch.tensor(begun)).detach().requires_grad_()
+    prompt = table(torch.tensor(prompt_ids)).detach().requires_grad_()
     expected = torch_loss(lambda text: run(prompt, text))
     expected.backward()
     assert losses[0] == pytest.approx(float(expected.detach()), rel=1e-5)
@@ -185,10 +185,10 @@ def test_a_soft_prompt_is_trained_and_saved_as_a_cache(tmp_path: Path) -> None:
     params = combine(state.trained, rest)
     base = remove_prompt(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (base, twin.params)), strict=True))
-    made = prompt_cache(twin.model, params, capacity=20, prefix=cache)
-    assert made.tokens() == PREFIX.tolist()
-    assert np.asarray(made.patched_BS)[0, :7].tolist() == [False] * 3 + [True] * 4
-    save_cache(tmp_path / "prompt", made, twin.model, base)
+    saved = prompt_cache(twin.model, params, capacity=20, prefix=cache)
+    assert saved.tokens() == PREFIX.tolist()
+    assert np.asarray(saved.patched_BS)[0, :7].tolist() == [False] * 3 + [True] * 4
+    save_cache(tmp_path / "prompt", saved, twin.model, base)
     again = load_cache(tmp_path / "prompt", twin.model, base)
     learned = torch.tensor(np.asarray(params["prompt"]["embeddings"]))
     logits = jaxllm.forward(twin.model, base, again, TEXTS[0][None]).logits[0]
@@ -227,7 +227,7 @@ def test_bad_input_is_one_clear_line() -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     int8 = model.clone(precision=Precision(cache="int8"))
     two = jaxllm.init_cache(model, 2, 4)
-    for make, error, said in (
+    for make, error, message in (
         (lambda: run_prefix(model, params, []), TokenError, "a prefix must be a list"),
         (lambda: run_prefix(model, params, [131]), TokenError, "the prefix: token id 131"),
         (lambda: to_segments(two), CacheMismatchError, "a cache of one row that is not empty"),
@@ -239,7 +239,7 @@ def test_bad_input_is_one_clear_line() -> None:
             "int8 cache has no gradient",
         ),
     ):
-        with pytest.raises(error, match=said) as caught:
+        with pytest.raises(error, match=message) as caught:
             make()
         assert "\n" not in str(caught.value)
     check_context(model, 90, CONTEXT - 90)

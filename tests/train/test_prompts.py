@@ -1,4 +1,4 @@
-"""Prompts and prefixes as jobs: what comes of them goes through files into `generate`."""
+"""Prompt tuning and prefix jobs: their cache files work in `generate`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +34,8 @@ def test_a_prompt_before_training_is_its_own_text(lm: jaxllm.LM, kind: str, tmp_
     assert cache.tokens() == begin
     found = lm.generate([*begin, *rest], max_new_tokens=5, cache=cache)
     assert found.tokens == expected.tokens
-    behind = prompt_tuning(lm, rest, kind="embeddings", prefix=cache)
-    behind.finish(behind.params, tmp_path / "both.cache")
+    after_prefix = prompt_tuning(lm, rest, kind="embeddings", prefix=cache)
+    after_prefix.finish(after_prefix.params, tmp_path / "both.cache")
     both = load_cache(tmp_path / "both.cache", lm.model, lm.params)
     assert both.tokens() == [*begin, *rest]
 

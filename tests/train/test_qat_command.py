@@ -1,4 +1,4 @@
-"""`jaxllm train qat`: a float model and a text in, a checkpoint of integers out."""
+"""`jaxllm train qat`: from a float model and a text to an integer checkpoint."""
 
 import json
 from collections.abc import Callable
@@ -24,15 +24,15 @@ def test_a_model_is_trained_for_integers_and_written_as_them(
     rules = [[r"layers\.0\.mlp\..*", "int3-g32"], [r"layers\.1\.mlp\.up_proj", "int8"]]
     (tmp_path / "rules.json").write_text(json.dumps(rules))
     out = tmp_path / "small"
-    status, said, err = run(
+    status, printed, err = run(
         "train", "qat", shallow("llama"), out, "--data", tmp_path / "text.txt",
         "--rules", tmp_path / "rules.json", "--steps", 2, "--batch-size", 1, "--length", 32,
         "--eval-split", 0, "--learned-scales",
     )  # fmt: skip
     assert status == 0, err
-    assert "loss" in said
-    made = jaxllm.load(out)
-    formats = {path: weight_format(leaf) for path, leaf in flatten(made.params)}
+    assert "loss" in printed
+    loaded = jaxllm.load(out)
+    formats = {path: weight_format(leaf) for path, leaf in flatten(loaded.params)}
     assert formats["layers.0.mlp.up_proj.weight"] == "int3-g32"
     assert formats["layers.1.mlp.up_proj.weight"] == "int8"
     assert formats["layers.1.mlp.down_proj.weight"] == "float32"

@@ -1,4 +1,4 @@
-"""Training mixtures: the auxiliary loss as transformers has it, a capacity, adapters, upcycling."""
+"""Training MoE models: auxiliary loss, capacity, adapters and upcycling."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def lm_of(model: Any, params: Any) -> LM:
 
 def scores(layers: int = 3) -> tuple[list[np.ndarray], np.ndarray]:
     rng = np.random.default_rng(0)
-    real_BT = np.arange(7)[None] >= [[0], [3]]  # padding on the left, as generation has it
+    real_BT = np.arange(7)[None] >= [[0], [3]]  # padding on the left, as in generation
     return [rng.normal(0, 2, (2, 7, 5)).astype(np.float32) for _ in range(layers)], real_BT
 
 
@@ -63,9 +63,9 @@ def test_the_auxiliary_loss_is_that_of_transformers_and_padding_counts_nothing()
     assert float(router_loss(ours, jnp.ones((2, 7), bool), 2)) == pytest.approx(
         theirs(each, None), rel=1e-5
     )
-    alone = [theirs([x], real_BT) for x in each]
+    single_expert = [theirs([x], real_BT) for x in each]
     by_layer = float(router_loss(ours, jnp.asarray(real_BT), 2, by_layer=True))
-    assert by_layer == pytest.approx(np.mean(alone), rel=1e-5)
+    assert by_layer == pytest.approx(np.mean(single_expert), rel=1e-5)
 
 
 def test_layers_that_err_against_each_other_show_by_layer_alone() -> None:
@@ -73,7 +73,7 @@ def test_layers_that_err_against_each_other_show_by_layer_alone() -> None:
     first = np.full((1, 8, 4), -9.0, np.float32)
     first[..., :2] = 9.0
     both, real = [jnp.asarray(first), jnp.asarray(-first)], jnp.ones((1, 8), bool)
-    assert float(router_loss(both, real, 2)) == pytest.approx(2.0, rel=1e-3)  # k: as good as even
+    assert float(router_loss(both, real, 2)) == pytest.approx(2.0, rel=1e-3)  # k, as if balanced
     assert float(router_loss(both, real, 2, by_layer=True)) == pytest.approx(4.0, rel=1e-3)
 
 
@@ -96,10 +96,10 @@ def test_a_step_has_the_gradient_of_torch_with_the_auxiliary_loss(twin: Twin) ->
         measured = setup.objective(twin.model, combine(trained, rest), None, rows, KEY)
         return measured.total / measured.weight
 
-    value, slopes = jax.jit(jax.value_and_grad(ours))(trained)
+    value, gradients = jax.jit(jax.value_and_grad(ours))(trained)
     assert float(value) == pytest.approx(loss.item(), rel=1e-5)
     named = dict(twin.torch_model.named_parameters())
-    wanted = {
+    expected = {
         "layers.0.mlp.gate.weight": named["model.layers.0.mlp.gate.weight"].grad,
         "layers.0.mlp.experts.gate_proj.weight": named[
             "model.layers.0.mlp.experts.gate_up_proj"
@@ -107,11 +107,11 @@ def test_a_step_has_the_gradient_of_torch_with_the_auxiliary_loss(twin: Twin) ->
         "layers.0.mlp.experts.down_proj.weight": named["model.layers.0.mlp.experts.down_proj"].grad,
         "layers.0.self_attn.q_proj.weight": named["model.layers.0.self_attn.q_proj.weight"].grad,
     }
-    for path, gradient in wanted.items():
+    for path, gradient in expected.items():
         size = gradient.abs().max().item()
-        np.testing.assert_allclose(slopes[path], gradient, atol=2e-5 * size + 1e-7, err_msg=path)
+        np.testing.assert_allclose(gradients[path], gradient, atol=2e-5 * size + 1e-7, err_msg=path)
     np.testing.assert_allclose(
-        np.sqrt(sum(float((g**2).sum()) for g in slopes.values())),
+        np.sqrt(sum(float((g**2).sum()) for g in gradients.values())),
         torch.nn.utils.get_total_norm([p.grad for p in named.values()]).item(),
         rtol=1e-4,
     )
@@ -152,9 +152,9 @@ def test_a_capacity_and_a_loss_are_for_mixtures_and_stay_out_of_the_result(twin:
     assert (bound.model.config.capacity_factor, bound.lm.config) == (1.25, twin.config)
     assert add_router_loss(job) is job
     model, params = random_model("llama", num_hidden_layers=1)
-    for asked in ({"factor": 0.1}, {"capacity": 2.0}):
+    for options in ({"factor": 0.1}, {"capacity": 2.0}):
         with pytest.raises(ConfigError, match="this llama has no experts"):
-            add_router_loss(jobs.full_finetune(lm_of(model, params)), **asked)
+            add_router_loss(jobs.full_finetune(lm_of(model, params)), **options)
     with pytest.raises(ConfigError, match="finite and >= 0"):
         add_router_loss(job, -1.0)
 
@@ -175,18 +175,18 @@ def test_an_upcycled_model_says_what_the_dense_one_said(family: str, format: str
     model, params = random_model(family, num_hidden_layers=1)
     ids, some = tokens(2, 17), quantize(params, format)
     dense = logits(model, some, ids)
-    made = upcycle_model(lm_of(model, some), 5, 2, seed=3)
-    mixed = logits(made.model, made.params, ids)
-    alone = upcycle_model(lm_of(model, some), 5, 1)
-    one = logits(alone.model, alone.params, ids)
+    mixture = upcycle_model(lm_of(model, some), 5, 2, seed=3)
+    mixed = logits(mixture.model, mixture.params, ids)
+    single_expert = upcycle_model(lm_of(model, some), 5, 1)
+    one = logits(single_expert.model, single_expert.params, ids)
     for routed in (mixed, one):
         np.testing.assert_allclose(routed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
-    wanted = models.param_shapes(made.model)
-    assert [p for p, _ in flatten(made.params)] == [p for p, _ in flatten(wanted)]
+    expected = models.param_shapes(mixture.model)
+    assert [p for p, _ in flatten(mixture.params)] == [p for p, _ in flatten(expected)]
     again = upcycle_model(lm_of(model, some), 5, 2, seed=3).params["layers.0"]["mlp"]["gate"][
         "weight"
     ]
-    np.testing.assert_array_equal(again, made.params["layers.0"]["mlp"]["gate"]["weight"])
+    np.testing.assert_array_equal(again, mixture.params["layers.0"]["mlp"]["gate"]["weight"])
 
 
 def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
@@ -208,14 +208,14 @@ def test_the_command_writes_a_mixture_and_info_says_what_a_token_runs(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
-    made = tmp_path / "made"
-    status, _, err = run("upcycle", "demo:llama", made, "--experts", 3)
+    mixture = tmp_path / "made"
+    status, _, err = run("upcycle", "demo:llama", mixture, "--experts", 3)
     assert (status, "mixtral with 3 experts, 2 per token" in err) == (0, True), err
-    assert jaxllm.load(made).tokenizer is not None
-    status, said, err = run("info", made, "--json")
+    assert jaxllm.load(mixture).tokenizer is not None
+    status, printed, err = run("info", mixture, "--json")
     assert status == 0, err
-    facts, dense = json.loads(said), json.loads(run("info", "demo:llama", "--json")[1])
-    mlp = 3 * dense["hidden_size"] * dense["intermediate_size"]  # of an expert
+    facts, dense = json.loads(printed), json.loads(run("info", "demo:llama", "--json")[1])
+    mlp = 3 * dense["hidden_size"] * dense["intermediate_size"]  # per expert
     routers = 3 * dense["hidden_size"]
     layers = dense["num_hidden_layers"]
     assert facts["parameters"] == dense["parameters"] + layers * (2 * mlp + routers)
@@ -229,13 +229,13 @@ def test_the_command_trains_a_mixture(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
-    made, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
+    mixture, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
-    assert run("upcycle", "demo:llama", made, "--experts", 3)[0] == 0
-    arguments = ("train", "full", made, tuned, "--data", text, "--length", 32, "--batch-size", 2)
+    assert run("upcycle", "demo:llama", mixture, "--experts", 3)[0] == 0
+    arguments = ("train", "full", mixture, tuned, "--data", text, "--length", 32, "--batch-size", 2)
     more = ("--steps", 1, "--router-loss", 0.01, "--router-loss-by-layer", "--eval-split", 0)
     status, _, err = run(*arguments, *more, "--capacity-factor", 2)
     assert status == 0, err
-    assert jaxllm.load(tuned).config == jaxllm.load(made).config
+    assert jaxllm.load(tuned).config == jaxllm.load(mixture).config
     status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:], *more)
     assert (status, "this llama has no experts" in err) == (1, True), err

@@ -1,4 +1,4 @@
-"""Files become examples: every kind, what of it is learned, and what is wrong in which line."""
+"""Training data files: every kind, the learned tokens, and errors with line numbers."""
 
 import json
 from pathlib import Path
@@ -28,8 +28,8 @@ TURNS = (
     "{% if add_generation_prompt %}{{ 'Bot: ' }}{% endif %}"
 )
 TEMPLATE = ChatTemplate(TURNS, (("bos_token", "<|bos|>"), ("eos_token", "<|eos|>")))
-WRITING = TextEncoder(TOKENIZER, TEMPLATE)
-TALK = [
+ENCODER = TextEncoder(TOKENIZER, TEMPLATE)
+CONVERSATION = [
     {"role": "system", "content": "Tell stories."},
     {"role": "user", "content": "Of whom?"},
     {"role": "assistant", "content": "One day, Lily"},
@@ -38,48 +38,48 @@ TALK = [
 ]
 
 
-def written(path: Path, *lines: Any, name: str = "data.jsonl") -> Path:
+def write_lines(path: Path, *lines: Any, name: str = "data.jsonl") -> Path:
     file = path / name
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     return file
 
 
-def learned(examples: Examples, number: int = 0) -> str:
+def learned_text(examples: Examples, number: int = 0) -> str:
     token_T, counts_T = examples[number]
     return TOKENIZER.decode(token_T[counts_T].tolist(), skip_special=False)
 
 
-def whole(examples: Examples, number: int = 0) -> str:
+def full_text(examples: Examples, number: int = 0) -> str:
     return TOKENIZER.decode(examples[number].token_T.tolist(), skip_special=False)
 
 
 def test_lines_of_text_begin_and_end(tmp_path: Path) -> None:
-    file = written(tmp_path, {"text": "One day"}, {"text": "The end.", "id": 3})
-    examples = read_examples(file, WRITING)
-    assert [whole(examples, n) for n in range(2)] == [
+    file = write_lines(tmp_path, {"text": "One day"}, {"text": "The end.", "id": 3})
+    examples = read_examples(file, ENCODER)
+    assert [full_text(examples, n) for n in range(2)] == [
         "<|bos|>One day<|eos|>",
         "<|bos|>The end.<|eos|>",
     ]
     plain = read_examples(file, TextEncoder(TOKENIZER, bos=False, eos=False))
     assert plain[0].token_T.tolist() == TOKENIZER.encode("One day")
     assert plain.loss_mask_N is None
-    again = from_texts(["One day", "The end."], WRITING)
+    again = from_texts(["One day", "The end."], ENCODER)
     assert (again.token_N == examples.token_N).all()
 
 
 def test_a_completion_is_learned_and_its_prompt_is_not(tmp_path: Path) -> None:
-    file = written(tmp_path, {"prompt": "One day,", "completion": " Lily went home."})
-    examples = read_examples(file, WRITING)
-    assert learned(examples) == " Lily went home.<|eos|>"
-    assert whole(examples) == "<|bos|>One day, Lily went home.<|eos|>"
+    file = write_lines(tmp_path, {"prompt": "One day,", "completion": " Lily went home."})
+    examples = read_examples(file, ENCODER)
+    assert learned_text(examples) == " Lily went home.<|eos|>"
+    assert full_text(examples) == "<|bos|>One day, Lily went home.<|eos|>"
     assert (examples.long, examples.bos, examples.source["joined"]) == ("left", BOS, 0)
 
 
 def test_a_token_of_prompt_and_completion_is_learned(tmp_path: Path) -> None:
     """As lm-evaluation-harness moves the space at a prompt's end into what follows."""
-    file = written(tmp_path, {"prompt": "One day, ", "completion": "Lily went home."})
-    examples = read_examples(file, WRITING)
-    assert learned(examples) == " Lily went home.<|eos|>"
+    file = write_lines(tmp_path, {"prompt": "One day, ", "completion": "Lily went home."})
+    examples = read_examples(file, ENCODER)
+    assert learned_text(examples) == " Lily went home.<|eos|>"
     assert examples.source["joined"] == 1
 
 
@@ -91,9 +91,9 @@ def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path)
         eos_token="<|eos|>",
     )
     expected = theirs.apply_chat_template(
-        TALK, chat_template=TURNS, return_dict=True, return_assistant_tokens_mask=True
+        CONVERSATION, chat_template=TURNS, return_dict=True, return_assistant_tokens_mask=True
     )
-    examples = read_examples(written(tmp_path, {"messages": TALK}), WRITING)
+    examples = read_examples(write_lines(tmp_path, {"messages": CONVERSATION}), ENCODER)
     assert examples[0].token_T.tolist() == expected["input_ids"]
     assert examples[0].loss_mask_T.tolist() == [bool(x) for x in expected["assistant_masks"]]
     assert examples.long == "right"
@@ -104,8 +104,8 @@ def test_white_space_after_a_turn_is_not_learned() -> None:
         "{% for m in messages %}{{ m.role + '\n' + m.content + '<|eos|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
     )
-    example = encode_conversation(chatml, TOKENIZER, TALK)
-    said = [TALK[2]["content"] + "<|eos|>", TALK[4]["content"] + "<|eos|>"]
+    example = encode_conversation(chatml, TOKENIZER, CONVERSATION)
+    said = [CONVERSATION[2]["content"] + "<|eos|>", CONVERSATION[4]["content"] + "<|eos|>"]
     ids = example.token_T[example.loss_mask_T].tolist()
     assert TOKENIZER.decode(ids, skip_special=False) == "".join(said)
 
@@ -115,23 +115,24 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         "{% for m in messages %}{{ m.content if loop.last else m.content[:4] }}{% endfor %}"
     )
     with pytest.raises(TemplateError, match="message 2: the chat template writes the messages"):
-        assistant_spans(forgetful, TALK)
-    assert assistant_spans(forgetful, TALK[-1:])[1] == [(0, len(TALK[-1]["content"]))]
+        assistant_spans(forgetful, CONVERSATION)
+    last = CONVERSATION[-1:]
+    assert assistant_spans(forgetful, last)[1] == [(0, len(last[0]["content"]))]
 
 
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     with_tools = ChatTemplate(
         "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    line = {"messages": TALK[1:3], "tools": [{"name": "clock"}]}
-    examples = read_examples(written(tmp_path, line), TextEncoder(TOKENIZER, with_tools))
-    assert whole(examples).startswith("clock")
-    ended = read_examples(written(tmp_path, line), TextEncoder(TOKENIZER, with_tools, eos=True))
-    assert learned(ended) == learned(examples) + "<|eos|>"
+    line = {"messages": CONVERSATION[1:3], "tools": [{"name": "clock"}]}
+    examples = read_examples(write_lines(tmp_path, line), TextEncoder(TOKENIZER, with_tools))
+    assert full_text(examples).startswith("clock")
+    ended = read_examples(write_lines(tmp_path, line), TextEncoder(TOKENIZER, with_tools, eos=True))
+    assert learned_text(ended) == learned_text(examples) + "<|eos|>"
 
 
 def test_tokens_come_with_labels(tmp_path: Path) -> None:
-    file = written(
+    file = write_lines(
         tmp_path, {"tokens": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}, {"tokens": [8, 9]}
     )
     examples = read_examples(file, TextEncoder(None))
@@ -146,14 +147,14 @@ def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
     text = "One day, Lily went home.\n\nThe end.\n"
     (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     ids = [BOS, *TOKENIZER.encode(text), EOS]
-    assert read_examples(tmp_path / "story.txt", WRITING).token_N.tolist() == ids
+    assert read_examples(tmp_path / "story.txt", ENCODER).token_N.tolist() == ids
     rows = [" = Lily = \n", "", "One day.\n"]
     table = pyarrow.table({"text": rows})
     pyarrow.parquet.write_table(table, tmp_path / "wiki.parquet")
     (tmp_path / "wiki.raw").write_text("".join(row or " \n" for row in rows))
     ids = [BOS, *TOKENIZER.encode("\n\n".join(rows)), EOS]
     for name in ("wiki.parquet", "wiki.raw"):
-        examples = read_examples(tmp_path / name, WRITING)
+        examples = read_examples(tmp_path / name, ENCODER)
         assert examples.token_N.tolist() == ids
         assert (len(examples), examples.source["kind"]) == (1, "wikitext")
 
@@ -164,7 +165,7 @@ def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
     text = "".join(f"Line {n} of a story.\n" for n in range(40))
     (tmp_path / "story.txt").write_text(text)
-    examples = read_examples(tmp_path / "story.txt", WRITING)
+    examples = read_examples(tmp_path / "story.txt", ENCODER)
     assert TOKENIZER.decode(examples.token_N.tolist()) == text
     data = Dataset(examples, width=16)
     assert data.tokens == len(examples.token_N) - 1
@@ -189,21 +190,21 @@ def test_a_long_line_is_encoded_as_a_text_file(
     ):
         monkeypatch.setattr(name, 64)
     monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
-    expected = read_examples(tmp_path / "story.txt", WRITING)
+    expected = read_examples(tmp_path / "story.txt", ENCODER)
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    found = read_examples(written(tmp_path, {"text": text}), WRITING)
+    found = read_examples(write_lines(tmp_path, {"text": text}), ENCODER)
     np.testing.assert_array_equal(found.token_N, expected.token_N)
     assert max(sizes) <= 2 * 64
     monkeypatch.setattr("jaxllm.train.data.conversations.MAX_CHARS", 64)
     turns = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": text}]
     for line in ({"prompt": "Tell", "completion": text}, {"messages": turns}):
         with pytest.raises(TokenError, match=r"line 1: .* must have at most 64 characters: got"):
-            read_examples(written(tmp_path, line), WRITING)
+            read_examples(write_lines(tmp_path, line), ENCODER)
 
 
 def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
-    file = written(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
-    one, two = (Dataset(read_examples(file, WRITING), width=12) for _ in range(2))
+    file = write_lines(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
+    one, two = (Dataset(read_examples(file, ENCODER), width=12) for _ in range(2))
     assert one.digest == two.digest
     assert one.facts["kind"] == "text"
     np.testing.assert_array_equal(one.batch(1).token_BT, two.batch(1).token_BT)
@@ -223,14 +224,14 @@ def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
         ([{"tokens": [1], "labels": [2]}], "line 1: each label must equal its token"),
         ([{"tokens": [1, 2], "labels": [1]}], "line 1: each label must equal its token"),
         ([{"tokens": []}], "line 1: the text is empty"),
-        ([{"messages": TALK[:2]}], 'line 1: no message with the role "assistant"'),
+        ([{"messages": CONVERSATION[:2]}], 'line 1: no message with the role "assistant"'),
         ([{"messages": [{"role": "assistant"}]}], "line 1: message 0 must have"),
         ([], "no data to train on: all lines of .*data.jsonl are blank"),
     ],
 )
 def test_what_is_wrong_in_a_line_is_said(tmp_path: Path, lines: list[Any], said: str) -> None:
     with pytest.raises(JaxllmError, match=said) as caught:
-        read_examples(written(tmp_path, *lines), WRITING)
+        read_examples(write_lines(tmp_path, *lines), ENCODER)
     assert "\n" not in str(caught.value)
 
 
@@ -242,24 +243,24 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     ):
         file.write_bytes(content)
         with pytest.raises(error, match=said):
-            read_examples(file, WRITING)
+            read_examples(file, ENCODER)
     (tmp_path / "story.txt").write_bytes(b"a \xff")
     with pytest.raises(TokenError, match=r"story\.txt: the text is not UTF-8"):
-        read_examples(tmp_path / "story.txt", WRITING)
+        read_examples(tmp_path / "story.txt", ENCODER)
     (tmp_path / "story.txt").write_bytes(b"")
     with pytest.raises(TokenError, match=r"no data to train on: .*story\.txt is empty"):
-        read_examples(tmp_path / "story.txt", WRITING)
+        read_examples(tmp_path / "story.txt", ENCODER)
     with pytest.raises(ConfigError, match="data must be text, wikitext, lines, got 'csv'"):
-        read_examples(file, WRITING, kind="csv")
+        read_examples(file, ENCODER, kind="csv")
     with pytest.raises(CheckpointError, match="cannot read"):
-        read_examples(tmp_path / "none.txt", WRITING)
+        read_examples(tmp_path / "none.txt", ENCODER)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    file = written(tmp_path, {"messages": TALK})
+    file = write_lines(tmp_path, {"messages": CONVERSATION})
     with pytest.raises(TokenError, match="messages need a chat template"):
         read_examples(file, TextEncoder(TOKENIZER))
     with pytest.raises(TokenError, match=r"need a chat template \(no chat template here\)"):
         read_examples(file, TextEncoder(TOKENIZER, TemplateError("no chat template here")))
     with pytest.raises(TokenError, match="text needs a tokenizer"):
-        read_examples(written(tmp_path, {"text": "a"}), TextEncoder(None))
+        read_examples(write_lines(tmp_path, {"text": "a"}), TextEncoder(None))

@@ -1,4 +1,4 @@
-"""The compiled step against torch: losses, gradients, accumulation, AdamW."""
+"""The compiled training step compared with torch: losses, gradients, accumulation, AdamW."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ RATE = 1e-3
 
 
 def padded(lengths: tuple[int, ...], width: int, seed: int = 0, prompt: int = 0) -> Rows:
-    """A text a row, its first `prompt` tokens only read."""
+    """Return rows with one text each, whose first `prompt` tokens are not learned."""
     rows = np.full((4, len(lengths), width), 0, np.int32)
     rows[1], rows[2], rows[3] = IGNORED, -1, -1
     for row, length in enumerate(lengths):
@@ -39,7 +39,7 @@ def padded(lengths: tuple[int, ...], width: int, seed: int = 0, prompt: int = 0)
 
 
 def stacked(*batches: Rows) -> Rows:
-    """Batches to accumulate, `[A, B, T]`."""
+    """Return batches stacked for accumulation, `[A, B, T]`."""
     rows: Rows = jax.tree.map(lambda *x: np.stack(x), *batches)
     return rows
 
@@ -57,7 +57,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def torch_loss(model: Any, batches: tuple[Rows, ...]) -> torch.Tensor:
-    """The mean over all labels of all batches."""
+    """Return the mean loss over all labels of all batches."""
     total, count = torch.zeros(()), 0
     for rows in batches:
         ids, labels = (
@@ -72,13 +72,13 @@ def torch_loss(model: Any, batches: tuple[Rows, ...]) -> torch.Tensor:
 
 
 def theirs(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Tensors of torch under our names, [out, in]: GPT-2's linears are stored the other way."""
+    """Return torch tensors under our names as [out, in]; GPT-2 stores linears as [in, out]."""
     gpt2 = twin.config.model_type == "gpt2"
     found = {}
     for name, tensor in tensors.items():
         path = name.removeprefix("model.").removeprefix("transformer.")
-        turned = gpt2 and tensor.ndim == 2 and not path.startswith(("wte", "wpe"))
-        found[path] = (tensor.T if turned else tensor).detach().numpy().copy()
+        transposed = gpt2 and tensor.ndim == 2 and not path.startswith(("wte", "wpe"))
+        found[path] = (tensor.T if transposed else tensor).detach().numpy().copy()
     return found
 
 
@@ -113,7 +113,7 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
     trained, rest = partition(twin.params)
     state = init_state(trained, setup)
     before = {path: np.array(x) for path, x in trained.items()}
-    kept = {name: p.detach().clone() for name, p in twin.torch_model.named_parameters()}
+    initial = {name: p.detach().clone() for name, p in twin.torch_model.named_parameters()}
     matrices, vectors = [], []
     for parameter in twin.torch_model.parameters():
         (matrices if parameter.ndim >= 2 else vectors).append(parameter)
@@ -132,7 +132,7 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
     wanted = theirs(twin, dict(twin.torch_model.named_parameters()))
     with torch.no_grad():
         for name, parameter in twin.torch_model.named_parameters():
-            parameter.copy_(kept[name])
+            parameter.copy_(initial[name])
     for path, array in state.trained.items():
         moved = wanted[path] - before[path]
         ours = np.asarray(array) - before[path]
@@ -142,13 +142,13 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
 def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
     setup = setup_of(twin.model)
     trained, rest = partition(twin.params)
-    joined = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
-    apart, whole = (
+    concatenated = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
+    accumulated, whole = (
         train_step(init_state(trained, setup), rest, None, rows, KEY, setup=setup)
-        for rows in (stacked(*BATCHES), stacked(joined))
+        for rows in (stacked(*BATCHES), stacked(concatenated))
     )
-    assert float(apart[1].loss) == pytest.approx(float(whole[1].loss), rel=1e-6)
-    assert float(apart[1].grad_norm) == pytest.approx(float(whole[1].grad_norm), rel=1e-5)
+    assert float(accumulated[1].loss) == pytest.approx(float(whole[1].loss), rel=1e-6)
+    assert float(accumulated[1].grad_norm) == pytest.approx(float(whole[1].grad_norm), rel=1e-5)
 
 
 def test_where_nothing_counts_the_loss_is_zero_and_nothing_is_nan(twin: Twin) -> None:
@@ -192,10 +192,10 @@ def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
     moved = {path: np.asarray(x - trained[path]) for path, x in state.trained.items()}
     assert all(x.dtype == np.float32 for x in moved.values())
     path = "layers.0.mlp.up_proj.weight"
-    assert 2.5e-6 < np.abs(moved[path]).max() < 3.5e-6  # three steps of about one rate each
-    kept = dict(flatten(combine(state.trained, rest)))[path]
-    assert kept.dtype == jnp.bfloat16
-    assert np.array_equal(kept, state.trained[path].astype(jnp.bfloat16))
+    assert 2.5e-6 < np.abs(moved[path]).max() < 3.5e-6  # three steps of about lr each
+    initial = dict(flatten(combine(state.trained, rest)))[path]
+    assert initial.dtype == jnp.bfloat16
+    assert np.array_equal(initial, state.trained[path].astype(jnp.bfloat16))
 
 
 def test_only_what_rules_name_is_trained(tiny: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights looked through by threads: the same findings, and only of the file that is loaded."""
+"""Background scans for non-finite weights: equal results, and only for the loaded file."""
 
 import itertools
 from pathlib import Path
@@ -24,23 +24,23 @@ def test_the_first_number_that_is_not_finite_is_found(dtype: type) -> None:
     for block in (7, 1 << 17):
         assert first_non_finite(clean, block) is None
         for bad, at in itertools.product((np.inf, -np.inf, np.nan, -np.nan), (0, 6, 7, 76)):
-            spoilt = clean.copy()
-            spoilt[at:] = bad
-            assert first_non_finite(spoilt.reshape(7, 11), block) == at
+            damaged = clean.copy()
+            damaged[at:] = bad
+            assert first_non_finite(damaged.reshape(7, 11), block) == at
 
 
 def write(file: Path, **bad: int) -> dict[str, LazyTensor]:
-    """Tensors of several formats, of which some lie end to end, with NaN at places of some."""
+    """Write adjacent tensors of several dtypes, with NaN at the given index of some."""
     random = np.random.default_rng(0)
     shapes = {"a": (4, 32), "b": (64,), "c": (3,), "d": (5,), "e": (32,), "f": (2, 16)}
-    made = {}
+    tensors = {}
     for name, shape in shapes.items():
         dtype = np.float32 if name == "e" else ml_dtypes.bfloat16
         array = random.standard_normal(shape).astype(dtype)
         if name in bad:
             array.reshape(-1)[bad[name]] = np.nan
-        made[name] = LazyTensor.from_array(array)
-    write_tensors(file, {**made, "whole": LazyTensor.from_array(np.arange(8))})
+        tensors[name] = LazyTensor.from_array(array)
+    write_tensors(file, {**tensors, "whole": LazyTensor.from_array(np.arange(8))})
     return open_tensors(file, mapped=True)
 
 
@@ -52,9 +52,9 @@ def test_each_tensor_is_told_of_its_own(
     monkeypatch.setattr(prefetch_scan, "RUN_BYTES", run)
     found = prefetch_scan.start_scan(write(tmp_path / "x.safetensors", **bad))
     assert found["whole"].scan_result is None
-    told = {n: t.scan_result() for n, t in found.items() if t.scan_result is not None}
-    assert told == dict.fromkeys("abcdef") | bad
-    assert prefetch_scan.start_scan(found) == found, "nothing is looked at twice"
+    indices = {n: t.scan_result() for n, t in found.items() if t.scan_result is not None}
+    assert indices == dict.fromkeys("abcdef") | bad
+    assert prefetch_scan.start_scan(found) == found, "no second scan"
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_what_was_begun_is_what_is_loaded(model: Path) -> None:
         t.scan_result is not None and t.scan_result() is None
         for t in prefetch_scan.open_scanned(file).values()
     )
-    assert all(t.scan_result is None for t in prefetch_scan.open_scanned(file).values()), "once"
+    again = prefetch_scan.open_scanned(file)
+    assert all(t.scan_result is None for t in again.values()), "a scan is used once"
 
 
 def test_a_file_that_has_changed_is_looked_at_again(model: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_file_that_has_changed_is_looked_at_again(model: Path) -> None:
     prefetch_scan.begin_scan(str(model))
     prefetch_scan._SCANS[file].result()
     content = bytearray(file.read_bytes())
-    content[-2:] = b"\xff\xff"  # NaN in bfloat16, and the end of one in float32
+    content[-2:] = b"\xff\xff"  # NaN in bfloat16, and the end of a NaN in float32
     content[-4:-2] = b"\xff\xff"
     file.unlink()
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Weights of low rank: the nearest of their rank, multiplied as they are, saved and loaded."""
+"""Low-rank weights: optimal approximation, products with the factors, saving and loading."""
 
 import json
 from pathlib import Path
@@ -82,16 +82,16 @@ def test_a_stack_of_matrices_is_factored_one_by_one(matrix: np.ndarray) -> None:
 def test_slopes_pass_through_both_factors(matrix: np.ndarray) -> None:
     made: Any = as_format(jnp.asarray(matrix), f"rank{K}/float32")
     x_RI = jnp.asarray(np.random.default_rng(2).normal(0, 1, (5, COLUMNS)).astype(np.float32))
-    slope_RO = np.random.default_rng(3).normal(0, 1, (5, ROWS)).astype(np.float32)
+    cotangent_RO = np.random.default_rng(3).normal(0, 1, (5, ROWS)).astype(np.float32)
 
     def loss(x_RI: jax.Array, weight: Any) -> jax.Array:
-        return (linear(x_RI, weight) * slope_RO).sum()
+        return (linear(x_RI, weight) * cotangent_RO).sum()
 
     for x, weight in (jax.jit(jax.grad(loss, argnums=(0, 1)))(x_RI, made),):
-        assert_close(x, slope_RO @ np.asarray(made.left) @ np.asarray(made.right))
+        assert_close(x, cotangent_RO @ np.asarray(made.left) @ np.asarray(made.right))
         assert isinstance(weight, LowRankWeight)
-        assert_close(weight.left, slope_RO.T @ np.asarray(x_RI) @ np.asarray(made.right).T)
-        assert_close(weight.right, np.asarray(made.left).T @ slope_RO.T @ np.asarray(x_RI))
+        assert_close(weight.left, cotangent_RO.T @ np.asarray(x_RI) @ np.asarray(made.right).T)
+        assert_close(weight.right, np.asarray(made.left).T @ cotangent_RO.T @ np.asarray(x_RI))
 
 
 def test_a_model_of_factors_is_the_model_of_their_products() -> None:

@@ -1,4 +1,4 @@
-"""Integers of 8, 4, 3 and 2 bits: their bytes, the one grid they are rounded to, their order."""
+"""Integer weights of 8, 4, 3 and 2 bits: packing, quantization grid and column order."""
 
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ def numbers(rows: int = ROWS, seed: int = 0) -> np.ndarray:
     return array
 
 
-def made(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
+def quantize_to(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
     weight: Any = as_format(jnp.asarray(array), name)
     return parse_format(name), weight
 
 
 def code(weight: QTensor, o: int, i: int) -> int:
-    """The code of a weight, found as `digits` describes where it lies."""
+    """Return the code of one weight, unpacked by the documented byte layout."""
     row = np.asarray(weight.data)[o].astype(int)
     if weight.bits == 8:
         return int(row[i])
@@ -52,7 +52,7 @@ def code(weight: QTensor, o: int, i: int) -> int:
 
 
 def by_hand(weight: QTensor) -> np.ndarray:
-    """The docstring's formula, an entry at a time, in float64."""
+    """Evaluate the docstring's formula entry by entry in float64."""
     scale = np.asarray(weight.scale).astype(np.float64)
     group = weight.group or 256
     default = {8: 0, 4: 8, 3: 4, 2: 2}[weight.bits]
@@ -69,7 +69,7 @@ def by_hand(weight: QTensor) -> np.ndarray:
 @pytest.mark.parametrize("name", NEW)
 def test_dense_is_the_formula_and_each_code_is_the_nearest(name: str) -> None:
     array = numbers()
-    kind, weight = made(name, array)
+    kind, weight = quantize_to(name, array)
     assert weight_format(weight) == kind.name
     assert weight.shape == array.shape
     assert weight.data.nbytes == ROWS * 256 * kind.bits // 8
@@ -94,7 +94,7 @@ def test_symmetric_levels_are_all_used_and_the_largest_magnitude_is_the_lowest(
 ) -> None:
     half = 2 ** (bits - 1)
     levels = np.resize(np.arange(-half, half), 128).astype(np.float32)
-    _, weight = made(name, np.stack([levels * 0.5, levels * -3.0]))  # a negative scale too
+    _, weight = quantize_to(name, np.stack([levels * 0.5, levels * -3.0]))  # a negative scale too
     np.testing.assert_array_equal(np.asarray(weight.to_dense()), [levels * 0.5, levels * -3.0])
     np.testing.assert_array_equal(np.asarray(weight.scale), [[0.5] * 4, [-3.0] * 4])
     assert weight.zero is None
@@ -105,7 +105,7 @@ def test_symmetric_levels_are_all_used_and_the_largest_magnitude_is_the_lowest(
 )
 def test_with_a_zero_point_all_steps_span_the_range(name: str, most: int) -> None:
     levels = np.resize(np.arange(most + 1), 256).astype(np.float32) - 1
-    _, weight = made(name, levels[None] * 0.25)
+    _, weight = quantize_to(name, levels[None] * 0.25)
     np.testing.assert_array_equal(np.asarray(weight.to_dense()), levels[None] * 0.25)
     assert (np.asarray(weight.zero) == 1).all()
     assert (np.asarray(weight.scale) == 0.25).all()
@@ -113,13 +113,13 @@ def test_with_a_zero_point_all_steps_span_the_range(name: str, most: int) -> Non
 
 @pytest.mark.parametrize("name", ALL)
 def test_given_codes_are_packed_without_loss_and_are_what_rounding_makes(name: str) -> None:
-    kind, weight = made(name, numbers())
+    kind, weight = quantize_to(name, numbers())
     again = jax.jit(kind.from_codes)(weight.codes[:, :COLUMNS], weight.scale, weight.zero)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(weight), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
     assert again.format == kind.name
 
-    # The pieces of the grid, as one that chooses codes itself takes them, are what `make` does.
+    # choose_grid, to_codes and to_values, which GPTQ calls one by one, agree with quantize.
     wide = jnp.pad(jnp.asarray(numbers()), ((0, 0), (0, 256 - COLUMNS)))
     w_OGg = wide.reshape(ROWS, -1, kind.group_size(COLUMNS))
 
@@ -142,28 +142,28 @@ def test_a_shrunk_grid_is_that_of_a_smaller_range(name: str) -> None:
     shrink, kind = jnp.asarray([[0.5, 1.0, 0.25]] * 2), parse_format(name)
     assert isinstance(kind, IntFormat)
     scale, zero = kind.choose_grid(w_OGg, shrink)
-    smaller, zero_smaller = kind.choose_grid(w_OGg * shrink[..., None])  # by powers of two: exact
+    smaller, zero_smaller = kind.choose_grid(w_OGg * shrink[..., None])  # powers of two: exact
     np.testing.assert_array_equal(np.asarray(scale), np.asarray(smaller))
     np.testing.assert_array_equal(np.asarray(zero), np.asarray(zero_smaller))
     least, most = kind.code_range
     codes = kind.to_codes(w_OGg, scale[..., None], zero[..., None]).astype(jnp.int32)
     assert int(codes.min()) == least
-    assert int(codes.max()) == most, "what lies outside is clipped"
+    assert int(codes.max()) == most, "values outside are clipped"
 
 
 @pytest.mark.parametrize("name", NEW)
 def test_products_are_those_of_the_dense_weight(name: str) -> None:
     rng = np.random.default_rng(4)
-    _, weight = made(name, numbers())
+    _, weight = quantize_to(name, numbers())
     dense = np.asarray(weight.to_dense(), np.float64)
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
         y = jax.jit(linear)(jnp.asarray(x), weight)
-        wanted = x.astype(np.float64) @ dense.T
-        np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
+        expected = x.astype(np.float64) @ dense.T
+        np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
     y = jax.jit(partial(linear, int8_inputs=True))(jnp.asarray(x), weight)
-    wanted = np.asarray(round_to_int8(jnp.asarray(x))).astype(np.float64) @ dense.T
-    np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
+    expected = np.asarray(round_to_int8(jnp.asarray(x))).astype(np.float64) @ dense.T
+    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
     index = jnp.asarray([2, 0, ROWS])
     rows_taken = np.asarray(embed(weight, index))
     np.testing.assert_array_equal(rows_taken[:2], np.asarray(weight.to_dense())[[2, 0]])
@@ -172,23 +172,23 @@ def test_products_are_those_of_the_dense_weight(name: str) -> None:
 
 def test_derivatives_and_batches_of_few_bits_are_those_of_the_dense_weight() -> None:
     x = jnp.asarray(np.random.default_rng(5).normal(0, 1, (3, 1, COLUMNS)).astype(np.float32))
-    _, weight = made("int3-g32-zp", numbers())
+    _, weight = quantize_to("int3-g32-zp", numbers())
     dense = np.asarray(weight.to_dense())
-    slope = jax.jit(jax.grad(lambda x: linear(x, weight).sum()))(x[0])
-    np.testing.assert_allclose(np.asarray(slope)[0], dense.sum(0), rtol=1e-5, atol=1e-6)
+    gradient = jax.jit(jax.grad(lambda x: linear(x, weight).sum()))(x[0])
+    np.testing.assert_allclose(np.asarray(gradient)[0], dense.sum(0), rtol=1e-5, atol=1e-6)
     both = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), weight)
     y = jax.jit(jax.vmap(linear))(x, both)
-    wanted = np.asarray(x) @ dense.T
-    np.testing.assert_allclose(np.asarray(y), wanted, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(np.asarray(weight.matmul(x[0])), wanted[0], rtol=1e-5, atol=1e-6)
+    expected = np.asarray(x) @ dense.T
+    np.testing.assert_allclose(np.asarray(y), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(weight.matmul(x[0])), expected[0], rtol=1e-5, atol=1e-6)
 
 
 def test_stacks_of_matrices_are_rounded_as_each_alone() -> None:
     stack = np.stack([numbers(seed=1), numbers(seed=2)])
     weight: Any = as_format(jnp.asarray(stack), "int3-g32-zp")
     for matrix, array in zip(weight.to_dense(), stack, strict=True):
-        _, alone = made("int3-g32-zp", array)
-        np.testing.assert_array_equal(np.asarray(matrix), np.asarray(alone.to_dense()))
+        _, single = quantize_to("int3-g32-zp", array)
+        np.testing.assert_array_equal(np.asarray(matrix), np.asarray(single.to_dense()))
 
 
 @pytest.mark.parametrize("name", ["int3-g32-zp", "int2", "int8-g64-zp-f16"])
@@ -228,11 +228,11 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
     assert weight.format == f"ordered/{inner}"
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
-        wanted = x.astype(np.float64) @ dense.T.astype(np.float64)
+        expected = x.astype(np.float64) @ dense.T.astype(np.float64)
         for product in (jax.jit(linear), lambda x, w: w.matmul(x)):
             y = np.asarray(product(jnp.asarray(x), weight))
-            np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
-    if inner == "int4-g32-zp":  # the same integers of inputs, in blocks of another order
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    if inner == "int4-g32-zp":  # the same int8 inputs, with permuted blocks
         y = jax.jit(partial(linear, int8_inputs=True))(jnp.asarray(x), weight)
         again = linear(jnp.asarray(x[:, order]), stored, int8_inputs=True)
         np.testing.assert_allclose(np.asarray(y), np.asarray(again), rtol=1e-5, atol=1e-6)

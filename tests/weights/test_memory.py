@@ -1,4 +1,4 @@
-"""What loading and quantizing hold in memory: what is made, and little beside it."""
+"""Memory of loading and quantizing: the resulting weights and little more."""
 
 import json
 import shutil
@@ -22,13 +22,13 @@ from jaxllm.weights.safetensors import open_tensors, write_tensors
 from tests.conftest import ROOT
 from tests.twins import save_random
 
-ROWS = 94 * 512  # of the table and of the head: 48 MB each in bfloat16
-BESIDE = 24e6  # bytes: half of one of them
+ROWS = 94 * 512  # of embeddings and head: 48 MB each in bfloat16
+OVERHEAD = 24e6  # bytes: half of one of these matrices
 
 STATUS = Path("/proc/self/status")
 pytestmark = pytest.mark.skipif(
     not STATUS.exists() or "VmHWM" not in STATUS.read_text(encoding="ascii"),
-    reason="no /proc that says what a process holds",
+    reason="no /proc with the memory of a process",
 )
 
 LOAD = """
@@ -41,7 +41,7 @@ def status(name):
 
 small, large, name = sys.argv[1:]
 kept = {"dtype": name} if name == "float32" else {"quantize": name}
-jaxllm.load(small, **kept)  # imports and compiles what the large one takes
+jaxllm.load(small, **kept)  # imports and compiles everything that the large one needs
 before = status("VmRSS")
 lm = jaxllm.load(large, **kept)
 jax.block_until_ready(lm.params)
@@ -51,22 +51,22 @@ print(json.dumps([status("VmHWM") - before, sum(x.nbytes for x in jax.tree.leave
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, which differ in their vocabulary only, in both forms, in bfloat16."""
-    made: Path = tmp_path_factory.mktemp("checkpoints")
+    """Save two bfloat16 models that differ only in vocabulary size, in both file formats."""
+    result: Path = tmp_path_factory.mktemp("checkpoints")
     for name, rows in (("small", 512), ("large", ROWS)):
         save_random(
-            made / "float32",
+            result / "float32",
             "llama",
             vocab_size=rows,
             hidden_size=512,
             num_hidden_layers=1,
             tie_word_embeddings=False,
         )
-        opened = cast_checkpoint(open_hf(made / "float32"), "bfloat16")
-        save(made / f"{name}-native", opened)
-        write_hf(made / f"{name}-hf", opened)
-        shutil.rmtree(made / "float32")
-    return made
+        opened = cast_checkpoint(open_hf(result / "float32"), "bfloat16")
+        save(result / f"{name}-native", opened)
+        write_hf(result / f"{name}-hf", opened)
+        shutil.rmtree(result / "float32")
+    return result
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_loading_never_holds_a_matrix_in_two_formats(
 ) -> None:
     directories = [str(checkpoints / f"{size}-{form}") for size in ("small", "large")]
     command = [sys.executable, "-c", LOAD, *directories, name]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    took, made = json.loads(said.splitlines()[-1])
-    assert took < made + BESIDE
+    output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    took, result = json.loads(output.splitlines()[-1])
+    assert took < result + OVERHEAD
 
 
 @pytest.mark.parametrize("name", ["int4-g64-zp", "int8-f16", "bf16-packed", "float16", "float32"])
@@ -88,20 +88,20 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
     whole = jnp.asarray(rows, jnp.bfloat16 if name == "bf16-packed" else jnp.float32)
     complaints: list[str] = []
     array = np.asarray(whole)
-    made = read_weight("w", LazyTensor.from_array(array), [name], complaints)
+    result = read_weight("w", LazyTensor.from_array(array), [name], complaints)
     assert not complaints
     expected = as_format(whole, name)
-    assert jax.tree.structure(made) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert ours.dtype == theirs.dtype
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 def test_packed_in_blocks_is_the_matrix_bit_for_bit() -> None:
     bits = np.random.default_rng(0).normal(0, 0.02, (1030, 70)).astype(ml_dtypes.bfloat16)
-    bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # exponents that escape
-    made = read_weight("w", LazyTensor.from_array(bits), ["bf16-packed"], [])
-    assert np.asarray(made.to_dense()).tobytes() == bits.tobytes()
+    bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # stored as escapes
+    result = read_weight("w", LazyTensor.from_array(bits), ["bf16-packed"], [])
+    assert np.asarray(result.to_dense()).tobytes() == bits.tobytes()
 
 
 @pytest.mark.parametrize("mapped", [True, False])

@@ -1,4 +1,4 @@
-"""NF4: its levels, its double quantization, its place among the other formats."""
+"""NF4: levels, double quantization, products, and saving."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
 
-SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights, whose blocks run on from row to row
+SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights; blocks continue across rows
 
 
 def numbers(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0.001, 0.02, shape).astype(np.float32)
 
 
-def made(array: np.ndarray, name: str = "nf4") -> NF4:
+def quantize_nf4(array: np.ndarray, name: str = "nf4") -> NF4:
     weight = as_format(jnp.asarray(array), name)
     assert isinstance(weight, NF4)
     return weight
@@ -53,9 +53,9 @@ def test_the_dynamic_map_is_the_one_that_bitsandbytes_has() -> None:
 def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -> None:
     array = numbers()
     array[2] = 0  # two blocks of zeros
-    weight, mine = made(array, name), blocks(array)
-    absmax = np.abs(mine).max(1, keepdims=True)
-    distance = np.abs(mine[..., None] / np.where(absmax == 0, 1, absmax)[..., None] - LEVELS)
+    weight, values = quantize_nf4(array, name), blocks(array)
+    absmax = np.abs(values).max(1, keepdims=True)
+    distance = np.abs(values[..., None] / np.where(absmax == 0, 1, absmax)[..., None] - LEVELS)
     code = codes(weight)
     chosen = np.take_along_axis(distance, code[..., None].astype(int), -1)[..., 0]
     assert (chosen <= distance.min(-1) + 1e-7).all()
@@ -67,7 +67,7 @@ def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -
 
 def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nearest() -> None:
     array = numbers((300, 64))  # 300 blocks: two of absmax
-    weight = made(array)
+    weight = quantize_nf4(array)
     absmax = np.abs(blocks(array)).max(1)
     rest, scale = absmax - absmax.mean(), np.asarray(weight.scale, np.float64)
     np.testing.assert_allclose(weight.mean, absmax.mean(), rtol=1e-6)
@@ -77,17 +77,17 @@ def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nea
     code = np.asarray(weight.absmax).astype(int)
     chosen = np.take_along_axis(distance, code[:, None], 1)[:, 0]
     assert (chosen <= distance.min(1) + 1e-5).all()
-    stands_for = DYNAMIC[code] * np.repeat(scale, ABSMAX_BLOCK)[:300] + absmax.mean()
-    by_hand = np.asarray(LEVELS)[codes(weight)] * stands_for[:, None]
+    decoded_absmax = DYNAMIC[code] * np.repeat(scale, ABSMAX_BLOCK)[:300] + absmax.mean()
+    by_hand = np.asarray(LEVELS)[codes(weight)] * decoded_absmax[:, None]
     np.testing.assert_allclose(weight.to_dense(), by_hand, rtol=1e-4, atol=1e-8)
-    assert np.abs(stands_for / absmax - 1).max() < 0.02
+    assert np.abs(decoded_absmax / absmax - 1).max() < 0.02
 
 
 def test_bits_a_weight_are_those_of_the_paper() -> None:
     """Section 3: 0.5 bits of absmax become 8/64 + 32/(64 * 256) = 0.127."""
-    weight = made(numbers((256, 256)))
+    weight = quantize_nf4(numbers((256, 256)))
     assert weight.nbytes * 8 / weight.size == 4 + 8 / 64 + 32 / (64 * 256) + 32 / 256**2
-    assert made(numbers((256, 256)), "nf4-f32").nbytes * 8 == 4.5 * 256**2
+    assert quantize_nf4(numbers((256, 256)), "nf4-f32").nbytes * 8 == 4.5 * 256**2
 
 
 def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
@@ -103,7 +103,7 @@ def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
     assert error("int4-g64-zp") == pytest.approx(0.00830, rel=0.01)
     kind: Any = parse_format("int4-g64")
     grouped = jnp.asarray(w.reshape(1024, 4, 64))
-    step = jnp.abs(grouped).max(-1) / 7  # symmetric, as most have it: one level stays unused
+    step = jnp.abs(grouped).max(-1) / 7  # the usual symmetric grid, which leaves one level unused
     middle = jnp.full(step.shape, 8, jnp.uint8)
     q = kind.to_codes(grouped, step[..., None], middle[..., None])
     symmetric = kind.from_codes(q.reshape(w.shape), step).to_dense()
@@ -112,7 +112,7 @@ def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
 
 @pytest.mark.parametrize(("name", "shape"), [("nf4", SHAPE), ("nf4-f32", (5, 192))])
 def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple[int, int]) -> None:
-    weight = made(numbers(shape), name)
+    weight = quantize_nf4(numbers(shape), name)
     dense = np.asarray(weight.to_dense())
     rows = jnp.array([[3, 0], [shape[0] - 1, 3]])
     np.testing.assert_array_equal(weight.take(rows), dense[np.asarray(rows)])
@@ -127,7 +127,7 @@ def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple
 
 
 def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
-    weight, x = made(numbers()), jnp.asarray(numbers((3, SHAPE[1]), 1))
+    weight, x = quantize_nf4(numbers()), jnp.asarray(numbers((3, SHAPE[1]), 1))
 
     def total(x: jax.Array, mean: jax.Array) -> jax.Array:
         return linear(x, weight.replace(mean=mean)).sum()
@@ -141,10 +141,11 @@ def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
 
 def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
     array = numbers((3, *SHAPE))
-    stack = made(array)
+    stack = quantize_nf4(array)
     for i in range(3):
-        for one, mine in zip(jax.tree.leaves(made(array[i])), jax.tree.leaves(stack), strict=True):
-            np.testing.assert_array_equal(mine[i], one)
+        single = quantize_nf4(array[i])
+        for one, values in zip(jax.tree.leaves(single), jax.tree.leaves(stack), strict=True):
+            np.testing.assert_array_equal(values[i], one)
     whole = jax.vmap(lambda w: w.to_dense())(stack)
     np.testing.assert_array_equal(whole, stack.to_dense())
     rows = array.reshape(-1, SHAPE[1])
@@ -152,8 +153,8 @@ def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
         cut = parse_format("nf4").quantize_blocks(
             array.shape, lambda size=size: (rows[i : i + size] for i in range(0, 21, size))
         )
-        for one, mine in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
-            np.testing.assert_array_equal(mine, one)
+        for one, values in zip(jax.tree.leaves(cut), jax.tree.leaves(stack), strict=True):
+            np.testing.assert_array_equal(values, one)
     with pytest.raises(ConfigError, match="requires a nonempty matrix"):
         as_format(jnp.ones((4, 0)), "nf4")
 
@@ -162,7 +163,7 @@ def test_a_model_is_quantized_saved_and_loaded_and_says_the_same(tmp_path: Path)
     lm = jaxllm.load("demo:llama", quantize="nf4")
     formats = {path: weight_format(leaf) for path, leaf in flatten(lm.params)}
     assert formats["layers.0.mlp.up_proj.weight"] == "nf4"
-    assert formats["embed_tokens.weight"] == "int8", "as with other formats of few bits"
+    assert formats["embed_tokens.weight"] == "int8", "as in other formats with few bits"
     lm.save(tmp_path / "saved")
     again = jaxllm.load(str(tmp_path / "saved"))
     for (path, leaf), (_, other) in zip(flatten(lm.params), flatten(again.params), strict=True):

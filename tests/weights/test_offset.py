@@ -1,4 +1,4 @@
-"""Affine groups, and groups of 16: their numbers, products, rows, stacks and files."""
+"""Offset weights and groups of 16: values, products, rows, stacks and files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jaxllm.weights.types.int_offset import OffsetWeight
 from tests.twins import random_model
 
 FORMATS = ["offset/int4-g32-zp", "offset/int4-g32-zp-f16", "offset/int8-g32"]
-ROWS, COLUMNS = 7, 96  # of a chunk of 128 columns, 32 are added
+ROWS, COLUMNS = 7, 96  # padded with 32 columns to a chunk of 128
 
 
 def pieces(name: str, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
@@ -34,16 +34,16 @@ def pieces(name: str, lead: tuple[int, ...] = ()) -> dict[str, np.ndarray]:
     return found
 
 
-def made(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
-    """A leaf, and the numbers that it should stand for, one at a time."""
-    given, shape = pieces(name, lead), (*lead, ROWS, COLUMNS)
-    leaf = parse_format(name).from_file("w", shape, given)
-    data = given[".weight.data"]
+def make_weight(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
+    """Return a weight and its expected dense values."""
+    arrays, shape = pieces(name, lead), (*lead, ROWS, COLUMNS)
+    leaf = parse_format(name).from_file("w", shape, arrays)
+    data = arrays[".weight.data"]
     if "int4" in name:  # byte j of each 16 has columns j and j + 16
         byte = data.reshape(*lead, ROWS, -1, 16)
         data = np.concatenate([byte & 15, byte >> 4], axis=-1).reshape(*lead, ROWS, -1)
     scale, offset = (
-        np.repeat(given[key].astype(np.float32), 32, axis=-1)
+        np.repeat(arrays[key].astype(np.float32), 32, axis=-1)
         for key in (".weight.scale", ".offset")
     )
     numbers = data.astype(np.float32) * scale + offset
@@ -52,7 +52,7 @@ def made(name: str, lead: tuple[int, ...] = ()) -> tuple[Any, np.ndarray]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_products_and_rows(name: str) -> None:
-    leaf, numbers = made(name)
+    leaf, numbers = make_weight(name)
     assert weight_format(leaf) == name and leaf.shape == (ROWS, COLUMNS)
     np.testing.assert_array_equal(to_dense(leaf), numbers)
     for rows in (1, 3):
@@ -66,7 +66,7 @@ def test_numbers_products_and_rows(name: str) -> None:
 
 
 def test_a_stack_of_them() -> None:
-    leaf, numbers = made("offset/int4-g32-zp", (2,))
+    leaf, numbers = make_weight("offset/int4-g32-zp", (2,))
     assert leaf.shape == (2, ROWS, COLUMNS)
     np.testing.assert_array_equal(to_dense(leaf), numbers)
 
@@ -78,10 +78,10 @@ def test_they_are_saved_and_loaded(tmp_path: Path) -> None:
     def leaf(where: str, x: Any) -> Any:
         if where != path:
             return x
-        given = {}
+        arrays = {}
         for piece, (shape, dtype) in parse_format(name).array_specs(x.shape).items():
-            given[piece] = np.ones(tuple(n or 0 for n in shape), dtype)
-        return parse_format(name).from_file(where, x.shape, given)
+            arrays[piece] = np.ones(tuple(n or 0 for n in shape), dtype)
+        return parse_format(name).from_file(where, x.shape, arrays)
 
     params = map_leaves(leaf, params)
     model = jaxllm.build(model.config, match_precision(params, model.precision))
@@ -101,18 +101,18 @@ def test_what_is_none_is_refused() -> None:
             parse_format(name)
     with pytest.raises(ConfigError, match="it comes from GGUF files"):
         parse_format("offset/int4-g32-zp").quantize(jnp.zeros((2, 32)))
-    given = pieces("offset/int4-g32-zp")
-    given[".offset"][0, 0] = np.inf
+    arrays = pieces("offset/int4-g32-zp")
+    arrays[".offset"][0, 0] = np.inf
     with pytest.raises(CheckpointError, match=r"w\.offset holds NaN or infinity"):
-        parse_format("offset/int4-g32-zp").from_file("w", (ROWS, COLUMNS), given)
+        parse_format("offset/int4-g32-zp").from_file("w", (ROWS, COLUMNS), arrays)
 
 
 def test_groups_of_16() -> None:
     rng, found = np.random.default_rng(0), {}
     for piece, (shape, dtype) in parse_format("int8-g16").array_specs((2, ROWS, COLUMNS)).items():
         size = tuple(n or 0 for n in shape)
-        drawn = rng.integers(-127, 128, size) if piece == ".data" else rng.standard_normal(size)
-        found[piece] = drawn.astype(dtype)
+        values = rng.integers(-127, 128, size) if piece == ".data" else rng.standard_normal(size)
+        found[piece] = values.astype(dtype)
     stack = parse_format("int8-g16").from_file("w", (2, ROWS, COLUMNS), found)
     scale = np.stack([found[".first"], found[".second"]], axis=-1).reshape(2, ROWS, -1)
     numbers = (found[".data"] * np.repeat(scale, 16, axis=-1))[..., :COLUMNS]

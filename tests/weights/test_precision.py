@@ -1,4 +1,4 @@
-"""Number formats: what is stored how, and what an override changes."""
+"""Precision: formats of weights, activations and caches, and their overrides."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
     )
     assert (
         precision.param_format("layers.0.mlp.down_proj.weight", 2) == "float32"
-    )  # that row is silent on it
+    )  # the first row does not set weights
     assert precision.activation_dtype("layers.0.mlp.down_proj") == jnp.float16
     assert precision.activation_dtype("layers.0.self_attn.q_proj") == jnp.float32
     assert precision.param_format("layers.1.input_layernorm.weight", 2) == "float32"

@@ -1,4 +1,4 @@
-"""Quantized weights: what the integers mean, how they are chosen, saved, and computed with."""
+"""Quantized weights: formula, rounding, rules, saving and forward pass."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def formats(params: Any) -> dict[str, str]:
 
 
 def by_hand(weight: Any) -> np.ndarray:
-    """The docstring's formula, an entry at a time."""
+    """Evaluate the docstring's formula entry by entry."""
     data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
     rows, columns = weight.shape
     group = weight.group or (data.shape[1] * 8 // weight.bits)
@@ -65,8 +65,8 @@ def test_dense_is_the_formula_and_no_weight_is_further_than_its_step_allows(name
     group = weight.group or 256
     step = np.repeat(np.abs(np.asarray(weight.scale, np.float64)), group, axis=1)[:, :150]
     error = np.abs(formula - array)
-    # Half a step; what lies beyond +7 of 16 symmetric levels, up to a whole one; with float16
-    # scales the ends of the range move by 2^-11 of it; a zero point is rounded too.
+    # Half a step; up to a whole step beyond +7 of 16 symmetric levels. Float16 scales move the
+    # ends of the range by 2^-11 of it, and zero points are rounded too.
     levels = 1.0 if weight.bits == 4 else 0.5
     assert (error <= step * (levels + (0.07 if name.endswith("f16") else 1e-3)) + 1e-9).all()
     assert error.mean() < 0.3 * step.mean()
@@ -76,9 +76,9 @@ def test_rows_in_blocks_are_rounded_as_alone() -> None:
     rng = np.random.default_rng(1)
     array = jnp.asarray(rng.normal(0, 1, (600, 64)).astype(np.float32))
     for name in ("int8", "int4-g32-zp"):
-        whole, alone = as_format(array, name), as_format(array[590:595], name)
-        assert (whole.data[590:595] == alone.data).all()
-        assert (whole.scale[590:595] == alone.scale).all()
+        whole, single = as_format(array, name), as_format(array[590:595], name)
+        assert (whole.data[590:595] == single.data).all()
+        assert (whole.scale[590:595] == single.scale).all()
 
 
 def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -> None:
@@ -104,7 +104,7 @@ def test_sixteen_exponents_in_a_row_need_no_escape_of_packed_bfloat16(least: int
     assert packed.escape_column.size == 0
     rare = 2.0 ** jnp.float32(least + 16 if least < 100 else least - 1)
     packed = as_format(jnp.append(jnp.tile(weights, 80), rare)[None].astype(jnp.bfloat16), NAME)
-    assert packed.escape_value.tolist() == [rare], "the rarest is the one that does not fit"
+    assert packed.escape_value.tolist() == [rare], "the rarest exponent becomes the escape"
 
 
 def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
@@ -124,16 +124,16 @@ def test_unknown_formats_are_refused(name: Any) -> None:
 def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> None:
     params = jaxllm.load("demo:gpt2").params
     rules = [(r"h\.0\..*", None), (r".*c_proj\.weight", "int4-g32"), (r"h\..*", "int8")]
-    made = formats(jaxllm.quantize(params, rules))
-    kept = str(params["wte"]["weight"].dtype)
-    assert made["h.0.mlp.c_proj.weight"] == kept
-    assert made["h.1.mlp.c_proj.weight"] == "int4-g32"
-    assert made["h.1.attn.c_attn.weight"] == "int8"
-    assert made["h.1.attn.c_attn.bias"] == made["wte.weight"] == kept
-    made = formats(jaxllm.quantize(params, "int4"))
-    assert made["wte.weight"] == "int8"
-    assert made["wpe.weight"] == kept
-    assert made["h.1.mlp.c_proj.weight"] == "int4-g64"
+    result = formats(jaxllm.quantize(params, rules))
+    dtype_name = str(params["wte"]["weight"].dtype)
+    assert result["h.0.mlp.c_proj.weight"] == dtype_name
+    assert result["h.1.mlp.c_proj.weight"] == "int4-g32"
+    assert result["h.1.attn.c_attn.weight"] == "int8"
+    assert result["h.1.attn.c_attn.bias"] == result["wte.weight"] == dtype_name
+    result = formats(jaxllm.quantize(params, "int4"))
+    assert result["wte.weight"] == "int8"
+    assert result["wpe.weight"] == dtype_name
+    assert result["h.1.mlp.c_proj.weight"] == "int4-g64"
     with pytest.raises(ConfigError, match="weight format"):
         jaxllm.quantize(params, [(".*", "int5")])
     for wrong in ([("(", "int8")], [(".*",)], [(1, "int8")], [(".*", ["int8"])], [5], "nonsense"):
@@ -191,7 +191,7 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
         assert weight_format(a) == weight_format(b), path
         x, y = (np.asarray(to_dense(leaf)).tobytes() for leaf in (a, b))
         assert x == y, path
-    again = jaxllm.load(tmp_path / "q", dtype="float32")  # activations; the weights stay
+    again = jaxllm.load(tmp_path / "q", dtype="float32")  # changes the activations only
     assert again.model.precision.activations == "float32"
     assert weight_format(again.params["embed_tokens"]["weight"]) == weight_format(
         lm.params["embed_tokens"]["weight"]

@@ -1,4 +1,4 @@
-"""Sparse weights: what is stored, what comes back, what is refused, and what products they give."""
+"""Sparse weights: storage, round trips, products and refused inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ SHAPE = (7, 203)  # outputs, columns: no multiple of anything
 
 
 def pruned(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
-    """Normal numbers, of each four columns of which the two smallest are 0, and some more."""
+    """Return normal numbers; the two smallest of every four columns and some others are 0."""
     rng = np.random.default_rng(seed)
     wide = rng.normal(0, 1, (*shape[:-1], -(-shape[-1] // 4), 4))
     wide[np.abs(wide) < np.sort(np.abs(wide), axis=-1)[..., 2:3]] = 0
@@ -52,11 +52,11 @@ def test_codes_and_scales_that_others_chose_are_kept(pattern: str) -> None:
     codes = np.round(pruned(1) * 20).astype(np.int8)
     scale = np.random.default_rng(1).normal(0, 1, (SHAPE[0], 1)).astype(np.float32)
     data = jnp.asarray(np.pad(codes, ((0, 0), (0, 256 - SHAPE[1]))))
-    given = QTensor(data, jnp.asarray(scale), None, 8, None, SHAPE[1])
-    weight = to_sparse(given, pattern)
+    qtensor = QTensor(data, jnp.asarray(scale), None, 8, None, SHAPE[1])
+    weight = to_sparse(qtensor, pattern)
     back = weight.with_zeros()
     assert isinstance(weight, SparseInt8) and isinstance(back, QTensor)
-    assert np.array_equal(back.data, given.data) and np.array_equal(back.scale, given.scale)
+    assert np.array_equal(back.data, qtensor.data) and np.array_equal(back.scale, qtensor.scale)
     assert np.array_equal(to_dense(weight), codes * scale)
 
 
@@ -80,8 +80,8 @@ def test_a_half_of_the_weights_takes_a_half_of_the_memory_and_a_bit_for_each(
     exact = rows * columns * bits // 8 + scales
     assert as_format(jnp.asarray(numbers), f"{name}-2:4").nbytes == exact
     width = {"bfloat16": 2, "int8": 1, "float32": 4}[name]
-    beside = 4 * (rows + 1) + TAIL_PADDING * width  # where rows begin, and what is read too much
-    assert as_format(jnp.asarray(numbers), f"{name}-bitmap").nbytes == exact + beside
+    extra = 4 * (rows + 1) + TAIL_PADDING * width  # row offsets, and padding for wide reads
+    assert as_format(jnp.asarray(numbers), f"{name}-bitmap").nbytes == exact + extra
 
 
 def test_a_matrix_that_is_not_2_of_4_is_refused_with_how_many_groups_are_not() -> None:
@@ -142,8 +142,8 @@ def test_products_are_those_of_torch_and_derivatives_those_of_the_dense_weight(n
             assert (
                 np.abs(np.asarray(linear(jnp.asarray(x), weight)) - exact.numpy()) <= bound
             ).all()
-        slope = jax.grad(lambda x: linear(x, weight).sum())(jnp.asarray(x))
-        np.testing.assert_allclose(slope[0], w.sum(axis=0), rtol=1e-5, atol=1e-5)
+        gradient = jax.grad(lambda x: linear(x, weight).sum())(jnp.asarray(x))
+        np.testing.assert_allclose(gradient[0], w.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
 def test_rounded_inputs_are_for_integers() -> None:
@@ -202,7 +202,7 @@ def _scale(pieces: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "spoil", "what"),
+    ("name", "corrupt", "what"),
     [
         ("float32-2:4", _beyond, "w.values has nonzero values beyond its 203 columns"),
         ("bfloat16-bitmap", _beyond, "w.mask has bits beyond its 203 columns"),
@@ -214,10 +214,10 @@ def _scale(pieces: dict[str, np.ndarray]) -> None:
     ],
 )
 def test_pieces_that_no_leaf_has_are_refused(
-    name: str, spoil: Callable[[dict[str, np.ndarray]], None], what: str
+    name: str, corrupt: Callable[[dict[str, np.ndarray]], None], what: str
 ) -> None:
     weight = leaf(8, name)
     pieces = _saved(weight)
-    spoil(pieces)
+    corrupt(pieces)
     with pytest.raises(CheckpointError, match=what):
         parse_format(name).from_file("w", weight.shape, pieces)

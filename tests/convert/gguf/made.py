@@ -1,5 +1,5 @@
-"""GGUF files written by the `gguf` package from Hugging Face directories, as llama.cpp's converter
-lays them out.
+"""GGUF files written by the `gguf` package from Hugging Face directories, in the layout of
+llama.cpp's converter.
 """
 
 import json
@@ -33,7 +33,7 @@ def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
 
 
 def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
-    """By their names in GGUF, in their layout there."""
+    """Return a checkpoint's tensors by their GGUF names, in GGUF's layout."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
     layers = config.get("num_hidden_layers", config.get("n_layer"))
@@ -47,9 +47,9 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
             array = permuted(array, config[heads])
         if kind.startswith("gemma") and name.endswith("norm.weight"):
             array = array + np.float32(1)
-        if "query_key_value" in name:  # head by head there, all queries first here
-            apart = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
-            array = apart.swapaxes(0, 1).reshape(array.shape)
+        if "query_key_value" in name:  # per head there, all queries first here
+            per_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
+            array = per_head.swapaxes(0, 1).reshape(array.shape)
         theirs = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         found[theirs] = np.ascontiguousarray(array)
@@ -57,7 +57,7 @@ def hf_tensors(directory: Path) -> dict[str, np.ndarray]:
 
 
 def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The experts of a layer in one tensor, under the names that the converter gives them."""
+    """Stack the experts of each layer into one tensor, under the converter's names."""
     found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
     for name, array in tensors.items():
         if one := EXPERT.fullmatch(name):
@@ -141,12 +141,13 @@ def add_longrope(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: i
 
 
 def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
-    """Matrices in one type, vectors in F32: what llama.cpp writes. K types, which the package does
-    not quantize, are random blocks of about the same size as the numbers.
+    """Store matrices in one type and vectors in F32, as llama.cpp does.
+
+    K types, which the package does not quantize, are random blocks of about the same magnitude.
     """
     rng = np.random.default_rng(seed)
 
-    def made(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    def store(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
         if array.ndim < 2 or "position_embd" in name or "ffn_gate_inp" in name:
             return array.astype(np.float32), gguf.GGMLQuantizationType.F32
         if not kind.name.endswith("_K"):
@@ -158,7 +159,7 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
             raw[:, at : at + 2] = scale.view(np.uint8)
         return raw.reshape(*array.shape[:-1], -1), kind
 
-    return made
+    return store
 
 
 def write(
@@ -168,7 +169,7 @@ def write(
     also: Callable[[gguf.GGUFWriter], object] = lambda _: None,
     **options: Any,
 ) -> Path:
-    """A GGUF file of a Hugging Face directory. also: is given the writer, before the tensors."""
+    """Write a Hugging Face directory as GGUF; `also` receives the writer before the tensors."""
     raw = raw or raw_of(gguf.GGMLQuantizationType.F32)
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     arch = gguf.MODEL_ARCH_NAMES[ARCHS[config["model_type"]]]
@@ -186,7 +187,7 @@ def write(
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file as the package dequantizes them, by their names there."""
+    """Return a file's tensors as the package dequantizes them, by their GGUF names."""
     found = {}
     for tensor in gguf.GGUFReader(path).tensors:
         shape = tuple(int(n) for n in reversed(tensor.shape))

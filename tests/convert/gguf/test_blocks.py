@@ -14,7 +14,7 @@ def theirs(block: BlockType) -> gguf.GGMLQuantizationType:
 
 
 def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0) -> np.ndarray:
-    """Random bytes, their float16 finite: `[rows, row_bytes]`."""
+    """Return random bytes with finite float16 scales, `[rows, row_bytes]`."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows * blocks, block.nbytes), np.uint8)
     halves = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "Q4_1": [0, 2], "Q5_1": [0, 2]}
@@ -40,7 +40,7 @@ def test_random_blocks_are_dequantized_bit_for_bit(block: BlockType) -> None:
 
 
 def brute_force(x: np.ndarray, weight: np.ndarray, codes: tuple[int, int], affine: bool) -> float:
-    """The least weighted squared error of a run, over a grid of scales and minima."""
+    """Return the least weighted squared error of a run over a grid of scales and minima."""
     least, most = codes
     low, high = (min(x.min(), 0), x.max()) if affine else (0, np.abs(x).max())
     found = np.inf
@@ -91,7 +91,7 @@ def test_k_types_hold_runs_of_one_number(name: str) -> None:
 def test_what_is_written_is_quantized_bit_for_bit(name: str) -> None:
     rng, block = np.random.default_rng(1), BY_NAME[name]
     x = (rng.standard_normal((9, 96)) * np.exp2(rng.integers(-8, 8, (9, 96)))).astype(np.float32)
-    x[0], x[1, :32], x[2, ::2] = 0, -x[1, :32], 0.5  # nothing but zeros, and halves of steps
+    x[0], x[1, :32], x[2, ::2] = 0, -x[1, :32], 0.5  # all zeros, and ties
     x[3] = np.arange(96) / 2 - 24
     expected = gguf.quants.quantize(x, theirs(block))
     np.testing.assert_array_equal(block.quantize(x), expected.view(np.uint8))

@@ -1,4 +1,4 @@
-"""Every family that llama.cpp names: files as its converter writes them, and as we write them."""
+"""Every family in GGUF: files of llama.cpp's converter are read, and written identically."""
 
 import dataclasses
 import shutil
@@ -25,7 +25,7 @@ from jaxllm.weights.paths import flatten
 from tests.convert.gguf.made import ARCHS, raw_of, write
 from tests.twins import assert_close, saved_once, tokens
 
-# Heads of other sizes than the stream's share where a family may have them; rows of whole blocks.
+# Head sizes differ from hidden_size / heads if a family allows it; rows are whole blocks.
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "rms_norm_eps": 1e-3, "max_position_embeddings": 97,
@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8},
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 8},
-    # Of a layer that sees a window, and one that does not.
+    # One layer with a sliding window, one without.
     "gemma2": {
         "head_dim": 8, "num_hidden_layers": 2, "query_pre_attn_scalar": 8,
         "tie_word_embeddings": True,
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
 }  # fmt: skip
 IDS = tokens(2, 9)
-# Those whose tensors lie otherwise than Llama's; the others by `make test-full`.
+# Families whose tensor layout differs from Llama's; `make test-full` runs all.
 EVERY_DAY = [
     pytest.param(
         family,
@@ -93,7 +93,7 @@ def test_logits_are_those_of_transformers(family: str, directory: Any, tmp_path:
     source = directory(family)
     lm = jaxllm.load(write(tmp_path / "a.gguf", source))
     hf = jaxllm.load(source)
-    assert lm.config == hf.config  # and so all else that follows from it
+    assert lm.config == hf.config  # and so everything derived from it
     expected = dict(flatten(hf.params))
     found = dict(flatten(lm.params))
     assert found.keys() == expected.keys()
@@ -107,12 +107,12 @@ def test_logits_are_those_of_transformers(family: str, directory: Any, tmp_path:
 
 
 def snapped(source: Path, target: Path) -> Path:
-    """The same model with matrices that Q8_0 holds exactly, as the package quantizes them."""
+    """Copy a model with its matrices rounded to values that Q8_0 holds exactly."""
     kind = gguf.GGMLQuantizationType.Q8_0
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
     for name, array in tensors.items():
-        if array.ndim > 1 and not name.endswith(".gate.weight"):  # a router, which stays
+        if array.ndim > 1 and not name.endswith(".gate.weight"):  # not the router
             raw = gguf.quants.quantize(array.astype(np.float32), kind)
             tensors[name] = gguf.quants.dequantize(raw, kind).reshape(array.shape)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
@@ -130,7 +130,7 @@ def test_quantized_models_are_those_of_transformers(
     kept = {path for path, x in flatten(lm.params) if weight_format(x) == "int8-g32-f16"}
     vectors = ("norm", "bias", "mlp.gate.weight")
     assert kept == {path for path in expected if not any(name in path for name in vectors)}
-    for path in kept:  # bit for bit, rows in their places
+    for path in kept:  # bit for bit, rows in order
         np.testing.assert_array_equal(
             to_dense(dict(flatten(lm.params))[path]), expected[path], path
         )
@@ -138,7 +138,7 @@ def test_quantized_models_are_those_of_transformers(
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The type, the shape and the bytes of every tensor of a file, as the package reads it."""
+    """Return type, shape and bytes of a file's tensors, as the package reads them."""
     return {
         t.name: (t.tensor_type.name, tuple(map(int, t.shape)), np.asarray(t.data).tobytes())
         for t in gguf.GGUFReader(path).tensors
@@ -156,12 +156,12 @@ def test_what_is_written_is_what_the_converter_writes(
     write_gguf(tmp_path / "b.gguf", checkpoint, name)
     assert raw_tensors(tmp_path / "b.gguf") == raw_tensors(there)
     assert open_checkpoint(tmp_path / "b.gguf").config == checkpoint.config
-    # Again, from the leaves: integers stay, and what lies in one tensor is joined.
+    # Again from the GGUF file: integers are kept, and fused tensors are joined.
     write_gguf(tmp_path / "c.gguf", open_checkpoint(there), name)
     assert raw_tensors(tmp_path / "c.gguf") == raw_tensors(there)
     first, second = (gguf.GGUFReader(tmp_path / f"{x}.gguf").fields for x in "ab")
     arch = gguf.MODEL_ARCH_NAMES[ARCHS[checkpoint.config.model_type]]
-    for key, field in first.items():  # we write more: what others leave to be computed
+    for key, field in first.items():  # our files also contain derivable keys
         if key.startswith(f"{arch}."):
             assert second[key].contents() == field.contents(), key
 
@@ -180,14 +180,14 @@ def test_experts_that_no_stack_can_keep_are_the_packages_numbers(
 
 
 def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Path) -> None:
-    says = [False, True, True, False, True, True]
+    sliding = [False, True, True, False, True, True]
 
     def also(writer: gguf.GGUFWriter) -> None:
-        writer.add_sliding_window_pattern(says)
+        writer.add_sliding_window_pattern(sliding)
         writer.add_float32("gemma3.rope.freq_base_swa", 500.0)
 
     config: Any = open_gguf(write(tmp_path / "a.gguf", directory("gemma3_text"), also=also)).config
-    assert [config.is_sliding(i) for i in range(6)] == says
+    assert [config.is_sliding(i) for i in range(6)] == sliding
     assert config.local_rope.rope_theta == 500
 
     def period(writer: gguf.GGUFWriter) -> None:
@@ -198,57 +198,57 @@ def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Pat
 
 
 BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
-    "Granite that turns nothing": (
+    "Granite without RoPE": (
         "granite", lambda w: w.add_rope_scaling_finetuned(False), "finetuned must be True",
     ),
-    "experts by another rule": (
+    "unnormalized experts": (
         "qwen3_moe", lambda w: w.add_expert_weights_norm(False), "expert_weights_norm must be True",
     ),
-    "experts that all run": (
+    "shared experts": (
         "mixtral", lambda w: w.add_expert_shared_count(1), "expert_shared_count must be 0",
     ),
     "more experts": ("mixtral", lambda w: w.add_expert_count(6), "experts.down_proj.weight"),
-    "a window's layers in a family without": (
+    "a sliding window in Qwen3": (
         "qwen3", lambda w: w.add_sliding_window(5), "qwen3.attention.sliding_window is not supp",
     ),
-    "a pattern of no layers": (
+    "a window period of 0": (
         "gemma3_text", lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 0),
         "layer_types has 0 entries",
     ),
-    "a pattern of fewer layers": (
+    "a short window pattern": (
         "gemma3_text", lambda w: w.add_sliding_window_pattern([True, False]),
         "layer_types has 0 entries",
     ),
-    "experts by layer": (
+    "experts per layer": (
         "llama", lambda w: w.add_array("llama.expert_count", [4, 8]), "differs from layer",
     ),
-    "fewer rows in one tensor": (
+    "a fused tensor with fewer rows": (
         "phi3", lambda w: w.add_head_count_kv(1), "blk.0.attn_qkv.weight has shape",
     ),
-    "one list of two": (
+    "one of two factor lists": (
         "llama", lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
         "must both exist",
     ),
-    "more turned than there is": (
+    "more rotated dimensions than the head": (
         "gpt_neox", lambda w: w.add_rope_dimension_count(18), "rope.dimension_count is 18",
     ),
     "many layers": ("smollm3", lambda w: w.add_block_count(2**32 - 1), "<= 1024, got 4294967295"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_what_is_wrong_is_refused_by_name(what: str, directory: Any, tmp_path: Path) -> None:
-    family, change, said = BAD[what]
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_refused_by_name(case: str, directory: Any, tmp_path: Path) -> None:
+    family, change, message = BAD[case]
 
     def also(writer: gguf.GGUFWriter) -> None:
         kept = dict(writer.kv_data[0])
-        writer.kv_data[0].clear()  # so that a key can be written over
+        writer.kv_data[0].clear()  # allow overwriting keys
         change(writer)
         for key, value in kept.items():
             writer.kv_data[0].setdefault(key, value)
 
     file = write(tmp_path / "a.gguf", directory(family), also=also)
-    with pytest.raises((CheckpointError, ConfigError), match=said):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
         open_gguf(file)
 
 
@@ -279,14 +279,14 @@ def test_unknown_keys_are_ignored_unless_they_change_a_result(
 
 UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows": ("qwen2", {"sliding_window": 5}, "sliding_window 5"),
-    "other layers without angles": ("smollm3", {"turns": (True,) * 4}, "turns"),
+    "other NoPE layers": ("smollm3", {"turns": (True,) * 4}, "turns"),
     "another local base": (
         "gemma3_text", {"local_rope": Rope(rope_type="default", rope_theta=500.0)}, "local_rope",
     ),
     "another scale": ("gemma2", {"query_pre_attn_scalar": 9}, "query_pre_attn_scalar 9"),
-    "raw probabilities": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+    "unnormalized probabilities": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
     "an activation": ("gpt_neox", {"hidden_act": "relu"}, "hidden_act 'relu'"),
-    "heads in part": (
+    "partial RoPE": (
         "olmo2",
         {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},
         "partial_rotary_factor",
@@ -294,11 +294,11 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", UNWRITTEN)
-def test_what_has_no_words_is_not_written(what: str, directory: Any, tmp_path: Path) -> None:
-    family, changes, said = UNWRITTEN[what]
+@pytest.mark.parametrize("case", UNWRITTEN)
+def test_what_has_no_words_is_not_written(case: str, directory: Any, tmp_path: Path) -> None:
+    family, changes, message = UNWRITTEN[case]
     checkpoint = open_checkpoint(directory(family))
     config: Any = dataclasses.replace(checkpoint.config, **changes)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         write_gguf(tmp_path / "a.gguf", dataclasses.replace(checkpoint, config=config), "F32")
     assert not (tmp_path / "a.gguf").exists()

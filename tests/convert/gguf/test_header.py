@@ -1,4 +1,4 @@
-"""The header: what the `gguf` package writes is read, and every lie in it is refused by name."""
+"""GGUF headers: the `gguf` package's files are read, malformed ones are refused by name."""
 
 import struct
 import time
@@ -80,7 +80,7 @@ def tensor(name: str, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
     )  # fmt: skip
 
 
-def made(
+def head(
     *, magic: bytes = b"GGUF", version: int = 3, keys: tuple[bytes, ...] = (),
     tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, data: int = 64,
 ) -> bytes:  # fmt: skip
@@ -91,66 +91,66 @@ def made(
 
 HUGE = (1 << 64) - 1
 A, STRING, ARRAY = tensor("a", [4]), 8, 9
-LIES = {
+MALFORMED = {
     "an empty file": (b"", "cannot read"),
-    "no GGUF": (made(magic=b"GGML"), "does not begin with GGUF"),
-    "cut off at once": (b"GGUF\3\0", "cut off"),
-    "version 1": (made(version=1), "version 1 is not supported"),
-    "big endian": (made(version=3 << 24), "big endian"),
-    "more tensors than there can be": (made(counts=(HUGE, 0)), "tensors, expected at most"),
-    "more keys": (made(counts=(0, HUGE)), "keys, expected at most"),
-    "more keys than are there": (made(counts=(0, 9), data=0), "cut off"),
-    "a long key": (made(keys=(struct.pack("<Q", 1 << 40),)), "bytes of key 0"),
-    "a long text": (made(keys=(text("k") + value(STRING, struct.pack("<Q", 1 << 20)),)), "'k'"),
-    "no UTF-8": (made(keys=(text("k") + value(STRING, text(b"\xff")),)), "'k' is not UTF-8"),
-    "an unknown type": (made(keys=(text("k") + value(13, b""),)), "'k' has the unknown type 13"),
-    "neither true nor false": (made(keys=(text("k") + value(7, b"\2"),)), "expected a boolean"),
-    "a key twice": (made(keys=(text("k") + value(0, b"\1"),) * 2), "'k' occurs twice"),
+    "no GGUF": (head(magic=b"GGML"), "does not begin with GGUF"),
+    "only a magic number": (b"GGUF\3\0", "cut off"),
+    "version 1": (head(version=1), "version 1 is not supported"),
+    "big endian": (head(version=3 << 24), "big endian"),
+    "more tensors than there can be": (head(counts=(HUGE, 0)), "tensors, expected at most"),
+    "more keys": (head(counts=(0, HUGE)), "keys, expected at most"),
+    "more keys than are there": (head(counts=(0, 9), data=0), "cut off"),
+    "a long key": (head(keys=(struct.pack("<Q", 1 << 40),)), "bytes of key 0"),
+    "a long text": (head(keys=(text("k") + value(STRING, struct.pack("<Q", 1 << 20)),)), "'k'"),
+    "no UTF-8": (head(keys=(text("k") + value(STRING, text(b"\xff")),)), "'k' is not UTF-8"),
+    "an unknown type": (head(keys=(text("k") + value(13, b""),)), "'k' has the unknown type 13"),
+    "neither true nor false": (head(keys=(text("k") + value(7, b"\2"),)), "expected a boolean"),
+    "a key twice": (head(keys=(text("k") + value(0, b"\1"),) * 2), "'k' occurs twice"),
     "nested arrays": (
-        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", ARRAY, 1)),)),
+        head(keys=(text("k") + value(ARRAY, struct.pack("<IQ", ARRAY, 1)),)),
         "'k' is an array of arrays",
     ),
     "a long array": (
-        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 5, 1 << 26)),)),
+        head(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 5, 1 << 26)),)),
         "'k' takes 268,435,456 bytes",
     ),
     "an endless array": (
-        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 0, HUGE)),)), "items of 'k'",
+        head(keys=(text("k") + value(ARRAY, struct.pack("<IQ", 0, HUGE)),)), "items of 'k'",
     ),
     "many texts": (
-        made(keys=(text("k") + value(ARRAY, struct.pack("<IQ", STRING, 1 << 22)),)), "strings",
+        head(keys=(text("k") + value(ARRAY, struct.pack("<IQ", STRING, 1 << 22)),)), "strings",
     ),
     "a text of an array that is too long": (
-        made(keys=(text("k") + value(ARRAY, struct.pack("<IQQ", STRING, 1, HUGE)),)), "string 0",
+        head(keys=(text("k") + value(ARRAY, struct.pack("<IQQ", STRING, 1, HUGE)),)), "string 0",
     ),
     "an alignment of 0": (
-        made(keys=(text("general.alignment") + value(4, struct.pack("<I", 0)),)), "power of 2",
+        head(keys=(text("general.alignment") + value(4, struct.pack("<I", 0)),)), "power of 2",
     ),
-    "a tensor twice": (made(tensors=(A, A)), "'a' occurs twice"),
-    "no dimensions": (made(tensors=(tensor("a", []),)), "0 dimensions"),
-    "five dimensions": (made(tensors=(tensor("a", [1] * 5),)), "5 dimensions"),
-    "an empty dimension": (made(tensors=(tensor("a", [4, 0]),)), "has shape"),
-    "more numbers than bytes": (made(tensors=(tensor("a", [HUGE, HUGE]),)), "has shape"),
-    "a product that overflows": (made(tensors=(tensor("a", [128] * 4),)), "cut off"),
-    "a type that is not read": (made(tensors=(tensor("a", [256], 16),)), "IQ2_XXS"),
-    "a type that nobody knows": (made(tensors=(tensor("a", [256], 99),)), "type 99"),
-    "half a block": (made(tensors=(tensor("a", [48], 8),)), "block size 32"),
-    "an offset between": (made(tensors=(tensor("a", [4], 0, 4),)), "not a multiple of the"),
-    "two in one place": (made(tensors=(A, tensor("b", [4]))), "'b' at offset 0 overlaps 'a'"),
-    "past the end": (made(tensors=(tensor("a", [4], 0, 1 << 32),)), "cut off"),
-    "an offset that wraps": (made(tensors=(tensor("a", [4], 0, HUGE - 31),)), "cut off"),
-    "not all of it": (made(tensors=(tensor("a", [32]),)), "ends at byte"),
+    "a tensor twice": (head(tensors=(A, A)), "'a' occurs twice"),
+    "no dimensions": (head(tensors=(tensor("a", []),)), "0 dimensions"),
+    "five dimensions": (head(tensors=(tensor("a", [1] * 5),)), "5 dimensions"),
+    "an empty dimension": (head(tensors=(tensor("a", [4, 0]),)), "has shape"),
+    "more numbers than bytes": (head(tensors=(tensor("a", [HUGE, HUGE]),)), "has shape"),
+    "a product that overflows": (head(tensors=(tensor("a", [128] * 4),)), "cut off"),
+    "an unsupported type": (head(tensors=(tensor("a", [256], 16),)), "IQ2_XXS"),
+    "an undefined type": (head(tensors=(tensor("a", [256], 99),)), "type 99"),
+    "half a block": (head(tensors=(tensor("a", [48], 8),)), "block size 32"),
+    "a misaligned offset": (head(tensors=(tensor("a", [4], 0, 4),)), "not a multiple of the"),
+    "overlapping tensors": (head(tensors=(A, tensor("b", [4]))), "'b' at offset 0 overlaps 'a'"),
+    "past the end": (head(tensors=(tensor("a", [4], 0, 1 << 32),)), "cut off"),
+    "an offset that wraps": (head(tensors=(tensor("a", [4], 0, HUGE - 31),)), "cut off"),
+    "a truncated tensor": (head(tensors=(tensor("a", [32]),)), "ends at byte"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_is_refused_by_name(tmp_path: Path, lie: str) -> None:
-    raw, said = LIES[lie]
-    path = tmp_path / "lie.gguf"
+@pytest.mark.parametrize("defect", MALFORMED)
+def test_a_lie_is_refused_by_name(tmp_path: Path, defect: str) -> None:
+    raw, message = MALFORMED[defect]
+    path = tmp_path / "malformed.gguf"
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_header(path)
-    assert "\n" not in str(caught.value) and "lie.gguf" in str(caught.value)
+    assert "\n" not in str(caught.value) and "malformed.gguf" in str(caught.value)
 
 
 def test_of_a_header_without_end_only_so_much_is_read(
@@ -158,13 +158,13 @@ def test_of_a_header_without_end_only_so_much_is_read(
 ) -> None:
     monkeypatch.setattr("jaxllm.convert.gguf.header.MAX_HEADER", 100)
     path = tmp_path / "long.gguf"
-    path.write_bytes(made(keys=(text("k") + value(STRING, text("x" * 80)),)))
+    path.write_bytes(head(keys=(text("k") + value(STRING, text("x" * 80)),)))
     with pytest.raises(CheckpointError, match="at most 100 bytes of a header"):
         read_header(path)
 
 
 def mutated(raw: bytes, rng: Random) -> bytes:
-    """A header with some of it changed: bytes, counts, lengths, what is there once or twice."""
+    """Return a randomly changed header: bytes, counts, lengths, deletions and repetitions."""
     changed = bytearray(raw)
     for _ in range(rng.choice((1, 1, 2, 5))):
         at = rng.randrange(len(changed))

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models are the models that transformers has of the same numbers."""
+"""GGUF files of tiny models equal transformers' models with the same weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def in_torch(directory: Path, file: Path) -> Any:
-    """The model in transformers, with the numbers that the package reads in a file."""
+    """Return transformers' model with the weights that the package reads from a file."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     config, kind = model.config, model.config.model_type
     layers, numbers = config.num_hidden_layers, dequantized(file)
@@ -87,11 +87,11 @@ def test_logits_are_those_of_the_dequantized_model(
 ) -> None:
     file = write(tmp_path / "a.gguf", directory(family), raw_of(kind))
     model = in_torch(directory(family), file)
-    # What is kept in float32 is one program, whatever it was.
+    # Types that are loaded as float32 share one program.
     lm = jaxllm.load(file, dtype=None if kind.name in KEPT else Precision())
     formats = {weight_format(x) for _, x in flatten(lm.params) if x.ndim > 1}
     assert formats - {"float32"} == ({KEPT[kind.name]} if kind.name in KEPT else set())
-    if family == "llama":  # bit for bit, rows in their places
+    if family == "llama":  # bit for bit, rows in order
         theirs = dict(model.named_parameters())
         for path, weight in flatten(lm.params):
             name = path if path.startswith("lm_head") else f"model.{path}"
@@ -160,7 +160,7 @@ def test_variants_equal_transformers(family: str, changes: dict[str, Any], tmp_p
     lm = jaxllm.load(file)
     assert_close(ours(lm), logits(model))
     hf = jaxllm.load(tmp_path / "hf")
-    assert lm.config == hf.config  # and so all else that follows from it
+    assert lm.config == hf.config  # and so everything derived from it
 
 
 LLAMA3 = {
@@ -173,7 +173,7 @@ YARN = {
 
 
 def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
-    """As llama.cpp's converter computes them."""
+    """Compute the divisors as llama.cpp's converter does."""
     found, old = [], rope["original_max_position_embeddings"]
     for i in range(0, head_dim, 2):
         wavelen = 2 * np.pi * rope["rope_theta"] ** (i / head_dim)
@@ -232,11 +232,11 @@ def test_of_a_file_in_parts_any_opens_all(directory: Any, tmp_path: Path) -> Non
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "an unknown key": (lambda w: w.add_uint32("llama.expert_feed", 3), "llama.expert_feed is not"),
     "experts": (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
-    "a scale of attention": (lambda w: w.add_attention_scale(0.5), "attention.scale must be"),
-    "layers that differ": (
+    "an attention scale": (lambda w: w.add_attention_scale(0.5), "attention.scale must be"),
+    "different layers": (
         lambda w: w.add_array("llama.attention.head_count_kv", [1, 2]), "differs from layer",
     ),
-    "part of a head turned": (
+    "partial RoPE": (
         lambda w: w.add_uint32("llama.rope.dimension_count", 4), "supported: got 4",
     ),
     "longrope": (
@@ -249,39 +249,39 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
         ),
         "yarn_attn_factor must be 1.0, got 1.5",
     ),
-    "a text for a number": (lambda w: w.add_string("llama.block_count", "two"), "num_hidden"),
+    "a string for a number": (lambda w: w.add_string("llama.block_count", "two"), "num_hidden"),
     "an adapter": (lambda w: w.add_type("adapter"), "is an adapter"),
     "another architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba'"),
-    "a token that is none": (lambda w: w.add_int32("tokenizer.ggml.eos_token_id", -7), "eos_token"),
+    "an invalid token id": (lambda w: w.add_int32("tokenizer.ggml.eos_token_id", -7), "eos_token"),
     "more layers": (lambda w: w.add_uint32("llama.block_count", 2), "layers.1.input_layernorm"),
     "fewer heads": (
         lambda w: w.add_uint32("llama.attention.head_count", 2), "blk.0.attn_q.weight has 32 rows",
     ),
-    "what is no part": (
+    "an unknown tensor": (
         lambda w: w.add_tensor("blk.0.ssm.weight", np.zeros(3, np.float32)), "ssm.weight is not",
     ),
-    "divisors of another head": (
+    "divisors of another head size": (
         lambda w: w.add_tensor("rope_freqs.weight", np.full(3, 2, np.float32)), "divisors has 3",
     ),
-    "divisors that are not above 0": (
+    "negative divisors": (
         lambda w: w.add_tensor("rope_freqs.weight", np.full(4, -1, np.float32)), "not positive",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_what_is_wrong_is_refused_by_name(what: str, directory: Any, tmp_path: Path) -> None:
-    change, said = BAD[what]
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_refused_by_name(case: str, directory: Any, tmp_path: Path) -> None:
+    change, message = BAD[case]
 
     def also(writer: gguf.GGUFWriter) -> None:
         kept = dict(writer.kv_data[0])
-        writer.kv_data[0].clear()  # so that a key can be written over
+        writer.kv_data[0].clear()  # allow overwriting keys
         change(writer)
         for key, value in kept.items():
             writer.kv_data[0].setdefault(key, value)
 
     file = write(tmp_path / "a.gguf", directory("mistral"), also=also)
-    with pytest.raises((CheckpointError, ConfigError), match=said):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
         open_gguf(file)
 
 

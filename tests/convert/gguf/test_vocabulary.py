@@ -1,4 +1,4 @@
-"""Tokenizers in GGUF files give the ids that Hugging Face's form gives."""
+"""Tokenizers in GGUF files give the ids of their Hugging Face form."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def write_vocabulary(path: Path, arch: str, add: Callable[[gguf.GGUFWriter], obj
 
 
 def add_pieces(writer: gguf.GGUFWriter, file: Path) -> None:
-    """A SentencePiece model, as llama.cpp's converter writes it."""
+    """Add a SentencePiece model, as llama.cpp's converter does."""
     model = sentencepiece.SentencePieceProcessor(model_file=str(file))
     kinds = (("Control", 3), ("Unknown", 2), ("Byte", 6), ("Unused", 5))
     types = [
@@ -67,7 +67,7 @@ def add_pieces(writer: gguf.GGUFWriter, file: Path) -> None:
 
 
 def add_byte_level(writer: gguf.GGUFWriter, tree: dict[str, Any], pre: str | None) -> None:
-    """A tokenizer.json with a byte-level BPE, as llama.cpp's converter writes it."""
+    """Add a byte-level BPE from a tokenizer.json, as llama.cpp's converter does."""
     added = {token["id"]: token for token in tree["added_tokens"]}
     names = {index: name for name, index in tree["model"]["vocab"].items()}
     names |= {index: token["content"] for index, token in added.items()}
@@ -111,7 +111,7 @@ def test_a_sentencepiece_vocabulary_equals_hugging_faces(
         assert ids == library.encode(text), text
         if name == "stories260K":  # whose tokenizer.json strips line breaks too
             continue
-        if "<s>" not in text:  # which is a control token to the library, and text to us
+        if "<s>" not in text:  # a control token in the library, plain text here
             assert ids == theirs.encode(text, add_special_tokens=False).ids, text
         assert mine.decode(ids) == whole.decode(ids)
         assert mine.encode(text, parse_special=True) == whole.encode(text, parse_special=True)
@@ -124,7 +124,7 @@ def test_gpt2s_vocabulary_equals_hugging_faces(data: Callable[[str], Path], tmp_
     directory = data("gpt2_tokenizer")
     tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     theirs = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-    for pre in ("gpt-2", None):  # of the architecture gpt2 it goes without saying
+    for pre in ("gpt-2", None):  # the architecture gpt2 implies it
         file = write_vocabulary(
             tmp_path / f"{pre}.gguf", "gpt2", lambda w, pre=pre: add_byte_level(w, tree, pre)
         )
@@ -158,16 +158,16 @@ PUBLISHED: dict[str, Any] = {
 
 
 def trained(name: str) -> tokenizers.Tokenizer:
-    """A small tokenizer that splits as a published one does."""
+    """Train a small tokenizer that splits like a published one."""
     library = tokenizers.Tokenizer(models.BPE(ignore_merges=name in ("llama-bpe", "tekken")))
-    how = PUBLISHED[name]
-    if how in ("plain", "digits"):
+    pattern = PUBLISHED[name]
+    if pattern in ("plain", "digits"):
         steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        if how == "digits":
+        if pattern == "digits":
             steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     else:
         steps = [
-            pre_tokenizers.Split(tokenizers.Regex(how), behavior="isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     library.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -198,11 +198,11 @@ def test_texts_are_split_as_by_published_tokenizers(name: str, tmp_path: Path) -
         assert mine.encode(text, parse_special=True) == expected, text
     assert mine.special_ids == {0} and mine.id("<think>") == theirs.token_to_id("<think>")
     assert mine.encode("a<|end|>") != mine.encode("a<|end|>", parse_special=True)
-    assert mine.vocab_size == theirs.get_vocab_size()  # what fills a table up is no token
+    assert mine.vocab_size == theirs.get_vocab_size()  # padding entries are not tokens
 
 
-# llama.cpp's names by the tokenizer.json that it quotes for their split, as its `llama-vocab.cpp`
-# maps them; each split is expressions, of which each splits what those before it left whole.
+# llama.cpp's names by their split, as its `llama-vocab.cpp` maps them. Each expression of a split
+# divides the pieces that the previous ones left whole.
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -233,7 +233,7 @@ SPLITS: dict[str, list[str]] = {
     "viking": [" ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}"],
 }  # fmt: skip
 NAMES = {name: split for names, split in SPLITS.items() for name in names.split()}
-# Of llama.cpp's, those that split in ways of models that are no family here.
+# llama.cpp's names for models that jaxllm does not support.
 OTHERS = (
     "minicpm5",
     "deepseek-llm",
@@ -247,7 +247,7 @@ OTHERS = (
 
 
 def split_by(expressions: list[str], text: str) -> list[str]:
-    """The pieces of a text, by the `regex` package: matches, and what stands between them."""
+    """Split a text with the `regex` package into matches and the text between them."""
     pieces = [text]
     for expression in expressions:
         parts = [regex.split(f"({expression})", piece) for piece in pieces]
@@ -302,7 +302,7 @@ def test_vocabularies_that_llama_cpp_brings_give_the_ids_that_it_brings(
 
 
 def byte_level_file(path: Path, change: Callable[[gguf.GGUFWriter], object]) -> Path:
-    """A small byte-level vocabulary, with some of its keys written over."""
+    """Write a small byte-level vocabulary with some of its keys overwritten."""
     tree = json.loads(trained("gpt-2").to_str())
 
     def add(writer: gguf.GGUFWriter) -> None:
@@ -323,7 +323,7 @@ def test_special_ids_and_what_a_prompt_begins_with(tmp_path: Path) -> None:
 
     mine = ours(byte_level_file(tmp_path / "a.gguf", add))
     assert (mine.bos_id, mine.eos_id, mine.pad_id, mine.adds_bos) == (0, 0, 5, False)
-    assert mine.special_ids == {0}  # a character that fills rows stays a character
+    assert mine.special_ids == {0}  # an ordinary token used for padding is not special
     says = byte_level_file(tmp_path / "b.gguf", lambda w: (add(w), w.add_add_bos_token(True)))
     assert ours(says).adds_bos
 
@@ -349,20 +349,23 @@ def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "another kind": (lambda w: w.add_tokenizer_model("bert"), "'bert' is not supported"),
-    "an unknown way to split": (lambda w: w.add_tokenizer_pre("new-bpe"), "'new-bpe' is not"),
-    "an id that is none": (lambda w: w.add_eos_token_id(9999), "eos_token_id 9999 is none of"),
-    "types for others": (lambda w: w.add_token_types([1, 2]), "one per token"),
+    "an unknown pre-tokenizer": (lambda w: w.add_tokenizer_pre("new-bpe"), "'new-bpe' is not"),
+    "an invalid id": (lambda w: w.add_eos_token_id(9999), "eos_token_id 9999 is none of"),
+    "too few types": (lambda w: w.add_token_types([1, 2]), "one per token"),
     "a token twice": (lambda w: w.add_token_list(["a", "a"]), "is not 2 numbers|'a' twice"),
     "a merge of three": (lambda w: w.add_token_merges(["a b c"]), "'a b c', not a pair"),
-    "no texts": (lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]), "list of strings"),
+    "tokens that are not strings": (
+        lambda w: w.add_array("tokenizer.ggml.tokens", [1, 2]),
+        "list of strings",
+    ),
     "pieces without scores": (lambda w: w.add_tokenizer_model("llama"), "scores are missing"),
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_a_vocabulary_that_is_wrong_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    change, said = BAD[what]
-    with pytest.raises(CheckpointError, match=said):
+@pytest.mark.parametrize("case", BAD)
+def test_a_vocabulary_that_is_wrong_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, message = BAD[case]
+    with pytest.raises(CheckpointError, match=message):
         assets_from_gguf(byte_level_file(tmp_path / "a.gguf", change))
 
 

@@ -1,4 +1,4 @@
-"""What is written as GGUF is what the `gguf` package, and our own reader, read back."""
+"""Written GGUF files, read back by the `gguf` package and by jaxllm."""
 
 import json
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def raw_tensors(path: Path) -> dict[str, tuple[str, np.ndarray]]:
-    """The type and the bytes of every tensor of a file, as the package reads it."""
+    """Return type and bytes of a file's tensors, as the package reads them."""
     return {
         tensor.name: (tensor.tensor_type.name, np.asarray(tensor.data).reshape(-1).view(np.uint8))
         for tensor in gguf.GGUFReader(path).tensors
@@ -87,7 +87,7 @@ def test_tensors_begin_at_the_default_alignment(directory: Any, tmp_path: Path) 
         assert tensor.data_offset == reader.data_offset + offset, tensor.name
         offset += gguf.GGUFWriter.ggml_pad(tensor.n_bytes, gguf.GGUF_DEFAULT_ALIGNMENT)
         odd += 0 < tensor.n_bytes % 64 <= 32
-    assert odd, "no tensor shows the difference"
+    assert odd, "no tensor distinguishes the alignments"
     assert path.stat().st_size == reader.data_offset + offset
 
 
@@ -113,7 +113,7 @@ def test_integers_that_are_kept_go_back_as_they_came(
     assert_same(tmp_path / "from native.gguf", theirs)
 
 
-# llama-quantize's types of the tensors that are not of the most frequent one, by layers.
+# llama-quantize's tensor types in mixed quantizations, by layer.
 MIXED = {
     ("llama", "Q4_K_M"): {
         "output": "Q6_K", "blk.0.attn_v": "Q4_K", "blk.2.attn_v": "Q6_K", "blk.3.ffn_down": "Q6_K",
@@ -146,19 +146,19 @@ def test_mixtures_have_the_types_of_llama_quantize(
     }[family]
     save_random(tmp_path / "hf", family, **sizes)
     file = tmp_path / "a.gguf"
-    status, _, said = run("convert", tmp_path / "hf", file, "--to-gguf", kind.lower())
-    assert status == 0, said
+    status, _, message = run("convert", tmp_path / "hf", file, "--to-gguf", kind.lower())
+    assert status == 0, message
     found = raw_tensors(file)
     kinds = {name.removesuffix(".weight"): kind for name, (kind, _) in found.items()}
     assert MIXED[family, kind].items() <= kinds.items()
-    assert ("1 matrices are Q8_0, as in llama-quantize" in said) is (family == "qwen3")
+    assert ("1 matrices are Q8_0, as in llama-quantize" in message) is (family == "qwen3")
     read, lm = dequantized(file), jaxllm.load(file)
     by_size: dict[tuple[int, ...], Any] = {}
     for _, weight in flatten(lm.params):
         by_size.setdefault(np.asarray(to_dense(weight)).shape, []).append(
             np.asarray(to_dense(weight))
         )
-    for name, array in read.items():  # rows of queries and keys may lie otherwise
+    for name, array in read.items():  # query and key rows may be permuted
         rows = np.sort(array, axis=0)
         assert any(np.array_equal(rows, np.sort(x, axis=0)) for x in by_size[array.shape]), name
 
@@ -219,8 +219,8 @@ def test_rotary_settings_come_back(rope: dict[str, Any], tmp_path: Path) -> None
     assert open_gguf(tmp_path / "a.gguf").config == opened.config
 
 
-def spoken(directory: Path, library: Any, **config: Any) -> None:
-    """A tokenizer as transformers saves it, beside a model."""
+def save_tokenizer(directory: Path, library: Any, **config: Any) -> None:
+    """Save a tokenizer in a model directory, as transformers does."""
     library.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
@@ -238,13 +238,13 @@ def test_a_byte_level_tokenizer_goes_along_both_ways(
     shutil.rmtree(tmp_path / "hf")
     save_random(tmp_path / "hf", "gpt2", **{**GPT2, "vocab_size": sizes["vocab_size"]})
     template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    spoken(
+    save_tokenizer(
         tmp_path / "hf", library, eos_token="<|end|>", bos_token="<|end|>", add_bos_token=True,
         chat_template=template,
     )  # fmt: skip
     file = tmp_path / "a.gguf"
-    status, _, said = run("convert", tmp_path / "hf", file, "--to-gguf", "q8_0")
-    assert status == 0 and "with its tokenizer" in said, said
+    status, _, message = run("convert", tmp_path / "hf", file, "--to-gguf", "q8_0")
+    assert status == 0 and "with its tokenizer" in message, message
     keys = gguf.GGUFReader(file).fields
     assert keys["tokenizer.ggml.pre"].contents() == name
     mine = ours(file)
@@ -254,8 +254,8 @@ def test_a_byte_level_tokenizer_goes_along_both_ways(
     assert mine.adds_bos and mine.eos_id == 0
     if name not in ("llama-bpe", "qwen2"):
         return
-    status, _, said = run("convert", file, tmp_path / "back", "--to-hf")
-    assert status == 0 and "with its tokenizer" in said, said
+    status, _, message = run("convert", file, tmp_path / "back", "--to-hf")
+    assert status == 0 and "with its tokenizer" in message, message
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     for text in LINES:
         assert theirs.encode(text, add_special_tokens=False) == library.encode(text).ids, text
@@ -293,40 +293,40 @@ def test_a_sentencepiece_tokenizer_goes_along_both_ways(
         }
 
 
-NO_FORM: dict[str, tuple[str, dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an exact GELU": ("gpt2", {**GPT2, "activation_function": "gelu"}, "hidden_act 'gelu'"),
-    "scores scaled by layer": (
+    "attention scaled by layer": (
         "gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse",
     ),
-    "a stretch": (
+    "dynamic RoPE": (
         "llama",
         {**SMALL, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "'dynamic'",
     ),
-    "a magnitude": (
+    "an attention factor": (
         "llama", {**SMALL, "rope_parameters": {**YARN, "attention_factor": 1.3}}, "attention_factor"
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", NO_FORM)
-def test_what_has_no_gguf_form_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    family, changes, said = NO_FORM[what]
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_what_has_no_gguf_form_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    family, changes, message = UNSUPPORTED[case]
     save_random(tmp_path / "hf", family, **changes)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         write_gguf(tmp_path / "a.gguf", open_hf(tmp_path / "hf"), "F16")
     assert not (tmp_path / "a.gguf").exists()
 
 
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path, run: Run) -> None:
     (tmp_path / "there.gguf").touch()
-    for arguments, said in {
+    for arguments, message in {
         ("--to-gguf", "Q4_K_S"): "'Q4_K_S' is not supported (known: F32",
         ("--to-gguf", "F16", "--to-hf"): "cannot be combined",
         ("--to-gguf", "F16", "--dtype", "bfloat16"): "leave out --dtype",
     }.items():
         status, _, error = run("convert", "demo:llama", tmp_path / "a.gguf", *arguments)
-        assert status and said in error, error
+        assert status and message in error, error
     status, _, error = run("convert", "demo:llama", tmp_path / "there.gguf", "--to-gguf", "F16")
     assert status and "already exists" in error
 
@@ -352,14 +352,14 @@ def test_commands_take_a_file_where_they_take_a_directory(
 ) -> None:
     file = tmp_path / "a.gguf"
     assert run("convert", shallow(family), file, "--to-gguf", "F32")[0] == 0
-    told = {}
+    outputs = {}
     for model in (file, shallow(family)):
         status, out, error = run(
             "generate", "-m", model, "-p", "One day", "-n", 12, "--dtype", "float32"
         )
         assert status == 0, error
-        told[model] = out
-    assert told[file] == told[shallow(family)] != ""
+        outputs[model] = out
+    assert outputs[file] == outputs[shallow(family)] != ""
     status, out, _ = run("info", file, "--json")
     facts = json.loads(out)
     assert facts["form"] == "GGUF" and facts["tokenizer"] is True

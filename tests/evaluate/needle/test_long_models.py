@@ -1,4 +1,4 @@
-"""The models of train_long.py in jaxllm/demo: how far back each remembers."""
+"""The long-context demo models, trained by train_long.py: how far back each recalls."""
 
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,14 @@ from jaxllm.evaluate.needle.grid import recall
 
 DEMO = Path(jaxllm.__file__).parent / "demo"
 TRIES = 24
-GUESSING = 1 / 9  # among all who were met
+CHANCE = 1 / 9  # among the names in the text
 
 
-def shares(kind: str, *lengths: int, **settings: Any) -> list[float]:
-    """Right answers about a fact of a text's begin, by the text's length."""
+def recall_shares(kind: str, *lengths: int, **settings: Any) -> list[float]:
+    """Return the share of right answers about the first fact, for each text length."""
     lm = jaxllm.load(f"demo:long-{kind}", dtype="float32")
-    asked = {"style": "meetings", "depths": (0.0,), "tries": TRIES, **settings}
-    cells = recall(lm.model, lm.params, lm.encode, lengths=lengths, **asked)
+    options = {"style": "meetings", "depths": (0.0,), "tries": TRIES, **settings}
+    cells = recall(lm.model, lm.params, lm.encode, lengths=lengths, **options)
     return [cell.share for cell in cells]
 
 
@@ -27,12 +27,12 @@ def test_they_are_small() -> None:
 
 def test_the_memory_knows_what_is_eight_segments_back() -> None:
     """From a cache of two segments: far above a guess among all who were met."""
-    (share,) = shares("infini", 512, policies=("segments",), slots=128)
-    assert share > 0.75 > 5 * GUESSING
+    (share,) = recall_shares("infini", 512, policies=("segments",), slots=128)
+    assert share > 0.75 > 5 * CHANCE
 
 
 def test_the_dense_one_knows_it_and_its_window_does_not() -> None:
-    (full,) = shares("dense", 448)
-    (window,) = shares("dense", 448, policies=("window",), slots=128)
+    (full,) = recall_shares("dense", 448)
+    (window,) = recall_shares("dense", 448, policies=("window",), slots=128)
     assert full > 0.75
     assert window < 0.4

@@ -1,4 +1,4 @@
-"""Recall: texts are what their seed says, answers are scored as transformers scores them."""
+"""Recall: seeded probe texts, answers scored as in transformers, policies and command."""
 
 import itertools
 import json
@@ -25,12 +25,12 @@ from tests.twins import Twin, assert_close, load_twin, random_model, save_random
 ANSWERS = [[[3], [5, 7], [11, 13, 17]], [[4], [6, 8], [9, 9, 9]]]
 
 
-def words(text: str) -> list[int]:
-    """Letters are tokens: what stands where can be read."""
+def encode(text: str) -> list[int]:
+    """Encode one letter as one token, so that tests can read the text from the tokens."""
     return [ord(c) % 131 for c in text]
 
 
-def plain(ids: Any) -> str:
+def decode(ids: Any) -> str:
     return "".join(map(chr, ids))
 
 
@@ -43,19 +43,19 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> None:
-    made = [make_probe(words, style, length=1000, depth=d, seed=5) for d in (0, 0.5, 1)]
-    assert made[0] == make_probe(words, style, length=1000, depth=0, seed=5)
-    assert made[0] != make_probe(words, style, length=1000, depth=0, seed=6)
-    answers = [plain(ids) for ids in made[0].answers]
+    made = [make_probe(encode, style, length=1000, depth=d, seed=5) for d in (0, 0.5, 1)]
+    assert made[0] == make_probe(encode, style, length=1000, depth=0, seed=5)
+    assert made[0] != make_probe(encode, style, length=1000, depth=0, seed=6)
+    answers = [decode(ids) for ids in made[0].answers]
     right = answers[made[0].right]
     where = []
     for p in made:
-        text = plain(p.tokens)
+        text = decode(p.tokens)
         assert 850 < len(text) <= 1000 and p.answers == made[0].answers
         others = [a.strip() for a in answers if a != right]
         assert all(other not in text for other in others) or style == "meetings"
         where.append(text.index(right))
-        assert sorted(text) == sorted(plain(made[0].tokens))
+        assert sorted(text) == sorted(decode(made[0].tokens))
     assert where[0] < where[1] < where[2]
     assert abs(where[1] / 1000 - 0.5) < 0.15
     assert len(set(answers)) == len(answers) == (10 if style == "passkey" else len(FRIENDS))
@@ -64,29 +64,29 @@ def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> Non
 def test_each_kind_is_met_once_and_has_a_name_of_its_own() -> None:
     """What was met is read out of the text, and says what the right answer is."""
     for seed in range(6):
-        made = make_probe(words, "meetings", length=2000, depth=0.3, seed=seed)
-        text = plain(made.tokens)
+        made = make_probe(encode, "meetings", length=2000, depth=0.3, seed=seed)
+        text = decode(made.tokens)
         met = re.findall(r"By the road stood the (\w+) (\w+)\.", text)
         assert len(met) == len(KINDS) == len({kind for kind, _ in met})
         assert len({name for _, name in met}) == len(met)
         (asked,) = re.findall(r"Who came back\? It was the (\w+)$", text)
-        answers = [plain(ids) for ids in made.answers]
+        answers = [decode(ids) for ids in made.answers]
         assert answers[made.right] == f" {dict(met)[asked]}"
         assert sorted(answers) == sorted(f" {name}" for name in FRIENDS)
 
 
 def test_the_right_answer_is_anywhere_among_them() -> None:
-    places = {make_probe(words, "story", length=300, depth=0, seed=s).right for s in range(40)}
+    places = {make_probe(encode, "story", length=300, depth=0, seed=s).right for s in range(40)}
     assert len(places) > 10
 
 
 def test_texts_that_cannot_be_are_refused() -> None:
     with pytest.raises(CapacityError, match=r"text without fillers has \d+ tokens"):
-        make_probe(words, "story", length=20, depth=0, seed=0)
+        make_probe(encode, "story", length=20, depth=0, seed=0)
     with pytest.raises(ConfigError, match="depth must be from 0"):
-        make_probe(words, "story", length=500, depth=1.5, seed=0)
+        make_probe(encode, "story", length=500, depth=1.5, seed=0)
     with pytest.raises(ConfigError, match="style must be one of passkey, story, meetings"):
-        make_probe(words, "poem", length=500, depth=1, seed=0)
+        make_probe(encode, "poem", length=500, depth=1, seed=0)
 
 
 def test_answers_are_as_likely_as_transformers_says(
@@ -115,17 +115,21 @@ def test_sinks_and_slide_know_what_is_left_of_the_text() -> None:
     row = tokens(1, 45)[0].tolist()
     for policy, piece in ((SinksAndWindow(sinks=2, window=6), 8), (Slide(5), 8)):
         found = prefill_texts(model, params, [row], policy=policy, slots=16)
-        seen: list[int] = []
-        first = 45 % piece  # padding stands on the left
+        remaining: list[int] = []
+        first = 45 % piece  # the padding is on the left
         cuts = [0, first, *range(first + piece, 46, piece)]
-        taken = piece - first if first else 0  # slots that padding has
+        padding_slots = piece - first if first else 0  # slots occupied by padding
         for start, stop in itertools.pairwise(cuts):
-            if len(seen) + taken + piece > 16:
-                seen = seen[-5:] if isinstance(policy, Slide) else [*seen[:2], *seen[2:][-6:]]
-                taken = 0
-            seen += row[start:stop]
-        ids = np.array([seen + [0] * (24 - len(seen))])
-        logits = jaxllm.forward(model, params, None, ids).logits[0, len(seen) - 1]
+            if len(remaining) + padding_slots + piece > 16:
+                remaining = (
+                    remaining[-5:]
+                    if isinstance(policy, Slide)
+                    else [*remaining[:2], *remaining[2:][-6:]]
+                )
+                padding_slots = 0
+            remaining += row[start:stop]
+        ids = np.array([remaining + [0] * (24 - len(remaining))])
+        logits = jaxllm.forward(model, params, None, ids).logits[0, len(remaining) - 1]
         assert_close(found.logits_BV[0], np.asarray(logits))
 
 
@@ -149,7 +153,7 @@ def test_a_text_is_turned_by_one_kind_of_angles(
         scored = score_answers(
             twin.model, twin.params, found, answers, policy=None, answer_tokens=3
         )
-        # Loaded anew: a dynamic model of transformers remembers the longest text it has seen.
+        # A new model: with dynamic NTK, transformers keeps the angles of the longest text.
         text = torch.tensor(load_twin(tmp_path).logits([[*row, 3, 5, 7]]))
         logprobs = text[0, size - 1 : -1].double().log_softmax(-1)[range(3), [3, 5, 7]]
         assert scored.logprob_BC[0, 0] == pytest.approx(float(logprobs.sum()), rel=1e-4)
@@ -160,28 +164,33 @@ def test_a_text_is_turned_by_one_kind_of_angles(
 def test_cells_come_in_order_and_policies_share_their_texts() -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     model_256 = random_model("llama", num_hidden_layers=1, vocab_size=256)
-    asked: dict[str, Any] = {"style": "story", "lengths": (260, 300), "depths": (0, 1), "tries": 2}
+    options: dict[str, Any] = {
+        "style": "story",
+        "lengths": (260, 300),
+        "depths": (0, 1),
+        "tries": 2,
+    }
     names = ("full", "sinks", "heavy", "pooled")
-    cells = recall(*model_256, words, policies=names, slots=128, **asked)
+    cells = recall(*model_256, encode, policies=names, slots=128, **options)
     assert [(c.policy, c.length, c.depth) for c in cells] == [
         (p, n, d) for p in names for n in (260, 300) for d in (0, 1)
     ]
     assert len({c.tokens for c in cells if c.length == 260}) == 1
     assert all(0 <= c.greedy <= c.tries == 2 and c.logprob < 0 for c in cells)
     with pytest.raises(ConfigError, match=r"unknown policy: got fast, expected full, slide"):
-        recall(model, params, words, policies=("fast",), **asked)
+        recall(model, params, encode, policies=("fast",), **options)
     with pytest.raises(CapacityError, match="cannot keep 4 sinks"):
-        recall(model, params, words, policies=("pooled",), slots=12, **asked)
+        recall(model, params, encode, policies=("pooled",), slots=12, **options)
 
 
 def test_what_a_model_cannot_is_refused_by_name() -> None:
     model, params = random_model("gpt2")
-    asked: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
+    options: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
     for name in ("sinks", "window", "heavy", "pooled"):
         with pytest.raises(ConfigError, match=f"policy {name} .* gpt2 has learned positions"):
-            recall(model, params, words, policies=(name,), **asked)
+            recall(model, params, encode, policies=(name,), **options)
     with pytest.raises(CapacityError, match=r"gpt2 has 97 positions\. .* slide"):
-        recall(model, params, words, **asked)
+        recall(model, params, encode, **options)
     assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], PoolOlder)
 
 
@@ -189,28 +198,30 @@ def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
     """Of texts of unequal length; where there are no segments or no room for one, it is refused."""
     kind = {"kind": "infini", "segment_length": 16}
     model, params = random_model("llama", num_hidden_layers=2, vocab_size=256, attention=kind)
-    asked: dict[str, Any] = {"style": "meetings", "depths": (0, 1), "tries": 3}
-    full = recall(model, params, words, lengths=(250,), **asked)
-    kept = recall(model, params, words, lengths=(250,), policies=("segments",), slots=32, **asked)
+    options: dict[str, Any] = {"style": "meetings", "depths": (0, 1), "tries": 3}
+    full = recall(model, params, encode, lengths=(250,), **options)
+    kept = recall(
+        model, params, encode, lengths=(250,), policies=("segments",), slots=32, **options
+    )
     for a, b in zip(full, kept, strict=True):
         assert (a.right, a.greedy) == (b.right, b.greedy)
         assert a.logprob == pytest.approx(b.logprob, rel=1e-4)
-    named: dict[str, Any] = {**asked, "lengths": (250,), "policies": ("segments",)}
+    named: dict[str, Any] = {**options, "lengths": (250,), "policies": ("segments",)}
     with pytest.raises(CapacityError, match="the cache has 16 slots, expected more"):
-        recall(model, params, words, slots=16, **named)
+        recall(model, params, encode, slots=16, **named)
     with pytest.raises(ConfigError, match="which this llama does not have"):
-        recall(*random_model("llama"), words, slots=32, **named)
+        recall(*random_model("llama"), encode, slots=32, **named)
 
 
 def test_self_extend_is_another_model_and_has_its_reach() -> None:
     model, params = random_model("llama", max_position_embeddings=97)
-    asked: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
-    named = {**asked, "lengths": (300,), "policies": ("self-extend",)}
+    options: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
+    named = {**options, "lengths": (300,), "policies": ("self-extend",)}
     with pytest.raises(ConfigError, match="requires the extended model"):
-        recall(model, params, words, **named)
+        recall(model, params, encode, **named)
     short = build(model.config.with_self_extend(2, 9))
     with pytest.raises(CapacityError, match=r"got 300 tokens, expected at most 184\. .*groups"):
-        recall(model, params, words, extended_model=short, **named)
+        recall(model, params, encode, extended_model=short, **named)
     numbers = default_extension(model.config, 300)
     assert numbers == {"group_size": 4, "neighbor_window": 12}
     assert model.config.with_self_extend(**numbers).context_length >= 316
@@ -219,10 +230,10 @@ def test_self_extend_is_another_model_and_has_its_reach() -> None:
 
 def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: Path) -> None:
     out, picture = tmp_path / "cells.json", tmp_path / "recall.png"
-    asked = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
+    options = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
     files = ("--out", out, "--picture", picture)
     model = shallow("llama")
-    status, shown, err = run("recall", model, "--texts", "story", *asked, *files, "--slots", 32)
+    status, shown, err = run("recall", model, "--texts", "story", *options, *files, "--slots", 32)
     assert status == 0, err
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())

@@ -1,4 +1,1 @@
-"""Attention of other kinds than the dense one.
-
-test_settings: the configuration and files; test_dilated: LongNet's models.
-"""
+"""Models with long attention: dilated (LongNet) and Infini-attention."""

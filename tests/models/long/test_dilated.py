@@ -1,4 +1,4 @@
-"""A model with dilated attention: prefilled in chunks, decoded, trained, its cache cut about."""
+"""A model with dilated attention: chunked prefill, decoding, cache edits and training."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.receptive_field import receptive_field
 from jaxllm.export.step import StepSignature, check_signature
-from jaxllm.models.long import dilated as told
+from jaxllm.models.long import dilated
 from jaxllm.ops.dilated.dense import dense_attend, multiplicity
 from jaxllm.train import upcycle
 from jaxllm.train.data.rows import Rows
@@ -37,16 +37,17 @@ def lm_of(cache: str = "float32", layers: int = 1, **fields: Any) -> Any:
     return random_model("llama", precision=precision, attention=kind, num_hidden_layers=layers)
 
 
-def densely(q: Any, position: Any, parts: Any, sight: Any, *, document_BT: Any) -> Any:
+def attend_dense(q: Any, position: Any, parts: Any, sight: Any, *, document_BT: Any) -> Any:
     assert document_BT is None
     return dense_attend(q, position, parts, sight)
 
 
-def oracle(lm: Any, patch: pytest.MonkeyPatch) -> Any:
-    """From now on all that is traced is one softmax with multiplicities: the same model, for which
-    nothing was traced before.
+def use_dense_softmax(lm: Any, patch: pytest.MonkeyPatch) -> Any:
+    """Replace dilated attention with one softmax with multiplicities in all later traces.
+
+    Returns the model with another context length, so that no earlier trace is reused.
     """
-    patch.setattr(told.attention, "attend", densely)
+    patch.setattr(dilated.attention, "attend", attend_dense)
     model, params = lm
     return model.clone(config=dataclasses.replace(model.config, max_position_embeddings=98)), params
 
@@ -56,7 +57,9 @@ def test_a_forward_pass_is_the_oracles(by: str, monkeypatch: pytest.MonkeyPatch)
     lm, ids = lm_of(by=by, layers=2), tokens(2, 29)
     at = np.stack([np.arange(29), np.maximum(np.arange(29) - 8, -1)])
     ours = jaxllm.forward(*lm, None, ids, positions_BT=at).logits
-    expected = jaxllm.forward(*oracle(lm, monkeypatch), None, ids, positions_BT=at).logits
+    expected = jaxllm.forward(
+        *use_dense_softmax(lm, monkeypatch), None, ids, positions_BT=at
+    ).logits
     for row in range(2):
         close(ours[row, at[row] >= 0], expected[row, at[row] >= 0])
 
@@ -90,7 +93,7 @@ def test_gaps_in_a_cache_are_what_one_softmax_sees(monkeypatch: pytest.MonkeyPat
     kept = np.random.default_rng(3).random((1, 24)) < 0.6
     cache = keep(filled(lm, ids), kept)
     found = [peek(lm, cache), peek(lm, compact(cache))]
-    dense = oracle(lm, monkeypatch)
+    dense = use_dense_softmax(lm, monkeypatch)
     expected = peek(dense, cache.replace(config=dense[0].config))
     for logits in found:
         close(logits, expected)
@@ -114,11 +117,11 @@ def test_the_mass_is_what_the_weights_give() -> None:
     mass = jaxllm.forward(*lm, cache, ids[:, :1], attention_mass=True).attention_mass
     close(weights.sum(axis=-1), np.ones((1, 1, 8, 1)))
     close(np.asarray(weights).sum(axis=(0, 2, 3)), mass)
-    assert (np.asarray(weights)[0, 0, :, 0, :12] == 0).all()  # token 23 is of the second segment
+    assert (np.asarray(weights)[0, 0, :, 0, :12] == 0).all()  # token 23 is in the second segment
 
 
-def packed(length: int) -> Rows:
-    """Two documents in one row, and one in the next."""
+def packed_rows(length: int) -> Rows:
+    """Return training rows: two documents in the first row, one in the second."""
     ids, first = tokens(2, length + 1), length * 2 // 3
     at, document = np.arange(length), np.zeros(length, int)
     at[first:] -= first
@@ -138,7 +141,7 @@ def packed(length: int) -> Rows:
 
 def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of packed rows is the sum of the oracle's, each document for itself."""
-    lm, rows = lm_of(), packed(24)
+    lm, rows = lm_of(), packed_rows(24)
     model, params = lm
 
     def gradient(model: Any, rows: Rows) -> Any:
@@ -149,17 +152,17 @@ def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyP
 
     found = gradient(model, rows)
 
-    def apart(q: Any, position: Any, parts: Any, shown: Any, **settings: Any) -> Any:
+    def attend_by_document(q: Any, position: Any, parts: Any, shown: Any, **settings: Any) -> Any:
         document = settings.pop("document_BT")
         outs = []
         for number in range(2):
             own = jnp.where(document == number, position, -1)
             part = [jaxllm.ops.Part(*parts[0][:2], own)]
-            outs.append(densely(q, own, part, shown, document_BT=None, **settings))
+            outs.append(attend_dense(q, own, part, shown, document_BT=None, **settings))
         return sum(outs)
 
-    model = oracle(lm, monkeypatch)[0]
-    monkeypatch.setattr(told.attention, "attend", apart)
+    model = use_dense_softmax(lm, monkeypatch)[0]
+    monkeypatch.setattr(dilated.attention, "attend", attend_by_document)
     expected = gradient(model, rows)
     jax.tree.map(close, found, expected)
 
@@ -187,7 +190,7 @@ def test_nothing_crosses_the_border_of_the_longest_segment() -> None:
     model, params = lm_of(layers=2)
     field = receptive_field(model, params, tokens(1, 24)[0], jax.random.key(0))
     at = jnp.arange(24, dtype=jnp.int32)[None]
-    one = np.asarray(multiplicity(told.dilations(KIND, 8), at, at)[0]).any(axis=0)
+    one = np.asarray(multiplicity(dilated.dilations(KIND, 8), at, at)[0]).any(axis=0)
     assert ((field[0] > 0) == one).all()
     assert ((field[1] > 0) == (one.astype(int) @ one > 0)).all()
     assert not field[1, 12:, :12].any()

@@ -1,4 +1,4 @@
-"""Infini-attention in models: the paper's formulas in PyTorch, the dense model, and every step."""
+"""Models with Infini-attention against PyTorch formulas, the dense model and cached runs."""
 
 import dataclasses
 from pathlib import Path
@@ -41,8 +41,8 @@ FULL = pytest.mark.full
 RULES = ["linear", pytest.param("delta", marks=FULL), "delta_once"]
 
 
-def made(update: str, precision: Precision | None = None, gate: float | None = None) -> Any:
-    """A tiny model of one layer with a memory, its gates drawn at random or all one number."""
+def make_lm(update: str, precision: Precision | None = None, gate: float | None = None) -> Any:
+    """Return a tiny one-layer model with a memory and random gates, or one value for all."""
     model, params = random_model("llama", num_hidden_layers=1, precision=precision)
     kind = LongAttention(kind="infini", segment_length=L, update=update)
     config = dataclasses.replace(model.config, attention=kind)
@@ -55,17 +55,17 @@ def made(update: str, precision: Precision | None = None, gate: float | None = N
 
 @pytest.fixture(scope="module", params=RULES)
 def lm(request: pytest.FixtureRequest) -> Any:
-    return made(request.param)
+    return make_lm(request.param)
 
 
 @pytest.fixture(scope="module")
 def linear() -> Any:
-    return made("linear")
+    return make_lm("linear")
 
 
 @pytest.fixture(scope="module")
 def delta() -> Any:
-    return made("delta")
+    return make_lm("delta")
 
 
 def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
@@ -74,7 +74,7 @@ def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
 
 
 def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The logits `[T, V]` of one row of a one-layer model, head by head, segment by segment."""
+    """Return the logits `[T, V]` of one row of a one-layer model, per head and segment."""
     c = lm[0].config
     w = {name: leaves[name] for name in leaves}
     H, N, K = c.head_dim, c.num_attention_heads, c.num_key_value_heads
@@ -82,9 +82,9 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + c.norm_eps) * weight
 
-    def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         inverse = c.rope.rope_theta ** -(torch.arange(0, H, 2, dtype=x.dtype) / H)
-        angle = places[:, None].to(x.dtype) * inverse
+        angle = positions[:, None].to(x.dtype) * inverse
         cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
         a, b = x[..., : H // 2], x[..., H // 2 :]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
@@ -97,8 +97,8 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
     q, k, v = (
         (y @ w[f"layers.0.self_attn.{n}_proj.weight"].T).reshape(len(ids), -1, H) for n in "qkv"
     )
-    at = torch.arange(len(ids))  # the whole text's positions: within segments the same differences
-    q_turned, k_turned = turned(q, at), turned(k, at)
+    at = torch.arange(len(ids))  # only position differences within segments matter
+    q_rotated, k_rotated = rotate(q, at), rotate(k, at)
     share = torch.sigmoid(w["layers.0.self_attn.memory_gate"])
     heads = []
     for n in range(N):
@@ -106,7 +106,7 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
         m, z = torch.zeros(H, H, dtype=x.dtype), torch.zeros(H, dtype=x.dtype)
         for start in range(0, len(ids), L):
             s = slice(start, min(start + L, len(ids)))
-            score = q_turned[s, n] @ k_turned[s, h].T * H**-0.5
+            score = q_rotated[s, n] @ k_rotated[s, h].T * H**-0.5
             future = torch.ones_like(score).triu(1).bool()
             local = score.masked_fill(future, -torch.inf).softmax(-1) @ v[s, h]
             if start:
@@ -114,14 +114,14 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
                 local = share[n] * found + (1 - share[n]) * local
             out.append(local)
             key = sigma(k[s, h])
-            known = key @ m / (key @ z)[:, None] if start else torch.zeros_like(v[s, h])
+            retrieved = key @ m / (key @ z)[:, None] if start else torch.zeros_like(v[s, h])
             update = c.attention.update
             if update == "delta_once":
                 kept = torch.minimum(torch.ones_like(z), z / key.sum(0))
-                m = m + key.T @ v[s, h] - kept[:, None] * (key.T @ known)
+                m = m + key.T @ v[s, h] - kept[:, None] * (key.T @ retrieved)
                 z = torch.maximum(z, key.sum(0))
             else:
-                m = m + key.T @ (v[s, h] - (known if update == "delta" else 0))
+                m = m + key.T @ (v[s, h] - (retrieved if update == "delta" else 0))
                 z = z + key.sum(0)
         heads.append(torch.cat(out))
     x = x + torch.stack(heads, 1).flatten(1) @ w["layers.0.self_attn.o_proj.weight"].T
@@ -178,7 +178,7 @@ def test_the_first_segment_is_the_dense_models_bit_for_bit(linear: Any) -> None:
 
 def test_shut_gates_leave_attention_within_segments(linear: Any) -> None:
     """Each segment then is a text of its own."""
-    model, params = made("linear", gate=-np.inf)
+    model, params = make_lm("linear", gate=-np.inf)
     ids = tokens(1, T)
     whole = jaxllm.forward(model, params, None, ids).logits[0]
     for start in range(0, T - L, L):
@@ -191,7 +191,7 @@ def test_shut_gates_leave_attention_within_segments(linear: Any) -> None:
 )
 def test_chunks_and_steps_equal_the_whole_in_rows_of_any_length(update: str, chunk: int) -> None:
     """Chunks that end within segments and cross borders, padded rows, then token by token."""
-    lm, ids, lengths = made(update), tokens(2, T), np.array([T - 4, 7])
+    lm, ids, lengths = make_lm(update), tokens(2, T), np.array([T - 4, 7])
     whole = np.asarray(jaxllm.forward(*lm, None, ids).logits)
     cache = jaxllm.init_cache(lm[0], 2, 40)
     logits, cache = jaxllm.prefill(*lm, cache, ids[:, : T - 4], lengths_B=lengths, chunk=chunk)
@@ -234,20 +234,20 @@ def test_a_cache_of_less_than_the_text_within_a_segment(linear: Any) -> None:
 
 
 def test_rows_take_the_memory_along_and_files_hold_it(tmp_path: Path) -> None:
-    lm = made("delta_once")
+    lm = make_lm("delta_once")
     cache = filled(lm, T - 5, rows=2)
-    said = peek(lm, cache)
-    close(peek(lm, select(cache, [1, 0])), said[::-1])
-    close(peek(lm, fork(branch(cache, 1), 2, capacity=2)), said[[1, 1]])
-    close(peek(lm, merge_rows([branch(cache, 1), branch(cache, 0)])), said[::-1])
-    close(peek(lm, compact(cache, capacity=25)), said)
+    logits = peek(lm, cache)
+    close(peek(lm, select(cache, [1, 0])), logits[::-1])
+    close(peek(lm, fork(branch(cache, 1), 2, capacity=2)), logits[[1, 1]])
+    close(peek(lm, merge_rows([branch(cache, 1), branch(cache, 0)])), logits[::-1])
+    close(peek(lm, compact(cache, capacity=25)), logits)
     save_cache(tmp_path / "c", cache, *lm)
     assert load_cache(tmp_path / "c", *lm) == cache
 
 
 @pytest.mark.parametrize("format", [pytest.param("float32", marks=FULL), "int8"])
 def test_rewound_within_the_segment_in_hand_and_exactly_to_where_it_begins(format: str) -> None:
-    lm = made("delta", Precision(cache=format))
+    lm = make_lm("delta", Precision(cache=format))
     cache, atol = filled(lm, T), 1e-5 if format == "float32" else 0.05
     border = T // L * L
     back = rewind(cache, to=border + 1)
@@ -266,7 +266,7 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
     cache, ids = filled(linear, T), tokens(1, T)
     with pytest.raises(CacheMismatchError, match=r"rewound to 20, .* forked or saved before"):
         rewind(cache, to=19)
-    gone = keep_slots(cache, cache.position_BS != 20)  # as an older version's file may have it
+    gone = keep_slots(cache, cache.position_BS != 20)  # possible in files of older versions
     with pytest.raises(CacheMismatchError, match=r"row 0 has only 1 of the tokens"):
         rewind(gone, to=22)
     with pytest.raises(ConfigError, match="cached tokens cannot move"):
@@ -291,7 +291,7 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
         current_segment(jaxllm.init_cache(random_model("llama")[0], 1, 4))
 
 
-@pytest.mark.full  # the way is that of tests/cache/test_memory.py
+@pytest.mark.full  # tests/cache/test_memory.py covers the same code daily
 def test_beams_and_drafts_are_refused_by_name(linear: Any) -> None:
     with pytest.raises(ConfigError, match="keep a memory"):
         jaxllm.beam_search(*linear, tokens(1, T), num_beams=2, max_new_tokens=3)
@@ -349,7 +349,7 @@ def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
     whole = jaxllm.init_cache(delta[0], 2, 40)
     _, whole = jaxllm.prefill(*delta, whole, ids[:, :4], lengths_B=np.array([4, 1]))
     read = []
-    for _ in range(2):  # the second time from the same cache
+    for _ in range(2):  # twice from the same cache, which stays valid
         logits, left = prefill_in_segments(*delta, cache, ids, on_chunk=lambda n, _: read.append(n))
     theirs, whole = jaxllm.prefill(*delta, whole, ids)
     close(logits, theirs, 2e-5)
@@ -361,13 +361,13 @@ def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
 
 def test_generation_goes_on_through_borders(delta: Any) -> None:
     ids = tokens(2, 7)
-    made = jaxllm.generate(*delta, ids, max_new_tokens=9)
-    text = np.concatenate([ids, made.token_BT], axis=1)
+    generated = jaxllm.generate(*delta, ids, max_new_tokens=9)
+    text = np.concatenate([ids, generated.token_BT], axis=1)
     logits = jaxllm.forward(*delta, None, text[:, :-1]).logits
-    assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), made.token_BT)
+    assert np.array_equal(np.asarray(logits)[:, 6:].argmax(-1), generated.token_BT)
     small = jaxllm.init_cache(delta[0], 2, 8)
     again = jaxllm.generate(*delta, ids, max_new_tokens=9, cache=small, overflow=DropSegments())
-    assert np.array_equal(again.token_BT, made.token_BT)
+    assert np.array_equal(again.token_BT, generated.token_BT)
     assert again.cache.capacity == 8
     for policy, capacity, error, message in (
         (HeavyHitters(), 12, ConfigError, "cached tokens cannot be moved"),

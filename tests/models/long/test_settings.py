@@ -1,4 +1,4 @@
-"""What the configuration says of attention's kinds, and which files can hold it."""
+"""Long attention settings: validation, JSON, and the formats that can store them."""
 
 import dataclasses
 import json
@@ -26,14 +26,14 @@ def config(**fields: Any) -> Any:
 @pytest.mark.parametrize("fields", [DILATED, {**DILATED, "by": "heads", "dedupe": True}, INFINI])
 def test_it_survives_json_of_our_form_and_of_theirs(fields: dict[str, Any]) -> None:
     kind = LongAttention(**fields)
-    held = config(attention=kind)
-    said = json.loads(json.dumps(held.to_dict()))
-    assert said["attention"] == json.loads(json.dumps(fields))
-    assert models.config_from_dict(said) == held
-    assert hash(models.config_from_dict(said)) == hash(held)
+    long_config = config(attention=kind)
+    written = json.loads(json.dumps(long_config.to_dict()))
+    assert written["attention"] == json.loads(json.dumps(fields))
+    assert models.config_from_dict(written) == long_config
+    assert hash(models.config_from_dict(written)) == hash(long_config)
     data = {"model_type": "llama", **LLAMA, "attention": json.loads(json.dumps(fields))}
     assert read_config(data)[0].attention == kind
-    assert [held.long_attention(i) for i in range(3)] == [kind] * 3
+    assert [long_config.long_attention(i) for i in range(3)] == [kind] * 3
 
 
 def test_a_model_without_it_says_nothing_of_it() -> None:
@@ -43,14 +43,14 @@ def test_a_model_without_it_says_nothing_of_it() -> None:
 
 
 def test_other_forms_refuse_it_by_name(tmp_path: Path) -> None:
-    held = config(attention=LongAttention(**DILATED))
+    long_config = config(attention=LongAttention(**DILATED))
     checkpoint = open_hf(DEMO_DIR / "llama")
-    demo = dataclasses.replace(checkpoint.config, attention=held.attention)
+    demo = dataclasses.replace(checkpoint.config, attention=long_config.attention)
     checkpoint = dataclasses.replace(checkpoint, config=demo)
     with pytest.raises(ConfigError, match=r"'dilated' cannot be saved in .* native format"):
         write_hf(tmp_path / "hf", checkpoint)
     with pytest.raises(ConfigError, match="GGUF does not support attention of kind 'dilated'"):
-        gguf_config(held)
+        gguf_config(long_config)
     with pytest.raises(ConfigError, match="attention must be null"):
         read_config({"model_type": "mistral", **LLAMA, "attention": DILATED})
 
@@ -128,8 +128,12 @@ def test_layers_take_their_pairs_along() -> None:
     kind = LongAttention(
         kind="dilated", by="layers", segment_lengths=(4, 8, 8), dilated_ratios=(1, 2, 4)
     )
-    held = config(attention=kind, num_hidden_layers=3)
-    assert [held.long_attention(i).pairs for i in range(3)] == [((4, 1),), ((8, 2),), ((8, 4),)]
-    assert held.with_layers([2, 0]).attention.pairs == ((8, 4), (4, 1))
-    assert [held.first_equal_layer(i) for i in range(3)] == [0, 1, 2]
+    long_config = config(attention=kind, num_hidden_layers=3)
+    assert [long_config.long_attention(i).pairs for i in range(3)] == [
+        ((4, 1),),
+        ((8, 2),),
+        ((8, 4),),
+    ]
+    assert long_config.with_layers([2, 0]).attention.pairs == ((8, 4), (4, 1))
+    assert [long_config.first_equal_layer(i) for i in range(3)] == [0, 1, 2]
     assert [config(num_hidden_layers=3).first_equal_layer(i) for i in range(3)] == [0, 0, 0]

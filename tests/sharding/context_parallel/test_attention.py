@@ -1,4 +1,4 @@
-"""Attention of a text that is split over devices equals that of one device, with its gradients."""
+"""Context-parallel attention equals attention on one device, gradients included."""
 
 import math
 import re
@@ -28,7 +28,7 @@ SCALE = 0.37
 
 
 def first(cases: list[Any]) -> list[Any]:
-    """The first of them every day, the others in full."""
+    """Mark all cases but the first as `full`."""
     return [pytest.param(*cases[0]), *(pytest.param(*x, marks=pytest.mark.full) for x in cases[1:])]
 
 
@@ -37,12 +37,12 @@ def mesh_of(n: int) -> jax.sharding.Mesh:
 
 
 def text(T: int, *, ragged: bool = True, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Queries, keys, values and positions of rows of unequal lengths; gaps, and NaN in padding."""
+    """Return q, k, v and positions of ragged rows, with gaps, and NaN in the padding."""
     rng = np.random.default_rng(seed)
     q, k, v = (rng.normal(size=(B, T, heads, H)).astype(np.float32) for heads in (N, K, K))
     position = np.tile(np.arange(T, dtype=np.int32), (B, 1))
     if ragged:
-        position[1] += 3  # a text that goes on
+        position[1] += 3  # positions that start above zero
         position[0, T - T // 3 :] = -1
         position[1, 2:4] = -1
         v[position < 0] = k[position < 0] = np.nan
@@ -53,8 +53,8 @@ def dense(q: Any, k: Any, v: Any, position: Any, **rules: Any) -> jax.Array:
     return ops.attend(q, position, [ops.Part(k, v, position)], scale=SCALE, **rules)[0]
 
 
-def around(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
-    """Ring attention of arrays in plain order: put into zig-zag order, split, and put back."""
+def ring_attention(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
+    """Return ring attention on arrays in plain order, with zigzag order inside."""
     there = zigzag.zigzag(T, n)
 
     def attend(q: Any, k: Any, v: Any, at: Any) -> jax.Array:
@@ -69,8 +69,8 @@ def around(n: int, T: int, **rules: Any) -> Callable[..., jax.Array]:
     return whole
 
 
-def far(a: Any, b: Any) -> float:
-    """The largest difference of two pytrees, as a share of the largest number of the second."""
+def relative_error(a: Any, b: Any) -> float:
+    """Return the largest difference of two pytrees, relative to the largest value of the second."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
 
@@ -86,7 +86,7 @@ RULES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("n, rules", first([(n, r) for n in (4, 2, 8) for r in RULES]), ids=str)
 def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
     given = text(48)
-    found = jax.jit(around(n, 48, **rules))(*given)
+    found = jax.jit(ring_attention(n, 48, **rules))(*given)
     assert jnp.isfinite(found).all()
     np.testing.assert_allclose(found, dense(*given, **rules), atol=1e-5, rtol=1e-5)
 
@@ -99,11 +99,11 @@ def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) ->
     def loss(attend: Callable[..., jax.Array], q: Any, k: Any, v: Any) -> jax.Array:
         return (aim * attend(q, k, v, position)).sum()
 
-    real = (position >= 0)[..., None, None]  # plain JAX has NaN for the gradient of padding's NaN
+    real = (position >= 0)[..., None, None]  # NaN in padding gives NaN gradients in plain JAX
     clean = [jnp.where(real, x, 0.0) for x in (k, v)]
     want = jax.grad(partial(loss, partial(dense, **rules)), (0, 1, 2))(q, *clean)
-    found = jax.jit(jax.grad(partial(loss, around(4, 48, **rules)), (0, 1, 2)))(q, k, v)
-    assert far(found, want) < 1e-5
+    found = jax.jit(jax.grad(partial(loss, ring_attention(4, 48, **rules)), (0, 1, 2)))(q, k, v)
+    assert relative_error(found, want) < 1e-5
 
 
 @pytest.mark.full
@@ -115,11 +115,11 @@ def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
         return (attend(*given, position) ** 2).sum()
 
     for rules in ({"window": None}, {"window": 333}):
-        one, split = partial(dense, **rules), around(2, 1200, **rules)
-        assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+        one, split = partial(dense, **rules), ring_attention(2, 1200, **rules)
+        assert relative_error(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
         want = jax.jit(jax.grad(partial(loss, one), (0, 1, 2)))(q, k, v)
         found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
-        assert far(found, want) < 1e-5
+        assert relative_error(found, want) < 1e-5
 
 
 @pytest.mark.full
@@ -142,17 +142,17 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
     split = jax.shard_map(attend, mesh=mesh_of(n), in_specs=(SPLIT,) * 5, out_specs=SPLIT)
 
-    def around_documents(q: Any, k: Any, v: Any) -> jax.Array:
+    def ring_documents(q: Any, k: Any, v: Any) -> jax.Array:
         given = (q, k, v, position, document)
         return split(*(x[:, there] for x in given))[:, np.argsort(there)]
 
     def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
         return (f(*given) ** 2).sum()
 
-    assert far(jax.jit(around_documents)(q, k, v), one(q, k, v)) < 1e-5
+    assert relative_error(jax.jit(ring_documents)(q, k, v), one(q, k, v)) < 1e-5
     want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
-    found = jax.jit(jax.grad(partial(loss, around_documents), (0, 1, 2)))(q, k, v)
-    assert far(found, want) < 1e-5
+    found = jax.jit(jax.grad(partial(loss, ring_documents), (0, 1, 2)))(q, k, v)
+    assert relative_error(found, want) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", first([("float32",), ("int8",)]))
@@ -169,7 +169,7 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
     want = ops.attend(q, at, [cached, shared, new], **rules)[0]
 
     def split(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
-        """The new tokens are split too: they go to the cache, and their keys to one another."""
+        """Attend from split new tokens to the cache and, by a ring, to each other."""
         before = [cached, split_cache.keep_on_first(shared, AXIS)]
         found = [
             split_cache.attend_pass_q(Queries.from_heads(q, at, before, **rules), before, AXIS),
@@ -179,7 +179,7 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
 
     specs = (SPLIT, SPLIT, SPLIT, WHOLE, SPLIT)
     over = jax.shard_map(split, mesh=mesh_of(4), in_specs=specs, out_specs=SPLIT)
-    assert far(jax.jit(over)(q, at, cached, shared, new), want) < 1e-5
+    assert relative_error(jax.jit(over)(q, at, cached, shared, new), want) < 1e-5
 
     def decode(q: Any, at: Any, cached: Any, shared: Any, new: Any) -> jax.Array:
         parts = [cached, *(split_cache.keep_on_first(part, AXIS) for part in (shared, new))]
@@ -190,7 +190,7 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
     few = jax.tree.map(lambda x: x[:, :3], (q, at, new))
     want = ops.attend(*few[:2], [cached, shared, few[2]], **rules)[0]
     found = jax.jit(merged)(*few[:2], cached, shared, few[2])
-    assert far(found, want) < 1e-5
+    assert relative_error(found, want) < 1e-5
 
 
 @pytest.mark.full
@@ -216,7 +216,9 @@ def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
         return (over(*given, old, position + 8) ** 2).sum()
 
     every = tuple(range(5))
-    assert far(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
+    assert (
+        relative_error(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,10 +246,10 @@ def test_exchanging_tokens_for_heads_equals_one_device(
         return (f(*given, position) ** 2).sum()
 
     one = partial(dense, window=9)
-    assert far(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
+    assert relative_error(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
     want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
     found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
-    assert far(found, want) < 1e-5
+    assert relative_error(found, want) < 1e-5
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
@@ -278,13 +280,13 @@ def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
     assert there.lower(x).as_text().count("collective_permute") == 2
 
 
-def rounds(jaxpr: Any, times: int = 1) -> int:
-    """How often a program sends something on to the next device, loops counted as they run."""
+def count_ppermutes(jaxpr: Any, times: int = 1) -> int:
+    """Return the number of ppermutes that a program runs, counting loop iterations."""
     total = 0
     for equation in jaxpr.eqns:
         often = times * equation.params.get("length", 1)
         total += often * (equation.primitive.name == "ppermute")
-        total += sum(rounds(inner, often) for inner in jaxprs_in_params(equation.params))
+        total += sum(count_ppermutes(inner, often) for inner in jaxprs_in_params(equation.params))
     return total
 
 
@@ -292,14 +294,14 @@ def rounds(jaxpr: Any, times: int = 1) -> int:
 def test_what_goes_round_is_counted(n: int) -> None:
     """Keys, values and positions n - 1 times; the gradient also brings cotangents home."""
     q, k, v, position = text(48)
-    attend = around(n, 48, window=None)
-    assert rounds(jax.make_jaxpr(attend)(q, k, v, position).jaxpr) == 3 * (n - 1)
+    attend = ring_attention(n, 48, window=None)
+    assert count_ppermutes(jax.make_jaxpr(attend)(q, k, v, position).jaxpr) == 3 * (n - 1)
 
     def loss(q: jax.Array) -> jax.Array:
         return (attend(q, k, v, position) ** 2).sum()
 
     both = 3 * (n - 1) + 3 * (n - 1) + 2 * n
-    assert rounds(jax.make_jaxpr(jax.grad(loss))(q).jaxpr) == both
+    assert count_ppermutes(jax.make_jaxpr(jax.grad(loss))(q).jaxpr) == both
 
 
 @pytest.mark.parametrize("n", first([(2,), (4,)]))
@@ -316,13 +318,13 @@ def test_every_device_computes_as_many_pairs_of_chunks(
 
     monkeypatch.setattr(ring, "absorb", counted)
     given = text(8 * n, ragged=False)
-    jax.block_until_ready(jax.jit(around(n, 8 * n, window=None))(*given))
+    jax.block_until_ready(jax.jit(ring_attention(n, 8 * n, window=None))(*given))
     jax.effects_barrier()
     assert len(met) == n * (2 * n + 1)
-    # A chunk sees itself and those before it.
+    # A chunk attends to itself and to all earlier chunks.
     assert [met.count(4 * chunk) for chunk in range(2 * n)] == [c + 1 for c in range(2 * n)]
     met.clear()
-    jax.block_until_ready(jax.jit(around(n, 8 * n, window=5))(*given))
+    jax.block_until_ready(jax.jit(ring_attention(n, 8 * n, window=5))(*given))
     jax.effects_barrier()
     assert [met.count(4 * chunk) for chunk in range(2 * n)] == [1] + [2] * (2 * n - 1)
 
@@ -331,9 +333,9 @@ def test_chunks_in_the_future_are_not_looked_at() -> None:
     """What the last chunk holds is NaN, which zero weights would carry into every sum."""
     q, k, v, position = text(48, ragged=False)
     v = v.at[:, 42:].set(jnp.nan)
-    found = jax.jit(around(4, 48, window=None))(q, k, v, position)
+    found = jax.jit(ring_attention(4, 48, window=None))(q, k, v, position)
     want = dense(q[:, :42], k[:, :42], v[:, :42], position[:, :42], window=None)
-    assert far(found[:, :42], want) < 1e-5
+    assert relative_error(found[:, :42], want) < 1e-5
 
 
 def test_nothing_on_a_device_is_as_large_as_the_text() -> None:

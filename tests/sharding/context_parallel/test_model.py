@@ -1,4 +1,4 @@
-"""A model whose texts are split over devices is the model of one device."""
+"""A model with context parallelism equals the model on one device."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import partition
 from jaxllm.train.step import Setup, init_state, train_step
-from tests.sharding.made import FAMILIES, largest_difference, one, spread
+from tests.sharding.made import FAMILIES, largest_difference, make_model, shard_model
 
 pytestmark = pytest.mark.devices
 
@@ -53,11 +53,11 @@ def prompt(T: int = 40, rows: int = 2, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("family, mesh", CASES)
 def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
     """A prompt in chunks, of which the second meets a cache and the last is padded."""
-    model, params = one(family, **({"n_layer": 1} if (family, mesh) in QUICK else {}))
-    over, shared = spread(model, params, mesh)
+    model, params = make_model(family, **({"n_layer": 1} if (family, mesh) in QUICK else {}))
+    over, shared = shard_model(model, params, mesh)
     caches = [init_cache(m, 2, 64) for m in (model, over)]
     ids = prompt()
-    if model.config.original_context is not None:  # across which no text may grow in a cache
+    if model.config.original_context is not None:  # LongRoPE: cached text may not cross this length
         mine, theirs = (
             steps.forward(*made, None, ids, hidden_states=True)
             for made in ((over, shared), (model, params))
@@ -81,7 +81,7 @@ def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
     for _ in range(2):
         want, found = both(steps.decode_step, np.asarray(want.argmax(-1), np.int32))
         assert largest_difference(found, want) < 1e-5
-    more = prompt(T=20)  # which goes on from what is cached, and fills all slots but two
+    more = prompt(T=20)  # continues on the cache and fills all slots but two
     trace = [steps.forward(m, p, c, more, hidden_states=True)
              for m, p, c in zip((model, over), (params, shared), caches, strict=True)]  # fmt: skip
     assert largest_difference(trace[1].logits, trace[0].logits) < 1e-5
@@ -95,8 +95,8 @@ def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
 @pytest.mark.parametrize("family, mesh", QUICK + MORE)
 def test_greedy_text_is_the_same(family: str, mesh: str) -> None:
     """In a cache whose slots do not divide, too: every device has them all."""
-    model, params = one(family)
-    over, shared = spread(model, params, mesh)
+    model, params = make_model(family)
+    over, shared = shard_model(model, params, mesh)
     for capacity in (64, 57):
         texts = []
         for m, p in ((model, params), (over, shared)):
@@ -130,8 +130,8 @@ def test_texts_are_those_of_one_device(shallow: Callable[[str], Path], mesh: str
 @pytest.mark.full
 def test_branches_and_surgery_of_a_split_cache() -> None:
     """What is forked is split and shared by rows; new tails are short, and whole everywhere."""
-    model, params = one("llama")
-    over, shared = spread(model, params, "sequence=4")
+    model, params = make_model("llama")
+    over, shared = shard_model(model, params, "sequence=4")
     token, found = np.array([5, 6], np.int32), []
     for m, p in ((model, params), (over, shared)):
         cache = steps.prefill(m, p, init_cache(m, 1, 64), prompt(rows=1))[1]
@@ -145,7 +145,7 @@ def test_branches_and_surgery_of_a_split_cache() -> None:
 
 
 def packed(T: int = 40, seed: int = 0) -> Rows:
-    """Rows of two documents each, of which the second row ends in padding."""
+    """Return rows of two documents each; the second row ends in padding."""
     ids = prompt(T=T + 1, seed=seed)
     document = np.stack([np.arange(T) >= 23, np.arange(T) >= 9]).astype(np.int32)
     position = np.where(document == 1, np.arange(T) - [[23], [9]], np.arange(T)).astype(np.int32)
@@ -158,7 +158,7 @@ def packed(T: int = 40, seed: int = 0) -> Rows:
 @pytest.mark.parametrize("family, mesh", QUICK + MORE)
 def test_gradients_equal_one_device(family: str, mesh: str) -> None:
     """Of the loss of packed rows in all parameters, as a step of training takes it."""
-    model, params = one(family)
+    model, params = make_model(family)
     over = make_sharded_model(model.config, model.precision, parse_mesh(mesh)).clone(remat=True)
     rows, key = packed(), jax.random.key(0)
 
@@ -173,7 +173,7 @@ def test_gradients_equal_one_device(family: str, mesh: str) -> None:
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(want[1]))
     pairs = zip(jax.tree.leaves(found[1]), jax.tree.leaves(want[1]), strict=True)
     for mine, theirs in pairs:
-        if mine.shape == theirs.shape:  # all but tables whose last share is padded
+        if mine.shape == theirs.shape:  # tables whose last shard is padded have another shape
             assert float(jnp.abs(mine - theirs).max()) < 1e-5 * largest
 
 
@@ -181,8 +181,8 @@ def test_gradients_equal_one_device(family: str, mesh: str) -> None:
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads"])
 def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
     """The compiled step itself, of two batches whose gradients are added up."""
-    model, params = one("llama", num_hidden_layers=2)
-    over, shared = spread(model, params, mesh)
+    model, params = make_model("llama", num_hidden_layers=2)
+    over, shared = shard_model(model, params, mesh)
     rows = jax.tree.map(lambda *x: np.stack(x), packed(), packed(seed=1))
     done = []
     for m, p in ((model, params), (over, shared)):
@@ -193,9 +193,9 @@ def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
         for _ in range(2):
             state, metrics = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
         done.append((state.trained, metrics))
-    (want, told), (found, said) = done
-    assert float(said.loss) == pytest.approx(float(told.loss), rel=1e-5)
-    assert float(said.grad_norm) == pytest.approx(float(told.grad_norm), rel=1e-4)
+    (want, want_metrics), (found, metrics) = done
+    assert float(metrics.loss) == pytest.approx(float(want_metrics.loss), rel=1e-5)
+    assert float(metrics.grad_norm) == pytest.approx(float(want_metrics.grad_norm), rel=1e-4)
     for path, x in want.items():
         assert float(jnp.abs(found[path] - x).max()) < 1e-3 * 1e-3, path
 
@@ -205,13 +205,13 @@ def test_what_devices_send_each_other(mesh: str) -> None:
     """A whole prompt into an empty cache, of two layers: no key or value is ever gathered, and all
     is as on one device.
     """
-    model, params = one("llama", num_hidden_layers=2, num_key_value_heads=4)
-    over, shared = spread(model, params, mesh)
+    model, params = make_model("llama", num_hidden_layers=2, num_key_value_heads=4)
+    over, shared = shard_model(model, params, mesh)
     ids, at = jnp.asarray(prompt(T=96, rows=1)), jnp.arange(96, dtype=jnp.int32)[None]
 
     def prefill(m: Any, params: Any, cache: Any, ids: jax.Array) -> Any:
-        asked: Any = {"column_B": jnp.array([95])}
-        return steps.run_and_commit(m, params, (), cache, ids, at, **asked)[:2]
+        options: Any = {"column_B": jnp.array([95])}
+        return steps.run_and_commit(m, params, (), cache, ids, at, **options)[:2]
 
     given = shared, init_cache(over, 1, 128), ids
     compiled = jax.jit(partial(prefill, over)).lower(*given).compile()
@@ -229,10 +229,10 @@ def test_what_devices_send_each_other(mesh: str) -> None:
         assert found["all-to-all"].calls == 4 * layers  # q, k, v, and the heads
         assert "collective-permute" not in found
     else:
-        # Of a layer: keys, values and positions go round; queries with their softmax, where
-        # anything is cached; plain order again and the write, two each of keys and of values.
+        # Per layer: ring of keys, values and positions; queries with their softmax state over the
+        # cache; back to plain order and cache update, two each for keys and values.
         assert found["collective-permute"].calls == (3 + 5 + 4 + 2) * layers
-        assert found["collective-permute"].largest == 24 * 8 * 6 * 4  # the queries of a device
+        assert found["collective-permute"].largest == 24 * 8 * 6 * 4  # the queries of one device
         assert "all-to-all" not in found
     gathered = found.get("all-gather")
     assert gathered is None or gathered.largest < 96 * token * 4
@@ -240,10 +240,10 @@ def test_what_devices_send_each_other(mesh: str) -> None:
 
 def test_norms_and_sums_of_some_tokens() -> None:
     """Beside tensor=4 each sum is scattered, and each norm's output gathered; decoding sums."""
-    model, params = one("llama", num_hidden_layers=2, num_key_value_heads=4)
-    over, shared = spread(model, params, "tensor=4:tokens")
+    model, params = make_model("llama", num_hidden_layers=2, num_key_value_heads=4)
+    over, shared = shard_model(model, params, "tensor=4:tokens")
 
-    def said(T: int) -> dict[str, Any]:
+    def collectives(T: int) -> dict[str, Any]:
         ids = jnp.asarray(prompt(T=T, rows=1))
         at = jnp.arange(T, dtype=jnp.int32)[None]
 
@@ -253,17 +253,19 @@ def test_norms_and_sums_of_some_tokens() -> None:
 
         return count_collectives(jax.jit(logits).lower(shared, ids).compile().as_text())
 
-    many, few = said(32), said(1)
+    many, few = collectives(32), collectives(1)
     assert "all-reduce" not in many
-    assert many["reduce-scatter"].calls == 1 + 2 * 2  # the table; attention and MLP of each layer
+    assert (
+        many["reduce-scatter"].calls == 1 + 2 * 2
+    )  # the embedding; attention and MLP of each layer
     assert many["all-gather"].calls == 1 + 2 * 2 + 1  # the last norm; and the logits
     assert few["all-reduce"].calls == 1 + 2 * 2
     assert "reduce-scatter" not in few
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    model, params = one("llama")
-    over, shared = spread(model, params, "sequence=4")
+    model, params = make_model("llama")
+    over, shared = shard_model(model, params, "sequence=4")
     cache = init_cache(over, 1, 32)
     with pytest.raises(ConfigError, match=r"attention mass .* mesh sequence=4 must be"):
         steps.forward(over, shared, cache, prompt(rows=1)[:, :16], attention_mass=True)

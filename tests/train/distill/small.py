@@ -1,5 +1,6 @@
-"""What tests of distillation share: rows of two documents and padding, and a model of one table,
-which compiles in a tenth of the time of a small Llama.
+"""Shared by the distillation tests: rows with two documents and padding, and a bigram model.
+
+The bigram model compiles in a tenth of the time of a small Llama.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ CONFIG: LlamaConfig = random_model("llama", num_hidden_layers=1)[0].config
 
 
 class Pairs(nn.Module):
-    """A model of pairs of tokens: the vector of one says how likely each is to follow."""
+    """A bigram model: the embedding of a token gives the logits of the next token."""
 
     config: LlamaConfig
     precision: Precision = Precision.uniform("float32")
@@ -38,15 +39,15 @@ class Pairs(nn.Module):
 
 
 def pairs(seed: int, spread: float, width: int = 16) -> tuple[Pairs, dict[str, jax.Array]]:
-    """Such a model, its tables drawn."""
+    """Return a bigram model and random tables."""
     rng, shape = np.random.default_rng(seed), (VOCAB, width)
-    drawn = [jnp.asarray(spread * rng.standard_normal(shape, np.float32)) for _ in range(2)]
+    tables = [jnp.asarray(spread * rng.standard_normal(shape, np.float32)) for _ in range(2)]
     config = dataclasses.replace(CONFIG, hidden_size=width)
-    return Pairs(config), dict(zip(("before", "after"), drawn, strict=True))
+    return Pairs(config), dict(zip(("before", "after"), tables, strict=True))
 
 
 def rows_of(seed: int = 0) -> Rows:
-    """Two documents in the first row, padding in the second."""
+    """Return rows with two documents in the first row and padding in the second."""
     token = tokens(B, T + 1, seed)
     label, position = token[:, 1:].copy(), np.tile(np.arange(T), (B, 1))
     document = np.zeros((B, T), int)
@@ -56,7 +57,7 @@ def rows_of(seed: int = 0) -> Rows:
 
 
 @partial(jax.jit, static_argnums=0)
-def ask(model: Any, params: Any, rows: Rows) -> jax.Array:
-    """The logits of rows."""
+def compute_logits(model: Any, params: Any, rows: Rows) -> jax.Array:
+    """Return the logits of `rows`."""
     plain = Rows(rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT)
     return forward(model, params, plain).logits

@@ -1,4 +1,4 @@
-"""Divergences, buckets and vocabularies of distillation against torch and closed forms."""
+"""Distillation divergences, top-k logits and vocabularies against torch and closed forms."""
 
 from typing import Any
 
@@ -22,17 +22,17 @@ B, T, V = 2, 5, 23
 BETAS = [0.0, 0.3, 1.0]
 
 
-def drawn(seed: int, size: int = V) -> np.ndarray:
+def random_logits(seed: int, size: int = V) -> np.ndarray:
     return (3 * np.random.default_rng(seed).standard_normal((B, T, size))).astype(np.float32)
 
 
-TEACHER, STUDENT = drawn(0), drawn(1)
+TEACHER, STUDENT = random_logits(0), random_logits(1)
 LABEL = np.random.default_rng(2).integers(0, V, (B, T)).astype(np.int32)
 LABEL[0, :2] = LABEL[1, 4] = IGNORED
 
 
 def gkd(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tensor:
-    """The loss of each token as GKD's trainer in TRL computes it, written out."""
+    """Return the loss per token, as the GKD trainer of TRL computes it."""
     s, t = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
     if beta in (0, 1):
         first, second = (s, t) if beta == 0 else (t, s)
@@ -45,13 +45,13 @@ def gkd(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> torch.Tens
     return (beta * of_teacher + (1 - beta) * of_student).sum(-1)
 
 
-# (beta, temperature, alpha): every kind of divergence, and both limits of the temperature.
+# (beta, temperature, alpha): every kind of divergence, and a high temperature.
 MIXES = [DistillLossConfig(beta, 2.0, 0.7) for beta in BETAS] + [DistillLossConfig(0.0, 1e3, 1.0)]
 
 
 @jax.jit
 def losses(student: jax.Array, teacher: jax.Array, label: jax.Array) -> Any:
-    """Of each of MIXES the sums, and the slope of the loss."""
+    """Return the gradient of the loss and the loss sums for each of MIXES."""
 
     def loss(student: jax.Array, mix: DistillLossConfig) -> tuple[jax.Array, Any]:
         found = distill_loss(student, label, teacher, compare_logits(V, mix.temperature), mix)
@@ -64,43 +64,43 @@ def test_loss_and_gradient_are_those_of_torch() -> None:
     """Of the whole loss: temperature, its square, the cross-entropy, the labels that count."""
     label = torch.tensor(LABEL).long()
     counted = label != IGNORED
-    for mix, (slope, found) in zip(BETAS, losses(STUDENT, TEACHER, LABEL)[:-1], strict=True):
+    for mix, (gradient, found) in zip(BETAS, losses(STUDENT, TEACHER, LABEL)[:-1], strict=True):
         student = torch.tensor(STUDENT, requires_grad=True)
         each = gkd(student / 2, torch.tensor(TEACHER) / 2, mix)
         entropy = F.cross_entropy(student.reshape(-1, V), label.reshape(-1), reduction="sum")
-        wanted = 0.7 * 4 * each[counted].sum() + 0.3 * entropy
-        wanted.backward()
-        np.testing.assert_allclose(found.loss, wanted.item(), rtol=1e-5)
+        expected = 0.7 * 4 * each[counted].sum() + 0.3 * entropy
+        expected.backward()
+        np.testing.assert_allclose(found.loss, expected.item(), rtol=1e-5)
         np.testing.assert_allclose(found.cross_entropy, entropy.item(), rtol=1e-5)
         np.testing.assert_allclose(found.divergence, each[counted].sum().item(), rtol=1e-5)
         assert found.tokens == counted.sum().item()
         assert student.grad is not None
-        np.testing.assert_allclose(slope, student.grad.numpy(), atol=2e-5)
-        assert not np.asarray(slope)[LABEL == IGNORED].any()
+        np.testing.assert_allclose(gradient, student.grad.numpy(), atol=2e-5)
+        assert not np.asarray(gradient)[LABEL == IGNORED].any()
 
 
 def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
     """What is left is the cross-entropy's."""
-    for mix, (slope, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
+    for mix, (gradient, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
         assert found.divergence == 0
         student = torch.tensor(TEACHER, requires_grad=True)
         label = torch.tensor(LABEL).long().reshape(-1)
         F.cross_entropy(student.reshape(-1, V), label, reduction="sum").backward()
         assert student.grad is not None
-        np.testing.assert_allclose(slope, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
+        np.testing.assert_allclose(gradient, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
 
 
 def test_where_nothing_counts_the_loss_is_zero() -> None:
-    for slope, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
+    for gradient, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
         assert (float(found.loss), float(found.tokens)) == (0, 0)
-        assert not np.asarray(slope).any()
+        assert not np.asarray(gradient).any()
 
 
 def test_at_a_high_temperature_the_gradient_is_the_difference_of_centred_logits() -> None:
     """Hinton et al. 2015, eq. 4: T^2 dKL/dz = (z_s - z_t) / V, where both have mean 0."""
-    slope, _ = losses(STUDENT, TEACHER, np.zeros_like(LABEL))[-1]
+    gradient, _ = losses(STUDENT, TEACHER, np.zeros_like(LABEL))[-1]
     centred = [x - x.mean(-1, keepdims=True) for x in (STUDENT, TEACHER)]
-    np.testing.assert_allclose(slope, (centred[0] - centred[1]) / V, atol=3e-3)
+    np.testing.assert_allclose(gradient, (centred[0] - centred[1]) / V, atol=3e-3)
 
 
 def test_what_cannot_be_is_no_nan() -> None:
@@ -108,10 +108,10 @@ def test_what_cannot_be_is_no_nan() -> None:
     teacher, student = (np.full((B, T, V), -1e4, np.float32) for _ in range(2))
     teacher[..., 3], student[..., 5] = 0, 0
     each = losses(student, teacher, LABEL)
-    for slope, found in each:
+    for gradient, found in each:
         assert np.isfinite(found.loss)
-        assert np.isfinite(np.asarray(slope)).all()
-    between = each[1][1]  # the largest that it can be is the entropy of beta
+        assert np.isfinite(np.asarray(gradient)).all()
+    between = each[1][1]  # its maximum is the entropy of beta
     entropy = -0.3 * np.log(0.3) - 0.7 * np.log(0.7)
     np.testing.assert_allclose(between.divergence / between.tokens, entropy, rtol=1e-6)
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_is_no_nan() -> None:
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     """Qwen's case: 23 tokens, padded to 31 rows in one model and 26 in the other."""
     for x, more in ((STUDENT, 8), (TEACHER, 3)):
-        wide = jnp.asarray(np.concatenate([x, drawn(9, more)], -1))
+        wide = jnp.asarray(np.concatenate([x, random_logits(9, more)], -1))
         plain = log_probs(jnp.asarray(x), V, 2.0)
         np.testing.assert_array_equal(log_probs(wide, V, 2.0), plain)
 
@@ -129,33 +129,36 @@ SOME = [0.3]
 
 
 @jax.jit
-def by_buckets(student: jax.Array, teacher: jax.Array) -> Any:
-    """Divergences `[k, beta, B, T]` by buckets, in full `[beta, B, T]`, the KL's slope at k = V."""
-    said = {k: topk_logprobs(teacher, V, 1.0, k) for k in KS}
+def topk_divergences(student: jax.Array, teacher: jax.Array) -> Any:
+    """Return the top-k logits, their divergences `[k, beta, B, T]`, the full divergences
+    `[beta, B, T]`, and the KL gradient at k = V.
+    """
+    recorded = {k: topk_logprobs(teacher, V, 1.0, k) for k in KS}
     p, q = (log_probs(x, V, 1.0) for x in (teacher, student))
 
     def kl(student: jax.Array) -> jax.Array:
-        return divergence(*compare_topk(V, 1.0)(student, said[V]), 0.0).sum()
+        return divergence(*compare_topk(V, 1.0)(student, recorded[V]), 0.0).sum()
 
-    each = [compare_topk(V, 1.0)(student, said[k]) for k in KS]
+    each = [compare_topk(V, 1.0)(student, recorded[k]) for k in KS]
     some = jnp.stack([jnp.stack([divergence(*both, beta) for beta in SOME]) for both in each])
-    return said, some, jnp.stack([divergence(p, q, beta) for beta in SOME]), jax.grad(kl)(student)
+    full = jnp.stack([divergence(p, q, beta) for beta in SOME])
+    return recorded, some, full, jax.grad(kl)(student)
 
 
 def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> None:
-    said, some, full, slope = by_buckets(STUDENT, TEACHER)
+    recorded, some, full, gradient = topk_divergences(STUDENT, TEACHER)
     rounding = 1e-2  # float16 log-probabilities
     assert (some <= full[None] + rounding).all()
-    assert (np.diff(some, axis=0) >= -rounding).all()  # the more buckets, the nearer
+    assert (np.diff(some, axis=0) >= -rounding).all()  # non-decreasing in k
     assert (some[0, 0] < full[0] - 0.1).any()
-    assert np.isneginf(np.asarray(said[V].logprob_BTL)[..., -1]).all()
+    assert np.isneginf(np.asarray(recorded[V].logprob_BTL)[..., -1]).all()
     np.testing.assert_allclose(some[-1], full, rtol=2e-3, atol=1e-3)
     s, t = (np.asarray(torch.softmax(torch.tensor(x), -1)) for x in (STUDENT, TEACHER))
-    np.testing.assert_allclose(slope, s - t, atol=2e-3)  # dKL/dz, in closed form
+    np.testing.assert_allclose(gradient, s - t, atol=2e-3)  # dKL/dz, in closed form
 
 
 def test_buckets_hold_the_likeliest_tokens_and_the_rest() -> None:
-    found: TopKLogprobs = by_buckets(STUDENT, TEACHER)[0][8]
+    found: TopKLogprobs = topk_divergences(STUDENT, TEACHER)[0][8]
     p = torch.log_softmax(torch.tensor(TEACHER), -1)
     top, token = p.topk(8, -1)
     np.testing.assert_array_equal(found.token_BTk, token.numpy())

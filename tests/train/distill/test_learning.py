@@ -1,6 +1,4 @@
-"""Whole steps: a student learns more of a teacher than of its texts, nothing of itself, and of
-rows that it writes.
-"""
+"""Distillation steps: online, self-distillation and on-policy."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Metrics, Setup, TrainState, init_state, train_step
-from tests.train.distill.small import B, T, ask, pairs, rows_of
+from tests.train.distill.small import B, T, compute_logits, pairs, rows_of
 from tests.twins import VOCAB, random_model
 
 ROWS, WIDTH, STEPS = 8, 8, 60
@@ -36,12 +34,12 @@ DISTILLED = Setup(
 
 
 def texts_of(model: Any, params: Any, count: int) -> list[Rows]:
-    """Batches of what a model writes, drawn from its own distribution."""
+    """Return batches of texts sampled from the model."""
     rng, found = np.random.default_rng(0), []
     for seed in range(count):
-        rows = drawn(seed)
+        rows = random_rows(seed)
         for t in range(WIDTH):
-            logits_BV = np.asarray(ask(model, params, rows))[:, t]
+            logits_BV = np.asarray(compute_logits(model, params, rows))[:, t]
             rows.label_BT[:, t] = (logits_BV + rng.gumbel(size=logits_BV.shape)).argmax(axis=1)
             rows.token_BT[:, t + 1 : t + 2] = rows.label_BT[:, t : t + 1][:, : WIDTH - t - 1]
         found.append(rows)
@@ -50,11 +48,11 @@ def texts_of(model: Any, params: Any, count: int) -> list[Rows]:
 
 @pytest.fixture(scope="module")
 def texts() -> list[Rows]:
-    return [drawn(seed) for seed in range(4)]
+    return [random_rows(seed) for seed in range(4)]
 
 
-def drawn(seed: int) -> Rows:
-    """Rows of tokens that mean nothing."""
+def random_rows(seed: int) -> Rows:
+    """Return rows of random tokens."""
     token = np.random.default_rng(seed).integers(0, VOCAB, (ROWS, WIDTH + 1)).astype(np.int32)
     place = np.broadcast_to(np.arange(WIDTH, dtype=np.int32), (ROWS, WIDTH))
     return Rows(token[:, :-1].copy(), token[:, 1:].copy(), place, np.zeros_like(place))
@@ -77,15 +75,15 @@ def test_a_student_learns_more_of_its_teacher_than_of_the_same_texts() -> None:
     """
     (large, teacher), (small, student) = pairs(0, 0.7), pairs(1, 0.2, width=12)
     *seen, held_out = texts_of(large, teacher, STEPS + 1)
-    p_BTV, apart = jax.nn.log_softmax(ask(large, teacher, held_out)), {}
+    p_BTV, kl_of = jax.nn.log_softmax(compute_logits(large, teacher, held_out)), {}
     for name, objective in (
         ("alone", NextToken()),
         ("distilled", OnlineTeacherLoss(large, VOCAB, DistillLossConfig())),
     ):
         state, rest, _ = steps_of(Setup(small, objective, ADAM), student, teacher, seen)
-        q_BTV = jax.nn.log_softmax(ask(small, combine(state.trained, rest), held_out))
-        apart[name] = float((jnp.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean())
-    assert apart["distilled"] < apart["alone"] - 0.1, apart
+        q_BTV = jax.nn.log_softmax(compute_logits(small, combine(state.trained, rest), held_out))
+        kl_of[name] = float((jnp.exp(p_BTV) * (p_BTV - q_BTV)).sum(axis=-1).mean())
+    assert kl_of["distilled"] < kl_of["alone"] - 0.1, kl_of
 
 
 def test_a_step_of_self_distillation_changes_nothing(texts: list[Rows]) -> None:
@@ -101,33 +99,33 @@ def test_a_step_of_self_distillation_changes_nothing(texts: list[Rows]) -> None:
 def test_the_student_goes_on_from_the_prompts_of_rows() -> None:
     model, params = MODEL, TEACHER
     rows = jax.tree.map(lambda x: np.tile(x, (ROWS // B, 1)), rows_of())
-    assert prompt_lengths(rows, 1)[:2].tolist() == [3, 1]  # two of the first row's are only read
-    assert prompt_lengths(rows, 99)[:2].tolist() == [4, 5]  # the first document, no more
+    assert prompt_lengths(rows, 1)[:2].tolist() == [3, 1]  # two labels of the first row are ignored
+    assert prompt_lengths(rows, 99)[:2].tolist() == [4, 5]  # at most the first document
     assert prompt_lengths(blank_rows(B, T), 1).tolist() == [0, 0]
-    writes = OnPolicySampler(model, 1.0, prompt_tokens=2, new_tokens=99)
-    wrote = writes(params, rows, KEY)
-    again = writes(params, rows, KEY)
-    for ours, theirs in zip(jax.tree.leaves(wrote), jax.tree.leaves(again), strict=True):
+    sampler = OnPolicySampler(model, 1.0, prompt_tokens=2, new_tokens=99)
+    sampled = sampler(params, rows, KEY)
+    again = sampler(params, rows, KEY)
+    for ours, theirs in zip(jax.tree.leaves(sampled), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for row, prompt in ((0, 3), (1, 2)):
         np.testing.assert_array_equal(
-            wrote.token_BT[row, :prompt], np.asarray(rows.token_BT)[row, :prompt]
+            sampled.token_BT[row, :prompt], np.asarray(rows.token_BT)[row, :prompt]
         )
-        assert (wrote.label_BT[row, : prompt - 1] == IGNORED).all()
+        assert (sampled.label_BT[row, : prompt - 1] == IGNORED).all()
         np.testing.assert_array_equal(
-            wrote.label_BT[row, prompt - 1 : -1], wrote.token_BT[row, prompt:]
+            sampled.label_BT[row, prompt - 1 : -1], sampled.token_BT[row, prompt:]
         )
-        assert wrote.label_BT[row, -1] >= 0  # the last label has no column of its own
-        np.testing.assert_array_equal(wrote.position_BT[row], np.arange(T))
-    other = writes(params, rows, jax.random.key(4))
-    assert (np.asarray(other.token_BT) != np.asarray(wrote.token_BT)).any()
+        assert sampled.label_BT[row, -1] >= 0  # the last label is not an input token
+        np.testing.assert_array_equal(sampled.position_BT[row], np.arange(T))
+    other = sampler(params, rows, jax.random.key(4))
+    assert (np.asarray(other.token_BT) != np.asarray(sampled.token_BT)).any()
     ended = OnPolicySampler(
-        model, 1.0, prompt_tokens=2, new_tokens=99, eos_token_ids=(int(wrote.label_BT[0, 2]),)
+        model, 1.0, prompt_tokens=2, new_tokens=99, eos_token_ids=(int(sampled.label_BT[0, 2]),)
     )(params, rows, KEY)
     assert (ended.label_BT[0] != IGNORED).sum() == 1
     assert (ended.position_BT[0] >= 0).sum() == 3
-    taken_apart = jax.tree.map(lambda x: x[None], rows)  # as batches are accumulated
-    assert writes(params, taken_apart, KEY).token_BT.shape == (1, ROWS, T)
+    accumulated = jax.tree.map(lambda x: x[None], rows)  # as in gradient accumulation
+    assert sampler(params, accumulated, KEY).token_BT.shape == (1, ROWS, T)
 
 
 def test_a_share_of_all_steps_is_written_by_the_student() -> None:
@@ -146,7 +144,7 @@ def test_a_share_of_all_steps_is_written_by_the_student() -> None:
 
 
 class Texts:
-    """The batches of `texts`, over and over."""
+    """The given batches, repeated."""
 
     digest, tokens = "texts", 1
 
@@ -164,16 +162,16 @@ def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
     texts: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    monkeypatch.setattr(loop, "SAVE_FACTOR", -1)  # the state is kept after every step
+    monkeypatch.setattr(loop, "SAVE_FACTOR", -1)  # save the state after every step
     _, student = random_model("llama", seed=7, num_hidden_layers=1)
-    writes, prepared = OnPolicySampler(MODEL, 0.7, prompt_tokens=2, new_tokens=99), [0]
+    sampler, prepared = OnPolicySampler(MODEL, 0.7, prompt_tokens=2, new_tokens=99), [0]
 
     def run(folder: Path, killed: int) -> Any:
         def prepare(params: Any, rows: Rows, key: jax.Array) -> Rows:
             prepared[0] += 1
             if prepared[0] == killed:
                 raise KeyboardInterrupt
-            return writes(params, rows, key)
+            return sampler(params, rows, key)
 
         plan = loop.TrainPlan(steps=4)
         return loop.train(
@@ -186,7 +184,7 @@ def test_a_killed_run_on_the_student_s_own_rows_ends_with_the_same_bits(
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed", 3)
     again = run(tmp_path / "killed", 0)
-    assert prepared[0] == 3 + 2  # two steps were not done again
+    assert prepared[0] == 3 + 2  # two finished steps are not repeated
     assert [r.weight for r in again.records] == [r.weight for r in whole.records]
     for ours, theirs in zip(*map(jax.tree.leaves, (again.params, whole.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -1,4 +1,4 @@
-"""Objectives through a whole model: hidden states against torch, self-distillation, buckets."""
+"""Distillation objectives: hidden states against torch, recorded against online teachers."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from jaxllm.train.distill.divergences import DistillLossConfig
 from jaxllm.train.distill.feature_loss import HiddenLossConfig
 from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
 from jaxllm.train.distill.topk_logits import topk_logprobs
-from tests.train.distill.small import B, T, ask, pairs, rows_of
+from tests.train.distill.small import B, T, compute_logits, pairs, rows_of
 from tests.twins import VOCAB
 
 KEY = jax.random.key(0)
@@ -32,18 +32,18 @@ def test_hidden_states_are_compared_as_torch_does() -> None:
     params = {states.PARAMS_KEY: {str(n): {"weight": jnp.asarray(x)} for n, x in matrix.items()}}
     layers = ((1, 2), (2, 4))
     for by in ("mse", "cosine"):
-        wanted = torch.zeros(())
+        expected = torch.zeros(())
         for s, t in layers:
             ours = torch.tensor(student[s]) @ torch.tensor(matrix[s]).T
             theirs = torch.tensor(teacher[t])
             each = ((ours - theirs) ** 2).mean(-1)
             if by == "cosine":
                 each = 1 - F.cosine_similarity(ours, theirs, dim=-1)
-            wanted += each[counted].sum() / len(layers)
+            expected += each[counted].sum() / len(layers)
         found = states.hidden_loss(
             HiddenLossConfig(by, layers), params, _arrays(student), _arrays(teacher), rows.label_BT
         )
-        np.testing.assert_allclose(found, wanted.item(), rtol=1e-5)
+        np.testing.assert_allclose(found, expected.item(), rtol=1e-5)
 
 
 def _arrays(each: list[np.ndarray]) -> list[jax.Array]:
@@ -54,8 +54,8 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
     """With a bucket for each token: the loss of the teacher itself."""
     (model, params), (_, teacher) = pairs(0, 0.7), pairs(1, 0.7)
     rows, mix = rows_of(), DistillLossConfig(0.5, 2.0, 0.8)
-    logits = ask(model, teacher, rows)
-    told = DistillRows(
+    logits = compute_logits(model, teacher, rows)
+    recorded_rows = DistillRows(
         rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT,
         teacher=jax.jit(topk_logprobs, static_argnums=(1, 2, 3))(logits, VOCAB, 2.0, VOCAB),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
     objective, recorded = OnlineTeacherLoss(model, VOCAB, mix), RecordedTeacherLoss(VOCAB, mix)
 
     one = jax.jit(lambda t: objective(model, params, t, rows, KEY))(teacher)
-    two = jax.jit(lambda told: recorded(model, params, (), told, KEY))(told)
+    two = jax.jit(lambda r: recorded(model, params, (), r, KEY))(recorded_rows)
     assert float(one.total) > 1
     for ours, theirs in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-3)

@@ -1,4 +1,4 @@
-"""Distillation by options: what each becomes, and what cannot be."""
+"""Distillation options: the run that they configure, and invalid combinations."""
 
 import dataclasses
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
     assert found.extra_inputs is teacher.params
     assert found.data is found.eval_data is DATA
     assert PARAMS_KEY not in found.params  # widths are equal
-    other = dataclasses.replace(student, tokenizer=None)  # the teacher's texts are all there is
+    other = dataclasses.replace(student, tokenizer=None)  # alpha 0 learns from the texts only
     texts = prepare_distillation(other, teacher, DATA, Distillation(alpha=0.0))
     assert (texts.objective, texts.extra_inputs) == (NextToken(), ())
     plain = prepare_distillation(student, teacher, DATA, Distillation())

@@ -1,4 +1,4 @@
-"""Students, the texts that a teacher writes, and who may teach whom."""
+"""Student initialization, teacher completions, and the vocabulary check."""
 
 import dataclasses
 import json
@@ -32,18 +32,18 @@ def test_layers_are_taken_at_even_distances() -> None:
 
 def test_a_student_is_part_of_its_teacher() -> None:
     teacher = tiny("llama", num_hidden_layers=3)
-    made = student_init.cut_student(
+    student = student_init.cut_student(
         teacher, StudentSize(layers=2, heads=1, channels=50, importance="magnitude")
     )
-    c = made.config
+    c = student.config
     assert (c.num_hidden_layers, c.num_key_value_heads, c.intermediate_size) == (2, 1, 50)
     assert (c.num_attention_heads, c.head_dim) == (4, 6)
     for ours, theirs in ((0, 0), (1, 2)):
         np.testing.assert_array_equal(
-            made.params[f"layers.{ours}"]["input_layernorm"]["weight"],
+            student.params[f"layers.{ours}"]["input_layernorm"]["weight"],
             teacher.params[f"layers.{theirs}"]["input_layernorm"]["weight"],
         )
-    assert np.isfinite(jaxllm.forward(made.model, made.params, None, [[1, 2]]).logits).all()
+    assert np.isfinite(jaxllm.forward(student.model, student.params, None, [[1, 2]]).logits).all()
     with pytest.raises(ConfigError, match="parts needs a text"):
         student_init.cut_student(teacher, StudentSize(channels=50))
     with pytest.raises(ConfigError, match="heads to keep must be 1 to 2: got 3"):
@@ -52,17 +52,17 @@ def test_a_student_is_part_of_its_teacher() -> None:
 
 def test_a_student_from_nothing_has_the_statistics_of_gpt2() -> None:
     teacher = tiny("gpt2", num_hidden_layers=1)
-    made = student_init.from_config(teacher, teacher.config, 0)
-    layer = made.params["h.0"]
+    student = student_init.from_config(teacher, teacher.config, 0)
+    layer = student.params["h.0"]
     assert (np.asarray(layer["ln_1"]["weight"]) == 1).all()
     assert not np.asarray(layer["attn"]["c_attn"]["bias"]).any()
-    count = made.config.num_hidden_layers
-    for name, wanted in (("c_fc", 0.02), ("c_proj", 0.02 / np.sqrt(2 * count))):
-        assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(wanted, rel=0.1)
+    count = student.config.num_hidden_layers
+    for name, expected in (("c_fc", 0.02), ("c_proj", 0.02 / np.sqrt(2 * count))):
+        assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(expected, rel=0.1)
 
 
 class Writer:
-    """A teacher that answers the second of two requests first, and says what it was asked."""
+    """A fake teacher that serves each pair of requests in reverse and echoes prompt and seed."""
 
     params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
     config, model = "config", SimpleNamespace(precision="float32")
@@ -91,11 +91,11 @@ def test_a_model_writes_what_it_generates(shallow: Callable[[str], Path], tmp_pa
     assert "Once upon a time there".startswith(prompts[0])
     sequence_kd.write_completions(teacher, prompts, tmp_path / "texts", OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
-    alone = [
+    expected_texts = [
         teacher.generate(p, max_new_tokens=4, temperature=1.0, seed=i).text
         for i, p in enumerate(prompts)
     ]
-    assert [line["completion"] for line in lines] == alone
+    assert [line["completion"] for line in lines] == expected_texts
 
 
 OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
@@ -121,7 +121,7 @@ def test_a_teacher_writes_texts_and_goes_on_when_killed(
     def killed(self: AnswerJournal, value: Any) -> Any:
         append(self, value)
         if value.get("group") == 1:
-            with open(self.path, "r+b") as file:  # cut off in the middle of a line
+            with open(self.path, "r+b") as file:  # truncate in the middle of a line
                 file.truncate(self.path.stat().st_size - 9)
             raise KeyboardInterrupt
 
