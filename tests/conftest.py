@@ -44,7 +44,7 @@ SHARED_DATA = Path(os.environ.get("JAXLLM_TEST_DATA", ROOT.parent / "shared" / "
 
 
 # The longest files start first, so that two workers finish together.
-LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_api.py")
+LONGEST = ("test_readme.py", "test_notebooks.py", "test_cli.py", "test_lm.py")
 # Files, and tests of which `make test` runs only the first case; `make test-more` runs the rest.
 MORE = {
     line
@@ -114,8 +114,8 @@ def _limit_programs(compiled: list[str]) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shallow_demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the first two layers of each demo model (see `twins.cut_demo`)."""
-    from tests.twins import cut_demo
+    """A folder with the first two layers of each demo model (see `tiny_models.cut_demo`)."""
+    from tests.tiny_models import cut_demo
 
     folder = tmp_path_factory.mktemp("demos")
     for family in ("llama", "gpt2"):

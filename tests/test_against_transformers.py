@@ -11,7 +11,7 @@ import torch
 
 import jaxllm
 from jaxllm.weights.paths import flatten, map_leaves
-from tests.twins import assert_close, load_twin, save_random, tokens
+from tests.tiny_models import assert_close, load_twin, save_random, tokens
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
@@ -73,7 +73,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_and_every_hidden_state_equal_transformers(variant: str, tmp_path: Path) -> None:
+def test_logits_and_hidden_states_equal_transformers(variant: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     save_random(tmp_path, family, **changes)
     twin = load_twin(tmp_path)
@@ -88,7 +88,10 @@ def test_logits_and_every_hidden_state_equal_transformers(variant: str, tmp_path
         assert_close(mine, other.numpy())
 
 
-def test_dynamic_rope_equals_transformers_past_the_trained_length(tmp_path: Path) -> None:
+def test_dynamic_rope_equals_transformers_beyond_trained_length(tmp_path: Path) -> None:
+    """Beyond the original context, a full prompt, a chunked prompt and cached decoding give
+    transformers' logits.
+    """
     changes = {"rope_parameters": ROPES["dynamic"], "max_position_embeddings": 16}
     save_random(tmp_path, "llama", **changes)
     twin = load_twin(tmp_path)
@@ -115,9 +118,10 @@ def test_dynamic_rope_equals_transformers_past_the_trained_length(tmp_path: Path
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("dtype", "bar"), [("bfloat16", 1e-2), ("float16", 5e-3)])
-def test_half_precision_is_as_close_to_float32_as_transformers_is(
+def test_half_precision_error_is_close_to_transformers(
     family: str, dtype: str, bar: float, tmp_path: Path
 ) -> None:
+    """The error to float32 is at most 1.5 times that of transformers."""
     save_random(tmp_path, family, spread=0.06)
     ids = tokens(2, 61)
     exact = load_twin(tmp_path, "float32").logits(ids)
@@ -135,7 +139,8 @@ def test_half_precision_is_as_close_to_float32_as_transformers_is(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_64_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_greedy_64_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    """64 greedy tokens, from generate and from stream, equal transformers."""
     save_random(tmp_path, family)
     twin = load_twin(tmp_path)
     prompt = tokens(3, 9)
@@ -155,7 +160,8 @@ def test_64_greedy_tokens_equal_transformers(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("variant", ["llama, biases", "llama, tied", "gpt2", "gpt2, untied"])
-def test_perturbing_any_single_tensor_moves_the_logits(variant: str, tmp_path: Path) -> None:
+def test_every_single_tensor_affects_logits(variant: str, tmp_path: Path) -> None:
+    """Perturbing any single parameter tensor changes the logits."""
     family, changes = VARIANTS[variant]
     save_random(tmp_path, family, **changes)
     twin = load_twin(tmp_path)
@@ -183,9 +189,10 @@ def test_perturbing_any_single_tensor_moves_the_logits(variant: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_stories_and_slm_continue_as_published(
+def test_stories260k_and_slm_continue_as_published(
     family: str, data: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """stories260K gives its published 200 greedy tokens, and gpt2_slm4096 continues its corpus."""
     import json
 
     if family == "llama":

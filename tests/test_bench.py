@@ -21,12 +21,15 @@ from jaxllm.evaluate.bench import (
     Test as Work,  # a name that pytest does not collect
 )
 from jaxllm.weights.formats import to_dense, weight_format
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 ROW = BenchResult("tg4 x 2", 8, (0.5, 0.25, 1.0), 3.0, 30.0, 40.0)
 
 
-def test_the_figures_of_a_row() -> None:
+def test_bench_result_formats_figures() -> None:
+    """Rates of 16, 32 and 8 give the mean, spread and bandwidth share in the dict, CSV, Markdown
+    and JSON.
+    """
     # Rates of 16, 32 and 8: the mean is 56/3, the squared deviations sum to 896/3.
     assert ROW.to_dict() == {
         "test": "tg4 x 2",
@@ -52,7 +55,7 @@ def test_the_figures_of_a_row() -> None:
     assert json.loads(bench.as_json([ROW], {"jax": "x"})) == {"jax": "x", "rows": [ROW.to_dict()]}
 
 
-def test_what_is_timed() -> None:
+def test_make_tests_lists_expected_tests() -> None:
     tests = bench.make_tests([8, 16], 4, [0, 32], [1, 2])
     assert [test.name for test in tests] == ["pp8", "pp16", "tg4", "tg4 @ d32", "tg4 x 2"]
     assert [test.tokens for test in tests] == [8, 16, 4, 4, 8]
@@ -68,7 +71,7 @@ def test_what_is_timed() -> None:
         (([8], 4, [0], [0]), "batches must be at least 1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
+def test_make_tests_refuses_values_out_of_range(arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench.make_tests(*arguments)
 
@@ -82,10 +85,10 @@ def test_what_makes_no_sense_is_refused(arguments: Any, message: str) -> None:
         ("gpt2", False, ["transformer.wpe.weight", "transformer.wte.weight"]),
     ],
 )
-def test_weight_bytes_are_those_that_a_token_reads(
+def test_weight_bytes_count_tensors_read_per_token(
     family: str, tied: bool, tables: list[str], tmp_path: Path
 ) -> None:
-    """All tensors of the file but tables of which a token takes one row."""
+    """All tensors of the file count, but not tables of which a token reads one row."""
     save_random(tmp_path, family, tie_word_embeddings=tied)
     stored = load_file(tmp_path / "model.safetensors")
     expected = sum(x.nbytes for x in stored.values()) - sum(stored[n].nbytes for n in tables)
@@ -93,7 +96,7 @@ def test_weight_bytes_are_those_that_a_token_reads(
     assert bench.weight_bytes(jaxllm.load(tmp_path, dtype="float16")) == expected // 2
 
 
-def test_weight_bytes_of_quantized_weights_count_scales(tmp_path: Path) -> None:
+def test_weight_bytes_include_quantization_scales(tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "llama")
     quantize(str(tmp_path / "hf"), tmp_path / "small", name="int4-g32-zp")
     stored = load_file(tmp_path / "small" / "model.safetensors")
@@ -107,9 +110,8 @@ def set_durations(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
 
 
-def test_the_first_run_is_compiling_and_the_rest_are_timed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_first_run_counts_as_compilation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first run gives the compile time, never below 0; only the other runs are timed."""
     save_random(tmp_path, "gpt2", n_layer=1)
     lm = jaxllm.load(tmp_path)
     set_durations(monkeypatch, 7.0, 0.5, 4.0, 2.0)
@@ -133,7 +135,7 @@ def test_the_first_run_is_compiling_and_the_rest_are_timed(
     assert ran == [tests[0]] * 4 + [tests[1]] * 6
 
 
-def test_a_test_that_exceeds_the_context_is_refused(
+def test_bench_refuses_test_exceeding_context(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     save_random(tmp_path, "gpt2", n_layer=1)
@@ -144,14 +146,17 @@ def test_a_test_that_exceeds_the_context_is_refused(
             next(bench.bench(lm, [work], repetitions=1))
 
 
-def test_the_memory_bus_is_the_fastest_of_three_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_bandwidth_is_fastest_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     set_durations(monkeypatch, 0.5, 0.25, 1.0)
     probe = jnp.zeros(1 << 10, jnp.uint32)
     assert bench.measure_bandwidth(probe) == pytest.approx(probe.nbytes / 0.25 / 1e9)
 
 
 @pytest.mark.parametrize("name", ["bfloat16-2:4", "int8-bitmap"])
-def test_a_model_is_pruned_for_its_timing_to_the_larger_half(name: str, tmp_path: Path) -> None:
+def test_prune_to_format_keeps_larger_half(name: str, tmp_path: Path) -> None:
+    """Half of each group stays, the largest magnitudes; embeddings stay dense; weight bytes shrink;
+    other formats are refused.
+    """
     save_random(tmp_path, "llama")
     lm = jaxllm.load(tmp_path)
     small = prune_to_format(lm, name)

@@ -42,16 +42,16 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_undo_forgets_a_line_and_its_answer(run: Run, rests: list[int]) -> None:
-    """Nor is what stays run again."""
+def test_undo_removes_last_turn(run: Run, rests: list[int]) -> None:
+    """/undo removes a message and its reply, and the cached rest is not run again."""
     expected = answers(run, "Tom had a red ball.", "He")
     found = answers(run, "Tom had a red ball.", "One day", "/undo", "He")
     assert [found[0], found[2]] == expected
     assert rests[-1] < 5
 
 
-def test_regenerate_draws_with_the_next_seed(run: Run, rests: list[int]) -> None:
-    """What `LM.generate` draws with seed + 1, after a single token of the prompt has run."""
+def test_regenerate_draws_with_next_seed(run: Run, rests: list[int]) -> None:
+    """The reply equals LM.generate with seed + 1, and only one prompt token is run again."""
     found = answers(run, "Tom", "/regenerate", options=("--temperature", 0.9))
     lm = jaxllm.load(DEMO)
     prompt = lm.chat_prompt([{"role": "user", "content": "Tom"}])
@@ -62,15 +62,17 @@ def test_regenerate_draws_with_the_next_seed(run: Run, rests: list[int]) -> None
     assert rests == [1]
 
 
-def test_regenerate_notes_an_equal_answer(run: Run) -> None:
-    """Without a temperature."""
+def test_regenerate_reports_equal_reply(run: Run) -> None:
+    """Without a temperature, /regenerate reports that the reply is the same."""
     _, out, err = run(*CHAT, stdin="Tom\n/regenerate\n")
     assert len(set(out.splitlines())) == 1
     assert "the same answer" in err
 
 
-def test_set_changes_options_of_generation(run: Run) -> None:
-    """They are checked by the table, null is the default, alone it lists them."""
+def test_set_changes_generation_options(run: Run) -> None:
+    """Values are validated, null restores the default, and /set without arguments lists the
+    options.
+    """
     sampled = answers(run, "Tom", options=("--temperature", 0.9))
     assert answers(run, "/set temperature 0.9", "Tom") == sampled
     assert answers(run, "/set temperature 0.9", "/set temperature null", "Tom") != sampled
@@ -94,7 +96,7 @@ def test_set_changes_options_of_generation(run: Run) -> None:
         assert out == run(*CHAT, stdin="Tom\n")[1]
 
 
-def test_system_sets_or_removes_the_message(run: Run) -> None:
+def test_system_sets_or_removes_message(run: Run) -> None:
     with_system = answers(run, "Tom", options=("--system", "A sad story."))
     plain = answers(run, "Tom")
     assert answers(run, "/system A sad story.", "Tom") == with_system != plain
@@ -103,7 +105,9 @@ def test_system_sets_or_removes_the_message(run: Run) -> None:
 
 
 def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
-    """OpenAI's form; a later save replaces an earlier one."""
+    """/save writes the OpenAI message format and replaces an earlier save; /load continues the
+    conversation.
+    """
     file = tmp_path / "talk.json"
     answers(run, "One", f"/save {file}")
     options = ("--system", "A story.")
@@ -115,8 +119,10 @@ def test_saved_messages_load_in_another_chat(run: Run, tmp_path: Path) -> None:
     assert answers(run, f"/load {file}", "/regenerate") == found[:1]
 
 
-def test_files_that_are_no_conversation_are_refused(run: Run, tmp_path: Path) -> None:
-    """Neither read nor written over; the conversation goes on as it was."""
+def test_invalid_conversation_files_are_refused(run: Run, tmp_path: Path) -> None:
+    """/save and /load refuse a file that is no conversation; it stays unchanged, and the chat goes
+    on.
+    """
     head: dict[str, Any] = {"format": "jaxllm-chat", "version": 1}
     user = {"role": "user", "content": "Tom"}
     for content, message in {
@@ -151,8 +157,10 @@ def test_commands_refuse_wrong_arguments(run: Run) -> None:
         assert message in err
 
 
-def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
-    """And the remedy fits: a line too long by itself is to be shortened."""
+def test_overlong_line_is_dropped_with_its_length(run: Run) -> None:
+    """A line above the context is dropped with its token count and a remedy; the conversation is
+    unchanged.
+    """
     lm = jaxllm.load(DEMO)
     assert lm.tokenizer is not None
     line = "Once upon a time there was a girl. " * 90
@@ -163,16 +171,20 @@ def test_a_long_line_is_dropped_with_its_length(run: Run) -> None:
     assert "512 in total. Shorten it. The line is dropped" in err
 
 
-def test_a_conversation_goes_on_after_a_cache_slid(run: Run) -> None:
-    """The answer outgrows the context: its cache has lost the beginning of the text."""
+def test_conversation_continues_after_cache_slides(run: Run) -> None:
+    """A reply that exceeds the context drops the beginning of the cache, and the next message is
+    still answered.
+    """
     options = ("--overflow", "slide", "-n", 500)
     status, out, err = run("chat", *options, stdin="Once upon a time\nTom\n")
     assert status == 0, err
     assert out.count("\n") >= 2
 
 
-def test_a_checkpoint_without_template_names_the_remedy(run: Run, tmp_path: Path) -> None:
-    """`--chat-template` brings one, which finds the checkpoint's special tokens."""
+def test_missing_template_error_names_remedy(run: Run, tmp_path: Path) -> None:
+    """The error suggests --chat-template, which gives the replies of the checkpoint's
+    own template.
+    """
     model, template = tmp_path / "model", tmp_path / "template"
     shutil.copytree(ROOT / "jaxllm" / "demo" / "llama", model)
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -203,7 +215,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         yield read
 
 
-def test_a_paste_of_lines_is_one_turn(typed: Any) -> None:
+def test_pasted_lines_form_one_message(typed: Any) -> None:
     assert typed("\x1b[200~one\r\ntwo\rthree\n\x1b[201~\rfour\r", 2) == [
         "one\ntwo\nthree\n",
         "four\n",
@@ -211,9 +223,8 @@ def test_a_paste_of_lines_is_one_turn(typed: Any) -> None:
     assert typed("one\x1b\rtwo\r") == ["one\ntwo\n"]
 
 
-def test_control_c_clears_a_line_and_leaves_twice(
-    typed: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_c_clears_line_or_exits(typed: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C clears a line, exits if pressed twice; Ctrl-D exits on an empty line only."""
     assert typed("half\x03one\r") == ["one\n"]
     assert typed("\x03one\r") == ["one\n"]
     assert capsys.readouterr().err == "press Ctrl-C again or Ctrl-D to leave\n"
@@ -222,7 +233,10 @@ def test_control_c_clears_a_line_and_leaves_twice(
     assert typed("half\x04\x03\x04") == [terminal.EXIT_OK]
 
 
-def test_lines_are_recalled_from_a_private_file(typed: Any, tmp_path: Path) -> None:
+def test_history_is_recalled_from_private_file(typed: Any, tmp_path: Path) -> None:
+    """Lines are recalled across sessions from a file with mode 0600 in a directory
+    with mode 0700.
+    """
     typed("first\r\x1b[200~two\nlines\x1b[201~\r", 2)
     assert typed("\x1b[A\r") == ["two\nlines\n"]
     file = tmp_path / "state" / "history"
@@ -230,9 +244,10 @@ def test_lines_are_recalled_from_a_private_file(typed: Any, tmp_path: Path) -> N
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
-def test_a_history_that_others_own_is_not_used(
+def test_unusable_history_path_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The value 0 disables history silently; an unusable path disables it with an error."""
     monkeypatch.setenv(terminal.HISTORY_VARIABLE, "0")
     assert terminal.history_file() is None
     assert capsys.readouterr().err == ""
@@ -243,9 +258,7 @@ def test_a_history_that_others_own_is_not_used(
         assert f"cannot save lines in {wrong}: " in capsys.readouterr().err
 
 
-def test_a_long_history_loses_its_older_half(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_history_drops_older_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "history"
     monkeypatch.setenv(terminal.HISTORY_VARIABLE, str(file))
     entries = [f"\n# then\n+line {n}\n" for n in range(100_000)]
@@ -256,7 +269,7 @@ def test_a_long_history_loses_its_older_half(
     assert remaining == "".join(entries[-remaining.count("+") :])
 
 
-def test_a_pipe_does_without_the_line_editor(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_over_pipe_needs_no_prompt_toolkit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "prompt_toolkit"]:
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     assert len(answers(run, "Tom")) == 1

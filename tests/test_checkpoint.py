@@ -18,11 +18,11 @@ from jaxllm.convert.hf import open_hf, write_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.lazy import LazyTensor
 from tests.convert.test_convert import edit_config
-from tests.twins import random_model, save_random
+from tests.tiny_models import random_model, save_random
 
 
-def test_a_thousand_layers_that_are_not_there_are_refused_by_name(tmp_path: Path) -> None:
-    """And before they are traced: what is asked of JAX does not grow with the claim."""
+def test_missing_layers_are_refused_by_name(tmp_path: Path) -> None:
+    """A config that claims 1024 layers is refused by its first missing tensor, before tracing."""
     save_random(tmp_path, "llama", num_hidden_layers=2)
     edit_config(tmp_path, num_hidden_layers=1024)
     with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm\.weight is missing"):
@@ -31,7 +31,7 @@ def test_a_thousand_layers_that_are_not_there_are_refused_by_name(tmp_path: Path
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_form_of_one_layer_is_that_of_all(family: str, layers: int) -> None:
+def test_param_shapes_equal_traced_init(family: str, layers: int) -> None:
     name = "num_hidden_layers" if family == "llama" else "n_layer"
     model, _ = random_model(family, **{name: layers})
     ids, lengths = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((1, 1), (1,)))
@@ -45,7 +45,10 @@ def save_native(tmp_path: Path) -> Path:
     return tmp_path / "native"
 
 
-def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Path) -> None:
+def test_native_config_is_validated_by_field(tmp_path: Path) -> None:
+    """Missing, unknown and wrong fields are refused by name, and RE2 accepts patterns that
+    backtracking could not match.
+    """
     directory = save_native(tmp_path)
     good = json.loads((directory / "config.json").read_text())
     model, precision = good["model"], good["precision"]
@@ -74,9 +77,10 @@ def test_what_a_native_configuration_says_is_checked_field_by_field(tmp_path: Pa
 @pytest.mark.parametrize(
     "ids", [{"bos_token_id": "x"}, {"eos_token_id": [1, 2.5]}, {"pad_token_id": 1 << 40}]
 )
-def test_token_ids_that_are_none_are_refused_in_both_forms(
-    ids: dict[str, Any], tmp_path: Path
-) -> None:
+def test_invalid_token_ids_are_refused(ids: dict[str, Any], tmp_path: Path) -> None:
+    """Invalid special token ids in generation_config.json or config.json are refused in native and
+    HF checkpoints.
+    """
     directory = save_native(tmp_path)
     for folder in (directory, tmp_path / "hf"):
         (folder / "generation_config.json").write_text(json.dumps(ids))
@@ -89,7 +93,7 @@ def test_token_ids_that_are_none_are_refused_in_both_forms(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
-def test_links_that_leave_a_native_checkpoint_are_not_followed(name: str, tmp_path: Path) -> None:
+def test_native_checkpoint_refuses_external_links(name: str, tmp_path: Path) -> None:
     directory = save_native(tmp_path)
     shutil.move(directory / name, tmp_path / "elsewhere")
     (directory / name).symlink_to(tmp_path / "elsewhere")
@@ -97,8 +101,10 @@ def test_links_that_leave_a_native_checkpoint_are_not_followed(name: str, tmp_pa
         open_native(directory)
 
 
-def test_a_tokenizers_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
-    """Else a checkpoint of a stranger's would bring a file of yours into the next."""
+def test_convert_refuses_linked_tokenizer_file(tmp_path: Path) -> None:
+    """Otherwise, a stranger's checkpoint could copy a local file of yours into the
+    converted one.
+    """
     directory = save_native(tmp_path)
     (tmp_path / "secret").write_text("secret")
     (directory / "merges.txt").symlink_to(tmp_path / "secret")
@@ -108,7 +114,8 @@ def test_a_tokenizers_file_that_is_a_link_is_not_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [save, write_hf])
-def test_a_write_that_fails_leaves_nothing_and_what_was_there(write: Any, tmp_path: Path) -> None:
+def test_failed_write_leaves_existing_files_unchanged(write: Any, tmp_path: Path) -> None:
+    """A failed write creates nothing new, removes its temporary files, and keeps existing files."""
     opened = open_native(save_native(tmp_path))
     there = tmp_path / "there"
     there.mkdir()
@@ -130,6 +137,6 @@ def test_a_write_that_fails_leaves_nothing_and_what_was_there(write: Any, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "demo:" + "a" * 5000, "\ud800"])
-def test_names_that_no_file_can_have_are_refused_as_others_are(name: str) -> None:
+def test_impossible_paths_are_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=r"is not a directory|no demo"):
         jaxllm.load(name)

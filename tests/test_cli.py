@@ -21,7 +21,7 @@ from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.cli.options import parse_dtype
 from jaxllm.text.chat import ChatTemplate
 from tests.conftest import ROOT, Run
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def _shallow_demos(
         monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
 
-def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None:
+def test_greedy_from_bos_prints_published_story(run: Run, data: Any) -> None:
     directory = data("stories260K")
     status, out, err = run("generate", "--model", directory, "-n", 200)
     assert status == 0
@@ -49,7 +49,8 @@ def test_greedy_from_bos_prints_the_published_story(run: Run, data: Any) -> None
 
 @pytest.mark.usefixtures("whole_demos")
 @pytest.mark.parametrize("model", ["demo:llama", "demo:gpt2"])
-def test_the_demo_tells_a_story_from_stdin(run: Run, model: str) -> None:
+def test_generate_reads_prompt_from_stdin(run: Run, model: str) -> None:
+    """A demo generates text from stdin, equal to the same prompt given by option."""
     status, out, _ = run("generate", "-m", model, "-p", "-", "-n", 30, stdin="Once upon a time\n")
     assert status == 0
     assert len(out.split()) > 10
@@ -58,7 +59,9 @@ def test_the_demo_tells_a_story_from_stdin(run: Run, model: str) -> None:
     assert again[1] == out
 
 
-def test_a_seed_repeats_and_another_differs(run: Run) -> None:
+def test_seed_makes_sampling_reproducible(run: Run) -> None:
+    """A seed repeats its text, and another seed gives another text."""
+
     def story(seed: int) -> str:
         return run("generate", "-p", "One day", "-n", 25, "--temperature", 1.0, "--seed", seed)[1]
 
@@ -66,7 +69,10 @@ def test_a_seed_repeats_and_another_differs(run: Run) -> None:
     assert story(1) != story(2)
 
 
-def test_json_holds_what_was_printed(run: Run) -> None:
+def test_json_output_equals_text_output(run: Run) -> None:
+    """--json has the printed text, ids, log-probs and finish reason, and --echo prepends the
+    prompt.
+    """
     arguments = ("generate", "-p", "One day", "-n", 12)
     _, text, _ = run(*arguments)
     _, out, _ = run(*arguments, "--json")
@@ -78,7 +84,10 @@ def test_json_holds_what_was_printed(run: Run) -> None:
     assert echoed == "One day" + text
 
 
-def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
+def test_prompt_cache_is_reused_and_extended(run: Run, tmp_path: Path) -> None:
+    """The file saves prefill and is extended; another text, model or dtype is refused, and the file
+    stays unchanged.
+    """
     file = tmp_path / "story.cache"
     text = "Once upon a time there was"
 
@@ -107,7 +116,8 @@ def test_a_prompt_cache_is_used_and_extended(run: Run, tmp_path: Path) -> None:
     assert file.read_bytes() == whole
 
 
-def test_any_option_can_be_given(run: Run) -> None:
+def test_generate_accepts_any_option(run: Run) -> None:
+    """--stop, -o and --overflow set options; invalid names and values are refused."""
     base = ("generate", "-p", "Once upon a time", "-n", 16)
     _, plain, _ = run(*base)
     stop = plain[6:10]
@@ -133,7 +143,10 @@ def test_any_option_can_be_given(run: Run) -> None:
         assert message in err
 
 
-def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, shallow: Any) -> None:
+def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow: Any) -> None:
+    """Each line gives a completion or an error under its id; an existing output is refused; stdin
+    works.
+    """
     options = ("-m", shallow("llama"), "--dtype", "float32")
     lines = [
         '"Once upon a time"',
@@ -172,7 +185,7 @@ def test_a_file_of_prompts_is_answered_line_by_line(run: Run, tmp_path: Path, sh
     assert json.loads(output)["finish_reason"] == "length"
 
 
-def test_keys_and_values_can_be_int8(run: Run) -> None:
+def test_cache_dtype_accepts_int8(run: Run) -> None:
     status, out, _ = run("generate", "-p", "Once upon a time", "-n", 20, "--cache-dtype", "int8")
     assert status == 0
     assert len(out.strip()) > 20
@@ -181,14 +194,15 @@ def test_keys_and_values_can_be_int8(run: Run) -> None:
     assert "a dtype must be one of" in err
 
 
-def test_chat_answers_each_line(run: Run) -> None:
+def test_chat_replies_to_each_line(run: Run) -> None:
     status, out, _ = run("chat", "-n", 12, stdin="Once upon a time\n\nThe end?\n/quit\nnever\n")
     assert status == 0
     assert out.count("\n") == 2
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_a_talk_with_a_demo_is_one_story(model: str) -> None:
+def test_demo_chat_template_joins_messages(model: str) -> None:
+    """The chat template of the demos renders a conversation as one story."""
     talk = [
         {"role": "system", "content": "A story."},
         {"role": "user", "content": "Once"},
@@ -199,7 +213,7 @@ def test_a_talk_with_a_demo_is_one_story(model: str) -> None:
     assert text == "<|bos|>A story. Once upon a time Then"
 
 
-def test_chat_remembers_what_was_said_until_reset(run: Run) -> None:
+def test_chat_keeps_context_until_reset(run: Run) -> None:
     def answers(*lines: str) -> list[str]:
         return run("chat", "-n", 8, stdin="\n".join(lines))[1].splitlines()
 
@@ -208,7 +222,8 @@ def test_chat_remembers_what_was_said_until_reset(run: Run) -> None:
     assert second != answers("He")[0]
 
 
-def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
+def test_chat_beyond_context_continues(run: Run) -> None:
+    """A message beyond the context is refused, or drops the oldest turns with --overflow slide."""
     chat = ("chat", "-n", 8)
     long = "Once upon a time there was a girl. " * 25 + "\n"
     status, out, err = run(*chat, stdin=long * 3 + "/reset\nOne day\n")
@@ -222,8 +237,10 @@ def test_a_talk_that_outgrows_the_context_goes_on(run: Run) -> None:
     assert err == "(dropped the 1 oldest turns)\n"
 
 
-def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: Path) -> None:
-    """With an empty directory as the model: what is said is about the rest."""
+def test_invalid_arguments_are_refused_before_loading(run: Run, tmp_path: Path) -> None:
+    """The model is an empty directory, so that any message about another argument comes before
+    loading.
+    """
     none = tmp_path / "none"
     none.mkdir()
     prompts, story = tmp_path / "prompts.jsonl", tmp_path / "story.txt"
@@ -265,12 +282,12 @@ def test_what_is_wrong_is_found_before_the_model_is_loaded(run: Run, tmp_path: P
     [("generate", "-p", "-"), ("chat",), ("embed", "--file", "-"), ("perplexity", "--text", "-")],
     ids=lambda arguments: arguments[0],
 )
-def test_bytes_that_are_not_utf8_are_one_line(run: Run, arguments: tuple[str, ...]) -> None:
+def test_invalid_utf8_stdin_is_one_line(run: Run, arguments: tuple[str, ...]) -> None:
     status, out, err = run(*arguments, stdin=b"One d\xe9y\n")
     assert (status, out, err) == (1, "", "jaxllm: stdin is not UTF-8 text (byte 5)\n")
 
 
-def test_formats_are_understood_as_people_call_them(run: Run) -> None:
+def test_dtype_aliases_are_accepted(run: Run) -> None:
     for name, full in {"fp16": "float16", "bf16": "bfloat16", "float32": "float32"}.items():
         assert parse_dtype(name) == full
     status, _, err = run("generate", "--dtype", "int3")
@@ -294,7 +311,8 @@ def test_usage_errors_are_one_line(run: Run) -> None:
     assert run()[:2] == run("--help")[:2]
 
 
-def test_info_reads_shapes_not_weights(run: Run, tmp_path: Path) -> None:
+def test_info_counts_parameters_from_shapes(run: Run, tmp_path: Path) -> None:
+    """info gives parameter count, bytes and cache bytes per token of the closed form."""
     save_random(tmp_path, "llama")
     _, out, _ = run("info", tmp_path, "--json")
     facts = json.loads(out)
@@ -324,7 +342,7 @@ FEW = ("int4-g128-zp", "bf16-packed")  # `make test-full` runs the others
     "options",
     [pytest.param(o, marks=() if n in FEW else pytest.mark.full, id=n) for o, n in FORMATS.items()],
 )
-def test_quantize_writes_the_format_that_its_options_name(
+def test_quantize_writes_requested_format(
     run: Run, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
     save_random(tmp_path / "hf", "llama", num_hidden_layers=1)
@@ -343,7 +361,7 @@ def test_quantize_writes_the_format_that_its_options_name(
         assert facts["bytes"] == rows * 128 + 4 * rows + 4 * 3 * 40
 
 
-def test_quantize_by_rules(run: Run, tmp_path: Path) -> None:
+def test_quantize_applies_rules(run: Run, tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "gpt2", n_layer=1)
     rules = [[r"h\.0\.attn\..*", None], [r"h\..*", "int4-g32"], ["wte.weight", "float16"]]
     (tmp_path / "rules.json").write_text(json.dumps(rules))
@@ -359,7 +377,7 @@ def test_quantize_by_rules(run: Run, tmp_path: Path) -> None:
     assert "int4-g32" in table
 
 
-def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
+def test_quantize_refuses_before_writing(run: Run, tmp_path: Path) -> None:
     small, taken, broken = tmp_path / "small", tmp_path / "taken", tmp_path / "broken.json"
     taken.mkdir()
     (taken / "config.json").write_text("mine")
@@ -382,7 +400,10 @@ def test_quantize_refuses_before_it_writes(run: Run, tmp_path: Path) -> None:
     assert [file.read_text() for file in taken.iterdir()] == ["mine"]
 
 
-def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path: Path) -> None:
+def test_format_from_file_option_and_table_agree(run: Run, tmp_path: Path) -> None:
+    """A quantized file, --quantize and a --precision table give equal log-probs; invalid ones are
+    refused.
+    """
     small, table = tmp_path / "small", tmp_path / "formats.json"
     story = ("generate", "-p", "Once upon a time", "-n", 12, "--json")
     options = ("--bits", 4, "--group", 32, "--zero-point", "--half-scales")
@@ -411,7 +432,10 @@ def test_a_format_is_the_same_in_a_file_an_option_or_a_table(run: Run, tmp_path:
 
 
 @pytest.mark.usefixtures("whole_demos")
-def test_bench_in_every_form(run: Run) -> None:
+def test_bench_prints_every_format(run: Run) -> None:
+    """bench prints consistent figures as JSON, CSV and Markdown, and skips prompts beyond the
+    context.
+    """
     tiny = ("bench", "--decode", 2, "--batches", 1, "-r", 2)
     status, out, err = run(*tiny, "--prompts", "8,600", "--depths", "", "--json")
     assert status == 0
@@ -444,7 +468,7 @@ def test_bench_in_every_form(run: Run) -> None:
     assert lines[2][0] == "tg2"
 
 
-def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
+def test_convert_round_trip_keeps_dtype(run: Run, tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "gpt2")
     status, _, err = run("convert", tmp_path / "hf", tmp_path / "native", "--dtype", "bfloat16")
     assert status == 0
@@ -475,9 +499,7 @@ def test_convert_there_and_back(run: Run, tmp_path: Path) -> None:
         (["bench", "--decode", "0"], "bench: decode must be at least 1"),
     ],
 )
-def test_bad_input_is_one_line_and_a_non_zero_exit(
-    run: Run, arguments: list[str], reason: str
-) -> None:
+def test_bad_input_gives_one_line_error(run: Run, arguments: list[str], reason: str) -> None:
     status, out, err = run(*arguments)
     assert status == 1
     assert out == ""
@@ -487,7 +509,7 @@ def test_bad_input_is_one_line_and_a_non_zero_exit(
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_help_has_an_example_that_parses(run: Run, command: str) -> None:
+def test_help_has_parsable_example(run: Run, command: str) -> None:
     status, out, _ = run(command, "--help")
     assert status == 0
     shown = re.search(r"Examples?:(.*)", out, re.DOTALL)
@@ -502,7 +524,7 @@ def test_help_has_an_example_that_parses(run: Run, command: str) -> None:
         group.commands[name].make_context(name, shlex.split(arguments))
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     code = (
         "import sys\nsys.argv = ['jaxllm', '--help']\n"
         "from jaxllm.__main__ import main\n"
@@ -514,7 +536,10 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.full
-def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+def test_compile_cache_is_reused_by_next_process(tmp_path: Path) -> None:
+    """A second process compiles nothing new, the folder has mode 0700, and the text is equal
+    without a cache.
+    """
     code = "from jaxllm.__main__ import main; main()"
     command = [sys.executable, "-c", code, "generate", "-p", "One day", "-n", "8"]
     programs, stories = [], []
@@ -532,7 +557,8 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None
     assert folder.stat().st_mode & 0o777 == 0o700, "other users must not be able to write programs"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+def test_closed_output_pipe_is_no_error() -> None:
+    """If the reader of a pipe stops early, generate exits with status 0 and no traceback."""
     command = f"{sys.executable} -m jaxllm generate -n 60 | head -c 5"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, cwd=ROOT)
     assert done.returncode == 0

@@ -15,7 +15,7 @@ from jaxllm.convert.decoders import DIVISOR_FIELDS
 from jaxllm.errors import ConfigError
 from jaxllm.ops.activations import ACTIVATIONS
 from jaxllm.weights.paths import flatten
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 CHANGES: dict[str, dict[str, Any]] = {
     "llama": {
@@ -55,7 +55,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_every_field_changes_a_shape_or_the_output(family: str) -> None:
+def test_every_config_field_changes_shape_or_output(family: str) -> None:
     model, params = random_model(family)
     ids = tokens(1, 12)
     before = jaxllm.forward(model, params, None, ids).logits
@@ -73,7 +73,7 @@ def _shapes(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_configuration_survives_json(family: str) -> None:
+def test_config_round_trips_through_json(family: str) -> None:
     import json
 
     config = random_model(family)[0].config
@@ -85,7 +85,7 @@ def test_a_configuration_survives_json(family: str) -> None:
         models.config_from_dict({})
 
 
-def test_context_length_grows_with_dynamic_scaling_alone() -> None:
+def test_dynamic_scaling_extends_context_length() -> None:
     config = random_model("llama")[0].config
     assert config.context_length == 97
     for kind, expected in (("dynamic", 194), ("linear", 97)):
@@ -93,12 +93,13 @@ def test_context_length_grows_with_dynamic_scaling_alone() -> None:
         assert dataclasses.replace(config, rope=rope).context_length == expected
 
 
-def test_every_activation_has_a_function() -> None:
+def test_every_activation_has_function() -> None:
     assert set(ACTIVATIONS) == set(HIDDEN_ACTS)
 
 
 @pytest.mark.parametrize("kind", ROPE_FIELDS)
-def test_rope_settings_are_complete_and_nothing_else(kind: str) -> None:
+def test_rope_fields_are_required_and_exclusive(kind: str) -> None:
+    """Each rotary type requires exactly its own fields."""
     required, _ = ROPE_FIELDS[kind]
     values: dict[str, Any] = {
         name: (4.0 + i,) if name in DIVISOR_FIELDS else 4 + i for i, name in enumerate(required)
@@ -127,19 +128,20 @@ LLAMA3 = {
         ({**LLAMA3, "rope_theta": 1e4}, "must differ"),
     ],
 )
-def test_what_would_divide_by_nothing_is_refused(settings: dict[str, Any], match: str) -> None:
+def test_rope_refuses_division_by_zero(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         jaxllm.Rope(**settings)
 
 
-def test_dynamic_scaling_needs_more_than_one_pair() -> None:
+def test_dynamic_scaling_needs_two_rotated_pairs() -> None:
     config = random_model("llama")[0].config
     rope = jaxllm.Rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)
     with pytest.raises(ConfigError, match="more than 2 rotated dimensions"):
         dataclasses.replace(config, rope=rope, head_dim=2)
 
 
-def test_a_model_is_a_valid_static_argument() -> None:
+def test_equal_models_are_equal_static_arguments() -> None:
+    """Equal configurations give equal, hashable models, which jit accepts as static arguments."""
     one, _ = random_model("llama")
     other, _ = random_model("llama")
     assert one == other

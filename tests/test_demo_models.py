@@ -57,12 +57,14 @@ def continue_story(theirs: Loaded) -> Callable[[str], str]:
     return greedy
 
 
-def test_the_directory_is_whole_and_at_most_six_megabytes(directory: Path) -> None:
+def test_demo_directory_is_complete_and_small(directory: Path) -> None:
+    """The directory has exactly the expected files, at most 6 MB."""
     assert {path.name for path in directory.iterdir()} == FILES
     assert sum(path.stat().st_size for path in directory.iterdir()) <= 6_000_000
 
 
-def test_weights_are_one_to_three_million_half_precision_numbers(directory: Path) -> None:
+def test_demo_weights_are_float16_and_small(directory: Path) -> None:
+    """One to three million finite float16 parameters."""
     tensors = load_file(directory / "model.safetensors")
     assert {array.dtype for array in tensors.values()} == {np.dtype(np.float16)}
     assert all(np.isfinite(array).all() for array in tensors.values())
@@ -71,7 +73,8 @@ def test_weights_are_one_to_three_million_half_precision_numbers(directory: Path
     assert config["torch_dtype"] == "float16"
 
 
-def test_ids_agree_everywhere(directory: Path, theirs: Loaded) -> None:
+def test_special_token_ids_agree(directory: Path, theirs: Loaded) -> None:
+    """The ids of config, generation config and both tokenizers agree, and so do their encodings."""
     _, tokenizer = theirs
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     for file in ("config.json", "generation_config.json"):
@@ -85,9 +88,12 @@ def test_ids_agree_everywhere(directory: Path, theirs: Loaded) -> None:
 
 
 @pytest.mark.parametrize("opening", OPENINGS)
-def test_a_greedy_story_ends_and_is_made_of_words(
+def test_greedy_story_ends_and_uses_known_words(
     opening: str, continue_story: Callable[[str], str], vocabulary: set[str]
 ) -> None:
+    """A greedy story of transformers ends with eos, closes its quotes and has 60 to 220 known
+    words.
+    """
     story = continue_story(opening)
     assert story.startswith("<|bos|>")
     assert story.endswith("<|eos|>")
@@ -103,13 +109,16 @@ def vocabulary() -> set[str]:
     return set(re.findall(r"[A-Za-z]+", " ".join(stories(3000, 99))))
 
 
-def test_names_and_pronouns_are_kept_through_stories(directory: Path) -> None:
-    """Greedily; its README has the rate over more stories."""
+def test_stories_keep_names_and_pronouns(directory: Path) -> None:
+    """At least 95 % of 32 greedy stories are consistent; the demo's README has the
+    rate over more.
+    """
     share, judged = rate(continued(jaxllm.load(directory), openings(32), 32))
     assert share > 0.95, [each.slips for each in judged if each.slips]
 
 
-def test_the_last_position_is_as_well_trained_as_others(theirs: Loaded, directory: Path) -> None:
+def test_late_positions_are_trained(theirs: Loaded, directory: Path) -> None:
+    """The loss of the last 128 positions is less than 1.25 times that of positions 128 to 255."""
     model, tokenizer = theirs
     ids = [i for story in stories(40, 1234) for i in [*tokenizer(story).input_ids, 2]]
     rows = torch.tensor(ids[: len(ids) // 512 * 512]).reshape(-1, 512)

@@ -11,7 +11,7 @@ import torch
 import jaxllm
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_dtype
-from tests.twins import random_model
+from tests.tiny_models import random_model
 
 SAME = {
     "float32": [np.float32, np.dtype("float32"), np.dtype(">f4"), jnp.float32, torch.float32,
@@ -27,18 +27,18 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_dtype_name_takes_any_library(name: str) -> None:
+def test_check_dtype_accepts_types_of_any_library(name: str) -> None:
     assert {check_dtype("dtype", x) for x in SAME[name]} == {name}
 
 
 @pytest.mark.parametrize("x", UNSUPPORTED, ids=lambda x: str(x).split(" at ")[0])
-def test_dtype_name_refuses_others(x: Any) -> None:
+def test_check_dtype_refuses_unsupported_values(x: Any) -> None:
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16 "):
         check_dtype("dtype", x)
 
 
-def test_load_takes_the_dtype() -> None:
-    """Weights, activations and cache are in the dtype that was asked for, whatever names it."""
+def test_load_applies_dtype() -> None:
+    """Weights, activations and cache have the requested dtype, given as a type of any library."""
     lm = jaxllm.load("demo:llama", dtype=jnp.bfloat16)
     weight = lm.params["layers.0"]["mlp"]["down_proj"]["weight"]
     assert (weight.dtype, lm.init_cache(1, 8).dtype) == (jnp.bfloat16, "bfloat16")
@@ -63,12 +63,12 @@ CALLS = {
 
 @pytest.mark.parametrize("x", [3, False, np.float64, "float8"], ids=repr)
 @pytest.mark.parametrize("name", CALLS)
-def test_other_dtypes_are_refused(name: str, x: Any) -> None:
+def test_unsupported_dtypes_are_refused(name: str, x: Any) -> None:
     with pytest.raises(ConfigError, match=r"one of float32|quantization rules|must be a string"):
         CALLS[name](x)
 
 
-def test_precision_keeps_full_names() -> None:
+def test_precision_stores_canonical_names() -> None:
     written = jaxllm.Precision(
         weights=jnp.bfloat16,  # type: ignore[arg-type]
         activations="fp32",

@@ -18,7 +18,7 @@ from jaxllm.evaluate.verify import transformers_directory
 from jaxllm.generation.embeddings import embeddings
 from jaxllm.ops.pooling import l2_normalize, pool
 from tests.conftest import Run
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8, 3)]
 POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,7 +57,7 @@ def theirs(twin: Twin, layer: int, pooling: str, normalize: bool) -> np.ndarray:
         (-3, "mean", True),
     ],
 )
-def test_equal_to_transformers_pooled_with_torch(
+def test_embeddings_equal_transformers_pooled_with_torch(
     twin: Twin, layer: int, pooling: Any, normalize: bool
 ) -> None:
     ours = embeddings(
@@ -66,7 +66,10 @@ def test_equal_to_transformers_pooled_with_torch(
     assert_close(ours, theirs(twin, layer, pooling, normalize))
 
 
-def test_a_model_embeds_texts_and_token_ids(twin: Twin) -> None:
+def test_lm_embeds_token_id_lists(twin: Twin) -> None:
+    """LM.embed equals transformers for lists of token ids; a bare text or list of ids
+    is refused.
+    """
     lm = jaxllm.load(twin.directory)
     found = lm.embed(TEXTS, layer=1, pooling="last", normalize=True)
     assert_close(found, theirs(twin, 1, "last", True))
@@ -75,7 +78,7 @@ def test_a_model_embeds_texts_and_token_ids(twin: Twin) -> None:
             lm.embed(wrong)  # type: ignore[arg-type]
 
 
-def test_a_text_does_not_feel_its_neighbours() -> None:
+def test_embedding_is_independent_of_batch() -> None:
     model, params = random_model("llama")
     together = embeddings(model, params, TEXTS)
     single = [embeddings(model, params, [text], batch=2)[0] for text in TEXTS]
@@ -84,6 +87,7 @@ def test_a_text_does_not_feel_its_neighbours() -> None:
 
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_pooling_with_padding_anywhere(array: Callable[..., Any]) -> None:
+    """Pooling ignores padding, even NaN; rows without tokens and zero vectors give zeros."""
     x = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
     x[0, 0] = np.nan  # padding may hold anything
     mask = array([[False, True, False, True], [False, False, False, False]])
@@ -96,7 +100,10 @@ def test_pooling_with_padding_anywhere(array: Callable[..., Any]) -> None:
     np.testing.assert_allclose(np.asarray(found), [[0.6, 0.8], [0.0, 0.0]], rtol=1e-6)
 
 
-def test_what_is_refused() -> None:
+def test_embeddings_refuse_invalid_arguments() -> None:
+    """Invalid options, texts, token ids and lengths are refused, and NaN raises with the text's
+    index.
+    """
     model, params = random_model("llama", num_hidden_layers=3)
 
     def run(texts: Any = ((1, 2),), **options: Any) -> None:
@@ -136,7 +143,10 @@ def run(run: Run) -> Run:
     return partial(run, "embed")
 
 
-def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:
+def test_embed_writes_one_row_per_line(run: Run, tmp_path: Path) -> None:
+    """Lines, also empty ones and with U+2028, give normalized means, equal as JSON, text, npy and
+    safetensors.
+    """
     lines = ["One day", "", "Once upon a time\u2028there was", "One day"]
     file = tmp_path / "texts"
     file.write_bytes("\n".join(lines).encode() + b"\n")
@@ -171,8 +181,8 @@ def test_the_command_gives_one_row_a_line(run: Run, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "e.npy"), expected, atol=1e-5)
 
 
-def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
-    """Equal to transformers on the dequantized weights, its states averaged with torch."""
+def test_embed_accepts_quantized_weights(run: Run, tmp_path: Path) -> None:
+    """The embedding equals transformers on the dequantized weights, averaged with torch."""
     table, text = tmp_path / "formats.json", "One day a cat"
     table.write_text('{"quantize": "int8"}')
     lm = jaxllm.load("demo:llama", dtype="float32", quantize="int8")
@@ -205,14 +215,14 @@ def test_the_command_takes_quantized_weights(run: Run, tmp_path: Path) -> None:
         (("--text", "a", "--precision", "nowhere"), "--precision: cannot read nowhere"),
     ],
 )
-def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
+def test_embed_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
     status, out, err = run(*options)
     assert (status, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_the_command_writes_over_nothing(run: Run, tmp_path: Path) -> None:
+def test_embed_refuses_to_overwrite(run: Run, tmp_path: Path) -> None:
     (tmp_path / "e.npy").write_bytes(b"mine")
     status, _, err = run("--text", "a", "--out", tmp_path / "e.npy")
     assert status == 1

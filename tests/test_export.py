@@ -21,7 +21,7 @@ from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
 from tests.conftest import ROOT, Run
-from tests.twins import random_model, save_random, tokens
+from tests.tiny_models import random_model, save_random, tokens
 
 N, M = 4, 13
 IDS = tokens(2, 8)
@@ -68,9 +68,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     return directory, model, params
 
 
-def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
-    plain: Any, tmp_path: Path
-) -> None:
+def test_exported_steps_run_without_model_code(plain: Any, tmp_path: Path) -> None:
+    """A new process that imports only the runtime modules gives the logits of forward."""
     _, model, params = plain
     rules = [("layers.0.*down_proj.*", "int4-g32"), ("layers.1.*o_proj.*", "int8"), (".*", None)]
     params, directory = quantize(params, rules), tmp_path / "mixed"
@@ -94,7 +93,7 @@ def test_a_fresh_process_without_the_model_gets_the_logits_of_forward(
 
 
 @pytest.mark.parametrize("name", list(SIGNATURES))
-def test_every_form_equals_forward(name: str, tmp_path: Path) -> None:
+def test_every_signature_equals_forward(name: str, tmp_path: Path) -> None:
     family, dtype, weights, form, what = SIGNATURES[name]
     layers: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     model, params = random_model(family, precision=Precision.uniform(dtype), **layers)
@@ -105,7 +104,7 @@ def test_every_form_equals_forward(name: str, tmp_path: Path) -> None:
     assert exporting.compare_logits(model, params, tmp_path)[what] < bar
 
 
-def test_compare_sees_a_difference(tmp_path: Path) -> None:
+def test_compare_logits_detects_different_weights(tmp_path: Path) -> None:
     model, params = random_model("llama", num_hidden_layers=1)
     exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M)
     other = random_model("llama", seed=1, num_hidden_layers=1)[1]
@@ -114,8 +113,10 @@ def test_compare_sees_a_difference(tmp_path: Path) -> None:
     assert min(differences.values()) > 0.1
 
 
-def test_the_manifest_is_the_program(plain: Any) -> None:
-    """Arguments of the StableHLO, read from its text: the manifest's, in order and form."""
+def test_manifest_matches_program(plain: Any) -> None:
+    """The StableHLO arguments are those of the manifest, in order and type, and no weight is a
+    constant.
+    """
     directory, _, params = plain
     manifest = json.loads((directory / "manifest.json").read_text())
     names = {"float32": "f32", "int32": "i32", "bool": "i1"}
@@ -134,14 +135,14 @@ def test_the_manifest_is_the_program(plain: Any) -> None:
         assert len(text) < 400_000
 
 
-def test_weights_lie_under_their_own_names(plain: Any) -> None:
+def test_weights_are_stored_under_parameter_names(plain: Any) -> None:
     directory, _, params = plain
     stored = load_file(directory / "weights.safetensors")
     for path, leaf in flatten(params):
         np.testing.assert_array_equal(stored[path], np.asarray(leaf))
 
 
-def test_one_export_for_several_platforms(plain: Any, tmp_path: Path) -> None:
+def test_export_supports_multiple_platforms(plain: Any, tmp_path: Path) -> None:
     _, model, params = plain
     exporting.export(
         model, params, tmp_path, num_tokens=N, max_tokens=M, step_names=["decode"],
@@ -150,7 +151,7 @@ def test_one_export_for_several_platforms(plain: Any, tmp_path: Path) -> None:
     assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
-def test_one_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
+def test_export_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
     _, model, params = plain
     exporting.export(
         model,
@@ -165,9 +166,12 @@ def test_one_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None
         runtime.load(tmp_path)
 
 
-def test_nothing_is_written_over_and_half_an_export_is_none(
+def test_export_overwrites_nothing_and_is_atomic(
     plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A failed or interrupted export leaves no files, existing files stay, and a folder without
+    manifest does not load.
+    """
     directory, model, params = plain
     again = {"num_tokens": N, "max_tokens": M, "batch": 2, "step_names": ["decode"]}
     with pytest.raises(CheckpointError, match="already holds an export"):
@@ -197,7 +201,8 @@ def test_nothing_is_written_over_and_half_an_export_is_none(
     assert list(runtime.load(tmp_path / "half").steps) == ["decode"]
 
 
-def test_native_kernels_are_left_out_or_named(plain: Any, tmp_path: Path) -> None:
+def test_native_kernels_are_omitted_or_listed(plain: Any, tmp_path: Path) -> None:
+    """By default the program has no native calls; with native=keep, the manifest lists them."""
     _, model, params = plain
     lengths = {"num_tokens": N, "max_tokens": M, "step_names": ["decode"]}
     left = json.loads((plain[0] / "manifest.json").read_text())
@@ -212,7 +217,7 @@ def test_native_kernels_are_left_out_or_named(plain: Any, tmp_path: Path) -> Non
     assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
-def test_a_call_that_nobody_else_knows_is_no_export(
+def test_unknown_custom_call_is_refused(
     plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model, params = plain
@@ -238,7 +243,7 @@ def test_a_call_that_nobody_else_knows_is_no_export(
         ({"native": "maybe"}, "native must be one of keep, leave-out; got 'maybe'"),
     ],
 )
-def test_options_that_are_none(
+def test_export_refuses_invalid_options(
     plain: Any, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     _, model, params = plain
@@ -249,7 +254,10 @@ def test_options_that_are_none(
     assert not (tmp_path / "x").exists()
 
 
-def test_the_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
+def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
+    """The command exports, compares with --check, applies --precision, and refuses invalid options
+    in one line.
+    """
     run = partial(run, "export")
     save_random(tmp_path / "model", "gpt2", n_layer=1)
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)

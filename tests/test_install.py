@@ -15,7 +15,7 @@ import torch
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.ops.native import INSTRUCTION_SETS
 from tests.conftest import ROOT
-from tests.twins import load_twin
+from tests.tiny_models import load_twin
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -86,9 +86,12 @@ def generates_story(packages: Path, story: str) -> bool:
     return run(packages, "generate", *options) == story
 
 
-def test_without_a_compiler_everything_works_and_it_is_said(
+def test_wheel_without_compiler_works_and_is_reported(
     sources: Path, story: str, tmp_path: Path
 ) -> None:
+    """Without a C++ compiler the build logs it, the wheel has no kernels, and it still generates
+    the text of transformers.
+    """
     bin = tmp_path / "bin"
     bin.mkdir()
     (bin / "python3").symlink_to(sys.executable)
@@ -104,9 +107,10 @@ def test_without_a_compiler_everything_works_and_it_is_said(
     assert facts["kernels"].startswith("none")
 
 
-def test_with_a_compiler_the_wheel_has_the_kernels(
-    sources: Path, story: str, tmp_path: Path
-) -> None:
+def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_path: Path) -> None:
+    """The wheel contains the kernels, the package and no C++ sources, and generates the text of
+    transformers.
+    """
     if shutil.which("c++") is None:
         pytest.skip("no C++ compiler found")
     built, _ = wheel(sources, tmp_path / "wheels")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,10 @@ def lm() -> Any:
     return random_model("llama", max_position_embeddings=4096)
 
 
-def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any, compiled: list[str]) -> None:
+def test_decode_2000_steps_compiles_and_leaks_nothing(lm: Any, compiled: list[str]) -> None:
+    """After 50 warm-up steps, 2000 steps with and without donation compile no program and add no
+    live array.
+    """
     model, params = lm
     cache = jaxllm.init_cache(model.config, 1, 2100)
     for step in range(2050):
@@ -33,7 +36,10 @@ def test_2000_steps_compile_nothing_and_leave_nothing_behind(lm: Any, compiled: 
     assert cache.length_B.tolist() == [2050]
 
 
-def test_weights_are_arguments_never_constants(lm: Any) -> None:
+def test_weights_are_arguments_not_constants(lm: Any) -> None:
+    """Lowering forward with the parameters as arguments captures no weight as a constant; closing
+    over them does.
+    """
     model, params = lm
     ids = np.zeros((1, 1), np.int32)
     largest = max(leaf.size for leaf in jax.tree.leaves(params))
@@ -48,7 +54,8 @@ def test_weights_are_arguments_never_constants(lm: Any) -> None:
     assert captured(lambda ids: jaxllm.forward(model, params, None, ids), ids)
 
 
-def test_eight_threads_sharing_params_and_cache_get_the_serial_answer(lm: Any) -> None:
+def test_decode_in_eight_threads_equals_serial(lm: Any) -> None:
+    """Eight threads that share parameters and a cache generate the tokens of a serial run."""
     model, params = lm
     cache = jaxllm.init_cache(model.config, 1, 64)
     _, cache = jaxllm.prefill(model, params, cache, tokens(1, 9))
@@ -75,7 +82,8 @@ def test_eight_threads_sharing_params_and_cache_get_the_serial_answer(lm: Any) -
     assert [parallel[s] for s in range(8)] == serial
 
 
-def test_an_abandoned_stream_leaves_everything_usable(lm: Any) -> None:
+def test_closed_stream_leaves_model_usable(lm: Any) -> None:
+    """Generating after a stream was closed early gives the tokens from before."""
     model, params = lm
     expected = jaxllm.generate(model, params, tokens(1, 5), max_new_tokens=6).token_BT.tolist()
     stream = jaxllm.stream(model, params, tokens(1, 5), max_new_tokens=6)

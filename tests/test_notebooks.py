@@ -43,14 +43,14 @@ def without_images(cells: list[Any]) -> list[Any]:
 SMALL = r"\b\d(?:\.\d+)?e-\d+\b"
 
 
-def test_every_notebook_is_a_pair() -> None:
+def test_every_notebook_has_paired_script() -> None:
     names = {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert names == {source.stem for source in SOURCES} != set()
 
 
 @pytest.mark.full  # the next test runs the cells of the .py file in every test run
 @each_notebook
-def test_the_pair_agrees(source: Path, tmp_path: Path) -> None:
+def test_notebook_equals_paired_script(source: Path, tmp_path: Path) -> None:
     converted = run("-m", "jupytext", "--to", "ipynb", "--output", "-", source, cwd=tmp_path)
 
     def text(notebook: Any) -> list[tuple[str, str]]:
@@ -60,7 +60,10 @@ def test_the_pair_agrees(source: Path, tmp_path: Path) -> None:
 
 
 @each_notebook
-def test_running_it_gives_what_it_shows(source: Path, tmp_path: Path) -> None:
+def test_notebook_execution_reproduces_stored_outputs(source: Path, tmp_path: Path) -> None:
+    """Running a notebook gives its stored cells and outputs; images are ignored and rounding errors
+    may differ.
+    """
     script = ROOT / "scripts" / "tools" / "execute_notebooks.py"
     run(script, source, "--output-dir", tmp_path, cwd=tmp_path)
     again = json.loads((tmp_path / f"{source.stem}.ipynb").read_text(encoding="utf-8"))

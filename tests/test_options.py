@@ -17,7 +17,7 @@ from jaxllm.generation.options import OPTIONS, GenerateOptions, check_options
 from jaxllm.generation.sampling.aliases import HINTS
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.penalties import RepetitionPenalty
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def lm(plain: Path) -> jaxllm.LM:
     return jaxllm.load(plain)
 
 
-def test_table_types_and_docstring_name_the_same_options() -> None:
+def test_options_table_matches_types_and_docstring() -> None:
     assert set(typing.get_type_hints(GenerateOptions)) == set(OPTIONS)
     documented = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
     assert set(OPTIONS) <= documented
@@ -79,7 +79,10 @@ WRONG: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", sorted(WRONG))
-def test_a_wrong_value_is_refused_by_name_everywhere(name: str, lm: jaxllm.LM) -> None:
+def test_invalid_option_values_are_refused_by_name(name: str, lm: jaxllm.LM) -> None:
+    """check_options, generate and stream refuse each invalid value in one line that names the
+    option.
+    """
     for value in WRONG[name]:
         for refused in (
             lambda: check_options({name: value}),  # noqa: B023
@@ -92,7 +95,7 @@ def test_a_wrong_value_is_refused_by_name_everywhere(name: str, lm: jaxllm.LM) -
             assert "\n" not in str(error.value)
 
 
-def test_every_wrong_value_of_a_call_is_told_at_once() -> None:
+def test_check_options_reports_all_invalid_values_together() -> None:
     with pytest.raises(SamplingError, match=r"top_p must be .*; max_new_tokens must be"):
         check_options({"top_p": 3, "max_new_tokens": "x", "chunk": 5})
 
@@ -110,14 +113,17 @@ def test_every_wrong_value_of_a_call_is_told_at_once() -> None:
         ("xyzzy", "help(jaxllm.LM.generate)"),
     ],
 )
-def test_unknown_names_are_answered_with_the_nearest(name: str, answer: str) -> None:
+def test_unknown_option_error_suggests_nearest_name(name: str, answer: str) -> None:
     with pytest.raises(SamplingError, match=re.escape(f"no option {name}")) as error:
         check_options({name: 1})
     assert answer in str(error.value)
     assert len(str(error.value)) < 200
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
+def test_incompatible_options_are_refused() -> None:
+    """Options of different decoding modes raise an error that names both; options at their default
+    value are accepted.
+    """
     for options, match in [
         ({"num_beams": 2, "guidance_scale": 2.0}, "beam search and guidance cannot"),
         ({"length_penalty": 2.0}, "generation does not take length_penalty, which requires beam"),
@@ -135,7 +141,10 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         check_options({"num_beams": 2}, "stream")
 
 
-def test_what_would_not_fit_into_memory_is_refused_before_it_is_asked_for(lm: jaxllm.LM) -> None:
+def test_oversized_requests_are_refused_before_allocation(lm: jaxllm.LM) -> None:
+    """Row counts, beams and capacities that exceed memory raise CapacityError, from the call or
+    from generation_config.json.
+    """
     for options in (
         {"num_return_sequences": 10**9},
         {"num_beams": 10**9},
@@ -151,7 +160,10 @@ def test_what_would_not_fit_into_memory_is_refused_before_it_is_asked_for(lm: ja
             next(lm.serve([{"prompt": [5]}], **sizes))
 
 
-def test_what_the_file_says_is_checked_like_what_the_caller_says(lm: jaxllm.LM) -> None:
+def test_generation_config_is_validated_like_call_options(lm: jaxllm.LM) -> None:
+    """Invalid values in generation_config.json raise an error unless the call overrides them;
+    unused and unknown fields are ignored.
+    """
     wrong = dataclasses.replace(lm, generation={"eos_token_id": "12", "top_p": "x"})
     with pytest.raises(SamplingError, match=r"generation_config.json: eos_token_id must be"):
         wrong.generate([5])
@@ -164,7 +176,10 @@ def test_what_the_file_says_is_checked_like_what_the_caller_says(lm: jaxllm.LM) 
     assert lm.generate([5], max_new_tokens=4, pad_token_id=0).tokens == greedy
 
 
-def test_prompts_are_lists_or_arrays(lm: jaxllm.LM) -> None:
+def test_generate_accepts_id_sequences_and_arrays(lm: jaxllm.LM) -> None:
+    """Lists, tuples, ranges and NumPy or JAX arrays of ids give equal tokens; anything else raises
+    TokenError.
+    """
     ids, options = [5, 6, 7], {"max_new_tokens": 3}
     single = lm.generate(ids, **options)
     for same in (np.array(ids), jnp.array(ids), tuple(ids), [np.int64(5), *ids[1:]], range(5, 8)):
@@ -182,7 +197,10 @@ def test_prompts_are_lists_or_arrays(lm: jaxllm.LM) -> None:
         lm.embed([[5, 2**40]])
 
 
-def test_a_random_seed_can_be_asked_for_and_is_reported(lm: jaxllm.LM) -> None:
+def test_random_seed_is_reported_and_reproducible(lm: jaxllm.LM) -> None:
+    """seed='random' draws a new seed per call; using the reported seed again gives the
+    same tokens.
+    """
     options: Any = {"temperature": 1.0, "max_new_tokens": 8}
     one, two = (lm.generate([5], seed="random", **options) for _ in range(2))
     assert one.seed != two.seed
@@ -199,7 +217,10 @@ def only_even(scores_BV: Any, context: Any) -> Any:
     return jnp.where(jnp.arange(scores_BV.shape[1]) % 2 == 0, scores_BV, -jnp.inf)
 
 
-def test_processors_and_samplers_of_ones_own_come_in_at_the_front_door(lm: jaxllm.LM) -> None:
+def test_custom_processors_and_samplers_are_applied(lm: jaxllm.LM) -> None:
+    """Custom logits processors and samplers apply in generate, stream and serve; library ones equal
+    the matching options.
+    """
     options: Any = {"max_new_tokens": 8, "logits_processor": [only_even]}
     even = lm.generate([5], **options)
     assert not any(token % 2 for token in even.tokens)
@@ -222,7 +243,10 @@ def test_processors_and_samplers_of_ones_own_come_in_at_the_front_door(lm: jaxll
         lm.generate([5], logits_processor=[lambda scores, context: scores[0]])
 
 
-def test_a_criterion_of_ones_own_ends_a_text(lm: jaxllm.LM) -> None:
+def test_custom_stopping_criterion_ends_generation(lm: jaxllm.LM) -> None:
+    """A criterion on the token ids stops generate, batched generate, serve, prompt lookup and
+    stream at the same token.
+    """
     free = lm.generate([5], max_new_tokens=8)
     cut: Any = {"max_new_tokens": 8, "stopping_criteria": lambda text, ids: len(ids) == 3}
     for found in (
@@ -236,7 +260,10 @@ def test_a_criterion_of_ones_own_ends_a_text(lm: jaxllm.LM) -> None:
     assert [p.token for p in lm.stream([5], **cut)] == free.tokens[:3]
 
 
-def test_a_criterion_reads_the_text() -> None:
+def test_custom_stopping_criterion_receives_decoded_text() -> None:
+    """The criterion receives the growing text and stops at the fourth space; log_probs equals
+    log-softmax of forward.
+    """
     demo = jaxllm.load("demo:llama", dtype="float32")
     seen: list[str] = []
 
@@ -259,7 +286,10 @@ def test_a_criterion_reads_the_text() -> None:
     np.testing.assert_allclose(scored, expected, atol=1e-4)
 
 
-def test_a_model_saves_itself_and_what_was_changed(lm: jaxllm.LM, tmp_path: Path) -> None:
+def test_lm_save_round_trips_changed_params(lm: jaxllm.LM, tmp_path: Path) -> None:
+    """A saved demo generates the same text after loading, and a changed norm weight is saved with
+    the model.
+    """
     demo = jaxllm.load("demo:gpt2")
     demo.save(tmp_path / "gpt2")
     again = jaxllm.load(tmp_path / "gpt2")
@@ -273,7 +303,10 @@ def test_a_model_saves_itself_and_what_was_changed(lm: jaxllm.LM, tmp_path: Path
     assert loaded.init_cache(2, 8).batch == 2
 
 
-def test_requests_with_equal_ids_are_answered_apart(lm: jaxllm.LM) -> None:
+def test_serve_keeps_requests_with_equal_ids_separate(lm: jaxllm.LM) -> None:
+    """Requests with repeated or unhashable ids each get the tokens of a single run, and invalid
+    requests get an error.
+    """
     requests: list[Any] = [
         {"prompt": [5], "id": 1},
         {"prompt": [6, 7]},
@@ -292,7 +325,8 @@ def test_requests_with_equal_ids_are_answered_apart(lm: jaxllm.LM) -> None:
     assert len(results) == 7
 
 
-def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
+def test_serve_cancels_requests(lm: jaxllm.LM) -> None:
+    """Cancelled requests return the tokens generated so far, and other requests are unaffected."""
     cancelled, never = threading.Event(), threading.Event()
     cancelled.set()
     counts = iter(range(99))
@@ -319,7 +353,8 @@ def test_a_request_can_be_cancelled(lm: jaxllm.LM) -> None:
     assert "cancelled must be a function" in str(error)
 
 
-def test_a_refusal_is_told_at_once(lm: jaxllm.LM) -> None:
+def test_serve_reports_invalid_request_immediately(lm: jaxllm.LM) -> None:
+    """An invalid request is answered before the next request is read."""
     consumed = []
 
     def arriving() -> Any:

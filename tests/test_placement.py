@@ -11,7 +11,7 @@ import numpy as np
 import jaxllm
 from jaxllm.compress.layers.layerwise import LayerInputs, map_layers
 from jaxllm.weights.paths import Params
-from tests.twins import save_random, tokens
+from tests.tiny_models import save_random, tokens
 
 CODE = """
 import sys, jax, numpy as np, jaxllm
@@ -51,7 +51,10 @@ np.save(sys.argv[4], np.stack(seen))
 FILES = ("m", "ids.npy", "out.npy", "seen.npy")
 
 
-def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
+def test_place_on_two_devices_equals_one_device(tmp_path: Path) -> None:
+    """With parameters and cache sharded by `place` over two devices, logits and layer inputs equal
+    a single device.
+    """
     save_random(tmp_path / "m", "llama")
     ids = tokens(1, 9)
     np.save(tmp_path / "ids.npy", ids)
@@ -78,7 +81,8 @@ def test_two_devices_give_what_one_gives(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.load(tmp_path / "seen.npy"), np.stack(seen), atol=1e-4)
 
 
-def test_every_array_of_a_quantized_model_is_asked_for_by_name(tmp_path: Path) -> None:
+def test_place_receives_every_array_path(tmp_path: Path) -> None:
+    """`place` is called with the path of every array of a quantized model and of an int8 cache."""
     save_random(tmp_path, "gpt2", n_layer=1)
     placed: dict[str, tuple[int, ...]] = {}
 

@@ -59,9 +59,8 @@ def test_page_runs_in_order(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Snippets share one namespace; no snippet has more than 22 lines of code.
-
-    Commands with a pipe, and scripts, run in a shell; the others share this process.
+    """Snippets share one namespace and have at most 22 lines. Commands with a pipe, and scripts,
+    run in a shell; all other commands run in this process.
     """
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     (tmp_path / "tests").symlink_to(ROOT / "tests")
@@ -90,7 +89,7 @@ def test_page_runs_in_order(
         assert (tmp_path / name).exists(), name
 
 
-def test_install_commands_are_the_makefiles() -> None:
+def test_readme_install_commands_match_makefile() -> None:
     for line in re.findall(r"\.venv/bin/\S+ .*", TEXT):
         words = shlex.split(line.split("#")[0])
         assert Path(words[0]).name in ("pip", "pytest", "jaxllm"), line
@@ -99,8 +98,10 @@ def test_install_commands_are_the_makefiles() -> None:
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)
 
 
-def test_links_lead_somewhere() -> None:
-    """Relative links of README, CONTRIBUTING and every page; every page is linked from README."""
+def test_relative_links_resolve_and_pages_are_linked() -> None:
+    """Relative links of README, CONTRIBUTING and every page resolve, and README links to every
+    page.
+    """
     for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for link in re.findall(r"\]\(([\w./-]+\.\w+)[)#]", file.read_text(encoding="utf-8")):
             assert (file.parent / link).exists(), f"{file.name}: {link}"
@@ -109,7 +110,7 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_lines_are_short(name: str) -> None:
+def test_readme_and_contributing_lines_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if len(line) > 120] == []
     assert name != "README.md" or len(lines) <= 150

@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, SamplingError, TokenError
-from tests.twins import BOTH, VOCAB, in_both, random_model, tokens
+from tests.tiny_models import BOTH, VOCAB, in_both, random_model, tokens
 
 TOLERANCE = 1e-5  # float32, between our own programs with different shapes
 
@@ -35,7 +35,7 @@ def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
 
 
 @in_both("lm", chunk=[5, 1, 2, 23, 300])
-def test_chunked_prefill_equals_no_cache(lm: Any, chunk: int) -> None:
+def test_chunked_prefill_equals_uncached_forward(lm: Any, chunk: int) -> None:
     model, params = lm
     ids = tokens(2, 23)
     whole = jaxllm.forward(model, params, None, ids).logits
@@ -46,7 +46,7 @@ def test_chunked_prefill_equals_no_cache(lm: Any, chunk: int) -> None:
     assert np.asarray(cache.tail.token_BS).tolist() == ids.tolist()
 
 
-def test_prefill_across_attention_blocks_equals_no_cache() -> None:
+def test_prefill_across_attention_blocks_equals_uncached_forward() -> None:
     model, params = random_model("llama", max_position_embeddings=1024)
     ids = tokens(2, 700)
     whole = jaxllm.forward(model, params, None, ids).logits
@@ -58,7 +58,7 @@ def test_prefill_across_attention_blocks_equals_no_cache() -> None:
         close(logits, whole[:, column])
 
 
-def test_token_by_token_equals_no_cache(lm: Any) -> None:
+def test_decode_steps_equal_uncached_forward(lm: Any) -> None:
     model, params = lm
     ids = tokens(2, 23)
     whole = jaxllm.forward(model, params, None, ids).logits
@@ -69,7 +69,10 @@ def test_token_by_token_equals_no_cache(lm: Any) -> None:
 
 
 @in_both("lm", side=["left", "right", "both", "scattered"])
-def test_padding_anywhere_equals_each_row_alone(lm: Any, side: str) -> None:
+def test_prefill_padded_rows_equal_single_rows(lm: Any, side: str) -> None:
+    """With padding on any side or scattered, prefill and the next decode step equal forward on each
+    row without padding.
+    """
     model, params = lm
     lengths, width = [5, 11, 1], 13
     ids = tokens(3, width)
@@ -95,7 +98,7 @@ def test_padding_anywhere_equals_each_row_alone(lm: Any, side: str) -> None:
         close(after[row], jaxllm.forward(model, params, None, longer).logits[0, -1])
 
 
-def test_trailing_padding_takes_no_slots(lm: Any) -> None:
+def test_prefill_trailing_padding_takes_no_slots(lm: Any) -> None:
     model, params = lm
     cache = jaxllm.init_cache(model.config, 2, 8)
     ids = tokens(2, 13)
@@ -103,7 +106,10 @@ def test_trailing_padding_takes_no_slots(lm: Any) -> None:
     assert int(cache.cursor) == 8  # the widest row, not the padded width of 15
 
 
-def test_reading_a_cache_changes_not_one_byte_of_it(lm: Any) -> None:
+def test_steps_leave_input_cache_bytes_unchanged(lm: Any) -> None:
+    """forward, decode_step, prefill and generate leave the bytes and buffers of the cache they read
+    unchanged.
+    """
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     before = bits(cache)
@@ -119,7 +125,9 @@ def test_reading_a_cache_changes_not_one_byte_of_it(lm: Any) -> None:
 
 
 def test_forward_copies_no_cache(lm: Any) -> None:
-    """The compiled program's memory does not grow with the cache: blocks are read in place."""
+    """The temporary memory of the compiled program does not grow with the cache: blocks are read in
+    place.
+    """
     model, params = lm
     ids, positions = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 7, jnp.int32)
 
@@ -136,7 +144,7 @@ def test_forward_copies_no_cache(lm: Any) -> None:
     assert temporary(1 << 16) - temporary(1 << 12) < 0.01 * cache_grows_by
 
 
-def test_one_cache_two_futures(lm: Any) -> None:
+def test_cache_supports_two_continuations(lm: Any) -> None:
     model, params = lm
     ids = tokens(1, 9)
     cache = filled(lm, ids)
@@ -148,7 +156,7 @@ def test_one_cache_two_futures(lm: Any) -> None:
     assert cache.length_B.tolist() == [9]
 
 
-def test_commit_of_a_forward_is_a_decode_step(lm: Any) -> None:
+def test_forward_then_commit_equals_decode_step(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     out = jaxllm.forward(model, params, cache, np.array([[3], [4]]))
@@ -161,7 +169,10 @@ def test_commit_of_a_forward_is_a_decode_step(lm: Any) -> None:
     )
 
 
-def test_donated_commit_writes_in_place_and_the_old_cache_is_refused_by_name(lm: Any) -> None:
+def test_donated_commit_reuses_buffers_and_invalidates_cache(lm: Any) -> None:
+    """A donated commit keeps the buffers, and any use of the old cache raises an error that names
+    the donation.
+    """
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     delta = jaxllm.forward(model, params, cache, np.array([[3], [4]])).delta
@@ -177,7 +188,7 @@ def test_donated_commit_writes_in_place_and_the_old_cache_is_refused_by_name(lm:
             use()
 
 
-def test_garbage_in_empty_slots_changes_no_bit(lm: Any) -> None:
+def test_nan_in_empty_slots_changes_no_bit(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(2, 9), capacity=600)
     empty = (cache.tail.position_BS < 0)[:, :, None, None]
@@ -193,8 +204,8 @@ def test_garbage_in_empty_slots_changes_no_bit(lm: Any) -> None:
     assert bits(clean_logits) == bits(dirty_logits)
 
 
-def test_causality_by_gradient(lm: Any) -> None:
-    """What a position computes depends on the embeddings up to it, and on all of them."""
+def test_forward_gradient_is_causal(lm: Any) -> None:
+    """A position's hidden state has gradients to all embeddings up to it, and to none after it."""
     model, params = lm
     table = "embed_tokens" if "embed_tokens" in params else "wte"
     ids = np.arange(12)[None]  # distinct tokens, so that each table row corresponds to one position
@@ -212,7 +223,8 @@ def test_causality_by_gradient(lm: Any) -> None:
         assert moved.tolist() == [i <= column for i in range(VOCAB)]
 
 
-def test_causality_by_perturbation(lm: Any) -> None:
+def test_forward_perturbation_is_causal(lm: Any) -> None:
+    """Changing one token changes the logits from its position on, and none before."""
     model, params = lm
     ids = tokens(1, 12)
     before = jaxllm.forward(model, params, None, ids).logits
@@ -223,7 +235,7 @@ def test_causality_by_perturbation(lm: Any) -> None:
         assert (np.asarray(moved[0]) > 0).tolist() == [i >= column for i in range(12)]
 
 
-def test_rows_do_not_see_each_other(lm: Any) -> None:
+def test_forward_permuting_rows_permutes_logits(lm: Any) -> None:
     model, params = lm
     ids = tokens(3, 8)
     rows = jaxllm.forward(model, params, None, ids).logits
@@ -231,7 +243,10 @@ def test_rows_do_not_see_each_other(lm: Any) -> None:
     assert bits(permuted) == bits(rows[jnp.array([2, 0, 1])])
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_overwritten(lm: Any) -> None:
+def test_full_cache_refuses_tokens_and_overwrites_nothing(lm: Any) -> None:
+    """prefill, generate, commit and decode_step refuse tokens beyond the capacity; only the padding
+    of a chunk may exceed it.
+    """
     model, params = lm
     ids = tokens(1, 10)
     cache = filled(lm, ids, capacity=12)
@@ -251,7 +266,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_overwritten(lm: Any) -> Non
         jaxllm.decode_step(model, params, full, np.array([1]))
 
 
-def test_an_overflow_inside_a_compiled_loop_drops_the_token_and_shows(lm: Any) -> None:
+def test_overflow_inside_jit_drops_tokens_and_is_detected(lm: Any) -> None:
+    """Inside jit, overflowing tokens are dropped without overwriting others, and the next call
+    outside jit raises an error.
+    """
     model, params = lm
     cache = filled(lm, tokens(1, 10), capacity=11)
 
@@ -268,7 +286,8 @@ def test_an_overflow_inside_a_compiled_loop_drops_the_token_and_shows(lm: Any) -
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB, 2**31 - 1, -(2**31)])
-def test_token_ids_out_of_range_are_refused(lm: Any, token: int) -> None:
+def test_steps_refuse_out_of_range_token_ids(lm: Any, token: int) -> None:
+    """Out-of-range ids raise TokenError; inside jit they give NaN logits in their own row only."""
     model, params = lm
     cache = filled(lm, tokens(2, 3))
     ids = np.array([[5, 6], [5, token]])
@@ -286,7 +305,7 @@ def test_token_ids_out_of_range_are_refused(lm: Any, token: int) -> None:
     assert not np.isnan(np.asarray(logits)[0]).any()
 
 
-def test_positions_the_model_lacks_are_refused() -> None:
+def test_steps_refuse_out_of_range_positions() -> None:
     model, params = random_model("gpt2")
     with pytest.raises(TokenError, match="position 97 is out of range"):
         jaxllm.forward(model, params, None, tokens(1, 98))
@@ -296,7 +315,7 @@ def test_positions_the_model_lacks_are_refused() -> None:
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
 
 
-def test_wrong_shapes_and_foreign_caches_are_refused(lm: Any) -> None:
+def test_steps_refuse_wrong_shapes_and_mismatched_caches(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(2, 3))
     with pytest.raises(TokenError, match=r"\[B, T\]"):
@@ -313,7 +332,7 @@ def test_wrong_shapes_and_foreign_caches_are_refused(lm: Any) -> None:
         jaxllm.forward(model, params, foreign, tokens(2, 1))
 
 
-def test_a_list_is_as_good_as_an_array(lm: Any) -> None:
+def test_forward_accepts_list_of_lists(lm: Any) -> None:
     model, params = lm
     a = jaxllm.forward(model, params, None, [[1, 2, 3]]).logits
     b = jaxllm.forward(model, params, None, np.array([[1, 2, 3]])).logits
@@ -345,7 +364,10 @@ def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
     assert np.abs(gradient[1]).max() == 0  # another row
 
 
-def test_attention_weights_are_what_the_mass_is_made_of(lm: Any) -> None:
+def test_attention_weights_sum_to_attention_mass(lm: Any) -> None:
+    """Weights sum to 1 over the slots, are causal, and summed over heads and queries give the
+    attention mass.
+    """
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     after = tokens(2, 5, seed=1)
@@ -363,7 +385,10 @@ def test_attention_weights_are_what_the_mass_is_made_of(lm: Any) -> None:
         jaxllm.forward(model, params, cache, after, attention_weights=True, attention_mass=True)
 
 
-def test_attention_weights_of_heads_that_share_keys_add_up_to_their_heads() -> None:
+def test_attention_weights_with_gqa_reproduce_head_outputs() -> None:
+    """With shared key-value heads and a window, the weights times the values give the output of
+    each head.
+    """
     model, params = random_model("mistral", sliding_window=4)
     ids = tokens(1, 9)
     out = jaxllm.forward(model, params, None, ids, attention_weights=True)
@@ -379,7 +404,10 @@ RAGGED = [[1, 2, 3], [4, 5]]
 OUTSIDE = [2**31 + 5, -(2**40), 2**70]
 
 
-def test_what_is_no_array_of_tokens_is_refused_by_name(lm: Any) -> None:
+def test_steps_refuse_invalid_token_arrays(lm: Any) -> None:
+    """Ragged, non-integer, missing or too large tokens raise TokenError in every step
+    and decoder.
+    """
     model, params = lm
     cache = filled(lm, tokens(2, 5))
     for wrong in (RAGGED, [[1.5, 2], [3, 4]], [["1"], ["2"]], [[True], [False]], None, 5, {}):
@@ -407,7 +435,7 @@ def test_what_is_no_array_of_tokens_is_refused_by_name(lm: Any) -> None:
             jaxllm.generate(model, params, [[1, token]], max_new_tokens=2)
 
 
-def test_sizes_and_lengths_are_whole_numbers(lm: Any) -> None:
+def test_steps_refuse_invalid_sizes_and_lengths(lm: Any) -> None:
     model, params = lm
     cache, ids = filled(lm, tokens(2, 5)), tokens(2, 5)
     for lengths in ([4.5, 5.0], [True, True], ["4", "5"], [2**40, 5], [0, 5], [5]):
@@ -429,7 +457,7 @@ def test_sizes_and_lengths_are_whole_numbers(lm: Any) -> None:
             jaxllm.generate(model, params, ids, max_new_tokens=2, seed=seed)
 
 
-def test_numbers_of_numpy_and_jax_are_numbers(lm: Any) -> None:
+def test_generate_accepts_numpy_and_jax_scalars(lm: Any) -> None:
     model, params = lm
     ids, hot = tokens(1, 5), jaxllm.make_sampler(temperature=1.0)
 
@@ -445,7 +473,7 @@ def test_numbers_of_numpy_and_jax_are_numbers(lm: Any) -> None:
     assert sample(4, np.uint64(5), (np.int32(2),)) == plain
 
 
-def test_what_is_no_cache_is_refused_by_name(lm: Any) -> None:
+def test_steps_refuse_objects_other_than_kvcache(lm: Any) -> None:
     model, params = lm
     for wrong in ({}, "x", 5, lm):
         with pytest.raises(CacheMismatchError, match="must be a KVCache"):

@@ -2,8 +2,9 @@
 
     python scripts/benchmarks/family_table.py [NAME ...] [--new-tokens 64]
 
-One decision: what is compared are the models of the tests (tests/twins.py), every tensor random, in
-float32 at every stage and in half precision at the logits. Stages of one kind are told together, by
+One decision: what is compared are the models of the tests (tests/tiny_models.py), every tensor
+random, in float32 at every stage and in half precision at the logits. Stages of one kind are told
+together, by
 the largest difference of any layer as a share of the largest number of its stage. Of bfloat16 and
 float16 the distances (RMS) of ours and of transformers' logits to transformers' in float32.
 Example: python scripts/benchmarks/family_table.py qwen3 gemma2
@@ -57,7 +58,7 @@ def differences(report: Report, f: Family) -> dict[str, float]:
 
 def row(name: str, scratch: Path, new_tokens: int) -> str:
     """A family's line of the table."""
-    from tests.twins import load_twin, save_random, tokens
+    from tests.tiny_models import load_twin, save_random, tokens
 
     save_random(scratch, name)
     twin = load_twin(scratch)
@@ -116,5 +117,7 @@ def main() -> None:
 if __name__ == "__main__":
     import sys
 
-    sys.path.insert(0, str(ROOT))  # tests/twins.py stands beside, in no package that is installed
+    sys.path.insert(
+        0, str(ROOT)
+    )  # tests/tiny_models.py stands beside, in no package that is installed
     main()

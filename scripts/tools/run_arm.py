@@ -92,7 +92,7 @@ def _weight(matrix: Any) -> bytes:
 def cases(seed: int) -> bytes:
     """All of them, as the driver reads them."""
     from jaxllm.ops.native import Kind
-    from tests.ops.direct import bfloat16
+    from tests.ops.ctypes_kernels import bfloat16
     from tests.ops.samples import FORMATS, INPUTS, brute_force, cached, inputs, rounded
 
     rng, out = np.random.default_rng(seed), []

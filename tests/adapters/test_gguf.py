@@ -14,9 +14,9 @@ from jaxllm.adapters.attach import Adapter
 from jaxllm.cli.options import _parse_adapters
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
-from tests.adapters.made import random_adapter
-from tests.convert.gguf.made import permuted
-from tests.twins import assert_close, random_model, tokens
+from tests.adapters.random_adapters import random_adapter
+from tests.convert.gguf.gguf_files import permuted
+from tests.tiny_models import assert_close, random_model, tokens
 
 NAMES = {  # llama.cpp's names
     "llama": {
@@ -69,7 +69,8 @@ def write(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_adapter_of_gguf_is_that_of_peft(family: str, tmp_path: Path) -> None:
+def test_gguf_adapter_equals_peft_adapter(family: str, tmp_path: Path) -> None:
+    """A GGUF adapter gives PEFT's matrices, and the logits of weights with alpha / r B A added."""
     model, params, adapter = model_and_adapter(family)
     found = read_adapter(write(tmp_path / "a.gguf", family, adapter, model.config), model.config)
     assert found.matrices.keys() == adapter.matrices.keys()
@@ -93,7 +94,8 @@ def test_an_adapter_of_gguf_is_that_of_peft(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_what_is_written_is_what_llama_cpp_writes(family: str, tmp_path: Path) -> None:
+def test_written_adapter_equals_llama_cpp(family: str, tmp_path: Path) -> None:
+    """A written adapter has the tensors and keys that llama.cpp's converter writes."""
     model, _, adapter = model_and_adapter(family)
     write(tmp_path / "theirs.gguf", family, adapter, model.config)
     write_gguf_adapter(tmp_path / "ours.gguf", adapter, model.config)
@@ -106,7 +108,8 @@ def test_what_is_written_is_what_llama_cpp_writes(family: str, tmp_path: Path) -
         assert ours.fields[key].contents() == theirs.fields[key].contents()
 
 
-def test_scales_of_other_kinds_go_into_the_matrices(tmp_path: Path) -> None:
+def test_writing_folds_scales_into_matrices(tmp_path: Path) -> None:
+    """Scales that GGUF cannot express (rsLoRA, alpha patterns) are folded into the matrices."""
     model, params, _ = model_and_adapter("llama")
     lora = LoraConfig(r=4, lora_alpha=6.0, target_modules=["q_proj", "o_proj"], use_rslora=True,
                       alpha_pattern={"o_proj": 3.0})  # fmt: skip
@@ -121,7 +124,7 @@ def test_scales_of_other_kinds_go_into_the_matrices(tmp_path: Path) -> None:
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_dora_has_no_form(tmp_path: Path) -> None:
+def test_dora_cannot_be_written_to_gguf(tmp_path: Path) -> None:
     model, params, _ = model_and_adapter("llama")
     lora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
     adapter = random_adapter(model.config, params, lora)
@@ -129,8 +132,10 @@ def test_dora_has_no_form(tmp_path: Path) -> None:
         write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
 
 
-def test_what_is_one_matrix_there_and_several_here_has_no_form(tmp_path: Path) -> None:
-    """Phi-3's queries, keys and values would need one `lora_a`."""
+def test_adapter_on_fused_matrix_is_refused(tmp_path: Path) -> None:
+    """GGUF fuses Phi-3's queries, keys and values into one matrix, which would need one shared
+    lora_a.
+    """
     model, params = random_model("phi3", num_hidden_layers=1)
     for name, module in {"q_proj": "attn_qkv", "gate_proj": "ffn_up"}.items():
         lora = LoraConfig(r=2, target_modules=[name])
@@ -178,7 +183,8 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_adapter_of_the_model_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_invalid_gguf_adapter_is_refused(case: str, tmp_path: Path) -> None:
+    """A GGUF file that is not an adapter for this model raises an error that names the problem."""
     change, message = BAD[case]
     model, _, adapter = model_and_adapter("llama")
 
@@ -194,9 +200,10 @@ def test_what_is_no_adapter_of_the_model_is_refused_by_name(case: str, tmp_path:
         read_adapter(write(tmp_path / "a.gguf", "llama", adapter, model.config, also), model.config)
 
 
-def test_a_file_is_taken_where_a_directory_is(
-    shallow: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_gguf_file_works_as_adapter_path(shallow: Callable[[str], Path], tmp_path: Path) -> None:
+    """A GGUF file is accepted where an adapter directory is, and its name comes from
+    the file name.
+    """
     lm = jaxllm.load(shallow("llama"))
     lora = LoraConfig(r=2, lora_alpha=64.0, target_modules=["q_proj", "down_proj"])
     adapter = random_adapter(lm.config, lm.params, lora)

@@ -28,8 +28,8 @@ from jaxllm.adapters import (
 from jaxllm.adapters.targets import list_targets, resolve_targets
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import build
-from tests.adapters.made import random_adapter
-from tests.twins import Twin, assert_close, load_twin, save_random, tokens
+from tests.adapters.random_adapters import random_adapter
+from tests.tiny_models import Twin, assert_close, load_twin, save_random, tokens
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 # Model family and PEFT's LoRA options.
@@ -131,9 +131,12 @@ DAILY = ("patterns", "tables", "layers", "conv1d-dora", "fused", "fused-dora", "
 @pytest.mark.parametrize(
     "name", [n if n in DAILY else pytest.param(n, marks=pytest.mark.full) for n in PEFT_OPTIONS]
 )
-def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
+def test_peft_checkpoints_round_trip_with_equal_logits(
     twins: dict[str, Twin], name: str, tmp_path: Path
 ) -> None:
+    """Adapters written by PEFT give PEFT's logits here, merged or not, and PEFT loads the adapters
+    written here bit for bit.
+    """
     family, options = PEFT_OPTIONS[name]
     twin = twins[family]
     theirs = adapted_by_peft(twin, **options)
@@ -161,10 +164,10 @@ def test_we_read_what_peft_wrote_and_it_reads_what_we_write(
         np.testing.assert_array_equal(tensor, kept[key])
 
 
-def test_what_was_trained_apart_is_one_module_of_peft(
-    twins: dict[str, Twin], tmp_path: Path
-) -> None:
-    """Each with an A and a rank of its own, and one of them without: PEFT's is as wide as all."""
+def test_separate_adapters_write_as_fused_module(twins: dict[str, Twin], tmp_path: Path) -> None:
+    """Separate adapters of q, v and gate_up, with different ranks, are written as PEFT's fused
+    modules with equal logits.
+    """
     twin = twins["phi3"]
     lora = LoraConfig(
         r=2, lora_alpha=6, target_modules=("q_proj", "v_proj", "gate_up_proj"),
@@ -200,8 +203,10 @@ def test_what_was_trained_apart_is_one_module_of_peft(
         r"model\.layers\.\d+\.(?>mlp|self_attn)\.(?:up|o)_proj",
     ],
 )
-def test_look_around_matches_what_peft_matches(twins: dict[str, Twin], regex: str) -> None:
-    """For target_modules, exclude_modules, rank_pattern and alpha_pattern."""
+def test_target_regexes_match_like_peft(twins: dict[str, Twin], regex: str) -> None:
+    """Lookaround regexes match PEFT's modules in target_modules, exclude_modules, rank_pattern and
+    alpha_pattern.
+    """
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key
 
@@ -273,9 +278,12 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
         ({"target_modules": ["k_proj"]}, "is an adapter for another model: no tensor"),
     ],
 )
-def test_what_the_configuration_asks_for_in_vain_is_refused(
+def test_unsupported_peft_config_is_refused(
     twins: dict[str, Twin], written: Path, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    """A PEFT configuration that is unsupported or does not fit the model or its tensors raises an
+    error that names the field.
+    """
     data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
     (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **changes}))
     save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
@@ -285,9 +293,10 @@ def test_what_the_configuration_asks_for_in_vain_is_refused(
     assert all(name in str(caught.value) for name in changes if "supported" in message)
 
 
-def test_fields_without_effect_are_not_refused(
+def test_unused_peft_fields_are_accepted(
     twins: dict[str, Twin], written: Path, tmp_path: Path
 ) -> None:
+    """Configuration fields that change nothing are accepted."""
     data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
     more = {
         "megatron_core": "megatron.core",
@@ -303,9 +312,12 @@ def test_fields_without_effect_are_not_refused(
     assert read_adapter(tmp_path, twins["llama"].config).config.r == 2
 
 
-def test_files_that_are_none_or_broken_are_refused(
+def test_missing_or_damaged_adapter_files_are_refused(
     twins: dict[str, Twin], written: Path, tmp_path: Path
 ) -> None:
+    """Missing files, pickles, NaN, a changed embedding table and an occupied output directory raise
+    errors.
+    """
     config = twins["llama"].config
     with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
         read_adapter(tmp_path, config)

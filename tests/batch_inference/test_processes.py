@@ -16,10 +16,17 @@ from jaxllm.batch_inference.processes import ProcessWorkers, assign_cores
 from jaxllm.batch_inference.rows import read_lines
 from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import CheckpointError
-from tests.batch_inference.killing import alive, children, start_jaxllm
-from tests.batch_inference.loads import HANGS, KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
+from tests.batch_inference.crashing_models import (
+    HANGS,
+    KILLER,
+    ONCE,
+    OPTIONS,
+    RAISER,
+    load_crashing_lm,
+)
+from tests.batch_inference.process_kills import alive, children, start_jaxllm
 from tests.conftest import Run
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +40,10 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
-    model: Path, tmp_path: Path
-) -> None:
+def test_crashing_rows_fail_without_affecting_other_rows(model: Path, tmp_path: Path) -> None:
+    """Only rows that crash their worker or raise get an error; all other rows equal single requests
+    with the same seed.
+    """
     prompts = [[5 + n, 6] for n in range(12)]
     prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
     rows = read_lines(map(json.dumps, prompts))
@@ -53,10 +61,10 @@ def test_rows_that_end_workers_fail_alone_and_others_are_as_if_alone(
         assert answers[n]["tokens"] == single.tokens
 
 
-def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
-    model: Path, tmp_path: Path
-) -> None:
-    """By a clock that goes on while the row hangs: no other is late, however slow the machine."""
+def test_hanging_row_fails_after_two_tries(model: Path, tmp_path: Path) -> None:
+    """A row that never returns is tried twice and then fails. A fake clock advances only while the
+    row hangs, so no other row times out.
+    """
     hung, messages, ticks = model / "hung", list[str](), [0]
     late = "a worker had no answer after 0.4 s and was killed"
 
@@ -80,7 +88,8 @@ def test_a_row_that_is_never_answered_is_tried_twice_and_has_failed(
     assert messages == [late, "a worker has crashed; lines 4 to 6 run again"] * 2
 
 
-def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
+def test_model_load_error_is_raised_once(tmp_path: Path) -> None:
+    """A model that cannot be loaded raises its error once, not once per worker."""
     rows = read_lines(["[5]", "[6]"])
     job = BatchJob(task="generate", options=OPTIONS, group=1)
     with pytest.raises(CheckpointError, match="nowhere"):
@@ -92,7 +101,7 @@ def test_a_model_that_cannot_be_loaded_is_said_once(tmp_path: Path) -> None:
         )
 
 
-def test_cores_are_shared_out() -> None:
+def test_cores_are_divided_between_workers() -> None:
     cores = sorted(os.sched_getaffinity(0))
     assert assign_cores(1, len(cores)) == [cores]
     assert assign_cores(len(cores), 1) == [[core] for core in cores]
@@ -100,9 +109,8 @@ def test_cores_are_shared_out() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_killed_driver_leaves_no_worker_and_goes_on(
-    model: Path, tmp_path: Path, run: Run
-) -> None:
+def test_killed_driver_leaves_no_workers_and_resumes(model: Path, tmp_path: Path, run: Run) -> None:
+    """After SIGKILL the workers exit, and --resume completes the output byte for byte."""
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
     options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--batch-size", 2]
@@ -127,8 +135,10 @@ def test_a_killed_driver_leaves_no_worker_and_goes_on(
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "whole"}
 
 
-def test_an_interrupted_driver_leaves_one_line(model: Path, tmp_path: Path) -> None:
-    """Nothing follows it: neither a worker nor multiprocessing has anything left to clean up."""
+def test_interrupted_driver_prints_one_line(model: Path, tmp_path: Path) -> None:
+    """After SIGINT stderr holds one line: neither workers nor multiprocessing print anything on
+    exit.
+    """
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(400)))
     options = ["-n", 24, "--group", 2, "--batch-size", 2, "--workers", 2]

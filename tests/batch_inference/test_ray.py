@@ -19,9 +19,9 @@ from jaxllm.batch_inference.ray_data import RayWorkers, connect_ray
 from jaxllm.batch_inference.rows import read_lines
 from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import ConfigError
-from tests.batch_inference.loads import KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
+from tests.batch_inference.crashing_models import KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
 from tests.conftest import ROOT
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 pytestmark = [
     pytest.mark.full,
@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("task", ["generate", "score", "embed"])
-def test_actors_answer_what_this_process_answers(
+def test_ray_actors_equal_in_process_results(
     task: str, ray: Any, model: Path, tmp_path: Path
 ) -> None:
     rows = read_lines([json.dumps([5 + n] * (1 + n % 5)) for n in range(20)] + ["{", "[999999]"])
@@ -71,9 +71,8 @@ def test_actors_answer_what_this_process_answers(
         assert one == other
 
 
-def test_actors_that_end_are_replaced_and_rows_that_end_them_fail(
-    ray: Any, model: Path, tmp_path: Path
-) -> None:
+def test_crashed_actors_are_replaced_and_rows_fail(ray: Any, model: Path, tmp_path: Path) -> None:
+    """Crashed actors are replaced; only rows that crash them repeatedly or raise get an error."""
     prompts = [[5 + n, 6] for n in range(12)]
     prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
     rows = read_lines(map(json.dumps, prompts))
@@ -90,7 +89,7 @@ def test_actors_that_end_are_replaced_and_rows_that_end_them_fail(
         assert answers[n]["tokens"] == single.tokens
 
 
-def test_what_is_wrong_with_the_model_is_said(ray: Any, tmp_path: Path) -> None:
+def test_model_load_error_is_raised(ray: Any, tmp_path: Path) -> None:
     job = BatchJob(task="generate", options=OPTIONS)
     load = partial(jaxllm.load, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
@@ -121,7 +120,10 @@ def ask(url: str, request: Any) -> tuple[int, list[Any], int]:
         return error.code, [json.loads(error.read())], 1
 
 
-def test_requests_share_a_batch_and_stream(url: str) -> None:
+def test_deployment_requests_share_batch_and_stream(url: str) -> None:
+    """Concurrent requests to Ray Serve equal single requests, and streamed answers come in several
+    pieces.
+    """
     lm = jaxllm.load("demo:llama")
     prompts = ["Once upon a time", "One day", "The cat", "There was", "A boy", "Mom"]
     options = {"max_new_tokens": 30, "temperature": 0.9}
@@ -153,13 +155,13 @@ def test_requests_share_a_batch_and_stream(url: str) -> None:
         ([1], "an object with a prompt"),
     ],
 )
-def test_wrong_requests_are_answered_by_name(url: str, request_: Any, message: str) -> None:
+def test_invalid_requests_return_400_with_reason(url: str, request_: Any, message: str) -> None:
     status, (answer,), _ = ask(url, request_)
     assert status == 400
     assert message in answer["error"]
 
 
-def test_arguments_of_the_deployment_are_checked(ray: Any) -> None:
+def test_deployment_arguments_are_checked(ray: Any) -> None:
     with pytest.raises(ConfigError, match="no argument modle: did you mean model"):
         build({"modle": "demo:llama"})
     with pytest.raises(ConfigError, match="whole numbers"):

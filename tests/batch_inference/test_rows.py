@@ -17,7 +17,7 @@ from jaxllm.batch_inference.runner import run_job, stream
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import split_lines
 from jaxllm.generation import embeddings
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 LINES = [
     '{"prompt": [5], "id": 1}',
@@ -57,7 +57,8 @@ def job(task: str = "generate", **changes: Any) -> BatchJob:
     return BatchJob(**{"task": task, "options": options, "rows": 2, "group": 8, **changes})
 
 
-def test_a_bad_line_stops_nobody_else(lm: Any) -> None:
+def test_invalid_line_leaves_other_rows_unaffected(lm: Any) -> None:
+    """Each unreadable line gets an error in its place, and all other rows equal single requests."""
     found = list(stream(read_lines(LINES), job(), InProcessWorkers(lambda: lm)))
     assert [a["line"] for a in found] == [*range(1, 21), 22]
     answered = {a["line"]: a for a in found if "error" not in a}
@@ -67,7 +68,8 @@ def test_a_bad_line_stops_nobody_else(lm: Any) -> None:
         assert answered[line]["id"] == name
 
 
-def test_a_row_draws_with_the_seed_of_its_id_or_its_own(lm: Any) -> None:
+def test_row_seed_derives_from_id_unless_given(lm: Any) -> None:
+    """A row samples with the seed derived from its id, or with its own seed field."""
     lines = ['{"prompt": [5], "id": "a"}', '{"prompt": [5]}', '{"prompt": [5], "seed": 7}']
     options = {"max_new_tokens": 5, "temperature": 1.5, "seed": 3}
     found = list(stream(read_lines(lines), job(options=options), InProcessWorkers(lambda: lm)))
@@ -81,8 +83,8 @@ def test_a_row_draws_with_the_seed_of_its_id_or_its_own(lm: Any) -> None:
 SEPARATORS = "\u2028\u2029\x85\v\f"
 
 
-def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
-    """Separators that JSON strings may hold as they are do not end a row."""
+def test_rows_end_at_line_feeds_only(tmp_path: Path) -> None:
+    """Unicode separators that JSON strings may contain unescaped do not end a row."""
     texts = [f"one{c}two" for c in "\u2028\u2029\x85"]
     lines = [json.dumps(text, ensure_ascii=False) for text in texts]
     assert split_lines(f"a{SEPARATORS}b\r\nc\n") == [f"a{SEPARATORS}b", "c"]
@@ -94,14 +96,15 @@ def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
         assert [(row.line, row.id) for row in rows] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_a_prompt_of_another_kind_is_named() -> None:
+def test_invalid_prompt_type_is_reported_by_line() -> None:
+    """A row with a missing prompt, or one of a wrong type, reports its line number."""
     rows = read_lines(['{"prompt": 5}', '{"prompt": null}', '{"text": "x"}'])
     assert rows[0].complaint == ("line 1: prompt must be a text or a list of token ids, got 5")
     assert [row.complaint for row in rows[1:]] == ["line 2 has no prompt", "line 3 has no prompt"]
 
 
-def test_rows_of_one_id_draw_by_themselves(lm: Any) -> None:
-    """Seeds of rows with the same id differ, and depend on no other rows."""
+def test_rows_with_equal_ids_get_distinct_seeds(lm: Any) -> None:
+    """Seeds of rows with the same id differ and do not depend on rows with other ids."""
     lines = [json.dumps({"prompt": [5], "id": name}) for name in ("a", "b", "a", "a")]
     options = {"max_new_tokens": 3, "temperature": 1.5, "seed": 3}
     found = list(stream(read_lines(lines), job(options=options), InProcessWorkers(lambda: lm)))
@@ -111,7 +114,7 @@ def test_rows_of_one_id_draw_by_themselves(lm: Any) -> None:
     assert [a["id"] for a in found] == ["a", "b", "a", "a"]
 
 
-def test_groups_do_not_change_what_is_drawn(lm: Any) -> None:
+def test_group_size_does_not_change_samples(lm: Any) -> None:
     rows = read_lines([json.dumps([5 + i, 6]) for i in range(7)])
     options = {"max_new_tokens": 5, "temperature": 1.5}
     each = [
@@ -124,7 +127,8 @@ def test_groups_do_not_change_what_is_drawn(lm: Any) -> None:
     assert each[0] == each[1] == each[2]
 
 
-def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
+def test_score_and_embed_equal_model_results(lm: Any) -> None:
+    """Batch scores and embeddings equal log_probs and embed, and invalid rows get an error."""
     texts = [[5, 6, 7], [8], [9] * 12, [10**6]]
     rows = read_lines(map(json.dumps, texts))
     scored = list(stream(rows, job("score"), InProcessWorkers(lambda: lm)))
@@ -146,7 +150,10 @@ def test_scores_and_embeddings_are_those_of_the_model(lm: Any) -> None:
         assert answer["error"] == f"line 1: {task} does not support temperature in a row"
 
 
-def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> None:
+def test_scoring_buckets_lengths_into_few_programs(lm: Any) -> None:
+    """Scoring 40 texts of 1 to 30 tokens compiles at most three shapes, and each result equals
+    log_probs of its text.
+    """
     texts = [[(7 * n + i) % 100 for i in range(1 + n % 30)] for n in range(40)]
     rows = read_lines(map(json.dumps, texts))
     before = embeddings._log_probs._cache_size()
@@ -157,7 +164,8 @@ def test_texts_of_like_lengths_are_scored_together_in_few_shapes(lm: Any) -> Non
         np.testing.assert_allclose(np.float32(answer["logprobs"]), expected, rtol=0, atol=1e-5)
 
 
-def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:
+def test_invalid_job_options_are_refused_before_running(lm: Any) -> None:
+    """Options that no row could use raise an error before any row runs."""
     rows, here = read_lines(["[5]"]), InProcessWorkers(lambda: lm)
     for asked, message in (
         (job("scores"), "generate, score, embed: got 'scores': did you mean score"),
@@ -171,7 +179,8 @@ def test_options_that_no_row_could_have_are_refused_at_once(lm: Any) -> None:
         job(options={"seed": "random"})
 
 
-def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) -> None:
+def test_parquet_equals_json_lines(lm: Any, tmp_path: Path) -> None:
+    """Parquet and JSON lines with the same rows give the same output, as input and as output."""
     prompts: list[Any] = [[5, 6], [7], [10**6], [8, 9, 10]]
     table = {"prompt": prompts, "id": ["a", "b", "c", None], "seed": [1, None, None, 4]}
     parquet, lines = tmp_path / "in.parquet", tmp_path / "in.jsonl"
@@ -196,7 +205,8 @@ def test_parquet_in_and_out_says_what_json_lines_say(lm: Any, tmp_path: Path) ->
         }
 
 
-def test_numbers_keep_their_bits_in_either_form(lm: Any, tmp_path: Path) -> None:
+def test_embeddings_round_trip_exactly_in_both_formats(lm: Any, tmp_path: Path) -> None:
+    """Embeddings written to Parquet or JSON lines read back bit for bit."""
     rows = read_lines(["[5, 6, 7]", "[8, 9]"])
     for name in ("a.parquet", "a.jsonl"):
         run_job(rows, job("embed"), InProcessWorkers(lambda: lm), tmp_path / name)
@@ -208,7 +218,10 @@ def test_numbers_keep_their_bits_in_either_form(lm: Any, tmp_path: Path) -> None
         assert np.array_equal(np.float32(found), expected)
 
 
-def test_a_data_set_as_it_is_gives_one_field(tmp_path: Path) -> None:
+def test_field_option_reads_prompts_from_column(tmp_path: Path) -> None:
+    """With field, the named column is the prompt and other columns are ignored; missing columns and
+    invalid files raise errors.
+    """
     table = pyarrow.table({"id": [4, 5], "text": ["one", None], "url": [b"x", b"y"]})
     pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
     one, two = read_rows(tmp_path / "set.parquet", field="text")

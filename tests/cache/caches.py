@@ -9,7 +9,7 @@ import pytest
 import jaxllm
 from jaxllm.ops import dequantize
 from jaxllm.weights.precision import Precision
-from tests.twins import random_model
+from tests.tiny_models import random_model
 
 # (family, key/value format): every operation must work for both families and both formats; the
 # second pair runs in `make test-full`.

@@ -18,7 +18,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.safetensors import read_header
 from tests.cache.caches import KINDS, entries, filled, lm_of, peek
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 BFLOAT16 = pytest.param(("llama", "bfloat16"), id="llama-bfloat16", marks=pytest.mark.full)
 
@@ -28,7 +28,10 @@ def lm(request: pytest.FixtureRequest) -> Any:
     return lm_of(request.param)
 
 
-def test_a_round_trip_keeps_every_bit_and_continues_uninterrupted(lm: Any, tmp_path: Path) -> None:
+def test_cache_file_round_trip_restores_every_bit(lm: Any, tmp_path: Path) -> None:
+    """A loaded cache has every bit, shape and segment of the saved one and continues identically;
+    rows share one stored prefix.
+    """
     model, params = lm
     forks = fork(drop_range(filled(lm, tokens(1, 9)), 3, 5), 3, capacity=6)
     _, cache = jaxllm.decode_step(model, params, forks, np.array([1, 2, 3]))
@@ -51,7 +54,8 @@ def test_a_round_trip_keeps_every_bit_and_continues_uninterrupted(lm: Any, tmp_p
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_capacity_can_change_on_the_way(lm: Any, tmp_path: Path) -> None:
+def test_load_cache_changes_capacity(lm: Any, tmp_path: Path) -> None:
+    """Loading can change the capacity, but not below the slots in use."""
     cache = filled(lm, tokens(2, 9))
     save_cache(tmp_path / "c", cache, *lm)
     for capacity in (9, 40):
@@ -62,7 +66,10 @@ def test_capacity_can_change_on_the_way(lm: Any, tmp_path: Path) -> None:
         load_cache(tmp_path / "c", *lm, capacity=8)
 
 
-def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> None:
+def test_cache_mismatch_is_refused_by_field(tmp_path: Path) -> None:
+    """A cache made with other weights, another model, precision or prefix raises an error that
+    names the difference.
+    """
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
     save_cache(file, filled(lm, tokens(1, 9)), model, params)
@@ -93,9 +100,12 @@ def test_another_model_precision_or_text_is_refused_by_name(tmp_path: Path) -> N
         save_cache(file, filled(lm, tokens(1, 9)), *random_model("gpt2"))
 
 
-def test_damage_is_found_and_a_failed_write_leaves_the_old_file(
+def test_damage_is_detected_and_failed_saves_keep_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Damaged or foreign cache files raise errors, and an interrupted save leaves the old file
+    unchanged.
+    """
     model, params = lm = random_model("llama")
     file, cache = tmp_path / "c", filled(lm, tokens(1, 9))
     save_cache(file, cache, model, params)
@@ -165,9 +175,12 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_header_is_believed_no_more_than_its_tensors(
+def test_header_fields_are_validated_against_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A header that contradicts its tensors or exceeds the machine's memory raises an error, even
+    with a valid digest.
+    """
     monkeypatch.setattr("jaxllm.files.memory_limit.machine_memory", lambda: 1 << 30)
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
@@ -184,7 +197,8 @@ def test_a_header_is_believed_no_more_than_its_tensors(
             load_cache(tmp_path / "e", model, params)
 
 
-def test_tensors_that_no_cache_has_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_cache_tensors_are_refused(tmp_path: Path) -> None:
+    """Tensors with invalid values, shapes or names raise an error, even with a valid digest."""
     model, params = lm = random_model("llama")
     file = tmp_path / "c"
     save_cache(file, filled(lm, tokens(2, 9)), model, params)
@@ -202,7 +216,10 @@ def test_tensors_that_no_cache_has_are_refused(tmp_path: Path) -> None:
             load_cache(written, model, params)
 
 
-def test_the_fingerprint_sees_names_bits_and_formats() -> None:
+def test_fingerprint_covers_names_values_and_formats() -> None:
+    """Swapping layers or casting changes the fingerprint; moving the parameters to the host does
+    not.
+    """
     _, params = random_model("llama")
     base = fingerprint(params)
     assert base == fingerprint(jax.tree.map(np.asarray, params))

@@ -23,7 +23,7 @@ from jaxllm.cache import (
     select,
     shift,
 )
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,10 @@ EDITS: dict[str, Callable[[jaxllm.KVCache], Any]] = {
 
 
 @pytest.mark.parametrize("to_host", [jax.device_get, via_pickle])
-def test_steps_go_on_from_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: Any) -> None:
-    """Forward, prefill and steps give the numbers of the cache that is on a device."""
+def test_steps_accept_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: Any) -> None:
+    """Forward, prefill and decode steps give the same bits from a host cache (device_get, pickle)
+    as from a device cache.
+    """
     host, ids = to_host(cache), tokens(2, 3, seed=1)
     assert host == cache
     assert repr(host) == repr(cache)
@@ -67,10 +69,10 @@ def test_steps_go_on_from_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: A
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_surgery_takes_host_arrays(cache: jaxllm.KVCache, name: str) -> None:
+def test_cache_edits_accept_host_arrays(cache: jaxllm.KVCache, name: str) -> None:
     assert EDITS[name](jax.device_get(cache)) == EDITS[name](cache)
 
 
-def test_files_take_host_arrays(lm: Any, cache: jaxllm.KVCache, tmp_path: Path) -> None:
+def test_save_cache_accepts_host_arrays(lm: Any, cache: jaxllm.KVCache, tmp_path: Path) -> None:
     save_cache(tmp_path / "c", jax.device_get(cache), *lm)
     assert load_cache(tmp_path / "c", *lm) == cache

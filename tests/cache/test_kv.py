@@ -17,7 +17,7 @@ from jaxllm.models import build
 from jaxllm.ops import Int8Entries, cast, dequantize
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, lm_of, peek
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def lm() -> Any:
     return random_model("llama")
 
 
-def test_it_prints_as_what_it_is_and_never_its_numbers(lm: Any) -> None:
+def test_repr_describes_cache_without_numbers(lm: Any) -> None:
+    """A cache prints its model, format and sizes, never its values, also when traced or donated."""
     model, params = lm
     cache = filled(lm, tokens(2, 9))
     assert repr(cache) == (
@@ -50,7 +51,7 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
 
-def test_show_marks_what_was_culled_and_patched(lm: Any) -> None:
+def test_show_marks_culled_and_patched_tokens(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, np.array([range(9), range(10, 19)]))
     assert cache.show(Letters()) == ("abcdefghi", "klmnopqrs")
@@ -65,7 +66,8 @@ def test_show_marks_what_was_culled_and_patched(lm: Any) -> None:
     assert rewind(drop_range(cache, 6, 8), to=7).show(Letters())[0] == "abcdef[-g-]"
 
 
-def test_caches_are_equal_where_they_hold_the_same(lm: Any) -> None:
+def test_caches_with_equal_contents_are_equal(lm: Any) -> None:
+    """Equality compares tokens, positions and entries; the contents of empty slots are ignored."""
     model, params = lm
     cache = filled(lm, np.array([range(9), range(10, 19)]))
     assert cache == filled(lm, np.array([range(9), range(10, 19)]))
@@ -78,7 +80,10 @@ def test_caches_are_equal_where_they_hold_the_same(lm: Any) -> None:
     assert fork(branch(cache, 0), 2, capacity=3) == fork(branch(cache, 0), 2, capacity=3)
 
 
-def test_what_is_no_size_is_refused_by_name_before_it_is_asked_for(lm: Any) -> None:
+def test_init_cache_validates_sizes_and_dtype(lm: Any) -> None:
+    """Sizes that are invalid or exceed memory raise an error before allocation; the dtype defaults
+    to the model's.
+    """
     model, _ = lm
     for sizes in ((1, 2.5), (1, 2**50), (2**40, 1), (True, 4), (1, "8"), (1, 0), (2**20, 2**30)):
         with pytest.raises(CapacityError, match=r"whole number from 1|needs"):
@@ -95,7 +100,8 @@ def test_what_is_no_size_is_refused_by_name_before_it_is_asked_for(lm: Any) -> N
         jaxllm.init_cache("llama", 1, 8)  # type: ignore[arg-type]
 
 
-def test_its_text_comes_back_in_order(lm: Any) -> None:
+def test_tokens_are_returned_in_position_order(lm: Any) -> None:
+    """tokens() returns a row's tokens by position, after drops, insertions and left padding."""
     model, params = lm
     ids = tokens(2, 9)
     cache = filled(lm, ids)
@@ -116,7 +122,10 @@ def test_its_text_comes_back_in_order(lm: Any) -> None:
     assert left.tokens() == [5, 6]
 
 
-def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) -> None:
+def test_cache_of_another_model_is_refused(lm: Any) -> None:
+    """A cache of another configuration raises an error that names the differing field; unknown
+    formats are refused.
+    """
     model, params = lm
     other, _ = random_model("llama", max_position_embeddings=64)
     cache = jaxllm.init_cache(other.config, 1, 8)
@@ -130,7 +139,10 @@ def test_a_cache_of_another_model_is_refused_by_the_field_that_differs(lm: Any) 
         Precision(weights="int8")
 
 
-def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
+def test_int8_entries_round_to_half_step() -> None:
+    """Int8 entries are within half a step of each token's head, keep NaN, and rounding twice
+    changes nothing.
+    """
     x = np.random.default_rng(0).standard_normal((2, 5, 3, 8)).astype(np.float32)
     x[0, 1] = 0
     entries = cast(jnp.asarray(x), jnp.int8)
@@ -145,7 +157,7 @@ def test_int8_rounds_to_half_a_step_of_each_tokens_head() -> None:
     assert np.isnan(np.asarray(dequantize(cast(jnp.asarray(x), jnp.int8)))[1, 2, 1]).all()
 
 
-def test_an_int8_cache_is_small_and_close_to_float32() -> None:
+def test_int8_cache_is_small_and_close_to_float32() -> None:
     lm8, lm32 = lm_of(("llama", "int8")), lm_of(("llama", "float32"))
     model, _ = lm32
     int8, float32 = filled(lm8, tokens(2, 9)), filled(lm32, tokens(2, 9))
@@ -157,7 +169,10 @@ def test_an_int8_cache_is_small_and_close_to_float32() -> None:
     assert 0 < np.abs(peek(lm8, int8) - exact).max() < 0.05 * np.abs(exact).max()
 
 
-def test_gradients_reach_single_entries_of_a_cache(lm: Any) -> None:
+def test_gradients_of_cache_entries_match_finite_differences(lm: Any) -> None:
+    """Gradients with respect to single cached keys and values match finite differences; empty slots
+    have none.
+    """
     model, params = lm
     cache = filled(lm, tokens(1, 9))
 
@@ -182,7 +197,7 @@ def test_gradients_reach_single_entries_of_a_cache(lm: Any) -> None:
         assert not np.asarray(gradient[0])[0, 9:].any()  # empty slots have no influence
 
 
-def test_a_stack_of_caches_maps_to_what_each_gives_alone(lm: Any) -> None:
+def test_vmap_over_caches_equals_single_caches(lm: Any) -> None:
     model, params = lm
     caches = [filled(lm, tokens(1, 9, seed=s)) for s in range(3)]
     stack = jax.tree.map(lambda *x: jnp.stack(x), *caches)
@@ -194,7 +209,10 @@ def test_a_stack_of_caches_maps_to_what_each_gives_alone(lm: Any) -> None:
         close(peek(lm, one)[0], fresh(lm, [*tokens(1, 9, seed=i)[0], 7]))
 
 
-def test_sampling_parameters_map_over_one_prefix(lm: Any) -> None:
+def test_sampling_parameters_vmap_over_one_prefix(lm: Any) -> None:
+    """Sampling mapped over temperatures and keys equals separate calls, and higher temperatures
+    give more distinct tokens.
+    """
     model, params = lm
     cache = filled(lm, tokens(1, 9))
     logits_BV = jaxllm.forward(model, params, cache, [[7]]).logits[:, 0]
@@ -211,7 +229,7 @@ def test_sampling_parameters_map_over_one_prefix(lm: Any) -> None:
     assert len(set(mapped[0].tolist())) < len(set(mapped[2].tolist()))
 
 
-def test_scan_and_device_transfer_keep_a_cache(lm: Any) -> None:
+def test_cache_survives_scan_and_device_transfer(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(1, 4))
 
@@ -223,7 +241,8 @@ def test_scan_and_device_transfer_keep_a_cache(lm: Any) -> None:
     close(peek(lm, scanned)[0], fresh(lm, [*tokens(1, 4)[0], *tokens(1, 9)[0, 4:]]))
 
 
-def test_culling_needs_no_copy_and_peeking_gives_no_mass_to_the_culled(lm: Any) -> None:
+def test_culling_copies_nothing_and_removes_attention_mass(lm: Any) -> None:
+    """Culling reuses the key buffers, and a culled token receives no attention mass."""
     model, params = lm
     cache = filled(lm, tokens(1, 9))
     culled = keep(cache, np.arange(24)[None] != 4)
@@ -233,8 +252,8 @@ def test_culling_needs_no_copy_and_peeking_gives_no_mass_to_the_culled(lm: Any) 
 
 
 @pytest.mark.parametrize("width", [1, 3, 6, 9])
-def test_what_is_written_past_the_end_changes_nothing(width: int) -> None:
-    """The write in plain JAX, against slot by slot, from every cursor there can be."""
+def test_writes_past_capacity_change_nothing(width: int) -> None:
+    """Window writes equal slot-by-slot writes for every cursor, also past the end."""
     old, new = np.arange(12.0).reshape(2, 6), -np.arange(1.0, 2 * width + 1).reshape(2, width)
     for cursor in range(9):
         expected = old.copy()

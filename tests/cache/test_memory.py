@@ -32,7 +32,7 @@ from jaxllm.models.layers import Trace
 from jaxllm.models.llama import Llama, LlamaConfig
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,10 @@ def counted(ids: Any) -> np.ndarray:
     return np.stack([np.bincount(row, minlength=131) for row in np.asarray(ids)])
 
 
-def test_chunks_and_steps_equal_one_run(lm: Any) -> None:
+def test_memory_in_chunks_and_steps_equals_forward(lm: Any) -> None:
+    """A model with a memory gives equal logits and memory in one run, in chunks, in steps and in
+    generation.
+    """
     ids = tokens(2, 9)
     whole = jaxllm.forward(*lm, None, ids).logits
     cache = jaxllm.init_cache(lm[0], 2, 16)
@@ -97,13 +100,16 @@ def test_chunks_and_steps_equal_one_run(lm: Any) -> None:
     assert (seen(result.cache) == counted(text)).all()
 
 
-def test_padding_changes_nothing_in_it(lm: Any) -> None:
+def test_padding_does_not_change_memory(lm: Any) -> None:
     ids, lengths = tokens(2, 9), np.array([9, 4])
     _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), ids, lengths_B=lengths)
     assert (seen(cache)[1] == counted(ids[1:, :4])[0]).all()
 
 
-def test_rows_take_it_along_and_files_hold_it(lm: Any, tmp_path: Path) -> None:
+def test_memory_follows_batch_operations_and_files(lm: Any, tmp_path: Path) -> None:
+    """Selecting, forking and merging rows keep their memories, files restore them, and a model
+    without memory rejects the cache.
+    """
     ids = tokens(2, 6)
     _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), ids)
     assert (seen(select(cache, [1, 0, 1])) == counted(ids[[1, 0, 1]])).all()
@@ -124,7 +130,8 @@ def test_rows_take_it_along_and_files_hold_it(lm: Any, tmp_path: Path) -> None:
         jaxllm.commit(cache, delta)
 
 
-def test_a_file_without_it_is_none(lm: Any, tmp_path: Path) -> None:
+def test_file_without_memory_is_refused(lm: Any, tmp_path: Path) -> None:
+    """A model with a memory refuses a cache file without one."""
     plain, params = random_model("llama")
     cache = jaxllm.init_cache(plain, 1, 4)
     save_cache(tmp_path / "c", cache, plain, params)
@@ -132,7 +139,10 @@ def test_a_file_without_it_is_none(lm: Any, tmp_path: Path) -> None:
         load_cache(tmp_path / "c", *lm)
 
 
-def test_what_was_read_cannot_be_unread(lm: Any) -> None:
+def test_operations_that_rewrite_history_refuse_memory(lm: Any) -> None:
+    """Operations that remove or recompute tokens raise an error for a cache with a memory, and so
+    do beam search and speculation.
+    """
     ids = tokens(1, 6)
     _, cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 1, 16), ids)
     with pytest.raises(CacheMismatchError, match=r"rewind: .* memory"):

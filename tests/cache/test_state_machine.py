@@ -27,7 +27,7 @@ import jaxllm
 from jaxllm import cache as ops
 from jaxllm.errors import CapacityError
 from tests.cache.caches import close
-from tests.twins import VOCAB, Twin, load_twin, save_random
+from tests.tiny_models import VOCAB, Twin, load_twin, save_random
 
 CAPACITY, TAIL, PROBE = 24, 8, 7
 
@@ -193,10 +193,13 @@ def check(examples: int, steps: int) -> None:
     )
 
 
-def test_any_sequence_of_operations_is_its_text() -> None:
+def test_random_operations_equal_recomputation() -> None:
+    """After any sequence of cache operations, tokens and logits equal a recomputation of the text
+    by transformers.
+    """
     check(examples=4, steps=12)
 
 
 @pytest.mark.full
-def test_many_sequences_of_operations() -> None:
+def test_many_random_operations_equal_recomputation() -> None:
     check(examples=150, steps=30)

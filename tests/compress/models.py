@@ -13,7 +13,7 @@ from jaxllm.weights.formats import as_weight, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.types.base import WeightBase
-from tests.twins import random_model
+from tests.tiny_models import random_model
 
 
 def tiny(family: str, precision: Precision | None = None, **changes: Any) -> LM:

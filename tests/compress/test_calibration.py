@@ -54,7 +54,10 @@ def find_row(row: np.ndarray, text: list[int]) -> list[int]:
     return np.flatnonzero((windows == row).all(axis=1)).tolist()
 
 
-def test_rows_side_by_side_are_the_text(tokenizer: Tokenizer) -> None:
+def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
+    """Rows are consecutive pieces of the tokenized text; with bos each one starts with the
+    begin-of-text token.
+    """
     texts = [story(4), story(3, seed=1)]
     ids = tokenizer.encode("\n\n".join(texts))
     made = from_texts(texts, tokenizer, ChunkSpec(width=16))
@@ -69,7 +72,8 @@ def test_rows_side_by_side_are_the_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("name", ["stories260K", "llama_tokenizer", "gpt2_tokenizer"])
-def test_the_first_rows_of_a_long_file_are_those_of_all_of_it(data: Any, name: str) -> None:
+def test_first_rows_ignore_remaining_file(data: Any, name: str) -> None:
+    """The first rows of a long file equal those of tokenizing only its beginning."""
     path = data("corpora") / "tinyshakespeare.txt"
     reads = Tokenizer.from_directory(data(name))
     text = path.read_text(encoding="utf-8")
@@ -78,7 +82,8 @@ def test_the_first_rows_of_a_long_file_are_those_of_all_of_it(data: Any, name: s
     assert made.source["bytes"] == len(text.encode())
 
 
-def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
+def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
+    """Random rows are distinct substrings of the text, and the seed determines them."""
     text = story(60)
     ids = tokenizer.encode(text)
     made = from_texts(text, tokenizer, ChunkSpec(width=24, rows=12, seed=7))
@@ -90,8 +95,8 @@ def test_drawn_rows_are_parts_of_the_text(tokenizer: Tokenizer) -> None:
     assert all(find_row(row, ids) for row in made.token_NT)
 
 
-def test_drawn_rows_begin_everywhere_alike(tokenizer: Tokenizer) -> None:
-    """Of a text of 30 tokens with rows of 27: at each of four places in a quarter of the rows."""
+def test_random_rows_start_uniformly(tokenizer: Tokenizer) -> None:
+    """Each possible start of a row is equally likely, also if the text consists of pieces."""
     ids = list(range(300, 330))
     source = chunking.Pieces([np.array(ids, np.int32)])
     rows = chunking.chunk_rows(source, 27, ChunkSpec(width=27, rows=400, seed=0))
@@ -103,9 +108,10 @@ def test_drawn_rows_begin_everywhere_alike(tokenizer: Tokenizer) -> None:
     assert sorted({int(row[0]) for row in rows}) == [300, 301, 302, 303]
 
 
-def test_a_long_text_is_encoded_in_pieces(
+def test_long_text_is_encoded_in_pieces(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """A long text is tokenized in pieces that end with lines, and only as many as the rows need."""
     text, encoded = story(200, seed=3), []
     (tmp_path / "story.txt").write_text(text, encoding="utf-8")
     ids = tokenizer.encode(text)
@@ -134,7 +140,11 @@ def test_a_long_text_is_encoded_in_pieces(
     assert all(tokenizer.decode(row.tolist()).strip()[5:60] in joined for row in drawn.token_NT)
 
 
-def test_pieces_end_with_lines_words_or_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_end_at_lines_words_or_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces never split a UTF-8 character: together they are the text without its
+    byte-order mark.
+    """
+
     class Bytes:
         bos_id = None
 
@@ -160,7 +170,7 @@ WIKI_ROWS = ["", " = Robert = \n", "", " Robert is an <unk> actor . \n", " He wa
              " = End = \n"]  # fmt: skip
 
 
-def test_both_forms_of_wikitext_are_one_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_wikitext_raw_and_parquet_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -174,7 +184,8 @@ def test_both_forms_of_wikitext_are_one_text(tokenizer: Tokenizer, tmp_path: Pat
         assert made.source["file"] == name
 
 
-def test_documents_are_joined(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_documents_are_concatenated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Documents of text or of tokens are concatenated before they are split into rows."""
     texts, path = [story(2), story(2, seed=5)], tmp_path / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
     made = from_documents(path, tokenizer, ChunkSpec(width=8))
@@ -186,7 +197,8 @@ def test_documents_are_joined(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ]
 
 
-def test_a_calibration_is_known_by_its_rows() -> None:
+def test_calibration_digest_depends_on_rows() -> None:
+    """The digest depends on the rows only; the rows are a read-only copy."""
     made = from_tokens([[1, 2, 3], [4, 5, 6]])
     assert made.digest == from_tokens(np.array([[1, 2, 3], [4, 5, 6]], np.uint16)).digest
     assert made.digest != from_tokens([[1, 2], [3, 4], [5, 6]]).digest
@@ -201,7 +213,10 @@ def test_a_calibration_is_known_by_its_rows() -> None:
     given[0, 0] = 5  # the caller's array was copied
 
 
-def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
+def test_samples_come_from_model_distribution(lm: jaxllm.LM) -> None:
+    """Sampled rows follow the model: greedy samples are its argmax, random ones have high
+    likelihood; the seed fixes them.
+    """
     bos = lm.tokenizer.bos_id if lm.tokenizer else None
     assert bos is not None
     common: dict[str, Any] = {"bos_id": bos, "rows": 3, "seed": 4, "show_progress": False}
@@ -225,7 +240,7 @@ def test_samples_are_what_the_model_says(lm: jaxllm.LM) -> None:
         from_samples(lm.model, lm.params, width=9, **{**common, "bos_id": 1 << 20})
 
 
-def test_rows_must_suit_the_model(lm: jaxllm.LM) -> None:
+def test_calibration_rows_are_checked_against_model(lm: jaxllm.LM) -> None:
     from_tokens([[1, 2, 3]]).check(lm.config)
     with pytest.raises(CapacityError, match="got 2000 tokens"):
         from_tokens(np.ones((1, 2000), np.int32)).check(lm.config)
@@ -233,7 +248,8 @@ def test_rows_must_suit_the_model(lm: jaxllm.LM) -> None:
         from_tokens([[1, 1 << 20]]).check(lm.config)
 
 
-def test_what_is_no_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_invalid_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Empty, missing, undecodable or too short sources and invalid chunk sizes raise errors."""
     (tmp_path / "empty.txt").write_bytes(b"")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
     text, cut = story(1), ChunkSpec(width=64)
@@ -264,18 +280,22 @@ def test_what_is_no_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path)
             call()
 
 
-def test_a_text_of_pieces_that_is_shorter_than_a_row_is_refused_with_its_length(
+def test_short_text_error_reports_its_length(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A text in several pieces that is shorter than a row raises an error with its length in
+    tokens.
+    """
     text = story(60)
     use_small_pieces(monkeypatch)
     with pytest.raises(TokenError, match=r"got 1,\d\d\d tokens, one row of 9,000"):
         from_texts(text, tokenizer, ChunkSpec(width=9000, rows=2, seed=0))
 
 
-def test_bad_parquet_is_refused(
+def test_invalid_parquet_is_refused(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Damaged Parquet, wrong columns and a missing pyarrow raise errors."""
     import pyarrow
     import pyarrow.parquet
 
@@ -300,6 +320,6 @@ def test_bad_parquet_is_refused(
         from_wikitext(path, tokenizer, cut)
 
 
-def test_a_calibration_is_a_value_not_a_pytree() -> None:
+def test_calibration_is_one_pytree_leaf() -> None:
     made = Calibration(np.zeros((1, 2), np.int32), {})
     assert jax.tree.leaves(made) == [made]

@@ -52,7 +52,10 @@ def halving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "STEPS", (*registry.STEPS, step))
 
 
-def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_path: Path) -> None:
+def test_command_applies_reports_and_records_recipe(run: Run, text: Path, tmp_path: Path) -> None:
+    """The command applies a recipe, writes report and plot, and stores the recipe, which a repeated
+    step needs --again for.
+    """
     out, report, plot = (tmp_path / name for name in ("out", "report.json", "costs.png"))
     recipe = tmp_path / "recipe.txt"
     recipe.write_text("quantize: rtn int8  # first\nquantize: rtn int4-g32 on=layers\n")
@@ -109,7 +112,7 @@ def test_a_recipe_is_applied_reported_and_remembered(run: Run, text: Path, tmp_p
     ],
 )
 @pytest.mark.usefixtures("halving")
-def test_what_cannot_work_is_one_line_before_the_work(
+def test_invalid_arguments_are_refused_before_work(
     run: Run,
     text: Path,
     tmp_path: Path,
@@ -117,6 +120,9 @@ def test_what_cannot_work_is_one_line_before_the_work(
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
+    """Invalid arguments end with one line on stderr, before any step runs or any file
+    is written.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("it")
     status, out, err = run("compress", "demo:llama", "out", *arguments)
@@ -127,7 +133,7 @@ def test_what_cannot_work_is_one_line_before_the_work(
     assert SEEN == []
 
 
-def test_all_steps_are_listed(run: Run) -> None:
+def test_list_option_prints_every_step(run: Run) -> None:
     status, out, _ = run("compress", "--list")
     assert status == 0
     assert out.splitlines()[::2] == [step.usage for step in registry.STEPS]
@@ -138,9 +144,12 @@ def test_all_steps_are_listed(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("halving")
-def test_an_interrupted_run_goes_on_with_the_same_rows(
+def test_interrupted_run_resumes_with_same_rows(
     run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A run that failed while saving resumes from its finished steps and evaluations and gives the
+    same model.
+    """
     arguments = ("--step", "scale: halve", "--step", "quantize: rtn int8", "--text", f"@{text}")
     arguments = (*arguments, "--calibration-rows", 3, "--length", 16, "--window", 64, "--no-speed")
 
@@ -171,9 +180,11 @@ def test_an_interrupted_run_goes_on_with_the_same_rows(
     same(jaxllm.load(out).params, jaxllm.quantize(half, "int8"))
 
 
-def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
+def test_failed_step_leaves_no_files(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step that fails before anything is finished leaves no files."""
+
     def fails(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
         raise NonFiniteError("layers.0 makes NaN of the text")
 
@@ -193,7 +204,10 @@ def test_a_step_that_fails_leaves_nothing_where_nothing_is_finished(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
+def test_calibration_excludes_evaluation_text(text: Path, tmp_path: Path) -> None:
+    """Calibration uses the first 90% of the text up to a line end; the rest is the
+    evaluation text.
+    """
     source = CalibrationSource(("--text", f"@{text}"), None, 4, 8, 0)
     head, tail = read_source(source, None)
     whole = text.read_text()
@@ -215,7 +229,7 @@ def test_the_end_of_the_text_is_not_seen(text: Path, tmp_path: Path) -> None:
     assert made.source["file"] == "story.txt"
 
 
-def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
+def test_token_documents_are_split_by_tokens(tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text('{"tokens": [1, 2, 3, 4, 5, 6]}\n{"tokens": [7, 8, 9, 10]}\n')
     source = CalibrationSource(("--documents", file), None, 2, 9, 0)
@@ -228,7 +242,10 @@ def test_documents_of_tokens_are_parted_by_tokens(tmp_path: Path) -> None:
         read_source(source, None)
 
 
-def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_samples_serve_as_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a text the model generates calibration rows and, with another seed,
+    evaluation rows.
+    """
     passed: dict[str, Any] = {}
 
     def fake_samples(model: Any, params: Any, **options: Any) -> Calibration:
@@ -248,7 +265,8 @@ def test_the_model_can_be_its_own_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("halving")
-def test_samples_are_measured_on_other_samples(run: Run, tmp_path: Path) -> None:
+def test_samples_are_evaluated_on_other_samples(run: Run, tmp_path: Path) -> None:
+    """With --samples, the reported perplexity is that of other samples, which no step used."""
     command = ("compress", "demo:llama", tmp_path / "out", "--step", "scale: halve", "--no-speed")
     plot = tmp_path / "costs.png"
     status, stdout, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)

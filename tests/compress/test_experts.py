@@ -24,7 +24,7 @@ from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_quant import parse
 from tests.compress.models import tiny
-from tests.twins import tokens
+from tests.tiny_models import tokens
 
 STACK, ROUTER = "layers.0.mlp.experts.up_proj.weight", "layers.0.mlp.gate.weight"
 
@@ -43,7 +43,8 @@ def leaves(lm: LM) -> dict[str, Any]:
     [r"quantize: rtn int4 on=layers\..*",
      pytest.param("quantize: rtn int4", marks=pytest.mark.full)],
 )  # fmt: skip
-def test_experts_are_rounded_each_by_itself_and_the_router_stays(lm: LM, line: str) -> None:
+def test_experts_are_rounded_separately_without_router(lm: LM, line: str) -> None:
+    """Each expert is quantized separately, and the router keeps its format."""
     before, after = leaves(lm), leaves(compress(lm, [line]))
     assert weight_format(after[STACK]) == "int4-g64" and weight_format(after[ROUTER]) == "float32"
     wide = np.asarray(to_dense(after[STACK]))
@@ -52,7 +53,7 @@ def test_experts_are_rounded_each_by_itself_and_the_router_stays(lm: LM, line: s
 
 
 @pytest.mark.full
-def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
+def test_clipping_does_not_increase_expert_error(lm: LM) -> None:
     before, plain = leaves(lm)[STACK], as_format(leaves(lm)[STACK], "int4")
     clipped = leaves(compress(lm, ["quantize: rtn int4 clip=true"]))[STACK]
     off = [float(jnp.square(to_dense(x) - before).sum()) for x in (clipped, plain)]
@@ -62,7 +63,10 @@ def test_ranges_of_experts_are_clipped_each_by_itself(lm: LM) -> None:
 @pytest.mark.parametrize(
     "line", ["quantize: awq int4", "smooth: smoothquant", "prune: magnitude 50%", "factor: svd 4"]
 )
-def test_a_method_that_sees_what_all_tokens_run_is_refused_for_experts(lm: LM, line: str) -> None:
+def test_unsupported_methods_refuse_experts(lm: LM, line: str) -> None:
+    """Methods that use statistics over all tokens refuse expert matrices; restricted to attention
+    they pass.
+    """
     recipe = parse_lines([line], STEPS)
     with pytest.raises(ConfigError, match=r"not support experts, .*mlp\.experts\.\w+_proj"):
         check_recipe(recipe, lm.config, has_calibration=True)
@@ -71,7 +75,7 @@ def test_a_method_that_sees_what_all_tokens_run_is_refused_for_experts(lm: LM, l
 
 
 @pytest.mark.full
-def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
+def test_gptq_quantizes_attention_of_mixture(lm: LM) -> None:
     rows = tokens(4, 16).astype(np.int32)
     lines = ["quantize: gptq int8 on=.*self_attn.*", "quantize: rtn int4 on=.*experts.*"]
     made = compress(lm, lines, calibration=Calibration(rows, {"from": "random"}))
@@ -84,7 +88,8 @@ def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
     assert 0 < np.abs(small - whole).max() < np.abs(whole).max()
 
 
-def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
+def test_heads_can_be_dropped_but_not_experts(lm: LM) -> None:
+    """A mixture's heads can be dropped, the channels of its experts cannot."""
     with pytest.raises(ConfigError, match="channels of mixtral cannot be dropped: its MLPs"):
         structure.narrow_config(lm.config, "channels", 8)
     config, params = structure.cut_groups(lm.config, lm.params, "heads", [[1]])
@@ -92,14 +97,16 @@ def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
     assert params["layers.0"]["self_attn"]["q_proj"]["weight"].shape[0] == 4 * config.head_dim
 
 
-def test_experts_are_not_trained_for_integers(lm: LM) -> None:
+def test_qat_refuses_experts(lm: LM) -> None:
+    """Quantization-aware training refuses expert matrices unless the rules exclude them."""
     with pytest.raises(ConfigError, match=r"experts\.\w+_proj\.weight belongs to experts"):
         prepare(lm.params, "int4")
     made = prepare(lm.params, [(r".*\.experts\..*", None), (r".*self_attn.*", "int4")])
     assert dict(flatten(made))[STACK] is leaves(lm)[STACK]
 
 
-def test_layers_of_two_forms_are_cut_by_their_form() -> None:
+def test_cut_layers_updates_mixed_layer_types() -> None:
+    """Dropping a dense layer of a mixed model updates the list of layer types."""
     both = tiny("qwen3_moe")
     config, params = structure.cut_layers(both.config, both.params, [1])
     assert isinstance(config, Qwen3MoeConfig)
@@ -141,7 +148,10 @@ def _output_error(x_RI: np.ndarray, weight: Any, leaf: Any) -> float:
     return float(((np.asarray(weight - to_dense(leaf)) @ x_RI.T) ** 2).sum())
 
 
-def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM) -> None:
+def test_gptq_uses_tokens_routed_to_expert(mixed: LM) -> None:
+    """Each expert is quantized with the inputs of its routed tokens; experts without tokens are
+    rounded to nearest.
+    """
     rows, messages, to = tokens(4, 16).astype(np.int32), list[str](), parse("int4-g64")
     made = compress(
         mixed, [r"quantize: gptq int4 on=layers\.1\.mlp\..*"],
@@ -174,7 +184,10 @@ def test_each_expert_is_quantized_by_the_tokens_that_are_routed_to_it(mixed: LM)
             assert _output_error(inputs, weight, one[name]) < _output_error(inputs, weight, plain)
 
 
-def test_layers_without_experts_are_not_passed_over(mixed: LM) -> None:
+def test_gptq_quantizes_dense_layers_of_mixed_model(mixed: LM) -> None:
+    """Layers without experts are quantized as well; embeddings, head and router keep
+    their format.
+    """
     rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
     made = leaves(compress(mixed, ["quantize: gptq int4"], calibration=rows))
     whole = ("embed_tokens.weight", "lm_head.weight", "layers.1.mlp.gate.weight")
@@ -185,7 +198,10 @@ def test_layers_without_experts_are_not_passed_over(mixed: LM) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("line", ["prune: sparsegpt 2:4", "prune: wanda 50%"])
-def test_experts_are_pruned_by_the_tokens_that_are_routed_to_them(mixed: LM, line: str) -> None:
+def test_expert_pruning_reaches_requested_sparsity(mixed: LM, line: str) -> None:
+    """SparseGPT 2:4 and Wanda 50% zero half of the weights, in experts and dense layers, and keep
+    them finite.
+    """
     rows = Calibration(tokens(4, 16).astype(np.int32), {"from": "random"})
     made = leaves(compress(mixed, [line], calibration=rows))
     for path in (STACK.replace("0", "1"), "layers.0.mlp.up_proj.weight"):
@@ -193,15 +209,13 @@ def test_experts_are_pruned_by_the_tokens_that_are_routed_to_them(mixed: LM, lin
         assert np.isfinite(np.asarray(made[path])).all()
 
 
-def test_an_order_of_columns_for_each_expert_is_refused(lm: LM) -> None:
+def test_act_order_without_static_groups_refuses_experts(lm: LM) -> None:
     recipe = parse_lines(["quantize: gptq int4 act_order=true static_groups=false"], STEPS)
     with pytest.raises(ConfigError, match="belongs to experts: act_order requires static_groups"):
         check_recipe(recipe, lm.config, has_calibration=True)
 
 
-def test_a_matrix_whose_inputs_nobody_knows_is_named(
-    mixed: LM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matrix_with_unknown_inputs_is_refused(mixed: LM, monkeypatch: pytest.MonkeyPatch) -> None:
     row = models.get_family("qwen3_moe")
     monkeypatch.setitem(
         models.FAMILIES, "qwen3_moe", dataclasses.replace(row, linear_groups=row.linear_groups[:2])

@@ -45,7 +45,7 @@ def journal(tmp_path: Path, messages: list[str]) -> Journal:
     return Journal(tmp_path / "parts", "ours", log=messages.append)
 
 
-def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Params) -> None:
+def test_journal_restores_every_format_bit_for_bit(journal: Journal, params: Params) -> None:
     assert journal.get("0") is None
     journal.put("0", params, {"seconds": 2.5, "config": {"layers": [1, None]}})
     found = journal.get_with_facts("0")
@@ -55,7 +55,8 @@ def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Pa
     assert found[1] == {"seconds": 2.5, "config": {"layers": [1, None]}}
 
 
-def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
+def test_journal_steps_are_isolated(journal: Journal, params: Params) -> None:
+    """A step sees only its own parts, and only if everything it depends on is equal."""
     first, second = journal.child("1", "a"), journal.child("2", "a", "b")
     first.put("0", params)
     assert second.get("0") is None
@@ -78,13 +79,14 @@ def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
         (lambda b: b"{}" * 40, "safetensors"),
     ],
 )
-def test_a_damaged_part_is_made_again(
+def test_damaged_part_is_recomputed(
     journal: Journal,
     params: Params,
     messages: list[str],
     damage: Callable[[bytes], bytes],
     reason: str,
 ) -> None:
+    """A damaged part is ignored with a message that names the file and the reason."""
     journal.put("0", {"weight": params["layers.0"]["mlp"]["float32"]}, {"seconds": 1})
     path = journal.part_paths()[0]
     before = path.read_bytes()
@@ -96,7 +98,7 @@ def test_a_damaged_part_is_made_again(
     assert messages[0].endswith(": computing it again")
 
 
-def test_a_part_of_another_run_is_made_again(
+def test_part_of_another_run_is_recomputed(
     journal: Journal, params: Params, messages: list[str]
 ) -> None:
     journal.put("0", params)
@@ -104,7 +106,7 @@ def test_a_part_of_another_run_is_made_again(
     assert "written for another model, recipe or calibration: computing it" in messages[0]
 
 
-def test_nowhere_keeps_nothing(params: Params) -> None:
+def test_journal_without_directory_stores_nothing(params: Params) -> None:
     nowhere = Journal()
     with nowhere.lock():
         nowhere.put("0", params)
@@ -112,9 +114,8 @@ def test_nowhere_keeps_nothing(params: Params) -> None:
         assert nowhere.child("1").part_paths() == []
 
 
-def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
-    tmp_path: Path, params: Params
-) -> None:
+def test_journal_locks_and_removes_its_directory(tmp_path: Path, params: Params) -> None:
+    """The journal locks its directory against other processes and removes it once it is empty."""
     journal = Journal(tmp_path / "out.parts", "ours")
     with journal.lock():
         journal.put("0", params)
@@ -189,7 +190,7 @@ def uninterrupted(lm: LM, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("moment", range(10))
 @pytest.mark.parametrize("written", [False, True])
-def test_killed_at_any_moment_the_same_bytes_come_out(
+def test_killed_run_resumes_to_identical_files(
     lm: LM,
     uninterrupted: Path,
     tmp_path: Path,
@@ -197,7 +198,9 @@ def test_killed_at_any_moment_the_same_bytes_come_out(
     moment: int,
     written: bool,
 ) -> None:
-    """Killed before or after a part is written, then run again: nothing of it is made twice."""
+    """A run killed before or after any part is written resumes, recomputes no finished part, and
+    writes the same bytes.
+    """
     put, count = Journal.put, [0]
 
     def killing(self: Journal, *arguments: Any) -> None:
@@ -227,9 +230,10 @@ def test_killed_at_any_moment_the_same_bytes_come_out(
     assert not parts.exists()
 
 
-def test_another_calibration_or_recipe_begins_again(
+def test_changed_calibration_restarts_run(
     lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Parts of a run with another calibration are ignored, and every step runs again."""
     parts = tmp_path / "parts"
 
     def full(*_: Any, **__: Any) -> None:
@@ -246,7 +250,8 @@ def test_another_calibration_or_recipe_begins_again(
     assert len(made) == 1 + 6
 
 
-def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_path: Path) -> None:
+def test_finished_steps_depend_on_earlier_steps(lm: LM, tmp_path: Path) -> None:
+    """A finished step is reused only after the same earlier steps."""
     journal = Journal(tmp_path, "ours")
     for first in ("drop: last", "drop: quickly"):
         done: list[str] = []
@@ -257,9 +262,12 @@ def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_pa
         assert done == ["layers.0", "layers.1", "layers.2"]
 
 
-def test_what_was_finished_when_the_disk_was_full_is_kept(
+def test_full_disk_keeps_finished_parts(
     lm: LM, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After a full disk, the next run resumes with the parts written before and gives the same
+    bytes.
+    """
     import jaxllm.checkpoints.resume as module
 
     write, count = module.write_tensors, [0]
@@ -281,14 +289,17 @@ def test_what_was_finished_when_the_disk_was_full_is_kept(
     assert jaxllm.load(tmp_path / "out").config.num_hidden_layers == 2
 
 
-def test_a_rule_that_names_what_an_earlier_step_took_away_is_refused(lm: LM) -> None:
+def test_rule_matching_dropped_layer_is_refused(lm: LM) -> None:
+    """A rule that matches only layers dropped by an earlier step raises an error."""
     table = (*TABLE, *STEPS)
     lines = parse_lines(["drop: quickly", r"quantize: rtn int8 on=layers\.3"], table)
     with pytest.raises(ConfigError, match=r"on=layers\\.3 matches no matrix of this model"):
         list(run_steps(lm, lines, None, Journal()))
 
 
-def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> None:
+def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
+    """A step whose parameters do not match its configuration raises an error."""
+
     def broken(
         subject: ModelState, argument: str, options: Options, work: StepContext
     ) -> ModelState:

@@ -87,7 +87,7 @@ def assert_same_parameters(got: QParams, observer: Any) -> None:
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("per", [TENSOR, CHANNEL])
 @pytest.mark.parametrize("name", ["MinMax", "MovingAverage"])
-def test_extremes_equal_torchs(name: str, per: Granularity, symmetric: bool) -> None:
+def test_min_max_observers_equal_torch(name: str, per: Granularity, symmetric: bool) -> None:
     arrays = stream()
     make: Callable[..., MinMaxObserver] = min_max if name == "MinMax" else moving_average
     state = ours(make(SHAPE, per), arrays)
@@ -106,7 +106,7 @@ def test_extremes_equal_torchs(name: str, per: Granularity, symmetric: bool) -> 
     assert_same_parameters(find_qparams(state.range(), BYTE, symmetric=symmetric), reference)
 
 
-def test_the_symmetric_levels_of_our_leaves_are_torchs_narrow_range() -> None:
+def test_symmetric_int8_levels_equal_torch_narrow_range() -> None:
     arrays = stream()
     options = {"qscheme": torch.per_tensor_symmetric, "quant_min": -127, "quant_max": 127}
     narrow = find_qparams(
@@ -118,14 +118,15 @@ def test_the_symmetric_levels_of_our_leaves_are_torchs_narrow_range() -> None:
 @pytest.mark.parametrize(
     ("numbers", "meaning"), [([3.0, 5.0], "positive"), ([-5.0, -3.0], "negative"), ([0.0], "zero")]
 )
-def test_zero_is_a_level(numbers: list[float], meaning: str) -> None:
+def test_zero_is_representable(numbers: list[float], meaning: str) -> None:
+    """Ranges always include zero, which is quantized exactly."""
     state = observe(min_max((1,)), jnp.array(numbers))
     given = find_qparams(state.range(), BYTE, symmetric=False)
     assert_same_parameters(given, theirs("MinMaxObserver", [np.array(numbers, np.float32)]))
     assert float(fake_quantize(jnp.zeros(1), given, BYTE)[0]) == 0
 
 
-def test_a_stream_without_numbers_has_torchs_parameters() -> None:
+def test_empty_stream_has_torch_default_parameters() -> None:
     given = find_qparams(min_max((3,)).range(), BYTE, symmetric=False)
     assert (float(given.scale), int(given.zero)) == (1.0, 0)
     state = observe(min_max((3, 2)), jnp.zeros((0, 2)))
@@ -142,7 +143,7 @@ def assert_same_counts(state: HistogramObserver, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_histogram_equals_torchs(seed: int) -> None:
+def test_histogram_observer_equals_torch(seed: int) -> None:
     arrays = stream(seed)
     state = observe(histogram(), arrays[0])
     reference = theirs("HistogramObserver", arrays[:1])
@@ -152,7 +153,8 @@ def test_histogram_equals_torchs(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [256, 16])
-def test_the_search_for_the_least_error_ends_where_torchs_ends(count: int, seed: int) -> None:
+def test_min_error_search_equals_torch(count: int, seed: int) -> None:
+    """The histogram's range of least error equals torch's within 1% of a bin."""
     reference = theirs("HistogramObserver", stream(seed))
     reference.dst_nbins = count
     numbers = [reference.min_val, reference.max_val, reference.histogram]
@@ -164,7 +166,8 @@ def test_the_search_for_the_least_error_ends_where_torchs_ends(count: int, seed:
     assert found.high < high  # the search narrowed it
 
 
-def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
+def test_constant_then_varying_histogram_equals_torch() -> None:
+    """A histogram of one constant, later of other numbers, equals torch's."""
     arrays = [np.full(SHAPE, v, np.float32) for v in (0.25, 0.25)]
     state, reference = ours(histogram(), arrays), theirs("HistogramObserver", arrays)
     np.testing.assert_array_equal(state.count_B, reference.histogram.numpy())
@@ -178,7 +181,8 @@ def test_a_histogram_of_one_number_then_of_others_equals_torchs() -> None:
 
 
 @pytest.mark.parametrize("percent", [99.9, 99.0, 90.0, 100.0])
-def test_percentiles_are_those_of_all_numbers_to_a_bin(percent: float) -> None:
+def test_percentile_range_equals_exact_percentiles(percent: float) -> None:
+    """Percentile ranges equal the exact percentiles to within two bins."""
     arrays = stream()
     state: HistogramObserver = ours(histogram(), arrays)
     low, high = state.percentile_range(percent)
@@ -214,7 +218,7 @@ def gptq_find_params(x_OI: torch.Tensor, bits: int, symmetric: bool) -> Any:
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("per", [ROW, Granularity((0, 1), 32)])
-def test_the_grid_equals_gptqs(per: Granularity, symmetric: bool) -> None:
+def test_grid_search_equals_gptq_find_params(per: Granularity, symmetric: bool) -> None:
     w_OI = np.random.default_rng(3).standard_t(3, (6, 96)).astype(np.float32)
     to = QRange(-8, 7)
     found = observe(min_max(w_OI.shape, per), w_OI).range()
@@ -226,7 +230,7 @@ def test_the_grid_equals_gptqs(per: Granularity, symmetric: bool) -> None:
     np.testing.assert_array_equal(given.zero.ravel() + 8, zero)
 
 
-def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
+def test_streamed_grid_search_equals_single_batch() -> None:
     arrays = stream()
     found = ours(min_max(SHAPE), arrays).range()
     state = grid_search(found, BYTE, symmetric=False)
@@ -244,7 +248,8 @@ def test_a_grid_over_a_stream_is_the_grid_over_all_of_it() -> None:
     np.testing.assert_allclose(batched.error_KP[jnp.array([0, 50, 79])], errors, rtol=1e-3)
 
 
-def test_groups_and_channels_are_what_each_would_be_alone() -> None:
+def test_grouped_observers_equal_separate_observers() -> None:
+    """Groups and channels have the range that a separate observer of their numbers has."""
     x = stream()[0]
     for per, parts in (
         (Granularity((-1,), 4), [x[..., i : i + 4] for i in (0, 4, 8)]),
@@ -266,7 +271,8 @@ def test_groups_and_channels_are_what_each_would_be_alone() -> None:
         )
 
 
-def test_affine_steps_are_half_the_symmetric_ones_where_all_numbers_have_one_sign() -> None:
+def test_affine_step_halves_for_one_signed_data() -> None:
+    """For numbers of one sign, affine steps are half the symmetric ones, and so is the error."""
     x = np.abs(np.random.default_rng(0).normal(size=4000)).astype(np.float32)
     found = observe(min_max((1,)), x).range()
     affine, symmetric = (find_qparams(found, BYTE, symmetric=s) for s in (False, True))
@@ -277,7 +283,8 @@ def test_affine_steps_are_half_the_symmetric_ones_where_all_numbers_have_one_sig
     assert errors[1] / errors[0] == pytest.approx(2, rel=0.05)
 
 
-def test_codes_are_torchs() -> None:
+def test_quantized_codes_equal_torch() -> None:
+    """Codes equal torch's except at ties, because torch multiplies by the inverse scale."""
     x = stream()[0]
     given = find_qparams(observe(min_max(SHAPE), x).range(), BYTE, symmetric=False)
     reference = torch.quantize_per_tensor(
@@ -288,7 +295,7 @@ def test_codes_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_counted_and_left_out(bad: float) -> None:
+def test_observers_count_and_skip_nonfinite_values(bad: float) -> None:
     x = stream()[0].copy()
     x[1, 2, 5] = x[0, 0, 5] = bad
     good = np.where(np.isfinite(x), x, 0.0)
@@ -309,12 +316,12 @@ def after_range(state: Any) -> Range:
     return state.percentile_range(99.0) if isinstance(state, HistogramObserver) else state.range()
 
 
-def test_a_count_of_nan_does_not_overflow() -> None:
+def test_nonfinite_count_does_not_overflow() -> None:
     state = min_max((2,)).replace(non_finite_P=jnp.int32(2**31 - 1))
     assert int(observe(state, jnp.array([jnp.nan, 1])).non_finite_P) == 2**30 + 1
 
 
-def test_what_is_masked_was_never_there() -> None:
+def test_masked_tokens_are_ignored_by_observers() -> None:
     x = stream()[0].copy()
     real_BT = np.random.default_rng(1).random(SHAPE[:2]) < 0.5
     x[~real_BT] = np.nan
@@ -325,7 +332,7 @@ def test_what_is_masked_was_never_there() -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_invalid_observer_settings_are_refused() -> None:
     for call, message in (
         (lambda: min_max((4, 6), Granularity((1,), 4)), "group of 4 does not divide"),
         (lambda: min_max((4, 6), Granularity((), 4)), "group of 4"),

@@ -21,17 +21,20 @@ from jaxllm.errors import ConfigError, NonFiniteError
         ("2:4", Sparsity(0.5, (2, 4))),
     ],
 )
-def test_a_sparsity_is_a_part_or_n_of_m(text: str, means: Sparsity) -> None:
+def test_parse_sparsity_accepts_shares_and_patterns(text: str, means: Sparsity) -> None:
     assert parse(text) == means
 
 
 @pytest.mark.parametrize("text", ["", "0", "100%", "1.5", "4:2", "2:3", "-1", "2:128", "half"])
-def test_what_is_none_is_refused(text: str) -> None:
+def test_parse_sparsity_refuses_invalid_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"share must be|must have 0 < N"):
         parse(text)
 
 
-def test_exactly_as_many_as_asked_even_of_equal_scores() -> None:
+def test_mask_size_is_exact_despite_ties() -> None:
+    """Masks have exactly the requested size, per row, per matrix and per N:M group; ties prune the
+    first, NaN stays.
+    """
     rng = np.random.default_rng(0)
     score = rng.integers(0, 4, (7, 33)).astype(np.float32)  # mostly equal
     assert (lowest_mask(score, parse("30%"), rows=True).sum(1) == int(33 * 0.3)).all()
@@ -47,8 +50,10 @@ def test_exactly_as_many_as_asked_even_of_equal_scores() -> None:
     assert odd.tolist() == [[False, True, False, True]]  # NaN and infinity are not pruned
 
 
-def test_wanda_by_hand() -> None:
-    """Each row loses the least of weight times norm of input; equal norms leave magnitude."""
+def test_wanda_equals_hand_computed_scores() -> None:
+    """Each row loses the smallest products of weight and input norm; equal norms reduce Wanda to
+    magnitude.
+    """
     rng = np.random.default_rng(1)
     w_OI, x_RI = rng.standard_normal((4, 6)), rng.standard_normal((50, 6)) * [1, 9, 1, 1, 0.1, 1]
     moments = InputStats.empty(6).add(jnp.asarray(x_RI, jnp.float32))
@@ -67,7 +72,7 @@ def test_wanda_by_hand() -> None:
         np.testing.assert_array_equal(same, np.concatenate(rows))
 
 
-def test_the_bound_of_a_whole_model_is_exact() -> None:
+def test_global_magnitude_threshold_is_exact() -> None:
     rng = np.random.default_rng(2)
     some: list[Any] = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((9, 31), (17, 5))]
     some.append(some[1].astype(jnp.bfloat16))
@@ -79,7 +84,7 @@ def test_the_bound_of_a_whole_model_is_exact() -> None:
         assert pruned == (every < bound).sum()
 
 
-def test_gradual_pruning_follows_its_cube() -> None:
+def test_gradual_sparsity_follows_cubic_schedule() -> None:
     """Zhu and Gupta 2017 (arXiv 1710.01878), equation 1."""
     at = [
         gradual_sparsity(t, begin=10, end=110, first=0.2, last=0.8) for t in (0, 10, 60, 110, 500)
@@ -89,7 +94,7 @@ def test_gradual_pruning_follows_its_cube() -> None:
         gradual_sparsity(0, begin=5, end=5, first=0.0, last=0.5)
 
 
-def test_moments_of_batches_are_those_of_all() -> None:
+def test_input_stats_accumulate_over_batches() -> None:
     rng = np.random.default_rng(3)
     x_RI = rng.standard_normal((60, 5)).astype(np.float32)
     found = InputStats.empty(5).add(jnp.asarray(x_RI[:13])).add(jnp.asarray(x_RI[13:]))

@@ -31,7 +31,7 @@ from jaxllm.weights.formats import as_format, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, match_precision
 from tests.compress.models import WrappedWeight, same, tiny
-from tests.twins import random_model
+from tests.tiny_models import random_model
 
 
 class Settings(RuleOptions, frozen=True):
@@ -54,7 +54,10 @@ TABLE = (
 )
 
 
-def test_a_file_has_a_step_a_line_in_any_spelling(tmp_path: Path) -> None:
+def test_recipe_file_parses_in_any_spelling(tmp_path: Path) -> None:
+    """A recipe file holds one step per line, with comments and free spacing, and prints in a normal
+    form that parses back.
+    """
     file = tmp_path / "recipe.txt"
     file.write_text(
         "# how it was made\n\nprune:much   strict=true 2:4 on=layers\\..*  # all\nstore:  int8\n"
@@ -68,7 +71,7 @@ def test_a_file_has_a_step_a_line_in_any_spelling(tmp_path: Path) -> None:
     assert parse_lines(map(str, lines), TABLE) == lines
 
 
-def test_what_is_the_default_is_not_said_again() -> None:
+def test_recipe_text_omits_default_options() -> None:
     plain = parse_line("prune: much 25%", TABLE)
     assert plain == parse_line("prune: much 25% share=0.5 rounds=3 strict=false", TABLE)
     assert str(plain) == "prune: much 25%"
@@ -104,7 +107,8 @@ def test_what_is_the_default_is_not_said_again() -> None:
         ("store: int9", "weight format must be one of"),
     ],
 )
-def test_a_line_that_is_none_is_refused_by_name(text: str, message: str) -> None:
+def test_invalid_recipe_line_is_refused(text: str, message: str) -> None:
+    """An invalid line raises a one-line error that names its line number and the problem."""
     with pytest.raises(ConfigError) as caught:
         parse_lines(["# first", text], TABLE)
     assert message in str(caught.value)
@@ -112,12 +116,13 @@ def test_a_line_that_is_none_is_refused_by_name(text: str, message: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_has_a_step() -> None:
+def test_empty_recipe_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no step"):
         parse_lines(["", "# nothing"], TABLE)
 
 
-def test_every_step_of_the_table_can_be_read_as_it_is_listed() -> None:
+def test_step_registry_is_consistent() -> None:
+    """Step names are unique, each step has a help text, and its options have defaults."""
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert step.help
@@ -125,7 +130,7 @@ def test_every_step_of_the_table_can_be_read_as_it_is_listed() -> None:
         assert step.usage.startswith(step.name)
 
 
-def test_a_step_is_not_done_twice_by_mistake() -> None:
+def test_repeated_step_requires_again() -> None:
     lines = parse_lines(["prune: much 2:4 rounds=3", "prune: much 2:4 rounds=4"], TABLE)
     check_repeats(lines, ["prune: much 50%"])
     with pytest.raises(ConfigError, match=r"'prune: much 2:4' was already .*--again"):
@@ -143,13 +148,13 @@ def test_a_step_is_not_done_twice_by_mistake() -> None:
         (["quantize: rtn int8", "quantize: rtn int8"], "twice"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_any_work(steps: Any, message: str) -> None:
+def test_impossible_recipe_is_refused_before_work(steps: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compress(tiny("llama"), steps)
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_rounding_to_nearest_is_quantizing(family: str) -> None:
+def test_rtn_step_equals_quantize(family: str) -> None:
     lm = tiny(family)
     made = compress(lm, ["quantize: rtn int4-g32"])
     same(made.params, jaxllm.quantize(lm.params, "int4-g32"))
@@ -162,7 +167,7 @@ def test_rounding_to_nearest_is_quantizing(family: str) -> None:
     assert made.recipe[1:] == tuple(steps)
 
 
-def test_rounding_reaches_what_a_weight_is_composed_of() -> None:
+def test_rtn_quantizes_inside_composite_weights() -> None:
     lm = tiny("llama")
     dense = lm.params["layers.0"]["mlp"]["up_proj"]["weight"]
     params = {"layers.0": {"mlp": {"up_proj": {"weight": WrappedWeight(dense)}}}}
@@ -174,14 +179,16 @@ def test_rounding_reaches_what_a_weight_is_composed_of() -> None:
     same({"weight": leaf.inner}, jaxllm.quantize({"weight": dense}, "int8"))
 
 
-def test_dynamic_inputs_are_a_step() -> None:
+def test_dynamic_activations_step_enables_int8_inputs() -> None:
     lm = tiny("llama")
     assert not lm.model.precision.int8_inputs
     assert compress(lm, ["activations: dynamic"]).model.precision.int8_inputs
 
 
-def test_a_result_is_loaded_bit_for_bit_and_remembers(tmp_path: Path) -> None:
-    """Whatever the formats of its leaves, and whatever rules the original had."""
+def test_compressed_model_round_trips_with_recipe(tmp_path: Path) -> None:
+    """A saved result loads bit for bit, with its recipe and precision, for any formats and any
+    rules of the original.
+    """
     first = Precision(
         weights="bfloat16",
         activations="bfloat16",
@@ -206,7 +213,7 @@ def test_a_result_is_loaded_bit_for_bit_and_remembers(tmp_path: Path) -> None:
     assert compress(again, steps[:1], allow_repeat=True).recipe == (*steps, steps[0])
 
 
-def test_vectors_keep_the_format_that_they_have() -> None:
+def test_match_precision_keeps_vector_formats() -> None:
     _, params = random_model("llama")
     params["norm"]["weight"] = params["norm"]["weight"].astype("bfloat16")
     found = match_precision(params, Precision())
@@ -216,15 +223,18 @@ def test_vectors_keep_the_format_that_they_have() -> None:
         assert found.param_format(path, leaf.ndim) == weight_format(leaf)
 
 
-def test_a_weight_that_has_its_format_is_not_made_again() -> None:
-    """Of one that is composed, or has lost what its format cannot hold, another would come out."""
+def test_cast_keeps_weight_in_requested_format() -> None:
+    """A weight that already has the format is returned unchanged, since making it again could
+    differ.
+    """
     packed = as_format(jnp.ones((8, 128), jnp.bfloat16), "bf16-packed")
     precision = Precision(weights="bfloat16", quantize="bf16-packed")
     assert precision.format_chain("weight", 2) == ("bfloat16", "bf16-packed")
     assert precision.cast("weight", packed) is packed
 
 
-def test_layers_that_differ_have_rules_of_their_own() -> None:
+def test_match_precision_distinguishes_layers() -> None:
+    """Rules derived from the parameters reproduce every weight's format, also if layers differ."""
     _, params = random_model("llama", num_hidden_layers=3)
     params = jaxllm.quantize(params, [(r"layers\.[02]\.mlp", "int8"), (".*attn", "int4-g32")])
     found = match_precision(params, Precision())
@@ -234,7 +244,7 @@ def test_layers_that_differ_have_rules_of_their_own() -> None:
     assert len(found.quantize or ()) == 4 + 2 * 3
 
 
-def test_a_recipe_in_a_file_is_checked(tmp_path: Path) -> None:
+def test_stored_recipe_is_validated(tmp_path: Path) -> None:
     lm = tiny("gpt2")
     lm.save(tmp_path / "plain")
     file = tmp_path / "plain" / "config.json"
@@ -246,7 +256,7 @@ def test_a_recipe_in_a_file_is_checked(tmp_path: Path) -> None:
         jaxllm.load(tmp_path / "plain")
 
 
-def test_a_copy_of_the_model_is_what_changes() -> None:
+def test_compress_leaves_original_model_unchanged() -> None:
     lm = tiny("llama")
     before = jax.tree.map(lambda x: x.copy(), lm.params)
     made = compress(lm, ["quantize: rtn int8"])

@@ -31,7 +31,7 @@ from jaxllm.lm import LM
 from jaxllm.models import build
 from jaxllm.weights.quantize import quantize
 from tests.compress.models import tiny
-from tests.twins import tokens
+from tests.tiny_models import tokens
 
 LINE = parse_line("quantize: rtn int8", STEPS)
 
@@ -54,9 +54,10 @@ def one_layer(lm: LM) -> ModelState:
     return ModelState(one.config, quantize(params, "int8"), lm.model.precision)
 
 
-def test_a_model_of_another_configuration_is_measured_as_divergence_does(
-    lm: LM, text: Loader, one_layer: ModelState
-) -> None:
+def test_evaluator_row_equals_divergence(lm: LM, text: Loader, one_layer: ModelState) -> None:
+    """A row's quality numbers equal those of divergence(), also for a model of another
+    configuration.
+    """
     row = StepEvaluator(lm, text, speed=False).measure("a step", one_layer, 1.5)
     found = divergence(lm.model, lm.params, build(one_layer.config), one_layer.params, text)
     assert (row.step, row.seconds, row.tokens_per_second) == ("a step", 1.5, None)
@@ -73,22 +74,25 @@ def test_a_model_of_another_configuration_is_measured_as_divergence_does(
     np.testing.assert_allclose(list(map(float, filter(None, numbers))), [*numbers.values()], 1e-5)
 
 
-def test_bytes_are_those_of_the_arrays(lm: LM) -> None:
+def test_reported_bytes_equal_array_sizes(lm: LM) -> None:
     scale = StepEvaluator(lm, None, speed=False)
     row = scale.measure("", initial_state(lm))
     assert row.bytes == 4 * sum(int(np.prod(x.shape)) for x in leaves(lm.params))
     assert row.kl is None
 
 
-def test_speed_is_a_positive_number(lm: LM) -> None:
+def test_measured_speed_is_positive(lm: LM) -> None:
     speed = StepEvaluator(lm, None).measure("", initial_state(lm)).tokens_per_second
     assert speed is not None
     assert 0 < speed < 1e9
 
 
-def test_what_was_measured_is_not_measured_again(
+def test_measured_rows_are_reused(
     lm: LM, text: Loader, one_layer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rows in the journal are not measured again; an evaluator without text does not reuse rows
+    measured with one.
+    """
     scale, journal = StepEvaluator(lm, text, speed=False), Journal(tmp_path, "ours")
     first = scale.original_row(journal)
     assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
@@ -111,7 +115,7 @@ ROWS = [
 ]
 
 
-def test_the_table_has_a_line_a_step() -> None:
+def test_table_has_one_line_per_step() -> None:
     lines = as_table(ROWS).splitlines()
     names = "step MB perplexity ratio mean KL +/- same top-1 tokens/s seconds"
     assert lines[0].split() == names.split()
@@ -132,7 +136,8 @@ def test_the_table_has_a_line_a_step() -> None:
     assert summarize(ROWS[1]) == "quantize: rtn int8: MB 1.00, mean KL 0.00123, seconds 2.0"
 
 
-def test_json_has_every_number_and_no_nan() -> None:
+def test_json_report_contains_all_numbers() -> None:
+    """JSON holds every number exactly; NaN becomes null."""
     report = json.loads(as_json(ROWS, {"model": "tiny"}), parse_constant=lambda _: 1 / 0)
     assert report["model"] == "tiny"
     assert [row["bytes"] for row in report["rows"]] == [4_000_000, 1_000_000, 500_000]
@@ -140,7 +145,7 @@ def test_json_has_every_number_and_no_nan() -> None:
     assert report["rows"][1]["kl"] == 0.001234
 
 
-def test_a_report_is_read_again(tmp_path: Path) -> None:
+def test_report_round_trips(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     file.write_text(as_json(ROWS, {"model": "tiny"}))
     assert read_rows(file)[:2] == ROWS[:2]
@@ -153,7 +158,7 @@ POINTS = st.tuples(st.integers(0, 6), st.integers(0, 6))
 
 
 @given(st.lists(POINTS, min_size=1, max_size=12))
-def test_the_front_is_what_no_other_point_beats(points: list[tuple[int, int]]) -> None:
+def test_pareto_front_equals_brute_force(points: list[tuple[int, int]]) -> None:
     def beaten(p: tuple[int, int]) -> bool:
         return any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in points)
 
@@ -161,10 +166,10 @@ def test_the_front_is_what_no_other_point_beats(points: list[tuple[int, int]]) -
 
 
 @pytest.mark.parametrize("runs", [{"one": ROWS}, {"one": ROWS, "other": ROWS[:2]}])
-def test_a_picture_of_one_run_or_many(
+def test_plot_draws_one_or_several_runs(
     runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zero is on the axis, the original is marked there, and names are inside the frame."""
+    """Zero is on the axis, the original is marked there, and labels lie inside the frame."""
     figures: list[Figure] = []
     real = Figure.savefig
     monkeypatch.setattr(
@@ -183,7 +188,7 @@ def test_a_picture_of_one_run_or_many(
     assert (tmp_path / "costs.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
-def test_without_quality_there_is_nothing_to_draw(tmp_path: Path) -> None:
+def test_plot_without_quality_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to plot"):
         plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
     assert not (tmp_path / "costs.png").exists()

@@ -20,7 +20,7 @@ from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import map_leaves
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 KEPT = {"heads": [[1, 3], [0, 2]], "channels": [[*range(0, 50, 3)], [*range(17)]]}
 FAMILIES = {
@@ -70,9 +70,12 @@ def ours(smaller: structure.SmallerModel, token_BT: np.ndarray) -> jax.Array:
 @pytest.mark.parametrize(
     ("family", "kind"), [("llama", "heads"), ("llama", "channels"), ("gpt2", "channels")]
 )
-def test_what_is_cut_computes_what_masked_does_and_transformers_opens_it(
+def test_dropped_groups_equal_masked_model(
     family: str, kind: structure.Kind, twins: Any, tmp_path: Path
 ) -> None:
+    """Dropping heads or channels gives the logits of masking them, and transformers loads the
+    result with equal logits.
+    """
     twin, token_BT = twins(family), tokens(2, 24)
     dense = twin.logits(token_BT)
     smaller = structure.cut_groups(twin.config, twin.params, kind, KEPT[kind])
@@ -102,7 +105,7 @@ def test_what_is_cut_computes_what_masked_does_and_transformers_opens_it(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_without_a_layer_is_transformers_without_it(
+def test_dropped_layer_equals_transformers_without_it(
     family: str, twins: Any, tmp_path: Path
 ) -> None:
     twin, token_BT = twins(family), tokens(2, 24)
@@ -122,7 +125,10 @@ def _uncached(twin: Twin, token_BT: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("by", importance.SALIENCES)
-def test_a_channel_that_is_zero_goes_first_and_nothing_is_missed(by: importance.Salience) -> None:
+def test_zero_channel_is_dropped_first_without_loss(by: importance.Salience) -> None:
+    """The channel of zeros has the least salience by every measure, and dropping it preserves the
+    logits.
+    """
     model, params = random_model("llama")
     dead = {"layers.0": 13, "layers.1": 50}
 
@@ -143,7 +149,10 @@ def test_a_channel_that_is_zero_goes_first_and_nothing_is_missed(by: importance.
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
-def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
+def test_salience_equals_torch(family: str, twins: Any) -> None:
+    """Every salience of heads and channels equals the sum over weights, gradients and inputs taken
+    from torch.
+    """
     twin, token_NT = twins(family), tokens(2, 24)
     torch_model = twin.torch_model
     layers = torch_model.model.layers if family == "llama" else torch_model.transformer.h
@@ -217,7 +226,8 @@ def test_saliences_are_those_of_torch(family: str, twins: Any) -> None:
                 np.testing.assert_allclose(made[number], shared(by, kind, number), rtol=2e-4)
 
 
-def test_influences_are_those_of_torch_hidden_states(twins: Any) -> None:
+def test_influence_equals_torch_hidden_states(twins: Any) -> None:
+    """Block influence and angular distance equal those of transformers' hidden states."""
     twin, token_NT = twins("llama"), tokens(2, 24)
     ends: list[torch.Tensor] = []
     twin.torch_model.model.norm.register_forward_hook(lambda _, x, __: ends.append(x[0]))
@@ -233,7 +243,10 @@ def test_influences_are_those_of_torch_hidden_states(twins: Any) -> None:
     np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in angles], rtol=1e-4)
 
 
-def test_the_least_go_and_the_ends_may_stay() -> None:
+def test_least_influential_layers_are_dropped() -> None:
+    """Layers of least influence or runs of least distance are dropped, except at the protected
+    ends.
+    """
     each = np.array([0.1, 0.5, 0.2, 0.9, 0.3, 0.0])
     assert block_influence.keep_most_influential(each, 2, 0, 0) == [1, 2, 3, 4]
     assert block_influence.keep_most_influential(each, 2, 1, 1) == [0, 1, 3, 5]
@@ -248,7 +261,8 @@ def test_the_least_go_and_the_ends_may_stay() -> None:
     assert [layer.tolist() for layer in found] == [[0, 2], [2, 3]]
 
 
-def test_a_fused_matrix_is_parted_in_its_thirds() -> None:
+def test_fused_attention_groups_span_three_slices() -> None:
+    """A head of GPT-2's fused matrix consists of its slices in queries, keys and values."""
     model, params = random_model("gpt2")  # 8 heads of 5
     shares = structure.group_slices(model.config, "heads", params["h.0"], "h.0")
     found = {f"{share.module}.{share.name}": share for share in shares}
@@ -261,7 +275,7 @@ def test_a_fused_matrix_is_parted_in_its_thirds() -> None:
     assert found["attn.c_proj.weight"].index_Gn[3].tolist() == own
 
 
-def test_what_cannot_be_cut_is_refused_by_name() -> None:
+def test_invalid_cuts_are_refused() -> None:
     model, params = random_model("gpt2")
     with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be dropped: .*hidden_size \(40\)"):
         structure.cut_groups(model.config, params, "heads", [[0], [0]])
@@ -284,7 +298,10 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     assert structure.cut_layers(model.config, params, [0])[0].num_hidden_layers == 1
 
 
-def test_counts_and_shares_that_cannot_be_are_answered_with_those_that_can() -> None:
+def test_removal_counts_round_and_list_valid_values() -> None:
+    """Shares become counts; impossible counts or shares raise an error that lists the
+    valid ones.
+    """
     assert structure.count_removed(4, 0.25, "heads") == 1
     assert structure.count_removed(8, 6, "heads") == 6
     assert structure.count_removed(5632, 0.3, "channels") == 1690
@@ -300,7 +317,7 @@ def test_counts_and_shares_that_cannot_be_are_answered_with_those_that_can() -> 
         structure.count_removed(1, 0.5, "heads")
 
 
-def test_bfloat16_weights_have_saliences_in_float32() -> None:
+def test_bfloat16_salience_is_computed_in_float32() -> None:
     model, params = random_model("llama", precision=jaxllm.Precision.uniform("bfloat16"))
     narrow = map_leaves(lambda _, x: x.astype(jnp.bfloat16), params)
     found = importance.measure_salience(model, narrow, "channels", "magnitude", tokens(2, 24))

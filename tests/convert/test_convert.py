@@ -24,7 +24,7 @@ from jaxllm.convert.tables import REQUIRED
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
-from tests.twins import assert_close, load_twin, save_random, tokens
+from tests.tiny_models import assert_close, load_twin, save_random, tokens
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0,
@@ -69,7 +69,7 @@ def logits(directory: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_there_and_back_again(variant: str, tmp_path: Path) -> None:
+def test_hf_native_round_trip_is_exact(variant: str, tmp_path: Path) -> None:
     """Hugging Face -> native -> Hugging Face: equal bits, equal configuration, equal logits."""
     family, changes = VARIANTS[variant]
     save_random(tmp_path / "hf", family, **changes)
@@ -91,7 +91,7 @@ def test_there_and_back_again(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -> None:
+def test_half_conversion_equals_loading_as_half(dtype: str, tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "llama")
     save(tmp_path / "half", cast_checkpoint(open_hf(tmp_path / "hf"), dtype))
     loaded = jaxllm.load(tmp_path / "hf", dtype=dtype)
@@ -103,10 +103,10 @@ def test_converting_to_half_equals_loading_as_half(dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("int4-zp", "float32"), ("bf16-packed", "bfloat16")])
-def test_a_quantized_checkpoint_goes_back_dequantized(
-    name: str, dtype: str, tmp_path: Path
-) -> None:
-    """transformers on what --to-hf wrote computes what ours computes on the quantized weights."""
+def test_quantized_checkpoint_exports_dequantized(name: str, dtype: str, tmp_path: Path) -> None:
+    """transformers on the result of --to-hf equals the quantized weights computed here; half and
+    native conversions agree.
+    """
     hf, small, back, half, same = (tmp_path / n for n in ("hf", "small", "back", "half", "same"))
     save_random(hf, "llama", num_hidden_layers=2)
     quantize(str(hf), small, name=name, dtype=dtype)
@@ -135,7 +135,8 @@ def test_a_quantized_checkpoint_goes_back_dequantized(
         assert torch.equal(tensor, after[path]), path
 
 
-def test_a_table_of_formats_is_kept_in_our_own_form(tmp_path: Path) -> None:
+def test_precision_table_is_saved_in_native_format(tmp_path: Path) -> None:
+    """--precision stores each tensor in its listed format, in native checkpoints only."""
     hf, mixed, table = tmp_path / "hf", tmp_path / "mixed", tmp_path / "formats.json"
     save_random(hf, "llama", num_hidden_layers=2)
     rows = [
@@ -166,7 +167,7 @@ def test_a_table_of_formats_is_kept_in_our_own_form(tmp_path: Path) -> None:
         convert(str(hf), tmp_path / "other", precision=table)
 
 
-def test_shards_equal_one_file(tmp_path: Path) -> None:
+def test_sharded_checkpoint_equals_single_file(tmp_path: Path) -> None:
     save_random(tmp_path / "one", "llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
@@ -174,7 +175,10 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(tmp_path / "one"), logits(tmp_path / "many"))
 
 
-def test_both_spellings_of_the_rotary_settings_are_read(tmp_path: Path) -> None:
+def test_old_and_new_rope_fields_are_read(tmp_path: Path) -> None:
+    """rope_parameters and the older rope_scaling give equal configurations; contradicting fields
+    raise an error.
+    """
     save_random(tmp_path, "llama", rope_parameters=LLAMA3)
     expected = open_hf(tmp_path).config
     scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
@@ -189,7 +193,10 @@ def test_both_spellings_of_the_rotary_settings_are_read(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
-def test_published_gpt2_names_and_mask_buffers_are_read(tmp_path: Path) -> None:
+def test_published_gpt2_names_and_masks_are_read(tmp_path: Path) -> None:
+    """Names without the transformer prefix and mask buffers, as in published GPT-2 files, are
+    accepted.
+    """
     save_random(tmp_path, "gpt2")
     expected = logits(tmp_path)
 
@@ -203,7 +210,7 @@ def test_published_gpt2_names_and_mask_buffers_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(logits(tmp_path), expected)
 
 
-def test_every_complaint_about_tensors_comes_at_once(tmp_path: Path) -> None:
+def test_all_tensor_errors_are_reported_together(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
 
     def damage(state: dict[str, torch.Tensor]) -> None:
@@ -224,7 +231,8 @@ def test_every_complaint_about_tensors_comes_at_once(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) -> None:
+def test_head_must_match_tying(tmp_path: Path) -> None:
+    """An untied head must exist, and the stored copy of a tied head must equal the embedding."""
     save_random(tmp_path / "untied", "llama")
     edit_tensors(tmp_path / "untied", lambda state: state.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lm_head.weight is missing"):
@@ -246,7 +254,7 @@ def test_an_untied_head_must_be_there_and_a_tied_one_must_agree(tmp_path: Path) 
     ("fields", "theirs"),
     [(llama.LLAMA.fields, transformers.LlamaConfig), (gpt2.FIELDS, transformers.GPT2Config)],
 )
-def test_what_a_missing_field_means_transformers_decides(fields: Any, theirs: Any) -> None:
+def test_field_defaults_equal_transformers_config(fields: Any, theirs: Any) -> None:
     defaults = {f.theirs: f.default for f in fields if f.default is not REQUIRED}
     known = theirs().to_dict()
     derived = {"num_key_value_heads", "head_dim", "n_inner"}  # derived from other fields
@@ -257,7 +265,7 @@ def test_what_a_missing_field_means_transformers_decides(fields: Any, theirs: An
     }
 
 
-def test_a_width_that_its_heads_do_not_share_evenly_is_refused(tmp_path: Path) -> None:
+def test_indivisible_hidden_size_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     data = json.loads((tmp_path / "config.json").read_text())
     del data["head_dim"]
@@ -269,14 +277,14 @@ def test_a_width_that_its_heads_do_not_share_evenly_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_refused(value: float, tmp_path: Path) -> None:
+def test_nonfinite_weights_are_refused(value: float, tmp_path: Path) -> None:
     save_random(tmp_path, "gpt2")
     edit_tensors(tmp_path, lambda s: s["transformer.h.1.ln_2.bias"].__setitem__(5, value))
     with pytest.raises(CheckpointError, match=r"h\.1\.ln_2\.bias holds (nan|inf) at index 5"):
         jaxllm.load(tmp_path)
 
 
-def test_a_format_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
+def test_overflow_in_target_format_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, "gpt2")
     edit_tensors(tmp_path, lambda s: s["transformer.ln_f.bias"].__setitem__(0, 1e5))
     jaxllm.load(tmp_path, dtype="bfloat16")
@@ -313,7 +321,7 @@ def test_a_format_that_cannot_hold_a_weight_is_refused(tmp_path: Path) -> None:
         ({"rope_parameters": "fast"}, "rope_parameters must be an object"),
     ],
 )
-def test_impossible_configurations_are_refused_by_name(
+def test_impossible_configurations_are_refused(
     change: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     save_random(tmp_path, "llama")
@@ -322,7 +330,7 @@ def test_impossible_configurations_are_refused_by_name(
         open_hf(tmp_path)
 
 
-def test_missing_fields_mean_what_transformers_means_by_them(tmp_path: Path) -> None:
+def test_missing_fields_take_transformers_defaults(tmp_path: Path) -> None:
     save_random(tmp_path, "llama", head_dim=5 * 2, num_key_value_heads=4, num_attention_heads=4)
     for name in ("head_dim", "num_key_value_heads", "hidden_act", "tie_word_embeddings"):
         edit_config(tmp_path, **{name: "delete"})
@@ -333,7 +341,8 @@ def test_missing_fields_mean_what_transformers_means_by_them(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["../elsewhere.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "link", "pipe"]
 )
-def test_shards_outside_the_directory_are_never_opened(name: str, tmp_path: Path) -> None:
+def test_shards_outside_directory_are_refused(name: str, tmp_path: Path) -> None:
+    """Shard names that lead outside the directory, to links or to pipes are never opened."""
     home = tmp_path / "model"
     save_random(home, "gpt2")
     shutil.move(home / "model.safetensors", tmp_path / "elsewhere.safetensors")
@@ -348,7 +357,7 @@ def test_shards_outside_the_directory_are_never_opened(name: str, tmp_path: Path
         open_hf(home)
 
 
-def test_links_inside_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+def test_hub_cache_links_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / "abc"
     save_random(snapshot, "gpt2")
     (tmp_path / "blobs").mkdir()
@@ -378,7 +387,7 @@ def test_pickles_and_damaged_files_are_refused(tmp_path: Path) -> None:
         jaxllm.load(tmp_path / "nowhere")
 
 
-def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path / "hf", "gpt2")
     save(tmp_path / "native", open_hf(tmp_path / "hf"))
     with pytest.raises(CheckpointError, match="already holds"):
@@ -395,7 +404,7 @@ def test_a_damaged_native_checkpoint_is_refused(tmp_path: Path) -> None:
         jaxllm.load(tmp_path / "native")
 
 
-def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None:
+def test_native_weights_are_memory_mapped_without_copy(tmp_path: Path) -> None:
     """Every tensor starts on a 64-byte boundary, odd sizes included, so XLA copies none."""
     save_random(tmp_path / "hf", "llama", attention_bias=True, intermediate_size=53)
     save(tmp_path / "native", open_hf(tmp_path / "hf"))
@@ -409,8 +418,8 @@ def test_native_weights_are_used_as_they_lie_in_the_file(tmp_path: Path) -> None
     assert {name for name in reread if not name.startswith("__align")} == set(native.tensors)
 
 
-def test_a_users_own_convert_module_is_not_ours(tmp_path: Path) -> None:
-    """Installed, the package is jaxllm.convert: nothing in a working directory shadows it."""
+def test_user_convert_module_does_not_shadow_package(tmp_path: Path) -> None:
+    """A module named convert in the working directory does not shadow jaxllm.convert."""
     (tmp_path / "convert.py").write_text("raise SystemExit('the wrong convert')")
     code = (
         "from jaxllm.convert.registry import open_checkpoint;"

@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
 from tests.conftest import Run
 from tests.convert.published_configs import PUBLISHED, REFUSED, Row
-from tests.twins import VOCAB, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import VOCAB, assert_close, load_twin, save_random, theirs, tokens
 
 # Fields of published files that no conversion table lists.
 UNREAD = {
@@ -48,8 +48,10 @@ def config_class(row: Row) -> Any:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_config_is_read_as_transformers_reads_it(name: str) -> None:
-    """The file, and what transformers' own class makes of it, are one configuration."""
+def test_read_config_equals_transformers_on_published_files(name: str) -> None:
+    """A published config.json, and the same file after a round trip through transformers' config
+    class, give equal configurations; every field is known.
+    """
     row = PUBLISHED[name]
     config, _ = read_config(row)
     assert set(unread_fields(row)) <= UNREAD
@@ -58,12 +60,16 @@ def test_published_config_is_read_as_transformers_reads_it(name: str) -> None:
 
 
 def test_published_configs_cover_every_family() -> None:
+    """At least 60 published files cover every model type that has a reader."""
     assert len(PUBLISHED) >= 60
     assert {row["model_type"] for row in PUBLISHED.values()} == set(READERS)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_configs_of_other_models_are_refused_by_name(name: str) -> None:
+def test_read_config_refuses_unsupported_models(name: str) -> None:
+    """read_config refuses each unsupported model's config.json with an error that
+    gives the reason.
+    """
     row, reason = REFUSED[name]
     with pytest.raises(ConfigError, match=reason):
         read_config(row)
@@ -97,7 +103,7 @@ def shrink(row: Row) -> Row:
 
 @pytest.mark.parametrize("name", SHRUNK)
 def test_shrunk_published_model_equals_transformers(name: str, tmp_path: Path) -> None:
-    """With the file's own fields: what both read of it gives the same logits."""
+    """A tiny random model with a published file's settings has the same logits as transformers."""
     row = shrink(PUBLISHED[name])
     model = transformers.AutoModelForCausalLM.from_config(config_class(row)(**row))
     torch.manual_seed(0)
@@ -138,15 +144,21 @@ CHANGES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "reason"), CHANGES)
-def test_fields_that_change_a_result_are_refused(
+def test_read_config_refuses_fields_that_change_results(
     family: str, change: dict[str, Any], reason: str
 ) -> None:
+    """A field value that would change the output and is not supported raises a ConfigError that
+    names the field.
+    """
     with pytest.raises(ConfigError, match=reason):
         read_config({**theirs(family).to_dict(), **change})
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gemma3_text"])
-def test_neutral_values_of_refused_fields_are_read(family: str) -> None:
+def test_read_config_accepts_neutral_values_of_refused_fields(family: str) -> None:
+    """With strict=True, a field that is otherwise refused is accepted at the value that changes
+    nothing.
+    """
     neutral = {
         "use_mrope": False, "rope_interleaved": False, "is_causal": True, "full_attn_mod": 1,
         "attention_chunk_size": None, "text_config": None, "lm_head_bias": False,
@@ -155,8 +167,10 @@ def test_neutral_values_of_refused_fields_are_read(family: str) -> None:
     assert read_config({**data, **neutral}, strict=True)[0] == read_config(data)[0]
 
 
-def test_unknown_fields_are_named_in_one_warning(tmp_path: Path, run: Run) -> None:
-    """Ignored by default, refused if strict; `info` names them and a command notes them."""
+def test_unknown_fields_raise_one_warning(tmp_path: Path, run: Run) -> None:
+    """Unknown config fields give one warning that lists them, are errors if strict, and are listed
+    by `info`.
+    """
     save_random(tmp_path, "llama", num_hidden_layers=1)
     expected = open_hf(tmp_path).config
     data = json.loads((tmp_path / "config.json").read_text())
@@ -182,8 +196,8 @@ def test_unknown_fields_are_named_in_one_warning(tmp_path: Path, run: Run) -> No
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
-def test_activations_are_those_of_transformers(name: str) -> None:
-    """Every name of an activation computes what transformers computes by that name."""
+def test_activations_equal_transformers(name: str) -> None:
+    """Each activation name computes the function that transformers computes for it."""
     x = np.linspace(-6, 6, 97, dtype=np.float32)
     expected = transformers.activations.ACT2FN[name](torch.tensor(x)).numpy()
     np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), expected, atol=2e-6)

@@ -85,8 +85,10 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_kept_integers_are_the_same_numbers_everywhere(case: str, tmp_path: Path, run: Run) -> None:
-    """Bit for bit: in the file, decoded by its description; and read back."""
+def test_exported_integers_equal_original_values(case: str, tmp_path: Path, run: Run) -> None:
+    """Exported integer weights, decoded from the file's own description or loaded again, equal the
+    original values bit for bit.
+    """
     method, family, format, sizes = CASES[case]
     rules = [(r".*(proj|attention|mlp|attn)\..*weight", format), (r"lm_head|embed_out", "int8")]
     if family == "llama":
@@ -116,7 +118,10 @@ def is_table(path: str) -> bool:
     return any(name in path for name in ("embed", "wte", "wpe", "lm_head", "norm"))
 
 
-def test_an_order_of_columns_goes_to_gptq_and_back(tmp_path: Path, run: Run) -> None:
+def test_column_order_round_trips_through_gptq(tmp_path: Path, run: Run) -> None:
+    """Weights with a column order (act-order) are exported as GPTQ with desc_act, and load with the
+    same values.
+    """
     expected = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
     status, _, log = run(
         "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
@@ -131,9 +136,10 @@ def test_an_order_of_columns_goes_to_gptq_and_back(tmp_path: Path, run: Run) -> 
     assert_equal_params(tmp_path / "hub", tmp_path / "back")
 
 
-def test_formats_of_several_widths_are_groups_of_compressed_tensors(
-    tmp_path: Path, run: Run
-) -> None:
+def test_mixed_bit_widths_become_compressed_tensors_groups(tmp_path: Path, run: Run) -> None:
+    """Matrices of different bit widths become separate compressed-tensors config groups; gptq
+    refuses them.
+    """
     rules = [(r".*mlp.*", "int4-g32"), (r".*[qk]_proj.*", "int8")]
     ours, back = write_quantized(tmp_path, "llama", rules), tmp_path / "back"
     convert = ("convert", ours, back, "--to-hf", "--keep-quantized")
@@ -158,9 +164,12 @@ def test_formats_of_several_widths_are_groups_of_compressed_tensors(
         ("int4-g32", "awq", "'awq' is not a format: expected gptq or compressed-tensors"),
     ],
 )
-def test_what_a_form_does_not_have_is_refused(
+def test_export_refuses_unsupported_formats(
     rules: str, method: str, message: str, tmp_path: Path, run: Run
 ) -> None:
+    """--keep-quantized refuses formats that the method cannot represent, unknown methods and a
+    missing --to-hf, and writes nothing.
+    """
     ours = write_quantized(tmp_path, "llama", rules)
     status, _, error = run(
         "convert", ours, tmp_path / "back", "--to-hf", "--keep-quantized", method
@@ -204,9 +213,12 @@ def write_int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict
     ("symmetric", "strategy", "format"),
     [(True, "channel", "int8"), (False, "channel", "int8-zp"), (True, "tensor", "int8")],
 )
-def test_int_quantized_matrices_are_read_exactly(
+def test_int_quantized_matrices_load_exactly(
     symmetric: bool, strategy: str, format: str, tmp_path: Path
 ) -> None:
+    """int-quantized matrices of compressed-tensors, per channel or per tensor, symmetric or not,
+    load with exact values.
+    """
     expected = write_int_quantized(tmp_path, symmetric, strategy)
     params = dict(flatten(jaxllm.load(tmp_path).params))
     for path, array in expected.items():
@@ -214,7 +226,10 @@ def test_int_quantized_matrices_are_read_exactly(
         np.testing.assert_array_equal(to_dense(params[path]), array, path)
 
 
-def test_wrong_files_of_compressed_tensors_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
+    """Unsupported compressed-tensors settings and missing or misshapen scales raise errors that
+    name them.
+    """
     write_int_quantized(tmp_path, True, "channel")
     config = json.loads((tmp_path / "config.json").read_text())
     good = json.dumps(config["quantization_config"])

@@ -15,7 +15,7 @@ from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
 from jaxllm.models import config_from_dict
 from tests.conftest import Run
-from tests.twins import KINDS, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import KINDS, assert_close, load_twin, save_random, theirs, tokens
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 1000, "factor": 8, "low_freq_factor": 2,
@@ -82,8 +82,10 @@ def nondefault_config(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_every_field_returns_through_our_form(family: str) -> None:
-    """HF -> native -> HF is HF -> HF to the byte, and transformers takes it as it was."""
+def test_config_fields_round_trip_through_native_form(family: str) -> None:
+    """HF -> native -> HF writes the same bytes as HF -> HF, and transformers reads the original
+    configuration from them.
+    """
     source = nondefault_config(family)
     data = json.loads(source.to_json_string(use_diff=False))
     config, _ = read_config(data)
@@ -103,8 +105,10 @@ def test_every_field_returns_through_our_form(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
-def test_a_float_of_older_files_is_written_whole(family: str) -> None:
-    """Our own files of before have 9.0, which transformers does not take."""
+def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
+    """A whole float in older native files is written as an integer, since transformers refuses
+    floats; 9.5 is an error.
+    """
     config, _ = read_config(theirs(family).to_dict())
     data = {**config.to_dict(), "query_pre_attn_scalar": 9.0}
     old = config_from_dict(json.loads(json.dumps(data)))
@@ -122,8 +126,10 @@ HEADS = [name for name in KINDS if name not in ("gpt2", "olmo2")]
 
 @pytest.mark.parametrize("family", HEADS)
 @pytest.mark.parametrize("heads", [6, 4, 2])
-def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads: int) -> None:
-    """8 heads in pairs, cut: written, or refused just where transformers' class refuses them."""
+def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, heads: int) -> None:
+    """A config pruned from 8 heads is written if transformers' class accepts it and is refused
+    otherwise; GPT-NeoX is always refused.
+    """
     single = family == "gpt_neox"  # no grouped heads; the head size is derived
     pairs = {} if single else {"num_key_value_heads": 4}
     width = {"hidden_size": 64} if single else {}
@@ -145,7 +151,8 @@ def test_dropped_heads_are_written_if_transformers_takes_them(family: str, heads
     assert read_config(made.to_dict())[0] == config
 
 
-def test_refused_heads_name_those_that_fit() -> None:
+def test_refused_head_count_lists_valid_counts() -> None:
+    """The error for an unsupported head count lists the counts that transformers accepts."""
     data = theirs("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=128).to_dict()
     config = narrow_config(read_config(data)[0], "heads", 3)
     with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
@@ -153,13 +160,14 @@ def test_refused_heads_name_those_that_fit() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])
-def test_heads_that_depend_on_all_are_not_cut(family: str) -> None:
+def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
+    """narrow_config refuses to drop heads of GPT-2 and OLMo 2."""
     with pytest.raises(ConfigError, match=f"heads of {family} cannot be dropped"):
         narrow_config(read_config(theirs(family).to_dict())[0], "heads", 1)
 
 
-def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
-    """Qwen2 of 8 heads in 4 pairs, 3 pairs kept: written, and equal logits."""
+def test_uneven_pruned_heads_equal_transformers(tmp_path: Path) -> None:
+    """Qwen2 with 3 of its 4 key-value heads is exported and has the same logits in transformers."""
     save_random(
         tmp_path / "whole", "qwen2", num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4,
@@ -176,7 +184,8 @@ def test_uneven_heads_compute_the_same_in_transformers(tmp_path: Path) -> None:
     assert_close(jaxllm.forward(model, params, None, ids).logits, twin.logits(ids))
 
 
-def test_a_llama_of_uneven_heads_leaves_no_directory(tmp_path: Path, run: Run) -> None:
+def test_convert_refuses_uneven_llama_without_output(tmp_path: Path, run: Run) -> None:
+    """convert --to-hf refuses a Llama with 6 heads and leaves no output directory."""
     save_random(
         tmp_path / "whole", "llama", num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=4,

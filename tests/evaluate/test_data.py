@@ -22,7 +22,10 @@ from jaxllm.evaluate.likelihood.windows import (
 DOCUMENTS = [list(range(100 * n, 100 * n + length)) for n, length in enumerate((7, 1, 12, 3, 20))]
 
 
-def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> None:
+def test_strided_spans_score_each_token_with_longest_context() -> None:
+    """Each token but the first is scored once, in the window that gives it the most context;
+    without overlap, each window's first token is not scored.
+    """
     for length, window, stride in itertools.product(range(14), (2, 3, 5, 8), range(1, 9)):
         if stride > window:
             continue
@@ -38,9 +41,9 @@ def test_strided_counts_every_token_once_where_it_has_the_most_to_go_on() -> Non
                        for t in range(span.score_start, span.end))  # fmt: skip
 
 
-def test_second_half_counts_as_llama_perplexity_does() -> None:
-    """Of a chunk of n_ctx tokens its logits from n_ctx / 2 to n_ctx - 2 are compared with the token
-    after; an incomplete chunk at the end is dropped.
+def test_second_half_spans_equal_llama_perplexity() -> None:
+    """In each chunk of n_ctx tokens, logits n_ctx / 2 to n_ctx - 2 score the next token; an
+    incomplete last chunk is dropped.
     """
     for length, window in itertools.product((0, 5, 16, 17, 31, 48), (2, 3, 4, 5, 16)):
         expected = [
@@ -53,8 +56,10 @@ def test_second_half_counts_as_llama_perplexity_does() -> None:
         assert all(s.end - s.start == window for s in spans)
 
 
-def test_rolling_is_the_harness_documented_example() -> None:
-    """The example in lm-evaluation-harness's model guide: ten tokens, context 4, a prefix."""
+def test_rolling_spans_equal_lm_eval_documentation() -> None:
+    """Spans equal the example in lm-evaluation-harness's model guide: ten tokens, context 4, a
+    prefix token.
+    """
     text = ["BOS", *range(10)]
     seen = [
         (text[s.start : s.end - 1], text[s.score_start : s.end])
@@ -69,7 +74,10 @@ def test_rolling_is_the_harness_documented_example() -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("bucketed", [False, True])
-def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None:
+def test_batches_contain_each_span_once_with_padding(protocol: str, bucketed: bool) -> None:
+    """Each span appears in one batch row with its tokens, positions and scored mask; padding has
+    token 0, position -1 and no score.
+    """
     made = loader(
         DOCUMENTS, window=6, batch=4, protocol=protocol, use_buckets=bucketed, order="length"
     )
@@ -96,22 +104,26 @@ def test_a_batch_is_its_spans_and_padding(protocol: str, bucketed: bool) -> None
     assert len(made) == -(-len(made.spans) // 4)
 
 
-def test_a_bucketed_batch_is_as_wide_as_it_must_be() -> None:
-    """Widths are a power of two of inputs and one more, from 9 to the loader's own."""
+def test_bucketed_batch_width_is_smallest_bucket() -> None:
+    """Widths are a power of two plus one, from 9 up to the loader's own width."""
     documents = [list(range(length)) for length in (3, 9, 10, 17, 18, 33, 40)]
     made = loader(documents, window=41, batch=1, use_buckets=True)
     widths = [batch.token_BT.shape[1] for batch, _ in made.batches()]
     assert widths == [9, 9, 17, 17, 33, 33, 41]
 
 
-def test_bos_takes_the_place_of_every_first_token() -> None:
+def test_bos_replaces_first_token_of_each_window() -> None:
+    """With bos, each window starts with that token instead of its first, and does not score it."""
     made = loader(DOCUMENTS, window=5, stride=3, batch=3, bos=9999)
     for batch, _ in made.batches():
         assert (batch.token_BT[batch.length_B > 0, 0] == 9999).all()
         assert not batch.scored_BT[:, 0].any()
 
 
-def test_an_interrupted_loader_goes_on_where_it_was() -> None:
+def test_loader_resumes_from_saved_state() -> None:
+    """From any saved state, a new loader yields exactly the remaining batches; the state takes less
+    than 100 bytes of JSON.
+    """
     settings: dict[str, Any] = {"window": 4, "stride": 2, "batch": 3}
     for order in ("given", "length", 7):
         made = loader(DOCUMENTS, order=order, **settings)
@@ -128,7 +140,11 @@ def test_an_interrupted_loader_goes_on_where_it_was() -> None:
                 assert _same(one[0], other[0])
 
 
-def test_a_seed_is_an_order_and_epochs_differ() -> None:
+def test_loader_order_depends_on_seed_and_epoch() -> None:
+    """Equal seeds give equal orders, other seeds or epochs other orders, and no seed the given
+    order.
+    """
+
     def order(made: Loader, epoch: int) -> list[int]:
         return [int(n) for batch, _ in made.batches(made.state(epoch)) for n in batch.span_B]
 
@@ -140,7 +156,10 @@ def test_a_seed_is_an_order_and_epochs_differ() -> None:
     assert order(loader(DOCUMENTS, **settings), 0) == list(range(len(one.spans)))
 
 
-def test_a_state_of_other_data_is_refused() -> None:
+def test_loader_refuses_state_of_different_data() -> None:
+    """A state of other documents, windows, batch sizes or orders raises ConfigError, as do invalid
+    rows and epochs.
+    """
     made = loader(DOCUMENTS, window=4, batch=3)
     *_, (_, state) = made.batches()
     changed = [[*DOCUMENTS[0][:-1], 5], *DOCUMENTS[1:]]
@@ -171,12 +190,13 @@ def test_a_state_of_other_data_is_refused() -> None:
         ({"window": 4, "order": "random"}, "order must be"),
     ],
 )
-def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+def test_loader_refuses_bad_settings(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader(DOCUMENTS, **options)
 
 
-def test_bad_documents_are_refused() -> None:
+def test_loader_refuses_bad_documents() -> None:
+    """Documents with nothing to score, invalid token ids and invalid spans raise errors."""
     with pytest.raises(TokenError, match="nothing to score: got 1 tokens in 2 documents"):
         loader([[3], []], window=4)
     for bad in ([[1.5, 2.0]], [[[1, 2]]], [[-1, 2]], [[1 << 31, 2]]):
@@ -188,7 +208,8 @@ def test_bad_documents_are_refused() -> None:
             Loader(documents=[ids], spans=[span], batch=1, width=4)
 
 
-def test_documents_come_from_json_lines(tmp_path: Path) -> None:
+def test_read_documents_parses_json_lines(tmp_path: Path) -> None:
+    """JSON lines give texts or token ids; each malformed line raises a TokenError that names it."""
     file = tmp_path / "documents.jsonl"
     file.write_text('{"text": "One day"}\n\n{"text": "", "id": 3}\n', encoding="utf-8")
     assert read_documents(file) == ["One day", ""]

@@ -18,7 +18,7 @@ from jaxllm.evaluate.likelihood.divergence import Differences, Divergence, diver
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.conftest import Run
-from tests.twins import Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
 
 WINDOW = 40
 
@@ -54,7 +54,10 @@ def distributions(twin: Twin, made: Loader) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(rows), np.concatenate(targets)
 
 
-def test_every_measure_equals_transformers_in_float64(twin: Twin, changed: Twin) -> None:
+def test_divergence_measures_equal_transformers_in_float64(twin: Twin, changed: Twin) -> None:
+    """KL statistics, same-top share, perplexity ratio and their errors equal float64 values from
+    transformers' logits of both models.
+    """
     documents = [tokens(1, length, seed=length)[0].tolist() for length in (90, 17, 41)]
     made = loader(documents, window=WINDOW, stride=25, batch=3)
     found = divergence(twin.model, twin.params, changed.model, changed.params, made)
@@ -88,8 +91,10 @@ def test_every_measure_equals_transformers_in_float64(twin: Twin, changed: Twin)
     assert found.other.perplexity.mean == pytest.approx(np.exp(-q_N.mean()), rel=1e-5)
 
 
-def test_same_top_counts_what_differs() -> None:
-    """Four tokens, one of which changes: 3/4, with the error of a share."""
+def test_divergence_statistics_equal_hand_values() -> None:
+    """Of four tokens one changes: a same-top share of 3/4 with its binomial error, and KL quantiles
+    and perplexity ratio by hand.
+    """
     kl = np.array([0.0, 0.5, 1.0, 2.5])
     same = np.array([True, True, False, True])
     found = Divergence.from_differences(Differences(kl, same, -np.ones(4), -2 * np.ones(4)))
@@ -101,7 +106,8 @@ def test_same_top_counts_what_differs() -> None:
     assert found.ratio.error == 0.0
 
 
-def test_a_model_is_no_distance_from_itself(twin: Twin) -> None:
+def test_divergence_of_model_from_itself_is_zero(twin: Twin) -> None:
+    """Equal models have KL 0, a same-top share of 1 and a perplexity ratio of 1."""
     made = loader([tokens(1, 90, seed=90)[0].tolist()], window=WINDOW, batch=3)
     found = divergence(twin.model, twin.params, twin.model, twin.params, made)
     assert found.kl.mean == found.kl_max == 0.0
@@ -109,8 +115,10 @@ def test_a_model_is_no_distance_from_itself(twin: Twin) -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-5, 1e-3, 1e-1, 3.0])
-def test_kl_in_float32_keeps_what_rounding_would_swallow(spread: float) -> None:
-    """Against float64, for models that are close and for models that are not."""
+def test_float32_kl_is_accurate_for_close_distributions(spread: float) -> None:
+    """KL in float32 is near its float64 value and never negative, for close and for distant
+    distributions.
+    """
     rng = np.random.default_rng(0)
     p = scipy.special.log_softmax(3 * rng.standard_normal((4, 1000)), axis=-1)
     q = scipy.special.log_softmax(p + spread * rng.standard_normal(p.shape), axis=-1)
@@ -122,22 +130,25 @@ def test_kl_in_float32_keeps_what_rounding_would_swallow(spread: float) -> None:
     np.testing.assert_allclose(found, exact, rtol={1e-5: 0.2, 1e-3: 1e-2}.get(spread, 1e-4))
 
 
-def test_kl_of_certainties_is_finite() -> None:
-    """All of P on one token, all of Q on another 1,000 nats away: KL is those nats."""
+def test_kl_of_near_one_hot_distributions_is_finite() -> None:
+    """P has all its mass on one token and Q on another, 1,000 nats away: KL is 1,000."""
     p = jnp.asarray([[0.0, -1000.0, -2000.0]])
     q = jnp.asarray([[-1000.0, 0.0, -2000.0]])
     assert float(kl_divergence(p, q)[0]) == pytest.approx(1000.0)
     assert float(kl_divergence(p, p)[0]) == 0.0
 
 
-def test_other_vocabularies_are_refused(twin: Twin) -> None:
+def test_divergence_refuses_different_vocabularies(twin: Twin) -> None:
     other, params = random_model("llama", vocab_size=77)
     made = loader([[1, 2, 3]], window=WINDOW)
     with pytest.raises(ConfigError, match="vocabularies of 131 and 77 tokens"):
         divergence(twin.model, twin.params, other, params, made)
 
 
-def test_the_command_compares(run: Run, data: Callable[[str], Path]) -> None:
+def test_perplexity_command_compares_two_models(run: Run, data: Callable[[str], Path]) -> None:
+    """`perplexity --compare` and --other-dtype report KL and the perplexity ratio; different
+    vocabularies are refused.
+    """
     directory = data("stories260K")
     text = f"@{directory / 'greedy_200.txt'}"
     command = ("perplexity", directory, "--text", text, "--window", 64, "--batch", 4)

@@ -19,7 +19,7 @@ from jaxllm.files import lock_file
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.paths import map_leaves
 from tests.conftest import Run
-from tests.twins import Twin, load_twin
+from tests.tiny_models import Twin, load_twin
 
 Find = Callable[[str], Path]
 WINDOW = 64
@@ -69,7 +69,10 @@ def losses(twin: Twin, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("stride", [WINDOW, 20, 1])
-def test_strided_equals_transformers(trained: tuple[Twin, list[int]], stride: int) -> None:
+def test_strided_perplexity_equals_transformers(
+    trained: tuple[Twin, list[int]], stride: int
+) -> None:
+    """Strided perplexity equals Hugging Face's sliding-window guide, run with transformers."""
     twin, ids = trained
     ids = ids if stride > 1 else ids[: WINDOW + 9]
     found = perplexity(
@@ -81,8 +84,12 @@ def test_strided_equals_transformers(trained: tuple[Twin, list[int]], stride: in
     assert found.perplexity.mean == pytest.approx(np.exp(nll), rel=1e-4)
 
 
-def test_second_half_and_its_error_equal_transformers(trained: tuple[Twin, list[int]]) -> None:
-    """llama-perplexity: sqrt((mean of squares - square of mean) / (n - 1)) x perplexity."""
+def test_second_half_perplexity_and_error_equal_transformers(
+    trained: tuple[Twin, list[int]],
+) -> None:
+    """As in llama-perplexity, the error is sqrt((mean of squares - square of mean) / (n - 1)) x
+    perplexity.
+    """
     twin, ids = trained
     bos = 1
     found = perplexity(
@@ -100,8 +107,10 @@ def test_second_half_and_its_error_equal_transformers(trained: tuple[Twin, list[
     assert found.perplexity.error == pytest.approx(error, rel=1e-4)
 
 
-def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list[int]]) -> None:
-    """Padding contributes nothing, to no count and no sum."""
+def test_batched_documents_equal_separate_documents(trained: tuple[Twin, list[int]]) -> None:
+    """Padding adds to no count and no sum: batched documents have the log-probabilities of separate
+    runs.
+    """
     twin, ids = trained
     cuts = [0, 5, 7, 60, 61, 100, 130]
     documents = [ids[a:b] for a, b in pairwise(cuts)]
@@ -115,7 +124,10 @@ def test_unequal_documents_in_a_batch_equal_each_alone(trained: tuple[Twin, list
         np.testing.assert_allclose(-batched, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_the_standard_error_is_scipys() -> None:
+def test_standard_error_equals_scipy() -> None:
+    """The NLL's standard error equals scipy's, and the perplexity's error is its first-order
+    propagation.
+    """
     logprob_N = -np.random.default_rng(0).gamma(2.0, 1.5, 500).astype(np.float32)
     found = Perplexity.from_logprobs(logprob_N)
     nll = -logprob_N.astype(np.float64)
@@ -128,17 +140,22 @@ def test_the_standard_error_is_scipys() -> None:
     assert small.perplexity.error == pytest.approx(moved, rel=1e-2)
 
 
-def test_one_token_has_no_error_and_a_hopeless_model_is_infinitely_perplexed() -> None:
+def test_perplexity_handles_single_token_and_overflow() -> None:
+    """One token has a NaN error, and log-probabilities of -1,000 and less give an infinite
+    perplexity.
+    """
     one = Perplexity.from_logprobs(np.array([-2.0]))
     assert one.perplexity.mean == pytest.approx(np.exp(2.0))
     assert np.isnan(one.perplexity.error)
     assert Perplexity.from_logprobs(np.array([-2000.0, -1000.0])).perplexity.mean == np.inf
 
 
-def test_an_interrupted_evaluation_goes_on_from_its_journal(
+def test_interrupted_evaluation_resumes_from_journal(
     trained: tuple[Twin, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an interrupt in the third batch and half a line of journal, two batches are not run."""
+    """After an interrupt in batch 3 and a torn journal line, only missing batches run; journals of
+    other data or models are refused.
+    """
     twin, ids = trained
     made = loader([ids], window=WINDOW, stride=20, batch=3)
     assert len(made) > 4
@@ -193,7 +210,8 @@ def journaled(
     return run, path.read_text(), whole
 
 
-def test_a_journal_cut_anywhere_begins_again_or_goes_on(journaled: Any, tmp_path: Path) -> None:
+def test_truncated_journal_is_completed_exactly(journaled: Any, tmp_path: Path) -> None:
+    """A journal cut at any of seven points is completed to the same bytes and log-probabilities."""
     run, text, whole = journaled
     ends = [i + 1 for i, c in enumerate(text) if c == "\n"]
     for cut in (0, 1, ends[0] // 2, ends[0] - 1, ends[0], ends[0] + 9, ends[1]):
@@ -203,7 +221,10 @@ def test_a_journal_cut_anywhere_begins_again_or_goes_on(journaled: Any, tmp_path
         assert journal.read_text() == text
 
 
-def test_a_journal_that_was_altered_is_refused_by_its_line(journaled: Any, tmp_path: Path) -> None:
+def test_altered_journal_is_refused_with_line_number(journaled: Any, tmp_path: Path) -> None:
+    """An altered, missing or repeated line raises an error that names the line, and the file stays
+    unchanged.
+    """
     run, text, _ = journaled
     first, second, third, *rest = text.splitlines(keepends=True)
     journal = tmp_path / "journal"
@@ -221,7 +242,8 @@ def test_a_journal_that_was_altered_is_refused_by_its_line(journaled: Any, tmp_p
         assert journal.read_text() == altered
 
 
-def test_one_process_at_a_time_has_a_journal(journaled: Any, tmp_path: Path) -> None:
+def test_locked_journal_is_refused(journaled: Any, tmp_path: Path) -> None:
+    """A journal locked by another process is refused, and runs as usual once it is unlocked."""
     run, text, whole = journaled
     journal = tmp_path / "journal"
     with lock_file(journal), pytest.raises(CheckpointError, match="in use by another process"):
@@ -230,7 +252,8 @@ def test_one_process_at_a_time_has_a_journal(journaled: Any, tmp_path: Path) -> 
     assert journal.read_text() == text
 
 
-def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
+def test_perplexity_refuses_invalid_inputs(trained: tuple[Twin, list[int]]) -> None:
+    """A window beyond the context, an unknown token id and NaN logits raise errors."""
     twin, ids = trained
     context, vocab = twin.config.context_length, twin.config.vocab_size
     with pytest.raises(CapacityError, match=f"window is too long.* context is {context}"):
@@ -242,7 +265,10 @@ def test_what_cannot_be_run_is_refused(trained: tuple[Twin, list[int]]) -> None:
         perplexity(twin.model, broken, loader([ids], window=WINDOW, batch=3))
 
 
-def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_path: Path) -> None:
+def test_perplexity_command_equals_transformers(run: Run, data: Find, tmp_path: Path) -> None:
+    """`perplexity` equals transformers for --text and --documents; with --separate the NLL is
+    averaged over all documents' tokens.
+    """
     directory = data("stories260K")
     text = (directory / "greedy_200.txt").read_text(encoding="utf-8")
     common = ("perplexity", directory, "--window", 48, "--stride", 30, "--batch", 3)
@@ -285,7 +311,8 @@ def test_the_command_reports_what_transformers_says(run: Run, data: Find, tmp_pa
         (("--text", "-", "--quantize", "int5"), "int5"),
     ],
 )
-def test_the_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
+def test_perplexity_command_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
+    """Each bad option gives status 1 and one line on stderr."""
     status, out, err = run("perplexity", "demo:llama", *options, stdin="One day there was a dog.")
     assert (status, out) == (1, "")
     assert message in err

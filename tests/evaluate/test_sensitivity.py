@@ -15,7 +15,7 @@ from jaxllm.evaluate.likelihood.sensitivity import matrix_groups, measure_sensit
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.conftest import Run
-from tests.twins import random_model
+from tests.tiny_models import random_model
 
 TEXT = "Once upon a time there was a little dog. It liked to run in the park with a red ball. " * 3
 WINDOW = 32
@@ -50,9 +50,12 @@ def brute_force(demo: jaxllm.LM, made: Loader, rules: list[tuple[str, str]]) -> 
 
 
 @pytest.mark.parametrize(("by", "name"), [("layer", "int4"), ("kind", "int8")])
-def test_the_ranking_is_that_of_brute_force(
+def test_sensitivity_ranking_equals_brute_force(
     demo: jaxllm.LM, made: Loader, by: str, name: str
 ) -> None:
+    """KL, same-top share and order equal those of quantizing each group separately and comparing in
+    float64.
+    """
     rows = measure_sensitivity(demo.model, demo.params, made, name, group_by=by)
     assert {row.group: row.regex for row in rows} == matrix_groups(demo.params, by)
     expected = {row.group: brute_force(demo, made, [(row.regex, name)]) for row in rows}
@@ -63,8 +66,10 @@ def test_the_ranking_is_that_of_brute_force(
     assert [row.group for row in rows] == sorted(expected, key=lambda g: -expected[g][0])
 
 
-def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -> None:
-    """Whatever is lowered, and to what: its numbers run in the model that is there."""
+def test_sensitivity_variants_share_compiled_program(demo: jaxllm.LM, compiled: list[str]) -> None:
+    """Other groups and formats compile nothing new: their dequantized weights run in the same
+    program.
+    """
     windows = loader([demo.encode(TEXT)], window=WINDOW - 5)  # a length no other test uses
     for name in ("int4", "bfloat16"):  # rounding to a format also compiles, per shape
         measure_sensitivity(demo.model, demo.params, windows, name, group_by="kind")
@@ -76,7 +81,8 @@ def test_one_program_serves_all_variants(demo: jaxllm.LM, compiled: list[str]) -
     assert compiled[before:] == []
 
 
-def test_bytes_are_those_of_the_formats(demo: jaxllm.LM, made: Loader) -> None:
+def test_sensitivity_reports_bytes_of_formats(demo: jaxllm.LM, made: Loader) -> None:
+    """A layer's bytes are 4 per weight in float32 and 2 in bfloat16."""
     rows = measure_sensitivity(demo.model, demo.params, made, "bfloat16", group_by="layer")
     (first, *_) = [r for r in rows
                    if r.group == "layers.0"]  # fmt: skip
@@ -88,7 +94,7 @@ def test_bytes_are_those_of_the_formats(demo: jaxllm.LM, made: Loader) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_groups_cover_every_matrix_once(family: str) -> None:
+def test_matrix_groups_cover_each_matrix_once(family: str) -> None:
     _, params = random_model(family)
     matrices = [path for path, leaf in flatten(params) if leaf.ndim == 2]
     sizes = {}
@@ -104,16 +110,17 @@ def test_groups_cover_every_matrix_once(family: str) -> None:
     assert names[family] in matrix_groups(params, "kind")
 
 
-def test_bad_requests_are_refused(demo: jaxllm.LM, made: Loader) -> None:
+def test_sensitivity_refuses_bad_arguments(demo: jaxllm.LM, made: Loader) -> None:
     with pytest.raises(ConfigError, match="by must be one of layer, kind, module"):
         measure_sensitivity(demo.model, demo.params, made, "int8", group_by="head")
     with pytest.raises(ConfigError, match="int5"):
         measure_sensitivity(demo.model, demo.params, made, "int5")
 
 
-def test_the_command_prints_draws_and_ranks(
+def test_sensitivity_command_prints_and_plots_ranking(
     run: Run, demo: jaxllm.LM, made: Loader, tmp_path: Path
 ) -> None:
+    """`sensitivity` lists groups by falling KL, as text and as JSON, and writes the plot."""
     file, picture = tmp_path / "text", tmp_path / "ranking.png"
     file.write_text(TEXT, encoding="utf-8")
     command = ("sensitivity", "demo:llama", "--text", f"@{file}", "--by", "kind")
@@ -131,7 +138,8 @@ def test_the_command_prints_draws_and_ranks(
     assert {path.name for path in tmp_path.iterdir()} == {"text", "ranking.png"}
 
 
-def test_a_plot_of_equal_models_draws(tmp_path: Path, demo: jaxllm.LM, made: Loader) -> None:
+def test_plot_handles_zero_divergence(tmp_path: Path, demo: jaxllm.LM, made: Loader) -> None:
+    """A ranking in which every divergence is 0 is plotted."""
     rows = measure_sensitivity(demo.model, demo.params, made, "float32", group_by="layer")
     assert all(row.divergence.kl.mean == 0 for row in rows)
     plot(rows, tmp_path / "plot.png", "nothing changed")

@@ -22,7 +22,7 @@ from jaxllm.evaluate.parity.tolerance import Tolerance
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.weights.paths import map_leaves
 from tests.conftest import ROOT
-from tests.twins import random_model, save_random
+from tests.tiny_models import random_model, save_random
 
 COMMITTED = ROOT / "tests" / "vectors"
 TEXTS = [[5, 77, 130, 1, 9], [12, 8, 3]]
@@ -52,7 +52,10 @@ def _change_weight(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_the_demo_equals_what_transformers_computed(name: str) -> None:
+def test_demo_models_equal_committed_vectors(name: str) -> None:
+    """The demo models equal the committed vectors, which transformers computed, in every case and
+    greedy token.
+    """
     vectors = read(COMMITTED / name)
     assert vectors.made_by.startswith("transformers")
     lm = jaxllm.load(f"demo:{name}", dtype="float32")
@@ -69,7 +72,8 @@ def test_the_demo_equals_what_transformers_computed(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers_still_computes_the_committed_vectors(name: str) -> None:
+def test_transformers_reproduces_committed_vectors(name: str) -> None:
+    """The installed transformers computes the committed activations and greedy tokens."""
     vectors, theirs = read(COMMITTED / name), TransformersBackend.load(DEMO_DIR / name)
     case = pad_case(vectors.texts)
     for stage, x in theirs.activations(case).items():
@@ -79,7 +83,8 @@ def test_transformers_still_computes_the_committed_vectors(name: str) -> None:
     np.testing.assert_array_equal(decoded.token_BN, vectors.generated_BN)
 
 
-def test_the_committed_files_are_small_and_plain() -> None:
+def test_committed_vectors_are_small_and_readable() -> None:
+    """The committed files are under 1 MB and hold plain float32 tensors with one row per token."""
     files = [f for f in COMMITTED.rglob("*") if f.is_file()]
     assert {f.name for f in files} == {"vectors.json", "vectors.safetensors"}
     assert sum(f.stat().st_size for f in files) < 1_000_000
@@ -98,7 +103,7 @@ def test_the_committed_files_are_small_and_plain() -> None:
 # Detection of changes.
 
 
-def test_the_same_model_holds(tiny: JaxBackend, frozen: Path) -> None:
+def test_check_holds_for_same_model(tiny: JaxBackend, frozen: Path) -> None:
     checked = check(read(frozen), tiny)
     assert checked.holds
     assert all(report.holds for report in checked.reports.values())
@@ -113,10 +118,12 @@ def test_the_same_model_holds(tiny: JaxBackend, frozen: Path) -> None:
         ("norm.weight", "norm"),
     ],
 )
-def test_one_flipped_number_is_found_at_its_stage(
+def test_flipped_weight_is_located_at_its_stage(
     path: str, stage: str, tiny: JaxBackend, frozen: Path
 ) -> None:
-    """The sign of the largest number of one tensor."""
+    """Negating the largest value of one tensor is reported as changed weights and located at its
+    stage in every case.
+    """
 
     def flip(x: jax.Array) -> jax.Array:
         at = np.unravel_index(int(np.abs(np.asarray(x)).argmax()), x.shape)
@@ -131,8 +138,10 @@ def test_one_flipped_number_is_found_at_its_stage(
     assert not checked.holds
 
 
-def test_a_flipped_number_that_no_text_reads_is_seen_too(tiny: JaxBackend, frozen: Path) -> None:
-    """Row 100 of the token table is in none of the texts (and the head is a table of its own)."""
+def test_weight_digest_detects_unused_weight_change(tiny: JaxBackend, frozen: Path) -> None:
+    """Embedding row 100 is in none of the texts, and the head is separate: only the weight digest
+    reports the change.
+    """
     vectors = read(frozen)
     assert not any(100 in row for row in (*vectors.texts, *vectors.generated_BN.tolist()))
     other = _change_weight(tiny, "embed_tokens.weight", lambda x: x.at[100, 3].multiply(-1))
@@ -157,9 +166,10 @@ class Shifted(JaxBackend):
         return super().decode(case, steps, forced_BN)
 
 
-def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(
-    tiny: JaxBackend, frozen: Path
-) -> None:
+def test_padding_error_is_detected_only_in_left_case(tiny: JaxBackend, frozen: Path) -> None:
+    """Positions that count padding fail with left padding, at the padded row's first queries, and
+    not with right or no padding.
+    """
     checked = check(read(frozen), Shifted("shifted", tiny.model, tiny.params))
     assert checked.model_mismatches == ()
     wrong = {name: report.first for name, report in checked.reports.items()}
@@ -171,9 +181,12 @@ def test_a_padding_mistake_is_seen_in_the_cases_that_have_padding(
     assert wrong["left"].worst[0] == 1  # the padded row
 
 
-def test_rounded_weights_differ_and_hold_loosely(
+def test_rounded_weights_hold_only_with_loose_tolerance(
     tiny: JaxBackend, frozen: Path, tmp_path: Path
 ) -> None:
+    """bfloat16-rounded weights and another cache format are reported as mismatches; the values hold
+    only with a loose tolerance.
+    """
     params = jax.tree.map(lambda x: x.astype("bfloat16").astype("float32"), tiny.params)
     vectors = read(
         _copy_edited(frozen, tmp_path / "half", lambda h: h["precision"].update(cache="int8"))
@@ -188,8 +201,10 @@ def test_rounded_weights_differ_and_hold_loosely(
 # Files.
 
 
-def test_what_was_written_can_be_read_without_this_library(tiny: JaxBackend, frozen: Path) -> None:
-    """Positions say where each of a case's tokens is in the tensors; the logits are the model's."""
+def test_vector_files_are_self_describing(tiny: JaxBackend, frozen: Path) -> None:
+    """Read with only json and safetensors, positions index the rows of the tensors, and the logits
+    equal the model's.
+    """
     header = json.loads((frozen / "vectors.json").read_text(encoding="utf-8"))
     tensors = load_file(frozen / "vectors.safetensors")
     assert header["texts"] == TEXTS
@@ -218,7 +233,10 @@ def _copy_edited(frozen: Path, target: Path, edit: Callable[[dict[str, Any]], ob
     return target
 
 
-def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> None:
+def test_damaged_vectors_are_refused(frozen: Path, tmp_path: Path) -> None:
+    """Missing files, altered tensors and invalid header fields raise a CheckpointError that names
+    the problem.
+    """
     with pytest.raises(CheckpointError, match=r"no vectors\.json"):
         read(tmp_path)
     broken = tmp_path / "numbers"
@@ -255,9 +273,12 @@ def test_damaged_vectors_are_refused_by_name(frozen: Path, tmp_path: Path) -> No
             read(_copy_edited(frozen, tmp_path / name, edit))
 
 
-def test_vectors_are_not_written_over_and_texts_are_checked(
+def test_make_refuses_overwrite_and_bad_texts(
     tiny: JaxBackend, frozen: Path, tmp_path: Path
 ) -> None:
+    """make refuses an existing set of vectors, a path that is a file and invalid texts, and leaves
+    no directory behind.
+    """
     with pytest.raises(CheckpointError, match="already holds"):
         make(frozen, tiny, TEXTS)
     for texts, words in (([[1]], "two tokens"), ([], "two tokens"), ([[1, 500]], "token id 500")):
@@ -269,7 +290,7 @@ def test_vectors_are_not_written_over_and_texts_are_checked(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
+def test_check_refuses_different_architecture(frozen: Path) -> None:
     model, params = random_model("gpt2")
     with pytest.raises(ConfigError, match="different activations"):
         check(read(frozen), JaxBackend("gpt2", model, params))
@@ -278,7 +299,10 @@ def test_a_model_of_another_form_is_refused(frozen: Path) -> None:
 # The command.
 
 
-def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
+def test_vectors_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
+    """`vectors check` holds after `make`; other weights fail unless --other-weights is given, and
+    existing vectors are not overwritten.
+    """
     model, made = tmp_path / "model", tmp_path / "made"
     save_random(model, "llama", num_hidden_layers=2)
     status, _, err = run("vectors", "make", model, made, "--from", "transformers", "-n", 3)
@@ -301,8 +325,10 @@ def test_the_command_makes_and_checks(run: Any, tmp_path: Path) -> None:
     assert run("vectors", "make", model, made, "--from", "nowhere")[0] == 1
 
 
-def test_the_command_freezes_a_quantized_model(run: Any, tmp_path: Path) -> None:
-    """int8 by --quantize is int8 by a table, and not the checkpoint it came from."""
+def test_vectors_command_supports_quantized_models(run: Any, tmp_path: Path) -> None:
+    """Vectors of an int8 model hold with --quantize or an equal --precision table, and not with the
+    original weights.
+    """
     model, made, table = (tmp_path / name for name in ("model", "made", "formats.json"))
     save_random(model, "llama", num_hidden_layers=1)
     status, _, err = run(

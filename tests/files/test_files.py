@@ -47,9 +47,12 @@ from jaxllm.files import (
         (lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
     ],
 )
-def test_what_is_no_file_is_refused_and_never_waited_for(
+def test_read_text_refuses_non_regular_files(
     make: Callable[[Path], object], words: str, tmp_path: Path
 ) -> None:
+    """FIFOs, directories, devices, link loops, and missing, oversized or non-UTF-8 files raise
+    CheckpointError without blocking.
+    """
     path = tmp_path / "x"
     make(path)
     with pytest.raises(CheckpointError, match=words) as caught:
@@ -58,7 +61,10 @@ def test_what_is_no_file_is_refused_and_never_waited_for(
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
-def test_names_that_cannot_be_are_not_there(name: str, tmp_path: Path) -> None:
+def test_impossible_names_do_not_exist(name: str, tmp_path: Path) -> None:
+    """A name that is too long or contains NUL does not exist, and reading it raises
+    CheckpointError.
+    """
     assert not path_exists(tmp_path / name)
     with pytest.raises(CheckpointError, match="cannot read"):
         read_bytes(tmp_path / name)
@@ -79,14 +85,18 @@ def test_names_that_cannot_be_are_not_there(name: str, tmp_path: Path) -> None:
         ('{"a": 1, "b": 2, "a": 3}', "the name 'a' occurs twice"),
     ],
 )
-def test_json_that_is_none_is_refused_by_its_place(text: str, words: str) -> None:
+def test_parse_json_refuses_invalid_json(text: str, words: str) -> None:
+    """Bad syntax, deep nesting, huge or non-finite numbers, lone surrogates and repeated names
+    raise one-line errors that give the cause.
+    """
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         parse_json(text, "the rules", ConfigError)
     assert str(caught.value).startswith("the rules is not valid JSON (")
     assert "\n" not in str(caught.value)
 
 
-def test_json_of_bytes_and_files(tmp_path: Path) -> None:
+def test_json_is_read_from_bytes_and_files(tmp_path: Path) -> None:
+    """parse_json reads bytes, and read_json requires an object at the top level."""
     assert parse_json(b'{"a": [1, 2.5, null]}', "x") == {"a": [1, 2.5, None]}
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"list\.json must hold a JSON object: got list"):
@@ -94,12 +104,15 @@ def test_json_of_bytes_and_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\\b", "a\0b"])
-def test_what_a_directory_names_lies_in_it(name: str, tmp_path: Path) -> None:
+def test_path_inside_refuses_non_plain_names(name: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a plain file name"):
         path_inside(tmp_path, name)
 
 
-def test_links_are_followed_within_a_directory_only(tmp_path: Path) -> None:
+def test_path_inside_refuses_links_leaving_directory(tmp_path: Path) -> None:
+    """Links within the directory are followed; a link that leaves it and a missing
+    file are errors.
+    """
     home = tmp_path / "home"
     home.mkdir()
     (home / "file").write_text("x")
@@ -145,13 +158,17 @@ class Whole:
         (5, "must be an object"),
     ],
 )
-def test_a_schema_names_the_field(part: Any, words: str) -> None:
+def test_as_schema_names_invalid_field(part: Any, words: str) -> None:
+    """Data that violates the schema raises an error that names the field or the constraint."""
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         as_schema({"parts": {"x": [{"size": 1}, part]}}, Whole, "file.json", ConfigError)
     assert str(caught.value).startswith("file.json: ")
 
 
-def test_a_schema_says_what_was_got_where_it_can_be_named() -> None:
+def test_as_schema_reports_path_and_value() -> None:
+    """Valid data becomes the dataclass; errors give the field's path and, if possible,
+    its value.
+    """
     good = as_schema({"parts": {"x": [{"size": 3, "scale": 2}]}}, Whole, "x")
     assert good == Whole({"x": [Part(size=3, scale=2.0)]})
     with pytest.raises(CheckpointError) as caught:
@@ -171,7 +188,10 @@ def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_atomic_file_replaces_completely_or_not(tmp_path: Path) -> None:
+    """After an error the old file is unchanged and no partial file is left; otherwise the new
+    content appears at the end.
+    """
     path = tmp_path / "x"
     for error in (KeyboardInterrupt(), OSError(28, "No space left on device")):
         path.write_text("before")
@@ -189,7 +209,10 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         pass
 
 
-def test_a_link_is_written_through_and_a_device_stays_one(tmp_path: Path) -> None:
+def test_atomic_file_follows_links_and_preserves_devices(tmp_path: Path) -> None:
+    """Writing through a link changes its target, a device stays a device, and a directory is
+    refused.
+    """
     (tmp_path / "link").symlink_to("target")
     with atomic_file(tmp_path / "link", "w") as file:
         file.write("x")
@@ -203,7 +226,10 @@ def test_a_link_is_written_through_and_a_device_stays_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_a_directory_appears_whole_or_not_at_all(there: bool, tmp_path: Path) -> None:
+def test_atomic_directory_appears_completely_or_not(there: bool, tmp_path: Path) -> None:
+    """After an error the target is unchanged; on success all files appear at once, and existing
+    files stay.
+    """
     target = tmp_path / "deep" / "made"
     if there:
         target.mkdir(parents=True)
@@ -222,9 +248,10 @@ def test_a_directory_appears_whole_or_not_at_all(there: bool, tmp_path: Path) ->
         check_vacant(target, "config.json", "a checkpoint")
 
 
-def test_the_working_directory_can_be_written_to(
+def test_atomic_directory_accepts_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The working directory can be the target, and a file as the parent is refused."""
     monkeypatch.chdir(tmp_path)
     check_vacant(Path(), "config.json", "a checkpoint")
     with atomic_directory(Path()) as made:
@@ -234,7 +261,10 @@ def test_the_working_directory_can_be_written_to(
         check_vacant(Path("config.json/x"), "config.json", "a checkpoint")
 
 
-def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_remove_partials_deletes_only_stale_partials(tmp_path: Path) -> None:
+    """Old partial files and directories are deleted; locked, recent and differently named ones
+    stay.
+    """
     long_ago = time.time() - 1e6
     for name in (".a.1.0.partial", ".b.1.partial", ".kept.1.0.partial", ".notes.partial", "x"):
         (tmp_path / name).write_text("")
@@ -249,7 +279,8 @@ def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path: Path) ->
     assert _names(tmp_path) == {".kept.1.0.partial", ".notes.partial", ".young.1.0.partial", "x"}
 
 
-def test_a_lock_is_held_once(tmp_path: Path) -> None:
+def test_lock_file_is_exclusive(tmp_path: Path) -> None:
+    """A second lock is refused until the first is released, and a FIFO cannot be locked."""
     path = tmp_path / "journal"
     in_use = pytest.raises(CheckpointError, match="in use by another process")
     with lock_file(path), in_use, lock_file(path):
@@ -264,8 +295,8 @@ def test_a_lock_is_held_once(tmp_path: Path) -> None:
 # Patterns and memory.
 
 
-def test_patterns_are_matched_in_linear_time() -> None:
-    """`re` would take 2**5000 steps."""
+def test_compile_pattern_matches_in_linear_time() -> None:
+    """`re` would take 2**5000 steps for this pattern."""
     assert not compile_pattern("(.+)+x").fullmatch("a" * 5000)
     assert compile_pattern(r"layers\.\d+\..*").fullmatch("layers.3.mlp")
 
@@ -282,13 +313,17 @@ def test_patterns_are_matched_in_linear_time() -> None:
         ("((a{1,100}){1,100}){1,100}", "not a valid regex"),
     ],
 )
-def test_what_is_no_pattern_is_refused_by_name(regex: Any, words: str) -> None:
+def test_compile_pattern_refuses_invalid_patterns(regex: Any, words: str) -> None:
+    """Invalid, oversized and non-string patterns and look-around raise errors that start with the
+    given name.
+    """
     with pytest.raises(ConfigError, match=words) as caught:
         compile_pattern(regex, "the rule")
     assert str(caught.value).startswith("the rule: ")
 
 
-def test_memory_is_asked_for_before_it_is_taken() -> None:
+def test_check_memory_refuses_more_than_machine_has() -> None:
+    """A size above the machine's memory raises CapacityError, and one byte passes."""
     available = machine_memory()
     if available is None:
         pytest.skip("the memory size is unknown on this platform")

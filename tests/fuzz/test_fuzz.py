@@ -21,7 +21,10 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_changed_files_are_loaded_or_refused(bases: Path) -> None:
+def test_mutated_files_load_or_raise_jaxllm_errors(bases: Path) -> None:
+    """Each mutated file, including earlier findings, loads or raises a JaxllmError, and most are
+    refused.
+    """
     found = [(kind, seed) for kind, seeds in FOUND.items() for seed in seeds]
     cases = [(kind, seed) for kind in KINDS for seed in range(CASES)]
     results = list(run_cases(bases, [*cases, *found]))
@@ -31,8 +34,10 @@ def test_changed_files_are_loaded_or_refused(bases: Path) -> None:
     assert sum(result.outcome == "refused" for result in results) > len(cases) / 2, shown
 
 
-def test_what_ends_a_process_is_seen_and_the_rest_goes_on(bases: Path) -> None:
-    """The runner itself: of a kind that there is not, the worker dies."""
+def test_runner_survives_worker_crash(bases: Path) -> None:
+    """A case that ends the worker process is reported as `other`, and the remaining cases run in a
+    new process.
+    """
     cases: list[Any] = [("nothing", 1), ("documents", 0), ("nothing", 2)]
     results = list(run_cases(bases, cases))
     assert [(r.kind, r.outcome) for r in results] == [

@@ -17,7 +17,7 @@ from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, Toke
 from jaxllm.generation.loops.beam import BeamResult, beam_search
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.sampler import Context, Processor, Sampler
-from tests.twins import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
+from tests.tiny_models import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
 
 BEAMS = 4
 DEMO = Path(jaxllm.__file__).parent / "demo"
@@ -107,7 +107,10 @@ def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
 
 
 @in_both("twin", early_stopping=MODES)
-def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stopping: Any) -> None:
+def test_beam_search_equals_transformers(twin: Any, early_stopping: Any) -> None:
+    """Sequences, scores, lengths and finish reasons equal transformers' for all length penalties,
+    EOS sets and early-stopping modes.
+    """
     prompts, lengths = random_prompts([5, 9, 2])
     free = beam_search(
         twin.model, twin.params, prompts, lengths_B=lengths, num_beams=BEAMS, max_new_tokens=12,
@@ -136,7 +139,7 @@ def test_sequences_and_scores_are_those_of_transformers(twin: Any, early_stoppin
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_the_demo_models_equal_transformers(family: str) -> None:
+def test_beam_search_equals_transformers_on_demo_models(family: str) -> None:
     lm = jaxllm.load(f"demo:{family}", dtype="float32")
     twin = _without_defaults(load_twin(DEMO / family))
     text = "Once upon a time there was a little girl who"
@@ -221,7 +224,10 @@ class TorchTableScores(transformers.LogitsProcessor):
         return self.table[input_ids.shape[1] - self.prompt, input_ids[:, -1]]
 
 
-def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -> None:
+def test_early_stopping_equals_transformers(tmp_path: Path) -> None:
+    """Scores come from a table of sharp distributions, for which the three early-stopping modes
+    differ.
+    """
     # Sharp distributions: unlike random models, sequences end early, with high or low scores.
     vocab, new = 13, 14
     save_random(tmp_path, "llama", num_hidden_layers=1, vocab_size=vocab)
@@ -257,7 +263,10 @@ def test_searches_that_stop_early_stop_where_transformers_does(tmp_path: Path) -
             assert found[0] != found[1] != found[2] != found[0]
 
 
-def test_processors_change_log_probabilities_and_remember_each_beam(twin: Any) -> None:
+def test_processors_track_state_per_beam(twin: Any) -> None:
+    """Processors act on log-probabilities, and the state of a stateful one follows its beam, as in
+    transformers.
+    """
     prompts, lengths = random_prompts([5, 9, 2], seed=1)
     vocab = twin.config.vocab_size
     options: Any = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "eos_token_ids": [7, 9]}
@@ -282,7 +291,8 @@ def test_processors_change_log_probabilities_and_remember_each_beam(twin: Any) -
 
 
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
-def test_with_room_for_every_prefix_the_optimum_of_all_texts_is_found(penalty: float) -> None:
+def test_exhaustive_beams_find_global_optimum(penalty: float) -> None:
+    """With a beam for each prefix, the ten best sequences equal brute force over all texts."""
     vocab, new, eos = 5, 4, 3
     model, params = random_model("llama", vocab_size=vocab, num_hidden_layers=1)
     prompt = np.array([[1, 4, 2]])
@@ -303,7 +313,8 @@ def test_with_room_for_every_prefix_the_optimum_of_all_texts_is_found(penalty: f
     np.testing.assert_allclose(result.score_BN[0], [score for _, score in best], atol=1e-4)
 
 
-def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
+def test_batched_prompts_equal_single_row_search(lm: Any) -> None:
+    """Prompts of unequal length in a batch have the sequences and scores of separate searches."""
     model, params = lm
     prompts, lengths = random_prompts([2, 9, 5], seed=2)
     options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 10}
@@ -316,7 +327,10 @@ def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
 
 
 @pytest.mark.parametrize("early_stopping", MODES)
-def test_one_beam_is_greedy_decoding(lm: Any, early_stopping: Any) -> None:
+def test_single_beam_equals_greedy(lm: Any, early_stopping: Any) -> None:
+    """One beam gives greedy tokens and finish reasons, with the mean log-probability
+    as its score.
+    """
     model, params = lm
     prompts, _ = random_prompts([6, 6], seed=3)
     for eos in EOS_SETS:
@@ -332,7 +346,10 @@ def test_one_beam_is_greedy_decoding(lm: Any, early_stopping: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_search_goes_on_from_a_cache_and_leaves_it_as_it_was(lm: Any, batch: int) -> None:
+def test_beam_search_continues_cache_without_modifying_it(lm: Any, batch: int) -> None:
+    """A search from a prefilled cache equals a search from the whole prompt, and the cache is
+    unchanged.
+    """
     model, params = lm
     prompts, _ = random_prompts([9] * batch, seed=4)
     sampler = Sampler((RepeatPenalty(jnp.float32(2.0)),))
@@ -346,7 +363,10 @@ def test_a_search_goes_on_from_a_cache_and_leaves_it_as_it_was(lm: Any, batch: i
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(cache))
 
 
-def test_a_prompt_with_too_few_continuations_has_no_more(lm: Any) -> None:
+def test_missing_continuations_are_empty_with_minus_infinity(lm: Any) -> None:
+    """With fewer continuations than beams, the remaining results are empty, RUNNING and have score
+    -inf.
+    """
     model, params = random_model("llama", vocab_size=5, num_hidden_layers=1)
     result = beam_search(
         model, params, np.array([[1, 2]]), num_beams=8, num_return_sequences=8, max_new_tokens=1
@@ -357,7 +377,8 @@ def test_a_prompt_with_too_few_continuations_has_no_more(lm: Any) -> None:
     assert np.isneginf(np.asarray(result.score_BN)[0, 5:]).all()
 
 
-def test_a_row_of_nan_stays_alone_and_is_reported() -> None:
+def test_nan_row_does_not_affect_batch() -> None:
+    """A row with NaN logits ends as NON_FINITE without tokens, and the other row is unchanged."""
     model, params = random_model("llama", tie_word_embeddings=False)
     weight = params["embed_tokens"]["weight"].at[130].set(jnp.nan)
     broken = {**params, "embed_tokens": {"weight": weight}}
@@ -370,7 +391,8 @@ def test_a_row_of_nan_stays_alone_and_is_reported() -> None:
     assert sequences(result)[0] == sequences(good)[0]
 
 
-def test_no_other_option_and_no_length_compiles_anything(compiled: list[str]) -> None:
+def test_options_and_lengths_do_not_recompile(compiled: list[str]) -> None:
+    """After one search, other option values and prompt lengths compile nothing."""
     model, params = random_model("llama", max_position_embeddings=89)  # only compiled here
     before = len(compiled)
     beam_search(model, params, tokens(1, 5), num_beams=BEAMS, max_new_tokens=4)
@@ -406,12 +428,15 @@ def test_no_other_option_and_no_length_compiles_anything(compiled: list[str]) ->
         ({"early_stopping": 1}, "early_stopping"),
     ],
 )
-def test_bad_options_are_refused_by_name(lm: Any, options: Any, name: str) -> None:
+def test_beam_search_refuses_bad_options(lm: Any, options: Any, name: str) -> None:
     with pytest.raises(SamplingError, match=name):
         beam_search(*lm, tokens(1, 3), **{"num_beams": 4, "max_new_tokens": 4, **options})
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_beam_search_refuses_oversized_inputs() -> None:
+    """Prompts beyond the context or the cache, a wrong number of cache rows and prompts without a
+    batch axis raise errors.
+    """
     model, params = random_model("gpt2")
     options: Any = {"num_beams": 2}
     with pytest.raises(CapacityError, match="97 positions"):

@@ -54,8 +54,10 @@ def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
 # Vectors of transformers, tests/generation/test_logits_process.py.
 
 
-def test_the_vectors_of_transformers_for_n_grams() -> None:
-    """test_no_repeat_ngram_dist_processor, _banned_token_reappears, _shorter_than_ngram."""
+def test_no_repeat_ngram_equals_transformers_vectors() -> None:
+    """Bans equal the vectors of test_no_repeat_ngram_dist_processor, _banned_token_reappears and
+    _shorter_than_ngram.
+    """
     context = make_context([[1, 1, 2, 1], [0, 1, 0, 1]])
     assert banned(build(no_repeat_ngram_size=2), 3, context) == [[1, 2], [0]]
     assert banned(build(no_repeat_ngram_size=3), 3, context) == [[], [0]]
@@ -64,8 +66,8 @@ def test_the_vectors_of_transformers_for_n_grams() -> None:
     assert banned(build(no_repeat_ngram_size=3), 3, make_context([[1, 2], [0, 1]])) == [[], []]
 
 
-def test_the_vectors_of_transformers_for_bad_words() -> None:
-    """test_no_bad_words_dist_processor."""
+def test_bad_words_equal_transformers_vectors() -> None:
+    """Bans equal the vectors of test_no_bad_words_dist_processor."""
     words = [[1], [4], [1, 0], [0, 1, 2], [1, 3, 1, 3]]
     processor = build(bad_words_ids=words, eos_token_ids=[4])
     context = make_context([[0, 1, 3, 1], [0, 1, 0, 1]])
@@ -73,8 +75,10 @@ def test_the_vectors_of_transformers_for_bad_words() -> None:
     assert banned(build(bad_words_ids=[[4]], eos_token_ids=[4]), 5, context) == [[], []]
 
 
-def test_the_vectors_of_transformers_for_sequence_bias() -> None:
-    """test_bias_dist_processor."""
+def test_sequence_bias_equals_transformers_vectors() -> None:
+    """Scores equal the vectors of test_bias_dist_processor, with the biases as a dict and as a
+    list.
+    """
     bias = {(1,): 100.0, (4,): 100.0, (1, 0): -100.0, (0, 1, 2): -100.0, (1, 3, 1, 3): -100.0}
     bias[(1, 3, 1, 3, 1, 3)] = -100.0
     context = make_context([[0, 1, 3, 1], [0, 1, 0, 1]])
@@ -87,8 +91,10 @@ def test_the_vectors_of_transformers_for_sequence_bias() -> None:
 
 
 @pytest.mark.parametrize("end", [[0], [0, 18]])
-def test_the_vectors_of_transformers_for_minimum_lengths(end: list[int]) -> None:
-    """test_min_length_dist_processor, test_new_min_length_dist_processor."""
+def test_minimum_lengths_equal_transformers_vectors(end: list[int]) -> None:
+    """EOS bans equal the vectors of test_min_length_dist_processor and
+    test_new_min_length_dist_processor.
+    """
     shortest = build(min_length=10, eos_token_ids=end)
     assert banned(shortest, 20, make_context([[1] * 5, [1] * 15])) == [end, []]
     new = build(min_new_tokens=3, eos_token_ids=end)
@@ -96,8 +102,10 @@ def test_the_vectors_of_transformers_for_minimum_lengths(end: list[int]) -> None
     assert banned(new, 20, rows) == [end, end, end, [], []]
 
 
-def test_the_vectors_of_transformers_for_forced_tokens() -> None:
-    """test_forced_bos_token_logits_processor, test_forced_eos_token_logits_processor."""
+def test_forced_tokens_equal_transformers_vectors() -> None:
+    """Scores equal the vectors of test_forced_bos_token_logits_processor and
+    test_forced_eos_token_logits_processor.
+    """
     forced, free = [0.0] + [-INF] * 19, [0.05] * 20
     scores = np.full((2, 20), 0.05, np.float32)
     first = apply(
@@ -114,9 +122,8 @@ def test_the_vectors_of_transformers_for_forced_tokens() -> None:
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=16), min_size=3, max_size=3),
     st.integers(1, 5),
 )
-def test_n_grams_are_transformers_in_rows_of_unequal_length(
-    rows: list[list[int]], size: int
-) -> None:
+def test_no_repeat_ngram_equals_transformers_per_row(rows: list[list[int]], size: int) -> None:
+    """In rows of unequal length, bans equal NoRepeatNGramLogitsProcessor on each row."""
     x = logits(3, 5)
     ours = apply(build(no_repeat_ngram_size=size), x, make_context(rows, prompts=[1, 1, 1]))
     for row, tokens in enumerate(rows):
@@ -128,7 +135,8 @@ def test_n_grams_are_transformers_in_rows_of_unequal_length(
 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6))
-def test_words_and_biases_are_transformers_in_rows_of_unequal_length(seed: int) -> None:
+def test_bad_words_and_biases_equal_transformers_per_row(seed: int) -> None:
+    """In rows of unequal length, scores equal transformers' processors on each row."""
     rng, x = np.random.default_rng(seed), logits(3, 7, seed)
     rows = [rng.integers(0, 4, n).tolist() for n in (1, 5, 16)]
     words = [rng.integers(0, 4, n).tolist() for n in (1, 2, 2, 3, 4)]
@@ -143,7 +151,8 @@ def test_words_and_biases_are_transformers_in_rows_of_unequal_length(seed: int) 
         np.testing.assert_allclose(biased[row], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_suppressed_tokens_are_transformers() -> None:
+def test_suppressed_tokens_equal_transformers() -> None:
+    """suppress_tokens and begin_suppress_tokens equal transformers' processors."""
     x, rows = logits(2, 9), [[1, 2, 3], [1, 2, 3, 4]]
     ours = apply(build(suppress_tokens=[3, 8]), x, make_context(rows))
     expected = theirs.SuppressTokensLogitsProcessor([3, 8])(None, torch.tensor(x)).numpy()
@@ -156,8 +165,10 @@ def test_suppressed_tokens_are_transformers() -> None:
         np.testing.assert_array_equal(ours[row], expected.numpy()[0])
 
 
-def test_after_a_forced_first_token_the_second_is_the_beginning() -> None:
-    """As `GenerationMixin` sets `begin_index` in transformers."""
+def test_begin_suppress_follows_forced_first_token() -> None:
+    """After a forced first token, begin_suppress_tokens applies to the second, as GenerationMixin
+    sets begin_index.
+    """
     sampler = make_sampler(begin_suppress_tokens=[3], forced_bos_token_id=[5, -1, 5])
     processor = sampler.processors[0]
     rows = [[1], [1], [1, 2]]
@@ -166,13 +177,15 @@ def test_after_a_forced_first_token_the_second_is_the_beginning() -> None:
     assert banned(processor, 7, make_context(longer, prompts=[1, 1, 2])) == [[3], [], []]
 
 
-def test_logit_bias_is_openais() -> None:
+def test_logit_bias_adds_to_scores() -> None:
+    """As in OpenAI's API, a bias is added to the score of its token id, which may be a string."""
     x = logits(2, 7)
     after = apply(build(logit_bias={2: 1.5, "4": -100}), x, make_context([[1], [2]]))
     np.testing.assert_allclose(after - x, [[0, 0, 1.5, 0, -100, 0, 0]] * 2, atol=1e-5)
 
 
-def test_lists_may_differ_from_row_to_row() -> None:
+def test_list_options_may_differ_per_row() -> None:
+    """Each row may have its own list, with None for no constraint."""
     context = make_context([[1, 2], [1, 2], [1, 2]])
     words = [[[2, 3], [4]], None, [[1, 2, 0]]]
     assert banned(build(bad_words_ids=words), 7, context) == [[3, 4], [], [0]]
@@ -186,7 +199,8 @@ def test_lists_may_differ_from_row_to_row() -> None:
     assert banned(last, 4, context) == [[0, 2, 3], [], []]
 
 
-def test_a_ban_of_everything_is_not_applied() -> None:
+def test_ban_of_every_token_is_ignored() -> None:
+    """A constraint that would ban all tokens of a row is not applied."""
     context = make_context([[0, 1, 2], [0, 1, 1]])
     assert banned(build(no_repeat_ngram_size=1), 3, context) == [[], [0, 1]]
     assert banned(build(suppress_tokens=[0, 1, 2]), 3, context) == [[], []]
@@ -194,7 +208,7 @@ def test_a_ban_of_everything_is_not_applied() -> None:
     assert banned(build(bad_words_ids=[[0], [1], [2]]), 3, context) == [[], []]
 
 
-def test_a_forced_token_overrides_a_ban() -> None:
+def test_forced_token_overrides_ban() -> None:
     sampler = make_sampler(
         forced_eos_token_id=2,
         max_new_tokens=4,
@@ -239,7 +253,8 @@ def test_a_forced_token_overrides_a_ban() -> None:
         {"dry_sequence_breakers": [[7]]},
     ],
 )
-def test_impossible_constraints_are_refused_by_name(options: dict[str, Any]) -> None:
+def test_make_sampler_refuses_invalid_constraints(options: dict[str, Any]) -> None:
+    """Each invalid value raises a SamplingError that names the option."""
     name = next(iter(options))
     with pytest.raises(SamplingError, match=name):
         make_sampler(vocab_size=7, **options)

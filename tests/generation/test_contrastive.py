@@ -10,7 +10,7 @@ import torch
 import jaxllm
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from jaxllm.generation.loops.contrastive import contrastive_search
-from tests.twins import BOTH, Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import BOTH, Twin, load_twin, random_model, save_random, tokens
 
 PROMPT = tokens(1, 6, seed=3)[0].tolist()
 
@@ -41,7 +41,10 @@ def by_definition(model: Any, text: list[int], alpha: float, top_k: int, new: in
 
 
 @pytest.mark.parametrize(("alpha", "top_k"), [(0.6, 4), (0.9, 3), (0.0, 4)])
-def test_tokens_are_those_of_the_definition(twin: Twin, alpha: float, top_k: int) -> None:
+def test_contrastive_search_equals_definition(twin: Twin, alpha: float, top_k: int) -> None:
+    """Tokens equal the definition run without a cache in transformers; they are greedy only if
+    alpha is 0.
+    """
     ours = contrastive_search(
         twin.model, twin.params, PROMPT, penalty_alpha=alpha, top_k=top_k, max_new_tokens=8
     )
@@ -50,7 +53,8 @@ def test_tokens_are_those_of_the_definition(twin: Twin, alpha: float, top_k: int
     assert (ours == greedy.token_BT[0].tolist()) == (alpha == 0.0)
 
 
-def test_it_ends_at_an_end_of_text_and_refuses_what_cannot_be() -> None:
+def test_contrastive_search_stops_and_refuses_bad_options() -> None:
+    """The search ends at EOS; bad options, an oversized prompt and NaN logits raise errors."""
     model, params = random_model("gpt2")
 
     def search(prompt: list[int] = PROMPT, **changes: Any) -> list[int]:

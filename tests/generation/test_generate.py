@@ -12,7 +12,7 @@ from jaxllm.errors import CapacityError, SamplingError
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.sampler import Context, Processor, Sampler
-from tests.twins import BOTH, in_both, random_model, tokens
+from tests.tiny_models import BOTH, in_both, random_model, tokens
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -21,7 +21,10 @@ def lm(request: pytest.FixtureRequest) -> Any:
 
 
 @in_both("lm")
-def test_the_loop_equals_decode_steps(lm: Any) -> None:
+def test_generate_equals_decode_steps(lm: Any) -> None:
+    """Greedy tokens and log-probabilities equal decode_step calls, and the cache holds all but the
+    last token.
+    """
     model, params = lm
     prompt = tokens(2, 7)
     cache = jaxllm.init_cache(model.config, 2, 30)
@@ -41,7 +44,8 @@ def test_the_loop_equals_decode_steps(lm: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**40])
-def test_a_stream_is_the_loop_a_token_at_a_time(lm: Any, seed: int) -> None:
+def test_stream_equals_generate(lm: Any, seed: int) -> None:
+    """stream yields generate's sampled tokens step by step, with unequal prompts and budgets."""
     model, params = lm
     options: Any = {
         "max_new_tokens": [9, 4],
@@ -58,7 +62,8 @@ def test_a_stream_is_the_loop_a_token_at_a_time(lm: Any, seed: int) -> None:
 
 
 @in_both("lm")
-def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
+def test_batched_prompts_equal_single_row_generation(lm: Any) -> None:
+    """Prompts of unequal length in a batch get the tokens of separate runs with the same keys."""
     model, params = lm
     lengths = [2, 9, 5]
     prompts = tokens(3, 9)
@@ -76,7 +81,8 @@ def test_unequal_prompts_in_a_batch_equal_each_alone(lm: Any) -> None:
         assert single.token_BT[0].tolist() == batched.token_BT[row].tolist()
 
 
-def test_a_row_ends_at_its_end_of_text_and_grows_no_further(lm: Any) -> None:
+def test_row_stops_at_eos(lm: Any) -> None:
+    """After EOS a row holds only -1, and its cache does not grow."""
     model, params = lm
     free = jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=16)
     eos = int(free.token_BT[0, 3])
@@ -91,7 +97,7 @@ def test_a_row_ends_at_its_end_of_text_and_grows_no_further(lm: Any) -> None:
     assert ended.cache.length_B[0] == 5 + cut - 1
 
 
-def test_going_on_from_the_returned_cache_equals_one_long_run(lm: Any) -> None:
+def test_continuing_returned_cache_equals_one_run(lm: Any) -> None:
     model, params = lm
     prompt = tokens(2, 5)
     long = jaxllm.generate(model, params, prompt, max_new_tokens=20)
@@ -103,7 +109,8 @@ def test_going_on_from_the_returned_cache_equals_one_long_run(lm: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_row_of_nan_stays_alone_and_is_reported(family: str) -> None:
+def test_nan_row_does_not_affect_batch(family: str) -> None:
+    """A row with NaN logits ends as NON_FINITE without tokens, and the other row is unchanged."""
     model, params = random_model(family, tie_word_embeddings=False)  # else every row has NaN
     table = "embed_tokens" if "embed_tokens" in params else "wte"
     weight = params[table]["weight"].at[130].set(jnp.nan)
@@ -116,9 +123,10 @@ def test_a_row_of_nan_stays_alone_and_is_reported(family: str) -> None:
     assert result.token_BT[0].tolist() == good.token_BT[0].tolist()
 
 
-def test_one_trace_for_any_content_sampler_seed_budget_and_length(
-    lm: Any, compiled: list[str]
-) -> None:
+def test_generate_does_not_recompile_for_new_values(lm: Any, compiled: list[str]) -> None:
+    """After one call, other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile
+    nothing.
+    """
     # No other test compiles this model.
     model, params = random_model(lm[0].config.model_type, max_position_embeddings=89)
     counts = [len(compiled)]
@@ -138,7 +146,10 @@ def test_one_trace_for_any_content_sampler_seed_budget_and_length(
     assert compiled[counts[1] :] == []
 
 
-def test_prompts_of_200_lengths_compile_a_dozen_programs(compiled: list[str]) -> None:
+def test_prompt_lengths_compile_at_most_12_programs(compiled: list[str]) -> None:
+    """Prompts are padded to bucketed lengths: 200 lengths compile at most 12 programs after the
+    first call.
+    """
     model, params = random_model("llama", max_position_embeddings=512, num_hidden_layers=1)
     before = len(compiled)
     jaxllm.generate(model, params, tokens(1, 3), max_new_tokens=20)
@@ -150,7 +161,10 @@ def test_prompts_of_200_lengths_compile_a_dozen_programs(compiled: list[str]) ->
     assert len(compiled) - first <= 12, compiled[first:]
 
 
-def test_budgets_are_checked(lm: Any) -> None:
+def test_generate_refuses_invalid_budgets(lm: Any) -> None:
+    """max_new_tokens must be positive and fit the context; the last token is not run, so needs no
+    position.
+    """
     model, params = lm
     with pytest.raises(SamplingError, match="max_new_tokens"):
         jaxllm.generate(model, params, tokens(1, 3), max_new_tokens=0)
@@ -186,7 +200,8 @@ class Countdown(Processor):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_processors_see_each_rows_text(lm: Any, cached: bool) -> None:
+def test_processors_read_token_ids_per_row(lm: Any, cached: bool) -> None:
+    """A processor reads each row's own tokens, including those already in the cache."""
     model, params = lm
     prompts, lengths = tokens(2, 6), np.array([6, 4])
     sampler, cache = Sampler((BanSeen(),), greedy=True), None
@@ -211,7 +226,8 @@ def test_processors_see_each_rows_text(lm: Any, cached: bool) -> None:
             text.append(token)
 
 
-def test_a_sampler_remembers_from_step_to_step(lm: Any) -> None:
+def test_sampler_state_carries_across_steps(lm: Any) -> None:
+    """A stateful processor is updated at each step, and the caller's sampler is unchanged."""
     model, params = lm
     sampler = Sampler((Countdown(jnp.array(50)),), greedy=True)
     result = jaxllm.generate(model, params, tokens(2, 3), max_new_tokens=5, sampler=sampler)
@@ -220,7 +236,10 @@ def test_a_sampler_remembers_from_step_to_step(lm: Any) -> None:
     assert again.token_BT.tolist() == result.token_BT.tolist()  # the caller's sampler is unchanged
 
 
-def test_the_likeliest_tokens_of_each_step_are_reported(lm: Any) -> None:
+def test_top_logprobs_equal_full_forward(lm: Any) -> None:
+    """Each step's likeliest tokens and log-probabilities are those of the unprocessed logits;
+    unused steps hold -1.
+    """
     model, params = lm
     prompt = tokens(2, 5)
     result = jaxllm.generate(
@@ -243,7 +262,8 @@ def test_the_likeliest_tokens_of_each_step_are_reported(lm: Any) -> None:
         jaxllm.generate(model, params, prompt, max_new_tokens=1, top_logprobs=-1)
 
 
-def test_rows_end_where_python_says_so(lm: Any) -> None:
+def test_until_callback_stops_rows(lm: Any) -> None:
+    """A row ends with STOP if the callback returns True for it, and the other row is unchanged."""
     model, params = lm
     free = jaxllm.generate(model, params, tokens(2, 5), max_new_tokens=9)
     seen: list[list[int]] = []

@@ -13,7 +13,7 @@ import jaxllm
 from jaxllm.errors import CapacityError, NonFiniteError, SamplingError
 from jaxllm.generation.loops.guidance import apply_guidance, generate_with_guidance
 from jaxllm.generation.sampling.options import make_sampler
-from tests.twins import Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
 
 PROMPT = tokens(1, 6, seed=3)[0].tolist()
 NEGATIVE = tokens(1, 4, seed=4)[0].tolist()
@@ -28,7 +28,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("scale", [0.5, 1.5, 4.0])
 @pytest.mark.parametrize("negative", [NEGATIVE, NEGATIVE * 3, None])
-def test_greedy_tokens_are_those_of_transformers(
+def test_guided_greedy_tokens_equal_transformers(
     twin: Twin, scale: float, negative: list[int] | None
 ) -> None:
     theirs = twin.torch_model.generate(
@@ -52,7 +52,10 @@ def test_greedy_tokens_are_those_of_transformers(
     assert ours == theirs[0, len(PROMPT) :].tolist()
 
 
-def test_guidance_interpolates_and_extrapolates_log_probabilities() -> None:
+def test_apply_guidance_interpolates_and_extrapolates_logprobs() -> None:
+    """Scale 0 gives the negative prompt's log-probabilities, 1 the prompt's, and 2 extrapolates
+    linearly.
+    """
     rng = np.random.default_rng(0)
     wanted, unwanted = jnp.asarray(rng.normal(size=(2, 131)), jnp.float32) * 3.0
     scales = jnp.array([0.0, 1.0, 2.0])
@@ -62,7 +65,8 @@ def test_guidance_interpolates_and_extrapolates_log_probabilities() -> None:
     np.testing.assert_allclose(scale_2 - scale_1, scale_1 - scale_0, atol=1e-5)
 
 
-def test_without_guidance_it_is_plain_generation_and_ends_with_it() -> None:
+def test_guidance_scale_one_equals_generate() -> None:
+    """Scale 1 equals plain generation and stops at EOS; sampled tokens depend on the seed."""
     model, params = random_model("llama")
     plain = jaxllm.generate(model, params, [PROMPT], max_new_tokens=10).token_BT[0].tolist()
 
@@ -76,7 +80,8 @@ def test_without_guidance_it_is_plain_generation_and_ends_with_it() -> None:
     assert call(seed=1, **warm) == call(seed=1, **warm) != call(seed=2, **warm)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_guidance_refuses_invalid_arguments() -> None:
+    """Bad budgets, scales and prompts and NaN logits raise errors."""
     model, params = random_model("gpt2")
 
     def call(prompt: list[int] = PROMPT, **changes: Any) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import jaxllm
 from jaxllm.errors import CapacityError, ConfigError, SamplingError
 from jaxllm.generation.loops.overflow import HeavyHitters, OverflowPolicy, SinksAndWindow, Slide
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 CAPACITY, NEW = 16, 40
 
@@ -61,7 +61,10 @@ PROMPTS = [tokens(1, 9)[0].tolist(), tokens(1, 5, seed=1)[0].tolist()]
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("keep", [None, 5])
-def test_sliding_begins_again_from_the_recent_tokens(family: str, keep: int | None) -> None:
+def test_sliding_restarts_from_recent_tokens(family: str, keep: int | None) -> None:
+    """Slide refills a full cache from the most recent tokens: each token equals a run over those
+    tokens without a cache.
+    """
     lm = random_model(family)
     result = generate_small_cache(lm, PROMPTS, Slide(keep))
     assert result.token_BT.tolist() == expected_tokens(lm, PROMPTS, Slide(keep))
@@ -70,8 +73,10 @@ def test_sliding_begins_again_from_the_recent_tokens(family: str, keep: int | No
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_sinks_and_window_equal_a_run_over_what_is_left(window: int | None) -> None:
-    """One layer: what is kept has read nothing, so a run over it is the same computation."""
+def test_sinks_and_window_equal_run_over_remaining_tokens(window: int | None) -> None:
+    """In a one-layer model, cached entries do not depend on evicted ones, so each token equals a
+    run over the remaining tokens.
+    """
     lm = random_model("llama", num_hidden_layers=1)
     policy = SinksAndWindow(sinks=2, window=window)
     result = generate_small_cache(lm, PROMPTS, policy)
@@ -79,10 +84,12 @@ def test_sinks_and_window_equal_a_run_over_what_is_left(window: int | None) -> N
 
 
 @pytest.mark.parametrize(("heavy", "recent"), [(None, None), (3, 5)])
-def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
+def test_heavy_hitters_equal_summed_attention_weights(
     heavy: int | None, recent: int | None
 ) -> None:
-    """One layer, no cache: every token's attention weights, summed by the token they went to."""
+    """In a one-layer model, the tokens retained are those with the largest attention weights summed
+    over runs without a cache.
+    """
     model, params = lm = random_model("llama", num_hidden_layers=1)
     policy = HeavyHitters(heavy, recent)
     result = generate_small_cache(lm, PROMPTS, policy)
@@ -115,7 +122,7 @@ def test_heavy_hitters_are_those_that_the_weights_of_plain_runs_add_up_to(
     assert [int(s.token_BT[0, 0]) for s in steps] == result.token_BT[0].tolist()
 
 
-def test_a_stream_overflows_as_the_loop_does() -> None:
+def test_stream_overflow_equals_generate() -> None:
     model, params = lm = random_model("llama")
     whole = generate_small_cache(lm, PROMPTS, Slide())
     longest = np.array([PROMPTS[0], PROMPTS[1] + [0] * 4])
@@ -127,7 +134,8 @@ def test_a_stream_overflows_as_the_loop_does() -> None:
     assert got.tolist() == whole.token_BT.tolist()
 
 
-def test_a_prompt_longer_than_the_context_is_cut_to_its_end() -> None:
+def test_slide_truncates_long_prompt_to_end() -> None:
+    """A prompt of 150 tokens is cut to its last 20 with Slide(20)."""
     model, params = lm = random_model("gpt2")
     long = tokens(1, 150)
     result = jaxllm.generate(model, params, long, max_new_tokens=3, overflow=Slide(20))
@@ -137,7 +145,10 @@ def test_a_prompt_longer_than_the_context_is_cut_to_its_end() -> None:
         seen.append(token)
 
 
-def test_what_cannot_overflow_is_refused_by_name() -> None:
+def test_overflow_refuses_unsupported_cases() -> None:
+    """Learned positions, sizes that leave no room and attention_mass raise errors, as does overflow
+    without a policy.
+    """
     model, params = lm = random_model("gpt2")
     with pytest.raises(CapacityError, match="do not fit"):
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=20)

@@ -68,8 +68,10 @@ def dry_by_hand(
     return penalty
 
 
-def test_the_vector_of_transformers_for_repetition() -> None:
-    """test_repetition_penalty_dist_process, tests/generation/test_logits_process.py."""
+def test_repetition_penalty_equals_transformers_vector() -> None:
+    """Scores equal the vector of test_repetition_penalty_dist_process,
+    tests/generation/test_logits_process.py.
+    """
     scores = np.full((2, 10), 0.1, np.float32)
     scores[0, 0], scores[1, 5] = -0.1, 0.4
     after = apply(RepetitionPenalty(2.0), scores, make_context([[0, 1], [5, 0]]))
@@ -89,10 +91,10 @@ def test_the_vector_of_transformers_for_repetition() -> None:
         ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977], 1.0, 5.0, 5.0),
     ],
 )
-def test_the_vectors_of_llama_cpp_for_penalties(
+def test_penalties_equal_llama_cpp_vectors(
     tokens: list[int], after: list[float], repeat: float, frequency: float, presence: float
 ) -> None:
-    """test_penalties, tests/test-sampling.cpp."""
+    """Probabilities equal the vectors of test_penalties, tests/test-sampling.cpp."""
     scores = np.log(np.full((1, 5), 0.2, np.float32))
     scores = apply(RepetitionPenalty(repeat), scores, make_context([tokens]))
     scores = apply(FrequencyPenalty(presence, frequency), scores, make_context([tokens]))
@@ -109,7 +111,7 @@ def test_the_vectors_of_llama_cpp_for_penalties(
         ([0, 1, 2, 3, 4, 0, 1], [0.2] * 5, 1.0, 4, 7, -1),
     ],
 )
-def test_the_vectors_of_llama_cpp_for_dry(
+def test_dry_equals_llama_cpp_vectors(
     tokens: list[int],
     after: list[float],
     multiplier: float,
@@ -117,7 +119,9 @@ def test_the_vectors_of_llama_cpp_for_dry(
     last_n: int,
     breaker: int,
 ) -> None:
-    """test_dry, tests/test-sampling.cpp; the base is 1.1 throughout."""
+    """Probabilities equal the vectors of test_dry, tests/test-sampling.cpp; the base is 1.1
+    throughout.
+    """
     scores = np.full((1, len(after)), np.log(1 / len(after)), np.float32)
     processor = DryPenalty(multiplier, 1.1, allowed, last_n, np.array([breaker], np.int32))
     np.testing.assert_allclose(
@@ -126,7 +130,8 @@ def test_the_vectors_of_llama_cpp_for_dry(
 
 
 @pytest.mark.parametrize("penalty", [0.4, 1.0, 1.3, 3.0])
-def test_repetition_is_transformers_in_rows_of_unequal_length(penalty: float) -> None:
+def test_repetition_penalty_equals_transformers_per_row(penalty: float) -> None:
+    """In rows of unequal length, scores equal transformers' processor on each row."""
     rng, x = np.random.default_rng(1), logits(4, 31)
     rows = [rng.integers(0, 31, n).tolist() for n in (1, 7, 24, 16)]
     ours = apply(RepetitionPenalty(penalty), x, make_context(rows, [1, 3, 10, 16]))
@@ -137,8 +142,10 @@ def test_repetition_is_transformers_in_rows_of_unequal_length(penalty: float) ->
         np.testing.assert_allclose(ours[row], expected.numpy()[0], rtol=1e-6)
 
 
-def test_presence_and_frequency_count_sampled_tokens_alone() -> None:
-    """OpenAI: score - count * frequency - (count > 0) * presence, of the tokens sampled so far."""
+def test_presence_and_frequency_count_only_sampled_tokens() -> None:
+    """OpenAI's formula, score - count * frequency - (count > 0) * presence, counts sampled tokens
+    and not the prompt.
+    """
     x = logits(2, 5)
     context = make_context([[3, 3, 1, 1, 0], [4, 4, 4, 2]], prompts=[2, 4])
     ours = apply(FrequencyPenalty(jnp.array([0.5, 2.0]), jnp.array([0.25, 2.0])), x, context)
@@ -146,8 +153,10 @@ def test_presence_and_frequency_count_sampled_tokens_alone() -> None:
     np.testing.assert_array_equal(ours[1], x[1])  # no token is sampled yet
 
 
-def test_a_real_token_counts_and_an_empty_slot_does_not() -> None:
-    """Whatever id pads a text elsewhere: here a slot is empty by its place."""
+def test_penalties_count_real_tokens_not_empty_slots() -> None:
+    """Slots beyond a row's length are empty, whichever ids they hold; token 0 is a token like any
+    other.
+    """
     x = np.ones((1, 4), np.float32)
     garbage = make_context([[2, 0, 0, 3, 3]]).replace(length_B=jnp.array([3], jnp.int32))
     for context in (make_context([[2, 0, 0]]), garbage):
@@ -177,6 +186,7 @@ def test_dry_equals_brute_force(
     last_n: int,
     breakers: tuple[int, int],
 ) -> None:
+    """Penalties equal a plain-Python search for the longest repeated suffix."""
     x = logits(1, 5)
     processor = DryPenalty(multiplier, base, allowed, last_n, np.array(breakers, np.int32))
     ours = apply(processor, x, make_context([tokens]))
@@ -184,7 +194,7 @@ def test_dry_equals_brute_force(
     np.testing.assert_allclose(ours[0], expected, rtol=1e-4)
 
 
-def test_each_row_of_dry_has_its_own_settings_and_breakers() -> None:
+def test_dry_settings_and_breakers_apply_per_row() -> None:
     tokens = [1, 2, 3, 1, 2, 3, 1, 2]
     breakers = np.array([[-1, -1], [2, -1], [3, 1], [-1, -1]], np.int32)
     each = [(0.5, 1.75, 2, -1), (0.5, 2.0, 1, -1), (1.0, 1.5, 1, -1), (1.0, 1.5, 1, 4)]
@@ -198,14 +208,15 @@ def test_each_row_of_dry_has_its_own_settings_and_breakers() -> None:
         np.testing.assert_allclose(ours[row], x[row] - gone, rtol=1e-5)
 
 
-def test_an_endless_repetition_keeps_every_score_finite() -> None:
+def test_dry_penalty_stays_finite_for_long_repetition() -> None:
     x = logits(1, 5)
     ours = apply(DryPenalty(5.0, 4.0, 2, -1, NO_BREAKERS), x, make_context([[1] * 500], slots=512))
     assert np.isfinite(ours).all() and ours[0, 1] < -1e29
     assert (ours[0] == x[0]).tolist() == [True, False, True, True, True]
 
 
-def test_breakers_are_token_ids() -> None:
+def test_dry_sequence_breakers_are_token_ids() -> None:
+    """make_sampler takes breakers as token ids, and the penalty equals brute force with them."""
     sampler = make_sampler(dry_multiplier=1.0, dry_sequence_breakers=[3, 2], vocab_size=5)
     (processor,) = (p for p in sampler.processors if isinstance(p, DryPenalty))
     tokens = [0, 1, 1, 2, 0, 1, 3, 0, 1]

@@ -108,9 +108,10 @@ def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 131, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
-def test_the_chain_equals_transformers_warpers(
+def test_sampling_chain_equals_transformers_warpers(
     temperature: float, top_k: int, top_p: float
 ) -> None:
+    """Temperature, top-k and top-p in sequence equal transformers' warpers."""
     x = logits(4, 131)
     theirs = TemperatureLogitsWarper(temperature)(None, torch.tensor(x))
     if top_k:
@@ -121,7 +122,8 @@ def test_the_chain_equals_transformers_warpers(
     np.testing.assert_allclose(np.asarray(ours), theirs.numpy(), rtol=1e-6)
 
 
-def test_top_k_keeps_all_ties_and_top_p_zero_keeps_one() -> None:
+def test_top_k_keeps_ties_top_p_keeps_one() -> None:
+    """top_k keeps all tokens tied with the k-th, and a top_p of 0 keeps one token."""
     x = jnp.array([[1.0, 3.0, 2.0, 2.0, 0.0], [-0.0, 0.0, -1.0, -2.0, -3.0]])
     kept = np.isfinite(np.asarray(TopK(2)(x)))
     assert kept.tolist() == [[False, True, True, True, False], [True, True, False, False, False]]
@@ -146,7 +148,7 @@ def test_top_k_and_top_p_equal_brute_force(values: list[float], k: int, p: float
     assert (kept_p == (above < p))[certain].all()
 
 
-def test_each_row_has_its_own_settings() -> None:
+def test_sampler_settings_apply_per_row() -> None:
     x = jnp.asarray(logits(3, 131))
     mixed = process(x, make_sampler(temperature=[0.5, 1.0, 0.0], top_k=[3, 0, 9]))
     for row, (temperature, top_k) in enumerate([(0.5, 3), (1.0, 0), (0.0, 9)]):
@@ -154,7 +156,8 @@ def test_each_row_has_its_own_settings() -> None:
         np.testing.assert_array_equal(np.asarray(mixed[row]), np.asarray(single[0]))
 
 
-def test_temperature_zero_is_greedy_and_ties_go_to_the_first() -> None:
+def test_temperature_zero_takes_first_maximum() -> None:
+    """A temperature of 0 is greedy for every seed, and ties go to the lowest token id."""
     x = jnp.array([[1.0, 5.0, 5.0], [0.0, 0.0, 0.0]])
     cold = make_sampler(temperature=0.0)
     for seed in range(20):
@@ -163,8 +166,10 @@ def test_temperature_zero_is_greedy_and_ties_go_to_the_first() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_draws_follow_the_softmax(dtype: jnp.dtype) -> None:
-    """Chi-square; bf16 logits too, whose noise would have few levels if drawn in bf16."""
+def test_draws_follow_softmax(dtype: jnp.dtype) -> None:
+    """Draws pass a chi-square test, also for bfloat16 logits, for which noise drawn in bfloat16
+    would have few levels.
+    """
     x = jnp.asarray([0.0, 1.0, -1.0, 2.0, 0.5, -3.0], dtype)
     draws = 20000
     tokens = sample(
@@ -175,7 +180,7 @@ def test_draws_follow_the_softmax(dtype: jnp.dtype) -> None:
     assert stats.chisquare(counts, expected / expected.sum() * draws).pvalue > 1e-3
 
 
-def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
+def test_row_draws_are_independent_of_batch() -> None:
     x = jnp.asarray(logits(5, 131))
     keys = row_keys(7, 5)
     batched = sample(keys, x, make_sampler(temperature=1.0))
@@ -184,13 +189,17 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
         assert int(single[0]) == int(batched[row])
 
 
-def test_each_row_has_a_key_of_its_own() -> None:
+def test_row_keys_are_unique_and_prefix_stable() -> None:
+    """64 rows have 64 keys, and the first rows' keys do not depend on the number of rows."""
     few, many = (jax.random.key_data(row_keys(7, n)).tolist() for n in (3, 64))
     assert many[:3] == few
     assert len({tuple(key) for key in many}) == 64
 
 
-def test_all_64_bits_of_a_seed_count() -> None:
+def test_row_keys_use_all_64_seed_bits() -> None:
+    """Seeds that differ in any bit give different keys, and seeds of up to 32 bits give JAX's own
+    keys.
+    """
     seeds = [0, 1, 2**32, 2**32 + 1, 2**63, 2**64 - 1]
     data = {jax.random.key_data(row_keys(seed, 1)).tobytes() for seed in seeds}
     assert len(data) == len(seeds)
@@ -232,18 +241,20 @@ def test_all_64_bits_of_a_seed_count() -> None:
         {"min_p": [[0.1]]},
     ],
 )
-def test_impossible_settings_are_refused_by_name(options: dict[str, object]) -> None:
+def test_make_sampler_refuses_invalid_settings(options: dict[str, object]) -> None:
+    """Each invalid value raises a SamplingError that names the option."""
     with pytest.raises(SamplingError, match=next(iter(options))):
         make_sampler(**options)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, True])
-def test_impossible_seeds_are_refused(seed: object) -> None:
+def test_row_keys_refuse_invalid_seeds(seed: object) -> None:
     with pytest.raises(SamplingError, match="seed"):
         row_keys(seed, 1)  # type: ignore[arg-type]
 
 
-def test_new_values_do_not_recompile() -> None:
+def test_sampler_values_do_not_recompile() -> None:
+    """Other values of temperature, top_k and top_p reuse one trace."""
     traces = 0
 
     @jax.jit
@@ -258,13 +269,16 @@ def test_new_values_do_not_recompile() -> None:
     assert traces == 1
 
 
-def test_every_option_is_tried() -> None:
+def test_settings_cover_every_sampler_option() -> None:
+    """SETTINGS, which the tests of all options use, lists the sampler's options in order."""
     assert list(SETTINGS) == list(PROCESSORS)
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "mirostat_eta"])
-def test_off_leaves_a_row_bit_for_bit_beside_a_row_that_is_on(name: str) -> None:
-    """Rows with the same text and all processors; in every second one option is on."""
+def test_disabled_option_leaves_row_bits_unchanged(name: str) -> None:
+    """Every second row enables one option; the other rows' scores equal their logits
+    bit for bit.
+    """
     off, on = SETTINGS[name]
     context = make_context(4)
     if name == "begin_suppress_tokens":
@@ -284,8 +298,10 @@ def test_off_leaves_a_row_bit_for_bit_beside_a_row_that_is_on(name: str) -> None
     assert scores[1].tobytes() == scores[3].tobytes() or name == "xtc_probability"
 
 
-def test_a_batch_of_rows_with_all_settings_different_equals_each_row_alone() -> None:
-    """All processors, each row its own values; three steps, for what mirostat remembers."""
+def test_mixed_row_settings_equal_single_row_runs() -> None:
+    """With all processors and different values per row, scores and draws equal single-row runs, bit
+    for bit, over three steps.
+    """
     rows = 4
     each: dict[str, list[Any]] = {}
     for i, (name, (off, on)) in enumerate(SETTINGS.items()):
@@ -321,7 +337,8 @@ def test_a_batch_of_rows_with_all_settings_different_equals_each_row_alone() -> 
         )
 
 
-def test_a_sweep_of_all_values_compiles_once() -> None:
+def test_option_sweep_compiles_once() -> None:
+    """Changing each option to its other value in turn reuses one trace."""
     traces = 0
 
     @jax.jit
@@ -346,8 +363,10 @@ def test_a_sweep_of_all_values_compiles_once() -> None:
     assert traces == 1
 
 
-def test_the_chain_works_under_vmap_and_in_a_loop() -> None:
-    """The loop's carry keeps its shapes once the sampler has begun."""
+def test_sampling_chain_works_under_vmap_and_loop() -> None:
+    """Under vmap and in a while_loop, the chain gives the scores and state of separate steps; the
+    loop's carry has constant shapes.
+    """
     names = ["repetition_penalty", "dry_multiplier", "bad_words_ids", "min_p", "xtc_probability"]
     sampler = make_sampler(**{name: SETTINGS[name][1] for name in [*names, "mirostat_tau"]})
     quick = (p for p in sampler.processors if not isinstance(p, TopK | TopP))
@@ -373,7 +392,10 @@ def test_the_chain_works_under_vmap_and_in_a_loop() -> None:
     np.testing.assert_allclose(np.asarray(mu)[:, 0], np.asarray(step.processors[-1].mu), rtol=1e-6)
 
 
-def test_a_list_that_grows_compiles_when_it_outgrows_a_power_of_two() -> None:
+def test_list_options_are_padded_to_powers_of_two() -> None:
+    """Lists of 0 to 32 tokens have three shapes (8, 16, 32), so a growing list
+    recompiles rarely.
+    """
     shapes = {
         tuple(leaf.shape for leaf in jax.tree.leaves(make_sampler(suppress_tokens=range(n))))
         for n in range(33)
@@ -381,14 +403,17 @@ def test_a_list_that_grows_compiles_when_it_outgrows_a_power_of_two() -> None:
     assert len(shapes) == 3  # up to 8, 16, 32
 
 
-def test_processors_of_two_classes_never_have_the_same_structure() -> None:
-    """JAX would take them for one program's arguments: it compares a dataclass's static data."""
+def test_processor_classes_have_distinct_tree_structures() -> None:
+    """JAX compares only a dataclass's static data, so equal structures would share one compiled
+    program.
+    """
     every = make_sampler(**FIXED, **{name: on for name, (_, on) in SETTINGS.items()}).processors
     structures = [jax.tree.structure(jax.tree.map(lambda _: 0, p)) for p in every]
     assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
 
 
-def test_the_order_is_that_of_the_table_whatever_order_was_given() -> None:
+def test_processor_order_is_fixed() -> None:
+    """Processors follow the table's order, whichever order the options have."""
     names = list(SETTINGS)
     forward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in names})
     backward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in reversed(names)})
@@ -424,7 +449,10 @@ def test_the_order_is_that_of_the_table_whatever_order_was_given() -> None:
     assert jax.tree.structure(forward) == jax.tree.structure(backward)
 
 
-def test_a_row_that_nothing_can_be_drawn_from_is_refused() -> None:
+def test_sample_refuses_nonfinite_rows() -> None:
+    """A row with NaN, with infinity or with only -inf raises NonFiniteError; inside jit nothing can
+    be raised.
+    """
     good_V = np.zeros(9, np.float32)
     masked_V = np.where(np.arange(9) == 4, np.float32(0), -np.inf).astype(np.float32)
     key = jax.random.key(0)

@@ -16,7 +16,7 @@ from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.sampler import Processor, Sampler
-from tests.twins import BOTH, in_both, random_model, tokens
+from tests.tiny_models import BOTH, in_both, random_model, tokens
 
 
 class RisingTemperature(Processor):
@@ -93,7 +93,10 @@ def check_equals_generate(lm: Any, request: Request, events: list[Event]) -> Non
 
 
 @in_both("lm")
-def test_twelve_requests_on_three_rows_each_get_what_they_get_alone(lm: Any) -> None:
+def test_served_requests_equal_generate(lm: Any) -> None:
+    """Twelve requests on three rows get the tokens, log-probabilities and finish reasons of
+    generate.
+    """
     requests = [make_request(i) for i in range(12)]
     eos = run_generate(lm, requests[4])[0][3]
     requests[4] = make_request(4, eos_token_ids=[999, eos])
@@ -115,16 +118,18 @@ def serve_eight() -> tuple[Any, dict[Any, list[int]]]:
 @given(
     order=st.permutations(range(8)), chunk=st.sampled_from([1, 8]), burst=st.sampled_from([1, 16])
 )
-def test_neighbours_order_chunks_and_bursts_do_not_matter(
-    order: list[int], chunk: int, burst: int
-) -> None:
+def test_results_are_independent_of_scheduling(order: list[int], chunk: int, burst: int) -> None:
+    """A request's tokens do not depend on order, concurrent requests, chunk size or burst size."""
     lm, expected = serve_eight()
     requests = [make_request(i) for i in order[:5]]
     found = serve(*lm, requests, rows=3, capacity=48, chunk=chunk, burst=burst)
     assert tokens_by_id(events_by_id(found)) == {i: expected[i] for i in order[:5]}
 
 
-def test_requests_wait_where_they_come_from_until_a_row_is_free(lm: Any) -> None:
+def test_source_is_read_only_when_row_is_free(lm: Any) -> None:
+    """Requests stay in the source until a row is free, and every event has the step's
+    statistics.
+    """
     pulled: list[int] = []
 
     def source() -> Iterator[Request]:
@@ -144,14 +149,16 @@ def test_requests_wait_where_they_come_from_until_a_row_is_free(lm: Any) -> None
     assert [e.step.index for e in [first, *rest]] == sorted(e.step.index for e in [first, *rest])
 
 
-def test_a_source_with_nothing_at_the_moment_is_asked_again(lm: Any) -> None:
+def test_source_may_yield_none(lm: Any) -> None:
+    """None means that no request is ready, and the source is polled again."""
     late = [None, make_request(0), None, None, make_request(1), None]
     found = events_by_id(serve(*lm, late, **SHAPE))
     for i in range(2):
         check_equals_generate(lm, make_request(i), found[i])
 
 
-def test_a_long_prompt_does_not_stop_who_is_decoding(lm: Any) -> None:
+def test_long_prefill_does_not_block_decoding(lm: Any) -> None:
+    """While a long prompt is prefilled in chunks, the other request gets a token per step."""
     short = make_request(0, prompt=[3], max_new_tokens=8, sampler=jaxllm.GREEDY)
     long = make_request(1, prompt=tokens(1, 41)[0], max_new_tokens=4)
     events = list(serve(*lm, [short, long], **SHAPE))
@@ -163,7 +170,8 @@ def test_a_long_prompt_does_not_stop_who_is_decoding(lm: Any) -> None:
         check_equals_generate(lm, request, events_by_id(events)[request.id])
 
 
-def test_what_is_wrong_with_a_request_is_its_own_affair(lm: Any) -> None:
+def test_invalid_requests_fail_individually(lm: Any) -> None:
+    """Each invalid request gives one error event, and valid requests get the tokens of generate."""
     wrong = {
         "empty": (make_request(0, id="empty", prompt=[]), TokenError),
         "text": (make_request(0, id="text", prompt="text"), TokenError),
@@ -189,7 +197,10 @@ def test_what_is_wrong_with_a_request_is_its_own_affair(lm: Any) -> None:
         check_equals_generate(lm, request, found[request.id])
 
 
-def test_a_row_of_nan_ends_alone() -> None:
+def test_nan_request_does_not_affect_batch() -> None:
+    """A request with NaN logits ends as NON_FINITE, and the other requests' tokens are
+    unchanged.
+    """
     model, params = random_model("llama")
     good = [make_request(i, prompt=[1, 2, 3 + i]) for i in range(4)]
     expected = tokens_by_id(events_by_id(serve(model, params, good, **SHAPE)))
@@ -202,7 +213,7 @@ def test_a_row_of_nan_ends_alone() -> None:
     assert {i: text for i, text in tokens_by_id(found).items() if i != 9} == expected
 
 
-def test_a_request_can_stop_itself(lm: Any) -> None:
+def test_until_callback_stops_request(lm: Any) -> None:
     request = make_request(3, max_new_tokens=9, sampler=jaxllm.GREEDY)
     ids = run_generate(lm, request)[0]
     stopping = make_request(
@@ -213,13 +224,14 @@ def test_a_request_can_stop_itself(lm: Any) -> None:
     assert events[-1].finish == Finish.STOP
 
 
-def test_sizes_are_checked(lm: Any) -> None:
+def test_serve_refuses_invalid_sizes(lm: Any) -> None:
     for wrong in ({"rows": 0}, {"capacity": 0}, {"chunk": 0}, {"burst": 0}):
         with pytest.raises(CapacityError):
             next(serve(*lm, [make_request(0)], **{**SHAPE, **wrong}))
 
 
-def test_new_contents_values_and_orders_compile_nothing(compiled: list[str]) -> None:
+def test_serve_does_not_recompile_for_new_requests(compiled: list[str]) -> None:
+    """Other prompts, budgets, seeds and sampler values compile nothing."""
     lm = random_model("llama")
 
     def served(seed: int) -> int:

@@ -25,7 +25,7 @@ from jaxllm.generation.sampling.sampler import (
 from jaxllm.generation.sampling.truncation import Temperature, TopK
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Precision, cast
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 TARGET = random_model("llama")
 
@@ -68,7 +68,10 @@ def assert_equals_generate(lm: Any, prompts: Any, draft: Any, **options: Any) ->
         for name in DRAFTS
     ],
 )
-def test_greedy_tokens_are_those_of_plain_greedy_decoding(name: str) -> None:
+def test_speculative_greedy_equals_plain_greedy(name: str) -> None:
+    """With any draft, tokens, lengths and finish reasons equal plain greedy decoding, and the
+    counts of rounds and accepted tokens are right.
+    """
     # Unequal prompts, one repetitive; budgets that end within a run of accepted tokens.
     prompts = tokens(3, 9).copy()
     prompts[2] = [5, 6, 7, 8, 5, 6, 7, 8, 5]
@@ -95,7 +98,8 @@ def test_greedy_tokens_are_those_of_plain_greedy_decoding(name: str) -> None:
     assert ended.cache.length_B[0] == 2 + ended.length_B[0] - 1
 
 
-def test_prompt_lookup_is_accepted_where_the_text_repeats_itself() -> None:
+def test_prompt_lookup_is_accepted_on_repetitive_text() -> None:
+    """In a text that repeats a cycle, over 30 of 80 tokens are accepted from prompt lookup."""
     model, params = TARGET
 
     def no_attention(path: str, x: jax.Array) -> jax.Array:
@@ -109,7 +113,10 @@ def test_prompt_lookup_is_accepted_where_the_text_repeats_itself() -> None:
     assert int(result.rounds_B.max()) < 50
 
 
-def test_the_returned_cache_goes_on_as_one_long_run() -> None:
+def test_returned_cache_continues_as_one_run() -> None:
+    """The returned cache holds the text without its last token, and continuing from it equals one
+    long run.
+    """
     model, params = TARGET
     long = jaxllm.generate(model, params, tokens(3, 9), max_new_tokens=20)
     draft = random_model("llama", seed=5)
@@ -120,7 +127,10 @@ def test_the_returned_cache_goes_on_as_one_long_run() -> None:
     assert np.append(first.token_BT, rest.token_BT, 1).tolist() == long.token_BT.tolist()
 
 
-def test_rows_of_nan_stay_alone_and_a_drafted_nan_harms_nobody() -> None:
+def test_nan_rows_and_nan_drafts_are_isolated() -> None:
+    """NaN in the target ends only its row, and NaN in the draft only loses proposals: all tokens
+    equal plain decoding.
+    """
     model, params = TARGET
 
     def with_nan(token: int) -> Any:
@@ -241,7 +251,10 @@ def pair() -> Any:
 @pytest.mark.parametrize(
     "name", ["context, memory", pytest.param("temperature, top-k", marks=pytest.mark.full)]
 )
-def test_drawn_texts_have_the_law_of_the_target(pair: Any, name: str) -> None:
+def test_sampled_texts_follow_target_distribution(pair: Any, name: str) -> None:
+    """Whole texts pass a chi-square test against the target's exact joint distribution, with a
+    draft of another family.
+    """
     target, draft = pair
     p_X = joint_probs(target, SAMPLERS[name], NEW)
     result = draw(target, draft, SAMPLERS[name])
@@ -250,7 +263,10 @@ def test_drawn_texts_have_the_law_of_the_target(pair: Any, name: str) -> None:
     assert p_value(result, p_X) > 1e-3
 
 
-def test_prompt_lookup_draws_from_the_law_of_the_target(pair: Any) -> None:
+def test_prompt_lookup_samples_follow_target_distribution(pair: Any) -> None:
+    """Whole texts pass a chi-square test against the target's exact joint distribution, with prompt
+    lookup as the draft.
+    """
     target, _ = pair
     sampler = SAMPLERS["temperature, top-k"]
     result = draw(target, PromptLookup(ngram=2), sampler)
@@ -258,7 +274,7 @@ def test_prompt_lookup_draws_from_the_law_of_the_target(pair: Any) -> None:
     assert p_value(result, joint_probs(target, sampler, NEW)) > 1e-3
 
 
-def test_tokens_are_accepted_as_often_as_the_laws_overlap(pair: Any) -> None:
+def test_acceptance_rate_equals_distribution_overlap(pair: Any) -> None:
     """The first drafted token is accepted with probability sum min(p, q) (Leviathan, eq. 3)."""
     target, draft = pair
     sampler = SAMPLERS["temperature, top-k"]
@@ -274,14 +290,15 @@ def test_tokens_are_accepted_as_often_as_the_laws_overlap(pair: Any) -> None:
     assert abs(float(result.accepted_B.mean()) - overlap) < bound
 
 
-def test_residual_and_verification_by_hand() -> None:
+def test_residual_equals_values_by_hand() -> None:
+    """residual(p, q) is max(p - q, 0), normalized; it is p if that is zero everywhere."""
     p, q = jnp.array([[0.5, 0.25, 0.25]]), jnp.array([[0.25, 0.75, 0.0]])
     np.testing.assert_allclose(rejection_sampling.residual(p, q), [[0.5, 0.0, 0.5]])
     np.testing.assert_allclose(rejection_sampling.residual(p, p), p)
     np.testing.assert_allclose(rejection_sampling.residual(p, 0 * p), p)
 
 
-def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
+def test_row_draws_are_independent_of_batch() -> None:
     keys, length_B, prompts = row_keys(7, 3), np.array([4, 9, 6]), tokens(3, 9)
     together = small_call(prompts, lengths_B=length_B, seed=keys)
     changed = np.where(np.arange(3)[:, None] == 2, 5, prompts[::-1])
@@ -290,9 +307,12 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
     assert other.token_BT[2].tolist() != together.token_BT[0].tolist()
 
 
-def test_one_program_for_any_content_sampler_seed_budget_and_length(
+def test_speculative_does_not_recompile_for_new_values(
     compiled: list[str],
 ) -> None:
+    """After one call, other contents, samplers, seeds, budgets, EOS sets and prompt lengths compile
+    nothing.
+    """
     small_call(tokens(3, 9))
     before = len(compiled)
     for seed, temperature in enumerate([0.0, 0.5, 2.0]):
@@ -317,7 +337,8 @@ def small_call(prompts: np.ndarray, **options: Any) -> SpeculativeResult:
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 4])
-def test_lookup_equals_a_search_by_hand(ngram: int) -> None:
+def test_look_up_draft_equals_search_by_hand(ngram: int) -> None:
+    """Drafts equal a plain-Python search for the last occurrence of the longest matching n-gram."""
     rng = np.random.default_rng(ngram)
     length_B = rng.integers(2, 14, 200)
     token_BL = np.where(np.arange(16)[None] < length_B[:, None], rng.integers(0, 3, (200, 16)), -1)
@@ -340,7 +361,10 @@ def lookup_by_hand(text: list[int], ngram: int, width: int) -> list[int]:
     return [-1] * width
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_speculative_refuses_invalid_arguments() -> None:
+    """Bad vocabularies, sizes and budgets, drafts without enough positions and drafts with dynamic
+    RoPE raise errors.
+    """
     model, params = TARGET
 
     def call(prompt: int = 3, **options: Any) -> SpeculativeResult:
@@ -365,9 +389,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("afresh")
-def test_the_law_is_lost_when_the_residual_is_the_target_itself(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chi_square_detects_wrong_residual(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the residual is replaced with the target's own distribution, the chi-square test fails."""
     target, _ = pair
     sampler = SAMPLERS["temperature, top-k"]
     monkeypatch.setattr(rejection_sampling, "residual", lambda p_BV, q_BV: p_BV)

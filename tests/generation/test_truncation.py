@@ -123,18 +123,20 @@ def apply_chain(options: dict[str, Any], scores: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in TRANSFORMERS_VECTORS]
 )
-def test_the_vectors_of_transformers(
+def test_processors_equal_transformers_vectors(
     options: dict[str, float], before: list[list[float]], after: list[list[float]]
 ) -> None:
+    """Probabilities equal the vectors of transformers' tests/generation/test_logits_process.py."""
     np.testing.assert_allclose(np.exp(apply_chain(options, log(before))), after, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in LLAMA_CPP_VECTORS]
 )
-def test_the_vectors_of_llama_cpp(
+def test_processors_equal_llama_cpp_vectors(
     options: dict[str, float], before: list[float], after: list[float]
 ) -> None:
+    """Normalized probabilities equal the vectors of llama.cpp's tests/test-sampling.cpp."""
     left = np.exp(apply_chain(options, log([before])))
     np.testing.assert_allclose(left[0] / left.sum(), after, atol=1e-5)
 
@@ -148,8 +150,8 @@ def test_the_vectors_of_llama_cpp(
         (0.39, [0.4, 0.3, 0.2, 0.1]),
     ],
 )
-def test_the_vectors_of_llama_cpp_for_xtc(threshold: float, after: list[float]) -> None:
-    """test_xtc in llama.cpp's tests/test-sampling.cpp."""
+def test_xtc_equals_llama_cpp_vectors(threshold: float, after: list[float]) -> None:
+    """Probabilities equal the vectors of test_xtc, tests/test-sampling.cpp."""
     left = np.exp(apply(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
     np.testing.assert_allclose(left, [after], atol=1e-5)
 
@@ -164,7 +166,10 @@ def test_the_vectors_of_llama_cpp_for_xtc(threshold: float, after: list[float]) 
         (EtaCutoff, theirs.EtaLogitsWarper),
     ],
 )
-def test_what_is_kept_is_what_transformers_keeps(ours: Any, warper: Any, value: float) -> None:
+def test_truncation_equals_transformers_warpers(ours: Any, warper: Any, value: float) -> None:
+    """min-p, typical, epsilon and eta cutoffs equal transformers' warpers, also if tokens are
+    already masked.
+    """
     x = np.concatenate([logits(4, 131), logits(3, 131, seed=1) / 30])
     x[1, ::3] = -np.inf  # already masked
     expected = warper(value)(None, torch.tensor(x)).numpy()
@@ -199,13 +204,16 @@ def test_xtc_equals_brute_force(seed: int, threshold: float) -> None:
     assert apply(XTC(1.0, threshold), x)[0].tolist() == expected
 
 
-def test_xtc_keeps_what_ties_with_the_least_probable() -> None:
+def test_xtc_keeps_ties_with_least_probable() -> None:
+    """Tokens tied with the least probable one above the threshold stay."""
     left = apply(XTC(1.0, 0.1), [[2.0, 1.0, 1.0, -4.0]])
     assert left.tolist() == [[-np.inf, 1.0, 1.0, -4.0]]
 
 
-def test_draws_after_xtc_follow_the_mixture() -> None:
-    """Chi-square: struck or not by chance, and then drawn by the softmax of what is left."""
+def test_draws_after_xtc_follow_mixture() -> None:
+    """Draws pass a chi-square test: XTC applies to a row by chance, and the draw follows the
+    softmax of what is left.
+    """
     draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
     scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 4))
     tokens = sample(jax.random.key(5), scores, Sampler((XTC(0.6, 0.15),)))
@@ -215,8 +223,8 @@ def test_draws_after_xtc_follow_the_mixture() -> None:
     assert stats.chisquare(counts, expected * draws).pvalue > 1e-3
 
 
-def test_the_chance_of_xtc_is_not_the_draws_own() -> None:
-    """Given that a row was not struck, its draw still follows the whole distribution."""
+def test_xtc_chance_is_independent_of_draw() -> None:
+    """Rows that XTC skips still draw from the whole distribution."""
     draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
     scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 4))
     context = Context.empty(jax.random.key(9), draws)
@@ -228,8 +236,8 @@ def test_the_chance_of_xtc_is_not_the_draws_own() -> None:
     assert stats.chisquare(counts, p * spared.sum()).pvalue > 1e-3
 
 
-def test_mirostat_equals_brute_force_step_by_step() -> None:
-    """Algorithm 2 of Basu et al. 2021, in plain Python, on the tokens that we drew."""
+def test_mirostat_equals_brute_force() -> None:
+    """Each step equals Algorithm 2 of Basu et al. 2021 in plain Python, on the tokens drawn."""
     tau, eta, steps = [3.0, 0.0, 1.5], [0.1, 0.3, 0.9], 30
     sampler = Sampler((Mirostat.start(jnp.array(tau), jnp.array(eta)),)).begin(3)
     step = jax.jit(sample_next)
@@ -253,7 +261,10 @@ def test_mirostat_equals_brute_force_step_by_step() -> None:
         np.testing.assert_allclose(ours, mu, atol=1e-4)
 
 
-def test_draws_of_mirostat_follow_the_cut_softmax() -> None:
+def test_mirostat_draws_follow_truncated_softmax() -> None:
+    """Draws pass a chi-square test over the tokens of at most 3 bits; the other tokens are never
+    drawn.
+    """
     draws, p = 20000, np.array([0.5, 0.25, 0.15, 0.07, 0.03])
     scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 5))
     cut = Mirostat(4.0, 0.1, 3.0)  # at most 3 bits: probabilities of at least 1/8
@@ -263,8 +274,10 @@ def test_draws_of_mirostat_follow_the_cut_softmax() -> None:
     assert stats.chisquare(counts[:3], p[:3] / p[:3].sum() * draws).pvalue > 1e-3
 
 
-def test_mirostat_in_a_loop_holds_the_surprise_near_tau() -> None:
-    """Its state keeps its shape in a compiled loop, and does what it is for."""
+def test_mirostat_holds_mean_surprise_near_tau() -> None:
+    """In a compiled loop the state has a constant shape, and the mean surprise is within 0.1 of
+    tau.
+    """
     scores = jnp.asarray(-1.1 * np.log(np.arange(1, 2001, dtype=np.float32)))[None]  # Zipf
     tau, eta = jnp.array([2.0, 5.0]), jnp.float32(0.1)
     sampler = Sampler((Mirostat.start(tau, eta),)).begin(2)
@@ -294,7 +307,8 @@ def test_mirostat_in_a_loop_holds_the_surprise_near_tau() -> None:
     ],
     ids=lambda processor: type(processor).__name__,
 )
-def test_at_least_one_token_stays(processor: Processor) -> None:
+def test_truncation_leaves_at_least_one_token(processor: Processor) -> None:
+    """At extreme settings at least one token stays, and scores are unchanged or -inf."""
     flat, peaked = np.zeros((1, 17), np.float32), np.eye(17, dtype=np.float32)[:1] * 40
     few = np.where(np.arange(17) == 3, 0.0, -np.inf)[None].astype(np.float32)
     for x in (flat, peaked, few, logits(1, 17)):
@@ -303,6 +317,6 @@ def test_at_least_one_token_stays(processor: Processor) -> None:
         assert ((left == x) | (left == -np.inf)).all()
 
 
-def test_settings_of_another_number_of_rows_are_refused() -> None:
+def test_settings_with_wrong_row_count_are_refused() -> None:
     with pytest.raises(SamplingError, match="3 rows, the batch has 2"):
         apply(MinP(jnp.array([0.1, 0.2, 0.3])), logits(2, 17))

@@ -22,7 +22,15 @@ from jaxllm.lm import LM
 from jaxllm.models.moe import apply_capacity, route
 from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten, map_leaves
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, theirs, tokens
+from tests.tiny_models import (
+    Twin,
+    assert_close,
+    load_twin,
+    random_model,
+    save_random,
+    theirs,
+    tokens,
+)
 
 STACK = "layers.0.mlp.experts.{}.weight"
 
@@ -38,8 +46,10 @@ def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jaxllm.forward(model, params, None, ids).logits)
 
 
-def test_of_equal_scores_the_first_experts_are_taken() -> None:
-    """torch takes any of them, as it happens: on a CPU often the last."""
+def test_router_breaks_equal_scores_by_lowest_index() -> None:
+    """torch takes any of equal scores, on a CPU often the last; the weights equal the softmax of
+    the chosen scores.
+    """
     scores = np.zeros((3, 8), np.float32)
     scores[1, [2, 5, 6]] = 1.0
     scores[2, 7] = -1.0
@@ -78,7 +88,10 @@ def fuse_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**tensors, f"{mlp}experts.down_proj": each[2]}
 
 
-def test_both_spellings_are_the_same_model(twin: Twin, tmp_path: Path) -> None:
+def test_both_spellings_load_same_tensors(twin: Twin, tmp_path: Path) -> None:
+    """The published w1, w3, w2, the fused form of transformers 5 and sharded files load as the same
+    tensors.
+    """
     names = set(load_file(twin.directory / "model.safetensors"))
     assert "model.layers.0.block_sparse_moe.experts.4.w3.weight" in names  # the published spelling
     other = open_hf(rewrite_tensors(twin, tmp_path / "fused", fuse_experts))
@@ -99,9 +112,8 @@ def without(name: str) -> Any:
     return lambda tensors: {k: v for k, v in tensors.items() if name not in k}
 
 
-def test_experts_that_are_not_as_the_configuration_says_are_refused(
-    twin: Twin, tmp_path: Path
-) -> None:
+def test_mismatched_expert_tensors_are_refused(twin: Twin, tmp_path: Path) -> None:
+    """Missing, surplus, repeated and misshapen expert tensors raise errors that name them."""
     one = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
     whole = {"model.layers.0.mlp.experts.down_proj": np.zeros((5, 48, 56), np.float32)}
     narrow = {"model.layers.0.mlp.experts.gate_up_proj": np.zeros((5, 56, 48), np.float32)}
@@ -118,7 +130,10 @@ def test_experts_that_are_not_as_the_configuration_says_are_refused(
             open_hf(rewrite_tensors(twin, tmp_path / name, change))
 
 
-def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused() -> None:
+def test_expert_count_is_read_from_either_name() -> None:
+    """num_experts and num_local_experts are equivalent; contradictory and impossible settings are
+    refused.
+    """
     mixtral, qwen = (theirs(kind).to_dict() for kind in ("mixtral", "qwen3_moe"))
     qwen = {k: v for k, v in qwen.items() if k not in ("num_experts", "num_local_experts")}
     read = [read_config({**qwen, name: 7})[0] for name in ("num_experts", "num_local_experts")]
@@ -138,9 +153,10 @@ def test_configurations_are_read_in_either_spelling_and_impossible_ones_refused(
 
 
 @pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
-def test_quantized_stacks_are_saved_loaded_and_written_for_others(
-    twin: Twin, tmp_path: Path, format: str
-) -> None:
+def test_quantized_stacks_round_trip_and_export(twin: Twin, tmp_path: Path, format: str) -> None:
+    """Quantized stacks are saved and loaded with identical logits and exported as dense weights;
+    the router stays float32.
+    """
     ids, path = tokens(1, 9), STACK.format("gate_proj")
     lm = jaxllm.load(twin.directory, quantize=format)
     leaves = dict(flatten(lm.params))
@@ -160,9 +176,10 @@ def test_quantized_stacks_are_saved_loaded_and_written_for_others(
     assert_close(logits(lm.model, lm.params, ids), back.logits(ids))
 
 
-def test_a_token_gets_the_same_whatever_runs_with_it_and_padding_runs_no_expert(
+def test_tokens_are_batch_independent_and_padding_is_skipped(
     twin: Twin,
 ) -> None:
+    """A row has the same logits in any batch, and padding runs no expert."""
     ids = tokens(3, 5)
     at = np.where(np.arange(5) < [[5], [3], [0]], np.arange(5), -1).astype(np.int32)
     length = np.array([5, 3, 0], np.int32)
@@ -173,7 +190,8 @@ def test_a_token_gets_the_same_whatever_runs_with_it_and_padding_runs_no_expert(
     np.testing.assert_array_equal(mlp.any(axis=2), at >= 0)
 
 
-def test_weights_that_are_not_renormalised_are_those_of_transformers(tmp_path: Path) -> None:
+def test_unnormalized_topk_weights_equal_transformers(tmp_path: Path) -> None:
+    """With norm_topk_prob false, logits equal transformers'; with true they differ."""
     changes = {"norm_topk_prob": False, "mlp_only_layers": [], "sliding_window": 4}
     save_random(tmp_path, "qwen3_moe", num_hidden_layers=1, use_sliding_window=True, **changes)
     raw = load_twin(tmp_path)
@@ -183,7 +201,10 @@ def test_weights_that_are_not_renormalised_are_those_of_transformers(tmp_path: P
     assert np.abs(logits(same, raw.params, ids) - raw.logits(ids)).max() > 1e-2
 
 
-def test_a_token_reads_its_own_experts_alone(twin: Twin) -> None:
+def test_weight_bytes_count_only_selected_experts(twin: Twin) -> None:
+    """Each token reads 2 of 5 experts: weight_bytes counts 2/5 of the stacks for one row, 4/5 for
+    two and all for three.
+    """
     lm = LM(twin.config, twin.model, twin.params, None, {}, Path("mixture"))
     sizes = {path: leaf.nbytes for path, leaf in flatten(twin.params) if "embed" not in path}
     stacks = sum(size for path, size in sizes.items() if ".experts." in path)
@@ -194,7 +215,10 @@ def test_a_token_reads_its_own_experts_alone(twin: Twin) -> None:
     assert bench.weight_bytes(lm, 3) == rest + stacks
 
 
-def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
+def test_capacity_takes_first_choices_first() -> None:
+    """Experts take first choices before second ones, up to ceil(factor x tokens x 2 / experts);
+    padding takes no room.
+    """
     rng = np.random.default_rng(0)
     expert_Tk = np.stack([rng.permutation(4)[:2] for _ in range(19)]).astype(np.int32)
     for factor in (0.5, 1.0, 4.0):
@@ -213,7 +237,8 @@ def test_a_capacity_takes_first_choices_first_and_drops_the_rest() -> None:
     np.testing.assert_array_equal(apply_capacity(padded, 4, 1.0), padded)
 
 
-def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:
+def test_dropped_tokens_pass_through_residual() -> None:
+    """A token beyond the capacity has the residual stream as its output."""
     model, params = random_model("mixtral", num_hidden_layers=1)
     tight = models.build(replace(model.config, capacity_factor=1e-9))  # one token per expert
     ids = tokens(1, 30)
@@ -225,7 +250,7 @@ def test_what_a_capacity_drops_goes_on_by_the_residual_alone() -> None:
     np.testing.assert_allclose(np.asarray(bound.x)[0, dropped], stream[0, dropped], atol=1e-5)
 
 
-def test_own_config_json_keeps_the_capacity() -> None:
+def test_native_config_stores_capacity_factor() -> None:
     model, _ = random_model("mixtral")
     config = replace(model.config, capacity_factor=1.25)
     assert models.config_from_dict(json.loads(json.dumps(config.to_dict()))) == config

@@ -23,7 +23,7 @@ from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
 from jaxllm.models import FAMILIES, config_from_dict
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors
-from tests.twins import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import KINDS, Twin, assert_close, load_twin, save_random, theirs, tokens
 
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
 # These share code with the remaining families, which cover them in the daily tests.
@@ -43,24 +43,28 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_twin(directory)
 
 
-def test_every_family_has_a_twin_and_a_table() -> None:
+def test_every_family_has_twin_and_converter() -> None:
     assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(FAMILY_MODULES)
 
 
-def test_every_stage_and_the_text_equal_transformers(twin: Twin) -> None:
+def test_every_stage_equals_transformers(twin: Twin) -> None:
+    """Every activation and 24 greedy tokens equal transformers'."""
     ours = JaxBackend("ours", twin.model, twin.params)
     report = verify(ours, TransformersBackend.load(twin.directory), pad_case(TEXTS), new_tokens=24)
     assert report.holds, report.first
 
 
-def test_a_long_text_equals_transformers(twin: Twin) -> None:
-    """Beyond every window, and beyond what LongRoPE was trained on."""
+def test_long_text_equals_transformers(twin: Twin) -> None:
+    """Logits of 61 tokens equal transformers', beyond every window and beyond LongRoPE's original
+    context.
+    """
     ids = tokens(2, 61)
     found = jaxllm.forward(twin.model, twin.params, None, ids).logits
     assert_close(found, twin.logits(ids))
 
 
-def test_longrope_changes_its_divisors_past_the_border(tmp_path: Path) -> None:
+def test_longrope_switches_factors_past_original_context(tmp_path: Path) -> None:
+    """At 40 and 41 tokens, on both sides of the original context, logits equal transformers'."""
     save_random(tmp_path, "phi3")
     phi = load_twin(tmp_path)
     for length in (40, 41):
@@ -69,7 +73,7 @@ def test_longrope_changes_its_divisors_past_the_border(tmp_path: Path) -> None:
 
 
 @of_each_kind
-def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> None:
+def test_chunked_prefill_and_decode_equal_forward(twin: Twin) -> None:
     ids = tokens(1, 30)
     whole = jaxllm.forward(twin.model, twin.params, None, ids).logits
     cache = jaxllm.init_cache(twin.config, 1, 32)
@@ -81,7 +85,10 @@ def test_a_prompt_in_chunks_and_cached_steps_are_the_whole_text(twin: Twin) -> N
 
 
 @of_each_kind
-def test_half_precision_is_as_close_as_transformers_is(twin: Twin) -> None:
+def test_half_precision_error_is_near_transformers(twin: Twin) -> None:
+    """In bfloat16 and float16, the RMS error against float32 is at most 1.5 times that of
+    transformers.
+    """
     ids = tokens(2, 31)
     exact = twin.logits(ids)
     for dtype in ("bfloat16", "float16"):
@@ -91,7 +98,10 @@ def test_half_precision_is_as_close_as_transformers_is(twin: Twin) -> None:
         assert rms[0] <= 1.5 * rms[1], (dtype, rms)
 
 
-def test_files_are_read_back_as_they_were(twin: Twin, tmp_path: Path) -> None:
+def test_checkpoint_files_round_trip(twin: Twin, tmp_path: Path) -> None:
+    """HF -> HF has the same tensors, config and transformers logits, and HF -> native -> HF the
+    same config.json.
+    """
     opened = open_hf(twin.directory)
     write_hf(tmp_path / "hf", opened)
     before, after = (
@@ -117,8 +127,8 @@ def test_files_are_read_back_as_they_were(twin: Twin, tmp_path: Path) -> None:
     assert through_ours == direct
 
 
-def test_defaults_are_those_of_transformers(twin: Twin) -> None:
-    """A config.json that says only what it must is read as transformers reads it."""
+def test_config_defaults_equal_transformers(twin: Twin) -> None:
+    """A config.json with only its required fields is read as transformers reads it."""
     kind = twin.config.model_type
     full = theirs(kind).to_dict()
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
@@ -131,7 +141,10 @@ def test_defaults_are_those_of_transformers(twin: Twin) -> None:
 
 
 @of_each_kind
-def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
+def test_moved_positions_equal_run_at_new_positions(twin: Twin) -> None:
+    """Shifted keys equal those of a run at the new positions; RoPE that depends on the text length
+    is refused.
+    """
     ids = tokens(1, 12)
     cache = jaxllm.init_cache(twin.config, 1, 24)
     _, cache = jaxllm.prefill(twin.model, twin.params, cache, ids)
@@ -150,7 +163,7 @@ def test_positions_can_be_moved_where_angles_allow_it(twin: Twin) -> None:
 
 @of_each_kind
 @pytest.mark.parametrize("format", ["int8", pytest.param("int4", marks=pytest.mark.full)])
-def test_quantized_weights_are_those_that_the_dense_ones_round_to(twin: Twin, format: str) -> None:
+def test_quantized_logits_equal_dequantized_logits(twin: Twin, format: str) -> None:
     from jaxllm.weights.formats import to_dense
     from jaxllm.weights.paths import map_leaves
     from jaxllm.weights.quantize import quantize

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import jaxllm
 from jaxllm.convert.hf import open_hf, read_config
 from jaxllm.errors import CheckpointError, ConfigError
-from tests.twins import assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import assert_close, load_twin, save_random, theirs, tokens
 
 VARIANTS: list[dict[str, Any]] = [
     {"use_parallel_residual": False},
@@ -19,15 +19,17 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=["sequential", "tied-without-biases"])
-def test_its_variants_equal_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_gpt_neox_variants_equal_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     save_random(tmp_path, "gpt_neox", num_hidden_layers=1, **changes)
     twin = load_twin(tmp_path)
     ids = tokens(2, 11)
     assert_close(jaxllm.forward(twin.model, twin.params, None, ids).logits, twin.logits(ids))
 
 
-def test_queries_keys_and_values_take_turns_head_by_head(tmp_path: Path) -> None:
-    """On disk rows are `[N, 3, H]`: the second head's key begins at row 3 H + H."""
+def test_qkv_rows_are_interleaved_per_head(tmp_path: Path) -> None:
+    """On disk rows are `[N, 3, H]`: the second head's key begins at row 3 H + H; a bias of wrong
+    length is refused.
+    """
     save_random(tmp_path, "gpt_neox", num_hidden_layers=1)
     file = tmp_path / "model.safetensors"
     rows = load_file(file)["gpt_neox.layers.0.attention.query_key_value.weight"]
@@ -42,7 +44,8 @@ def test_queries_keys_and_values_take_turns_head_by_head(tmp_path: Path) -> None
         open_hf(tmp_path)
 
 
-def test_the_head_is_read_under_both_names(tmp_path: Path) -> None:
+def test_lm_head_is_read_under_both_names(tmp_path: Path) -> None:
+    """The head is embed_out or lm_head; a file with both is refused."""
     save_random(tmp_path, "gpt_neox", num_hidden_layers=1)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -54,7 +57,10 @@ def test_the_head_is_read_under_both_names(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
-def test_rotary_settings_are_read_in_every_spelling() -> None:
+def test_rotary_settings_accept_every_spelling() -> None:
+    """The settings of the published files and of transformers 4 give the same config; contradictory
+    ones are refused.
+    """
     config = theirs("gpt_neox").to_dict()
     del config["rope_parameters"]
     published = {"rotary_pct": 0.75, "rotary_emb_base": 500}

@@ -16,7 +16,7 @@ from jaxllm.generation.batching.scheduler import Request, serve
 from jaxllm.generation.loops.contrastive import contrastive_search
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.models import build
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 ORIGINAL_CONTEXT = 40  # the twin's original_max_position_embeddings
 
@@ -29,7 +29,10 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 @pytest.mark.parametrize(("prompt", "new"), [(32, 9), (45, 9)])
-def test_on_either_side_the_text_is_that_of_transformers(twin: Twin, prompt: int, new: int) -> None:
+def test_greedy_equals_transformers_around_original_context(
+    twin: Twin, prompt: int, new: int
+) -> None:
+    """Texts that end at the original context and texts that begin beyond it equal transformers."""
     ids = tokens(1, prompt)
     with torch.no_grad():
         theirs = twin.torch_model.generate(
@@ -43,7 +46,10 @@ def test_on_either_side_the_text_is_that_of_transformers(twin: Twin, prompt: int
     assert ours.token_BT[0].tolist() == theirs[0, prompt:].tolist()
 
 
-def test_a_long_prompt_in_chunks_is_turned_as_a_whole(twin: Twin) -> None:
+def test_chunked_long_prompt_uses_long_factors(twin: Twin) -> None:
+    """A prompt beyond the original context, prefilled in chunks, equals transformers without a
+    cache.
+    """
     ids = tokens(1, 45)
     cache = jaxllm.init_cache(twin.config, 1, 48)
     logits, _ = jaxllm.prefill(twin.model, twin.params, cache, ids, chunk=16)
@@ -78,14 +84,17 @@ CROSSING: dict[str, Callable[[Twin], object]] = {
 
 
 @pytest.mark.parametrize("way", CROSSING)
-def test_no_way_of_decoding_crosses_the_border(twin: Twin, way: str) -> None:
+def test_decoding_refuses_to_cross_original_context(twin: Twin, way: str) -> None:
+    """Every way of decoding raises CapacityError before the text crosses the original context."""
     with pytest.raises(CapacityError, match=r"cannot grow to 4\d.*long_factor in config\.json"):
         CROSSING[way](twin)
 
 
 @pytest.mark.full
-def test_what_is_drafted_beyond_the_end_turns_nothing(twin: Twin) -> None:
-    """The last tokens before the border: a pass over more of them would be a long text's."""
+def test_drafts_beyond_original_context_are_harmless(twin: Twin) -> None:
+    """Drafted tokens beyond the limit do not switch to the long factors: tokens equal plain greedy
+    decoding.
+    """
     ids = tokens(1, 32)
     plain = jaxllm.generate(twin.model, twin.params, ids, max_new_tokens=9)
     drafted = jaxllm.speculative_generate(
@@ -95,7 +104,7 @@ def test_what_is_drafted_beyond_the_end_turns_nothing(twin: Twin) -> None:
 
 
 @pytest.mark.full
-def test_a_served_request_that_would_cross_is_refused_alone(twin: Twin) -> None:
+def test_serve_refuses_only_crossing_request(twin: Twin) -> None:
     prompts = {"crossing": 36, "short": 20}
     requests = [
         Request(id=n, prompt=tokens(1, size)[0], max_new_tokens=6) for n, size in prompts.items()
@@ -106,14 +115,15 @@ def test_a_served_request_that_would_cross_is_refused_alone(twin: Twin) -> None:
     assert sum(event.token is not None for event in events if event.id == "short") == 6
 
 
-def test_by_default_a_text_ends_at_the_border(twin: Twin) -> None:
+def test_generation_stops_at_original_context_by_default(twin: Twin) -> None:
     lm = jaxllm.load(twin.directory)
     assert (
         len(lm.generate(PROMPT[0].tolist(), eos_token_id=None).tokens) == ORIGINAL_CONTEXT - 36 + 1
     )
 
 
-def test_the_border_is_between_two_lists(twin: Twin) -> None:
+def test_original_context_requires_two_factor_lists(twin: Twin) -> None:
+    """The limit exists only if short and long factors differ."""
     rope = twin.config.rope
     assert twin.config.original_context == ORIGINAL_CONTEXT
     assert dataclasses.replace(rope, short_factor=rope.long_factor).original_context is None
@@ -121,8 +131,10 @@ def test_the_border_is_between_two_lists(twin: Twin) -> None:
 
 
 @pytest.mark.full
-def test_with_one_list_there_is_no_border(twin: Twin) -> None:
-    """The way out that the message names: all texts are turned as long ones."""
+def test_equal_factor_lists_remove_limit(twin: Twin) -> None:
+    """The error message suggests equal lists: then generation past the limit equals a forward pass
+    without a cache.
+    """
     rope = twin.config.rope
     rope = dataclasses.replace(rope, short_factor=rope.long_factor)
     config = dataclasses.replace(twin.config, rope=rope)
@@ -134,8 +146,8 @@ def test_with_one_list_there_is_no_border(twin: Twin) -> None:
     assert ids[0].tolist() == whole[0, 35:].argmax(-1).tolist()
 
 
-def test_the_list_is_of_each_text(twin: Twin) -> None:
-    """A long and a short row together: each is what transformers makes of it alone."""
+def test_factors_are_chosen_per_row(twin: Twin) -> None:
+    """A long and a short row in one batch equal transformers on each row."""
     ids, lengths = tokens(2, 45), np.array([45, 20])
     cache = jaxllm.init_cache(twin.config, 2, 48)
     logits, _ = jaxllm.prefill(twin.model, twin.params, cache, ids, lengths_B=lengths, chunk=16)
@@ -153,8 +165,10 @@ STEPS: dict[str, Callable[[Twin, jaxllm.KVCache], object]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_no_step_crosses_the_border_silently(twin: Twin, step: str) -> None:
-    """Up to it there is one list of angles, and a text that begins beyond it has the other."""
+def test_cached_steps_refuse_to_cross_original_context(twin: Twin, step: str) -> None:
+    """Each step raises CapacityError if it would cross the limit, and runs if the cached text is
+    already beyond it.
+    """
     cache = jaxllm.init_cache(twin.config, 1, 64)
     _, short = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30))
     with pytest.raises(CapacityError, match=r"cannot grow to 4\d"):
@@ -163,8 +177,10 @@ def test_no_step_crosses_the_border_silently(twin: Twin, step: str) -> None:
     STEPS[step](twin, long)
 
 
-def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
-    """As transformers, a cached text keeps the angles it had; nobody is left to find it out."""
+def test_dynamic_ntk_warns_if_angles_mix() -> None:
+    """As in transformers, cached keys retain their old angles; a warning appears only if a cached
+    text grows past the context.
+    """
     scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
     changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
     model, params = random_model("llama", **changes)
@@ -178,8 +194,8 @@ def test_dynamic_scaling_warns_where_it_mixes_angles() -> None:
         jaxllm.forward(model, params, cache, [[5]])
 
 
-def test_it_is_told_once_for_each_text() -> None:
-    """Whoever checks a text says nothing, who runs it does; a cache and a prompt are one text."""
+def test_dynamic_ntk_warns_once_per_text() -> None:
+    """Each way of running warns exactly once, counting a cache and its prompt as one text."""
     scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
     changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
     lm = random_model("llama", **changes)

@@ -24,7 +24,7 @@ from jaxllm.models import build
 from jaxllm.ops import Part, attend
 from jaxllm.ops.self_extend import attend_self_extend
 from tests.conftest import Run
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 THETA, H = 100.0, 6
 GROUP, WINDOW = 3, 7  # coprime
@@ -73,7 +73,10 @@ def brute_force(
 
 
 @pytest.mark.parametrize("slots", [40, 530])  # one block, and several with a remainder
-def test_the_operation_is_the_papers_formula(slots: int) -> None:
+def test_attention_equals_paper_formula(slots: int) -> None:
+    """Outputs and attention mass equal the paper's algorithm 1 in float64, in one block and in
+    several.
+    """
     rng = np.random.default_rng(0)
     T, N, K = 3, 4, 2
     k_S = np.where(rng.random(slots) < 0.3, -1, np.arange(slots) * 3 % 97)
@@ -105,7 +108,7 @@ def test_the_operation_is_the_papers_formula(slots: int) -> None:
     np.testing.assert_allclose(received[0], mass, atol=2e-5)
 
 
-def test_groups_of_one_are_plain_attention() -> None:
+def test_group_size_one_equals_plain_attention() -> None:
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 9, 2, H)), jnp.float32) for _ in range(3))
     at_BT = jnp.tile(jnp.arange(9, dtype=jnp.int32)[None], (2, 1))
@@ -167,7 +170,10 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 IDS = tokens(2, 45)  # the twins' context is 24
 
 
-def test_every_way_of_running_is_transformers_with_the_formula(twin: Twin) -> None:
+def test_all_run_modes_equal_transformers_with_formula(twin: Twin) -> None:
+    """Forward, chunked prefill and decode steps equal transformers with the paper's attention;
+    within the window they equal the plain model.
+    """
     expected = twin.logits(IDS)
     assert_close(jaxllm.forward(twin.model, twin.params, None, IDS).logits, expected)
     cache = jaxllm.init_cache(twin.model, 2, 48)
@@ -187,7 +193,8 @@ def _plain(rope: Rope) -> Rope:
     return dataclasses.replace(rope, group_size=None, neighbor_window=None)
 
 
-def test_rows_that_share_a_segment_see_the_same(twin: Twin) -> None:
+def test_forked_rows_equal_transformers(twin: Twin) -> None:
+    """Rows that share a frozen cache segment equal transformers on each row's text."""
     cache = jaxllm.init_cache(twin.model, 1, 48)
     _, cache = jaxllm.prefill(twin.model, twin.params, cache, IDS[:1, :30])
     forked = jaxllm.cache.fork(cache, 2)
@@ -198,7 +205,10 @@ def test_rows_that_share_a_segment_see_the_same(twin: Twin) -> None:
         assert_close(ours[row], twin.logits(text)[0, 30:])
 
 
-def test_attention_mass_is_one_a_query_and_policies_work() -> None:
+def test_attention_mass_sums_to_one_per_query() -> None:
+    """Each query has a mass of 1 in every layer and head, and SinksAndWindow generates past the
+    context.
+    """
     model, params = random_model("llama", max_position_embeddings=24)
     model = build(model.config.with_self_extend(GROUP, WINDOW))
     out = jaxllm.forward(model, params, None, IDS, attention_mass=True)
@@ -212,7 +222,8 @@ def test_attention_mass_is_one_a_query_and_policies_work() -> None:
 
 
 @pytest.mark.parametrize(("group", "window"), [(1, 5), (2, 8), (3, 7), (5, 3), (4, 23)])
-def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window: int) -> None:
+def test_context_length_limits_distances_to_trained(group: int, window: int) -> None:
+    """The context is the longest for which every relative position was trained."""
     config = random_model("llama", max_position_embeddings=24)[0].config
     reach = config.with_self_extend(group, window).context_length
 
@@ -224,7 +235,7 @@ def test_the_context_is_as_far_as_distances_that_were_trained(group: int, window
     assert farthest(reach) <= 23 < farthest(reach + 1)
 
 
-def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> None:
+def test_overlong_text_error_suggests_slide(shallow: Any) -> None:
     lm = jaxllm.load(shallow("llama"))
     longer = lm.with_self_extend(group_size=2, neighbor_window=500)
     for model, context in ((lm, 512), (longer, 524)):
@@ -232,7 +243,10 @@ def test_a_text_beyond_the_reach_is_refused_with_the_way_out(shallow: Any) -> No
             model.generate([5] * 520, max_new_tokens=10)
 
 
-def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
+def test_self_extend_refuses_unsupported_models(tmp_path: Path) -> None:
+    """Learned positions, bad sizes, length-dependent RoPE, dilated attention and attention_weights
+    are refused.
+    """
     with pytest.raises(ConfigError, match="gpt2 learns position embeddings"):
         random_model("gpt2")[0].config.with_self_extend(2, 8)
     config = random_model("llama")[0].config
@@ -259,7 +273,8 @@ def test_what_cannot_be_extended_is_refused_by_name(tmp_path: Path) -> None:
         jaxllm.forward(model, params, None, IDS, attention_weights=True)
 
 
-def test_it_stays_in_the_native_form_and_no_other_has_it(shallow: Any, tmp_path: Path) -> None:
+def test_self_extend_is_saved_only_natively(shallow: Any, tmp_path: Path) -> None:
+    """The native form stores the setting; Hugging Face and GGUF refuse it."""
     lm = jaxllm.load(shallow("llama")).with_self_extend(group_size=4, neighbor_window=64)
     assert lm.config.context_length == 4 * (512 - 64) + 64
     lm.save(tmp_path / "longer")
@@ -274,7 +289,8 @@ def test_it_stays_in_the_native_form_and_no_other_has_it(shallow: Any, tmp_path:
     assert "Self-Extend" in complaints[0]
 
 
-def test_commands_extend_a_model(run: Run, shallow: Any, tmp_path: Path) -> None:
+def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path: Path) -> None:
+    """Both commands run with --self-extend, and bad values are refused."""
     demo = shallow("llama")
     status, out, _ = run(
         "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"

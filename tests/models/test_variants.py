@@ -12,15 +12,17 @@ import jaxllm
 from jaxllm.convert.hf import open_hf
 from jaxllm.errors import ConfigError, JaxllmError
 from tests.models.test_families import NEW
-from tests.twins import assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import assert_close, load_twin, save_random, theirs, tokens
 
 # transformers always ties the head of these.
 TIED = {"gemma2", "gemma3_text"}
 
 
 @pytest.mark.parametrize("family", NEW)
-def test_shards_and_tied_heads_load_as_one_file_does(family: str, tmp_path: Path) -> None:
-    """Tied where the gate's twin is not, in shards and not: the same tensors, and transformers'."""
+def test_sharded_checkpoint_equals_single_file(family: str, tmp_path: Path) -> None:
+    """With the other setting of tied embeddings: shards and one file load as the same tensors, and
+    a missing shard is named.
+    """
     tied = family in TIED or not theirs(family).tie_word_embeddings
     save_random(tmp_path / "one", family, num_hidden_layers=1, tie_word_embeddings=tied)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
@@ -54,9 +56,10 @@ def config_error(family: str, directory: Path, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("family", NEW)
-def test_what_a_configuration_asks_and_we_lack_is_refused_before_any_weight(
-    family: str, tmp_path: Path
-) -> None:
+def test_unsupported_config_is_refused_before_weights(family: str, tmp_path: Path) -> None:
+    """Unsupported fields, RoPE types and heads raise a one-line error, although there is no weight
+    file.
+    """
     error = config_error(family, tmp_path / "a", {"attention_chunk_size": 4, "use_mrope": True})
     assert "attention_chunk_size must be null, got 4" in error
     assert "use_mrope must be False, got True" in error
@@ -89,7 +92,7 @@ FAMILY_FIELDS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), FAMILY_FIELDS)
-def test_a_familys_own_fields_are_held_to_what_we_have(
+def test_unsupported_family_fields_are_refused(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     assert message in config_error(family, tmp_path / "a", changes)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxllm.ops.native import Kind
-from tests.ops.direct import Matrix, attend, bfloat16, placed, product, widen
+from tests.ops.ctypes_kernels import Matrix, attend, bfloat16, placed, product, widen
 from tests.ops.samples import (
     FORMATS,
     INPUTS,

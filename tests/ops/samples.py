@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.ops.native import Kind
-from tests.ops.direct import DTYPES, Cached, Matrix, bfloat16, placed
+from tests.ops.ctypes_kernels import DTYPES, Cached, Matrix, bfloat16, placed
 
 Rng = np.random.Generator
 

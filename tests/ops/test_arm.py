@@ -9,7 +9,7 @@ from scripts.tools import run_arm
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_the_kernels_for_aarch64_are_right_under_an_emulator(tmp_path: Path) -> None:
+def test_aarch64_kernels_pass_under_emulator(tmp_path: Path) -> None:
     try:
         status, printed = run_arm.run(tmp_path, seed=1)
     except run_arm.Missing as what:

@@ -70,8 +70,10 @@ def finished(memory: Memory) -> Memory:
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update) -> None:
-    """One row from position 0 on, one from within a segment with padding before and between."""
+def test_run_segments_equals_loops_by_hand(qkv: Any, update: Update) -> None:
+    """Outputs and memory equal float64 loops, for one row from position 0 and one from within a
+    segment with padding before and between its tokens.
+    """
     at = np.stack([np.arange(T), np.arange(T) + 5])
     at[1, [0, 1, 9, 20]] = -1
     at[1, at[1] >= 0] = np.arange(T - 4) + 6
@@ -89,7 +91,10 @@ def test_rows_anywhere_with_padding_equal_sums_by_hand(qkv: Any, update: Update)
         np.testing.assert_allclose(memory.z_BKH[row], z, rtol=1e-5)
 
 
-def test_linear_is_kernel_attention_over_all_that_is_past_in_any_order(qkv: Any) -> None:
+def test_linear_update_equals_kernel_attention(qkv: Any) -> None:
+    """The linear memory is kernel attention over all finished segments, independent of the token
+    order.
+    """
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     out = RUN(empty_memory(B, K, H, "linear"), *qkv, at, "linear", L)[0]
     q, k, v = (np.asarray(sigma(x)) if i < 2 else x for i, x in enumerate(qkv))
@@ -102,7 +107,10 @@ def test_linear_is_kernel_attention_over_all_that_is_past_in_any_order(qkv: Any)
 
 
 @pytest.mark.parametrize("update", ["delta_once"])
-def test_chunks_across_borders_and_single_tokens_equal_the_whole(qkv: Any, update: Update) -> None:
+def test_chunked_runs_equal_one_run(qkv: Any, update: Update) -> None:
+    """Chunks of 1 and of 7 tokens, which cross segment boundaries, give the outputs and memory of
+    one run.
+    """
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     whole = RUN(empty_memory(B, K, H, update), *qkv, at, update, L)
     for width in (1, 7):
@@ -120,8 +128,10 @@ def test_chunks_across_borders_and_single_tokens_equal_the_whole(qkv: Any, updat
             np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_mended() -> None:
-    """Two segments that each hold one binding, the same; then one with the value changed."""
+def test_delta_once_retains_repeated_bindings_unlike_delta() -> None:
+    """The published delta rule halves a value that is written twice; delta_once returns it, and
+    replaces it if it changes.
+    """
     rng = np.random.default_rng(2)
     k, v, other = (jnp.asarray(rng.standard_normal((1, 1, 1, H), np.float32)) for _ in range(3))
     real = jnp.ones((1, 1), bool)
@@ -146,7 +156,8 @@ def test_what_is_written_twice_is_halved_by_the_published_rule_and_kept_by_the_m
     np.testing.assert_allclose(recall(after("linear", v, other)), (v + other) / 2, atol=1e-5)
 
 
-def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:
+def test_delta_once_retains_disjoint_keys() -> None:
+    """Values of two keys that share no feature are both read back."""
     k = jnp.asarray([[1.0, 1.0, -200.0, -200.0], [-200.0, -200.0, 2.0, 0.5]])[:, None, None, None]
     v = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [-5.0, 0.0, 1.0, 9.0]])[:, None, None, None]
     memory = empty_memory(1, 1, 4, "delta_once")
@@ -156,8 +167,10 @@ def test_the_mended_rule_keeps_keys_that_have_nothing_in_common() -> None:
         np.testing.assert_allclose(read(memory, k[i])[0], v[i], atol=1e-5)
 
 
-def test_the_mended_rule_cannot_diverge() -> None:
-    """A first segment of one token, then long ones: what is taken away is at most what is there."""
+def test_delta_once_does_not_diverge() -> None:
+    """A first segment of one token, then long ones: the subtracted part has eigenvalues from 0 to
+    1, and values stay below 10.
+    """
     rng = np.random.default_rng(3)
     memory, most = empty_memory(1, 1, H, "delta_once"), 0.0
     for length in (1, 50, 50, 1, 50, 50):
@@ -175,7 +188,8 @@ def test_the_mended_rule_cannot_diverge() -> None:
 
 
 @pytest.mark.parametrize("scale", [300.0, 6e4])
-def test_half_precision_that_would_overflow_gives_numbers(scale: float) -> None:
+def test_float16_inputs_give_finite_results(scale: float) -> None:
+    """Outputs, memory and gradients are finite for inputs that would overflow in float16."""
     rng = np.random.default_rng(4)
     q, k, v = (
         jnp.asarray(scale * rng.uniform(-1, 1, (1, 9, heads, H)), jnp.float16)
@@ -191,7 +205,7 @@ def test_half_precision_that_would_overflow_gives_numbers(scale: float) -> None:
     assert np.isfinite(gradient(q)).all()
 
 
-def test_padding_alone_changes_nothing(qkv: Any) -> None:
+def test_padding_leaves_memory_unchanged(qkv: Any) -> None:
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     _, _, memory = RUN(empty_memory(B, K, H, "delta"), *qkv, at, "delta", L)
     _, _, after = RUN(memory, *qkv, jnp.full_like(at, -1), "delta", L)
@@ -199,7 +213,8 @@ def test_padding_alone_changes_nothing(qkv: Any) -> None:
         assert np.array_equal(ours, theirs)
 
 
-def test_the_border_is_where_the_segment_in_hand_begins(qkv: Any) -> None:
+def test_discard_segment_restores_segment_start(qkv: Any) -> None:
+    """Discarding the current segment gives the memory after the last finished one."""
     at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     border = T // L * L
     _, _, memory = RUN(empty_memory(B, K, H, "delta"), *qkv, at, "delta", L)
@@ -213,7 +228,8 @@ def test_the_border_is_where_the_segment_in_hand_begins(qkv: Any) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_no_run_of_tokens_touches_more_segments_than_there_are_buckets(length: int) -> None:
+def test_max_segments_equals_worst_case(length: int) -> None:
+    """The bound equals the most segments that any run of so many tokens touches."""
     for tokens in range(1, 3 * length + 3):
         touched = max(
             len({p // length for p in range(first, first + tokens)}) for first in range(length)

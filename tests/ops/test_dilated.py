@@ -80,7 +80,10 @@ UNEQUAL = np.stack(
 
 
 @pytest.mark.parametrize("dedupe", [pytest.param(False, marks=pytest.mark.full), True])
-def test_it_is_the_papers_loops(dedupe: bool) -> None:
+def test_attend_equals_papers_loops(dedupe: bool) -> None:
+    """Outputs equal the paper's formulas as float64 loops, for padded rows and a row that begins
+    within a segment.
+    """
     q, k, v = draw(4, LENGTH)
     out = run_attend(q, k, v, UNEQUAL, dedupe=dedupe)
     for row in range(4):
@@ -101,7 +104,8 @@ def gradients(function: Any, *args: Any) -> Any:
     return out, found
 
 
-def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> None:
+def test_values_and_gradients_equal_dense_softmax() -> None:
+    """Values and gradients equal one softmax with multiplicities, also with a soft cap."""
     q, k, v = map(jnp.asarray, draw(4, LENGTH))
     at = jnp.asarray(UNEQUAL, jnp.int32)
     pattern = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
@@ -119,8 +123,10 @@ def test_values_and_gradients_are_those_of_one_softmax_with_multiplicities() -> 
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few scores at a time: several segments in a row, and the queries of one in turns."""
+def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few scores at a time, blocks hold several segments, or a part of one
+    segment's queries.
+    """
     monkeypatch.setattr(blocks, "MAX_SCORES", 24 * 6)
     q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
@@ -141,9 +147,9 @@ def test_turns_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
             np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-def test_nothing_is_as_large_as_tokens_times_tokens() -> None:
-    """Of four times the tokens, neither values nor gradients make an array over four times as large
-    as before, whichever branch is taken.
+def test_memory_grows_linearly_with_length() -> None:
+    """For four times the tokens, no array of values or gradients is over 4.2 times as large, in any
+    branch.
     """
 
     pattern = DilationPattern(pairs((64, 1), (256, 4)), SCALE)
@@ -172,8 +178,10 @@ CACHED = np.concatenate([np.arange(17), [-1, -1], np.arange(17, 24)])  # two slo
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_gradient_keeps_nothing_of_the_way_that_goes_token_by_token(packed: bool) -> None:
-    """Room is made for what either way keeps, whichever is taken: there, keys for each token."""
+def test_gradient_stores_no_per_token_keys(packed: bool) -> None:
+    """A gradient reserves memory for both branches; the branch that gathers keys per token must not
+    add its own.
+    """
     T, w = 96, 64
     q, k, v = (jnp.asarray(x) for x in draw(1, T))
     position = jnp.arange(T, dtype=jnp.int32)[None]
@@ -188,8 +196,10 @@ def test_a_gradient_keeps_nothing_of_the_way_that_goes_token_by_token(packed: bo
 
 
 @pytest.mark.parametrize("order", [pytest.param("in order", marks=pytest.mark.full), "with gaps"])
-def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
-    """Two parts of a cache, the second of int8, and the token itself; empty slots hold NaN."""
+def test_single_token_decode_handles_any_slot_order(order: str) -> None:
+    """Cache parts in float32 and int8, with gaps and NaN in empty slots, equal one softmax with
+    multiplicities.
+    """
     q, k, v = draw(2, 27)
     at = np.stack([np.append(np.arange(26), 26), np.append(np.arange(26) + 3, 29)])
     if order == "with gaps":
@@ -209,14 +219,15 @@ def test_one_token_reads_its_own_slots_wherever_they_are(order: str) -> None:
     np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-6)
 
 
-def test_new_tokens_that_stand_apart_see_what_one_softmax_shows() -> None:
+def test_scattered_positions_equal_papers_loops() -> None:
+    """New tokens at unordered positions with gaps equal the paper's loops."""
     q, k, v = draw(1, 9)
     at = np.array([[0, 3, 5, 23, 21, -1, 48, 12, 15]])
     expected = paper_loops(q[0], k[0], v[0], at[0], PAIRS)
     np.testing.assert_allclose(run_attend(q, k, v, at)[0], expected, atol=1e-5)
 
 
-def test_documents_of_a_row_are_rows_of_their_own() -> None:
+def test_packed_documents_equal_separate_rows() -> None:
     q, k, v = draw(1, 27)
     lengths, at = (13, 5, 7), np.full(27, -1)
     document, first = np.full(27, -1), 0
@@ -234,9 +245,9 @@ def test_documents_of_a_row_are_rows_of_their_own() -> None:
 # Errors in the reference code (torchscale, dilated_attention.py) and points the paper leaves open.
 
 
-def test_head_j_begins_at_j_modulo_the_dilation() -> None:
-    """Not blocks of heads, `j // (heads / r)`: with scores of zero and values that name positions a
-    head gives the mean of what it sees.
+def test_head_offset_is_index_modulo_dilation() -> None:
+    """Head j begins at j % r, not at j // (heads / r): with zero scores and one-hot values, its
+    output shows what it reads.
     """
     at = np.arange(8)[None]
     q, k = np.zeros((1, 8, 8, 8), np.float32), np.zeros((1, 8, 1, 8), np.float32)
@@ -248,8 +259,10 @@ def test_head_j_begins_at_j_modulo_the_dilation() -> None:
         np.testing.assert_allclose(out[0, head % 4 + 4, head, head % 4 :: 4], 0.5)
 
 
-def test_a_denominator_whose_logarithm_is_zero_counts() -> None:
-    """A token that sees itself alone by a score of 0 has LSE 0; it is not a missing one."""
+def test_zero_log_denominator_is_counted() -> None:
+    """A token that sees only itself with score 0 has a log-sum-exp of 0, which does not mean a
+    missing one.
+    """
     at, v = np.arange(6)[None], draw(1, 6)[2]
     zero = np.zeros((1, 6, N, H), np.float32)
     out = run_attend(zero, np.zeros_like(v), v, at, pairs((6, 1), (12, 6)))
@@ -258,8 +271,10 @@ def test_a_denominator_whose_logarithm_is_zero_counts() -> None:
     np.testing.assert_allclose(out[0, token, head], expected, atol=1e-6)
 
 
-def test_no_gradient_goes_through_a_frozen_mixture() -> None:
-    """By hand: two dilations' outputs and denominators, mixed as equations 9 and 10 say."""
+def test_frozen_mixture_blocks_gradients() -> None:
+    """Equations 9 and 10 by hand with constant denominators: gradients of q differ from the full
+    ones, those of v do not.
+    """
     q, k, v = map(jnp.asarray, draw(1, 12))
     at = jnp.arange(12, dtype=jnp.int32)[None]
     pair = pairs((4, 1), (12, 3))

@@ -40,8 +40,10 @@ def expert_slice(weight: Any, expert: int) -> Any:
         pytest.param("nf4", marks=pytest.mark.full),
     ],
 )
-def test_each_row_is_multiplied_with_its_expert(name: str) -> None:
-    """In any order, few and many; by kernels where there are any, and in plain JAX."""
+def test_expert_linears_multiply_each_row_with_its_expert(name: str) -> None:
+    """Products are right in any order, for few and many rows, with native kernels and in plain JAX;
+    rows without an expert are 0.
+    """
     weight, rng = stack(name), np.random.default_rng(1)
     wide = np.asarray(to_dense(weight, jnp.float32), np.float64)
     for rows in (3, 41) if name in DAILY else (41,):
@@ -68,7 +70,7 @@ def _run(disabled: bool, run: Any) -> np.ndarray:
     "name", [pytest.param(n, marks=[] if n in DAILY else pytest.mark.full) for n in FORMATS]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> None:
+def test_row_bits_equal_linear_on_every_isa(name: str, dtype: str) -> None:
     gate, down = stack(name), stack(name, 7, seed=3)
     x = jnp.asarray(numbers(6, D, seed=2)).astype(dtype)
     expert = np.array([1, 1, 4, -1, 0, 1], np.int32)
@@ -91,8 +93,10 @@ def test_a_rows_bits_are_those_of_linear_on_every_set(name: str, dtype: str) -> 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["bfloat16", "int4-g64"])
-def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
-    """Each expert's rows as if they were multiplied with it alone: by a matrix unit, if any."""
+def test_many_rows_equal_single_expert_kernel_bitwise(name: str) -> None:
+    """Each expert's rows equal a native product with that expert's matrix, with the matrix unit if
+    there is one.
+    """
     weight, expert = (
         stack(name),
         np.sort(np.random.default_rng(1).integers(0, E, 90)).astype(np.int32),
@@ -113,8 +117,8 @@ def test_many_rows_have_the_bits_of_linears_kernel_for_many(name: str) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_no_expert_is_copied_out_of_its_stack() -> None:
-    """The program has the custom call, and nothing of the size of a matrix beside it."""
+def test_experts_are_not_copied_from_stack() -> None:
+    """The compiled program has the custom call, and no slice or gather of a matrix."""
     weight, expert = stack("int4"), jnp.asarray([1, 4], jnp.int32)
     x = jnp.zeros((2, D))
     text = apply.lower(x, [weight], expert).compile().as_text()
@@ -122,7 +126,8 @@ def test_no_expert_is_copied_out_of_its_stack() -> None:
     assert "dynamic-slice" not in text and "gather" not in text
 
 
-def test_value_and_gradient_are_those_of_all_experts_with_a_mask() -> None:
+def test_value_and_gradient_equal_masked_dense_experts() -> None:
+    """Values and gradients equal a product with all experts and a mask, also for int8 weights."""
     weight, x = stack("float32"), jnp.asarray(numbers(23, D, seed=2))
     expert = np.random.default_rng(1).integers(-1, E, 23).astype(np.int32)
 
@@ -141,7 +146,8 @@ def test_value_and_gradient_are_those_of_all_experts_with_a_mask() -> None:
     np.testing.assert_allclose(*pair, rtol=2e-4, atol=1e-2)
 
 
-def test_half_precision_has_a_gradient_of_its_own_format() -> None:
+def test_bfloat16_gradients_stay_bfloat16() -> None:
+    """Gradients of bfloat16 inputs are bfloat16, within 2% of the float32 gradients."""
     weight, x = stack("bfloat16"), jnp.asarray(numbers(6, D, seed=2)).astype(jnp.bfloat16)
     expert = np.array([1, 0, 4, -1, 1, 1], np.int32)
 
@@ -160,7 +166,8 @@ def test_half_precision_has_a_gradient_of_its_own_format() -> None:
         assert off < 0.02 * np.abs(np.asarray(exact)).max()
 
 
-def test_what_is_no_stack_of_matrices_is_refused() -> None:
+def test_expert_linears_refuse_invalid_stacks() -> None:
+    """Packed formats and weights without an expert axis raise errors."""
     x, expert = jnp.zeros((2, D)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ConfigError, match=r"format of experts must be .*, got bf16-packed"):
         packed = as_format(jnp.ones((E, F, D), jnp.bfloat16), "bf16-packed")

@@ -70,7 +70,10 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_a_weight_whose_pieces_do_not_fit_is_refused(name: str) -> None:
+def test_ffi_refuses_malformed_weights(name: str) -> None:
+    """dequantize and linear raise on a weight whose arrays have a wrong count, shape, type or group
+    size.
+    """
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
         native.dequantize(WEIGHTS[name], f32, columns=200)
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
@@ -209,12 +212,18 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_whose_arguments_do_not_fit_is_refused(name: str) -> None:
+def test_ffi_refuses_malformed_arguments(name: str) -> None:
+    """Every FFI target raises if the shapes, types or counts of its arguments and outputs do not
+    agree.
+    """
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxllm: "):
         jax.block_until_ready(CALLS[name]())
 
 
-def test_rows_of_no_expert_are_zeros_whatever_their_number() -> None:
+def test_experts_give_zero_rows_for_invalid_indices() -> None:
+    """Rows with an expert index outside 0 to 2 are zeros; an input without rows gives an empty
+    result.
+    """
     at = jnp.array([-1, 3, -(2**31), 2**31 - 1, 2], i32)
     result = experts(STACK + 1, x=jnp.ones((5, 200)), at=at, out=[shape(5, 5)])()
     np.testing.assert_array_equal(result[0], np.repeat([[0.0], [200.0]], [4, 1], 0) * np.ones(5))
@@ -222,19 +231,26 @@ def test_rows_of_no_expert_are_zeros_whatever_their_number() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 50 * 8, 4099, (1 << 20) + 8 * 33 + 5])
-def test_reading_takes_every_byte(size: int) -> None:
+def test_read_sums_every_byte(size: int) -> None:
+    """read returns the sum of all 8-byte words modulo 2**32, with the last word padded by zeros."""
     raw = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     words = np.pad(raw, (0, -size % 8)).view(np.uint64)
     assert int(native.read(jnp.asarray(raw))) == int(words.sum()) % 2**32
 
 
-def test_rows_of_a_table_without_rows_or_columns() -> None:
+def test_take_handles_empty_tables_and_indices() -> None:
+    """Rows of a table without rows are zeros; a table without columns or an empty index gives an
+    empty result.
+    """
     assert not np.asarray(native.take(zeros(0, 8), INDEX)).any()
     assert native.take(zeros(9, 0), INDEX).shape == (3, 0)
     assert native.take(TABLE, INDEX[:0]).shape == (0, 8)
 
 
-def test_writing_keeps_inside_its_slots() -> None:
+def test_write_stays_within_slots() -> None:
+    """For any cursor, write changes exactly the slots that lie inside the cache, with or without
+    arrays to wait for.
+    """
     old = jnp.arange(24, dtype=f32).reshape(2, 4, 3)
     new = -jnp.ones((2, 2, 3))
     for cursor in (-(2**31), -3, -1, 0, 3, 4, 2**31 - 1):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.ops import native
 from jaxllm.ops.native import Kind
-from tests.ops.direct import attend, bfloat16, kernels, placed, product, widen
+from tests.ops.ctypes_kernels import attend, bfloat16, kernels, placed, product, widen
 from tests.ops.samples import (
     FORMATS,
     INPUTS,
@@ -25,9 +25,10 @@ SPARSE = [name for name in FORMATS if name.endswith(("2:4", "bitmap"))]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_product_is_exact_to_float32_and_a_row_alone_has_the_same_bits(
-    isa: str, name: str
-) -> None:
+def test_product_is_exact_and_row_has_same_bits(isa: str, name: str) -> None:
+    """Each output is within float32 rounding of the float64 product, and row 0 has the same bits in
+    every batch size.
+    """
     rng = np.random.default_rng(0)
     for shape in SHAPES:
         matrix = FORMATS[name](rng, *shape)
@@ -40,14 +41,16 @@ def test_a_product_is_exact_to_float32_and_a_row_alone_has_the_same_bits(
                 assert y[:1].tobytes() == single_row.tobytes(), (shape, dtype, rows)
 
 
-def test_a_set_with_a_matrix_unit_says_so(isa: str) -> None:
-    """Of which `product` takes the unit, wherever it can."""
+def test_instruction_set_reports_matrix_unit(isa: str) -> None:
+    """kernels(isa).many.takes is set exactly if native.has_matrix_unit() reports a matrix unit."""
     assert bool(kernels(isa).many.takes) == native.has_matrix_unit()
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_whatever_its_inputs_are_like_a_product_is_exact_to_float32(isa: str, kind: str) -> None:
-    """No input loses bits for a larger one, and no sum overflows that its scale brings back."""
+def test_product_is_exact_for_any_input_range(isa: str, kind: str) -> None:
+    """A large input costs no small input its bits, and no partial sum overflows if the scaled
+    result is finite.
+    """
     rng = np.random.default_rng(1)
     for name, draw in FORMATS.items():
         matrix = draw(rng, 9, 600)
@@ -59,9 +62,10 @@ def test_whatever_its_inputs_are_like_a_product_is_exact_to_float32(isa: str, ki
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_a_giant_that_a_weight_of_zero_meets_takes_no_bits_from_the_others(
-    isa: str, name: str
-) -> None:
+def test_product_ignores_huge_input_at_zero_weight(isa: str, name: str) -> None:
+    """An input up to 3e38 that meets a zero weight costs the other terms of that output no
+    precision.
+    """
     rng = np.random.default_rng(2)
     matrix = FORMATS[name](rng, 5, 256)
     middle = np.argmin(np.abs(matrix.numbers), axis=1)
@@ -74,7 +78,10 @@ def test_a_giant_that_a_weight_of_zero_meets_takes_no_bits_from_the_others(
 
 
 @pytest.mark.parametrize("nonfinite", [np.nan, np.inf])
-def test_what_is_no_number_shows_in_its_row_alone(isa: str, nonfinite: float) -> None:
+def test_product_confines_nonfinite_input_to_its_row(isa: str, nonfinite: float) -> None:
+    """A NaN or infinite input makes its own row non-finite and leaves the bits of all other rows
+    unchanged.
+    """
     rng = np.random.default_rng(3)
     for name, draw in FORMATS.items():
         matrix = draw(rng, 9, 300)
@@ -88,8 +95,8 @@ def test_what_is_no_number_shows_in_its_row_alone(isa: str, nonfinite: float) ->
 
 
 @pytest.mark.parametrize("name", [name for name in INTEGERS if name not in SPARSE])
-def test_rounded_inputs_are_those_of_round_to_int8_bit_for_bit(isa: str, name: str) -> None:
-    """Weights of 1 on the diagonal, and nothing else, give the rounded inputs themselves."""
+def test_input_rounding_equals_round_to_int8(isa: str, name: str) -> None:
+    """Identity weights return the rounded inputs themselves, bit for bit equal to round_to_int8."""
     rng = np.random.default_rng(4)
     n = 640
     matrix = FORMATS[name](rng, n, n)
@@ -112,7 +119,10 @@ def test_rounded_inputs_are_those_of_round_to_int8_bit_for_bit(isa: str, name: s
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_products_of_rounded_inputs_are_exact_to_float32(isa: str, name: str) -> None:
+def test_rounded_input_product_is_exact_to_float32(isa: str, name: str) -> None:
+    """With inputs rounded to int8, outputs are within float32 rounding, and row 0 has the same bits
+    in every batch size.
+    """
     rng = np.random.default_rng(5)
     for shape in SHAPES:
         matrix = FORMATS[name](rng, *shape)
@@ -126,7 +136,8 @@ def test_products_of_rounded_inputs_are_exact_to_float32(isa: str, name: str) ->
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_no_rows_no_columns_no_outputs_and_rows_wider_than_a_cache(isa: str, name: str) -> None:
+def test_product_handles_empty_and_very_wide_shapes(isa: str, name: str) -> None:
+    """Products are exact without outputs, columns or rows, and for rows wider than a CPU cache."""
     rng = np.random.default_rng(6)
     for outputs, columns, rows in ((0, 64, 2), (3, 0, 1), (5, 0, 6), (3, 64, 0), (5, 131_328, 5)):
         matrix = FORMATS[name](rng, outputs, columns)
@@ -147,14 +158,18 @@ def test_no_rows_no_columns_no_outputs_and_rows_wider_than_a_cache(isa: str, nam
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_widened_weight_is_its_numbers(isa: str, name: str) -> None:
+def test_widened_weight_equals_its_values(isa: str, name: str) -> None:
+    """Widening gives the float64 values rounded to float32, and the bfloat16 result is the float32
+    result rounded.
+    """
     matrix = FORMATS[name](np.random.default_rng(7), 11, 330)
     wide, half = widen(isa, matrix, np.float32), widen(isa, matrix, bfloat16)
     np.testing.assert_allclose(wide, matrix.numbers, rtol=2e-7)
     assert half.tobytes() == wide.astype(bfloat16).tobytes()
 
 
-def test_packed_bfloat16_has_the_bits_of_bfloat16(isa: str) -> None:
+def test_packed_bfloat16_product_equals_plain_bfloat16(isa: str) -> None:
+    """Packed and plain bfloat16 weights with equal values give bit-identical products."""
     rng = np.random.default_rng(8)
     packed = FORMATS["bf16-packed"](rng, 33, 320)
     plain = FORMATS["bfloat16"](rng, 33, 320)
@@ -165,8 +180,10 @@ def test_packed_bfloat16_has_the_bits_of_bfloat16(isa: str) -> None:
         assert ours.tobytes() == same.tobytes(), (dtype, rows)
 
 
-def test_escapes_that_fit_no_matrix_are_left_out(isa: str) -> None:
-    """Files are checked when they are read; a leaf that a program made is not."""
+def test_packed_ignores_out_of_range_escapes(isa: str) -> None:
+    """Escapes outside the matrix are ignored; files are validated on read, but weights built by a
+    program are not.
+    """
     rng = np.random.default_rng(9)
     matrix = FORMATS["bf16-packed"](rng, 5, 200)
     _, _, begin, column, _ = matrix.packed
@@ -179,9 +196,10 @@ def test_escapes_that_fit_no_matrix_are_left_out(isa: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SPARSE if name in INTEGERS])
-def test_sparse_integers_times_rounded_inputs_have_the_bits_of_dense_ones(
-    isa: str, name: str
-) -> None:
+def test_sparse_int8_rounded_product_equals_dense(isa: str, name: str) -> None:
+    """With rounded inputs, a sparse integer weight gives the same bits as the dense int8 weight of
+    equal values.
+    """
     rng = np.random.default_rng(11)
     sparse, dense = FORMATS[name](rng, 33, 640), FORMATS["int8"](rng, 33, 640)
     assert sparse.scale is not None and dense.scale is not None
@@ -194,8 +212,10 @@ def test_sparse_integers_times_rounded_inputs_have_the_bits_of_dense_ones(
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers_times_integers_are_whole_numbers_scaled_once(isa: str, name: str) -> None:
-    """Exactly so where a row has one scale; elsewhere each group's sum is."""
+def test_int8_input_product_sums_are_exact(isa: str, name: str) -> None:
+    """Integer sums are exact and scaled once: bit for bit if a row has one scale, per group
+    otherwise.
+    """
     rng = np.random.default_rng(13)
     matrix = FORMATS[name](rng, 33, 1300)
     assert matrix.scale is not None
@@ -214,8 +234,10 @@ def test_integers_times_integers_are_whole_numbers_scaled_once(isa: str, name: s
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_bits_that_fit_no_numbers_read_nothing_outside_them(isa: str, name: str) -> None:
-    """As with escapes: a checkpoint is refused, a leaf that a program made is not."""
+def test_sparse_mask_out_of_range_reads_nothing(isa: str, name: str) -> None:
+    """A mask that selects more values than exist causes no read outside them; only checkpoints are
+    validated.
+    """
     rng = np.random.default_rng(12)
     matrix = FORMATS[name](rng, 5, 700)
     assert matrix.mask is not None
@@ -230,6 +252,9 @@ def test_bits_that_fit_no_numbers_read_nothing_outside_them(isa: str, name: str)
 @pytest.mark.parametrize("kind", [Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_attention_equals_brute_force(isa: str, kind: Kind, dtype: np.dtype) -> None:
+    """Attention equals a float64 brute force for every cache type, batch layout, window and soft
+    cap.
+    """
     rng = np.random.default_rng(10)
     for B, T, N, K, H, S, window in (
         (1, 1, 4, 2, 20, 90, None), (3, 1, 4, 4, 32, 130, 7), (2, 19, 6, 2, 64, 70, None),

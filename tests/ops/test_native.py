@@ -14,7 +14,7 @@ from jaxllm.ops import native
 from jaxllm.weights.formats import as_format, to_dense
 from jaxllm.weights.linear import embed, linear, linears, round_to_int8
 from tests.ops import samples
-from tests.ops.direct import bfloat16, product
+from tests.ops.ctypes_kernels import bfloat16, product
 from tests.ops.samples import rounded
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -44,8 +44,8 @@ def in_float64(x: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_kernels_give_what_plain_jax_gives(name: str) -> None:
-    """What each set computes is test_kernels.py's business; here, that XLA hands it over."""
+def test_linear_equals_float64_with_and_without_kernels(name: str) -> None:
+    """linear is within float32 rounding of float64, through XLA kernels and in plain JAX."""
     rng = np.random.default_rng(0)
     weight = matrix(rng, (33, 200), name)
     for dtype, rows in (("float32", 5), ("bfloat16", 5), ("float32", 40)):
@@ -62,7 +62,8 @@ def test_the_kernels_give_what_plain_jax_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g32-zp"])
-def test_inputs_of_any_size_keep_float32s_precision_on_every_path(name: str) -> None:
+def test_linear_keeps_precision_for_any_input_range(name: str) -> None:
+    """Inputs of extreme ranges keep float32 precision on every path, with and without kernels."""
     rng = np.random.default_rng(3)
     weight = matrix(rng, (9, 256), name)
     x = rng.normal(0, 1, (3, 256))
@@ -84,7 +85,10 @@ def test_inputs_of_any_size_keep_float32s_precision_on_every_path(name: str) -> 
                 assert (np.abs(y - expected) <= 1e-6 * bound).all(), (dtype, rows, first, path)
 
 
-def test_inputs_are_rounded_to_int8_by_one_formula() -> None:
+def test_inputs_are_rounded_to_int8_consistently() -> None:
+    """Eager, jitted and NumPy rounding agree bit for bit, and linear with int8_inputs uses the same
+    values.
+    """
     rng = np.random.default_rng(2)
     x = rng.normal(0, 1, (3, 1300)).astype(np.float32)
     x[1] *= np.linspace(1e-3, 1e3, 1300, dtype=np.float32)
@@ -103,7 +107,8 @@ def test_inputs_are_rounded_to_int8_by_one_formula() -> None:
         assert (np.abs(y - many[0]) <= 1e-6 * many[1]).all(), (rows, path)
 
 
-def test_no_rows_no_outputs_and_addresses_of_any_kind() -> None:
+def test_linear_handles_empty_shapes_and_unaligned_buffers() -> None:
+    """Inputs without rows, outputs or columns work, and so does a buffer on a 4-byte boundary."""
     weight = as_format(jnp.ones((5, 128)), "int8")
     assert apply(jnp.ones((0, 128)), weight).shape == (0, 5)
     assert apply(jnp.ones((2, 128)), as_format(jnp.ones((0, 128)), "int8")).shape == (2, 0)
@@ -117,7 +122,8 @@ def test_no_rows_no_outputs_and_addresses_of_any_kind() -> None:
     np.testing.assert_array_equal(np.asarray(y), np.full((1, 3), 130, np.float32))
 
 
-def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
+def test_linear_supports_vmap_scan_and_grad() -> None:
+    """vmap, scan and gradients equal plain JAX; the scale gradient equals a finite difference."""
     rng = np.random.default_rng(5)
     x = jnp.asarray(rng.normal(0, 1, (3, 2, 160)).astype(np.float32))
     weight = matrix(rng, (20, 160), "int4-g32")
@@ -147,7 +153,10 @@ def test_vmap_scan_and_derivatives_are_those_of_plain_jax() -> None:
     np.testing.assert_allclose(by_scale[3, 1], (rise - fall) / 2e-3, rtol=1e-2)
 
 
-def test_disabled_leaves_no_kernel_in_a_program() -> None:
+def test_disable_kernels_removes_custom_calls() -> None:
+    """Under disable_kernels the lowered program has no jaxllm call, although the same function was
+    compiled before.
+    """
     x, weight = jnp.ones((1, 64)), jnp.ones((8, 64))
     function = jax.jit(linear)  # the same function, compiled for both
     assert "jaxllm_linear" in function.lower(x, weight).as_text()
@@ -156,7 +165,10 @@ def test_disabled_leaves_no_kernel_in_a_program() -> None:
     assert "jaxllm_linear" in function.lower(x, weight).as_text()
 
 
-def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> None:
+def test_linears_fuses_calls_and_keeps_bits() -> None:
+    """Products of one input lower to one call (two with a matrix unit), each with the bits of
+    linear.
+    """
     rng = np.random.default_rng(8)
     for dtype, rows in itertools.product(("float32", "bfloat16"), (1, 16)):
         x = jnp.asarray(rng.normal(0, 1, (rows, 200)), dtype)
@@ -180,7 +192,8 @@ def test_products_of_one_input_are_one_call_with_the_bits_of_each_alone() -> Non
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4-g64", "bf16-packed"])
-def test_an_input_of_another_width_is_refused(name: str) -> None:
+def test_linear_refuses_mismatched_width(name: str) -> None:
+    """linear raises if the input width differs from the weight width."""
     weight = matrix(np.random.default_rng(3), (8, 100), name)
     for columns in (99, 101, 120):
         with pytest.raises(ValueError, match="does not match x of shape"):
@@ -188,7 +201,10 @@ def test_an_input_of_another_width_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
+def test_embed_reads_table_rows_without_copy(dtype: str) -> None:
+    """embed copies no table, gives NaN out of range, counts -1 from the end, and supports grad and
+    vmap.
+    """
     table = jax.random.normal(jax.random.key(0), (4096, 256)).astype(dtype)
     token_BT = jnp.array([[3, 4095, 0], [4096, -1, 3]])
     rows = np.asarray(embed(table, token_BT).astype(jnp.float32))
@@ -208,8 +224,10 @@ def test_rows_of_a_table_are_read_without_a_copy_of_it(dtype: str) -> None:
     np.testing.assert_array_equal(np.asarray(each, np.float32), rows)
 
 
-def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None:
-    """As called by XLA and as called directly, its bits are the same."""
+def test_matrix_unit_kernel_equals_direct_call(isa: str) -> None:
+    """With matrix_unit=True, the XLA call has the bits of the direct kernel call on every
+    instruction set.
+    """
     rng = np.random.default_rng(9)
     x = np.asarray(rng.normal(0, 1, (40, 200)), bfloat16)
     for name in ("bfloat16", "int8", "int4-g64"):
@@ -220,9 +238,10 @@ def test_the_unit_for_many_rows_is_taken_where_it_is_asked_for(isa: str) -> None
         assert np.asarray(y).tobytes() == product(isa, sample, x).tobytes(), name
 
 
-def test_inputs_of_int8_are_multiplied_as_they_are() -> None:
-    """The integers' sums are exact, whoever adds them, so where a row has one scale all bits agree:
-    those of the kernels, of plain JAX, and of whole numbers."""
+def test_int8_input_product_is_exact() -> None:
+    """With one scale a row, kernels, plain JAX and exact integer arithmetic agree bit for bit;
+    otherwise to float32.
+    """
     rng = np.random.default_rng(14)
     x = rng.integers(-128, 128, (3, 200)).astype(np.int8)
     near = np.maximum(x, -127).astype(np.int64)

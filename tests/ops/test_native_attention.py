@@ -40,7 +40,10 @@ def brute_force(
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "int8"])  # test_kernels.py has the others
-def test_attention_reads_the_cache_in_place(cache_dtype: str) -> None:
+def test_attention_reads_cache_in_place(cache_dtype: str) -> None:
+    """Attention over shared, per-row and mixed cache parts equals brute force; empty slots and NaN
+    queries do not leak.
+    """
     rng = np.random.default_rng(6)
     for B, T, N, K, H, S, window in ((3, 1, 4, 4, 20, 30, 7), (2, 5, 6, 2, 16, 70, None)):
 
@@ -85,8 +88,10 @@ def in_numpy(parts: list[ops.Part]) -> Parts:
 
 
 @pytest.mark.parametrize("heads", [(8, 1, 64), (4, 2, 40)])
-def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> None:
-    """Weights are rounded to bfloat16 before they meet values, and so is the result."""
+def test_bfloat16_queries_attend_bfloat16_cache(heads: tuple[int, int, int]) -> None:
+    """Weights are rounded to bfloat16 before the product with values, and so is the result: within
+    2**-7 of float64.
+    """
     N, K, H = heads
     rng = np.random.default_rng(7)
     for B, T, S, window in ((2, 1, 130, 9), (2, 37, 70, None)):
@@ -115,7 +120,8 @@ def test_bfloat16_queries_meet_a_bfloat16_cache(heads: tuple[int, int, int]) -> 
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16"])
-def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(cache_dtype: str) -> None:
+def test_attention_confines_value_that_is_not_finite(cache_dtype: str) -> None:
+    """A NaN or infinite value reaches only the queries and heads that attend to it."""
     rng = np.random.default_rng(9)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 20, 2, 32)), cache_dtype) for _ in "qkv")
     at = jnp.arange(20)[None]
@@ -130,7 +136,8 @@ def test_a_value_that_is_not_finite_reaches_those_who_see_it_alone(cache_dtype: 
         assert not np.isfinite(after[0, 11:, 1]).any(), isa
 
 
-def test_keys_and_values_of_two_formats_are_read_too() -> None:
+def test_attention_supports_keys_and_values_of_different_formats() -> None:
+    """int8 keys with float32 values give the brute-force result."""
     rng = np.random.default_rng(11)
     q, k, v = (jnp.asarray(rng.normal(0, 1, (1, 4, 2, 16)), jnp.float32) for _ in "qkv")
     part = ops.Part(ops.cast(k, jnp.int8), v, jnp.arange(4)[None])
@@ -152,7 +159,8 @@ def _capped(cache_dtype: str) -> tuple[jax.Array, jax.Array, list[ops.Part]]:
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "int8"])
-def test_scores_are_bent_to_stay_within_a_cap(cache_dtype: str) -> None:
+def test_soft_cap_equals_brute_force(cache_dtype: str) -> None:
+    """Soft-capped scores equal brute force on every instruction set and in plain JAX."""
     q, at, parts = _capped(cache_dtype)
     outs = {}
     for cap in (0.7, 50.0):
@@ -168,7 +176,8 @@ def test_scores_are_bent_to_stay_within_a_cap(cache_dtype: str) -> None:
     assert float(jnp.abs(outs[isa, 0.7] - outs[isa, 50.0]).max()) > 0.1
 
 
-def test_a_score_past_every_number_is_its_cap_and_no_number_shows() -> None:
+def test_soft_cap_bounds_overflowing_scores() -> None:
+    """A score that overflows float32 becomes the cap, and a NaN query affects only its own head."""
     _, at, parts = _capped("float32")
     q = jnp.zeros((2, 3, 4, 32)).at[..., 0].set(3e38)  # a single term, or the sums would mix signs
     parts = [part._replace(k_BSKH=part.k_BSKH.at[..., 0].multiply(9)) for part in parts]
@@ -183,7 +192,10 @@ def test_a_score_past_every_number_is_its_cap_and_no_number_shows() -> None:
         assert np.isnan(bad[0, 0, 0]).all() and np.isfinite(bad[0, 0, 1]).all(), isa
 
 
-def test_with_a_cap_gradients_and_batches_are_those_of_plain_jax() -> None:
+def test_soft_cap_gradient_and_vmap_equal_plain_jax() -> None:
+    """With a soft cap, the kernel's loss and gradients equal plain JAX, and vmap equals separate
+    calls.
+    """
     q, at, parts = _capped("float32")
 
     def loss(q: jax.Array, parts: list[ops.Part]) -> jax.Array:

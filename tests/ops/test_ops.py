@@ -35,7 +35,10 @@ def test_rotary_frequencies_equal_transformers(name: str) -> None:
     assert factor == pytest.approx(magnitude)
 
 
-def test_rotary_angles_are_exact_far_past_what_bfloat16_can_count() -> None:
+def test_rotary_angles_stay_exact_at_long_positions() -> None:
+    """Angles are exact at positions that bfloat16 cannot represent: 256 and 257 differ, and 100,000
+    is accurate.
+    """
     rope = Rope(rope_type="default", rope_theta=1e4)
     position_BT = jnp.array([[256, 257, 2047, 100_000]])
     cos, sin = ops.rope_angles(
@@ -48,7 +51,8 @@ def test_rotary_angles_are_exact_far_past_what_bfloat16_can_count() -> None:
     assert float(jnp.abs(cos[0, 0] - cos[0, 1]).max()) > 0.1
 
 
-def test_scores_of_rotated_vectors_depend_on_distance_alone() -> None:
+def test_rotated_vectors_score_depends_on_relative_position() -> None:
+    """The dot product of two rotated vectors depends only on the distance of their positions."""
     rope = Rope(rope_type="default", rope_theta=1e4)
     x = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
@@ -144,6 +148,7 @@ def test_attention_equals_brute_force(window: int | None, case: str, kernels: bo
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 def test_attention_over_many_blocks_equals_one_softmax(kernels: bool) -> None:
+    """Block-wise attention over more than three blocks equals one dense softmax."""
     S, K, H = 3 * BLOCK + 17, 2, 8
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (1, 4, 4, H)) * 3
@@ -159,7 +164,10 @@ def test_attention_over_many_blocks_equals_one_softmax(kernels: bool) -> None:
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
-def test_attention_over_int8_entries_is_attention_over_the_rounded_numbers() -> None:
+def test_attention_over_int8_entries_equals_dequantized() -> None:
+    """Attention over int8 entries equals attention over their dequantized values; the attention
+    mass sums to 4 heads.
+    """
     rng = np.random.default_rng(2)
     k, v = (rng.standard_normal((1, 2 * BLOCK + 5, 2, 8)).astype(np.float32) for _ in range(2))
     q = rng.standard_normal((2, 1, 4, 8)).astype(np.float32)
@@ -176,7 +184,8 @@ def test_attention_over_int8_entries_is_attention_over_the_rounded_numbers() -> 
     assert not np.asarray(mass)[0, 301:].any()
 
 
-def test_attention_has_the_gradient_of_a_softmax() -> None:
+def test_attention_gradient_equals_dense_softmax() -> None:
+    """The gradients with respect to q, k and v equal those of a dense softmax."""
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (1, 3, 2, 4))
     k, v = (jax.random.normal(key, (1, 5, 1, 4)) for key in keys[1:])

@@ -14,7 +14,10 @@ FORMATS = (
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 5, 16])
-def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
+def test_pallas_product_equals_dense_weights(name: str, rows: int) -> None:
+    """The Pallas product equals the float64 product of the dequantized weight within float32
+    rounding.
+    """
     rng = np.random.default_rng(rows)
     weight = as_format(jnp.asarray(rng.normal(0, 1, (48, 300)), jnp.float32), name)
     if weight.data.dtype == jnp.int8:
@@ -30,7 +33,8 @@ def test_a_product_is_that_of_the_dense_weights(name: str, rows: int) -> None:
     assert (np.abs(y_RO - x @ dense.T) <= bound).all()
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_is_supported_rejects_unsupported_shapes_and_types() -> None:
+    """is_supported is false for float32 inputs, more than 16 rows, no rows, and 47 outputs."""
     data = jnp.zeros((48, 128), jnp.int8)
     x = jnp.zeros((16, 100), jnp.bfloat16)
     assert pallas.is_supported(x, data)

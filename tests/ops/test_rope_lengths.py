@@ -34,7 +34,10 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED, TRAINED + 1, STRETCHED, STRETCHED + 9])
-def test_angles_equal_transformers_at_every_length(kind: str, length: int) -> None:
+def test_rope_angles_equal_transformers_at_every_length(kind: str, length: int) -> None:
+    """For every rotary type, angles equal transformers below, at and beyond the original context
+    length.
+    """
     # Dynamic scaling takes the original context from the config, other types from their own field.
     context = TRAINED if kind == "dynamic" else STRETCHED
     settings = {"rope_type": kind, "rope_theta": 500.0, **ROPES[kind]}
@@ -54,7 +57,8 @@ def test_angles_equal_transformers_at_every_length(kind: str, length: int) -> No
         np.testing.assert_allclose(mine, theirs[..., : HEAD // 2].numpy(), atol=2e-5 * length / 40)
 
 
-def test_lengths_of_a_batch_are_each_its_own() -> None:
+def test_rope_angles_use_each_row_length() -> None:
+    """With dynamic scaling, each row of a batch has the angles of its own length."""
     rope = Rope(rope_type="dynamic", rope_theta=500.0, factor=4.0)
     position_BT = jnp.tile(jnp.arange(50, dtype=jnp.int32)[None], (2, 1))
     options: dict[str, Any] = {"head_dim": HEAD, "max_position_embeddings": TRAINED}

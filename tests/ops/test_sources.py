@@ -23,7 +23,8 @@ NEEDS = {
 }  # fmt: skip
 
 
-def test_each_header_is_complete_by_itself(tmp_path: Path) -> None:
+def test_header_compiles_standalone(tmp_path: Path) -> None:
+    """Each C++ header compiles without any other include before it."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not available")
     machine = subprocess.run(["g++", "-dumpmachine"], capture_output=True, text=True).stdout
@@ -42,18 +43,23 @@ def test_each_header_is_complete_by_itself(tmp_path: Path) -> None:
         assert not "".join(pool.map(compile_errors, HEADERS))
 
 
-def test_no_two_files_have_one_name() -> None:
+def test_source_file_names_are_unique() -> None:
+    """No two C++ source files have the same name."""
     names = [path.name for path in SOURCES.rglob("*") if path.is_file()]
     assert len(names) == len(set(names))
 
 
-def test_every_set_is_built_asked_for_and_described() -> None:
+def test_instruction_sets_agree_across_sources() -> None:
+    """CMakeLists.txt, sets.cc and native.INSTRUCTION_SETS list the same sets in the same order."""
     built = re.findall(r"^add_set\((\S+)", (ROOT / "CMakeLists.txt").read_text(), re.M)
     queried = re.findall(r'\{"([a-z0-9-]+)",', (SOURCES / "sets.cc").read_text())
     assert built == queried == list(native.INSTRUCTION_SETS)
 
 
-def test_the_measured_paths_are_of_sets_and_kinds_that_there_are() -> None:
+def test_paths_table_names_known_sets_and_kinds() -> None:
+    """paths.json uses only known instruction sets, weight kinds and input types, and row counts
+    that are null or at least 0.
+    """
     table = json.loads((SOURCES.parent / "paths.json").read_text(encoding="utf-8"))
     assert set(table) <= set(native.INSTRUCTION_SETS)
     kinds = {kind.name.lower() for kind in native.Kind}

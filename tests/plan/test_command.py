@@ -15,7 +15,10 @@ from tests.conftest import Run
 NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
 
 
-def test_bytes_of_the_demo_are_those_of_its_file(run: Run) -> None:
+def test_plan_bytes_equal_demo_checkpoint(run: Run) -> None:
+    """Planned weight bytes equal the checkpoint's, and a token takes the time to read weights and
+    cache once.
+    """
     status, out, _ = run("plan", "demo:llama", "--json", "--hardware", NUMBERS)
     plan = json.loads(out)
     assert status == 0
@@ -27,8 +30,10 @@ def test_bytes_of_the_demo_are_those_of_its_file(run: Run) -> None:
     assert plan["total_bytes"] == sum(plan[f"{x}_bytes"] for x in ("weights", "cache", "working"))
 
 
-def test_a_configuration_alone_will_do(run: Run, tmp_path: Path) -> None:
-    """Llama 3 70B: 70,553,706,496 parameters, as its model card rounds to 70.6 B."""
+def test_plan_accepts_config_file(run: Run, tmp_path: Path) -> None:
+    """A config.json suffices: Llama 3 70B has 70,553,706,496 parameters (its model card rounds to
+    70.6 B).
+    """
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     path = str(tmp_path / "config.json")
     options = ("--mesh", "tensor=8", "--batch", "16", "--context", "8192", "--json")
@@ -45,7 +50,10 @@ def test_a_configuration_alone_will_do(run: Run, tmp_path: Path) -> None:
     assert models.FAMILIES[config.model_type].config is type(config)
 
 
-def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
+def test_plan_prints_mesh_table(run: Run) -> None:
+    """With --devices, a table lists the candidate meshes, followed by the communication of a
+    decoding step.
+    """
     _, out, _ = run("plan", "--devices", "4", "--batch", "8", "--goal", "throughput")
     head, *rows = out.split("\n\n")[0].splitlines()
     assert head.split()[0] == "mesh"
@@ -53,8 +61,10 @@ def test_meshes_are_ranked_and_read_as_a_table(run: Run) -> None:
     assert "communication of a decoding step" in out
 
 
-def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
-    """Tokens a second of the batch options for, the most first among meshes that fit."""
+def test_plan_ranks_meshes_by_throughput(run: Run) -> None:
+    """--goal throughput sorts the meshes that fit by tokens per second of the requested batch,
+    highest first.
+    """
     options = ("--devices", 8, "--batch-size", 32, "--hardware", "rtx4090", "--goal", "throughput")
     plans = json.loads(run("plan", "demo:gpt2", *options, "--json")[1])
     rates = [plan["tokens_per_second"] for plan in plans if plan["fits"]]
@@ -62,8 +72,10 @@ def test_throughput_ranks_by_the_column_that_is_shown(run: Run) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
-def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Path) -> None:
-    """As its config.json; options are checked before the model is opened."""
+def test_plan_accepts_directory_with_only_config(run: Run, tmp_path: Path) -> None:
+    """A directory with only config.json gives the plan of that file; options are checked before the
+    model is opened.
+    """
     shutil.copy(DEMO_DIR / "llama" / "config.json", tmp_path)
     options = ("--devices", 2, "--json")
     status, out, _ = run("plan", tmp_path, *options)
@@ -92,7 +104,7 @@ def test_a_directory_of_a_configuration_alone_is_planned(run: Run, tmp_path: Pat
         (("--devices", "7"), "no mesh of 7 devices"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_a_line(
+def test_plan_refuses_invalid_options_in_one_line(
     run: Run, options: tuple[str, ...], message: str
 ) -> None:
     status, _, err = run("plan", "demo:llama", *options)

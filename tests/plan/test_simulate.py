@@ -12,8 +12,8 @@ LOAD = Workload(rate=1.0, count=400, prompt=100, answer=5, seed=3)
 MACHINE = Machine(prompt_time=lambda n: n / 1000, step_time=lambda rows: 0.01 + rows / 1000, rows=4)
 
 
-def test_one_server_waits_as_pollaczek_and_khinchine_say() -> None:
-    """M/D/1: of requests that take D at load rho the mean wait is rho D / (2 (1 - rho))."""
+def test_single_server_wait_equals_pollaczek_khinchine() -> None:
+    """M/D/1 queue: for service time D at load rho, the mean wait is rho D / (2 (1 - rho))."""
     service_time, rate = 0.1, 7.0
     load = Workload(rate=rate, count=60_000, prompt=1, answer=1)
     served = simulate(
@@ -26,7 +26,10 @@ def test_one_server_waits_as_pollaczek_and_khinchine_say() -> None:
     assert np.mean(waits) == pytest.approx(rho * service_time / (2 * (1 - rho)), rel=0.03)
 
 
-def test_a_request_alone_takes_its_prompt_and_its_steps() -> None:
+def test_single_request_takes_prompt_and_step_times() -> None:
+    """Without queueing, the first token takes the prompt time and each later token one
+    step time.
+    """
     (served,) = simulate(
         Workload(rate=1, count=1, prompt=100, answer=5), MACHINE, Fleet(replicas=2)
     )
@@ -34,7 +37,10 @@ def test_a_request_alone_takes_its_prompt_and_its_steps() -> None:
     assert served.end_time - served.first_token_time == pytest.approx(4 * 0.011)
 
 
-def test_prefixes_that_are_kept_are_run_once_on_each_replica() -> None:
+def test_cached_prefixes_are_computed_once_per_replica() -> None:
+    """A replica computes a cached prefix once; routing by prefix computes fewer tokens, a smaller
+    prefix cache more.
+    """
     load = Workload(rate=5, count=200, prompt=100, answer=5, shared=80, groups=3)
     machine = Machine(prompt_time=lambda n: n / 1000, step_time=lambda r: 0.01, rows=8, prefixes=3)
     single = simulate(load, machine, Fleet(replicas=1))
@@ -47,8 +53,8 @@ def test_prefixes_that_are_kept_are_run_once_on_each_replica() -> None:
     assert sum(r.prompt_computed for r in small_cache) > sum(r.prompt_computed for r in single)
 
 
-def test_prompts_that_run_elsewhere_hold_no_text_up() -> None:
-    """With long prompts, tokens of running texts come without gaps once prompts have moved away."""
+def test_separate_prefill_replicas_do_not_delay_decoding() -> None:
+    """With long prompts, running requests decode without gaps if other replicas run the prompts."""
     load = Workload(rate=2, count=100, prompt=400, answer=20)
     machine = Machine(
         prompt_time=lambda n: n / 1000, step_time=lambda r: 0.01, rows=8, move_time=0.05
@@ -66,7 +72,10 @@ def test_prompts_that_run_elsewhere_hold_no_text_up() -> None:
     assert first == pytest.approx(0.45)  # prompt time plus transfer time
 
 
-def test_what_a_replica_had_is_run_by_others() -> None:
+def test_failed_replica_requests_are_rerun() -> None:
+    """Requests of a failed replica finish on others or after it recovers, and few prompts are
+    computed again.
+    """
     healthy = simulate(LOAD, MACHINE, Fleet(replicas=3))
     failing = simulate(
         LOAD, MACHINE, Fleet(replicas=3, failures=((100.0, 0, 50.0), (120.0, 1, 5.0)))
@@ -81,7 +90,7 @@ def test_what_a_replica_had_is_run_by_others() -> None:
     assert simulate(LOAD, MACHINE, Fleet(replicas=3)) == healthy
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_simulate_refuses_invalid_workloads_and_fleets() -> None:
     for changes, message in (
         ({"rate": 0.0}, "rate must be above 0"),
         ({"shared": 100}, "shared must be a whole number from 0 to 99"),

@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import Run
 from tests.processes.conftest import Start, ended, free_port, kill, together
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 TALK = "Once upon a time\n/reset\n\nOne day\nAnd then?\n"
 
@@ -23,9 +23,12 @@ def approximate(value: Any) -> Any:
 
 
 @pytest.mark.full
-def test_what_is_typed_into_the_first_all_answer(
+def test_chat_over_two_processes_equals_single_process(
     start: Start, run: Run, shallow_demos: Path
 ) -> None:
+    """Process 0 reads stdin and prints the replies of a single-process chat; process 1 ignores its
+    stdin and prints nothing.
+    """
     port = free_port()
     command = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
     status, out_text, err = run(*command, stdin=TALK)
@@ -39,9 +42,10 @@ def test_what_is_typed_into_the_first_all_answer(
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
-def test_if_one_is_killed_while_a_person_thinks_the_other_ends_with_a_line(
-    start: Start, shallow_demos: Path, killed: int
-) -> None:
+def test_chat_ends_if_peer_is_killed(start: Start, shallow_demos: Path, killed: int) -> None:
+    """If one process is killed while chat waits for input, the other exits with status 1 and an
+    error.
+    """
     port = free_port()
     command = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
     both = [start(port, 2, number, *command) for number in (0, 1)]
@@ -57,10 +61,12 @@ def test_if_one_is_killed_while_a_person_thinks_the_other_ends_with_a_line(
 
 
 @pytest.mark.full
-def test_a_reference_is_run_once_and_all_come_to_the_same(
+def test_verify_over_two_processes_equals_single_process(
     start: Start, run: Run, shallow_demos: Path, tmp_path: Path
 ) -> None:
-    """verify: PyTorch, another format of the same, and what does not hold."""
+    """verify reports the single-process result against transformers and another checkpoint, and
+    fails in both on a missing one.
+    """
     model = tmp_path / "model"
     save_random(model, "llama", num_hidden_layers=2)
     sizes = "--length", "12", "-n", "4", "--json"
@@ -90,9 +96,12 @@ def test_a_reference_is_run_once_and_all_come_to_the_same(
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tensor=2", "stage=2"])
-def test_vectors_of_two_processes_hold_in_one_and_the_other_way_round(
+def test_vectors_agree_across_process_counts(
     start: Start, run: Run, tmp_path: Path, mesh: str
 ) -> None:
+    """Vectors made by two processes pass the check in one process, and those made by one process
+    pass it in two.
+    """
     model, made, single = str(tmp_path / "model"), tmp_path / "made", tmp_path / "single"
     save_random(Path(model), "llama", num_hidden_layers=2)
     assert run("vectors", "make", model, single, "--from", "transformers")[0] == 0
@@ -108,9 +117,10 @@ def test_vectors_of_two_processes_hold_in_one_and_the_other_way_round(
 
 
 @pytest.mark.full
-def test_sensitivity_ranks_as_one_process_does(
+def test_sensitivity_over_two_processes_equals_single_process(
     start: Start, run: Run, shallow_demos: Path, tmp_path: Path
 ) -> None:
+    """The report equals that of one process up to rounding, and process 0 alone prints it."""
     text, plot = tmp_path / "text", tmp_path / "plot.png"
     text.write_text("Once upon a time there was a boat. " * 12)
     command = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
@@ -127,9 +137,12 @@ def test_sensitivity_ranks_as_one_process_does(
 
 
 @pytest.mark.full
-def test_recall_counts_what_one_process_counts(
+def test_recall_over_two_processes_equals_single_process(
     start: Start, run: Run, shallow_demos: Path, tmp_path: Path
 ) -> None:
+    """The cells equal those of one process up to rounding, and process 0 alone prints and writes
+    them.
+    """
     out = tmp_path / "recall.json"
     # In float16, the dtype of the file, a batch of two rows differs from one of four by 2e-4.
     command = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
@@ -164,7 +177,8 @@ def test_recall_counts_what_one_process_counts(
 
 
 @pytest.mark.full
-def test_bench_times_all_processes_and_one_says_it(start: Start, shallow_demos: Path) -> None:
+def test_bench_over_two_processes_reports_once(start: Start, shallow_demos: Path) -> None:
+    """bench measures over both processes, and process 0 alone prints the rows."""
     command = "bench", "-m", str(shallow_demos / "llama"), "--mesh", "stage=2", "--json"
     sizes = "--prompts", "8", "--decode", "4", "--depths", "0,8", "--batches", "1", "-r", "1"
     (status, out_text, err), other = together(start, *command, *sizes)

@@ -13,7 +13,7 @@ from tests.conftest import Run
 AT = "10.0.0.1:7070"
 
 
-def test_a_group_is_an_address_a_count_and_a_number() -> None:
+def test_parse_group_accepts_address_count_and_index() -> None:
     assert parse_group(AT, 2, 1) == Group(AT, 2, 1)
     assert parse_group("[::1]:7070", 1, 0) == Group("[::1]:7070", 1, 0)
     assert parse_group("auto", None, None) == Group("auto")
@@ -36,7 +36,7 @@ def test_a_group_is_an_address_a_count_and_a_number() -> None:
         ("auto", 2, None, "auto detects"),
     ],
 )
-def test_what_is_no_group_is_refused_before_anything_starts(
+def test_parse_group_refuses_invalid_groups(
     address: str, count: int | None, number: int | None, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -54,7 +54,7 @@ def test_what_is_no_group_is_refused_before_anything_starts(
         (["--processes", 2, "generate"], "require --distributed"),
     ],
 )
-def test_the_command_refuses_them_in_one_line(
+def test_cli_refuses_invalid_groups_in_one_line(
     run: Run, arguments: list[object], words: str
 ) -> None:
     status, out, err = run(*arguments)
@@ -62,7 +62,10 @@ def test_the_command_refuses_them_in_one_line(
     assert words in err and err.count("\n") == 1
 
 
-def test_every_command_is_for_several_processes_or_says_why_not() -> None:
+def test_every_command_is_distributed_or_single_process() -> None:
+    """Every command and training method is listed either as distributed or as single-process, never
+    as both.
+    """
     methods = [f"train {name}" for name in train.METHODS]
     every = {*COMMANDS, *methods}
     assert set(distributed.COMMANDS) | set(distributed.SINGLE_PROCESS) == every
@@ -73,13 +76,16 @@ def test_every_command_is_for_several_processes_or_says_why_not() -> None:
     ("command", "words"),
     [("batch", "--workers N, or --ray"), ("compress", "on one device"), ("plan", "runs no model")],
 )
-def test_work_of_one_process_is_refused_with_the_reason(run: Run, command: str, words: str) -> None:
+def test_single_process_command_is_refused_with_reason(run: Run, command: str, words: str) -> None:
     status, out, err = run("--distributed", AT, "--processes", 2, "--process", 0, command, "x")
     assert (status, out) == (1, "") and f"--distributed does not support {command}, " in err
     assert words in err and err.count("\n") == 1
 
 
-def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None:
+def test_difference_is_named_with_its_process() -> None:
+    """The differing value is named with its process, and long values are shown from where they
+    differ.
+    """
     long = "x" * 300
     first = {"jax": "0.10.2", "config": f"{long}a", "same": "1"}
     assert describe_differences([first, dict(first)]) == ""
@@ -92,7 +98,10 @@ def test_what_differs_is_named_with_its_process_and_from_where_it_does() -> None
     assert describe_differences([{"a": "bc"}, {"a": "b"}]) == "a: bc in process 0, b in process 1"
 
 
-def test_of_one_process_nothing_is_asked() -> None:
+def test_single_process_needs_no_communication() -> None:
+    """In a single process, broadcasts and gathers return the local value and no agreement is
+    checked.
+    """
     assert not multihost.is_multiprocess()
     assert multihost.broadcast_from_zero(lambda: "value") == "value"
     done: list[str] = []
@@ -110,7 +119,7 @@ def test_of_one_process_nothing_is_asked() -> None:
         ["--distributed", AT, "--process=1", "generate", "-p", "x"],
     ],
 )
-def test_processes_differ_in_their_number_alone(arguments: list[str]) -> None:
+def test_drop_process_option_removes_process_index(arguments: list[str]) -> None:
     assert drop_process_option(arguments) == ["--distributed", AT, "generate", "-p", "x"]
 
 
@@ -152,11 +161,13 @@ RPC: /xla.coordination.CoordinationService/RegisterTask
         ("Gloo all-reduce failed: Connection closed by peer", "another process of the group"),
     ],
 )
-def test_the_end_of_a_group_is_told_in_a_line(text: str, words: str) -> None:
+def test_explain_failure_returns_one_line(text: str, words: str) -> None:
+    """The output of a failed JAX coordination service becomes one line that names the cause."""
     message = supervisor.explain_failure(text, Group(AT, 3, 1))
     assert words in message and "\n" not in message
 
 
-def test_of_two_the_other_one_is_gone() -> None:
+def test_explain_failure_names_peer_of_two_processes() -> None:
+    """In a group of two, the error names the other process by its index."""
     assert supervisor.explain_failure("Gloo", Group(AT, 2, 0)).startswith("process 1 of the group")
     assert supervisor.explain_failure("Gloo", Group(AT, 2, 1)).startswith("process 0 of the group")

@@ -16,7 +16,7 @@ import jaxllm
 from tests.conftest import Run
 from tests.processes import training
 from tests.processes.conftest import WITHIN, Start, ended, free_port, kill, together
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
@@ -87,11 +87,11 @@ def assert_equals_single_process(
         (1, "recorded", [{"mesh": "tensor=2"}]),
     ],
 )
-def test_two_processes_train_as_one_and_go_on_from_its_state(
+def test_two_processes_train_and_resume_like_one(
     devices: int, kind: str, hows: list[dict[str, Any]], tmp_path: Path, shallow_demos: Path
 ) -> None:
-    """One process begins, two go on, on one mesh after another, and write what one would have. What
-    some begin with was computed, to other bits on another mesh.
+    """Two processes, resuming on one mesh after another, reach the losses and weights of one
+    process within tolerance.
     """
     model, single, out = (tmp_path / name for name in ("model", "single", "out"))
     if kind in ("distill", "recorded"):  # distillation compares tokenizers
@@ -110,9 +110,12 @@ def test_two_processes_train_as_one_and_go_on_from_its_state(
 
 
 @pytest.mark.full
-def test_an_adapter_beside_stages_of_other_processes_is_refused(
+def test_adapter_with_pipeline_stages_across_processes_is_refused(
     start: Start, tmp_path: Path
 ) -> None:
+    """An adapter cannot be attached if other processes hold stages; the error suggests jaxllm merge
+    or stage=1.
+    """
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     save_random(model, "llama", num_hidden_layers=2)
     training.run(str(model), adapter, kind="lora")
@@ -145,9 +148,12 @@ def command(shallow_demos: Path, tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.full
-def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
+def test_train_writes_once_and_refuses_existing_output(
     start: Start, run: Run, command: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """Process 0 alone writes the single-process result, and a second run is refused in both
+    processes.
+    """
     train, kind, model, *more = command
     out, one, report, other, plot = (
         tmp_path / name for name in ("out", "one", "report.json", "other.json", "plot.png")
@@ -174,9 +180,12 @@ def test_the_command_writes_once_and_is_refused_in_both_where_it_has(
 
 @pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
-def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
+def test_train_ends_if_peer_is_killed(
     start: Start, command: tuple[str, ...], tmp_path: Path, killed: int
 ) -> None:
+    """If one process is killed during training, the other exits with one line and
+    writes no output.
+    """
     train, kind, model, *more = command
     given = train, kind, model, str(tmp_path / "out"), *more
     port = free_port()
@@ -194,7 +203,7 @@ def test_if_one_is_killed_in_training_the_other_ends_with_a_line(
 
 
 @pytest.mark.full
-def test_processes_with_other_data_refuse_each_other(
+def test_train_refuses_different_data_across_processes(
     start: Start, command: tuple[str, ...], tmp_path: Path
 ) -> None:
     folders, (train, kind, model, *more) = [tmp_path / "0", tmp_path / "1"], command

@@ -10,7 +10,8 @@ QUICK = [c for c in READS if " demo:" not in c and "-n 2" not in c]  # these loa
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "junk", "directory"])
-def test_whatever_is_read_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_commands_refuse_bad_files_in_one_line(kind: str, tmp_path: Path) -> None:
+    """Every file option refuses a missing, empty, binary or directory path with one line."""
     bad = tmp_path / kind
     if kind == "directory":
         bad.mkdir()

@@ -25,7 +25,7 @@ from scripts.benchmarks import (
     simulate_serving,
 )
 from tests.conftest import ROOT
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 Printed = pytest.CaptureFixture[str]
 
@@ -49,10 +49,10 @@ def test_compare_peers_times_each_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_openvino_gives_transformers_logits(
+def test_openvino_logits_equal_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces, and for several rows."""
+    """OpenVINO gives transformers' logits for two rows, with the input in one or several pieces."""
     pytest.importorskip("openvino", reason="OpenVINO is not installed")
     import torch
     from transformers import AutoModelForCausalLM
@@ -83,7 +83,7 @@ def test_gpu_times_each_test(capsys: Printed) -> None:
 
 
 @pytest.mark.full
-def test_long_times_a_length(tmp_path: Path) -> None:
+def test_long_times_one_length(tmp_path: Path) -> None:
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "long.png"
     given: Any = {"kinds": "dilated", "measures": "layer", "least": 16, "most": 16, "repeats": 1}
     long.main(**given, limit=100, out=picture, results=rows)
@@ -92,7 +92,8 @@ def test_long_times_a_length(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_load_time_measures_a_process() -> None:
+def test_load_time_measures_child_process() -> None:
+    """load_time.run reports the duration and memory of the child process."""
     command = [sys.executable, "-c", "import time; held = b'x' * 100_000_000; time.sleep(0.3)"]
     seconds, resident, own = load_time.run(command, {})
     assert seconds > 0.3
@@ -100,9 +101,8 @@ def test_load_time_measures_a_process() -> None:
     assert own < resident  # includes the parent process if that is larger
 
 
-def test_family_speed_writes_a_file_that_decodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_family_speed_writes_loadable_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GGUF file of random weights loads and gives finite logits."""
     small = {**family_speed.SQUARE, "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96}
     small |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setattr(family_speed, "CONFIGS", {"llama": small})
@@ -118,7 +118,8 @@ def test_family_table_has_small_differences(tmp_path: Path) -> None:
     assert cells[-2:] == ["4 of 4", "exact"]
 
 
-def test_first_token_has_stages(capsys: Printed) -> None:
+def test_first_token_lists_all_stages(capsys: Printed) -> None:
+    """The table of the first token has a row for import, tracing, compiling and both tokens."""
     first_token.main(["-m", str(ROOT / "jaxllm/demo/llama"), "--repetitions", "1"])
     printed = capsys.readouterr().out
     for stage in ("import jax", "tracing", "compiling", "**first token**", "**second token**"):
@@ -150,6 +151,7 @@ def test_policy_prefix_and_expert_tables_run(
     assert "full" in printed and "| 64 | 2 x 16 |" in printed
 
 
-def test_scale_page_shows_simulated_tables() -> None:
+def test_scale_page_contains_current_simulation_tables() -> None:
+    """docs/scale.md has exactly the tables that simulate_serving generates."""
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     assert simulate_serving.filled(page) == page

@@ -16,7 +16,7 @@ from jaxllm.cache import init_cache
 from jaxllm.errors import CacheMismatchError, CapacityError
 from scripts.examples import context_loop
 from scripts.examples.context_loop import Budget, Decision, Imprint, Iteration
-from tests.twins import assert_close, random_model, tokens
+from tests.tiny_models import assert_close, random_model, tokens
 
 STEPS = 22
 BUDGET = Budget(keep=12, sinks=1, recent=4, repair=3)
@@ -44,7 +44,9 @@ def run(
 
 
 def test_captures_replay(run: list[Path], shallow: Any) -> None:
-    """Each step gives what it gave, from what is in the file; culled tokens receive nothing."""
+    """Replaying a captured cache and token reproduces logits and decision bit for bit; culled
+    tokens get no attention.
+    """
     lm = jaxllm.load(shallow("llama"))
     assert len(run) == STEPS
     assert (run[0].parent / "brightness.png").read_bytes().startswith(PNG)
@@ -69,7 +71,10 @@ def test_captures_replay(run: list[Path], shallow: Any) -> None:
     assert len(culled) > 5 and 0 not in culled
 
 
-def test_repaired_text_never_had_the_culled_tokens() -> None:
+def test_repaired_text_equals_run_without_culled_tokens() -> None:
+    """After full repair, logits equal a forward pass over only the kept tokens at
+    their positions.
+    """
     model, params = random_model("llama")
     prompt = tokens(1, 9)[0].tolist()
     turns = context_loop.run_loop(model, params, prompt, steps=60, budget=ROOMY)
@@ -85,7 +90,8 @@ def test_repaired_text_never_had_the_culled_tokens() -> None:
         next(context_loop.run_loop(model, params, prompt, steps=2000, budget=ROOMY))
 
 
-def test_changed_cache_is_noticed() -> None:
+def test_changed_cache_is_detected() -> None:
+    """check_unchanged raises if one bit of any cache array changes."""
     cache = context_loop.build(*random_model("llama"), [3, 1, 4, 1, 5], 60, ROOMY)[0]
     before = Imprint.of(cache)
     context_loop.check_unchanged(before, cache, 0)
@@ -98,15 +104,20 @@ def test_changed_cache_is_noticed() -> None:
             context_loop.check_unchanged(before, other, 7)
 
 
-def test_dimmest_go_but_neither_sinks_nor_recent_ones() -> None:
+def test_decide_culls_dimmest_except_sinks_and_recent() -> None:
+    """decide culls the tokens of least brightness, never sinks or recent tokens, and nothing with
+    keep=0.
+    """
     brightness_P = np.array([0.0, 0.9, 0.3, np.nan, 0.1, 0.5, 0.2, 0.0, 0.0, np.nan], np.float32)
     budget = Budget(keep=6, sinks=1, recent=2, repair=2)
     assert context_loop.decide(brightness_P, budget) == Decision((4, 6), (5, 7))
     assert context_loop.decide(brightness_P, dataclasses.replace(budget, keep=0)) == Decision()
 
 
-def test_brightness_is_a_moving_average() -> None:
-    """It begins with a token's first share."""
+def test_brightness_is_moving_average() -> None:
+    """Brightness is the moving average of attention shares and begins with a token's
+    first share.
+    """
     before_P = np.array([0.5, 0.5, np.nan, np.nan], np.float32)
     mass_S = np.array([2.0, 0.0, 0.0, 6.0], np.float32)
     position_S = np.array([0, -3, -1, 2])  # the token at position 1 was culled, one slot is empty

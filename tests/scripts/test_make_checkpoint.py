@@ -40,7 +40,7 @@ def make(kind: str, destination: Path, **options: Any) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", sorted(SMALL))
-def test_names_and_shapes_of_the_full_model_are_those_of_transformers(kind: str) -> None:
+def test_checkpoint_names_and_shapes_equal_transformers(kind: str) -> None:
     model = make_checkpoint.KINDS[kind]
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**model.config)
@@ -51,7 +51,7 @@ def test_names_and_shapes_of_the_full_model_are_those_of_transformers(kind: str)
     assert dict(model.shapes(model.config)) == expected
 
 
-def test_both_kinds_load_in_transformers_and_in_jaxllm(small: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_in_transformers_and_jaxllm(small: str, tmp_path: Path) -> None:
     make(small, tmp_path / "m", layers=2, dtype="bfloat16")
     _, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "m", output_loading_info=True
@@ -60,7 +60,10 @@ def test_both_kinds_load_in_transformers_and_in_jaxllm(small: str, tmp_path: Pat
     assert open_hf(tmp_path / "m").config.num_hidden_layers == 2
 
 
-def test_shards_hold_the_same_numbers_and_the_index_finds_them(small: str, tmp_path: Path) -> None:
+def test_shards_equal_single_file_and_index(small: str, tmp_path: Path) -> None:
+    """A sharded checkpoint holds the tensors of the single file, and its index names the shard of
+    each.
+    """
     whole = make(small, tmp_path / "whole", layers=2)
     parts = make(small, tmp_path / "parts", layers=2, shards=3)
     assert whole.keys() == parts.keys()
@@ -77,7 +80,7 @@ def test_shards_hold_the_same_numbers_and_the_index_finds_them(small: str, tmp_p
     assert open_hf(tmp_path / "parts").tensors.keys() == open_hf(tmp_path / "whole").tensors.keys()
 
 
-def test_what_is_there_is_kept_unless_forced(small: str, tmp_path: Path) -> None:
+def test_existing_checkpoint_is_replaced_only_with_force(small: str, tmp_path: Path) -> None:
     make(small, tmp_path, layers=1)
     with pytest.raises(FileExistsError, match="--force"):
         make(small, tmp_path, layers=2)
@@ -86,14 +89,15 @@ def test_what_is_there_is_kept_unless_forced(small: str, tmp_path: Path) -> None
     assert open_hf(tmp_path).config.num_hidden_layers == 2
 
 
-def test_force_replaces_nothing_but_a_checkpoint(small: str, tmp_path: Path) -> None:
+def test_force_replaces_only_checkpoints(small: str, tmp_path: Path) -> None:
+    """force refuses a directory that is no checkpoint and leaves its files."""
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="no checkpoint"):
         make(small, tmp_path, force=True)
     assert (tmp_path / "thesis.txt").exists()
 
 
-def test_a_failure_leaves_nothing_behind(
+def test_failure_leaves_no_files(
     small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -106,6 +110,9 @@ def test_a_failure_leaves_nothing_behind(
 
 
 def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
+    """The tokenizer's files are copied, files of other kinds are not, and a missing tokenizer.json
+    raises.
+    """
     source = tmp_path / "source"
     source.mkdir()
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
@@ -117,8 +124,10 @@ def test_tokenizer_files_are_copied(small: str, tmp_path: Path) -> None:
     assert not (tmp_path / "m" / "secret.txt").exists()
 
 
-def test_fields_replace_those_of_config(small: str, tmp_path: Path) -> None:
-    """A published shape with another vocabulary; a field that the kind lacks is refused."""
+def test_fields_replace_config_values(small: str, tmp_path: Path) -> None:
+    """fields changes the vocabulary of a published shape; a field that the kind lacks
+    is refused.
+    """
     make(small, tmp_path / "m", layers=1, fields={"vocab_size": 77})
     assert open_hf(tmp_path / "m").config.vocab_size == 77
     with pytest.raises(ValueError, match="no field vocab"):

@@ -10,8 +10,10 @@ from scripts.benchmarks import memory
 
 
 @pytest.mark.skipif(not memory.read_memory().resident, reason="needs /proc of Linux")
-def test_decoding_is_watched(tmp_path: Path) -> None:
-    """The loading peak is part of the whole; programs are kept in the directory given."""
+def test_generate_reports_memory(tmp_path: Path) -> None:
+    """The report has sizes of weights, cache, loading peak and total peak in range, and fills the
+    compile cache.
+    """
     (weights, cache, loaded), peak = memory.run(
         memory.generate, "demo:llama", "int8", "int8", 20, 4, programs=str(tmp_path)
     )
@@ -37,7 +39,8 @@ def test_mesh_holds_planned_bytes(
     assert 0 <= grown < 1000
 
 
-def test_sharded_logits_take_and_send_less() -> None:
+def test_sharded_logits_need_less_memory_and_traffic() -> None:
+    """Sharded logits need no gathered logits: less memory, and no logits or gradients are sent."""
     arguments = memory.compile_logits, "tensor=2", 2003, 4, 32
     (took, sharded_took, sent, sharded_sent), _ = memory.run(*arguments, devices=2)
     whole, shard = (4 * 32 * n * 4 for n in (2004, 1002))

@@ -32,7 +32,10 @@ tests = "tests/test_sums.py"
 """
 
 
-def test_every_fault_is_there_once_and_its_tests_exist() -> None:
+def test_every_fault_matches_source_and_tests_exist() -> None:
+    """Every fault of the tables matches its source once, has a unique name, and names existing
+    tests.
+    """
     assert len(FAULTS) >= 60
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert [fault.name for fault in FAULTS if mutate.is_stale(fault, ROOT)] == []
@@ -42,7 +45,10 @@ def test_every_fault_is_there_once_and_its_tests_exist() -> None:
             assert not word.startswith("tests/") or (ROOT / word).exists(), fault.name
 
 
-def test_a_fault_is_killed_survives_or_is_stale(tmp_path: Path) -> None:
+def test_mutate_reports_killed_survived_and_stale_faults(tmp_path: Path) -> None:
+    """The script reports each fault as killed, survived or stale, restores the source, and writes
+    the table.
+    """
     for name, text in {
         "jaxllm/sums.py": "add = lambda a, b: a + b\ntimes = lambda a, b: a * b\n",
         "jaxllm/__init__.py": "",

@@ -6,12 +6,15 @@ import pytest
 
 import jaxllm
 from scripts.tools import soak
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 
-def test_serving_and_generating_go_on_as_they_began(
+def test_serving_and_generation_do_not_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Over a short soak, serving and generation create no more arrays, and generation no more
+    programs.
+    """
     monkeypatch.setattr(soak, "LONGEST", 8)  # a single length bucket, to compile less
     monkeypatch.setattr(soak, "NEW", 8)
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)

@@ -15,11 +15,12 @@ STORY = (
 )
 
 
-def test_a_story_that_keeps_its_characters_has_no_slips() -> None:
+def test_consistent_story_has_no_slips() -> None:
     assert judge(STORY) == Judged((), 8, 0)
 
 
-def test_every_story_of_the_grammar_is_known_beat_by_beat_and_without_slips() -> None:
+def test_grammar_stories_match_beats_without_slips() -> None:
+    """judge finds every sentence of 150 generated stories in a known beat, and no slip."""
     judged = [judge(story) for story in stories(150, 11)]
     assert [j.slips for j in judged] == [()] * 150
     assert sum(j.others for j in judged) == 0
@@ -44,23 +45,25 @@ def test_slips_are_named(right: str, wrong: str, slip: str) -> None:
     assert any(each.startswith(slip) for each in found), found
 
 
-def test_a_friend_differs_from_the_hero_in_pronoun() -> None:
+def test_friend_must_differ_from_hero_in_pronoun() -> None:
     assert "Nora is she as Mia is" in judge(STORY.replace("Ben", "Nora")).slips
 
 
-def test_two_may_change_places_where_they_are_named_but_with_their_pronouns() -> None:
+def test_characters_may_swap_roles_with_matching_pronouns() -> None:
+    """Hero and friend may swap roles in a beat if the pronouns swap with them."""
     assert judge(STORY + ' "Thank you!" cried Ben, and he hugged Mia.').slips == ()
     assert judge(STORY + ' "Thank you!" cried Ben, and she hugged Mia.').slips
     assert judge(STORY + ' "Do not worry," he said. "I am good at finding."').slips == ()
     assert judge(STORY + ' "Do not worry," she said. "I am good at finding."').slips
 
 
-def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
+def test_unknown_sentences_are_judged_by_names_only() -> None:
     assert judge(STORY + " Ben ate the moon.") == Judged((), 8, 1)
     assert judge(STORY + " Max ate the moon.").slips == ("Max is a third name",)
 
 
-def test_a_story_that_does_not_end_or_names_nobody_is_none_that_keeps_them() -> None:
+def test_rate_counts_unfinished_or_nameless_story_as_inconsistent() -> None:
+    """A missing story and one without characters count as inconsistent."""
     share, judged = rate([STORY, None, "It rained."])
     assert share == pytest.approx(1 / 3)
     assert [bool(j.slips) for j in judged] == [False, True, True]

@@ -35,11 +35,13 @@ def sentences_of(shapes: Iterable[story_grammar.Shape]) -> list[str]:
     ]
 
 
-def test_no_two_of_two_thousand_stories_are_alike(corpus: list[str]) -> None:
+def test_stories_are_distinct(corpus: list[str]) -> None:
+    """2000 stories have no duplicate."""
     assert len(set(corpus)) == COUNT
 
 
-def test_a_seed_tells_the_same_stories_however_many_are_wanted(corpus: list[str]) -> None:
+def test_stories_depend_on_seed_only(corpus: list[str]) -> None:
+    """A seed gives the same stories for any count, and another seed gives different ones."""
     assert list(story_grammar.stories(50, 0)) == corpus[:50]
     assert list(story_grammar.stories(50, 1)) != corpus[:50]
 
@@ -50,11 +52,12 @@ def test_stories_have_80_to_200_words(corpus: list[str]) -> None:
     assert max(lengths) <= 200
 
 
-def test_nothing_of_the_grammar_is_left_in_the_text(corpus: list[str]) -> None:
+def test_stories_contain_no_grammar_markup(corpus: list[str]) -> None:
     assert not [story for story in corpus if re.search(r"[\[\]{}()|]|  ", story)]
 
 
-def test_every_sentence_of_every_shape_can_be_told() -> None:
+def test_every_sentence_template_can_be_filled() -> None:
+    """Every sentence of every shape expands to text with a capital at its start and an end mark."""
     rng = Random(0)
     for sentence in sentences_of(story_grammar.SHAPES):
         for _ in range(5):
@@ -63,7 +66,7 @@ def test_every_sentence_of_every_shape_can_be_told() -> None:
             assert re.search(r'[.!?]"?$', text), text
 
 
-def test_articles_fit_the_next_word(corpus: list[str]) -> None:
+def test_articles_fit_next_word(corpus: list[str]) -> None:
     for story in corpus:
         for article, word in re.findall(r"\b([Aa]n?) ([A-Za-z]+)", story):
             vowel = word[0].lower() in "aeiou" or word in SILENT_H
@@ -82,7 +85,8 @@ def test_quotes_open_and_close_in_each_paragraph(corpus: list[str]) -> None:
                 assert spoken[-1] in ".,!?", paragraph
 
 
-def test_every_pronoun_has_one_antecedent_that_was_named_before(corpus: list[str]) -> None:
+def test_pronoun_follows_its_single_antecedent(corpus: list[str]) -> None:
+    """A pronoun's gender has one name in a story, which appears before the first pronoun."""
     for story in corpus:
         seen = [
             word.lower() if word not in sum(NAMES.values(), ()) else word for word in words(story)
@@ -96,7 +100,7 @@ def test_every_pronoun_has_one_antecedent_that_was_named_before(corpus: list[str
                 assert named[0] < meant[0], story
 
 
-def test_an_unknown_word_is_refused_by_name() -> None:
+def test_unknown_placeholder_is_refused_by_name() -> None:
     rng = Random(0)
     with pytest.raises(KeyError, match="dragon"):
         story_grammar.fill("A {Dragon}.", story_grammar.draw_bindings(rng), rng)

@@ -16,7 +16,7 @@ from jaxllm.train.data.rows import IGNORED
 from scripts.demo_models import demo_data, train_demo
 from scripts.demo_models.demo_data import Phase, Told
 from scripts.demo_models.story_grammar import glimpse, stories
-from tests.twins import BOTH
+from tests.tiny_models import BOTH
 
 WIDTH = 48
 SHORT = Phase(steps=2, rows=2, width=WIDTH, tells=glimpse)
@@ -41,7 +41,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("arch", BOTH)
-def test_a_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path: Path) -> None:
+def test_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path: Path) -> None:
+    """A trained model loads in transformers and jaxllm with its dtype, README and
+    equal token ids.
+    """
     train_demo.make_model(arch, tmp_path, steps=1, seed=0)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / arch, output_loading_info=True
@@ -57,7 +60,7 @@ def test_a_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_pa
     assert ours.tokenizer.adds_bos
 
 
-def test_the_loss_is_the_weighted_cross_entropy_of_torch(tiny: None, tokenizer: Tokenizer) -> None:
+def test_weighted_loss_equals_torch_cross_entropy(tiny: None, tokenizer: Tokenizer) -> None:
     model = jaxllm.build(train_demo.CONFIGS["gpt2"])
     params = train_demo.init_params(model, jax.random.key(0))
     rows = Told(tokenizer, (dataclasses.replace(SHORT, rows=4),), 0).batch(0)
@@ -73,7 +76,7 @@ def test_the_loss_is_the_weighted_cross_entropy_of_torch(tiny: None, tokenizer: 
     assert measured.total / measured.weight == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_rows_say_what_follows_each_token_and_ignore_padding(tokenizer: Tokenizer) -> None:
+def test_labels_are_next_tokens_and_ignore_padding(tokenizer: Tokenizer) -> None:
     phase = dataclasses.replace(SHORT, rows=40, width=128)
     rows = Told(tokenizer, (phase,), 0).batch(0)
     assert (rows.token_BT[:, 0] == demo_data.BOS_ID).all()

@@ -26,8 +26,8 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(corpus(0), train_long.VOCAB_SIZE)
 
 
-def test_every_label_is_the_name_that_its_kind_was_met_with(tokenizer: Tokenizer) -> None:
-    """Read from the text alone: facts before their questions, names and kinds once each."""
+def test_labels_equal_names_in_text(tokenizer: Tokenizer) -> None:
+    """Every label is the name that the text before it gives for the kind in question."""
     for width in (96, 256, 512):
         rows = Lasting(tokenizer, (Stretch(1, 6, width),), 3).batch(0)
         num_labels = 0
@@ -44,9 +44,10 @@ def test_every_label_is_the_name_that_its_kind_was_met_with(tokenizer: Tokenizer
 
 
 @pytest.mark.full
-def test_the_command_trains_saves_measures_and_draws(
+def test_train_long_saves_loadable_models_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One command trains, saves and measures all four kinds, and writes the plot and the report."""
     monkeypatch.setattr(train_long, "STRETCHES", SHORT)
     picture, report = tmp_path / "recall.png", tmp_path / "cells.json"
     given = ["--out", tmp_path, "--windows", 1, 2, "--tries", 2]

@@ -13,7 +13,7 @@ from jaxllm.cache import load_cache
 from jaxllm.checkpoints import resolve
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.paths import flatten
-from tests.adapters.made import random_adapter
+from tests.adapters.random_adapters import random_adapter
 from tests.conftest import Run
 
 pytestmark = pytest.mark.devices
@@ -60,9 +60,12 @@ def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[d
         pytest.param("lora", "data=2,tensor=2", ("--prefix", "{text}"), marks=FULL),
     ],
 )
-def test_what_is_trained_is_what_one_device_trains(
+def test_train_on_mesh_equals_single_device(
     run: Run, text: Path, tmp_path: Path, kind: str, mesh: str, more: tuple[object, ...]
 ) -> None:
+    """Losses, gradient norms and the written weights equal one device, up to single quantization
+    steps in QAT.
+    """
     single = [x for x in more if x != "--fsdp"]
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps([[r".*\.(q|k|v|gate|up)_proj\.weight", "int8-g32"]]))
@@ -99,7 +102,7 @@ def _weights(out: Path) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     ("family", "mesh"), [("llama", "data=2,tensor=2"), pytest.param("gpt2", "stage=2", marks=FULL)]
 )
-def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
+def test_sensitivity_on_mesh_equals_single_device(
     run: Run, text: Path, family: str, mesh: str
 ) -> None:
     given = ("--text", f"@{text}", "--by", "kind", "--window", 32, "--limit", 4, "--json")
@@ -123,17 +126,19 @@ def test_what_suffers_from_fewer_bits_is_what_suffers_on_one_device(
         (("--mesh", "data=2", "--int8-inputs"), "cannot be trained on a mesh"),
     ],
 )
-def test_what_would_be_rounded_in_two_places_is_refused(
+def test_train_qat_refuses_unsupported_meshes(
     run: Run, text: Path, tmp_path: Path, more: tuple[str, ...], message: str
 ) -> None:
+    """QAT refuses a mesh that splits a quantization group, FSDP, and int8 inputs."""
     given = ("--data", text, *SMALL)
     status, _, err = run("train", "qat", "demo:llama", tmp_path / "out", *given, *more)
     assert (status, message in err) == (1, True), err
 
 
-def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
-    run: Run, text: Path, tmp_path: Path
-) -> None:
+def test_merge_on_mesh_writes_single_device_weights(run: Run, text: Path, tmp_path: Path) -> None:
+    """On a mesh, merge measures the adapter's divergence like one device and writes bit-identical
+    weights.
+    """
     lm, adapter = jaxllm.load("demo:llama", dtype="float32"), tmp_path / "adapter"
     lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
     made = random_adapter(lm.config, lm.params, lora, spread=0.1)
@@ -158,14 +163,16 @@ def test_a_merge_is_measured_on_a_mesh_and_made_on_one_device(
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_recipe_is_for_one_device(run: Run, text: Path, tmp_path: Path) -> None:
+def test_compress_refuses_mesh(run: Run, text: Path, tmp_path: Path) -> None:
+    """compress runs on one device; the error suggests a mesh for the result."""
     recipe = ("--step", "quantize: gptq int4-g32", "--text", f"@{text}")
     status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
     assert (status, "run the result with --mesh data=2" in err) == (1, True), err
 
 
 @FULL
-def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) -> None:
+def test_bench_prunes_and_shards_sparse_weights(run: Run, text: Path) -> None:
+    """bench --sparse prunes the weights and runs them on a mesh."""
     times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "--json")
     status, out, err = run(
         "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
@@ -176,10 +183,10 @@ def test_weights_are_pruned_for_a_timing_and_shared_again(run: Run, text: Path) 
 
 @FULL
 @pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,tensor=2", "sequence=2"])
-def test_models_on_a_mesh_are_verified_and_give_vectors(
-    run: Run, text: Path, tmp_path: Path, mesh: str
-) -> None:
-    """Stages' caches have several layers in one place: each is compared by itself."""
+def test_verify_and_vectors_pass_on_mesh(run: Run, text: Path, tmp_path: Path, mesh: str) -> None:
+    """verify passes on a mesh, and vectors of one device pass the check there, also for stacked
+    stage caches.
+    """
     status, out, err = run("verify", "demo:llama", "--against", "demo:llama", "--mesh", mesh)
     assert status == 0, (out, err)
     assert run("vectors", "make", "demo:llama", tmp_path / "v", "-n", 2)[0] == 0

@@ -19,8 +19,8 @@ from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.expert_parallel import ExpertParallel
-from tests.sharding.made import largest_difference, make_model, shard_model
-from tests.twins import tokens
+from tests.sharding.tiny_models import largest_difference, make_model, shard_model
+from tests.tiny_models import tokens
 
 pytestmark = pytest.mark.devices
 
@@ -31,8 +31,8 @@ EIGHT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("sharded_rows", [True, False])
-def test_rows_reach_their_experts_and_come_back(sharded_rows: bool) -> None:
-    """By brute force: uniform, all to one expert, all to one device, none at all."""
+def test_expert_rows_are_routed_and_returned(sharded_rows: bool) -> None:
+    """Routing equals brute force for uniform rows, one expert, one device, and no expert at all."""
     rng = np.random.default_rng(0)
     stack = rng.standard_normal((8, 3, 5), np.float32)
     each, devices = 12, 4
@@ -71,7 +71,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "mesh", "format"), CASES)
-def test_experts_over_devices_are_those_of_one(family: str, mesh: str, format: str | None) -> None:
+def test_expert_parallel_model_equals_single_device(
+    family: str, mesh: str, format: str | None
+) -> None:
+    """Logits and generated tokens equal one device, with sharded and with replicated rows."""
     model, params = make_model(family, **EIGHT[family])
     params = params if format is None else quantize(params, format)
     over, shared = shard_model(model, params, mesh)
@@ -87,7 +90,10 @@ def test_experts_over_devices_are_those_of_one(family: str, mesh: str, format: s
         )
 
 
-def test_a_device_has_its_experts_and_rows_go_by_all_to_all() -> None:
+def test_expert_weights_are_sharded_and_rows_exchanged() -> None:
+    """Each device holds a quarter of the expert weights; rows move by all-to-all and nothing is
+    gathered.
+    """
     model, params = make_model("mixtral", **EIGHT["mixtral"])
     over, shared = shard_model(model, params, "expert=4")
     stacks = [layer["mlp"]["experts"] for name, layer in shared.items() if "layers." in name]
@@ -107,7 +113,7 @@ def test_a_device_has_its_experts_and_rows_go_by_all_to_all() -> None:
     assert "all-gather" not in found
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_indivisible_expert_counts_are_refused() -> None:
     mixtral, _ = make_model("mixtral", num_local_experts=6)
     with pytest.raises(ConfigError, match="num_experts 6 is not divisible by expert=4"):
         make_sharded_model(mixtral.config, mixtral.precision, parse_mesh("expert=4"))

@@ -19,8 +19,8 @@ from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import Override, Precision
 from jaxllm.weights.quantize import quantize
-from tests.sharding.made import FAMILIES, WIDE, largest_difference, make_model, shard_model
-from tests.twins import tokens
+from tests.sharding.tiny_models import FAMILIES, WIDE, largest_difference, make_model, shard_model
+from tests.tiny_models import tokens
 
 pytestmark = pytest.mark.devices
 
@@ -77,9 +77,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "mesh", "layers", "options"), CASES)
-def test_a_model_in_stages_is_that_of_one_device(
+def test_pipeline_equals_single_device(
     family: str, mesh: str, layers: int, options: dict[str, Any]
 ) -> None:
+    """Logits, attention mass, hidden states, generated tokens and caches equal one device."""
     model, params = of_layers(family, layers)
     over, shared = shard_model(model, params, mesh, **options)
     rows = 4 if not options else 8
@@ -111,7 +112,7 @@ MATRIX = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "mesh", "layers", "options"), MATRIX)
-def test_every_family_in_stages(
+def test_every_family_equals_single_device_in_pipeline(
     family: str, mesh: str, layers: int, options: dict[str, Any]
 ) -> None:
     model, params = of_layers(family, layers)
@@ -123,14 +124,17 @@ def test_every_family_in_stages(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("name", ["int8", "int4"])
 @pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,tensor=2"])
-def test_quantized_models_in_stages(family: str, name: str, mesh: str) -> None:
+def test_quantized_pipeline_equals_single_device(family: str, name: str, mesh: str) -> None:
     model, params = of_layers(family, 4, **WIDE[family])
     params = quantize(params, name)
     over, shared = shard_model(model, params, mesh)
     check_generation(model, params, over, shared, 4)
 
 
-def test_a_stage_has_its_layers_and_their_caches_alone() -> None:
+def test_stage_holds_only_its_layers_and_caches() -> None:
+    """With stage=4, a device holds a quarter of the layers, the cache of its layer, and its rows of
+    the tables.
+    """
     model, params = of_layers("llama", 4)
     over, shared = shard_model(model, params, "stage=4")
     layers = {k: v for k, v in shared.items() if k.startswith("layers.")}
@@ -142,8 +146,10 @@ def test_a_stage_has_its_layers_and_their_caches_alone() -> None:
     assert set(tables.values()) == {2 * 33 * 40 * 4}  # 131 rows over four devices
 
 
-def test_more_microbatches_write_the_cache_of_one() -> None:
-    """Ticks at which a stage waits write nothing: five of eight, here."""
+def test_more_microbatches_give_same_cache() -> None:
+    """Idle ticks, five of eight here, write nothing: any number of microbatches or chunks gives one
+    device's cache.
+    """
     model, params = of_layers("llama", 4)
     prompt = tokens(4, 8)
     found = []
@@ -157,7 +163,10 @@ def test_more_microbatches_write_the_cache_of_one() -> None:
 
 
 @pytest.mark.full
-def test_rows_go_round_in_groups_where_they_divide() -> None:
+def test_row_groups_require_divisible_rows() -> None:
+    """Rows decode in groups if they divide over the stages; otherwise they form one group, with
+    equal tokens.
+    """
     model, params = of_layers("llama", 2)
     over, shared = shard_model(model, params, "data=2,stage=2")
     assert (
@@ -167,8 +176,10 @@ def test_rows_go_round_in_groups_where_they_divide() -> None:
     check_generation(model, params, over, shared, 3)
 
 
-def test_what_stages_say_to_each_other() -> None:
-    """A tick sends one microbatch on; besides there are sums and logits: no weights, no cache."""
+def test_pipeline_sends_only_activations() -> None:
+    """A tick sends one microbatch to the next stage; embeddings and outputs are summed, logits
+    gathered, weights never.
+    """
     model, params = of_layers("llama", 4)
     over, shared = shard_model(model, params, "stage=2", microbatches=2)
     B, T, D, V = 4, 7, 40, 131
@@ -202,7 +213,7 @@ def error_message(family: str, layers: int, mesh: str, **options: Any) -> str:
     return str(caught.value)
 
 
-def test_what_does_not_divide_is_refused_by_name() -> None:
+def test_pipeline_refuses_indivisible_sizes_by_name() -> None:
     assert "num_hidden_layers 1 is too small for 2 stages" in error_message("llama", 1, "stage=2")
     assert "for 2 stages of 4 chunks" in error_message("llama", 4, "stage=2", chunks=4)
     assert "6 is not divisible into 2 stages of 2" in error_message("llama", 6, "stage=2", chunks=2)

@@ -15,9 +15,9 @@ from jaxllm.sharding.pipeline.schedule import SCHEDULES
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
 from jaxllm.weights.types.tensor_parallel import ShardList
-from tests.sharding.made import largest_difference, shard_model
 from tests.sharding.test_pipeline import of_layers
-from tests.twins import VOCAB, tokens
+from tests.sharding.tiny_models import largest_difference, shard_model
+from tests.tiny_models import VOCAB, tokens
 
 pytestmark = pytest.mark.devices
 
@@ -62,9 +62,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "mesh", "schedule", "options", "microbatches"), CASES)
-def test_gradients_are_those_of_one_device(
+def test_pipeline_gradients_equal_single_device(
     family: str, mesh: str, schedule: Any, options: dict[str, Any], microbatches: int
 ) -> None:
+    """The scheduled loss and plain differentiation both give the loss and gradients of
+    one device.
+    """
     model, params = of_layers(
         family, 3 if family == "gemma2" else 4
     )  # one stage has one layer less
@@ -81,8 +84,10 @@ def test_gradients_are_those_of_one_device(
 
 
 @pytest.mark.full
-def test_one_f_one_b_needs_less_memory_than_gpipe() -> None:
-    """Inputs of 16 microbatches, or of 2: the difference is what the compiled programs hold."""
+def test_gpipe_memory_exceeds_one_f_one_b() -> None:
+    """GPipe holds the inputs of 16 microbatches, 1F1B of 2; the compiled programs differ by at
+    least 12.
+    """
     model, params = of_layers("llama", 2)
     over, shared = shard_model(model, params, "stage=2")
     rows, held = batch(16, 64), {}
@@ -96,8 +101,10 @@ def test_one_f_one_b_needs_less_memory_than_gpipe() -> None:
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 6, 1), (4, 16, 1), (4, 8, 2), (3, 3, 1)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_a_stage_waits_for_lies_where_it_looks(name: str, p: int, m: int, v: int) -> None:
-    """Played by hand: what is put in a place is there when its job comes, and not overwritten."""
+def test_schedule_buffers_hold_expected_inputs(name: str, p: int, m: int, v: int) -> None:
+    """Simulating the schedule by hand, each job finds its input in its buffer slot, not yet
+    overwritten.
+    """
     schedule = SCHEDULES[name](p, m, v)
     table, inputs, _ = make_schedule_arrays(schedule)
     if name == "1f1b" and v == 1:
@@ -129,7 +136,8 @@ def test_what_a_stage_waits_for_lies_where_it_looks(name: str, p: int, m: int, v
     assert np.count_nonzero(table.kind) == schedule.busy_ticks
 
 
-def test_schedules_are_refused_where_there_is_nothing_to_schedule() -> None:
+def test_pipeline_loss_refuses_unsupported_arguments() -> None:
+    """A mesh without stages, an unknown schedule, and an indivisible batch are refused."""
     model, params = of_layers("llama", 2)
     over, _ = shard_model(model, params, "tensor=2")
     with pytest.raises(ConfigError, match="Load the model with stage=2"):

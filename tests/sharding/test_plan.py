@@ -23,8 +23,8 @@ from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.steps import _decode_step, _prefill
 from jaxllm.weights.precision import Precision
-from tests.sharding.made import FAMILIES, WIDE, make_model, shard_model
 from tests.sharding.test_pipeline import of_layers
+from tests.sharding.tiny_models import FAMILIES, WIDE, make_model, shard_model
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
@@ -73,9 +73,12 @@ def total_by_kind(found: list[Collective]) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("family", "mesh", "quantize", "exact"), CASES)
-def test_bytes_and_collectives_are_the_programs_own(
+def test_planned_bytes_and_collectives_equal_compiled_program(
     family: str, mesh: str, quantize: str | None, exact: bool
 ) -> None:
+    """Weight and cache bytes, and the collectives of a token and of a prompt, equal
+    those that run.
+    """
     precision = Precision(quantize=quantize)
     changes = WIDE.get(family, {}) if quantize else {}
     model, params = make_model(
@@ -109,11 +112,11 @@ def planned(model: Any, tokens: int, **how: Any) -> list[Collective]:
 
 
 @pytest.mark.parametrize(("family", "quantize", "exact", "mesh"), SHARES)
-def test_shares_of_quantized_weights_take_what_is_planned(
+def test_quantized_shard_bytes_equal_plan(
     family: str, quantize: str, exact: bool, mesh: str
 ) -> None:
-    """To the byte, but for packed bfloat16, whose rare exponents nobody knows before they are read:
-    they take less than a hundredth.
+    """Exact to the byte, but for packed bfloat16, whose escapes are unknown before reading: below
+    1%.
     """
     rare = quantize == "bf16-packed"
     precision = Precision(weights="bfloat16" if rare else "float32", quantize=quantize)
@@ -123,7 +126,8 @@ def test_shares_of_quantized_weights_take_what_is_planned(
     assert found <= held <= found * (1.01 if rare else 1)
 
 
-def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
+def test_plan_refuses_group_splits_like_loading() -> None:
+    """Planning and loading refuse a mesh that splits a quantization group with the same error."""
     model, params = make_model("llama", Precision(quantize="int4"))  # MLP width 56, groups of 64
     message = r"layers\.0\.mlp\.down_proj\.weight over tensorxkv_replicas=2: .* split a group of 64"
     with pytest.raises(ConfigError, match=message):
@@ -148,9 +152,8 @@ def test_a_cut_that_a_format_does_not_take_is_refused_as_loading_does() -> None:
             ("gemma2", "stage=2,sequence=2"))),
     ],
 )  # fmt: skip
-def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
-    family: str, mesh: str
-) -> None:
+def test_token_split_with_stages_and_experts_equals_plan(family: str, mesh: str) -> None:
+    """Token splits combined with stages and experts run with the planned bytes and collectives."""
     check(*shard_model(*of_layers(family, LAYERS.get(family, 2), **EXPERTS.get(family, {})), mesh))
 
 
@@ -164,10 +167,10 @@ def test_tokens_split_beside_stages_and_experts_are_the_programs_own(
         pytest.param("gemma2", "sequence=4,tensor=2", "int8", marks=FULL),
     ],
 )
-def test_collectives_of_a_split_text_are_the_programs_own(
-    family: str, mesh: str, cache_dtype: str
-) -> None:
-    """Of a token over what is split, and of a prompt that is: ring, order, writing, exchanges."""
+def test_split_text_collectives_equal_plan(family: str, mesh: str, cache_dtype: str) -> None:
+    """Decoding over a split cache and prefill of a split prompt run with the planned
+    collectives.
+    """
     check(*shard_model(*make_model(family, Precision(cache=cache_dtype)), mesh))
 
 
@@ -196,10 +199,12 @@ BIG: dict[str, dict[str, Any]] = {  # large, so that buffers of one value per to
             ("mixtral", "tensor=1", 8, 512, 1), ("gemma2", "data=2,tensor=2", 4, 2048, 256))),
     ],
 )  # fmt: skip
-def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
+def test_working_bytes_are_within_factor_of_compiled(
     family: str, mesh: str, rows: int, slots: int, tokens: int
 ) -> None:
-    """`memory_analysis` of steps that are given their cache, without kernels: within 1.75 times."""
+    """The estimate is within a factor of 1.75 of memory_analysis for steps with a donated cache,
+    without kernels.
+    """
     over, shared = shard_model(*of_layers(family, 4, **BIG[family], vocab_size=2048), mesh)
     cache = init_cache(over, rows, slots)
     with native.disable_kernels():
@@ -214,7 +219,8 @@ def test_working_bytes_are_those_of_compiled_steps_within_a_factor(
     "mesh",
     ["tensor=2", *(pytest.param(m, marks=FULL) for m in ("data=2,tensor=4", "sequence=4"))],
 )
-def test_a_step_that_is_given_its_cache_does_not_copy_it(mesh: str) -> None:
+def test_donated_cache_is_not_copied(mesh: str) -> None:
+    """A step that is given its cache needs less temporary memory than a quarter of it."""
     over, shared = shard_model(*make_model("llama"), mesh)
     cache = init_cache(over, ROWS, 8192)  # large compared with one attention block
     held = compiled(over, shared, cache, 1, donate_argnums=0).memory_analysis()
@@ -235,7 +241,8 @@ def compiled(model: Any, params: Any, cache: Any, tokens: int, **how: Any) -> An
     return jax.jit(_prefill, static_argnums=(2, 6, 7), **how).lower(*given, tokens).compile()
 
 
-def test_more_rows_and_tokens_fit_until_they_do_not() -> None:
+def test_max_batch_and_context_are_tight() -> None:
+    """The largest batch and context that the plan reports fit, and one more does not."""
     model, _ = make_model("llama")
     small = dataclasses.replace(HARDWARE["h100"], memory=4e6)
     first = plan(dataclasses.replace(make_query(model), hardware=small))
@@ -249,8 +256,10 @@ def test_more_rows_and_tokens_fit_until_they_do_not() -> None:
     assert not at(context=first.max_context + 1).fits
 
 
-def test_idle_shares_are_those_of_the_schedule() -> None:
-    """Of 4 stages with 1, 4 and 16 microbatches: 75 %, 42.86 % and 15.8 % of all ticks."""
+def test_idle_fraction_equals_schedule() -> None:
+    """For 4 stages with 1, 4 and 16 microbatches, 75 %, 42.86 % and 15.8 % of all
+    ticks are idle.
+    """
     model, _ = make_model("llama", num_hidden_layers=4)
     for groups, idle in ((1, 3 / 4), (4, 3 / 7), (16, 3 / 19)):
         some = dataclasses.replace(make_query(model, MeshSpec(stage=4)), batch=16, groups=groups)
@@ -260,7 +269,8 @@ def test_idle_shares_are_those_of_the_schedule() -> None:
         plan(dataclasses.replace(make_query(model, MeshSpec(stage=4)), batch=16, groups=5))
 
 
-def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
+def test_proposed_meshes_divide_model_and_are_ranked() -> None:
+    """Proposed meshes divide the model, are sorted by token time, and those that fit come first."""
     model, _ = make_model("llama")  # 2 layers, 8 query heads, 2 key/value heads
     found = propose_meshes(make_query(model), 8)
     meshes = {str(p.query.axes) for p in found}
@@ -279,7 +289,7 @@ def test_meshes_are_proposed_that_divide_the_model_the_best_first() -> None:
         propose_meshes(make_query(model), 7)
 
 
-def test_hardware_is_a_name_or_numbers() -> None:
+def test_hardware_accepts_name_or_values() -> None:
     assert parse_hardware("H100") == HARDWARE["h100"]
     assert parse_hardware("h100,memory=94g").memory == 94e9
     made = parse_hardware("flops=1.5t,memory=16gb,bandwidth=20g,link=1e10,node=2")

@@ -21,7 +21,10 @@ CHUNKED = [(2, 4, 2), (4, 4, 2), (4, 8, 3), (3, 9, 4), (8, 16, 2)]
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_ticks_and_idle_shares_are_the_closed_forms(name: str, p: int, m: int) -> None:
+def test_ticks_and_bubble_equal_closed_forms(name: str, p: int, m: int) -> None:
+    """For p stages and m microbatches: 2 (m + p - 1) ticks, bubble (p - 1)/(m + p - 1), overhead (p
+    - 1)/m.
+    """
     schedule = SCHEDULES[name](p, m)
     assert len(schedule.ticks) == 2 * (m + p - 1)
     assert schedule.busy_ticks == 2 * m * p
@@ -29,8 +32,8 @@ def test_ticks_and_idle_shares_are_the_closed_forms(name: str, p: int, m: int) -
     assert schedule.bubble_overhead == pytest.approx(float(Fraction(p - 1, m)))
 
 
-def test_the_shares_that_papers_print() -> None:
-    """Of everything 75 %, 42.86 %, 15.8 %; of the ideal 300 %, 75 %, 18.75 %."""
+def test_bubble_equals_published_values() -> None:
+    """Bubble fraction 75 %, 42.86 %, 15.8 % and overhead 300 %, 75 %, 18.75 %, as in the papers."""
     found = [gpipe(4, m) for m in (1, 4, 16)]
     assert [round(s.bubble_fraction, 4) for s in found] == [0.75, 0.4286, 0.1579]
     assert [round(s.bubble_overhead, 4) for s in found] == [3.0, 0.75, 0.1875]
@@ -38,14 +41,16 @@ def test_the_shares_that_papers_print() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m", "v"), CHUNKED)
-def test_chunks_divide_the_overhead(name: str, p: int, m: int, v: int) -> None:
+def test_chunks_divide_bubble_overhead(name: str, p: int, m: int, v: int) -> None:
+    """With v chunks a stage the overhead is (p - 1)/(v m)."""
     schedule = SCHEDULES[name](p, m, v)
     assert schedule.busy_ticks == 2 * m * p * v
     assert schedule.bubble_overhead == pytest.approx(float(Fraction(p - 1, v * m)))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe_holds_all_and_one_f_one_b_no_more_than_there_are_stages(p: int, m: int) -> None:
+def test_gpipe_holds_all_one_f_one_b_few(p: int, m: int) -> None:
+    """GPipe has all m microbatches in flight; 1F1B at most min(p - s, m) on stage s."""
     assert [gpipe(p, m).max_in_flight(s) for s in range(p)] == [m] * p
     assert [one_f_one_b(p, m).max_in_flight(s) for s in range(p)] == [
         min(p - s, m) for s in range(p)
@@ -53,7 +58,7 @@ def test_gpipe_holds_all_and_one_f_one_b_no_more_than_there_are_stages(p: int, m
 
 
 @pytest.mark.parametrize(("p", "m", "v"), CHUNKED)
-def test_interleaved_holds_what_megatron_says(p: int, m: int, v: int) -> None:
+def test_interleaved_in_flight_equals_megatron(p: int, m: int, v: int) -> None:
     """Stage 0 has p (v - 1) + 2 (p - 1) + 1 chunks in flight, or all of them."""
     most = min(m * v, p * (v - 1) + 2 * (p - 1) + 1)
     assert one_f_one_b(p, m, v).max_in_flight(0) == most
@@ -61,22 +66,22 @@ def test_interleaved_holds_what_megatron_says(p: int, m: int, v: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "groups", "tokens"), [(2, 2, 5), (4, 4, 9), (4, 8, 3), (3, 5, 1)])
-def test_decoding_with_as_many_groups_as_stages_idles_only_at_both_ends(
-    p: int, groups: int, tokens: int
-) -> None:
+def test_decoding_is_full_with_enough_groups(p: int, groups: int, tokens: int) -> None:
+    """With at least as many row groups as stages, decoding idles only at the start and the end."""
     schedule = forward_only(p, groups, tokens)
     assert len(schedule.ticks) == groups * tokens + p - 1
 
 
 @pytest.mark.parametrize(("p", "groups"), [(4, 1), (4, 3), (8, 2)])
-def test_with_fewer_groups_than_stages_the_others_wait(p: int, groups: int) -> None:
+def test_decoding_idles_with_few_groups(p: int, groups: int) -> None:
+    """With fewer groups than stages, the idle fraction approaches 1 - groups/p."""
     tokens = 50
     schedule = forward_only(p, groups, tokens)
     assert len(schedule.ticks) == p * tokens + groups - 1
     assert schedule.bubble_fraction == pytest.approx(1 - groups / p, abs=0.02)
 
 
-def test_a_schedule_is_drawn_a_line_a_stage() -> None:
+def test_schedule_prints_one_line_per_stage() -> None:
     assert str(one_f_one_b(3, 4)).splitlines() == [
         "stage 0  0  1  2  .  . [0] 3 [1] . [2] . [3]",
         "stage 1  .  0  1  . [0] 2 [1] 3 [2] . [3] .",
@@ -84,7 +89,7 @@ def test_a_schedule_is_drawn_a_line_a_stage() -> None:
     ]
 
 
-def test_what_comes_too_early_or_twice_is_refused() -> None:
+def test_schedule_refuses_too_early_or_repeated_jobs() -> None:
     good = one_f_one_b(2, 2)
     first = good.ticks[0]
     with pytest.raises(ConfigError, match=r"stage 0 repeats Job"):
@@ -95,7 +100,7 @@ def test_what_comes_too_early_or_twice_is_refused() -> None:
         Schedule(1, 1, 1, ((Job(False, 0),),))
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_schedule_refuses_invalid_sizes() -> None:
     with pytest.raises(ConfigError, match=r"multiple of 4 stages .*, got 6"):
         one_f_one_b(4, 6, 2)
     for sizes in ((0, 1), (1, 0), (2, 2.5), (2, 2, 0)):

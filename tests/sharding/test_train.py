@@ -29,8 +29,8 @@ from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params, flatten, gather_params, unsharded_paths
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
-from tests.sharding.made import WIDE, load_weights, make_model
-from tests.twins import KINDS, tokens
+from tests.sharding.tiny_models import WIDE, load_weights, make_model
+from tests.tiny_models import KINDS, tokens
 
 ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 CUBE = "data=2,stage=2,tensor=2"
@@ -104,9 +104,10 @@ EXPERTS = {"mixtral": {"num_local_experts": 4}}
         pytest.param("gpt2", CUBE, False, marks=FULL),
     ],
 )
-def test_gradients_of_all_kinds_of_parameters_are_those_of_one_device(
-    family: str, mesh: str, fsdp: bool
-) -> None:
+def test_gradients_equal_single_device(family: str, mesh: str, fsdp: bool) -> None:
+    """The gradients of every kind of parameter equal one device, and have the sharding of their
+    parameter.
+    """
     model, params = make_model(family, **EXPERTS.get(family, {}))
     many = on_mesh(model, mesh, fsdp)
     expected, found = gradient(model, params), gradient(many, many.shard(params))
@@ -157,7 +158,7 @@ def assert_close_params(
         ),
     ],
 )
-def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
+def test_train_steps_resume_on_another_mesh(
     family: str,
     layers: int,
     meshes: Sequence[tuple[str, bool] | None],
@@ -165,7 +166,9 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Clipped by the norm of all shares, decayed by rank, gradients of two batches added up."""
+    """Interrupted runs resume on another mesh with equal records and weights (clipping, weight
+    decay, two accumulated batches).
+    """
     monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     depth = {"num_hidden_layers": layers, "n_layer": layers}
@@ -198,7 +201,7 @@ def test_steps_are_those_of_one_device_and_go_on_on_another_mesh(
     assert_close_params(unsharded_params(many, found), unsharded_params(model, expected))
 
 
-def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
+def test_training_digest_is_equal_on_every_mesh(tmp_path: Path) -> None:
     found = set()
     for mesh, fsdp in ((None, False), ("data=2,tensor=2", True), (CUBE, False)):
         lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
@@ -223,9 +226,10 @@ def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
         pytest.param("llama", None, False, "stage=2", marks=FULL),
     ],
 )
-def test_adapters_and_what_they_drop_are_those_of_one_device(
+def test_adapter_training_equals_single_device(
     family: str, quantize: str | None, dora: bool, mesh: str
 ) -> None:
+    """LoRA and DoRA steps, with dropout, give the adapters and losses of one device."""
     layers = 2 if "stage" in mesh else 1
     changes = {} if family == "gpt2" else {"num_hidden_layers": layers}
     # Blocks of int4 and nf4 must span whole rows.
@@ -267,9 +271,9 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=FULL)])
-def test_of_a_layer_at_a_time_there_is_more_than_a_part(fsdp: bool) -> None:
-    """The formulas: a state of 1/n, each weight gathered for its product and its gradient, whose
-    parts are summed once; a program for all steps.
+def test_fsdp_communication_and_state_follow_formulas(fsdp: bool) -> None:
+    """The state takes 1/n; each weight is gathered for product and gradient, which is scattered
+    once; one program for all steps.
     """
     layers, matrices = 2, 7
     model, params = make_model(
@@ -304,7 +308,10 @@ def test_of_a_layer_at_a_time_there_is_more_than_a_part(fsdp: bool) -> None:
 
 
 @FULL
-def test_of_whole_weights_there_is_what_a_product_takes() -> None:
+def test_fsdp_holds_few_full_weights() -> None:
+    """With FSDP the step needs less temporary memory than 3/4 of the matrices, without it more than
+    twice them.
+    """
     model, params = make_model("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
     rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
     peaks = []
@@ -320,9 +327,12 @@ def test_of_whole_weights_there_is_what_a_product_takes() -> None:
     assert peaks[1] < matrices * 3 / 4
 
 
-def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
+def test_train_command_runs_on_three_axes(
     run: Command, shallow_demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """train on data, stage and tensor axes writes the unsharded model of one device; missing mesh
+    options are refused.
+    """
     monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     text = tmp_path / "story.txt"
     text.write_text("".join(f"{n}. Once there was a red ball.\n" for n in range(9)), "utf-8")
@@ -342,7 +352,7 @@ def test_the_command_trains_on_three_axes_and_writes_a_whole_model(
     assert (status, "give --mesh data=N" in err) == (1, True), err
 
 
-def test_what_cannot_be_trained_on_a_mesh_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_training_on_mesh_is_refused(tmp_path: Path) -> None:
     model, params = make_model("llama")
     many = on_mesh(model, "data=3")
     with pytest.raises(ConfigError, match=r"4 rows is not divisible by data=3"):

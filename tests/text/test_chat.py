@@ -104,7 +104,7 @@ HI = CONVERSATIONS[0]
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_templates_render_as_in_transformers(
+def test_chat_template_rendering_equals_transformers(
     source: str, messages: list[dict[str, Any]], prompt: bool, tools: Any
 ) -> None:
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -115,7 +115,8 @@ def test_templates_render_as_in_transformers(
     assert template.render(messages, add_generation_prompt=prompt, tools=tools) == expected[0]
 
 
-def test_the_known_formats() -> None:
+def test_chat_template_renders_known_formats() -> None:
+    """ChatML, Zephyr and Llama 2 templates render to the strings written out here."""
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     assert ChatTemplate(CHATML).render(messages) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
@@ -128,9 +129,12 @@ def test_the_known_formats() -> None:
     )
 
 
-def test_the_template_is_found_where_checkpoints_keep_it(
+def test_chat_template_is_found_in_every_file(
     write_json: Callable[[str, Any], Path],
 ) -> None:
+    """The template is read from tokenizer_config.json, by name too, or from chat_template.jinja;
+    tokens also from special_tokens_map.json.
+    """
     named = [
         {"name": "default", "template": "{{ bos_token }}default"},
         {"name": "tool_use", "template": "tools"},
@@ -149,13 +153,13 @@ def test_the_template_is_found_where_checkpoints_keep_it(
         ChatTemplate.from_directory(path, name="rag")
 
 
-def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None:
+def test_missing_chat_template_error_names_searched_files(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=r"chat_template\.jinja.*found none"):
         ChatTemplate.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": 3}', '{"chat_template": [3]}'])
-def test_a_malformed_configuration_is_refused(content: str, tmp_path: Path) -> None:
+def test_malformed_tokenizer_config_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises((CheckpointError, TemplateError), match=r"tokenizer_config\.json"):
         ChatTemplate.from_directory(tmp_path)
@@ -175,13 +179,14 @@ def test_a_malformed_configuration_is_refused(content: str, tmp_path: Path) -> N
         [{"role": "user", "content": [object()]}],
     ],
 )
-def test_messages_of_another_shape_are_refused(messages: Any) -> None:
+def test_render_refuses_malformed_messages(messages: Any) -> None:
     with pytest.raises(TemplateError) as error:
         ChatTemplate(CHATML).render(messages)
     assert "\n" not in str(error.value)
 
 
-def test_content_may_be_parts_and_be_missing_beside_tool_calls() -> None:
+def test_messages_accept_content_parts_and_tool_calls() -> None:
+    """Content may be a list of parts, and may be missing or None in a message with tool calls."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
         {"role": "assistant", "tool_calls": []},
@@ -190,7 +195,8 @@ def test_content_may_be_parts_and_be_missing_beside_tool_calls() -> None:
     assert ChatTemplate("{{ messages[0].content[0].text }}").render(messages) == "hi"
 
 
-def test_variables_are_copied_as_plain_data() -> None:
+def test_template_variables_must_be_plain_data() -> None:
+    """Objects, functions, paths and recursive lists are refused as template variables."""
     loop: list[Any] = []
     loop.append(loop)
     for bad in (object(), loop, {"a": Path()}, len):
@@ -198,7 +204,7 @@ def test_variables_are_copied_as_plain_data() -> None:
             ChatTemplate("").render(HI, tools=bad)
 
 
-def test_what_a_template_says_is_one_line() -> None:
+def test_raise_exception_message_is_one_printable_line() -> None:
     template = ChatTemplate("{{ raise_exception('no\n\x1b[31mway ' ~ 'x' * 9999) }}")
     with pytest.raises(TemplateError, match=r"rejected the messages: no \[31mway x") as error:
         template.render(HI)
@@ -209,7 +215,7 @@ def test_what_a_template_says_is_one_line() -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{", "{{ 1 | no_such_filter }}", "(" * 99 + "{{" + "(" * 9999]
 )
-def test_a_malformed_template_is_refused_when_it_is_made(source: str) -> None:
+def test_malformed_template_is_refused_at_construction(source: str) -> None:
     with pytest.raises(TemplateError, match="malformed chat template"):
         ChatTemplate(source)
 
@@ -233,7 +239,10 @@ def test_a_malformed_template_is_refused_when_it_is_made(source: str) -> None:
         "{{ x.y.z }}",
     ],
 )
-def test_what_is_not_for_templates_is_a_template_error(source: str) -> None:
+def test_unsafe_expressions_raise_template_error(source: str) -> None:
+    """Access to Python internals, mutation, imports and failing expressions raise a printable
+    TemplateError.
+    """
     with pytest.raises(TemplateError) as error:
         ChatTemplate(source).render(HI)
     assert str(error.value).isprintable()
@@ -294,7 +303,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped_on_any_thread(name: str) -> None:
+def test_hostile_template_is_stopped_in_any_thread(name: str) -> None:
+    """Templates with unbounded time, memory or output raise TemplateError in less than 3 seconds of
+    thread time.
+    """
     outcome: list[BaseException | str] = []
     seconds: list[float] = []
 
@@ -312,7 +324,7 @@ def test_a_hostile_template_is_stopped_on_any_thread(name: str) -> None:
     assert isinstance(outcome[0], TemplateError), outcome
 
 
-def test_the_deadline_is_of_the_thread_and_not_of_a_busy_machine() -> None:
+def test_template_deadline_counts_thread_cpu_time() -> None:
     budget = Budget(max_output=1, max_seconds=0.05)
     time.sleep(0.1)  # simulates a busy machine
     budget.check_time()
@@ -321,21 +333,22 @@ def test_the_deadline_is_of_the_thread_and_not_of_a_busy_machine() -> None:
             budget.check_time()
 
 
-def test_the_output_may_be_as_long_as_the_limit_and_no_longer() -> None:
+def test_template_output_limit_is_exact() -> None:
     assert ChatTemplate("{{ 'ab' * 50 }}", max_output=100).render(HI) == "ab" * 50
     for source in ("{{ 'ab' * 50 }}c", "{{ 'ab' * 51 }}", "a" * 101):
         with pytest.raises(TemplateError, match="more than 100 characters"):
             ChatTemplate(source, max_output=100).render(HI)
 
 
-def test_long_conversations_are_well_within_the_limits() -> None:
+def test_long_conversations_render_within_limits() -> None:
+    """800 messages with 4 million characters in total render within the default limits."""
     turn = {"role": "user", "content": "word " * 1000}
     messages = [turn, turn | {"role": "assistant"}] * 400
     for source in (CHATML, ZEPHYR, LLAMA_2):
         assert len(ChatTemplate(source, TOKENS).render(messages)) > 3_990_000
 
 
-def test_templates_are_values() -> None:
+def test_chat_templates_compare_and_hash_by_value() -> None:
     assert ChatTemplate(CHATML, TOKENS) == ChatTemplate(CHATML, TOKENS)
     assert len({ChatTemplate(CHATML), ChatTemplate(CHATML)}) == 1
     assert json.dumps(HI) == '[{"role": "user", "content": "Hi"}]'
@@ -357,7 +370,8 @@ METHOD = "''.join"
         f"{{{{ '{{a}}'.format_map({{'a': {METHOD}}}) }}}}",
     ],
 )  # fmt: skip
-def test_no_template_prints_where_a_function_lies_in_memory(source: str) -> None:
+def test_template_output_never_contains_memory_addresses(source: str) -> None:
+    """Expressions that would print a function or method raise an error without an address."""
     with pytest.raises(TemplateError, match="which is not data") as caught:
         ChatTemplate(source).render([])
     assert "0x" not in str(caught.value)

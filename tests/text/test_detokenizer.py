@@ -36,7 +36,11 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
-def test_the_pieces_of_any_text_are_the_whole(tokenizer: Tokenizer) -> None:
+def test_detokenizer_pieces_join_to_decoded_text(tokenizer: Tokenizer) -> None:
+    """For any text the joined pieces equal decode, without replacement characters, and flush adds
+    nothing.
+    """
+
     @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
@@ -49,7 +53,9 @@ def test_the_pieces_of_any_text_are_the_whole(tokenizer: Tokenizer) -> None:
     check()
 
 
-def test_a_continuation_is_the_rest_of_the_whole(tokenizer: Tokenizer) -> None:
+def test_detokenizer_with_prompt_prints_only_continuation(tokenizer: Tokenizer) -> None:
+    """The decoded prompt plus the printed pieces equal the decoded concatenation."""
+
     @settings(deadline=None)
     @given(TEXTS, TEXTS)
     def check(prompt: str, text: str) -> None:
@@ -62,7 +68,7 @@ def test_a_continuation_is_the_rest_of_the_whole(tokenizer: Tokenizer) -> None:
     check()
 
 
-def test_bytes_of_any_kind_come_out_as_decode_has_them(byte_level: Path) -> None:
+def test_detokenizer_equals_decode_for_random_ids(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
     @settings(deadline=None)
@@ -80,16 +86,21 @@ def byte(tokenizer: Tokenizer, value: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "spm"])
-def test_a_character_appears_with_its_last_byte(name: str, request: pytest.FixtureRequest) -> None:
+def test_detokenizer_emits_character_with_its_last_byte(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
     ids = [byte(tokenizer, value) for value in "é😀".encode()]
     assert pieces(tokenizer, ids) == ["", "é", "", "", "", "😀", ""]
 
 
 @pytest.mark.parametrize("name", ["byte_level", "spm"])
-def test_invalid_bytes_hold_nothing_back_for_ever(
+def test_detokenizer_replaces_invalid_bytes_promptly(
     name: str, request: pytest.FixtureRequest
 ) -> None:
+    """Invalid bytes become replacement characters as soon as they cannot start a valid
+    character.
+    """
     tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
     stray, lead = byte(tokenizer, 0x80), byte(tokenizer, 0xF0)
     assert pieces(tokenizer, [stray] * 3) == ["\ufffd", "\ufffd", "\ufffd", ""]
@@ -98,7 +109,7 @@ def test_invalid_bytes_hold_nothing_back_for_ever(
     assert pieces(tokenizer, [lead, letter]) == ["", "\ufffdx", ""]
 
 
-def test_special_tokens_are_skipped_unless_wanted(spm: Path) -> None:
+def test_detokenizer_skips_special_tokens_by_default(spm: Path) -> None:
     tokenizer = Tokenizer.from_directory(spm)
     ids = tokenizer.encode("the cat", bos=True, eos=True)
     assert "".join(pieces(tokenizer, ids)) == "the cat"
@@ -106,7 +117,7 @@ def test_special_tokens_are_skipped_unless_wanted(spm: Path) -> None:
     assert "".join(map(detokenizer.push, ids)) == tokenizer.decode(ids, skip_special=False)
 
 
-def test_an_unknown_id_is_refused_and_changes_nothing(byte_level: Path) -> None:
+def test_detokenizer_state_survives_refused_id(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     first, second = (byte(tokenizer, value) for value in "é".encode())
     detokenizer = Detokenizer(tokenizer)
@@ -116,7 +127,8 @@ def test_an_unknown_id_is_refused_and_changes_nothing(byte_level: Path) -> None:
     assert detokenizer.push(second) == "é"
 
 
-def test_the_work_per_token_does_not_grow(spm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detokenizer_decodes_at_most_two_ids(spm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost per token is constant: no call decodes more than two ids."""
     tokenizer = Tokenizer.from_directory(spm)
     decode, longest = Tokenizer.decode, 0
 

@@ -250,12 +250,15 @@ def save_tokenizer(template: str, directory: Path) -> Any:
     return tokenizer
 
 
-def test_every_family_has_a_template_here() -> None:
+def test_every_family_has_test_template() -> None:
     assert set(TEMPLATES) >= set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_a_talk_is_what_transformers_makes_of_it(family: str, tmp_path: Path) -> None:
+def test_family_template_rendering_equals_transformers(family: str, tmp_path: Path) -> None:
+    """Every conversation renders as in transformers, and conversations that transformers refuses
+    raise an error.
+    """
     tokenizer = save_tokenizer(TEMPLATES[family], tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     rendered = 0
@@ -287,14 +290,14 @@ def _text(render: Any) -> str | None:
     return text
 
 
-def test_dates_are_todays(tmp_path: Path) -> None:
+def test_strftime_now_gives_current_date(tmp_path: Path) -> None:
     save_tokenizer(GRANITE, tmp_path)
     before = datetime.now()
     text = ChatTemplate.from_directory(tmp_path).render(CONVERSATIONS["a question"])
     assert any(f"Today is {day:%B %d, %Y}" in text for day in (before, datetime.now()))
 
 
-def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
+def test_template_refusals_keep_template_message(tmp_path: Path) -> None:
     save_tokenizer(GEMMA_2, tmp_path)
     ours = ChatTemplate.from_directory(tmp_path)
     with pytest.raises(TemplateError, match="rejected the messages: There is no system role"):
@@ -318,7 +321,7 @@ def test_refusals_say_what_the_template_says(tmp_path: Path) -> None:
         ("{% do messages.append(1) %}", "do"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(source: str, said: str) -> None:
+def test_unsupported_template_features_are_refused_by_name(source: str, said: str) -> None:
     with pytest.raises(TemplateError, match=said) as caught:
         ChatTemplate(source).render(CONVERSATIONS["a question"])
     assert "\n" not in str(caught.value)

@@ -10,9 +10,10 @@ letters = st.text("ab", min_size=1, max_size=4)
 
 
 @given(st.lists(st.text("abc", max_size=3), max_size=12), st.lists(letters, max_size=3))
-def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
-    pieces: list[str], strings: list[str]
-) -> None:
+def test_stop_strings_equal_plain_search(pieces: list[str], strings: list[str]) -> None:
+    """For any split into pieces, the text ends at the piece that completes the first match, just
+    before the earliest match.
+    """
     whole = "".join(pieces)
     stop = StopStrings(strings)
     shown, ended = "", None
@@ -33,7 +34,10 @@ def test_any_cut_of_a_text_ends_where_a_search_finds_the_first(
     assert shown == read[: min(read.find(s) for s in strings if s in read)]
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_stop_strings_hold_back_possible_prefixes() -> None:
+    """Text that may begin a stop string is held back until it is resolved, and flush
+    releases it.
+    """
     stop = StopStrings(["END", "\n\n"])
     assert [stop.push(p) for p in ("one", " E", "N", "x\n", "a", "\n", "\nb")] == [
         "one", " ", "", "ENx", "\na", "", "",
@@ -45,6 +49,6 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
 
 
 @pytest.mark.parametrize("strings", [[""], [3], ["a", None]])
-def test_what_is_no_stop_string_is_refused(strings: list[str]) -> None:
+def test_stop_strings_refuse_invalid_values(strings: list[str]) -> None:
     with pytest.raises(SamplingError, match="stop_strings"):
         StopStrings(strings)

@@ -37,14 +37,14 @@ def added(index: int, content: str, **fields: Any) -> dict[str, Any]:
     return {"id": index, "content": content, "special": True, **FLAGS, **fields}
 
 
-def test_every_byte_has_one_symbol() -> None:
+def test_symbols_to_bytes_inverts_byte_level_alphabet() -> None:
     pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for character in map(chr, range(0x800)):
         [(symbols, _)] = pre_tokenizer.pre_tokenize_str(character)
         assert symbols_to_bytes(symbols) == character.encode()
 
 
-def test_any_text_survives_byte_level_bpe(byte_level: Path) -> None:
+def test_byte_level_bpe_round_trips_any_text(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
     @settings(deadline=None)
@@ -56,7 +56,7 @@ def test_any_text_survives_byte_level_bpe(byte_level: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "mergeable_specials", "spm"])
-def test_no_text_becomes_a_special_token(name: str, request: pytest.FixtureRequest) -> None:
+def test_encode_never_produces_special_tokens(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = Tokenizer.from_directory(request.getfixturevalue(name))
     control = tokenizer.special_ids - {tokenizer.unk_id}
     assert control
@@ -69,7 +69,8 @@ def test_no_text_becomes_a_special_token(name: str, request: pytest.FixtureReque
     check()
 
 
-def test_merges_that_spell_a_special_token_are_not_used(mergeable_specials: Path) -> None:
+def test_encode_ignores_merges_that_spell_special_tokens(mergeable_specials: Path) -> None:
+    """The tokenizers library would merge '<s>' into the bos token; encode does not."""
     raw = tokenizers.Tokenizer.from_file(str(mergeable_specials / "tokenizer.json"))
     raw.encode_special_tokens = True
     tokenizer = Tokenizer.from_directory(mergeable_specials)
@@ -85,16 +86,20 @@ def test_merges_that_spell_a_special_token_are_not_used(mergeable_specials: Path
         {"type": "Unigram", "vocab": [["<", -2.0], ["s", -2.0], [">", -2.0], ["<s>", 0.0]]},
     ],
 )
-def test_vocabularies_that_contain_a_special_token_do_not_find_it_in_text(
+def test_encode_splits_special_tokens_in_vocabulary(
     model: dict[str, Any], write_json: Callable[[str, Any], Path]
 ) -> None:
+    """A special token that is also a vocabulary entry is split in text, and parsed only with
+    parse_special.
+    """
     content = tree([], model=model, added_tokens=[added(3, "<s>")])
     tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", content))
     assert tokenizer.encode("<s>") == [0, 1, 2]
     assert tokenizer.encode("<s>", parse_special=True) == [3]
 
 
-def test_special_tokens_are_added_only_when_asked_for(spm: Path) -> None:
+def test_special_tokens_require_explicit_options(spm: Path) -> None:
+    """bos, eos and parse_special must be requested; decode skips special tokens by default."""
     tokenizer = Tokenizer.from_directory(spm)
     ids = tokenizer.encode("the cat")
     assert tokenizer.encode("the cat", bos=True, eos=True) == [1, *ids, 2]
@@ -104,7 +109,7 @@ def test_special_tokens_are_added_only_when_asked_for(spm: Path) -> None:
     assert tokenizer.encode("<s>the cat</s>", parse_special=True) == [1, *ids, 2]
 
 
-def test_a_token_that_the_tokenizer_lacks_is_refused(write_json: Callable[..., Path]) -> None:
+def test_encode_refuses_missing_bos_and_eos(write_json: Callable[..., Path]) -> None:
     tokenizer = Tokenizer.from_directory(write_json("tokenizer.json", tree({"a": 0})))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (None, None, False)
     with pytest.raises(TokenError, match="has no bos token"):
@@ -113,7 +118,7 @@ def test_a_token_that_the_tokenizer_lacks_is_refused(write_json: Callable[..., P
         tokenizer.encode("a", eos=True)
 
 
-def test_ids_outside_the_vocabulary_are_refused(byte_level: Path) -> None:
+def test_decode_refuses_ids_outside_vocabulary(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     for bad in (-1, tokenizer.vocab_size, 2**40, 1.5, "1", None):
         with pytest.raises(TokenError):
@@ -123,14 +128,14 @@ def test_ids_outside_the_vocabulary_are_refused(byte_level: Path) -> None:
     assert tokenizer.decode(np.array([65], np.int32)) == tokenizer.decode([65])
 
 
-def test_text_that_is_not_unicode_is_refused(byte_level: Path) -> None:
+def test_encode_refuses_invalid_text(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     for bad in ("a\ud800", b"a", None, ["a"]):
         with pytest.raises(TokenError):
             tokenizer.encode(bad)  # type: ignore[arg-type]
 
 
-def test_tokens_and_ids_are_inverse(byte_level: Path) -> None:
+def test_token_and_id_are_inverse(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     assert [tokenizer.id(tokenizer.token(i)) for i in range(tokenizer.vocab_size)] == list(
         range(tokenizer.vocab_size)
@@ -139,7 +144,10 @@ def test_tokens_and_ids_are_inverse(byte_level: Path) -> None:
     assert repr(tokenizer).startswith("Tokenizer('byte_level")
 
 
-def test_nothing_is_cut_padded_or_left_to_chance(write_json: Callable[[str, Any], Path]) -> None:
+def test_encode_ignores_truncation_padding_and_dropout(
+    write_json: Callable[[str, Any], Path],
+) -> None:
+    """Truncation, padding and BPE dropout of tokenizer.json are not applied."""
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
@@ -157,9 +165,12 @@ def test_nothing_is_cut_padded_or_left_to_chance(write_json: Callable[[str, Any]
         ("special_tokens_map.json", {"eos_token": {"content": "<e>", "lstrip": False}}),
     ],
 )
-def test_special_tokens_are_read_in_every_spelling(
+def test_special_tokens_are_read_in_every_format(
     file: str, config: dict[str, Any], write_json: Callable[[str, Any], Path]
 ) -> None:
+    """Names are read as strings or AddedToken objects from both config files; classes named in the
+    config never run.
+    """
     write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2, "<e>": 3}))
     config |= {"auto_map": {"AutoTokenizer": ["evil.Code", None]}, "tokenizer_class": "Evil"}
     tokenizer = Tokenizer.from_directory(write_json(file, config))
@@ -168,7 +179,7 @@ def test_special_tokens_are_read_in_every_spelling(
     assert tokenizer.encode("<e>", parse_special=True) == [3]
 
 
-def test_added_tokens_keep_the_ids_that_the_configuration_gives_them(
+def test_added_tokens_keep_configured_ids(
     write_json: Callable[[str, Any], Path],
 ) -> None:
     write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2}, added_tokens=[added(3, "<e>")]))
@@ -182,7 +193,7 @@ def test_added_tokens_keep_the_ids_that_the_configuration_gives_them(
 
 
 @pytest.mark.parametrize("decoder", [{"3": "<f>"}, {"4": "<e>"}, {"5": "<f>"}])
-def test_a_configuration_that_contradicts_the_vocabulary_is_refused(
+def test_contradictory_added_token_ids_are_refused(
     decoder: dict[str, str], write_json: Callable[[str, Any], Path]
 ) -> None:
     write_json("tokenizer.json", tree({"<": 0, "e": 1, ">": 2}, added_tokens=[added(3, "<e>")]))
@@ -191,9 +202,12 @@ def test_a_configuration_that_contradicts_the_vocabulary_is_refused(
         Tokenizer.from_directory(directory)
 
 
-def test_a_null_token_is_no_token_and_an_unknown_one_has_no_id(
+def test_null_and_unknown_special_tokens_have_no_id(
     write_json: Callable[[str, Any], Path],
 ) -> None:
+    """A special token that is null or not in the vocabulary has the id None; a known
+    one is used.
+    """
     write_json("tokenizer.json", tree({"a": 0, "</s>": 1, "!": 2}))
     config = {"eos_token": None, "bos_token": "<nowhere>", "pad_token": "!"}
     tokenizer = Tokenizer.from_directory(write_json("tokenizer_config.json", config))
@@ -201,7 +215,7 @@ def test_a_null_token_is_no_token_and_an_unknown_one_has_no_id(
     assert tokenizer.decode(tokenizer.encode("a!")) == "a !"
 
 
-def test_gpt2_needs_no_configuration(byte_level: Path) -> None:
+def test_gpt2_files_without_config_define_bos_and_eos(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     assert tokenizer.bos_id == tokenizer.eos_id == tokenizer.id("<|endoftext|>")
     assert not tokenizer.adds_bos
@@ -209,9 +223,12 @@ def test_gpt2_needs_no_configuration(byte_level: Path) -> None:
 
 @pytest.mark.parametrize("says", [None, True, False])
 @pytest.mark.parametrize("nested", [True, False])
-def test_adds_bos_is_the_configuration_s_word_or_else_the_post_processor_s(
+def test_adds_bos_follows_config_then_post_processor(
     says: bool | None, nested: bool, write_json: Callable[[str, Any], Path]
 ) -> None:
+    """adds_bos is add_bos_token if set, otherwise whether the post-processor adds it; encode never
+    adds it by itself.
+    """
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
     template = {
         "type": "TemplateProcessing",
@@ -254,9 +271,10 @@ def test_adds_bos_is_the_configuration_s_word_or_else_the_post_processor_s(
         ("added_tokens.json", b'{"<s>": "3"}'),
     ],
 )
-def test_a_malformed_file_is_refused_by_name(
+def test_malformed_tokenizer_file_is_refused(
     name: str, content: bytes, byte_level: Path, tmp_path: Path
 ) -> None:
+    """Each malformed file raises CheckpointError with the name of the directory."""
     if name not in ("tokenizer.json", "tokenizer.model"):
         shutil.copytree(byte_level, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_bytes(content)
@@ -265,26 +283,26 @@ def test_a_malformed_file_is_refused_by_name(
     assert tmp_path.name in str(error.value)
 
 
-def test_a_fifo_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+def test_fifo_tokenizer_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(CheckpointError, match="not a regular file"):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_an_absent_tokenizer_names_what_was_looked_for(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_names_searched_files(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     assert not has_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json.*merges\.txt.*tokenizer\.model"):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_all_files_of_a_tokenizer_are_listed(byte_level: Path, spm: Path) -> None:
+def test_tokenizer_files_constant_covers_all_files(byte_level: Path, spm: Path) -> None:
     for directory in (byte_level, spm):
         assert has_tokenizer(directory)
         assert {path.name for path in directory.iterdir()} <= set(TOKENIZER_FILES)
 
 
-def test_threads_get_the_serial_answer(byte_level: Path) -> None:
+def test_encode_in_threads_equals_serial(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
     texts = [f"the {i} <|endoftext|> cat" * (i % 7) for i in range(400)]
     serial = [tokenizer.encode(text, parse_special=i % 2 == 0) for i, text in enumerate(texts)]
@@ -295,7 +313,7 @@ def test_threads_get_the_serial_answer(byte_level: Path) -> None:
         assert list(parallel) == serial
 
 
-def test_importing_text_imports_no_array_library() -> None:
+def test_text_package_imports_no_array_library() -> None:
     for path in Path(jaxllm.text.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -304,7 +322,10 @@ def test_importing_text_imports_no_array_library() -> None:
             assert roots.isdisjoint({"jax", "flax", "torch", "transformers", "numpy"}), path
 
 
-def test_the_order_of_the_forms(byte_level: Path, spm: Path, tmp_path: Path) -> None:
+def test_tokenizer_file_precedence(byte_level: Path, spm: Path, tmp_path: Path) -> None:
+    """vocab.json and merges.txt take precedence over tokenizer.model, and
+    tokenizer.json over both.
+    """
     for path in (*byte_level.iterdir(), *spm.iterdir()):
         shutil.copy(path, tmp_path)
     assert Tokenizer.from_directory(tmp_path).id("<|endoftext|>") is not None
@@ -314,9 +335,12 @@ def test_the_order_of_the_forms(byte_level: Path, spm: Path, tmp_path: Path) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_mutilated_tokenizer_json_never_gets_past_a_checkpoint_error(
+def test_mutated_tokenizer_json_raises_only_own_errors(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
+    """Random changes of tokenizer.json load, or raise CheckpointError or TokenError, and nothing
+    else.
+    """
     fields = {"decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}}
     content = tree({"a": 0, "<s>": 1}, added_tokens=[added(1, "<s>")], **fields)
     node, depth = content, data.draw(st.integers(0, 4))

@@ -60,7 +60,7 @@ def transformers() -> Any:
         {"bos_id": -1, "eos_id": 0, "unk_id": 1, "pad_id": 2},
     ],
 )
-def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
+def test_trained_sentencepiece_models_equal_sentencepiece(
     options: dict[str, Any], train_spm: Callable[..., Path]
 ) -> None:
     directory = train_spm(**options)
@@ -69,7 +69,7 @@ def test_a_sentencepiece_model_encodes_as_sentencepiece_does(
 
 # Without the stories' tokenizer.json, which strips more than spaces, unlike its tokenizer.model.
 @pytest.mark.parametrize("form", [*LLAMA.values(), STORIES["tokenizer.model"]])
-def test_real_tokenizers_encode_as_sentencepiece_does(
+def test_published_tokenizers_equal_sentencepiece(
     form: tuple[str, ...], data: Callable[[str], Path], real_form: Form, load: Load
 ) -> None:
     assert_equals_sentencepiece(load(real_form(*form)), data(form[0]))
@@ -107,7 +107,7 @@ def assert_equals_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
         {"treat_whitespace_as_suffix": True},
     ],
 )
-def test_a_sentencepiece_model_that_cannot_be_reproduced_is_refused(
+def test_unsupported_sentencepiece_models_are_refused(
     options: dict[str, Any], train_spm: Callable[..., Path]
 ) -> None:
     with pytest.raises(CheckpointError, match=r"is not supported: .* Add a tokenizer\.json"):
@@ -115,7 +115,9 @@ def test_a_sentencepiece_model_that_cannot_be_reproduced_is_refused(
 
 
 @pytest.mark.parametrize("form", LLAMA.values())
-def test_llama_s_known_ids(form: tuple[str, ...], real_form: Form, load: Load) -> None:
+def test_llama_tokenizer_gives_known_ids(
+    form: tuple[str, ...], real_form: Form, load: Load
+) -> None:
     tokenizer = load(real_form(*form))
     assert tokenizer.encode("Hello world", bos=True) == [1, 15043, 3186]
     assert tokenizer.encode("hi</s>", parse_special=True)[-1] == 2
@@ -125,7 +127,7 @@ def test_llama_s_known_ids(form: tuple[str, ...], real_form: Form, load: Load) -
 
 
 @pytest.mark.parametrize("form", GPT2)
-def test_gpt2_s_known_ids(form: tuple[str, ...], real_form: Form, load: Load) -> None:
+def test_gpt2_tokenizer_gives_known_ids(form: tuple[str, ...], real_form: Form, load: Load) -> None:
     tokenizer = load(real_form(*form))
     assert tokenizer.encode("Hello world") == [15496, 995]
     assert tokenizer.encode("<|endoftext|>", parse_special=True) == [50256]
@@ -135,7 +137,7 @@ def test_gpt2_s_known_ids(form: tuple[str, ...], real_form: Form, load: Load) ->
 
 
 @pytest.mark.parametrize("form", [*LLAMA.values(), *STORIES.values(), *GPT2])
-def test_plain_text_encodes_as_auto_tokenizer_does(
+def test_plain_text_ids_equal_auto_tokenizer(
     form: tuple[str, ...],
     data: Callable[[str], Path],
     real_form: Form,
@@ -156,7 +158,7 @@ def test_plain_text_encodes_as_auto_tokenizer_does(
 
 
 @pytest.mark.parametrize("form", [LLAMA["tokenizer.json"], STORIES["tokenizer.json"], GPT2[0]])
-def test_any_text_encodes_as_transformers_does_from_tokenizer_json(
+def test_any_text_ids_equal_transformers_fast_tokenizer(
     form: tuple[str, ...], real_form: Form, load: Load, transformers: Any
 ) -> None:
     file = str(real_form(*form) / "tokenizer.json")
@@ -174,9 +176,10 @@ def test_any_text_encodes_as_transformers_does_from_tokenizer_json(
 
 
 @pytest.mark.parametrize("forms", [list(LLAMA.values()), GPT2], ids=["llama", "gpt2"])
-def test_all_forms_of_a_tokenizer_agree(
+def test_tokenizer_file_formats_agree(
     forms: list[tuple[str, ...]], real_form: Form, load: Load
 ) -> None:
+    """Every file format of the same tokenizer gives equal ids and decoded texts."""
     one, other = (load(real_form(*form)) for form in forms)
 
     @settings(deadline=None)

@@ -30,9 +30,10 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_run_is_reported_drawn_and_kept_until_it_is_written(
-    run: Run, text: Path, tmp_path: Path
-) -> None:
+def test_train_full_writes_model_report_and_plot(run: Run, text: Path, tmp_path: Path) -> None:
+    """The run writes the model, a JSON report and a plot, removes its resume state, trains only the
+    chosen parameters, and refuses to overwrite.
+    """
     out, report, plot = (tmp_path / name for name in ("out", "report.json", "losses.png"))
     arguments = ("train", "full", "demo:llama", out, "--data", text, *SMALL, "--only", "norm")
     status, message, err = run(*arguments, "--report", report, "--plot", plot, "--sample", "One")
@@ -53,9 +54,12 @@ def test_a_run_is_reported_drawn_and_kept_until_it_is_written(
     assert (status, f"{out} already holds" in err) == (1, True), err
 
 
-def test_an_adapter_goes_on_after_a_prefix_and_from_another(
+def test_train_lora_accepts_prefix_and_existing_adapter(
     run: Run, text: Path, tmp_path: Path
 ) -> None:
+    """An adapter trains after a prefix on a quantized base, and a second run continues from it with
+    its rank and DoRA.
+    """
     prefix = tmp_path / "prefix.txt"
     prefix.write_text("Once upon a time")
     arguments = ("train", "lora", "demo:llama", tmp_path / "a", "--data", text, *SMALL)
@@ -83,7 +87,7 @@ def test_an_adapter_goes_on_after_a_prefix_and_from_another(
     assert (status, "exceed the model's context of 512" in err) == (1, True), err
 
 
-def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> None:
+def test_train_prompt_writes_reusable_cache_file(run: Run, text: Path, tmp_path: Path) -> None:
     file, begin = tmp_path / "prompt.cache", "Once upon a time"
     arguments = ("train", "prompt", "demo:llama", file, "--data", text, *SMALL, "--begin", begin)
     status, _, err = run(*arguments, "--dtype", "float32")
@@ -106,7 +110,7 @@ def test_a_prompt_becomes_a_cache_file(run: Run, text: Path, tmp_path: Path) -> 
         ("x", ("--keep-zeros",), "no zeros to keep"),
     ],
 )
-def test_bad_input_is_one_clear_line(
+def test_train_bad_data_gives_one_line_error(
     content: str, arguments: tuple[object, ...], message: str, run: Run, text: Path, tmp_path: Path
 ) -> None:
     file = text
@@ -163,10 +167,12 @@ INVALID = (
 )
 
 
-def test_options_are_checked_before_weights_are_read(
+def test_train_validates_options_before_loading_weights(
     run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And before data are encoded; old names are answered with the new ones."""
+    """Every invalid option gives one line on stderr before weights are read; renamed options name
+    their new spelling.
+    """
 
     def load(*_: object, **__: object) -> None:
         raise AssertionError("weights were read")
@@ -181,8 +187,10 @@ def test_options_are_checked_before_weights_are_read(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Path) -> None:
-    """By a regex with exceptions, of other ranks and alphas: what PEFT itself attaches."""
+def test_train_lora_targets_match_peft(run: Run, text: Path, tmp_path: Path) -> None:
+    """A regex with exclusions, rank and alpha patterns adapts the modules, with the ranks and
+    scales, that PEFT does.
+    """
     out, regex, skip = tmp_path / "out", r".*\.(q|v|down)_proj", r".*\.0\..*v_proj"
     status, _, err = run(
         "train", "lora", "demo:llama", out, "--data", text, "--length", 16, "--batch-size", 1,
@@ -201,7 +209,7 @@ def test_an_adapter_is_chosen_by_pefts_rules(run: Run, text: Path, tmp_path: Pat
     assert names == {*scales(expected)}
 
 
-def test_names_of_modules_and_layers_are_read() -> None:
+def test_parse_modules_and_layers_reads_lists() -> None:
     assert parse_modules("", ["q_proj,v_proj", "mlp.up_proj"]) == [
         "q_proj",
         "v_proj",
@@ -225,8 +233,10 @@ def scales(config: LoraConfig) -> dict[str, tuple[int, float]]:
     }
 
 
-def test_a_finished_run_is_prolonged(run: Run, text: Path, tmp_path: Path) -> None:
-    """--keep-state and --resume; at a rate of 0 nothing moves; a step's checkpoint is a result."""
+def test_train_resume_extends_finished_run(run: Run, text: Path, tmp_path: Path) -> None:
+    """--keep-state and --resume extend a run; lr 0 changes nothing; --save-steps writes a usable
+    result; changed options are refused.
+    """
     out, report = tmp_path / "out", tmp_path / "report.json"
     common = ("train", "lora", "demo:llama", out, "--data", text, "-r", 2, "--report", report)
     common = (*common, "--target-modules", "q_proj", "--length", 16, "--batch-size", 1, "--lr", 0)
@@ -256,7 +266,7 @@ def _names(content: bytes, part: str) -> list[str]:
     return [name for name in safetensors.numpy.load(content) if part in name]
 
 
-def test_an_adapter_that_is_not_there_is_refused(run: Run, text: Path, tmp_path: Path) -> None:
+def test_train_lora_refuses_missing_adapter(run: Run, text: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("train", "lora", "demo:llama", out, "--data", text, *SMALL)
     status, _, err = run(*arguments, "--adapter", tmp_path)

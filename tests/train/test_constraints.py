@@ -25,7 +25,7 @@ from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.low_rank import LowRankWeight
 from jaxllm.weights.types.sparse import to_sparse
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 KEY = jax.random.key(0)
 LINEAR = re.compile(r"\.c_\w+\.weight$")  # GPT-2, which compiles quickly
@@ -92,8 +92,10 @@ def zeros(params: Params) -> dict[str, np.ndarray]:
     return {p: np.asarray(x) == 0 for p, x in flatten(params) if LINEAR.search(p)}
 
 
-def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
-    """AdamW with momentum and decay moves every weight; without the constraint no zero is left."""
+def test_keep_zeros_recovers_loss_and_keeps_mask() -> None:
+    """AdamW with momentum and decay would move every weight; with the constraint the zeros stay and
+    the loss falls.
+    """
     model, params = pruned_model()
     constraint = keep_zeros(partition(params)[0])
     assert set(constraint.paths) == zeros(params).keys()
@@ -108,8 +110,10 @@ def test_a_pruned_model_recovers_and_its_zeros_stay() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
-def test_sparse_leaves_train_in_their_values_alone(pattern: str) -> None:
-    """As the same matrix does with zeros that are kept: the same losses, the same weights."""
+def test_sparse_weight_training_equals_dense_with_zeros(pattern: str) -> None:
+    """Training the stored values gives the losses and weights of the dense matrix with
+    fixed zeros.
+    """
     dense = prune_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4)))
     sparse = to_sparse(dense, pattern)
     found, losses = regress(sparse)
@@ -122,9 +126,7 @@ def test_sparse_leaves_train_in_their_values_alone(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["2:4", "bitmap"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_with_sparse_values_have_the_dense_products_gradient(
-    pattern: str, dtype: str
-) -> None:
+def test_sparse_linear_gradient_equals_dense(pattern: str, dtype: str) -> None:
     """d(sum of y * c)/dW = c^T x, where there are weights."""
     dense = prune_magnitude(rng_array(24, 40), Sparsity(0.5, (2, 4))).astype(dtype)
     leaf, x, c = to_sparse(dense, pattern), rng_array(5, 40, seed=1), rng_array(5, 24, seed=2)
@@ -139,7 +141,7 @@ def test_products_with_sparse_values_have_the_dense_products_gradient(
     np.testing.assert_allclose(found, expected_weight, atol=1e-5 if dtype == "float32" else 0.06)
 
 
-def test_integers_are_refused_by_name() -> None:
+def test_partition_refuses_trainable_sparse_integers() -> None:
     _, params = pruned_model()
     integers = quantize(params, [(r".*c_attn\.weight", "int8-bitmap")])
     with pytest.raises(ConfigError, match=r"h\.0\.attn\.c_attn\.weight is int8-bitmap"):
@@ -148,8 +150,8 @@ def test_integers_are_refused_by_name() -> None:
     assert not any("c_attn.weight" in path for path in trained)
 
 
-def test_factors_of_low_rank_train_and_stay_factors() -> None:
-    """As the same two factors of a plain product do, by hand: gradients y'x through each."""
+def test_low_rank_training_equals_manual_gradient_descent() -> None:
+    """Losses equal gradient descent on both factors by hand, and the weight stays factored."""
     factors = LowRankWeight(rng_array(24, 6) * 0.3, rng_array(6, 40, seed=1) * 0.3)
     trained, _ = partition({"w": {"weight": factors}})
     assert trained.keys() == {f"{WEIGHT}.left", f"{WEIGHT}.right"}
@@ -169,8 +171,10 @@ def test_factors_of_low_rank_train_and_stay_factors() -> None:
 
 
 @pytest.mark.parametrize("pattern", [None, (2, 4)])
-def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int] | None) -> None:
-    """The closed form of Zhu and Gupta; what is pruned each time, by sorting magnitudes."""
+def test_prune_gradually_follows_published_schedule(pattern: tuple[int, int] | None) -> None:
+    """The fraction follows the closed form of Zhu and Gupta; the pruned set is the one found by
+    sorting magnitudes.
+    """
     weight = rng_array(6, 24)
     last = 0.5 if pattern else 0.8
     prune = PruneGradually(paths=("w",), sparsity=Sparsity(last, pattern), begin=2, end=11, every=3)
@@ -205,7 +209,8 @@ def test_gradual_pruning_follows_the_published_schedule(pattern: tuple[int, int]
     )
 
 
-def test_the_last_pruning_comes_at_the_end_though_it_is_no_multiple() -> None:
+def test_prune_gradually_reaches_final_sparsity_at_end() -> None:
+    """The last pruning happens at the end step, even if it is no multiple of the interval."""
     prune = PruneGradually(paths=("w",), sparsity=Sparsity(0.75), begin=0, end=5, every=2)
     apply, now = jax.jit(prune), {"w": rng_array(4, 20)}
     for step, share in ((4, 0.75 * (1 - (1 - 4 / 5) ** 3)), (5, 0.75)):
@@ -213,7 +218,8 @@ def test_the_last_pruning_comes_at_the_end_though_it_is_no_multiple() -> None:
         assert int((now["w"] == 0).sum()) == int(80 * share)
 
 
-def test_a_matrix_is_pruned_while_it_learns() -> None:
+def test_prune_gradually_during_training_gives_2_4_pattern() -> None:
+    """The trained weight has the 2:4 pattern and the loss falls after the last pruning."""
     weight = rng_array(24, 40)
     trained, _ = partition({"w": {"weight": weight}})
     prune = prune_gradually(trained, "2:4", begin=1, end=6, every=2)
@@ -223,7 +229,7 @@ def test_a_matrix_is_pruned_while_it_learns() -> None:
     np.testing.assert_array_equal(to_sparse(found, "2:4").to_dense(), found)
 
 
-def test_bad_input_is_one_clear_line() -> None:
+def test_constraints_refuse_invalid_input() -> None:
     _, params = random_model("llama", **SHAPES)
     trained, _ = partition(params)
     steps = {"begin": 0, "end": 4, "every": 2}

@@ -52,7 +52,10 @@ def jax_leaves(rows: Rows) -> list[Any]:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_every_token_but_the_first_of_a_document_is_a_label_once(pack: bool) -> None:
+def test_dataset_labels_every_token_once_per_epoch(pack: bool) -> None:
+    """Every token except the first of its document is a label exactly once per epoch, packed or
+    not.
+    """
     texts = documents(37, 19)
     data = Dataset(from_ids(texts), width=18, batch_size=3, seed=5, pack=pack)
     expected = sorted((int(a), int(b)) for ids in texts for a, b in pairwise(ids))
@@ -62,7 +65,8 @@ def test_every_token_but_the_first_of_a_document_is_a_label_once(pack: bool) -> 
     assert sorted(read) == sorted(ids.tolist() for ids in texts)
 
 
-def test_padding_is_nothing() -> None:
+def test_dataset_padding_values() -> None:
+    """Padding has token 0, label -100, position -1 and document -1."""
     rows = Dataset(from_ids([[7, 8, 9]]), width=5, batch_size=2).batch(0)
     assert rows.token_BT.tolist() == [[7, 8, 0, 0, 0], [0] * 5]
     assert rows.label_BT.tolist() == [[8, 9, -100, -100, -100], [-100] * 5]
@@ -71,13 +75,16 @@ def test_padding_is_nothing() -> None:
     assert {x.dtype.name for x in jax_leaves(rows)} == {"int32"}
 
 
-def test_a_prompt_is_read_and_not_learned() -> None:
+def test_dataset_ignores_prompt_labels() -> None:
     rows = Dataset(from_examples([prompted(2, 3, first=10)]), width=4).batch(0)
     assert rows.token_BT.tolist() == [[10, 11, 12, 13]]
     assert rows.label_BT.tolist() == [[-100, 12, 13, 14]]
 
 
-def test_batches_come_again_and_epochs_differ() -> None:
+def test_dataset_batches_are_reproducible_and_epochs_differ() -> None:
+    """Batches and digest depend only on the data and the seed, and every epoch has
+    another order.
+    """
     texts = documents(40, 9)
     one, two = (Dataset(from_ids(texts), width=8, batch_size=4, seed=s) for s in (1, 2))
     again = Dataset(from_ids(texts), width=8, batch_size=4, seed=1)
@@ -93,7 +100,7 @@ def test_batches_come_again_and_epochs_differ() -> None:
     assert one.digest != Dataset(from_ids(texts[1:]), width=8, batch_size=4, seed=1).digest
 
 
-def test_a_long_text_goes_on_in_further_rows() -> None:
+def test_dataset_splits_long_text_over_rows() -> None:
     data = Dataset(from_ids([range(100, 111)]), width=4, pack=False)
     read = sorted(ids for n in range(len(data)) for ids in read_back(data.batch(n)))
     assert read == [[100, 101, 102, 103, 104], [104, 105, 106, 107, 108], [108, 109, 110]]
@@ -101,7 +108,7 @@ def test_a_long_text_goes_on_in_further_rows() -> None:
     assert data.facts["cut"] == 0
 
 
-def test_a_long_prompt_loses_its_beginning_but_not_its_bos() -> None:
+def test_long_left_truncates_prompt_and_keeps_bos() -> None:
     examples = from_examples(
         [prompted(9, 2, first=20), prompted(3, 9, first=40)], long="left", bos=1
     )
@@ -113,7 +120,8 @@ def test_a_long_prompt_loses_its_beginning_but_not_its_bos() -> None:
     assert data.facts["cut"] == 2
 
 
-def test_a_long_conversation_loses_its_end() -> None:
+def test_long_right_truncates_conversation_end() -> None:
+    """Truncation on the right drops an example if none of its learned tokens is left."""
     late = prompted(9, 2, first=60)  # no learned token is left
     examples = from_examples([prompted(2, 9, first=20), late], long="right")
     data = Dataset(examples, width=4)
@@ -122,9 +130,9 @@ def test_a_long_conversation_loses_its_end() -> None:
     assert (data.facts["cut"], data.facts["dropped"]) == (2, 1)
 
 
-def test_best_fit_takes_few_rows() -> None:
-    """No more than the bound of best-fit decreasing, 11/9 of the optimum and 6/9 of a row more
-    (Dosa 2007); here the optimum is known, for rows were broken into these pieces.
+def test_best_fit_row_count_is_within_bound() -> None:
+    """At most 11/9 of the optimum plus 6/9 of a row (Dosa 2007); the optimum is known, because full
+    rows were split into the pieces.
     """
     rng, width, rows = np.random.default_rng(3), 64, 50
     lengths: list[int] = []
@@ -138,8 +146,10 @@ def test_best_fit_takes_few_rows() -> None:
     assert rows <= len(packed) <= rows * 11 / 9 + 6 / 9
 
 
-def test_best_fit_leaves_the_least_room() -> None:
-    """By hand: 6 and 5 open rows of 8, 3 goes to the one where nothing is left, 2 to the other."""
+def test_best_fit_chooses_fullest_fitting_row() -> None:
+    """By hand, with rows of 8: after 6 and 5, the 3 fills the row with 5, and the 2
+    the row with 6.
+    """
     packed = best_fit(np.array([3, 6, 5, 2]), 8, seed=0)
     assert sorted(sorted(row.tolist()) for row in packed) == [[0, 2], [1, 3]]
 
@@ -177,7 +187,9 @@ def nothing_learned() -> Examples:
         (lambda: Dataset(from_ids([[1, 2]]), 8).batch(-1), ConfigError, "batch must"),
     ],
 )
-def test_bad_input_is_one_clear_line(make: Any, error: type[Exception], said: str) -> None:
+def test_dataset_refuses_invalid_input_in_one_line(
+    make: Any, error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said) as caught:
         make()
     assert "\n" not in str(caught.value)

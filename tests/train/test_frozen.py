@@ -14,8 +14,8 @@ from jaxllm.train.partition import combine, partition
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
+from tests.tiny_models import random_model
 from tests.train.test_step import BATCHES, KEY
-from tests.twins import random_model
 
 ADAPTERS = ((r".*\.weight\.(a|b)", True),)
 
@@ -23,7 +23,10 @@ ADAPTERS = ((r".*\.weight\.(a|b)", True),)
 @pytest.mark.parametrize(
     ("dtype", "format"), [("float32", None), ("float32", "nf4"), ("bfloat16", "int4")]
 )
-def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | None) -> None:
+def test_frozen_weights_keep_loss_and_gradients(dtype: str, format: str | None) -> None:
+    """With frozen dense, nf4 or int4 weights, the loss is identical and the adapter gradients equal
+    those without freezing.
+    """
     model, params = random_model("llama", num_hidden_layers=1)
     precision = Precision.uniform(dtype)
     model, params = model.clone(precision=precision), cast(params, precision)
@@ -53,7 +56,8 @@ def test_gradients_are_those_of_what_they_stand_for(dtype: str, format: str | No
         np.testing.assert_allclose(found[1][path], gradient, atol=near * scale, err_msg=path)
 
 
-def test_what_is_trained_is_not_frozen() -> None:
+def test_freeze_params_skips_trained_and_small_weights() -> None:
+    """Trained weights and norms stay as they are; every other matrix becomes a FrozenWeight."""
     _, params = random_model("llama", num_hidden_layers=1)
     _, rest = partition(params, ((r"layers\.0\.mlp", True),))
     kinds = {path: isinstance(leaf, FrozenWeight) for path, leaf in flatten(freeze_params(rest))}

@@ -18,8 +18,10 @@ from jaxllm.weights.paths import flatten
 from tests.train.test_command import STORY
 
 
-def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
-    """And it does not decay, though it be a matrix."""
+def test_optimizer_rates_equal_torch_parameter_groups() -> None:
+    """A parameter group with its own learning rate equals AdamW in torch and has no weight decay,
+    even for a matrix.
+    """
     rng = np.random.default_rng(0)
     names = ("w", "a.gate", "b.gate")
     start = {name: rng.standard_normal((2, 3)).astype(np.float32) for name in names}
@@ -48,9 +50,12 @@ def test_a_rate_of_its_own_equals_torchs_group_with_that_rate() -> None:
         Optimizer(steps=1, rates=(("gate", -1.0),))
 
 
-def test_the_commands_make_a_model_with_a_memory_and_train_its_gates(
+def test_infini_command_and_training_of_memory_gates(
     run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """jaxllm infini converts a model, and train full with --no-pack moves the gates at their own
+    rate of 0.01 and all else at --lr.
+    """
     monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     base, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
     lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]

@@ -25,7 +25,7 @@ from jaxllm.train.optimizer import SCHEDULES, Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import flatten
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 STEPS = 6
 
@@ -65,7 +65,10 @@ def bits(params: Any) -> dict[str, bytes]:
     return {path: np.asarray(x).tobytes() for path, x in flatten(params)}
 
 
-def test_a_run_learns_and_leaves_what_it_was_given() -> None:
+def test_train_lowers_validation_loss_and_keeps_inputs() -> None:
+    """Training leaves the given parameters unchanged, records every step, evaluates as planned and
+    lowers the validation loss.
+    """
     before = bits(PARAMS)
     found = run(eval_data=Texts(), plan=TrainPlan(steps=STEPS, eval_steps=4))
     assert bits(PARAMS) == before
@@ -77,9 +80,12 @@ def test_a_run_learns_and_leaves_what_it_was_given() -> None:
     assert found.best is None
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(
+def test_train_resumes_bit_identically_after_interruptions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """After three interruptions, the resumed run has the parameters and records of an uninterrupted
+    one.
+    """
     whole = run()
     monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
@@ -107,7 +113,10 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(
     assert again.records == whole.records
 
 
-def test_the_state_of_another_run_is_refused_and_stays(tmp_path: Path) -> None:
+def test_train_refuses_state_of_different_run(tmp_path: Path) -> None:
+    """A changed optimizer, seed, validation set or shorter plan is refused, and the stored state is
+    unchanged.
+    """
     run(tmp_path)
     stored = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     other = dataclasses.replace(SETUP.optimizer, weight_decay=0.5)
@@ -134,8 +143,10 @@ def train_manually(*phases: tuple[int, Optimizer]) -> dict[str, bytes]:
     return bits(combine(state.trained, rest))
 
 
-def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
-    """It is the steps done, then steps of the new optimizer at their own numbers, bit for bit."""
+def test_extended_run_follows_new_schedule(tmp_path: Path) -> None:
+    """It equals the finished steps followed by steps of the new optimizer at their own step
+    numbers, bit for bit.
+    """
     run(tmp_path, eval_data=Texts())
     longer, messages = Optimizer(steps=9, lr=0.01), list[str]()
     found = run(
@@ -150,11 +161,11 @@ def test_a_prolonged_run_takes_the_new_schedule(tmp_path: Path) -> None:
     assert [r.step for r in found.records if r.held_out is not None] == [6, 8, 9]
 
 
-def test_a_lower_rate_continues_after_divergence(
+def test_lower_learning_rate_continues_after_divergence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the last state that a step was finite from: of the one before the step that was not,
-    no rate makes another.
+    """The saved state is the last one from which a step was finite, since no rate rescues a later
+    one; without one, nothing is saved.
     """
     monkeypatch.setitem(SCHEDULES, "late", lambda done: jnp.where(done < 0.5, 0.0, 1.0))
     wild, calm = (
@@ -178,8 +189,10 @@ def test_a_lower_rate_continues_after_divergence(
     assert bits(found.params) == train_manually((3, wild), (STEPS, calm))
 
 
-def test_checkpoints_are_of_their_steps() -> None:
-    """What is handed over at a step are the parameters of a run that ends there."""
+def test_checkpoints_hold_parameters_of_their_step() -> None:
+    """The parameters passed to the checkpoint callback are those of a run that ends at
+    that step.
+    """
     found: dict[int, dict[str, bytes]] = {}
 
     def checkpoint(params: Any, step: int) -> None:
@@ -190,7 +203,7 @@ def test_checkpoints_are_of_their_steps() -> None:
     assert found[4] == train_manually((4, SETUP.optimizer))
 
 
-def test_patience_ends_a_run_whose_result_is_the_best() -> None:
+def test_patience_stops_run_and_returns_best() -> None:
     setup = SETUP._replace(optimizer=Optimizer(steps=40, lr=0.05, schedule="constant"))
     plan = TrainPlan(steps=40, eval_steps=2, patience=2)
     found = run(setup=setup, plan=plan, eval_data=Texts(seed=100))
@@ -202,9 +215,10 @@ def test_patience_ends_a_run_whose_result_is_the_best() -> None:
     assert bits(until.params) == bits(found.params)
 
 
-def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
+def test_failed_state_write_keeps_previous_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A failed write raises an error, and the run resumes from the previous state."""
     monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     calls: list[int] = []
@@ -225,7 +239,7 @@ def test_a_state_that_cannot_be_kept_is_said_and_the_last_one_stays(
     assert messages[0] == "resuming after step 2 of 6"
 
 
-def test_bad_plans_are_refused() -> None:
+def test_train_plan_refuses_invalid_values() -> None:
     for wrong in (0, 1.5, True, "3", None, 1 << 40):
         for name in ("steps", "gradient_accumulation_steps"):
             with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 "):
@@ -241,9 +255,9 @@ def test_bad_plans_are_refused() -> None:
 
 
 @pytest.mark.full
-def test_a_run_killed_ten_times_at_random_moments_ends_bit_equal(tmp_path: Path) -> None:
-    """Each time in a process of its own, by SIGKILL."""
-    program = [sys.executable, "-m", "tests.train.killed", str(tmp_path)]
+def test_train_survives_ten_random_kills_bit_identically(tmp_path: Path) -> None:
+    """Each run is a separate process killed by SIGKILL at a random moment."""
+    program = [sys.executable, "-m", "tests.train.slow_run", str(tmp_path)]
     whole = subprocess.run([*program, "whole"], check=True, capture_output=True, text=True).stdout
     rng, kills = Random(0), 0
     while kills < 10:

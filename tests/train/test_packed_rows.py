@@ -14,7 +14,7 @@ from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 from jaxllm.weights.paths import Params, flatten
-from tests.twins import Twin, assert_close, load_twin, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, save_random, tokens
 
 LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns with padding in both
 WIDTH = 12
@@ -58,10 +58,8 @@ def torch_loss(twin: Twin, example: Example) -> Any:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
-def test_packed_rows_have_the_losses_and_gradients_of_each_document_alone(
-    family: str, tmp_path: Path
-) -> None:
-    """mistral: llama with a sliding window, which begins anew in each document."""
+def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_path: Path) -> None:
+    """mistral is a llama with a sliding window, which starts anew in each document."""
     changes = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1, "sliding_window": 3}
     save_random(tmp_path, family, **changes)
     twin, documents = load_twin(tmp_path), examples()

@@ -17,9 +17,12 @@ from tests.conftest import Run
 TEXT = "Lily saw a red ball. Her cat Max ran to the ball and she laughed. " * 12
 
 
-def test_a_model_is_trained_for_integers_and_written_as_them(
+def test_train_qat_writes_integer_checkpoint(
     run: Run, shallow: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """The result has the formats of the rules and records its recipe; a non-integer format is
+    refused.
+    """
     (tmp_path / "text.txt").write_text(TEXT)
     rules = [[r"layers\.0\.mlp\..*", "int3-g32"], [r"layers\.1\.mlp\.up_proj", "int8"]]
     (tmp_path / "rules.json").write_text(json.dumps(rules))
@@ -47,7 +50,7 @@ def test_a_model_is_trained_for_integers_and_written_as_them(
     assert not (tmp_path / "x").exists()
 
 
-def test_steps_of_inputs_begin_with_observed_ones(shallow: Callable[[str], Path]) -> None:
+def test_qat_refuses_input_scales_without_observed_ranges(shallow: Callable[[str], Path]) -> None:
     lm = jaxllm.load(shallow("llama"), dtype="float32")
     with pytest.raises(ConfigError, match="needs observed input ranges"):
         qat(lm, "int8", learn_input_scales=True)

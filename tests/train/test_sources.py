@@ -53,7 +53,7 @@ def full_text(examples: Examples, number: int = 0) -> str:
     return TOKENIZER.decode(examples[number].token_T.tolist(), skip_special=False)
 
 
-def test_lines_of_text_begin_and_end(tmp_path: Path) -> None:
+def test_text_lines_get_bos_and_eos(tmp_path: Path) -> None:
     file = write_lines(tmp_path, {"text": "One day"}, {"text": "The end.", "id": 3})
     examples = read_examples(file, ENCODER)
     assert [full_text(examples, n) for n in range(2)] == [
@@ -67,7 +67,7 @@ def test_lines_of_text_begin_and_end(tmp_path: Path) -> None:
     assert (again.token_N == examples.token_N).all()
 
 
-def test_a_completion_is_learned_and_its_prompt_is_not(tmp_path: Path) -> None:
+def test_only_completion_tokens_are_learned(tmp_path: Path) -> None:
     file = write_lines(tmp_path, {"prompt": "One day,", "completion": " Lily went home."})
     examples = read_examples(file, ENCODER)
     assert learned_text(examples) == " Lily went home.<|eos|>"
@@ -75,16 +75,18 @@ def test_a_completion_is_learned_and_its_prompt_is_not(tmp_path: Path) -> None:
     assert (examples.long, examples.bos, examples.source["joined"]) == ("left", BOS, 0)
 
 
-def test_a_token_of_prompt_and_completion_is_learned(tmp_path: Path) -> None:
-    """As lm-evaluation-harness moves the space at a prompt's end into what follows."""
+def test_token_spanning_prompt_and_completion_is_learned(tmp_path: Path) -> None:
+    """As in lm-evaluation-harness, a space at the end of a prompt moves into the completion."""
     file = write_lines(tmp_path, {"prompt": "One day, ", "completion": "Lily went home."})
     examples = read_examples(file, ENCODER)
     assert learned_text(examples) == " Lily went home.<|eos|>"
     assert examples.source["joined"] == 1
 
 
-def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path) -> None:
-    """transformers reads them from `generation` in the template; ours takes any template."""
+def test_assistant_mask_equals_transformers(tmp_path: Path) -> None:
+    """transformers reads the mask from `generation` blocks in the template; ours works with any
+    template.
+    """
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(DEMO_DIR / "llama" / "tokenizer.json"),
         bos_token="<|bos|>",
@@ -99,7 +101,7 @@ def test_the_assistants_tokens_are_those_that_transformers_marks(tmp_path: Path)
     assert examples.long == "right"
 
 
-def test_white_space_after_a_turn_is_not_learned() -> None:
+def test_whitespace_after_assistant_turn_is_not_learned() -> None:
     chatml = ChatTemplate(
         "{% for m in messages %}{{ m.role + '\n' + m.content + '<|eos|>\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant\n' }}{% endif %}"
@@ -110,7 +112,7 @@ def test_white_space_after_a_turn_is_not_learned() -> None:
     assert TOKENIZER.decode(ids, skip_special=False) == "".join(said)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_template_that_rewrites_earlier_turns_is_refused() -> None:
     forgetful = ChatTemplate(
         "{% for m in messages %}{{ m.content if loop.last else m.content[:4] }}{% endfor %}"
     )
@@ -120,7 +122,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
     assert assistant_spans(forgetful, last)[1] == [(0, len(last[0]["content"]))]
 
 
-def test_tools_reach_the_template(tmp_path: Path) -> None:
+def test_tools_reach_chat_template(tmp_path: Path) -> None:
     with_tools = ChatTemplate(
         "{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -131,7 +133,7 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     assert learned_text(ended) == learned_text(examples) + "<|eos|>"
 
 
-def test_tokens_come_with_labels(tmp_path: Path) -> None:
+def test_token_lines_use_given_labels(tmp_path: Path) -> None:
     file = write_lines(
         tmp_path, {"tokens": [5, 6, 7], "labels": [IGNORED, IGNORED, 7]}, {"tokens": [8, 9]}
     )
@@ -143,7 +145,7 @@ def test_tokens_come_with_labels(tmp_path: Path) -> None:
     ]
 
 
-def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
+def test_text_and_wikitext_files_are_single_examples(tmp_path: Path) -> None:
     text = "One day, Lily went home.\n\nThe end.\n"
     (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     ids = [BOS, *TOKENIZER.encode(text), EOS]
@@ -159,8 +161,10 @@ def test_a_text_file_and_wikitext_are_one_text_each(tmp_path: Path) -> None:
         assert (len(examples), examples.source["kind"]) == (1, "wikitext")
 
 
-def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces end with a line, where this tokenizer's tokens end too."""
+def test_large_text_is_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces end at line ends, where the tokens of this tokenizer end too, so that no token is
+    lost.
+    """
     monkeypatch.setattr("jaxllm.data.chunking.MAX_PIECE_BYTES", 64)
     monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
     text = "".join(f"Line {n} of a story.\n" for n in range(40))
@@ -171,10 +175,12 @@ def test_a_large_text_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     assert data.tokens == len(examples.token_N) - 1
 
 
-def test_a_long_line_is_encoded_as_a_text_file(
+def test_long_jsonl_text_is_encoded_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces of bounded size, whatever its length; what cannot be cut so is refused."""
+    """A long text is encoded in pieces of bounded size, like a text file; long completions and
+    conversations are refused.
+    """
     text = "".join(f"Line {n} of a story.\n" for n in range(40))
     (tmp_path / "story.txt").write_text(text)
     sizes = list[int]()
@@ -202,7 +208,7 @@ def test_a_long_line_is_encoded_as_a_text_file(
             read_examples(write_lines(tmp_path, line), ENCODER)
 
 
-def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
+def test_same_file_gives_same_digest_and_batches(tmp_path: Path) -> None:
     file = write_lines(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
     one, two = (Dataset(read_examples(file, ENCODER), width=12) for _ in range(2))
     assert one.digest == two.digest
@@ -229,13 +235,15 @@ def test_the_same_file_gives_the_same_data(tmp_path: Path) -> None:
         ([], "no data to train on: all lines of .*data.jsonl are blank"),
     ],
 )
-def test_what_is_wrong_in_a_line_is_said(tmp_path: Path, lines: list[Any], said: str) -> None:
+def test_invalid_lines_are_refused_with_line_number(
+    tmp_path: Path, lines: list[Any], said: str
+) -> None:
     with pytest.raises(JaxllmError, match=said) as caught:
         read_examples(write_lines(tmp_path, *lines), ENCODER)
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     for content, error, said in (
         (b'{"text": "a"}\n{', TokenError, "line 2 is not valid JSON"),
@@ -256,7 +264,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
         read_examples(tmp_path / "none.txt", ENCODER)
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_template_or_tokenizer_is_refused(tmp_path: Path) -> None:
     file = write_lines(tmp_path, {"messages": CONVERSATION})
     with pytest.raises(TokenError, match="messages need a chat template"):
         read_examples(file, TextEncoder(TOKENIZER))

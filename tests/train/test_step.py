@@ -18,7 +18,7 @@ from jaxllm.train.partition import combine, partition, trainable_params
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
-from tests.twins import Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
 
 KEY = jax.random.key(0)
 RATE = 1e-3
@@ -87,7 +87,7 @@ def setup_of(model: Any, **options: Any) -> Setup:
     return Setup(model, NextToken(), optimizer)
 
 
-def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
+def test_loss_and_gradient_equal_torch(twin: Twin) -> None:
     setup = setup_of(twin.model)
     trained, rest = partition(twin.params)
 
@@ -108,7 +108,10 @@ def test_loss_and_gradient_equal_torchs(twin: Twin) -> None:
         np.testing.assert_allclose(array, wanted[path], atol=2e-5 * scale, rtol=1e-4, err_msg=path)
 
 
-def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
+def test_adamw_steps_equal_torch(twin: Twin) -> None:
+    """Two steps with weight decay, clipping and two accumulated batches give the losses, norms and
+    parameters of torch.
+    """
     setup = setup_of(twin.model, schedule="constant", weight_decay=0.1, max_grad_norm=0.5, eps=1e-3)
     trained, rest = partition(twin.params)
     state = init_state(trained, setup)
@@ -139,7 +142,7 @@ def test_steps_of_adamw_equal_torchs(twin: Twin) -> None:
         np.testing.assert_allclose(ours, moved, atol=RATE * 1e-3, rtol=1e-3, err_msg=path)
 
 
-def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
+def test_accumulated_batches_equal_one_batch(twin: Twin) -> None:
     setup = setup_of(twin.model)
     trained, rest = partition(twin.params)
     concatenated = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
@@ -151,7 +154,7 @@ def test_accumulated_batches_are_one_batch(twin: Twin) -> None:
     assert float(accumulated[1].grad_norm) == pytest.approx(float(whole[1].grad_norm), rel=1e-5)
 
 
-def test_where_nothing_counts_the_loss_is_zero_and_nothing_is_nan(twin: Twin) -> None:
+def test_step_without_labels_is_zero_and_finite(twin: Twin) -> None:
     setup = setup_of(twin.model, weight_decay=0.0)
     trained, rest = partition(twin.params)
     rows = stacked(BLANK, BLANK)
@@ -166,7 +169,7 @@ def tiny() -> tuple[Any, Any]:
     return random_model("llama", num_hidden_layers=1)
 
 
-def test_what_is_not_finite_changes_nothing(tiny: Any) -> None:
+def test_nonfinite_step_changes_nothing(tiny: Any) -> None:
     model, params = tiny
     setup = setup_of(model)
     trained, rest = partition(params)
@@ -180,7 +183,10 @@ def test_what_is_not_finite_changes_nothing(tiny: Any) -> None:
     assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state.optimizer))
 
 
-def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
+def test_float32_master_weights_accumulate_small_updates(tiny: Any) -> None:
+    """Steps of 1e-6 accumulate in the float32 master weights of a bfloat16 model; combine rounds
+    them to bfloat16.
+    """
     model, params = tiny
     precision = Precision.uniform("bfloat16")
     half, model = cast(params, precision), model.clone(precision=precision)
@@ -198,7 +204,8 @@ def test_masters_keep_what_bfloat16_forgets(tiny: Any) -> None:
     assert np.array_equal(initial, state.trained[path].astype(jnp.bfloat16))
 
 
-def test_only_what_rules_name_is_trained(tiny: Any) -> None:
+def test_partition_trains_only_matching_parameters(tiny: Any) -> None:
+    """Parameters without a matching rule are neither changed nor copied."""
     model, params = tiny
     setup = setup_of(model)
     trained, rest = partition(
@@ -214,7 +221,7 @@ def test_only_what_rules_name_is_trained(tiny: Any) -> None:
         assert path in trained or after[path] is array  # never copied
 
 
-def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
+def test_partition_refuses_rules_without_match(tiny: Any) -> None:
     _, params = tiny
     with pytest.raises(ConfigError, match=r"'layer\.0' matches no trainable parameter"):
         partition(params, ((r"layer.0", True),))
@@ -248,18 +255,18 @@ def test_rules_that_name_nothing_are_refused(tiny: Any) -> None:
         ),
     ],
 )
-def test_impossible_optimisers_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_optimizer_refuses_invalid_options(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Optimizer(**{"steps": 10, **changes})
 
 
-def test_matrices_alone_decay() -> None:
+def test_weight_decay_applies_only_to_matrices() -> None:
     names = {"a.weight": 2, "norm.weight": 1, "a.bias": 1, "b.weight.scale": 2}
     found = decay_mask({name: jnp.zeros((3,) * ndim) for name, ndim in names.items()})
     assert [name for name, whether in found.items() if whether] == ["a.weight"]
 
 
-def test_rates_warm_up_and_go_down() -> None:
+def test_learning_rate_schedules_warm_up_and_decay() -> None:
     cosine = Optimizer(steps=100, lr=1.0, warmup=0.1, floor=0.1)
     rates = np.array([float(cosine.learning_rate(jnp.int32(n))) for n in (0, 9, 10, 55, 100)])
     np.testing.assert_allclose(rates, [1 / 11, 10 / 11, 1.0, 0.55, 0.1], rtol=1e-6)
@@ -267,7 +274,7 @@ def test_rates_warm_up_and_go_down() -> None:
     np.testing.assert_allclose([linear.learning_rate(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
 
 
-def test_measuring_changes_nothing_and_equals_the_step(tiny: Any) -> None:
+def test_eval_step_loss_equals_train_step_loss(tiny: Any) -> None:
     model, params = tiny
     setup = setup_of(model)
     trained, rest = partition(params)

@@ -20,7 +20,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.load import read_weight
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from tests.conftest import ROOT
-from tests.twins import save_random
+from tests.tiny_models import save_random
 
 ROWS = 94 * 512  # of embeddings and head: 48 MB each in bfloat16
 OVERHEAD = 24e6  # bytes: half of one of these matrices
@@ -72,9 +72,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("form", "name"), [("native", "int4"), ("hf", "int8"), ("native", "bf16-packed")]
 )
-def test_loading_never_holds_a_matrix_in_two_formats(
+def test_loading_peak_memory_excludes_second_matrix_copy(
     checkpoints: Path, form: str, name: str
 ) -> None:
+    """Peak memory while loading stays below the loaded weights plus half of one matrix."""
     directories = [str(checkpoints / f"{size}-{form}") for size in ("small", "large")]
     command = [sys.executable, "-c", LOAD, *directories, name]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
@@ -83,7 +84,7 @@ def test_loading_never_holds_a_matrix_in_two_formats(
 
 
 @pytest.mark.parametrize("name", ["int4-g64-zp", "int8-f16", "bf16-packed", "float16", "float32"])
-def test_blocks_make_what_the_whole_makes(name: str) -> None:
+def test_read_weight_in_blocks_equals_whole(name: str) -> None:
     rows = np.random.default_rng(0).normal(0, 0.02, (1100, 131)).astype(np.float32)
     whole = jnp.asarray(rows, jnp.bfloat16 if name == "bf16-packed" else jnp.float32)
     complaints: list[str] = []
@@ -97,7 +98,7 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
-def test_packed_in_blocks_is_the_matrix_bit_for_bit() -> None:
+def test_bf16_packed_in_blocks_round_trips_bitwise() -> None:
     bits = np.random.default_rng(0).normal(0, 0.02, (1030, 70)).astype(ml_dtypes.bfloat16)
     bits[[0, 511, 512, 1029], [69, 0, 3, 69]] = [1e-30, 3e30, -0.0, 1e20]  # stored as escapes
     result = read_weight("w", LazyTensor.from_array(bits), ["bf16-packed"], [])
@@ -105,7 +106,7 @@ def test_packed_in_blocks_is_the_matrix_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_blocks_of_a_file_are_its_rows(tmp_path: Path, mapped: bool) -> None:
+def test_tensor_blocks_concatenate_to_rows(tmp_path: Path, mapped: bool) -> None:
     tensors = {
         "odd": np.arange(7 * 3, dtype=np.float32).reshape(7, 3),
         "stack": np.arange(2 * 3 * 5, dtype=np.int8).reshape(2, 3, 5),
@@ -124,7 +125,8 @@ def test_blocks_of_a_file_are_its_rows(tmp_path: Path, mapped: bool) -> None:
         assert np.array_equal(tensor.read(), tensors[name])
 
 
-def test_what_is_wrong_is_said_once_with_its_place_in_the_whole() -> None:
+def test_read_weight_reports_each_problem_once() -> None:
+    """Each kind of problem is reported once, with the index in the whole tensor."""
     numbers = np.ones((1030, 3), np.float32)
     numbers[100, 0], numbers[700, 1], numbers[900, 2] = 1e6, np.nan, np.inf
     complaints: list[str] = []

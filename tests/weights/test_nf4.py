@@ -40,8 +40,10 @@ def codes(weight: NF4) -> np.ndarray:
     return np.concatenate([data & 15, data >> 4], axis=-1)
 
 
-def test_the_dynamic_map_is_the_one_that_bitsandbytes_has() -> None:
-    """Its ends and its least levels as `bitsandbytes.functional.create_dynamic_map` prints them."""
+def test_dynamic_map_equals_bitsandbytes() -> None:
+    """Its ends and smallest levels are those that bitsandbytes.functional.create_dynamic_map
+    prints.
+    """
     assert len(set(DYNAMIC.tolist())) == 256
     np.testing.assert_allclose(DYNAMIC[:3], [-0.99296875, -0.97890625, -0.96484375], rtol=1e-6)
     np.testing.assert_allclose(DYNAMIC[-3:], [0.97890625, 0.99296875, 1.0], rtol=1e-6)
@@ -50,7 +52,8 @@ def test_the_dynamic_map_is_the_one_that_bitsandbytes_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-f32"])
-def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -> None:
+def test_nf4_codes_are_nearest_levels(name: str) -> None:
+    """By brute force, each code is the nearest level of its block, and zeros stay zero."""
     array = numbers()
     array[2] = 0  # two blocks of zeros
     weight, values = quantize_nf4(array, name), blocks(array)
@@ -65,7 +68,10 @@ def test_each_code_is_the_nearest_level_of_its_block_by_brute_force(name: str) -
         np.testing.assert_allclose(weight.to_dense(), by_hand.reshape(SHAPE), rtol=1e-6)
 
 
-def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nearest() -> None:
+def test_nf4_double_quantization_equals_formula() -> None:
+    """Mean, scale and codes of the block maxima follow the docstring's formula with
+    nearest codes.
+    """
     array = numbers((300, 64))  # 300 blocks: two of absmax
     weight = quantize_nf4(array)
     absmax = np.abs(blocks(array)).max(1)
@@ -83,15 +89,17 @@ def test_double_quantization_is_the_docstrings_formula_and_its_codes_are_the_nea
     assert np.abs(decoded_absmax / absmax - 1).max() < 0.02
 
 
-def test_bits_a_weight_are_those_of_the_paper() -> None:
-    """Section 3: 0.5 bits of absmax become 8/64 + 32/(64 * 256) = 0.127."""
+def test_nf4_bits_per_weight_match_paper() -> None:
+    """QLoRA, section 3: 0.5 bits of absmax become 8/64 + 32/(64 * 256) = 0.127."""
     weight = quantize_nf4(numbers((256, 256)))
     assert weight.nbytes * 8 / weight.size == 4 + 8 / 64 + 32 / (64 * 256) + 32 / 256**2
     assert quantize_nf4(numbers((256, 256)), "nf4-f32").nbytes * 8 == 4.5 * 256**2
 
 
-def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
-    """METHODS' table: blocks of 64 of N(0, 1), free of any seed to 1%; computed in float64."""
+def test_nf4_and_int4_errors_on_normal_weights() -> None:
+    """Mean squared errors on N(0, 1) in blocks of 64, computed in float64, as in the table of
+    METHODS, to 1 percent.
+    """
     w = np.random.default_rng(0).normal(0, 1, (1024, 256)).astype(np.float32)
 
     def error(name: str, **scale: Any) -> float:
@@ -111,7 +119,7 @@ def test_squared_errors_on_normal_numbers_are_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("nf4", SHAPE), ("nf4-f32", (5, 192))])
-def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple[int, int]) -> None:
+def test_nf4_rows_and_products_equal_dense(name: str, shape: tuple[int, int]) -> None:
     weight = quantize_nf4(numbers(shape), name)
     dense = np.asarray(weight.to_dense())
     rows = jnp.array([[3, 0], [shape[0] - 1, 3]])
@@ -126,7 +134,7 @@ def test_rows_and_products_are_those_of_the_dense_matrix(name: str, shape: tuple
     np.testing.assert_allclose(linear(half, weight), exact, rtol=0.02, atol=0.02)
 
 
-def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
+def test_nf4_gradient_reaches_only_inputs() -> None:
     weight, x = quantize_nf4(numbers()), jnp.asarray(numbers((3, SHAPE[1]), 1))
 
     def total(x: jax.Array, mean: jax.Array) -> jax.Array:
@@ -139,7 +147,7 @@ def test_derivatives_pass_to_what_it_is_multiplied_with_alone() -> None:
     assert to_mean == 0
 
 
-def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
+def test_nf4_stack_and_blocks_equal_single_matrices() -> None:
     array = numbers((3, *SHAPE))
     stack = quantize_nf4(array)
     for i in range(3):
@@ -159,7 +167,8 @@ def test_a_stack_is_its_matrices_and_blocks_of_rows_do_not_change_it() -> None:
         as_format(jnp.ones((4, 0)), "nf4")
 
 
-def test_a_model_is_quantized_saved_and_loaded_and_says_the_same(tmp_path: Path) -> None:
+def test_nf4_checkpoint_round_trips_bitwise(tmp_path: Path) -> None:
+    """A saved nf4 model loads with identical arrays, and a NaN mean is refused."""
     lm = jaxllm.load("demo:llama", quantize="nf4")
     formats = {path: weight_format(leaf) for path, leaf in flatten(lm.params)}
     assert formats["layers.0.mlp.up_proj.weight"] == "nf4"

@@ -11,10 +11,13 @@ from jaxllm import Override, Precision
 from jaxllm.errors import ConfigError
 from jaxllm.weights.linear import linear
 from jaxllm.weights.paths import flatten
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 
-def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
+def test_override_covers_module_and_its_children() -> None:
+    """The first row that sets a field wins, a row applies to everything in its module, and layers.1
+    does not match layers.10.
+    """
     precision = Precision(
         weights="bfloat16",
         activations="bfloat16",
@@ -34,7 +37,8 @@ def test_an_override_covers_a_module_and_all_that_is_in_it() -> None:
     assert precision.activation_dtype("layers.10") == jnp.bfloat16
 
 
-def test_a_rule_names_a_parameter_or_a_module_for_overrides_and_quantization_alike() -> None:
+def test_overrides_and_quantize_rules_match_identically() -> None:
+    """Overrides and quantization rules both match a parameter path or a module path."""
     rows = [
         (r"layers\.1\.mlp\.up_proj\.weight", "float16"),
         (r".*mlp\.up_proj", "int8"),
@@ -54,7 +58,7 @@ def test_a_rule_names_a_parameter_or_a_module_for_overrides_and_quantization_ali
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_cast_and_compute_follow_the_table(family: str) -> None:
+def test_cast_and_forward_follow_overrides(family: str) -> None:
     block = "layers" if family == "llama" else "h"
     precision = Precision(
         weights="bfloat16",
@@ -74,8 +78,10 @@ def test_cast_and_compute_follow_the_table(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_an_override_brings_a_layer_closer_to_float32(family: str) -> None:
-    """A float32 layer inside a bfloat16 model loses less: the override reaches the arithmetic."""
+def test_float32_override_reduces_bfloat16_error(family: str) -> None:
+    """Float32 layers inside a bfloat16 model reduce the error, so the override reaches the
+    arithmetic.
+    """
     block = "layers" if family == "llama" else "h"
     exact_model, params = random_model(family, spread=0.06)
     exact = jaxllm.forward(exact_model, params, None, tokens(2, 30)).logits
@@ -91,8 +97,10 @@ def test_an_override_brings_a_layer_closer_to_float32(family: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_chunks_see_the_same_numbers_through_a_half_precision_cache(dtype: str) -> None:
-    """New keys are rounded before they are attended to, as the cache would round them."""
+def test_half_precision_cache_is_independent_of_chunks(dtype: str) -> None:
+    """New keys are rounded to the cache dtype before attention, so that chunking does not change
+    the logits.
+    """
     precision = Precision(cache=dtype)
     model, params = random_model("llama", precision=precision)
     ids = tokens(1, 20)
@@ -107,7 +115,7 @@ def test_chunks_see_the_same_numbers_through_a_half_precision_cache(dtype: str) 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("x_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("w_dtype", ["float32", "bfloat16", "float16"])
-def test_linear_equals_float64_of_the_same_numbers(rows: int, x_dtype: str, w_dtype: str) -> None:
+def test_linear_equals_float64_reference(rows: int, x_dtype: str, w_dtype: str) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, 70), np.float32)).astype(x_dtype)
     w = jnp.asarray(rng.standard_normal((33, 70), np.float32)).astype(w_dtype)
@@ -119,7 +127,7 @@ def test_linear_equals_float64_of_the_same_numbers(rows: int, x_dtype: str, w_dt
     np.testing.assert_allclose(y[0], expected, atol=2e-5)
 
 
-def test_unknown_formats_and_broken_patterns_are_refused() -> None:
+def test_precision_refuses_unknown_formats_and_invalid_patterns() -> None:
     with pytest.raises(ConfigError, match="weights must be one of"):
         Precision(weights="int3")
     with pytest.raises(ConfigError, match="activations must be one of"):

@@ -20,7 +20,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.bf16_12bit import NAME
-from tests.twins import assert_close, load_twin, save_random, tokens
+from tests.tiny_models import assert_close, load_twin, save_random, tokens
 
 INTEGERS = [
     "int8", "int8-f16", "int8-g32", "int8-g128", "int4-g32", "int4-g64-f16", "int4-g128",
@@ -52,7 +52,10 @@ def by_hand(weight: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", INTEGERS)
-def test_dense_is_the_formula_and_no_weight_is_further_than_its_step_allows(name: str) -> None:
+def test_quantized_weight_equals_formula_within_step(name: str) -> None:
+    """Dequantized values equal the docstring's formula, and each error is within the bound of the
+    step size.
+    """
     rng = np.random.default_rng(0)
     array = rng.normal(0, 0.02, (5, 150)).astype(np.float32)
     array[3] = 0  # a row of zeros
@@ -72,7 +75,7 @@ def test_dense_is_the_formula_and_no_weight_is_further_than_its_step_allows(name
     assert error.mean() < 0.3 * step.mean()
 
 
-def test_rows_in_blocks_are_rounded_as_alone() -> None:
+def test_quantizing_rows_is_independent_of_blocks() -> None:
     rng = np.random.default_rng(1)
     array = jnp.asarray(rng.normal(0, 1, (600, 64)).astype(np.float32))
     for name in ("int8", "int4-g32-zp"):
@@ -81,7 +84,10 @@ def test_rows_in_blocks_are_rounded_as_alone() -> None:
         assert (whole.scale[590:595] == single.scale).all()
 
 
-def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -> None:
+def test_bf16_packed_is_lossless_and_saves_quarter() -> None:
+    """Packed bfloat16 restores every bit in less than 77 percent of the bytes; other dtypes and
+    wide ranges are refused.
+    """
     rng = np.random.default_rng(2)
     array = jnp.asarray(rng.normal(0, 0.02, (300, 512)).astype(np.float32)).astype(jnp.bfloat16)
     array = array.at[0, :4].set(jnp.array([0.0, -0.0, 1e-38, -3e38], jnp.bfloat16))
@@ -98,7 +104,10 @@ def test_packed_bfloat16_gives_back_every_bit_in_three_quarters_of_the_bytes() -
 
 
 @pytest.mark.parametrize("least", [-126, -20, 0, 112])
-def test_sixteen_exponents_in_a_row_need_no_escape_of_packed_bfloat16(least: int) -> None:
+def test_bf16_packed_sixteen_exponents_need_no_escape(least: int) -> None:
+    """Any 16 consecutive exponents fit; with a seventeenth, the rarest one is stored
+    as an escape.
+    """
     weights = 2.0 ** jnp.arange(least, least + 16, dtype=jnp.float32)
     packed: Any = as_format(jnp.tile(weights, (3, 8)).astype(jnp.bfloat16), NAME)
     assert packed.escape_column.size == 0
@@ -107,7 +116,7 @@ def test_sixteen_exponents_in_a_row_need_no_escape_of_packed_bfloat16(least: int
     assert packed.escape_value.tolist() == [rare], "the rarest exponent becomes the escape"
 
 
-def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
+def test_quantizing_matrix_without_columns_is_refused() -> None:
     with pytest.raises(ConfigError, match="requires a matrix with columns"):
         as_format(jnp.ones((4, 0)), "int8")
     assert as_format(jnp.ones((0, 4)), "int8").shape == (0, 4)
@@ -116,12 +125,15 @@ def test_a_matrix_without_columns_has_nothing_to_scale() -> None:
 @pytest.mark.parametrize(
     "name", ["int7", "int8-g48", "int3-g16", "int4-g", "float8", "", "int4-f16-zp", None]
 )
-def test_unknown_formats_are_refused(name: Any) -> None:
+def test_parse_format_refuses_unknown_names(name: Any) -> None:
     with pytest.raises(ConfigError):
         parse_format(name)
 
 
-def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> None:
+def test_quantize_first_matching_rule_wins(tmp_path: Path) -> None:
+    """The first matching rule applies, vectors stay unquantized, embeddings stay at int8, and
+    invalid rules are refused.
+    """
     params = jaxllm.load("demo:gpt2").params
     rules = [(r"h\.0\..*", None), (r".*c_proj\.weight", "int4-g32"), (r"h\..*", "int8")]
     result = formats(jaxllm.quantize(params, rules))
@@ -148,7 +160,7 @@ def test_the_first_rule_that_matches_wins_and_vectors_stay(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("family", "rules"), [("llama", "int8"), ("llama", "int4-g32-zp"), ("gpt2", "int4-g32")]
 )
-def test_quantized_forward_is_transformers_on_the_dequantized_weights(
+def test_quantized_forward_equals_transformers_on_dequantized_weights(
     family: str, rules: str, tmp_path: Path
 ) -> None:
     save_random(tmp_path, family)
@@ -179,7 +191,7 @@ def test_quantized_forward_is_transformers_on_the_dequantized_weights(
 @pytest.mark.parametrize(
     ("quantize", "dtype"), [("int4-g32-zp", None), ("int8-f16", None), ("bf16-packed", "bfloat16")]
 )
-def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
+def test_quantized_checkpoint_round_trips_bitwise(
     quantize: str, dtype: str | None, tmp_path: Path, shallow: Any
 ) -> None:
     lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
@@ -198,7 +210,11 @@ def test_a_quantized_checkpoint_is_saved_and_loaded_bit_by_bit(
     )
 
 
-def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: Any) -> None:
+def test_crafted_quantized_tensors_are_refused(tmp_path: Path, shallow: Any) -> None:
+    """NaN scales, zero points out of range, wrong shapes and inconsistent escapes raise an error
+    that names the tensor.
+    """
+
     def crafted(quantize: str, change: Any, dtype: str | None = None) -> None:
         lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
         opened = open_checkpoint(shallow("llama"))
@@ -239,7 +255,7 @@ def test_what_no_kernel_may_trust_is_refused_by_name(tmp_path: Path, shallow: An
             crafted("bf16-packed", item(name, index, value), "bfloat16")
 
 
-def test_overrides_quantize_one_module_and_choose_its_output(shallow: Any) -> None:
+def test_overrides_quantize_module_and_set_output_dtype(shallow: Any) -> None:
     precision = Precision(
         weights="bfloat16",
         activations="bfloat16",
@@ -267,7 +283,7 @@ def test_overrides_quantize_one_module_and_choose_its_output(shallow: Any) -> No
     assert map_leaves(lambda _, x: x.ndim, lm.params)["norm"]["weight"] == 1
 
 
-def test_dequantizing_forgets_what_overrides_quantized() -> None:
+def test_without_quantization_drops_quantizing_overrides() -> None:
     precision = Precision(
         quantize="int4",
         overrides=(
@@ -281,7 +297,7 @@ def test_dequantizing_forgets_what_overrides_quantized() -> None:
     assert plain.output_dtype("lm_head") == "bfloat16"
 
 
-def test_a_precision_comes_from_json_and_goes_back() -> None:
+def test_precision_round_trips_through_json() -> None:
     import dataclasses
 
     precision = Precision(
@@ -296,7 +312,7 @@ def test_a_precision_comes_from_json_and_goes_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-g32-zp", "nf4", "bf16-packed", "float32-2:4"])
-def test_rows_of_host_arrays_are_taken(name: str) -> None:
+def test_quantized_take_accepts_numpy_arrays(name: str) -> None:
     """A model gathered to the host has weights of NumPy arrays, and runs like any other."""
     dtype = "bfloat16" if name == "bf16-packed" else "float32"
     dense = np.random.default_rng(3).normal(size=(11, 64)).astype(np.float32)

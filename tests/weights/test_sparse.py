@@ -35,8 +35,8 @@ def leaf(seed: int, name: str, shape: tuple[int, ...] = SHAPE) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_stored_comes_back_bit_for_bit(name: str) -> None:
-    """Of floats the numbers themselves, of integers what int8 makes of them."""
+def test_sparse_weight_round_trips_bitwise(name: str) -> None:
+    """Float values are stored exactly, and int8 values as int8 quantization rounds them."""
     for shape in (SHAPE, (3, 5, 130), (1, 1)):
         weight = leaf(0, name, shape)
         expected = as_format(jnp.asarray(pruned(0, shape)), name.split("-")[0])
@@ -47,7 +47,7 @@ def test_what_is_stored_comes_back_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_codes_and_scales_that_others_chose_are_kept(pattern: str) -> None:
+def test_to_sparse_keeps_given_codes_and_scales(pattern: str) -> None:
     """Rounding again would choose another scale for a row whose largest code is not 127."""
     codes = np.round(pruned(1) * 20).astype(np.int8)
     scale = np.random.default_rng(1).normal(0, 1, (SHAPE[0], 1)).astype(np.float32)
@@ -60,8 +60,8 @@ def test_codes_and_scales_that_others_chose_are_kept(pattern: str) -> None:
     assert np.array_equal(to_dense(weight), codes * scale)
 
 
-def test_numbers_are_kept_whatever_they_are() -> None:
-    """NaN with all its bits, infinities, the smallest numbers; zeros lose their sign."""
+def test_to_sparse_preserves_special_floats() -> None:
+    """NaN payloads, infinities and subnormal numbers are preserved; zeros lose their sign."""
     bits = np.zeros((1, 8), np.uint32)
     bits[0, [0, 2, 5, 7]] = [0x7FC12345, 0xFF800000, 0x00000001, 0x80000000]
     expected = bits * (bits != 0x80000000)
@@ -71,9 +71,10 @@ def test_numbers_are_kept_whatever_they_are() -> None:
 
 
 @pytest.mark.parametrize(("name", "bits"), [("bfloat16", 9), ("int8", 5), ("float32", 17)])
-def test_a_half_of_the_weights_takes_a_half_of_the_memory_and_a_bit_for_each(
-    name: str, bits: int
-) -> None:
+def test_sparse_memory_is_half_plus_mask(name: str, bits: int) -> None:
+    """Memory is half of the values plus one mask bit per weight; bitmap adds row offsets and the
+    tail padding.
+    """
     rows, columns = 64, 1024
     numbers = np.resize([1.0, 0.0, 0.0, -2.0], (rows, columns)).astype(np.float32)
     scales = 4 * rows if name == "int8" else 0
@@ -84,7 +85,7 @@ def test_a_half_of_the_weights_takes_a_half_of_the_memory_and_a_bit_for_each(
     assert as_format(jnp.asarray(numbers), f"{name}-bitmap").nbytes == exact + extra
 
 
-def test_a_matrix_that_is_not_2_of_4_is_refused_with_how_many_groups_are_not() -> None:
+def test_non_2_4_matrix_error_counts_groups() -> None:
     numbers = pruned(2)
     numbers[0, :3] = numbers[5, 200:203] = 1
     for name in ("float32-2:4", "bfloat16-2:4", "int8-2:4"):
@@ -95,7 +96,7 @@ def test_a_matrix_that_is_not_2_of_4_is_refused_with_how_many_groups_are_not() -
     assert np.array_equal(to_dense(to_sparse(jnp.asarray(numbers), "bitmap")), numbers)
 
 
-def test_other_weights_and_patterns_are_refused_by_name() -> None:
+def test_to_sparse_refuses_other_weights_and_patterns() -> None:
     numbers = jnp.asarray(pruned(2))
     with pytest.raises(ConfigError, match=r"int8 .one scale per row., got int4-g64"):
         to_sparse(as_format(numbers, "int4"), "2:4")
@@ -110,7 +111,7 @@ def test_other_weights_and_patterns_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_blocks_make_what_the_whole_makes(name: str) -> None:
+def test_sparse_blocks_equal_whole(name: str) -> None:
     numbers = pruned(3, (9, 140))
     format = parse_format(name)
     whole = format.quantize(jnp.asarray(numbers))
@@ -120,7 +121,7 @@ def test_blocks_make_what_the_whole_makes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_taken_by_number_and_are_nan_outside(name: str) -> None:
+def test_sparse_embed_equals_dense_and_nan_outside(name: str) -> None:
     weight = leaf(4, name)
     table = np.asarray(to_dense(weight), np.float32)
     index = jnp.asarray([[0, 6, 3], [3, 7, -1]])
@@ -130,7 +131,7 @@ def test_rows_are_taken_by_number_and_are_nan_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_products_are_those_of_torch_and_derivatives_those_of_the_dense_weight(name: str) -> None:
+def test_sparse_products_equal_torch_and_gradients_dense(name: str) -> None:
     rng = np.random.default_rng(5)
     weight = leaf(5, name)
     w = np.asarray(to_dense(weight), np.float32)
@@ -146,7 +147,7 @@ def test_products_are_those_of_torch_and_derivatives_those_of_the_dense_weight(n
         np.testing.assert_allclose(gradient[0], w.sum(axis=0), rtol=1e-5, atol=1e-5)
 
 
-def test_rounded_inputs_are_for_integers() -> None:
+def test_int8_inputs_apply_only_to_integer_weights() -> None:
     x = jnp.asarray(np.random.default_rng(6).normal(0, 1, (2, SHAPE[1])).astype(np.float32))
     for pattern in PATTERNS:
         floats, integers = leaf(6, f"float32-{pattern}"), leaf(6, f"int8-{pattern}")
@@ -162,7 +163,7 @@ def _saved(weight: SparseWeight) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_leaf_is_what_its_pieces_say(name: str) -> None:
+def test_sparse_arrays_match_specs_and_restore_weight(name: str) -> None:
     weight = leaf(7, name, (2, 3, 140))
     pieces, format = _saved(weight), parse_format(name)
     for key, (shape, dtype) in format.array_specs(weight.shape).items():
@@ -213,7 +214,7 @@ def _scale(pieces: dict[str, np.ndarray]) -> None:
         ("int8-bitmap", _scale, "w.scale holds NaN"),
     ],
 )
-def test_pieces_that_no_leaf_has_are_refused(
+def test_sparse_from_file_refuses_inconsistent_arrays(
     name: str, corrupt: Callable[[dict[str, np.ndarray]], None], what: str
 ) -> None:
     weight = leaf(8, name)

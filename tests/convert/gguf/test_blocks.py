@@ -24,14 +24,15 @@ def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0)
     return raw.reshape(rows, -1)
 
 
-def test_the_table_has_the_sizes_of_the_package() -> None:
+def test_block_sizes_equal_gguf_package() -> None:
     for block in BLOCKS.values():
         assert block.name == theirs(block).name
         assert (block.columns, block.nbytes) == gguf.GGML_QUANT_SIZES[theirs(block)]
 
 
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)
-def test_random_blocks_are_dequantized_bit_for_bit(block: BlockType) -> None:
+def test_dequantization_equals_gguf_package(block: BlockType) -> None:
+    """Random blocks of every quantized type dequantize to the package's bits."""
     raw = random_rows(block)
     expected = gguf.quants.dequantize(raw, theirs(block))
     ours = block.dequantize(raw)
@@ -56,11 +57,12 @@ def brute_force(x: np.ndarray, weight: np.ndarray, codes: tuple[int, int], affin
     ("name", "run", "codes", "bound"),
     [("Q4_K", 32, (0, 15), 1.15), ("Q5_K", 32, (0, 31), 1.35), ("Q6_K", 16, (-32, 31), 1.6)],
 )
-def test_k_types_are_near_the_best_scales(
+def test_k_quantization_is_near_optimal_scales(
     name: str, run: int, codes: tuple[int, int], bound: float
 ) -> None:
-    """Beside the best scale of each run by itself, which has no small integer to be a multiple of;
-    ggml's own search gives 1.07, 1.25 and 1.3 times its error."""
+    """The error stays near that of the best scale of each run, which k-quants cannot store exactly;
+    ggml's own search gives 1.07, 1.25 and 1.3 times it.
+    """
     rng, block = np.random.default_rng(2), BY_NAME[name]
     x = rng.standard_normal((2, 512)).astype(np.float32)
     back = gguf.quants.dequantize(block.quantize(x), theirs(block))
@@ -75,8 +77,10 @@ def test_k_types_are_near_the_best_scales(
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_types_hold_runs_of_one_number(name: str) -> None:
-    """Zeros are exact, and so are numbers that the scales hold; rows do not depend on others."""
+def test_k_quantization_handles_constant_runs(name: str) -> None:
+    """Zeros and values on the grid are exact, tiny values stay finite, and rows do not depend on
+    other rows.
+    """
     block = BY_NAME[name]
     x = np.zeros((300, 256), np.float32)
     x[1], x[2], x[3, :32], x[4, ::2], x[5, 7] = -63, 63, -63, 63, 1e-20
@@ -88,7 +92,8 @@ def test_k_types_hold_runs_of_one_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WRITABLE if not name.endswith("_K")])
-def test_what_is_written_is_quantized_bit_for_bit(name: str) -> None:
+def test_quantization_equals_gguf_package(name: str) -> None:
+    """Quantizing to the other writable types gives the package's bytes."""
     rng, block = np.random.default_rng(1), BY_NAME[name]
     x = (rng.standard_normal((9, 96)) * np.exp2(rng.integers(-8, 8, (9, 96)))).astype(np.float32)
     x[0], x[1, :32], x[2, ::2] = 0, -x[1, :32], 0.5  # all zeros, and ties

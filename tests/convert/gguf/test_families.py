@@ -22,8 +22,8 @@ from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
-from tests.convert.gguf.made import ARCHS, raw_of, write
-from tests.twins import assert_close, saved_once, tokens
+from tests.convert.gguf.gguf_files import ARCHS, raw_of, write
+from tests.tiny_models import assert_close, saved_once, tokens
 
 # Head sizes differ from hidden_size / heads if a family allows it; rows are whole blocks.
 SIZES: dict[str, Any] = {
@@ -89,7 +89,10 @@ def logits(directory: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(family: str, directory: Any, tmp_path: Path) -> None:
+def test_gguf_family_logits_equal_transformers(family: str, directory: Any, tmp_path: Path) -> None:
+    """The GGUF file of each family has the configuration and weights of its Hugging Face
+    checkpoint, and transformers' logits.
+    """
     source = directory(family)
     lm = jaxllm.load(write(tmp_path / "a.gguf", source))
     hf = jaxllm.load(source)
@@ -120,9 +123,8 @@ def snapped(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", EVERY_DAY)
-def test_quantized_models_are_those_of_transformers(
-    family: str, directory: Any, tmp_path: Path
-) -> None:
+def test_q8_0_families_equal_transformers(family: str, directory: Any, tmp_path: Path) -> None:
+    """Q8_0 matrices stay integers with the exact values, and the logits equal transformers'."""
     source = snapped(directory(family), tmp_path / "hf")
     raw = raw_of(gguf.GGMLQuantizationType.Q8_0)
     lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw))
@@ -147,9 +149,12 @@ def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 @pytest.mark.parametrize("name", [pytest.param("F32", marks=pytest.mark.full), "Q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_is_what_the_converter_writes(
+def test_written_gguf_equals_llama_cpp_converter(
     family: str, name: str, directory: Any, tmp_path: Path
 ) -> None:
+    """A written file, also one rewritten from GGUF, has the bytes and settings that llama.cpp's
+    converter writes.
+    """
     source = directory(family)
     there = write(tmp_path / "a.gguf", source, raw_of(gguf.GGMLQuantizationType[name]))
     checkpoint = open_checkpoint(source)
@@ -166,9 +171,10 @@ def test_what_is_written_is_what_the_converter_writes(
             assert second[key].contents() == field.contents(), key
 
 
-def test_experts_that_no_stack_can_keep_are_the_packages_numbers(
-    directory: Any, tmp_path: Path
-) -> None:
+def test_unsupported_expert_types_are_dequantized(directory: Any, tmp_path: Path) -> None:
+    """Q4_1 experts, which cannot be stacked as integers, become the package's dequantized values;
+    attention stays quantized.
+    """
     kind, source = gguf.GGMLQuantizationType.Q4_1, directory("mixtral")
     lm = jaxllm.load(write(tmp_path / "a.gguf", source, raw_of(kind)))
     params, exact = dict(flatten(lm.params)), dict(flatten(jaxllm.load(source).params))
@@ -179,7 +185,8 @@ def test_experts_that_no_stack_can_keep_are_the_packages_numbers(
     assert np.isfinite(np.asarray(jaxllm.forward(lm.model, lm.params, None, IDS).logits)).all()
 
 
-def test_gemma_3_may_say_which_layers_see_a_window(directory: Any, tmp_path: Path) -> None:
+def test_gemma3_reads_sliding_window_pattern(directory: Any, tmp_path: Path) -> None:
+    """A Gemma 3 file may list its sliding layers or their period, and a local RoPE base."""
     sliding = [False, True, True, False, True, True]
 
     def also(writer: gguf.GGUFWriter) -> None:
@@ -237,7 +244,7 @@ BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_is_refused_by_name(case: str, directory: Any, tmp_path: Path) -> None:
+def test_invalid_family_settings_are_refused(case: str, directory: Any, tmp_path: Path) -> None:
     family, change, message = BAD[case]
 
     def also(writer: gguf.GGUFWriter) -> None:
@@ -252,10 +259,10 @@ def test_what_is_wrong_is_refused_by_name(case: str, directory: Any, tmp_path: P
         open_gguf(file)
 
 
-def test_unknown_keys_are_ignored_unless_they_change_a_result(
-    directory: Any, tmp_path: Path
-) -> None:
-    """A key outside the mathematics is named and ignored; within it is refused, or strictly."""
+def test_unknown_keys_are_ignored_unless_mathematical(directory: Any, tmp_path: Path) -> None:
+    """Unknown keys are ignored and reported, unless strict; keys that affect the computation raise
+    an error.
+    """
 
     def harmless(writer: gguf.GGUFWriter) -> None:
         writer.add_uint32("llama.mystery", 3)
@@ -295,7 +302,8 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNWRITTEN)
-def test_what_has_no_words_is_not_written(case: str, directory: Any, tmp_path: Path) -> None:
+def test_unsupported_settings_are_not_written(case: str, directory: Any, tmp_path: Path) -> None:
+    """A setting that GGUF cannot express raises an error, and no file is written."""
     family, changes, message = UNWRITTEN[case]
     checkpoint = open_checkpoint(directory(family))
     config: Any = dataclasses.replace(checkpoint.config, **changes)

@@ -46,7 +46,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("alignment", [None, 64])
-def test_what_the_package_writes_is_read(tmp_path: Path, alignment: int | None) -> None:
+def test_header_equals_gguf_package(tmp_path: Path, alignment: int | None) -> None:
+    """Settings, shapes, types and offsets equal those that the package wrote, for any alignment."""
     path = write(tmp_path / "a.gguf", alignment)
     assert is_gguf(path)
     header = read_header(path)
@@ -144,7 +145,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("defect", MALFORMED)
-def test_a_lie_is_refused_by_name(tmp_path: Path, defect: str) -> None:
+def test_malformed_header_is_refused(tmp_path: Path, defect: str) -> None:
+    """A malformed header raises a one-line error that names the file and the problem."""
     raw, message = MALFORMED[defect]
     path = tmp_path / "malformed.gguf"
     path.write_bytes(raw)
@@ -153,9 +155,7 @@ def test_a_lie_is_refused_by_name(tmp_path: Path, defect: str) -> None:
     assert "\n" not in str(caught.value) and "malformed.gguf" in str(caught.value)
 
 
-def test_of_a_header_without_end_only_so_much_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_header_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxllm.convert.gguf.header.MAX_HEADER", 100)
     path = tmp_path / "long.gguf"
     path.write_bytes(head(keys=(text("k") + value(STRING, text("x" * 80)),)))
@@ -187,9 +187,12 @@ def mutated(raw: bytes, rng: Random) -> bytes:
 
 
 @pytest.mark.parametrize("cases", [300, pytest.param(10_000, marks=pytest.mark.full)])
-def test_changed_headers_are_read_or_refused_within_bounds(
+def test_mutated_headers_parse_or_fail_within_bounds(
     good: Path, tmp_path: Path, cases: int
 ) -> None:
+    """A randomly changed header is read or refused, with bounded memory, time and
+    message length.
+    """
     raw, header = good.read_bytes(), read_header(good)
     first = min(entry.offset for entry in header.tensor_infos.values())
     path, rng, refused, longest = tmp_path / "changed.gguf", Random(17), 0, 0.0

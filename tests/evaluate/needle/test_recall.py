@@ -20,7 +20,7 @@ from jaxllm.evaluate.needle.stories import FRIENDS, KINDS
 from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
 from jaxllm.models import build
 from tests.conftest import Run
-from tests.twins import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 ANSWERS = [[[3], [5, 7], [11, 13, 17]], [[4], [6, 8], [9, 9, 9]]]
 
@@ -42,7 +42,10 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> None:
+def test_probe_is_deterministic_except_fact_position(style: str) -> None:
+    """make_probe depends only on its seed, and depth moves the fact without changing the rest of
+    the text.
+    """
     made = [make_probe(encode, style, length=1000, depth=d, seed=5) for d in (0, 0.5, 1)]
     assert made[0] == make_probe(encode, style, length=1000, depth=0, seed=5)
     assert made[0] != make_probe(encode, style, length=1000, depth=0, seed=6)
@@ -61,8 +64,10 @@ def test_a_text_is_its_seeds_and_only_the_facts_place_differs(style: str) -> Non
     assert len(set(answers)) == len(answers) == (10 if style == "passkey" else len(FRIENDS))
 
 
-def test_each_kind_is_met_once_and_has_a_name_of_its_own() -> None:
-    """What was met is read out of the text, and says what the right answer is."""
+def test_meetings_pair_each_kind_with_unique_name() -> None:
+    """Parsed from the text: each kind appears once with a unique name, and the right answer is the
+    name of the kind asked about.
+    """
     for seed in range(6):
         made = make_probe(encode, "meetings", length=2000, depth=0.3, seed=seed)
         text = decode(made.tokens)
@@ -75,12 +80,14 @@ def test_each_kind_is_met_once_and_has_a_name_of_its_own() -> None:
         assert sorted(answers) == sorted(f" {name}" for name in FRIENDS)
 
 
-def test_the_right_answer_is_anywhere_among_them() -> None:
+def test_right_answer_index_is_random() -> None:
+    """Over 40 seeds, the right answer takes more than 10 positions in the list of answers."""
     places = {make_probe(encode, "story", length=300, depth=0, seed=s).right for s in range(40)}
     assert len(places) > 10
 
 
-def test_texts_that_cannot_be_are_refused() -> None:
+def test_make_probe_refuses_invalid_arguments() -> None:
+    """A length without room for fillers, a depth above 1 and an unknown style raise errors."""
     with pytest.raises(CapacityError, match=r"text without fillers has \d+ tokens"):
         make_probe(encode, "story", length=20, depth=0, seed=0)
     with pytest.raises(ConfigError, match="depth must be from 0"):
@@ -89,10 +96,10 @@ def test_texts_that_cannot_be_are_refused() -> None:
         make_probe(encode, "poem", length=500, depth=1, seed=0)
 
 
-def test_answers_are_as_likely_as_transformers_says(
-    twin: Twin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows of unequal length, in pieces that do not divide them."""
+def test_answer_logprobs_equal_transformers(twin: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer log-probabilities and greedy matches equal transformers' for rows of unequal length,
+    prefilled in chunks that do not divide them.
+    """
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     rows = [tokens(1, 37)[0].tolist(), tokens(1, 33, seed=1)[0].tolist()]
     found = prefill_texts(twin.model, twin.params, rows, answer_tokens=3)
@@ -109,8 +116,10 @@ def test_answers_are_as_likely_as_transformers_says(
     assert again.greedy_BC[:, 0].all()
 
 
-def test_sinks_and_slide_know_what_is_left_of_the_text() -> None:
-    """One layer: what is kept has read nothing, so a run over it is the same computation."""
+def test_eviction_policies_match_forward_over_remaining_tokens() -> None:
+    """In a one-layer model, cached entries do not depend on evicted ones, so the logits equal a
+    forward pass over the remaining tokens.
+    """
     model, params = random_model("llama", num_hidden_layers=1)
     row = tokens(1, 45)[0].tolist()
     for policy, piece in ((SinksAndWindow(sinks=2, window=6), 8), (Slide(5), 8)):
@@ -134,10 +143,12 @@ def test_sinks_and_slide_know_what_is_left_of_the_text() -> None:
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_a_text_is_turned_by_one_kind_of_angles(
+def test_chunked_prefill_uses_one_rope_scaling_per_text(
     rope_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of transformers, without a cache; the text in pieces, on either side of the border."""
+    """Texts prefilled in chunks, shorter or longer than the original context, equal transformers
+    without a cache (dynamic NTK, LongRoPE).
+    """
     monkeypatch.setattr(prefill, "PREFILL_CHUNK", 16)
     if rope_type == "dynamic":
         scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
@@ -161,7 +172,10 @@ def test_a_text_is_turned_by_one_kind_of_angles(
         prefill_texts(twin.model, twin.params, [row], policy=Slide(), slots=64)
 
 
-def test_cells_come_in_order_and_policies_share_their_texts() -> None:
+def test_recall_cells_are_ordered_by_policy_length_depth() -> None:
+    """Cells come in the order of policies, lengths and depths, with the same token count at each
+    length; bad policies and sizes are refused.
+    """
     model, params = random_model("llama", num_hidden_layers=1)
     model_256 = random_model("llama", num_hidden_layers=1, vocab_size=256)
     options: dict[str, Any] = {
@@ -183,7 +197,10 @@ def test_cells_come_in_order_and_policies_share_their_texts() -> None:
         recall(model, params, encode, policies=("pooled",), slots=12, **options)
 
 
-def test_what_a_model_cannot_is_refused_by_name() -> None:
+def test_recall_refuses_unsupported_policies_by_name() -> None:
+    """A model with learned positions refuses policies that move tokens, by name, and texts longer
+    than its context.
+    """
     model, params = random_model("gpt2")
     options: dict[str, Any] = {"style": "story", "lengths": (260,), "depths": (0,), "tries": 1}
     for name in ("sinks", "window", "heavy", "pooled"):
@@ -194,8 +211,10 @@ def test_what_a_model_cannot_is_refused_by_name() -> None:
     assert isinstance(POLICIES["heavy"], HeavyHitters) and isinstance(POLICIES["pooled"], PoolOlder)
 
 
-def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
-    """Of texts of unequal length; where there are no segments or no room for one, it is refused."""
+def test_segments_policy_equals_full_cache_for_infini() -> None:
+    """With Infini-attention, a cache of two segments gives a full cache's answers; a cache of one
+    segment and a dense model are refused.
+    """
     kind = {"kind": "infini", "segment_length": 16}
     model, params = random_model("llama", num_hidden_layers=2, vocab_size=256, attention=kind)
     options: dict[str, Any] = {"style": "meetings", "depths": (0, 1), "tries": 3}
@@ -213,7 +232,10 @@ def test_a_memory_answers_the_same_from_a_cache_of_two_segments() -> None:
         recall(*random_model("llama"), encode, slots=32, **named)
 
 
-def test_self_extend_is_another_model_and_has_its_reach() -> None:
+def test_self_extend_policy_requires_long_enough_model() -> None:
+    """The self-extend policy requires an extended model with a context long enough for the text;
+    default_extension chooses sufficient sizes.
+    """
     model, params = random_model("llama", max_position_embeddings=97)
     options: dict[str, Any] = {"style": "story", "depths": (0,), "tries": 1}
     named = {**options, "lengths": (300,), "policies": ("self-extend",)}
@@ -228,7 +250,12 @@ def test_self_extend_is_another_model_and_has_its_reach() -> None:
     assert default_extension(model.config, 3000)["group_size"] > 4
 
 
-def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: Path) -> None:
+def test_recall_command_writes_table_json_and_picture(
+    run: Run, shallow: Any, tmp_path: Path
+) -> None:
+    """`recall` prints a table per policy, writes the cells as JSON and a PNG, and logs the chance
+    level.
+    """
     out, picture = tmp_path / "cells.json", tmp_path / "recall.png"
     options = ("--lengths", "60,90", "--depths", "0,1", "--policies", "full,slide", "--tries", 2)
     files = ("--out", out, "--picture", picture)
@@ -246,7 +273,8 @@ def test_the_command_prints_draws_and_writes(run: Run, shallow: Any, tmp_path: P
     assert "chance: 4%" in err
 
 
-def test_bad_options_are_refused_first(run: Run, tmp_path: Path) -> None:
+def test_recall_command_refuses_bad_options_first(run: Run, tmp_path: Path) -> None:
+    """Bad --lengths, --depths and --picture are refused before the model is loaded."""
     for given, message in {
         ("--lengths", "many"): "--lengths must be comma-separated numbers",
         ("--depths", ""): "--depths must be comma-separated numbers",

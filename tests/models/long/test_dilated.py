@@ -25,7 +25,7 @@ from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, peek
 from tests.conftest import Run
-from tests.twins import cut_demo, random_model, tokens
+from tests.tiny_models import cut_demo, random_model, tokens
 
 DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}
 KIND = LongAttention(kind="dilated", segment_lengths=(4, 12), dilated_ratios=(1, 3))
@@ -53,7 +53,10 @@ def use_dense_softmax(lm: Any, patch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("by", ["heads", "layers"])
-def test_a_forward_pass_is_the_oracles(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_equals_dense_softmax(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dilated attention equals one softmax with multiplicities, with pairs by heads and by layers,
+    and padded rows.
+    """
     lm, ids = lm_of(by=by, layers=2), tokens(2, 29)
     at = np.stack([np.arange(29), np.maximum(np.arange(29) - 8, -1)])
     ours = jaxllm.forward(*lm, None, ids, positions_BT=at).logits
@@ -65,8 +68,10 @@ def test_a_forward_pass_is_the_oracles(by: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("cache", ["int8", pytest.param("float32", marks=pytest.mark.full)])
-def test_chunks_and_steps_equal_one_run(cache: str) -> None:
-    """Rows that are padded on the left stand elsewhere in their segments than in their slots."""
+def test_chunked_prefill_and_decode_equal_forward(cache: str) -> None:
+    """In left-padded rows, slots and positions within segments differ; chunks and single steps
+    equal one forward pass.
+    """
     lm, ids = lm_of(cache), tokens(2, 29)
     at = np.stack([np.arange(29), np.maximum(np.arange(29) - 6, -1)])
     whole = jaxllm.forward(*lm, None, ids, positions_BT=at).logits
@@ -78,7 +83,8 @@ def test_chunks_and_steps_equal_one_run(cache: str) -> None:
         close(logits, whole[:, column])
 
 
-def test_rows_of_a_cache_fork_and_go_back() -> None:
+def test_rewound_and_forked_rows_equal_fresh_runs() -> None:
+    """Rewound, forked and selected cache rows have the logits of a run without a cache."""
     lm, ids = lm_of(), tokens(1, 23)
     cache = filled(lm, ids)
     close(peek(lm, rewind(cache, to=15))[0], fresh(lm, ids[0, :15]))
@@ -88,7 +94,10 @@ def test_rows_of_a_cache_fork_and_go_back() -> None:
     close(peek(lm, forks)[1], fresh(lm, np.append(ids[0], 5)))
 
 
-def test_gaps_in_a_cache_are_what_one_softmax_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_gaps_equal_dense_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After slots are removed, compacted or not, logits equal one softmax over the
+    remaining slots.
+    """
     lm, ids = lm_of(), tokens(1, 23)
     kept = np.random.default_rng(3).random((1, 24)) < 0.6
     cache = keep(filled(lm, ids), kept)
@@ -100,7 +109,8 @@ def test_gaps_in_a_cache_are_what_one_softmax_sees(monkeypatch: pytest.MonkeyPat
     assert np.abs(expected[0] - fresh(lm, ids[0])).max() > 1e-2
 
 
-def test_tokens_move_by_whole_segments_or_not_at_all() -> None:
+def test_shift_requires_whole_segments() -> None:
+    """Cached tokens move by multiples of the longest segment only; close_gaps is refused."""
     lm, ids = lm_of(), tokens(1, 23)
     cache = filled(lm, ids)
     close(peek(lm, shift(cache, 12))[0], fresh(lm, ids[0], np.arange(12, 36)))
@@ -110,7 +120,10 @@ def test_tokens_move_by_whole_segments_or_not_at_all() -> None:
         close_gaps(keep(cache, np.arange(24)[None] % 5 != 2))
 
 
-def test_the_mass_is_what_the_weights_give() -> None:
+def test_attention_mass_equals_summed_weights() -> None:
+    """Weights sum to 1 and are 0 outside the query's segment, and their sum over heads is the
+    attention mass.
+    """
     lm, ids = lm_of(), tokens(1, 23)
     cache = filled(lm, ids)
     weights = jaxllm.forward(*lm, cache, ids[:, :1], attention_weights=True).attention_weights
@@ -139,8 +152,8 @@ def packed_rows(length: int) -> Rows:
     )
 
 
-def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of packed rows is the sum of the oracle's, each document for itself."""
+def test_packed_row_gradients_equal_separate_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradient of packed rows equal one softmax per document, summed."""
     lm, rows = lm_of(), packed_rows(24)
     model, params = lm
 
@@ -167,7 +180,8 @@ def test_it_trains_as_its_documents_would_one_by_one(monkeypatch: pytest.MonkeyP
     jax.tree.map(close, found, expected)
 
 
-def test_train_full_trains_it_and_writes_it_as_it_is(run: Run, tmp_path: Path) -> None:
+def test_train_full_preserves_dilated_attention(run: Run, tmp_path: Path) -> None:
+    """`train full` changes the weights and writes the same attention settings."""
     source = cut_demo("llama", tmp_path / "hf", layers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "attention": DILATED}))
@@ -185,8 +199,10 @@ def test_train_full_trains_it_and_writes_it_as_it_is(run: Run, tmp_path: Path) -
     assert np.abs(np.asarray(old) - np.asarray(new)).max() > 0
 
 
-def test_nothing_crosses_the_border_of_the_longest_segment() -> None:
-    """By derivatives: not in one layer nor through several; within segments all that pairs show."""
+def test_receptive_field_stays_within_longest_segment() -> None:
+    """By derivatives: no token depends on another segment, and within a segment exactly the tokens
+    of the pairs are read.
+    """
     model, params = lm_of(layers=2)
     field = receptive_field(model, params, tokens(1, 24)[0], jax.random.key(0))
     at = jnp.arange(24, dtype=jnp.int32)[None]
@@ -199,7 +215,10 @@ def test_nothing_crosses_the_border_of_the_longest_segment() -> None:
     assert ((plain[1] > 0) == np.tril(np.ones((24, 24), bool))).all()
 
 
-def test_what_goes_by_heads_or_masks_is_refused() -> None:
+def test_dilated_attention_refuses_head_cuts_and_masks() -> None:
+    """Dropping heads, upcycling to Mixtral and attention masks are refused; narrowing channels is
+    not.
+    """
     lm = lm_of()
     config = lm[0].config
     with pytest.raises(ConfigError, match="'dilated' cannot be dropped"):

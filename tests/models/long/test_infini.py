@@ -34,7 +34,7 @@ from jaxllm.generation.loops.overflow import DropSegments, HeavyHitters
 from jaxllm.generation.loops.streaming_prefill import prefill_in_segments
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
-from tests.twins import random_model, tokens
+from tests.tiny_models import random_model, tokens
 
 L, T = 5, 23
 FULL = pytest.mark.full
@@ -131,8 +131,10 @@ def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch
     return norm(x, w["norm.weight"]) @ w["lm_head.weight"].T
 
 
-def test_logits_and_gradients_equal_the_formulas_in_pytorch(lm: Any) -> None:
-    """Through five segments and the gates; grouped heads, each of its own memory."""
+def test_logits_and_gradients_equal_pytorch_formulas(lm: Any) -> None:
+    """Logits and gradients equal the paper's formulas in float64, through five segments and the
+    gates, with a memory per key-value head.
+    """
     from jaxllm.train.partition import combine, partition
 
     model, params = lm
@@ -161,7 +163,10 @@ def test_logits_and_gradients_equal_the_formulas_in_pytorch(lm: Any) -> None:
         )
 
 
-def test_the_first_segment_is_the_dense_models_bit_for_bit(linear: Any) -> None:
+def test_first_segment_equals_dense_model_bitwise(linear: Any) -> None:
+    """The first segment has the logits of the model without a memory, bit for bit if it is run by
+    itself.
+    """
     model, params = linear
     dense = models.build(dataclasses.replace(model.config, attention=None))
     plain = {**params, "layers.0": {**params["layers.0"]}}
@@ -176,8 +181,8 @@ def test_the_first_segment_is_the_dense_models_bit_for_bit(linear: Any) -> None:
     close(jaxllm.forward(model, params, None, ids).logits[:, :L], theirs)
 
 
-def test_shut_gates_leave_attention_within_segments(linear: Any) -> None:
-    """Each segment then is a text of its own."""
+def test_closed_gates_make_segments_independent(linear: Any) -> None:
+    """With gates at -inf, each segment has the logits of a separate text."""
     model, params = make_lm("linear", gate=-np.inf)
     ids = tokens(1, T)
     whole = jaxllm.forward(model, params, None, ids).logits[0]
@@ -189,8 +194,8 @@ def test_shut_gates_leave_attention_within_segments(linear: Any) -> None:
 @pytest.mark.parametrize(
     ("update", "chunk"), [("linear", 8), ("delta_once", 3), pytest.param("delta", 8, marks=FULL)]
 )
-def test_chunks_and_steps_equal_the_whole_in_rows_of_any_length(update: str, chunk: int) -> None:
-    """Chunks that end within segments and cross borders, padded rows, then token by token."""
+def test_chunked_prefill_and_decode_equal_forward(update: str, chunk: int) -> None:
+    """Chunks that cross segment boundaries, padded rows and single steps equal one forward pass."""
     lm, ids, lengths = make_lm(update), tokens(2, T), np.array([T - 4, 7])
     whole = np.asarray(jaxllm.forward(*lm, None, ids).logits)
     cache = jaxllm.init_cache(lm[0], 2, 40)
@@ -211,8 +216,10 @@ def peek(lm: Any, cache: jaxllm.KVCache) -> np.ndarray:
     return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7))[0])
 
 
-def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
-    """The same numbers as a cache that holds it all, and as many bytes at the end as at first."""
+def test_two_segment_cache_streams_forty_segments(delta: Any) -> None:
+    """A cache of two segments gives the logits of a cache for all 40, and its size
+    does not grow.
+    """
     ids = np.tile(tokens(1, T), 9)[:, : 40 * L]
     small, large = (jaxllm.init_cache(delta[0], 1, n) for n in (2 * L, 41 * L))
     nbytes = small.nbytes
@@ -225,15 +232,16 @@ def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
         assert (small.nbytes, int(small.cursor)) == (nbytes, 0)
 
 
-def test_a_cache_of_less_than_the_text_within_a_segment(linear: Any) -> None:
-    """Only what is finished goes: the segment in hand stays, where it is."""
+def test_current_segment_drops_only_finished_segments(linear: Any) -> None:
+    """The tokens of the current segment stay, and the next logits are unchanged."""
     cache = filled(linear, T, rows=2)
     left = compact(current_segment(cache), capacity=2 * L)
     assert left.length_B.tolist() == [T % L] * 2
     close(peek(linear, left), peek(linear, cache))
 
 
-def test_rows_take_the_memory_along_and_files_hold_it(tmp_path: Path) -> None:
+def test_memory_follows_row_operations_and_files(tmp_path: Path) -> None:
+    """select, fork, branch, merge_rows, compact and cache files carry each row's memory."""
     lm = make_lm("delta_once")
     cache = filled(lm, T - 5, rows=2)
     logits = peek(lm, cache)
@@ -246,7 +254,10 @@ def test_rows_take_the_memory_along_and_files_hold_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", [pytest.param("float32", marks=FULL), "int8"])
-def test_rewound_within_the_segment_in_hand_and_exactly_to_where_it_begins(format: str) -> None:
+def test_rewind_within_current_segment_restores_memory(format: str) -> None:
+    """Rewinding within the current segment, or exactly to its start, equals a run up to that
+    position.
+    """
     lm = make_lm("delta", Precision(cache=format))
     cache, atol = filled(lm, T), 1e-5 if format == "float32" else 0.05
     border = T // L * L
@@ -262,7 +273,8 @@ def test_rewound_within_the_segment_in_hand_and_exactly_to_where_it_begins(forma
     assert rewind(cache, 0).memory is cache.memory
 
 
-def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
+def test_infini_refuses_unsupported_operations(linear: Any) -> None:
+    """Operations that the memory cannot follow raise errors that name the reason."""
     cache, ids = filled(linear, T), tokens(1, T)
     with pytest.raises(CacheMismatchError, match=r"rewound to 20, .* forked or saved before"):
         rewind(cache, to=19)
@@ -292,7 +304,7 @@ def test_what_a_memory_cannot_follow_is_refused_by_name(linear: Any) -> None:
 
 
 @pytest.mark.full  # tests/cache/test_memory.py covers the same code daily
-def test_beams_and_drafts_are_refused_by_name(linear: Any) -> None:
+def test_beam_search_and_speculation_refuse_memory(linear: Any) -> None:
     with pytest.raises(ConfigError, match="keep a memory"):
         jaxllm.beam_search(*linear, tokens(1, T), num_beams=2, max_new_tokens=3)
     with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
@@ -301,7 +313,10 @@ def test_beams_and_drafts_are_refused_by_name(linear: Any) -> None:
         )
 
 
-def test_half_precision_and_int8_caches_stay_near(linear: Any) -> None:
+def test_half_precision_and_int8_stay_within_ten_percent(linear: Any) -> None:
+    """bfloat16 models and int8 caches stay within 10% of the float32 logits, with a
+    float32 memory.
+    """
     ids = tokens(2, T)
     theirs = np.asarray(jaxllm.forward(*linear, None, ids).logits[:, -1])
     for precision in (Precision.uniform("bfloat16"), Precision(cache="int8")):
@@ -321,13 +336,17 @@ def test_half_precision_and_int8_caches_stay_near(linear: Any) -> None:
         ({"max_position_embeddings": L - 1}, "segments of 5 tokens exceed"),
     ],
 )
-def test_a_configuration_that_cannot_be(linear: Any, changes: Any, message: str) -> None:
+def test_config_refuses_invalid_infini_settings(linear: Any, changes: Any, message: str) -> None:
+    """A sliding window, and segments longer than the context, are refused."""
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(linear[0].config, **changes)
 
 
-def test_a_dense_model_given_a_memory_is_itself_in_the_first_segment() -> None:
-    from tests.train.test_routing import lm_of
+def test_with_memory_preserves_first_segment() -> None:
+    """A dense model with an added memory has identical logits in the first segment; invalid
+    additions are refused.
+    """
+    from tests.train.test_moe_training import lm_of
 
     lm = lm_of(*random_model("llama", num_hidden_layers=1))
     given = with_memory(lm, L, update="delta_once")
@@ -341,8 +360,10 @@ def test_a_dense_model_given_a_memory_is_itself_in_the_first_segment() -> None:
         with_memory(lm_of(*random_model("gpt2")), L)
 
 
-def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
-    """In rows that stand at different places, and the cache that it began with stays valid."""
+def test_prefill_in_segments_equals_large_cache(delta: Any) -> None:
+    """A text longer than its cache, in rows at different positions, equals prefill into a large
+    cache; the given cache stays valid.
+    """
     ids = tokens(2, T)
     cache = jaxllm.init_cache(delta[0], 2, 8)
     _, cache = jaxllm.prefill(*delta, cache, ids[:, :4], lengths_B=np.array([4, 1]))
@@ -359,7 +380,10 @@ def test_a_text_longer_than_its_cache_is_read_through_it(delta: Any) -> None:
         prefill_in_segments(*delta, jaxllm.init_cache(delta[0], 2, 5), ids)
 
 
-def test_generation_goes_on_through_borders(delta: Any) -> None:
+def test_generation_crosses_segment_boundaries(delta: Any) -> None:
+    """Greedy tokens equal a forward pass without a cache, also in a small cache with DropSegments;
+    unsuitable policies are refused.
+    """
     ids = tokens(2, 7)
     generated = jaxllm.generate(*delta, ids, max_new_tokens=9)
     text = np.concatenate([ids, generated.token_BT], axis=1)

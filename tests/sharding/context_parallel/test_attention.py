@@ -84,7 +84,7 @@ RULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("n, rules", first([(n, r) for n in (4, 2, 8) for r in RULES]), ids=str)
-def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
+def test_ring_equals_single_device(n: int, rules: dict[str, Any]) -> None:
     given = text(48)
     found = jax.jit(ring_attention(n, 48, **rules))(*given)
     assert jnp.isfinite(found).all()
@@ -92,7 +92,7 @@ def test_the_ring_equals_one_device(n: int, rules: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rules", first([(rules,) for rules in RULES]), ids=str)
-def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) -> None:
+def test_ring_gradients_equal_single_device(rules: dict[str, Any]) -> None:
     q, k, v, position = text(48)
     aim = jnp.asarray(np.random.default_rng(1).normal(size=q.shape).astype(np.float32))
 
@@ -107,8 +107,10 @@ def test_gradients_of_the_ring_are_those_of_one_device(rules: dict[str, Any]) ->
 
 
 @pytest.mark.full
-def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
-    """Halves of 300 slots: a block of 256 and one that is not full."""
+def test_ring_with_multiple_blocks_equals_single_device() -> None:
+    """Halves of 300 slots, a full block of 256 and a partial one, give the outputs and gradients of
+    one device.
+    """
     q, k, v, position = text(1200, ragged=False)
 
     def loss(attend: Callable[..., jax.Array], *given: Any) -> jax.Array:
@@ -123,7 +125,10 @@ def test_blocks_longer_than_what_is_absorbed_at_a_time() -> None:
 
 
 @pytest.mark.full
-def test_documents_of_a_row_do_not_see_each_other() -> None:
+def test_ring_with_packed_documents_equals_masked_attention() -> None:
+    """Documents in one row do not attend to each other: outputs and gradients equal masked
+    attention.
+    """
     T, n = 48, 4
     q, k, v, _ = text(T, ragged=False)
     document = jnp.asarray(np.repeat([[0, 1, 2, 3], [0, 1, 1, 2]], T // 4, axis=1), jnp.int32)
@@ -156,8 +161,10 @@ def test_documents_of_a_row_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("dtype", first([("float32",), ("int8",)]))
-def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
-    """New tokens over 24 slots of a cache, and over a segment that every device has whole."""
+def test_split_cache_attention_equals_single_device(dtype: str) -> None:
+    """New tokens attend to a split cache and to a replicated segment, in prefill (pass-Q) and in
+    decoding.
+    """
     q, k, v, position = text(16, ragged=False)
     _, old_k, old_v, old = text(24, seed=1)
     kept = [ops.cast(jnp.where((old >= 0)[..., None, None], x, 0.0), jnp.dtype(dtype))
@@ -194,8 +201,10 @@ def test_queries_come_to_a_cache_whose_slots_are_split(dtype: str) -> None:
 
 
 @pytest.mark.full
-def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
-    """Of keys that were there before, too: as a prefix is trained."""
+def test_combined_outputs_have_single_device_gradient() -> None:
+    """Combining split-cache and ring outputs keeps all gradients, also of cached keys and values,
+    as for prefix tuning.
+    """
     q, k, v, position = text(16, ragged=False)
     _, old_k, old_v, old = text(8, ragged=False, seed=1)
     given = (q, k, v, old_k, old_v)
@@ -224,9 +233,8 @@ def test_what_is_mixed_of_two_has_the_gradient_of_one() -> None:
 @pytest.mark.parametrize(
     "devices, queries, keys", first([(4, 8, 2), (2, 6, 2), (3, 6, 3), (8, 8, 1)])
 )
-def test_exchanging_tokens_for_heads_equals_one_device(
-    devices: int, queries: int, keys: int
-) -> None:
+def test_ulysses_equals_single_device(devices: int, queries: int, keys: int) -> None:
+    """All-to-all between tokens and heads gives the outputs and gradients of one device."""
     T = 24
     rng = np.random.default_rng(0)
     q, k, v = (
@@ -252,14 +260,17 @@ def test_exchanging_tokens_for_heads_equals_one_device(
     assert relative_error(found, want) < 1e-5
 
 
-def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+def test_ulysses_refuses_indivisible_heads() -> None:
     with pytest.raises(ConfigError, match=r"6 query heads and 2 key heads .* 4 devices"):
         ulysses.check_heads(6, 2, 4)
     with pytest.raises(ConfigError, match=r"12 query heads and 4 key heads .* 6 devices"):
         ulysses.check_heads(12, 4, 6)
 
 
-def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
+def test_zigzag_pairs_early_and_late_chunks() -> None:
+    """Zigzag order gives each device one early and one late chunk; lengths must be a multiple of
+    2n.
+    """
     assert zigzag.zigzag(12, 3).reshape(3, 4).tolist() == [
         [0, 1, 10, 11],
         [2, 3, 8, 9],
@@ -271,7 +282,8 @@ def test_zigzag_order_gives_a_device_an_early_and_a_late_chunk() -> None:
 
 
 @pytest.mark.parametrize("n", first([(3,), (1,), (8,)]))
-def test_two_exchanges_put_plain_order_into_zigzag_and_back(n: int) -> None:
+def test_zigzag_exchange_round_trip_takes_two_permutes(n: int) -> None:
+    """to_zigzag and to_plain are inverse, and to_zigzag takes two collective permutes."""
     x = jnp.arange(2 * 4 * n * 3).reshape(2, 4 * n, 3)
     over = partial(jax.shard_map, mesh=mesh_of(n), in_specs=SPLIT, out_specs=SPLIT)
     there = jax.jit(over(partial(zigzag.to_zigzag, axis=AXIS)))
@@ -291,8 +303,10 @@ def count_ppermutes(jaxpr: Any, times: int = 1) -> int:
 
 
 @pytest.mark.parametrize("n", [2, 8])
-def test_what_goes_round_is_counted(n: int) -> None:
-    """Keys, values and positions n - 1 times; the gradient also brings cotangents home."""
+def test_ring_communication_count(n: int) -> None:
+    """Keys, values and positions are sent n - 1 times; the gradient repeats this and returns 2n
+    cotangents.
+    """
     q, k, v, position = text(48)
     attend = ring_attention(n, 48, window=None)
     assert count_ppermutes(jax.make_jaxpr(attend)(q, k, v, position).jaxpr) == 3 * (n - 1)
@@ -305,10 +319,8 @@ def test_what_goes_round_is_counted(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", first([(2,), (4,)]))
-def test_every_device_computes_as_many_pairs_of_chunks(
-    n: int, monkeypatch: pytest.MonkeyPatch, afresh: None
-) -> None:
-    """2n + 1 of 4n, as counted where they are computed."""
+def test_ring_balances_chunk_pairs(n: int, monkeypatch: pytest.MonkeyPatch, afresh: None) -> None:
+    """The ring computes n (2n + 1) causal pairs of chunks; a window skips the pairs outside it."""
     absorb, met = ring.absorb, []
 
     def counted(state: Any, queries: Any, *given: Any) -> Any:
@@ -329,8 +341,8 @@ def test_every_device_computes_as_many_pairs_of_chunks(
     assert [met.count(4 * chunk) for chunk in range(2 * n)] == [1] + [2] * (2 * n - 1)
 
 
-def test_chunks_in_the_future_are_not_looked_at() -> None:
-    """What the last chunk holds is NaN, which zero weights would carry into every sum."""
+def test_ring_skips_future_chunks() -> None:
+    """The last chunk's values are NaN, which would reach every output even with zero weights."""
     q, k, v, position = text(48, ragged=False)
     v = v.at[:, 42:].set(jnp.nan)
     found = jax.jit(ring_attention(4, 48, window=None))(q, k, v, position)
@@ -338,8 +350,8 @@ def test_chunks_in_the_future_are_not_looked_at() -> None:
     assert relative_error(found[:, :42], want) < 1e-5
 
 
-def test_nothing_on_a_device_is_as_large_as_the_text() -> None:
-    """Of the compiled program with its gradient: no scores of all pairs, no gathered keys."""
+def test_ring_never_holds_full_sequence() -> None:
+    """The compiled program, gradient included, has no full score matrix and no all-gather."""
     T, n, H = 8192, 8, 64
     form = {heads: jax.ShapeDtypeStruct((1, T, heads, H), jnp.float32) for heads in (2, 1)}
     there = jax.ShapeDtypeStruct((1, T), jnp.int32)

@@ -23,7 +23,7 @@ from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import partition
 from jaxllm.train.step import Setup, init_state, train_step
-from tests.sharding.made import FAMILIES, largest_difference, make_model, shard_model
+from tests.sharding.tiny_models import FAMILIES, largest_difference, make_model, shard_model
 
 pytestmark = pytest.mark.devices
 
@@ -51,8 +51,10 @@ def prompt(T: int = 40, rows: int = 2, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family, mesh", CASES)
-def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
-    """A prompt in chunks, of which the second meets a cache and the last is padded."""
+def test_prompts_and_decoding_equal_single_device(family: str, mesh: str) -> None:
+    """Prefill in chunks (the second on a cache, the last padded) and decoding equal one device,
+    logits and cache.
+    """
     model, params = make_model(family, **({"n_layer": 1} if (family, mesh) in QUICK else {}))
     over, shared = shard_model(model, params, mesh)
     caches = [init_cache(m, 2, 64) for m in (model, over)]
@@ -93,8 +95,10 @@ def test_prompts_and_decoding_equal_one_device(family: str, mesh: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family, mesh", QUICK + MORE)
-def test_greedy_text_is_the_same(family: str, mesh: str) -> None:
-    """In a cache whose slots do not divide, too: every device has them all."""
+def test_greedy_text_equals_single_device(family: str, mesh: str) -> None:
+    """Greedy tokens equal one device, also if the cache size does not divide and the cache is
+    replicated.
+    """
     model, params = make_model(family)
     over, shared = shard_model(model, params, mesh)
     for capacity in (64, 57):
@@ -108,8 +112,8 @@ def test_greedy_text_is_the_same(family: str, mesh: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads", "sequence=2,tensor=2:tokens"])
-def test_texts_are_those_of_one_device(shallow: Callable[[str], Path], mesh: str) -> None:
-    """Drawn, searched for, proposed and served."""
+def test_decoding_modes_equal_single_device(shallow: Callable[[str], Path], mesh: str) -> None:
+    """Sampling, beam search, prompt lookup and serving give the tokens of one device."""
     one, over = (jaxllm.load(shallow("llama"), dtype="float32", mesh=m) for m in (None, mesh))
     prompts = ["Once upon a time", "One day, a little girl and her dog went to the park"]
     for options in (
@@ -128,8 +132,8 @@ def test_texts_are_those_of_one_device(shallow: Callable[[str], Path], mesh: str
 
 
 @pytest.mark.full
-def test_branches_and_surgery_of_a_split_cache() -> None:
-    """What is forked is split and shared by rows; new tails are short, and whole everywhere."""
+def test_forked_and_edited_split_cache_equals_single_device() -> None:
+    """Fork, rewind, drop_range and compact of a split cache give the logits of one device."""
     model, params = make_model("llama")
     over, shared = shard_model(model, params, "sequence=4")
     token, found = np.array([5, 6], np.int32), []
@@ -156,8 +160,8 @@ def packed(T: int = 40, seed: int = 0) -> Rows:
 
 @pytest.mark.full
 @pytest.mark.parametrize("family, mesh", QUICK + MORE)
-def test_gradients_equal_one_device(family: str, mesh: str) -> None:
-    """Of the loss of packed rows in all parameters, as a step of training takes it."""
+def test_gradients_equal_single_device(family: str, mesh: str) -> None:
+    """The loss of packed rows has the gradients of one device in all parameters."""
     model, params = make_model(family)
     over = make_sharded_model(model.config, model.precision, parse_mesh(mesh)).clone(remat=True)
     rows, key = packed(), jax.random.key(0)
@@ -179,8 +183,10 @@ def test_gradients_equal_one_device(family: str, mesh: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads"])
-def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
-    """The compiled step itself, of two batches whose gradients are added up."""
+def test_train_step_equals_single_device(mesh: str) -> None:
+    """The compiled step, with two accumulated batches, gives the loss, gradient norm and weights of
+    one device.
+    """
     model, params = make_model("llama", num_hidden_layers=2)
     over, shared = shard_model(model, params, mesh)
     rows = jax.tree.map(lambda *x: np.stack(x), packed(), packed(seed=1))
@@ -201,9 +207,9 @@ def test_a_step_of_training_is_that_of_one_device(mesh: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=4:heads"])
-def test_what_devices_send_each_other(mesh: str) -> None:
-    """A whole prompt into an empty cache, of two layers: no key or value is ever gathered, and all
-    is as on one device.
+def test_prefill_sends_no_full_keys_or_values(mesh: str) -> None:
+    """Prefill of an empty cache uses the expected collectives and never gathers all
+    keys or values.
     """
     model, params = make_model("llama", num_hidden_layers=2, num_key_value_heads=4)
     over, shared = shard_model(model, params, mesh)
@@ -238,8 +244,10 @@ def test_what_devices_send_each_other(mesh: str) -> None:
     assert gathered is None or gathered.largest < 96 * token * 4
 
 
-def test_norms_and_sums_of_some_tokens() -> None:
-    """Beside tensor=4 each sum is scattered, and each norm's output gathered; decoding sums."""
+def test_tensor_axis_tokens_mode_uses_reduce_scatter() -> None:
+    """With tensor=4:tokens, prefill scatters sums and gathers norm outputs; decoding uses
+    all-reduce.
+    """
     model, params = make_model("llama", num_hidden_layers=2, num_key_value_heads=4)
     over, shared = shard_model(model, params, "tensor=4:tokens")
 
@@ -263,7 +271,7 @@ def test_norms_and_sums_of_some_tokens() -> None:
     assert "reduce-scatter" not in few
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_unsupported_splits_are_refused() -> None:
     model, params = make_model("llama")
     over, shared = shard_model(model, params, "sequence=4")
     cache = init_cache(over, 1, 32)

@@ -60,8 +60,8 @@ def losses(student: jax.Array, teacher: jax.Array, label: jax.Array) -> Any:
     return [jax.grad(loss, has_aux=True)(student, mix) for mix in MIXES]
 
 
-def test_loss_and_gradient_are_those_of_torch() -> None:
-    """Of the whole loss: temperature, its square, the cross-entropy, the labels that count."""
+def test_distill_loss_and_gradient_equal_torch() -> None:
+    """The whole loss: temperature and its square, the cross-entropy share and ignored labels."""
     label = torch.tensor(LABEL).long()
     counted = label != IGNORED
     for mix, (gradient, found) in zip(BETAS, losses(STUDENT, TEACHER, LABEL)[:-1], strict=True):
@@ -79,8 +79,10 @@ def test_loss_and_gradient_are_those_of_torch() -> None:
         assert not np.asarray(gradient)[LABEL == IGNORED].any()
 
 
-def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
-    """What is left is the cross-entropy's."""
+def test_distill_loss_with_identical_teacher_is_cross_entropy() -> None:
+    """With equal logits the divergence is zero, and the gradient is that of the cross-entropy
+    share.
+    """
     for mix, (gradient, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
         assert found.divergence == 0
         student = torch.tensor(TEACHER, requires_grad=True)
@@ -90,21 +92,23 @@ def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
         np.testing.assert_allclose(gradient, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
 
 
-def test_where_nothing_counts_the_loss_is_zero() -> None:
+def test_distill_loss_without_labels_is_zero() -> None:
     for gradient, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
         assert (float(found.loss), float(found.tokens)) == (0, 0)
         assert not np.asarray(gradient).any()
 
 
-def test_at_a_high_temperature_the_gradient_is_the_difference_of_centred_logits() -> None:
+def test_distill_gradient_at_high_temperature_equals_closed_form() -> None:
     """Hinton et al. 2015, eq. 4: T^2 dKL/dz = (z_s - z_t) / V, where both have mean 0."""
     gradient, _ = losses(STUDENT, TEACHER, np.zeros_like(LABEL))[-1]
     centred = [x - x.mean(-1, keepdims=True) for x in (STUDENT, TEACHER)]
     np.testing.assert_allclose(gradient, (centred[0] - centred[1]) / V, atol=3e-3)
 
 
-def test_what_cannot_be_is_no_nan() -> None:
-    """A teacher that is sure of a token, and a student that is sure of another."""
+def test_distill_loss_is_finite_for_disjoint_distributions() -> None:
+    """With teacher and student certain of different tokens, losses and gradients are finite; JSD
+    reaches its maximum, the entropy of beta.
+    """
     teacher, student = (np.full((B, T, V), -1e4, np.float32) for _ in range(2))
     teacher[..., 3], student[..., 5] = 0, 0
     each = losses(student, teacher, LABEL)
@@ -116,8 +120,8 @@ def test_what_cannot_be_is_no_nan() -> None:
     np.testing.assert_allclose(between.divergence / between.tokens, entropy, rtol=1e-6)
 
 
-def test_padding_of_the_vocabulary_changes_nothing() -> None:
-    """Qwen's case: 23 tokens, padded to 31 rows in one model and 26 in the other."""
+def test_log_probs_ignore_vocabulary_padding() -> None:
+    """As in Qwen, both models pad 23 tokens to different row counts: 31 and 26."""
     for x, more in ((STUDENT, 8), (TEACHER, 3)):
         wide = jnp.asarray(np.concatenate([x, random_logits(9, more)], -1))
         plain = log_probs(jnp.asarray(x), V, 2.0)
@@ -145,7 +149,10 @@ def topk_divergences(student: jax.Array, teacher: jax.Array) -> Any:
     return recorded, some, full, jax.grad(kl)(student)
 
 
-def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> None:
+def test_topk_divergence_bounds_and_reaches_full_divergence() -> None:
+    """The divergence over top-k logits grows with k, never exceeds the full one, and equals it at k
+    = V, with the gradient softmax(s) - softmax(t).
+    """
     recorded, some, full, gradient = topk_divergences(STUDENT, TEACHER)
     rounding = 1e-2  # float16 log-probabilities
     assert (some <= full[None] + rounding).all()
@@ -157,7 +164,7 @@ def test_buckets_are_a_lower_bound_and_all_of_them_the_whole_distribution() -> N
     np.testing.assert_allclose(gradient, s - t, atol=2e-3)  # dKL/dz, in closed form
 
 
-def test_buckets_hold_the_likeliest_tokens_and_the_rest() -> None:
+def test_topk_logprobs_hold_topk_and_remainder() -> None:
     found: TopKLogprobs = topk_divergences(STUDENT, TEACHER)[0][8]
     p = torch.log_softmax(torch.tensor(TEACHER), -1)
     top, token = p.topk(8, -1)

@@ -16,13 +16,13 @@ from jaxllm.train.distill.divergences import DistillLossConfig
 from jaxllm.train.distill.feature_loss import HiddenLossConfig
 from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
 from jaxllm.train.distill.topk_logits import topk_logprobs
-from tests.train.distill.small import B, T, compute_logits, pairs, rows_of
-from tests.twins import VOCAB
+from tests.tiny_models import VOCAB
+from tests.train.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 
 KEY = jax.random.key(0)
 
 
-def test_hidden_states_are_compared_as_torch_does() -> None:
+def test_hidden_loss_equals_torch() -> None:
     rng = np.random.default_rng(0)
     student = [rng.standard_normal((B, T, 6), np.float32) for _ in range(3)]
     teacher = [rng.standard_normal((B, T, 10), np.float32) for _ in range(5)]
@@ -50,8 +50,10 @@ def _arrays(each: list[np.ndarray]) -> list[jax.Array]:
     return list(map(jnp.asarray, each))
 
 
-def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
-    """With a bucket for each token: the loss of the teacher itself."""
+def test_recorded_teacher_loss_equals_online_loss() -> None:
+    """With recorded logits for every token, the loss and its parts equal those of the running
+    teacher.
+    """
     (model, params), (_, teacher) = pairs(0, 0.7), pairs(1, 0.7)
     rows, mix = rows_of(), DistillLossConfig(0.5, 2.0, 0.8)
     logits = compute_logits(model, teacher, rows)
@@ -72,8 +74,10 @@ def test_what_is_in_buckets_teaches_as_the_teacher_does() -> None:
         recorded(model, params, (), rows, KEY)
 
 
-def test_projections_live_beside_the_model() -> None:
-    """They are drawn where widths differ, and go when they are no longer wanted."""
+def test_projections_are_added_and_removed() -> None:
+    """Projections are created only where widths differ and can be removed again; invalid layer
+    pairs and losses are refused.
+    """
     model, params = pairs(0, 1.0)
     wider = dataclasses.replace(model.config, hidden_size=56)
     hidden = HiddenLossConfig("mse", ((1, 1),))
@@ -90,6 +94,6 @@ def test_projections_live_beside_the_model() -> None:
         HiddenLossConfig("l1")  # type: ignore[arg-type]
 
 
-def test_student_layers_meet_the_teacher_s_evenly() -> None:
+def test_even_pairs_spaces_teacher_layers_evenly() -> None:
     assert states.even_pairs(3, 6) == ((1, 2), (2, 4), (3, 6))
     assert states.even_pairs(2, 2) == ((1, 1), (2, 2))

@@ -36,7 +36,10 @@ def student(teacher: LM) -> LM:
     return students.cut_student(teacher, StudentSize(layers=1))
 
 
-def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
+def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
+    """Options become the objective, sampler, extra inputs and data of a run; alpha 0 is plain
+    next-token training.
+    """
     options = Distillation(beta=0.5, temperature=2.0, on_policy=0.3, hidden="cosine", new_tokens=5)
     found = prepare_distillation(student, teacher, DATA, options, eval_data=DATA)
     hidden = HiddenLossConfig("cosine", ((1, 2),), 1.0)
@@ -57,7 +60,7 @@ def test_options_become_what_a_run_takes(teacher: LM, student: LM) -> None:
     )
 
 
-def test_projections_are_trained_and_not_kept(teacher: LM, student: LM) -> None:
+def test_projections_are_trained_and_not_saved(teacher: LM, student: LM) -> None:
     config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
     narrow = students.from_config(teacher, config, 0)
     found = prepare_distillation(narrow, teacher, DATA, Distillation(hidden="mse"))
@@ -65,7 +68,9 @@ def test_projections_are_trained_and_not_kept(teacher: LM, student: LM) -> None:
     assert PARAMS_KEY not in extract_student(narrow, found.params).params
 
 
-def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: Path) -> None:
+def test_topk_option_adds_recorded_teacher_to_data(
+    teacher: LM, student: LM, tmp_path: Path
+) -> None:
     options = Distillation(top_k=3)
     found = prepare_distillation(
         student, teacher, DATA, options, eval_data=DATA, directory=tmp_path
@@ -94,12 +99,12 @@ def test_a_recorded_teacher_is_in_the_data(teacher: LM, student: LM, tmp_path: P
         ({"pairs": ((1, 1),)}, "set it to mse or cosine"),
     ],
 )
-def test_what_cannot_be_is_refused(options: Any, said: str) -> None:
+def test_distillation_refuses_invalid_options(options: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Distillation(**options)
 
 
-def test_rows_wider_than_a_context_are_refused(teacher: LM, student: LM) -> None:
+def test_distillation_refuses_rows_beyond_teacher_context(teacher: LM, student: LM) -> None:
     wide = Dataset(from_ids([[3] * 600]), 513)
     with pytest.raises(ConfigError, match="rows of 513 tokens exceed the teacher's context of 512"):
         prepare_distillation(student, teacher, wide, Distillation())

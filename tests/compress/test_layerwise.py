@@ -1,0 +1,285 @@
+"""Layer-by-layer compression: inputs, exactness and gains of the methods."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm import models
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.compress.data import calibration
+from jaxllm.compress.layers import channel_scaling
+from jaxllm.compress.layers.layerwise import LayerInputs, get_module, map_layers, replace_leaves
+from jaxllm.compress.methods import rtn
+from jaxllm.compress.methods.rtn import RtnOptions
+from jaxllm.compress.recipe import ModelState, StepContext, parse_line
+from jaxllm.compress.registry import STEPS
+from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights.formats import as_format, to_dense, weight_format
+from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.types.int_quant import QTensor, parse
+
+FAMILIES = ("llama", "gpt2")
+SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # equal shapes, to compile little
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lm(request: pytest.FixtureRequest, shallow_demos: Path) -> jaxllm.LM:
+    return jaxllm.load(shallow_demos / request.param, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rows(lm: jaxllm.LM) -> calibration.Calibration:
+    """Random token rows."""
+    prompt = jax.random.randint(jax.random.key(0), (24, 1), 3, lm.config.vocab_size)
+    tokens = np.random.default_rng(0).integers(3, lm.config.vocab_size, (24, 48))
+    tokens[:, :1] = prompt
+    return calibration.from_tokens(tokens)
+
+
+def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(jaxllm.forward(lm.model, params, None, tokens).logits)
+
+
+def run_step(
+    lm: jaxllm.LM, line: str, rows: Any, *, messages: list[str] | None = None
+) -> ModelState:
+    read = parse_line(line, STEPS)
+    log = (lambda _: None) if messages is None else messages.append
+    subject = ModelState(lm.config, lm.params, lm.model.precision)
+    return read.step.run(
+        subject, read.argument, read.options, StepContext(rows, Journal(), False, log)
+    )
+
+
+def mean_kl(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
+    """Return the mean KL divergence from the original model."""
+    p = jax.nn.log_softmax(logits(lm, lm.params, tokens))
+    q = jax.nn.log_softmax(jaxllm.forward(made.model, made.params, None, tokens).logits)
+    return float((jnp.exp(p) * (p - q)).sum(-1).mean())
+
+
+def test_layerwise_pass_equals_full_forward(lm: jaxllm.LM, rows: Any) -> None:
+    """Layer inputs, activations and input statistics of the layerwise pass equal those of the full
+    model.
+    """
+    tokens = rows.token_NT[:2]
+    position = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape)
+    length = jnp.full((2,), 48, jnp.int32)
+    trace: Any = lm.model.apply({"params": lm.params}, tokens, position, length)
+    seen: list[LayerInputs] = []
+
+    def visit(stage: LayerInputs) -> Any:
+        seen.append(stage)
+        return stage.params
+
+    map_layers(lm.model, lm.params, tokens, visit, name="looking", show_progress=False)
+    entering = [trace.embeddings, *(layer.x for layer in trace.layers)]
+    for stage, x, layer in zip(seen, entering, trace.layers, strict=False):
+        np.testing.assert_allclose(stage.x_NTD, x, atol=1e-5)
+        for site in stage.sites:
+            got = stage.trace_entry(stage.params, site.input)
+            want = {
+                "attention_norm": layer.attention_norm,
+                "attention.heads": layer.attention.heads.reshape(2, 48, -1),
+                "mlp_norm": layer.mlp_norm,
+                "mlp_hidden": layer.mlp_hidden,
+            }[site.input]
+            np.testing.assert_allclose(got, want, atol=1e-5)
+            moments = stage.input_stats(stage.params, site)
+            x_RI = np.asarray(want).reshape(-1, want.shape[-1])
+            np.testing.assert_allclose(moments.gram_II, x_RI.T @ x_RI, rtol=1e-3, atol=1e-3)
+
+
+def test_later_layers_see_modified_earlier_layers(lm: jaxllm.LM, rows: Any) -> None:
+    inputs: list[np.ndarray] = []
+
+    def blank(stage: LayerInputs) -> Any:
+        inputs.append(stage.x_NTD)
+        return map_leaves(lambda _, x: jnp.zeros_like(x), stage.params)
+
+    map_layers(lm.model, lm.params, rows.token_NT, blank, name="blank", show_progress=False)
+    np.testing.assert_array_equal(inputs[0], inputs[1])  # a layer of zeros adds nothing
+
+
+def test_nan_is_reported_by_layer(lm: jaxllm.LM, rows: Any) -> None:
+    family = models.get_family(lm.config.model_type)
+    path = f"{family.layers}.1"
+    linear = family.linear_groups[-1].linears[0]
+    weight = get_module(lm.params[path], linear)["weight"].at[3, 5].set(jnp.nan)
+    broken = {**lm.params, path: replace_leaves(lm.params[path], linear, weight=weight)}
+    with pytest.raises(NonFiniteError, match=rf"{family.layers}\.1 returned NaN"):
+        map_layers(
+            lm.model, broken, rows.token_NT, lambda s: s.params, name="", show_progress=False
+        )
+
+
+def test_smoothquant_preserves_logits(lm: jaxllm.LM, rows: Any) -> None:
+    """SmoothQuant changes at least six tensors but not the logits."""
+    made = run_step(lm, "smooth: smoothquant alpha=0.7", rows)
+    tokens = rows.token_NT[:4]
+    np.testing.assert_allclose(
+        logits(lm, made.params, tokens), logits(lm, lm.params, tokens), atol=3e-4
+    )
+    moved = [
+        p
+        for (p, a), (_, b) in zip(flatten(lm.params), flatten(made.params), strict=True)
+        if not np.array_equal(a, b)
+    ]
+    assert len(moved) >= 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_folded_scale_preserves_logits(lm: jaxllm.LM, dtype: str) -> None:
+    """Folding a scale into any foldable input preserves the logits; in bfloat16 the scale is
+    rounded to what the norm can hold.
+    """
+    family = models.get_family(lm.config.model_type)
+    path = f"{family.layers}.0"
+    params = map_leaves(lambda _, x: x.astype(dtype), lm.params)
+    rng, tokens = np.random.default_rng(1), np.arange(3, 43).reshape(2, 20)
+    folded = 0
+    for site in family.linear_groups:
+        if not channel_scaling.can_fold(params[path], site):
+            continue
+        folded += 1
+        columns = get_module(params[path], site.linears[0])["weight"].shape[1]
+        scale_I = jnp.asarray(np.exp(rng.standard_normal(columns)), jnp.float32)
+        layer, used_I = channel_scaling.fold_scale(params[path], site, scale_I)
+        assert np.abs(np.log(used_I / scale_I)).max() < (1e-6 if dtype == "float32" else 0.01)
+        a, b = (logits(lm, {**params, path: x}, tokens) for x in (params[path], layer))
+        np.testing.assert_allclose(a, b, atol=1e-3 if dtype == "float32" else 0.3)
+    assert folded == {"llama": 4, "gpt2": 3}[lm.config.model_type]
+
+
+def test_awq_beats_rounding_and_protects_large_channels(
+    lm: jaxllm.LM, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWQ's scales have no more loss than rounding, protect an amplified channel, and dequantize
+    the int8 weight once per search.
+    """
+    family, to = models.get_family(lm.config.model_type), parse("int3-g64-zp")
+    assert to is not None
+    site = family.linear_groups[0]
+    checked: list[int] = []
+    widened: list[int] = []
+    dense_of, last = QTensor.to_dense, family.linear_groups[-1].linears[0]
+
+    def counted(leaf: QTensor, dtype: Any = None) -> jax.Array:
+        widened.append(leaf.bits)
+        return dense_of(leaf, dtype)
+
+    monkeypatch.setattr(QTensor, "to_dense", counted)
+
+    def visit(stage: LayerInputs) -> Any:
+        norm = get_module(stage.params, str(site.source))
+        amplified = norm["weight"].at[7].multiply(100.0)
+        params = replace_leaves(stage.params, str(site.source), **{**norm, "weight": amplified})
+        params = replace_leaves(
+            params, last, weight=as_format(get_module(params, last)["weight"], "int8")
+        )
+        moments = stage.input_stats(params, site)
+        widened.clear()
+        found = channel_scaling.search_scale(stage, params, site, moments, to)
+        assert widened.count(8) == 1  # once per search
+        assert found.loss <= found.unscaled_loss
+        weight = get_module(params, site.linears[0])["weight"]
+        scale_I = found.scale_I[None]
+        plain, guarded = (
+            np.abs(np.asarray(q - weight))[:, 7].mean()
+            for q in (
+                to.quantize(weight).to_dense(),
+                to.quantize(weight * scale_I).to_dense() / scale_I,
+            )
+        )
+        assert found.ratio > 0 and guarded < plain
+        checked.append(stage.number)
+        return stage.params
+
+    map_layers(lm.model, lm.params, rows.token_NT[:8], visit, name="awq", show_progress=False)
+    assert checked == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quantize: gptq int3-g64",
+        "quantize: gptq int3-g64 act_order=true",
+        "quantize: gptq int3-g64 act_order=true static_groups=false",
+        "quantize: awq int3-g64",
+    ],
+)
+def test_calibrated_quantization_beats_rounding(line: str, lm: jaxllm.LM, rows: Any) -> None:
+    """GPTQ and AWQ have a smaller KL divergence than rounding to nearest."""
+    made, plain = (
+        run_step(lm, f"{one} {SQUARE}", rows) for one in (line, "quantize: rtn int3-g64")
+    )
+    assert mean_kl(lm, made, rows.token_NT) < mean_kl(lm, plain, rows.token_NT)
+    found = {weight_format(x) for p, x in flatten(made.params) if x.ndim == 2}
+    assert found == {"float32", "ordered/int3-g64" if "static" in line else "int3-g64"}
+
+
+def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any) -> None:
+    """2:4 zeros survive GPTQ, storing as int8-2:4 keeps the codes, and SparseGPT beats Wanda and
+    magnitude.
+    """
+    pruned = run_step(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
+    joint = run_step(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
+    read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
+    work = StepContext(rows, Journal(), False, print)
+    after = read.step.run(pruned, read.argument, read.options, work)
+    family = models.get_family(lm.config.model_type)
+    for made in (pruned, joint, after):
+        linear = family.linear_groups[1].linears[0]
+        weight = np.asarray(
+            to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
+        )
+        assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
+    stored = rtn.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
+    for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
+        np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
+        assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
+    others = [run_step(lm, f"prune: {one} 2:4 {SQUARE}", rows) for one in ("wanda", "magnitude")]
+    assert mean_kl(lm, pruned, rows.token_NT) < min(
+        mean_kl(lm, one, rows.token_NT) for one in others
+    )
+
+
+def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any) -> None:
+    """Static activations with min-max or percentile ranges add a small KL divergence and need int8
+    weights.
+    """
+    plain = run_step(lm, f"quantize: rtn int8 {SQUARE}", rows)
+    base = mean_kl(lm, plain, rows.token_NT)
+    for kind in ("minmax", "percentile"):
+        read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
+        work = StepContext(rows, Journal(), False, print)
+        made = read.step.run(plain, "", read.options, work)
+        assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
+        assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
+    with pytest.raises(ConfigError, match="is not int8"):
+        run_step(lm, "activations: static", rows)
+
+
+def test_model_scope_prunes_by_one_threshold(lm: jaxllm.LM, rows: Any) -> None:
+    """With scope=model one threshold prunes the requested share overall, and the layers' shares
+    differ.
+    """
+    made = run_step(lm, "prune: magnitude 40% scope=model", rows)
+    chosen = [np.asarray(x) for p, x in flatten(made.params) if x.ndim == 2 and p.count(".") > 2]
+    zero = sum((x == 0).sum() for x in chosen) / sum(x.size for x in chosen)
+    assert zero == pytest.approx(0.4, abs=1e-3)
+    shares = [float((x == 0).mean()) for x in chosen]
+    assert max(shares) - min(shares) > 0.01
+
+
+def test_equal_format_keeps_quantized_weight(lm: jaxllm.LM) -> None:
+    """Asking for the format that a weight already has returns the same weight, so GPTQ's codes
+    survive.
+    """
+    leaf = as_format(lm.params["wte" if "wte" in lm.params else "embed_tokens"]["weight"], "int4")
+    assert as_format(leaf, "int4-g64") is leaf

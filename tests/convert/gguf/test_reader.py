@@ -1,0 +1,319 @@
+"""GGUF files of tiny models equal transformers' models with the same weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import jaxllm
+from jaxllm.convert.gguf.blocks import BY_NAME
+from jaxllm.convert.gguf.reader import open_gguf
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.lm import LM
+from jaxllm.weights.formats import to_dense, weight_format
+from jaxllm.weights.paths import flatten
+from jaxllm.weights.precision import Precision
+from tests.convert.gguf.gguf_files import ARCHS, CONV1D, dequantized, raw_of, write
+from tests.tiny_models import assert_close, save_random, saved_once, tokens
+
+TYPES = [gguf.GGMLQuantizationType[name] for name in BY_NAME]
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "head_dim": 8,
+    "num_attention_heads": 4, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+    "mistral": SMALL,
+    "gpt2": {"n_layer": 1, "n_embd": 256, "n_inner": 512, "n_head": 4, "n_positions": 64},
+}
+KEPT = {
+    "Q8_0": "int8-g32-f16", "Q5_0": "int8-g32-f16", "Q4_0": "int4-g32-f16", "Q6_K": "int8-g16",
+    "Q4_1": "offset/int4-g32-zp-f16", "Q5_1": "offset/int8-g32-f16",
+    "Q4_K": "offset/int4-g32-zp", "Q5_K": "offset/int8-g32",
+}  # fmt: skip
+IDS = tokens(2, 9)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The Hugging Face directory of a tiny model, by its family."""
+    return saved_once(tmp_path_factory, lambda family: {"spread": 0.05, **SIZES[family]})
+
+
+def in_torch(directory: Path, file: Path) -> Any:
+    """Return transformers' model with the weights that the package reads from a file."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    config, kind = model.config, model.config.model_type
+    layers, numbers = config.num_hidden_layers, dequantized(file)
+    known = gguf.get_tensor_name_map(ARCHS[kind], layers)
+    for name, parameter in model.named_parameters():
+        array = numbers[known.get_name(name, try_suffixes=(".weight", ".bias"))]
+        if kind == "gpt2" and CONV1D.search(name):
+            array = array.T
+        if kind != "gpt2" and ("q_proj" in name or "k_proj" in name):
+            half = config.head_dim // 2
+            array = array.reshape(-1, half, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        parameter.data.copy_(torch.tensor(np.ascontiguousarray(array)))
+    return model.eval()
+
+
+def logits(model: Any) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(IDS)).logits.numpy()
+
+
+def ours(lm: LM) -> np.ndarray:
+    return np.asarray(jaxllm.forward(lm.model, lm.params, None, IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [pytest.param("llama", kind, id=f"llama-{kind.name}") for kind in TYPES]
+    + [
+        pytest.param(
+            "gpt2", kind, id=f"gpt2-{kind.name}",
+            marks=[] if kind.name in ("BF16", "Q8_0") else [pytest.mark.full],
+        )
+        for kind in TYPES
+    ],
+)  # fmt: skip
+def test_logits_equal_dequantized_transformers_model(
+    kind: gguf.GGMLQuantizationType, family: str, directory: Any, tmp_path: Path
+) -> None:
+    """For every tensor type, weights equal the package's dequantized values bit for bit, and logits
+    equal transformers'.
+    """
+    file = write(tmp_path / "a.gguf", directory(family), raw_of(kind))
+    model = in_torch(directory(family), file)
+    # Types that are loaded as float32 share one program.
+    lm = jaxllm.load(file, dtype=None if kind.name in KEPT else Precision())
+    formats = {weight_format(x) for _, x in flatten(lm.params) if x.ndim > 1}
+    assert formats - {"float32"} == ({KEPT[kind.name]} if kind.name in KEPT else set())
+    if family == "llama":  # bit for bit, rows in order
+        theirs = dict(model.named_parameters())
+        for path, weight in flatten(lm.params):
+            name = path if path.startswith("lm_head") else f"model.{path}"
+            np.testing.assert_array_equal(to_dense(weight), theirs[name].detach().numpy(), path)
+    assert_close(ours(lm), logits(model))
+
+
+def test_q8_0_code_minus_128_is_exact(directory: Any, tmp_path: Path) -> None:
+    """Q8_0 holds int8: llama.cpp writes no code below -127, other tools may."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+
+    def raw(name: str, array: np.ndarray) -> Any:
+        data, found = raw_of(kind)(name, array)
+        if found == kind:
+            data = data.copy().reshape(-1, 34)
+            data[:, 2::3] = 0x80
+            data = data.reshape(len(array), -1)
+        return data, found
+
+    file = write(tmp_path / "a.gguf", directory("llama"), raw)
+    model, lm = in_torch(directory("llama"), file), jaxllm.load(file)
+    theirs = dict(model.named_parameters())
+    for path, weight in flatten(lm.params):
+        name = path if path.startswith("lm_head") else f"model.{path}"
+        np.testing.assert_array_equal(to_dense(weight), theirs[name].detach().numpy(), path)
+    assert_close(ours(lm), logits(model))
+
+
+@pytest.mark.parametrize("kind", [k for k in TYPES if k.name in KEPT and "_K" not in k.name])
+def test_padding_columns_have_zero_scale(
+    kind: gguf.GGMLQuantizationType, directory: Any, tmp_path: Path
+) -> None:
+    """Rows of 96 columns are padded to chunks of 128; the scales of the padding are zero."""
+    lm = jaxllm.load(write(tmp_path / "a.gguf", directory("mistral"), raw_of(kind)))
+    leaf: Any = lm.params["layers.0"]["mlp"]["down_proj"]["weight"]
+    scale = leaf.arrays()[".weight.scale" if "_1" in kind.name else ".scale"]
+    assert leaf.shape == (64, 96) and not np.asarray(scale)[:, 3:].any()
+
+
+def test_half_precision_weights_keep_their_dtype(directory: Any, tmp_path: Path) -> None:
+    """F16 and BF16 matrices keep their dtype, norms are float32, and the cache takes the file's
+    dtype.
+    """
+    for name, dtype in {"F16": "float16", "BF16": "bfloat16"}.items():
+        kind = gguf.GGMLQuantizationType[name]
+        lm = jaxllm.load(write(tmp_path / f"{name}.gguf", directory("llama"), raw_of(kind)))
+        found = {path: weight_format(x) for path, x in flatten(lm.params)}
+        assert set(found.values()) == {dtype, "float32"}
+        assert {path for path in found if found[path] == "float32"} == {
+            path for path in found if "norm" in path
+        }
+        assert lm.model.precision.cache == dtype
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("mistral", {"sliding_window": 5}),
+        ("gpt2", {"tie_word_embeddings": False, "n_inner": None, "n_embd": 64}),
+    ],
+    ids=["llama, biases, tied", "mistral, window", "gpt2, untied, default inner"],
+)
+def test_gguf_variants_equal_transformers(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {**SIZES[family], **({} if family == "gpt2" else SMALL), **changes}
+    save_random(tmp_path / "hf", family, **sizes)
+    file = write(tmp_path / "a.gguf", tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    lm = jaxllm.load(file)
+    assert_close(ours(lm), logits(model))
+    hf = jaxllm.load(tmp_path / "hf")
+    assert lm.config == hf.config  # and so everything derived from it
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
+}  # fmt: skip
+
+
+def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """Compute the divisors as llama.cpp's converter does."""
+    found, old = [], rope["original_max_position_embeddings"]
+    for i in range(0, head_dim, 2):
+        wavelen = 2 * np.pi * rope["rope_theta"] ** (i / head_dim)
+        low, high = (rope[f"{end}_freq_factor"] for end in ("low", "high"))
+        smooth = np.clip((old / wavelen - low) / (high - low), 0, 1)
+        found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("which", ["llama3", "another llama3", "linear", "yarn"])
+def test_rope_scaling_equals_transformers(which: str, tmp_path: Path) -> None:
+    """Every RoPE scaling gives transformers' logits; factors of unknown origin are read as
+    divisors.
+    """
+    rope: dict[str, Any] = {
+        "llama3": LLAMA3,
+        "another llama3": {**LLAMA3, "original_max_position_embeddings": 40},
+        "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        "yarn": YARN,
+    }[which]
+    save_random(tmp_path / "hf", "llama", **SMALL, rope_parameters=rope)
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        if rope["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", divisors(rope, SMALL["head_dim"]))
+            return
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+    lm = jaxllm.load(write(tmp_path / "a.gguf", tmp_path / "hf", also=also))
+    kind = "divisors" if which == "another llama3" else rope["rope_type"]
+    assert lm.config.rope.rope_type == kind
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert_close(ours(lm), logits(model))
+
+
+def test_split_file_opens_from_any_part(directory: Any, tmp_path: Path) -> None:
+    """Any part of a split file opens the whole model; missing or misnumbered parts raise errors."""
+    write(tmp_path / "a.gguf", directory("mistral"), split_max_tensors=4)
+    parts = sorted(tmp_path.iterdir())
+    assert [p.name for p in parts] == [f"a-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
+    whole = write(tmp_path / "whole.gguf", directory("mistral"))
+    expected = {path: np.asarray(x) for path, x in flatten(jaxllm.load(whole).params)}
+    for part in parts[:2]:
+        for path, x in flatten(jaxllm.load(part).params):
+            np.testing.assert_array_equal(np.asarray(x), expected[path], path)
+    parts[1].rename(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"a-00002-of-00003\.gguf is missing"):
+        open_gguf(parts[0])
+    parts[0].rename(tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match="does not match its header, part 1 of 3"):
+        open_gguf(tmp_path / "b.gguf")
+    (tmp_path / "b.gguf").rename(parts[1])
+    with pytest.raises(CheckpointError, match="does not match its header, part 1 of 3"):
+        open_gguf(parts[1])
+
+
+BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
+    "an unknown key": (lambda w: w.add_uint32("llama.expert_feed", 3), "llama.expert_feed is not"),
+    "experts": (lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
+    "an attention scale": (lambda w: w.add_attention_scale(0.5), "attention.scale must be"),
+    "different layers": (
+        lambda w: w.add_array("llama.attention.head_count_kv", [1, 2]), "differs from layer",
+    ),
+    "partial RoPE": (
+        lambda w: w.add_uint32("llama.rope.dimension_count", 4), "supported: got 4",
+    ),
+    "longrope": (
+        lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "'longrope' is not",
+    ),
+    "another yarn": (
+        lambda w: (
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN), w.add_rope_scaling_factor(2.0),
+            w.add_rope_scaling_yarn_attn_factor(1.5),
+        ),
+        "yarn_attn_factor must be 1.0, got 1.5",
+    ),
+    "a string for a number": (lambda w: w.add_string("llama.block_count", "two"), "num_hidden"),
+    "an adapter": (lambda w: w.add_type("adapter"), "is an adapter"),
+    "another architecture": (lambda w: w.add_string("general.architecture", "mamba"), "'mamba'"),
+    "an invalid token id": (lambda w: w.add_int32("tokenizer.ggml.eos_token_id", -7), "eos_token"),
+    "more layers": (lambda w: w.add_uint32("llama.block_count", 2), "layers.1.input_layernorm"),
+    "fewer heads": (
+        lambda w: w.add_uint32("llama.attention.head_count", 2), "blk.0.attn_q.weight has 32 rows",
+    ),
+    "an unknown tensor": (
+        lambda w: w.add_tensor("blk.0.ssm.weight", np.zeros(3, np.float32)), "ssm.weight is not",
+    ),
+    "divisors of another head size": (
+        lambda w: w.add_tensor("rope_freqs.weight", np.full(3, 2, np.float32)), "divisors has 3",
+    ),
+    "negative divisors": (
+        lambda w: w.add_tensor("rope_freqs.weight", np.full(4, -1, np.float32)), "not positive",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_invalid_gguf_settings_are_refused(case: str, directory: Any, tmp_path: Path) -> None:
+    change, message = BAD[case]
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        kept = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()  # allow overwriting keys
+        change(writer)
+        for key, value in kept.items():
+            writer.kv_data[0].setdefault(key, value)
+
+    file = write(tmp_path / "a.gguf", directory("mistral"), also=also)
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        open_gguf(file)
+
+
+def test_all_missing_keys_are_reported_together(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError) as caught:
+        open_gguf(tmp_path / "a.gguf")
+    for key in ("embedding_length", "attention.head_count", "layer_norm_rms", "token_embd.weight"):
+        assert key in str(caught.value)
+
+
+def test_nonfinite_weights_are_refused(directory: Any, tmp_path: Path) -> None:
+    def raw(name: str, array: np.ndarray) -> Any:
+        array = np.full_like(array, np.inf) if "attn_v" in name else array
+        return raw_of(gguf.GGMLQuantizationType.F16)(name, array)
+
+    with pytest.raises(CheckpointError, match=r"v_proj\.weight holds inf"):
+        jaxllm.load(write(tmp_path / "a.gguf", directory("mistral"), raw))

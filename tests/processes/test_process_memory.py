@@ -1,0 +1,163 @@
+"""Each process reads, holds and writes only its own share of the weights."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes.conftest import WITHIN, free_port
+from tests.tiny_models import save_random
+
+# The vocabulary divides into two stages, so that the state has no padding, which is not saved.
+SIZES = {"vocab_size": 132, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+PROGRAM = """
+import json, re, sys
+from pathlib import Path
+from jaxllm.runtime.multihost import Group, join_group
+from jaxllm.sharding.shard_params import ParamSharder, bytes_per_device
+
+def anonymous():  # resident bytes of this process without mapped files
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) << 10
+
+read_bytes = [0]  # bytes read from the checkpoint's tensors
+tensor = ParamSharder.load_tensor
+
+def counted(self, path, lazy, read, exact):
+    def count(part):
+        read_bytes[0] += part.nbytes
+        return read(part)
+
+    return tensor(self, path, lazy, count, exact)
+
+ParamSharder.load_tensor = counted
+address, number, small, model, quantize, mesh = sys.argv[1:]
+join_group(Group(address, 2, int(number)))
+import jax, jaxllm
+jaxllm.load(small, mesh=mesh, quantize=quantize or None)  # code and threads are not counted
+read_bytes[0], before = 0, anonymous()
+lm = jaxllm.load(model, mesh=mesh, quantize=quantize or None)
+print(json.dumps({
+    "devices": sum(bytes_per_device(lm.params).values()),
+    "all": sum(x.nbytes for x in jax.tree.leaves(lm.params)),
+    "anonymous": anonymous() - before,
+    "read": read_bytes[0],
+}), file=sys.__stdout__, flush=True)  # `join_group` redirects stdout
+jax.distributed.shutdown()
+"""
+
+
+STATE_PROGRAM = """
+import json, re, sys
+from pathlib import Path
+from jaxllm.runtime.multihost import Group, join_group
+
+def status_bytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def peak_growth(work):  # growth of the peak resident size during `work`
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
+    before = status_bytes("VmRSS")
+    found = work()
+    return found, status_bytes("VmHWM") - before
+
+address, number, small, model, mesh, out = sys.argv[1:]
+join_group(Group(address, 2, int(number)))
+import jax, jaxllm
+from jaxllm.checkpoints.resume import Journal
+from jaxllm.train import jobs
+from jaxllm.train.checkpointing import load_state, save_state
+from jaxllm.train.objective import NextToken
+from jaxllm.train.optimizer import Optimizer
+from jaxllm.train.sharded_state import StateLayout
+from jaxllm.train.step import Setup, init_state
+from jaxllm.train.partition import partition
+from jaxllm.weights.paths import unsharded_paths
+
+def measured(path, out):
+    lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
+    trained, rest = partition(lm.params, names=unsharded_paths(lm.model))
+    form = StateLayout.from_model(lm.model, rest)
+    setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
+    state, journal = init_state(trained, setup), Journal(out)
+    with journal.lock():
+        save_growth = peak_growth(lambda: save_state(journal, state, {}, form))[1]
+        found, load_growth = peak_growth(lambda: load_state(journal, state, form))
+        again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
+        del found
+    export_growth = peak_growth(lambda: lm.save(out / "model"))[1]
+    arrays = [x for x in jax.tree.leaves(state) if x.ndim]
+    total, mine = (sum(size(x) for x in arrays) for size in (lambda x: x.nbytes, here))
+    largest = max(x.nbytes for x in arrays)
+    return {"state": total, "mine": mine, "largest": largest, "keep": save_growth,
+            "read": load_growth, "save": export_growth, "again": all(again)}
+
+def here(x):
+    return sum(shard.data.nbytes for shard in x.addressable_shards)
+
+measured(small, Path(out) / "small")  # code and programs are not counted
+print(json.dumps(measured(model, Path(out) / "model")), file=sys.__stdout__, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def run_both(program: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run a program in two processes; return the JSON that each prints."""
+    address = f"127.0.0.1:{free_port()}"
+    environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc returns freed memory immediately
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(number), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment, "JAX_NUM_CPU_DEVICES": "1"},
+        )
+        for number in (0, 1)
+    ]
+    found = []
+    for process in both:
+        out, err = process.communicate(timeout=4 * WITHIN)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("quantize", "mesh"), [("", "tensor=2"), ("int8", "tensor=2"), ("", "stage=2")]
+)
+def test_process_loads_its_share_of_weights(tmp_path: Path, quantize: str, mesh: str) -> None:
+    """Each of two processes holds about half of the weight bytes, and reads and allocates little
+    more.
+    """
+    small, model = tmp_path / "small", tmp_path / "model"
+    save_random(small, "llama", num_hidden_layers=2)
+    save_random(model, "llama", **SIZES)
+    total = (model / "model.safetensors").stat().st_size
+    for mine in run_both(PROGRAM, str(small), str(model), quantize, mesh):
+        assert mine["devices"] < 0.51 * mine["all"]
+        # If quantized while loading, column-split matrices are read in full, one at a time: the
+        # scales depend on all columns.
+        assert mine["read"] < (0.75 if quantize else 0.51) * total
+        assert mine["anonymous"] < mine["devices"] + (0.3 if quantize else 0.15) * total
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mesh", ["data=2", "stage=2"])
+def test_train_state_io_needs_no_full_copy(tmp_path: Path, mesh: str) -> None:
+    """Saving and loading a train state, and saving the model, allocate beyond a process's own share
+    less than 20% of the state.
+    """
+    small, model = tmp_path / "small", tmp_path / "model"
+    save_random(small, "llama", num_hidden_layers=2)
+    save_random(model, "llama", **SIZES)
+    for mine in run_both(STATE_PROGRAM, str(small), str(model), mesh, str(tmp_path / "out")):
+        print(mesh, mine)
+        assert mine["again"] and mine["mine"] < 0.55 * mine["state"]
+        for what, own in (("keep", 0), ("read", mine["mine"]), ("save", 0)):
+            assert mine[what] < own + 0.2 * mine["state"], (what, mine)

@@ -1,0 +1,76 @@
+"""Every family on every mesh and precision: equal tokens, and logits equal up to rounding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.weights.precision import Precision
+from tests.sharding import mesh_matrix
+from tests.sharding.tiny_models import FAMILIES, largest_difference, make_model, shard_model
+from tests.tiny_models import tokens
+
+pytestmark = [pytest.mark.full, pytest.mark.devices]
+
+MESHES = ("tensor=2", "data=2,tensor=4")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", mesh_matrix.PRECISIONS)
+@pytest.mark.parametrize("mesh", mesh_matrix.MESHES)
+def test_mesh_matrix_cell_equals_single_device(family: str, precision: str, mesh: str) -> None:
+    """Logits and a train step are within rounding, and tokens are equal (the cells of
+    docs/mesh_matrix.md).
+    """
+    if why := mesh_matrix.left_out(family, mesh, precision):
+        pytest.skip(why)
+    found = mesh_matrix.cell(family, mesh, precision)
+    assert found.logits < mesh_matrix.CLOSE
+    assert found.trained < mesh_matrix.TRAINED
+    assert (found.generated, found.sampled, found.served) == (True, True, True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_equals_single_device(family: str) -> None:
+    """Logits, hidden states and attention mass agree in float32 and in bfloat16, whose numbers have
+    8 bits.
+    """
+    for precision, close in ((Precision(), 1e-5), (Precision.uniform("bfloat16"), 0.03)):
+        model, params = make_model(family, precision, **mesh_matrix.SIZES[family])
+        ids, options = tokens(2, 9), {"hidden_states": True, "attention_mass": True}
+        whole = jaxllm.forward(model, params, None, ids, **options)
+        for mesh in MESHES:
+            found = jaxllm.forward(*shard_model(model, params, mesh), None, ids, **options)
+            for name in ("logits", "attention_mass"):
+                mine, theirs = getattr(found, name), getattr(whole, name)
+                assert largest_difference(mine, theirs) < close, (mesh, name)
+            assert found.hidden_states is not None and whole.hidden_states is not None
+            assert largest_difference(found.hidden_states[1], whole.hidden_states[1]) < close, mesh
+
+
+def beams(model: Any, params: Any) -> Any:
+    return jaxllm.beam_search(model, params, tokens(2, 5), num_beams=3, max_new_tokens=6).token_BNT
+
+
+def speculated(model: Any, params: Any) -> Any:
+    draft = make_model("llama", vocab_size=model.config.vocab_size)  # drafts may stay on one device
+    return jaxllm.speculative_generate(
+        model, params, tokens(2, 5), draft=draft, max_new_tokens=8
+    ).token_BT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", (beams, speculated), ids=lambda way: way.__name__)
+def test_beam_and_speculative_decoding_equal_single_device(
+    family: str, way: Callable[..., Any]
+) -> None:
+    if way is speculated and family == "phi3":
+        pytest.skip("LongRoPE angles change with the text length")
+    model, params = make_model(family, **mesh_matrix.SIZES[family])
+    whole = np.asarray(way(model, params))
+    for mesh in MESHES:
+        np.testing.assert_array_equal(
+            np.asarray(way(*shard_model(model, params, mesh))), whole, mesh
+        )

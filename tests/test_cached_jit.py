@@ -1,0 +1,164 @@
+"""Compile cache on disk: equal results, and no tracing the second time."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxllm
+import jaxllm.convert.registry
+from jaxllm import models
+from jaxllm.generation.sampling.sampler import FunctionProcessor
+from jaxllm.ops import compile_cache
+from jaxllm.ops.compile_cache import CachedJit
+
+traced: list[str] = []
+
+
+def scaled(x_B: jax.Array, by: float, about: object) -> jax.Array:
+    """Scale x_B, and record each tracing."""
+    traced.append(f"{by} {x_B.shape}")
+    return x_B.astype(jnp.float32) * by
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    traced.clear()
+    compile_cache.set_folder(tmp_path)
+    yield tmp_path
+    compile_cache.set_folder(None)
+
+
+def fresh() -> CachedJit:
+    """Return an empty CachedJit, as a new process would have."""
+    return CachedJit(scaled, static_argnums=(1,))
+
+
+X = np.arange(4, dtype=np.float32)
+
+
+def test_cached_program_is_not_retraced(folder: Path) -> None:
+    """A cached program is traced once per static argument, shape and dtype, also for alternating
+    shapes.
+    """
+    for _ in range(3):
+        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+    assert traced == ["2.0 (4,)"]
+    np.testing.assert_array_equal(fresh()(X, 3.0, ()), X * 3)
+    np.testing.assert_array_equal(fresh()(X[:2], 2.0, ()), X[:2] * 2)
+    assert fresh()(X.astype(np.int32), 2.0, ()).dtype == jnp.float32
+    assert traced == ["2.0 (4,)", "3.0 (4,)", "2.0 (2,)", "2.0 (4,)"]
+    one = fresh()
+    for x in (X, X[:2], X):  # shapes may alternate
+        np.testing.assert_array_equal(one(x, 2.0, ()), x * 2)
+    assert len(traced) == 4
+
+
+def test_kernel_setting_changes_cache_key(folder: Path) -> None:
+    fresh()(X, 2.0, ())
+    with jaxllm.ops.native.disable_kernels():
+        fresh()(X, 2.0, ())
+    assert len(traced) == (2 if jaxllm.ops.native.is_enabled() else 1)
+
+
+def test_damaged_cache_file_is_rebuilt(folder: Path) -> None:
+    fresh()(X, 2.0, ())
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    for damaged in (b"", content[:100], content[:-1], content[:-1] + b"x", b"x" + content[1:]):
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(fresh()(X, 2.0, ()), X * 2)
+        assert file.read_bytes() != damaged
+    assert len(traced) == 6
+
+
+def test_program_with_arbitrary_function_is_not_cached(folder: Path) -> None:
+    """A static argument without a stable description, such as a lambda, prevents caching; the
+    result is still right.
+    """
+    np.testing.assert_array_equal(fresh()(X, 2.0, FunctionProcessor(lambda s, c: s)), X * 2)
+    assert not list(folder.iterdir())
+    assert traced
+
+
+def test_cached_jit_inlines_inside_jit(folder: Path) -> None:
+    """Called while tracing, CachedJit becomes part of the outer program and writes no file."""
+    np.testing.assert_array_equal(jax.jit(lambda x: fresh()(x, 2.0, ()))(X), X * 2)
+    assert not list(folder.iterdir())
+
+
+def test_cached_program_donates_arguments(folder: Path) -> None:
+    for _ in range(2):
+        donated = jnp.asarray(X) + 0
+        out = CachedJit(scaled, static_argnums=(1,), donate_argnums=0)(donated, 2.0, ())
+        np.testing.assert_array_equal(out, X * 2)
+        assert donated.is_deleted()
+    assert len(traced) == 1
+
+
+def test_param_shapes_are_cached(folder: Path) -> None:
+    """param_shapes is read back from the cache folder and recomputed if the file is damaged."""
+    models.param_shapes.cache_clear()
+    model = models.build(jaxllm.convert.registry.open_checkpoint("demo:llama").config)
+    traced = models.param_shapes(model)
+    (file,) = folder.glob("*.forms")
+    for damage in (None, b"", file.read_bytes()[:-1]):
+        if damage is not None:
+            file.write_bytes(damage)
+        models.param_shapes.cache_clear()
+        assert models.param_shapes(model) == traced
+    compile_cache.set_folder(None)
+    models.param_shapes.cache_clear()
+    assert models.param_shapes(model) == traced
+
+
+def change_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version__", "0.0.0")
+
+
+def change_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+
+
+def change_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+
+
+@pytest.mark.parametrize("change", [change_python, change_processors, change_flags])
+def test_cached_program_of_other_environment_is_ignored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Another JAX version, CPU count or XLA_FLAGS value traces the function again."""
+    fresh()(X, 2.0, ())
+    compile_cache._code_versions.cache_clear()
+    try:
+        change(monkeypatch)
+        fresh()(X, 2.0, ())
+        assert len(traced) == 2
+    finally:
+        compile_cache._code_versions.cache_clear()
+
+
+def test_cache_evicts_least_recently_used_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh()(X, 2.0, ())
+    (first,) = folder.iterdir()
+    monkeypatch.setattr(compile_cache, "MAX_BYTES", 1)
+    fresh()(X, 3.0, ())
+    (left,) = folder.iterdir()
+    assert left != first
+
+
+def test_generation_from_cached_programs_is_identical(folder: Path) -> None:
+    """Sampled tokens with the cache folder set equal those without it."""
+    lm = jaxllm.load("demo:llama")
+    options = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 40, "seed": 3}
+    streamed = [p.token for p in lm.stream("Once", **options)]  # type: ignore[arg-type]
+    assert list(folder.iterdir())
+    compile_cache.set_folder(None)
+    assert lm.generate("Once", **options).tokens == streamed  # type: ignore[call-overload]

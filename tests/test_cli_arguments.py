@@ -1,0 +1,210 @@
+"""Arguments of every command: MODEL, prompts and options, and errors with remedies."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+import jaxllm
+from jaxllm import cli
+from jaxllm.errors import SamplingError
+from tests.conftest import ROOT, Run
+from tests.tiny_models import save_random
+
+
+def commands() -> Iterator[typer.core.TyperCommand]:
+    """Yield every command, and the subcommands of `train`."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, typer.core.TyperGroup)
+    for command in group.commands.values():
+        kinds = getattr(command, "commands", {"": command})
+        yield from kinds.values()
+
+
+@pytest.mark.parametrize("command", list(commands()), ids=lambda command: str(command.name))
+def test_model_is_argument_or_option(command: typer.core.TyperCommand) -> None:
+    """-m X, --model X and --model=X, anywhere on the line, equal X as the argument MODEL."""
+    arguments = [p for p in command.params if isinstance(p, typer.core.TyperArgument)]
+    place = [p.name for p in arguments].index("model")
+    needed = ["--data", "x", "--begin", "x", "--adapter", "x"]
+    options = [w for n in (0, 2, 4) for w in needed[n : n + 2] if needed[n] in flags(command)]
+    words = ["make" if p.name == "action" else f"a{n}" for n, p in enumerate(arguments)]
+    others = [*words[:place], *words[place + 1 :]]
+
+    def parse(*line: str) -> dict[str, object]:
+        parsed = command.make_parser(typer.Context(command)).parse_args([*line, *options])
+        assert parsed[1] == []
+        return {name: parsed[0][name] for name in (p.name for p in arguments)}
+
+    expected = parse(*words)
+    assert expected["model"] == words[place]
+    assert parse("-m", words[place], *others) == expected
+    assert parse(*others, "--model", words[place]) == expected
+    assert parse(*others, f"--model={words[place]}") == expected
+
+
+def flags(command: typer.core.TyperCommand) -> set[str]:
+    return {name for p in command.params for name in p.opts}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "-m", "demo:llama", "x"], "unexpected extra argument(s) (x)"),
+        (["generate", "Once upon a time"], "Give a prompt after the model, or with -p"),
+        (["generate", "-m", ""], "the checkpoint path is empty"),
+        (["convert", "demo:llama", "x.gguf"], "give --to-gguf TYPE"),
+        (["convert", "demo:llama", "nowhere/x"], "no such folder: nowhere"),
+        (["quantize", "demo:llama", "nowhere/x/y"], "no such folder: nowhere/x"),
+        (["generate", "--adapter", "nowhere"], "--adapter: nowhere does not exist"),
+        (["merge", "demo:llama", "out", "--adapter", "nowhere"], "nowhere does not exist"),
+        (["generate", "demo:llama", "One", "-p", "One"], "more than one prompt"),
+        (["train", "lora", "nowhere", "out", "--data", "x"], "nowhere is not a directory"),
+        (["generate", "--num-beams", "3"], "--num-beams: use -o num_beams=VALUE"),
+        (["generate", "--repeat-penalty", "1.1"], "repetition"),
+        (["generate", "--max-tokens", "5"], "--max-new-tokens"),
+        (["generate", "--temperature", "hot"], "--temperature must be a number, got 'hot'"),
+        (["upcycle", "demo:llama", "x", "--experts", "0"], "--experts must be 1 or more, got '0'"),
+    ],
+)
+def test_refusals_name_remedy(run: Run, arguments: list[str], message: str) -> None:
+    status, out, err = run(*arguments)
+    assert status in (1, 2)
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_prompt_from_argument_option_or_file(run: Run, tmp_path: Path) -> None:
+    """The argument, -p and -f FILE give the same prompt, without the last newline of the file."""
+    file = tmp_path / "prompt.txt"
+    file.write_text("Once upon\n")
+    last = ("-n", 2, "--json")
+    found = [
+        json.loads(run("generate", *words, *last)[1])
+        for words in (("demo:llama", "Once upon"), ("-p", "Once upon"), ("-f", file))
+    ]
+    assert [report["prompt"] for report in found] == ["Once upon"] * 3
+    assert found[0]["tokens"] == found[1]["tokens"] == found[2]["tokens"]
+
+
+# Each names a missing path.
+MISSING = [
+    "generate nowhere -p x",
+    "chat nowhere",
+    "batch nowhere nowhere.jsonl",
+    "info nowhere",
+    "convert nowhere out",
+    "train lora nowhere out --data x",
+]
+
+
+def test_paths_are_checked_before_importing_jax(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from jaxllm.cli import main\n"
+        "for line in sys.argv[1:]:\n"
+        "    try:\n        main(line.split())\n"
+        "    except SystemExit as end:\n        assert end.code == 1, line\n"
+        "    assert 'jax' not in sys.modules, line\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *MISSING], cwd=tmp_path, capture_output=True, text=True,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(MISSING)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_option_accepts_text_file_or_stdin(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The three spellings of --text give the same score; a file name without @ is refused with the
+    remedy.
+    """
+    text = "Once upon a time there was a girl."
+    file = tmp_path / "story.txt"
+    file.write_text(text)
+    command = ("perplexity", shallow("llama"), "--window", 8, "--json", "--text")
+    found = [run(*command, text), run(*command, f"@{file}"), run(*command, "-", stdin=text)]
+    assert [status for status, _, _ in found] == [0, 0, 0]
+    assert found[0][1] == found[1][1] == found[2][1]
+    status, out, err = run(*command, file)
+    assert (status, out) == (1, "")
+    assert f"write @{file} to read it" in err
+
+
+def test_stop_is_also_generic_option(run: Run) -> None:
+    """-o stop=X equals --stop X."""
+    command = ("generate", "-p", "Once upon", "-n", 12)
+    stopped = run(*command, "--stop", "a")
+    assert "a" not in stopped[1]
+    assert run(*command, "-o", "stop=a")[1] == stopped[1]
+
+
+def test_seed_is_random_and_printed(run: Run, shallow: Callable[[str], Path]) -> None:
+    """Sampling prints its random seed, which reproduces the text; greedy decoding prints none."""
+    sampled = ("generate", shallow("llama"), "Once", "-n", 8, "-t", 1.5)
+    status, out, err = run(*sampled)
+    assert status == 0
+    (seed,) = re.findall(r"; seed (\d+);", err)
+    report = json.loads(run(*sampled, "--seed", seed, "--json")[1])
+    assert (report["text"], report["seed"]) == (out, int(seed))
+    others = [
+        json.loads(run(*sampled, *more, "--json")[1])["seed"] for more in ((), RANDOM, OPTION)
+    ]
+    assert len({int(seed), *others}) == 4
+    status, _, err = run(*sampled[:-2])
+    assert "seed" not in err
+    status, _, err = run(*sampled, "--seed", "x")
+    assert status == 1
+    assert "--seed must be" in err
+
+
+RANDOM, OPTION = ("--seed", "random"), ("-o", "seed=random")
+
+
+def test_sampling_flags_equal_options(run: Run, shallow: Callable[[str], Path]) -> None:
+    """--min-p, --repetition-penalty and -t equal -o; invalid names and values are refused."""
+    command = ("generate", shallow("llama"), "Once", "-n", 8, "--seed", 5, "--json")
+    flags = ("--min-p", 0.2, "--repetition-penalty", 1.3, "-t", 1.2)
+    options = ("-o", "min_p=0.2", "-o", "repetition_penalty=1.3", "-o", "temperature=1.2")
+    found = [json.loads(run(*command, *more)[1])["tokens"] for more in (flags, options)]
+    assert found[0] == found[1]
+    status, _, err = run("batch", shallow("llama"), "-", "--seed", "random", stdin='"x"')
+    assert (status, err.count("\n")) == (1, 1)
+    with pytest.raises(SamplingError, match="temp: use temperature"):
+        jaxllm.make_sampler(temp=0.7)
+
+
+def test_generate_applies_chat_template(
+    run: Run, shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """--chat applies the model's template; without it, a note names the option."""
+    model = shutil.copytree(shallow("llama"), tmp_path / "model")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (model / name).unlink(missing_ok=True)
+    (model / "chat_template.jinja").write_text("One day {{ messages[0].content }} said")
+    command = ("generate", model, "Tom", "-n", 4)
+    status, out, err = run(*command, "--chat")
+    assert (status, "--chat" in err) == (0, False)
+    tokens = jaxllm.load(model).chat_prompt([{"role": "user", "content": "Tom"}])
+    assert out == jaxllm.load(model).generate(tokens, max_new_tokens=4).text
+    assert "--chat applies it" in run(*command)[2]
+
+
+def test_generate_without_tokenizer_accepts_ids(run: Run, tmp_path: Path) -> None:
+    """Token ids work without a tokenizer; a text is refused with the remedy."""
+    save_random(tmp_path, "llama")
+    status, out, err = run("generate", tmp_path, "[1, 5]", "-n", 3)
+    assert (status, len(out.split())) == (0, 3)
+    status, out, err = run("generate", tmp_path, "Once", "-n", 3)
+    assert (status, out) == (1, "")
+    assert "list of token ids, as in -p '[1, 5]'" in err

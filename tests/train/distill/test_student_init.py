@@ -1,0 +1,175 @@
+"""Student initialization, teacher completions, and the vocabulary check."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.batch_inference.journal import AnswerJournal
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.generation.completion import Completion
+from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.train.distill import sequence_kd, student_init
+from jaxllm.train.distill.student_init import StudentSize
+from jaxllm.train.distill.vocabulary import common_vocab_size
+from tests.compress.models import tiny
+
+
+def test_select_even_layers_matches_distilbert() -> None:
+    """The six of twelve layers that DistilBERT's script extract.py selects."""
+    assert student_init.select_even_layers(12, 6) == [0, 2, 4, 7, 9, 11]
+    assert student_init.select_even_layers(6, 3) == [0, 2, 5]
+    with pytest.raises(ConfigError, match="must keep 1 to 6 layers, got 7"):
+        student_init.select_even_layers(6, 7)
+
+
+def test_cut_student_keeps_teacher_weights() -> None:
+    """A cut student has the requested size and the weights of the teacher's layers, and runs."""
+    teacher = tiny("llama", num_hidden_layers=3)
+    student = student_init.cut_student(
+        teacher, StudentSize(layers=2, heads=1, channels=50, importance="magnitude")
+    )
+    c = student.config
+    assert (c.num_hidden_layers, c.num_key_value_heads, c.intermediate_size) == (2, 1, 50)
+    assert (c.num_attention_heads, c.head_dim) == (4, 6)
+    for ours, theirs in ((0, 0), (1, 2)):
+        np.testing.assert_array_equal(
+            student.params[f"layers.{ours}"]["input_layernorm"]["weight"],
+            teacher.params[f"layers.{theirs}"]["input_layernorm"]["weight"],
+        )
+    assert np.isfinite(jaxllm.forward(student.model, student.params, None, [[1, 2]]).logits).all()
+    with pytest.raises(ConfigError, match="parts needs a text"):
+        student_init.cut_student(teacher, StudentSize(channels=50))
+    with pytest.raises(ConfigError, match="heads to keep must be 1 to 2: got 3"):
+        student_init.cut_student(teacher, StudentSize(heads=3, importance="magnitude"))
+
+
+def test_from_config_initializes_like_gpt2() -> None:
+    """Norms are 1, biases 0, and weights have standard deviation 0.02, scaled by 1 / sqrt(2 layers)
+    for residual projections.
+    """
+    teacher = tiny("gpt2", num_hidden_layers=1)
+    student = student_init.from_config(teacher, teacher.config, 0)
+    layer = student.params["h.0"]
+    assert (np.asarray(layer["ln_1"]["weight"]) == 1).all()
+    assert not np.asarray(layer["attn"]["c_attn"]["bias"]).any()
+    count = student.config.num_hidden_layers
+    for name, expected in (("c_fc", 0.02), ("c_proj", 0.02 / np.sqrt(2 * count))):
+        assert np.std(layer["mlp"][name]["weight"]) == pytest.approx(expected, rel=0.1)
+
+
+class Writer:
+    """A fake teacher that serves each pair of requests in reverse and echoes prompt and seed."""
+
+    params: Any = {"weight": np.ones(3, np.float32)}  # noqa: RUF012
+    config, model = "config", SimpleNamespace(precision="float32")
+    generation, adapters, adapter = MappingProxyType({}), (), None
+
+    def with_adapter(self, adapter: None) -> "Writer":
+        return self
+
+    def serve(self, requests: Iterable[Any], rows: int) -> Iterator[tuple[Any, Any]]:
+        for some in batched(requests, 2):
+            for request in reversed(some):
+                text = f"{request['prompt']}, seed {request['seed']}"
+                yield request["id"], Completion(text, [1], [0.0], "stop", 1)
+
+
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+@pytest.mark.full
+def test_write_completions_equals_generate(shallow: Callable[[str], Path], tmp_path: Path) -> None:
+    teacher = jaxllm.load(shallow("llama"))
+    prompts = sequence_kd.cut_prompts(teacher, ["Once upon a time there was", "One day"], 4)
+    assert "Once upon a time there".startswith(prompts[0])
+    sequence_kd.write_completions(teacher, prompts, tmp_path / "texts", OPTIONS)
+    lines = [json.loads(line) for line in (tmp_path / "texts").read_text().splitlines()]
+    expected_texts = [
+        teacher.generate(p, max_new_tokens=4, temperature=1.0, seed=i).text
+        for i, p in enumerate(prompts)
+    ]
+    assert [line["completion"] for line in lines] == expected_texts
+
+
+OPTIONS = {"max_new_tokens": 4, "temperature": 1.0}
+
+
+def test_write_completions_resumes_after_interruption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Completions stay in prompt order; a resumed run writes the same bytes, and mismatched or
+    existing outputs are refused.
+    """
+    teacher: Any = Writer()
+    prompts = ["Once upon a time", "One day", "The cat"]
+    whole = tmp_path / "whole.jsonl"
+    assert sequence_kd.write_completions(
+        teacher, prompts, whole, OPTIONS, rows=2
+    ) == sequence_kd.WriteSummary(3, 0)
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == prompts
+    assert [line["completion"] for line in lines] == [
+        f"{p}, seed {i}" for i, p in enumerate(prompts)
+    ]
+
+    path, append = tmp_path / "killed.jsonl", AnswerJournal._append
+
+    def killed(self: AnswerJournal, value: Any) -> Any:
+        append(self, value)
+        if value.get("group") == 1:
+            with open(self.path, "r+b") as file:  # truncate in the middle of a line
+                file.truncate(self.path.stat().st_size - 9)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerJournal, "_append", killed)
+    with pytest.raises(KeyboardInterrupt):
+        sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
+    assert not path.exists()
+    monkeypatch.setattr(AnswerJournal, "_append", append)
+    with pytest.raises(CheckpointError, match="belongs to another run: input was"):
+        sequence_kd.write_completions(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
+    sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
+    assert path.read_bytes() == whole.read_bytes()
+    assert {p.name for p in tmp_path.iterdir()} == {"whole.jsonl", "killed.jsonl"}
+    with pytest.raises(CheckpointError, match="exists: name another"):
+        sequence_kd.write_completions(teacher, prompts, path, OPTIONS)
+    with pytest.raises(ConfigError, match="the seed must be a number, got 'random'"):
+        sequence_kd.write_completions(
+            teacher, prompts, tmp_path / "none", {**OPTIONS, "seed": "random"}
+        )
+    with pytest.raises(ConfigError, match="no prompt"):
+        sequence_kd.write_completions(teacher, [], tmp_path / "none", OPTIONS)
+
+
+def test_common_vocab_size_requires_equal_tokenizers(
+    shallow: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Padding of the vocabulary is allowed; two tokenizers of one size with two ids exchanged are
+    refused.
+    """
+    llama = jaxllm.load(shallow("llama"))
+    tree = json.loads((shallow("llama") / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
+    one, two = sorted(vocab, key=vocab.get)[-2:]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    other = dataclasses.replace(llama, tokenizer=Tokenizer.from_directory(tmp_path))
+    assert llama.tokenizer is not None
+    size = llama.tokenizer.vocab_size
+    padded = dataclasses.replace(llama, config=dataclasses.replace(llama.config, vocab_size=1600))
+    assert common_vocab_size(padded, llama) == size == common_vocab_size(llama, padded)
+    with pytest.raises(ConfigError, match=r"different tokenizers: 2 of \d+ ids differ"):
+        common_vocab_size(llama, other)
+    with pytest.raises(ConfigError, match=r"the student .* has no tokenizer"):
+        common_vocab_size(llama, dataclasses.replace(llama, tokenizer=None))

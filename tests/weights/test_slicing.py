@@ -1,0 +1,146 @@
+"""Row and column slices of weights: equal values, bit for bit, in the same format."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import as_weight, parse_format
+from jaxllm.weights.types.act_order import PermutedWeight
+from jaxllm.weights.types.int_offset import OffsetWeight
+from jaxllm.weights.types.q6_k import Q6K
+from jaxllm.weights.types.static_quant import StaticQuantWeight
+from jaxllm.weights.types.tensor_parallel import ShardList
+
+SHAPE = (12, 384)
+RANDOM = np.random.default_rng(0)
+ARRAY = RANDOM.standard_normal(SHAPE, np.float32)
+TWO = ARRAY * np.tile([1, 0, 0, 1], SHAPE[1] // 4)[None].astype(np.float32)
+
+
+def _quantize(name: str) -> Any:
+    exact = "bfloat16" if name.startswith("b") else "float32"
+    return parse_format(name).quantize(
+        jnp.asarray(TWO if "2:4" in name or "bit" in name else ARRAY, exact)
+    )
+
+
+def _q6k() -> Q6K:
+    first = _quantize("int8-g32")
+    return Q6K(first.data, first.scale, first.scale * 0.5, SHAPE[1])
+
+
+MAKERS: dict[str, Any] = {
+    **{
+        name: (lambda name=name: _quantize(name))
+        for name in (
+            "float32", "bfloat16", "bf16-packed", "int8", "int8-zp", "int8-g64", "int4-g32",
+            "int4-g64-zp-f16", "int3-g64", "int2-g32", "nf4", "nf4-f32", "rank8/int8",
+            "float32-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
+        )
+    },
+    "int8-g16": _q6k,
+    "offset": lambda: OffsetWeight(_quantize("int4-g32-zp"), _quantize("int4-g32-zp").scale * 3),
+    "static": lambda: StaticQuantWeight.from_grid(_quantize("int8"), 0.1, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("begin", "end"), [(0, 128), (128, 384), (64, 192), (320, 384)])
+def test_with_columns_equals_dense_slice(name: str, begin: int, end: int) -> None:
+    whole = as_weight(MAKERS[name]())
+    part = as_weight(whole.with_columns(begin, end))
+    assert part.shape == (SHAPE[0], end - begin)
+    np.testing.assert_array_equal(part.to_dense(), whole.to_dense()[:, begin:end])
+    x = jnp.asarray(RANDOM.standard_normal((3, end - begin), np.float32))
+    if name != "static":  # static weights round their inputs
+        np.testing.assert_allclose(
+            part.matmul(x), x @ part.to_dense("float32").T, rtol=1e-4, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_with_rows_equals_dense_rows(name: str) -> None:
+    whole, index = as_weight(MAKERS[name]()), np.array([7, 2, 3, 11])
+    part = as_weight(whole.with_rows(index))
+    np.testing.assert_array_equal(part.to_dense(), whole.to_dense()[index])
+
+
+@pytest.mark.parametrize("name", ["int8-g64", "int4-g64-zp-f16", "int8-g16", "nf4", "offset"])
+def test_with_columns_refuses_splitting_groups(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"columns 0 to 48 of .* split a group of"):
+        as_weight(MAKERS[name]()).with_columns(0, 48)
+
+
+def test_permuted_weight_slices_rows_but_not_columns() -> None:
+    order = jnp.asarray(RANDOM.permutation(SHAPE[1]).astype(np.int32))
+    leaf = PermutedWeight(_quantize("int4-g32"), order)
+    np.testing.assert_array_equal(leaf.with_rows(np.array([3])).to_dense(), leaf.to_dense()[3:4])
+    with pytest.raises(ConfigError, match="use exact=True on a mesh"):
+        leaf.with_columns(0, 128)
+    one, *rest = (leaf.with_rows(np.arange(i, i + 4)) for i in range(0, SHAPE[0], 4))
+    np.testing.assert_array_equal(one.concatenate(rest, 0).to_dense(), leaf.to_dense())
+    with pytest.raises(ConfigError, match="cannot be concatenated: they are permuted"):
+        leaf.concatenate([leaf], 1)
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16-packed", "int4-g32", "int8-bitmap", "nf4"])
+def test_shard_list_of_runs_merges_to_whole(name: str) -> None:
+    """Shards that hold a part of each of three row runs merge to the whole weight, and each shard
+    can be extracted again.
+    """
+    whole = as_weight(MAKERS[name]())
+    rows = np.arange(SHAPE[0]).reshape(3, 2, 2)  # three runs, each split in two
+    shares = [whole.with_rows(rows[:, i].reshape(-1)) for i in range(2)]
+    joint = ShardList.from_shards(shares, 0, 3, SHAPE[0])
+    assert joint.shape == SHAPE
+    np.testing.assert_array_equal(joint.to_dense(), whole.to_dense())
+    np.testing.assert_array_equal(as_weight(joint.merge()).to_dense(), whole.to_dense())
+    np.testing.assert_array_equal(
+        as_weight(joint.get_shard(1)).to_dense(), as_weight(shares[1]).to_dense()
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("axis", "borders"),
+    [
+        (0, (0, 5, 6, 12)),
+        (1, (0, 64, 192, 384)),
+        pytest.param(1, (0, 128, 384), marks=pytest.mark.full),
+    ],
+)
+def test_concatenated_parts_equal_whole_bitwise(
+    name: str, axis: int, borders: tuple[int, ...]
+) -> None:
+    whole = as_weight(MAKERS[name]())
+    spans = list(itertools.pairwise(borders))
+    first, *rest = (
+        as_weight(whole.with_columns(*span) if axis else whole.with_rows(np.arange(*span)))
+        for span in spans
+    )
+    found = as_weight(first.concatenate(rest, axis))
+    # Slices of doubly quantized weights store absmax in float32.
+    expected = as_weight(whole.with_rows(np.arange(SHAPE[0]))) if name == "nf4" else whole
+    assert found.format == expected.format
+    pieces = expected.arrays()
+    assert found.arrays().keys() == pieces.keys()
+    for key, piece in found.arrays().items():
+        assert piece.dtype == pieces[key].dtype, key
+        np.testing.assert_array_equal(piece, pieces[key], err_msg=key)
+    np.testing.assert_array_equal(found.to_dense(), whole.to_dense())
+
+
+@pytest.mark.parametrize("columns", [96, 160, 200])
+def test_concatenate_pads_last_chunk_once(columns: int) -> None:
+    array = jnp.asarray(ARRAY[:, :columns])
+    for name in ("int4-g32", "int8", "int8-g32-zp", "int3-g32"):
+        whole: Any = parse_format(name).quantize(array)
+        some = [whole.with_columns(0, 64), whole.with_columns(64, columns)]
+        found = some[0].concatenate(some[1:], 1)
+        for piece, theirs in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+            np.testing.assert_array_equal(piece, theirs, err_msg=name)
