@@ -22,8 +22,8 @@ def test_random_cases_are_right(isa: str) -> None:
 def test_no_kernel_reads_or_writes_outside_its_arrays(tmp_path: Path, kernels: None) -> None:
     try:
         environment = sanitize.build(tmp_path)
-    except sanitize.Missing as what:
-        pytest.skip(f"{what} is not there")
+    except sanitize.Missing as missing:
+        pytest.skip(f"{missing} is not installed")
     rows = sanitize.check(environment, cases=500, seed=1, through_xla=True)
     assert rows and all(row.cases for row in rows)
     assert not [row for row in rows if row.findings]

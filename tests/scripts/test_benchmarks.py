@@ -155,4 +155,4 @@ def test_policy_prefix_and_expert_tables_run(
 
 def test_scale_page_shows_simulated_tables() -> None:
     page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
-    assert simulate_serving.filled(page) == page
+    assert simulate_serving.replace_tables(page) == page
