@@ -12,8 +12,8 @@ import transformers
 from safetensors.numpy import load_file
 
 import jaxllm
-from scripts.demo_models.story_consistency import continued, openings, rate
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_consistency import draw_openings, generate_stories, rate_stories
+from scripts.demo_models.story_grammar import draw_stories
 
 DEMO = Path(jaxllm.__file__).parent / "demo"
 FILES = {
@@ -100,18 +100,19 @@ def test_a_greedy_story_ends_and_is_made_of_words(
 @pytest.fixture(scope="module")
 def vocabulary() -> set[str]:
     """The words of the grammar's stories."""
-    return set(re.findall(r"[A-Za-z]+", " ".join(stories(3000, 99))))
+    return set(re.findall(r"[A-Za-z]+", " ".join(draw_stories(3000, 99))))
 
 
 def test_names_and_pronouns_are_kept_through_stories(directory: Path) -> None:
     """Greedily; its README has the rate over more stories."""
-    kept, judged = rate(continued(jaxllm.load(directory), openings(32), 32))
-    assert kept > 0.95, [each.slips for each in judged if each.slips]
+    stories = generate_stories(jaxllm.load(directory), draw_openings(32), 32)
+    share, judgments = rate_stories(stories)
+    assert share > 0.95, [judgment.errors for judgment in judgments if judgment.errors]
 
 
 def test_the_last_position_is_as_well_trained_as_others(theirs: Loaded, directory: Path) -> None:
     model, tokenizer = theirs
-    ids = [i for story in stories(40, 1234) for i in [*tokenizer(story).input_ids, 2]]
+    ids = [i for story in draw_stories(40, 1234) for i in [*tokenizer(story).input_ids, 2]]
     rows = torch.tensor(ids[: len(ids) // 512 * 512]).reshape(-1, 512)
     with torch.no_grad():
         logits = model(rows).logits

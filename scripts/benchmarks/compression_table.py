@@ -31,7 +31,7 @@ from jaxllm.errors import JaxllmError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
 ROWS, WIDTH = 128, 256  # of the calibration data
 SMOOTH = "smooth: smoothquant"
@@ -119,7 +119,11 @@ def make_data(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
         assert lm.tokenizer is not None
         splits = [
             np.array(
-                [i for s in stories(count, seed) for i in [*lm.tokenizer.encode(s, bos=True), 2]],
+                [
+                    i
+                    for s in draw_stories(count, seed)
+                    for i in [*lm.tokenizer.encode(s, bos=True), 2]
+                ],
                 np.int32,
             )
             for count, seed in ((400, 20_001), (60, 20_002))

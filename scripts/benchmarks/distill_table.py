@@ -44,7 +44,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
 WIDTH, ROWS, RATE = 256, 4, 1e-3
 PROMPT = 16  # tokens of a story that the teacher continues
@@ -80,14 +80,14 @@ def make_dataset(lm: LM, count: int, seed: int) -> Dataset:
     """Return stories of the grammar in packed rows."""
     assert lm.tokenizer is not None
     encode, end = lm.tokenizer.encode, eos_token_ids(lm)[0]
-    ids = [[*encode(story, bos=True), end] for story in stories(count, seed)]
+    ids = [[*encode(story, bos=True), end] for story in draw_stories(count, seed)]
     return Dataset(from_ids(ids), WIDTH, ROWS)
 
 
 def generate_dataset(teacher: LM, count: int, seed: int, folder: Path) -> Dataset:
     """Return the teacher's continuations of the same stories; prompts have no loss."""
     assert teacher.tokenizer is not None
-    prompts = cut_prompts(teacher, list(stories(count, seed)), PROMPT)
+    prompts = cut_prompts(teacher, list(draw_stories(count, seed)), PROMPT)
     path = folder / "generated.jsonl"
     write_completions(
         teacher, prompts, path, {"max_new_tokens": WIDTH - PROMPT, "temperature": 1.0}, rows=16

@@ -34,7 +34,7 @@ from jaxllm.train.partition import partition
 from jaxllm.train.step import Setup, init_state, train_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
 ADAPTER = ((r".*\.(a|b)", True),)
 
@@ -42,7 +42,7 @@ ADAPTER = ((r".*\.(a|b)", True),)
 def make_tokens(lm: Any, count: int, seed: int) -> np.ndarray:
     """Return `count` tokens of concatenated stories."""
     tokens: list[int] = []
-    for story in stories(count, seed):  # a story has more than one token, so these suffice
+    for story in draw_stories(count, seed):  # a story has more than one token, so these suffice
         tokens += lm.tokenizer.encode(story)
         if len(tokens) >= count:
             break

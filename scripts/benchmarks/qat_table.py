@@ -38,7 +38,7 @@ from jaxllm.weights.paths import Params
 from jaxllm.weights.quantize import quantize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
 WIDTH, ROWS, CALIBRATED = 256, 4, 64
 METHODS = ("floats", "gptq", "qat", "qat, learned scales")
@@ -48,7 +48,9 @@ LAYERS = r"(layers|h)\..*"  # embeddings and head stay floats, so all methods qu
 def make_dataset(lm: jaxllm.LM, count: int, seed: int) -> Dataset:
     assert lm.tokenizer is not None
     encode = lm.tokenizer.encode
-    return Dataset(from_ids([[*encode(s, bos=True), 2] for s in stories(count, seed)]), WIDTH, ROWS)
+    return Dataset(
+        from_ids([[*encode(s, bos=True), 2] for s in draw_stories(count, seed)]), WIDTH, ROWS
+    )
 
 
 def mean_loss(lm: jaxllm.LM, params: Params, data: Dataset) -> float:

@@ -17,7 +17,7 @@ PRONOUNS = {"she": ("she", "her", "herself"), "he": ("he", "him", "his", "himsel
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    return list(story_grammar.stories(COUNT, 0))
+    return list(story_grammar.draw_stories(COUNT, 0))
 
 
 def words(text: str) -> list[str]:
@@ -40,8 +40,8 @@ def test_no_two_of_two_thousand_stories_are_alike(told: list[str]) -> None:
 
 
 def test_a_seed_tells_the_same_stories_however_many_are_wanted(told: list[str]) -> None:
-    assert list(story_grammar.stories(50, 0)) == told[:50]
-    assert list(story_grammar.stories(50, 1)) != told[:50]
+    assert list(story_grammar.draw_stories(50, 0)) == told[:50]
+    assert list(story_grammar.draw_stories(50, 1)) != told[:50]
 
 
 def test_stories_have_80_to_200_words(told: list[str]) -> None:
