@@ -179,7 +179,7 @@ def describe_machine(comparison: Comparison, threads: int) -> dict[str, Any]:
     return facts | ({"llama.cpp": " ".join(sorted(builds))} if builds else {})
 
 
-def llama_contenders(
+def make_llama_contenders(
     files: Sequence[str], binary: Path | None, batched: Path | None, threads: int, untied: int
 ) -> Iterator[LlamaBench]:
     """Yield a contender per `FORMAT=FILE` whose files exist; log the others."""
@@ -301,7 +301,7 @@ def compare_peers(
                 log(f"{worker.name}: skipped: {error}")
         untied = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
         paths = (llama_bench, llama_batched_bench)
-        contenders += llama_contenders(gguf or [], *paths, threads, untied)
+        contenders += make_llama_contenders(gguf or [], *paths, threads, untied)
         if not contenders or not tests:
             raise ConfigError("nothing to time: see the skipped contenders and tests above")
         bus.wait_until_ready()

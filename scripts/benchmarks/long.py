@@ -317,8 +317,8 @@ def main(
     for measure in measures.split(","):
         for kind in kinds.split(","):
             for length in lengths:
-                known = saved.get((measure, kind), {}).get(length)
-                timing = known or measure_in_process(measure, kind, length, repeats, limit)
+                stored = saved.get((measure, kind), {}).get(length)
+                timing = stored or measure_in_process(measure, kind, length, repeats, limit)
                 if timing is None:
                     break
                 timings.setdefault((measure, kind), {})[length] = timing
@@ -328,7 +328,7 @@ def main(
                     f" | {tokens / timing['seconds']:.0f} | {timing['memory'] / 1e6:.0f}"
                     f" | {timing['first']:.1f} |\n"
                 )
-                if results is not None and not known:
+                if results is not None and not stored:
                     row = {"measure": measure, "kind": kind, "tokens": length, **timing}
                     with results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")

@@ -161,7 +161,7 @@ def train(path: str, name: str, length: int, remat: bool) -> list[float]:
     lm = jaxllm.load(path, **options, show_progress=False)
     lora = LoraConfig(r=16, lora_alpha=16)
     job = jobs.lora(lm, lora) if adapter else jobs.full_finetune(lm, dtype)
-    rows, seconds = random_rows(1, length, lm.config.vocab_size), 0.0
+    rows, seconds = make_random_rows(1, length, lm.config.vocab_size), 0.0
     del lm
     optimizer = Optimizer(steps=100, lr=1e-4, warmup=0.0)
     setup = Setup(job.model.clone(remat=remat), job.objective, optimizer)
@@ -178,7 +178,7 @@ def train(path: str, name: str, length: int, remat: bool) -> list[float]:
     return [held, seconds]
 
 
-def random_rows(count: int, length: int, vocabulary: int) -> Any:
+def make_random_rows(count: int, length: int, vocabulary: int) -> Any:
     """Return one microbatch of random tokens."""
     import numpy as np
 
@@ -240,7 +240,7 @@ def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[i
         logits = forward(model, params, rows, gather_logits=True).logits
         return LossOutput(*cross_entropy(logits, rows.label_BT))
 
-    model, sizes = small_llama(mesh, length, vocabulary, 64, 192, 8, 8), []
+    model, sizes = make_small_llama(mesh, length, vocabulary, 64, 192, 8, 8), []
     params = model.shard(init_params(model.config, 0))
     for objective in (gather_and_score, NextToken()):
         _, step = compile_step(model, params, objective, rows, length)
@@ -259,8 +259,8 @@ def compile_sequence(mesh: str, T: int) -> list[int]:
     from jaxllm.train.data.rows import Rows
     from jaxllm.train.objective import NextToken
 
-    model = small_llama(mesh, T, 1024, 512, 2048, 2, 64).clone(remat=True)
-    params = jaxllm.param_shapes(small_llama("none", T, 1024, 512, 2048, 2, 64))
+    model = make_small_llama(mesh, T, 1024, 512, 2048, 2, 64).clone(remat=True)
+    params = jaxllm.param_shapes(make_small_llama("none", T, 1024, 512, 2048, 2, 64))
     ids = jax.ShapeDtypeStruct((1, T), jax.numpy.int32)
 
     def prefill(params: Any, cache: Any, token: Any, at: Any) -> Any:
@@ -276,7 +276,7 @@ def compile_sequence(mesh: str, T: int) -> list[int]:
     return [x.argument_size_in_bytes + x.temp_size_in_bytes for x in analyses]
 
 
-def small_llama(
+def make_small_llama(
     mesh: str, length: int, vocabulary: int, width: int, inner: int, groups: int, head_dim: int
 ) -> Any:
     """Return a Llama of two layers with eight heads."""
@@ -307,7 +307,10 @@ def compile_step(model: Any, params: Any, objective: Any, rows: int, length: int
 
     trained, frozen = partition(params, ALL_PARAMS, None, unsharded_paths(model))
     setup = Setup(model, objective, Optimizer(steps=3))
-    state, batch = init_state(trained, setup), random_rows(rows, length, model.config.vocab_size)
+    state, batch = (
+        init_state(trained, setup),
+        make_random_rows(rows, length, model.config.vocab_size),
+    )
     arguments = state, frozen, None, batch, jax.random.key(0)
     return state, train_step.lower(*arguments, setup=setup).compile()
 
@@ -325,7 +328,7 @@ ON_MESHES: dict[str, tuple[Callable[..., list[int]], str, str]] = {
 }
 
 
-def mesh_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_mesh_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     from jaxllm.sharding.mesh_spec import parse_mesh
 
     task, names, columns = ON_MESHES[options.kind]
@@ -336,7 +339,7 @@ def mesh_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         yield mesh, *(f"{x / 1e6:.2f}" for x in run(task, mesh, *arguments, devices=devices)[0])
 
 
-def format_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_format_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     columns = "relative to goal", "anonymous"
     names = "weights", "cache", "bytes of both", "goal", "peak, loading"
     yield *names, "peak, compiling", *columns, "peak, cached programs", *columns
@@ -362,7 +365,7 @@ def format_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         )
 
 
-def command_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_command_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     yield "command", "written", "peak", "anonymous"
     commands = [["convert"], ["convert", "--to-hf"], ["convert", "--dtype", "float32"]]
     names = [name for name in options.weights if name.startswith(("int", "bf16-"))]
@@ -375,7 +378,7 @@ def command_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         yield f"`{' '.join(command)}`", *map(format_gb, (written, *peak))
 
 
-def training_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_training_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     yield "training", "state", "peak", "anonymous", "s/step"
     for name in TRAINING:
         if name.startswith(tuple(options.ways)):
@@ -398,8 +401,8 @@ def main() -> int:
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     tables: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, ...]]]] = {
-        "formats": format_table, "commands": command_table, "training": training_table,
-        **dict.fromkeys(ON_MESHES, mesh_table),
+        "formats": make_format_table, "commands": make_command_table,
+        "training": make_training_table, **dict.fromkeys(ON_MESHES, make_mesh_table),
     }  # fmt: skip
     for kind in tables:
         subparser = kinds.add_parser(kind)

@@ -110,7 +110,7 @@ def convert(directory: str) -> ov.Model:
 
 
 def compile_model(directory: str, precision: str) -> tuple[Callable[[np.ndarray, int], Any], Any]:
-    """Return (step, reset).
+    """Compile a model; return `(step, reset)`.
 
     `step(ids_BT, past)` runs tokens after `past` cached ones and returns logits; `reset()` empties
     the cache.

@@ -30,7 +30,7 @@ KINDS, ENGINES = ("lora", "full"), ("jaxllm", "torch")
 RANK, RATE = 16, 1e-4
 
 
-def rows(vocab: int, batch: int, length: int) -> np.ndarray:
+def draw_ids(vocab: int, batch: int, length: int) -> np.ndarray:
     """Return random ids `[B, T + 1]`; speed does not depend on the text."""
     return np.random.default_rng(0).integers(0, vocab, (batch, length + 1), np.int64)
 
@@ -61,7 +61,7 @@ def time_jaxllm(
     trained, frozen = partition(job.params, job.rules, job.compute_params)
     state = init_state(trained, setup)
     del trained
-    ids = rows(job.lm.config.vocab_size, batch, length).astype(np.int32)
+    ids = draw_ids(job.lm.config.vocab_size, batch, length).astype(np.int32)
     position = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
     batch_rows = Rows(ids[:, :-1], ids[:, 1:], position, np.zeros((batch, length), np.int32))
     microbatches = jax.tree.map(lambda x: x[None], batch_rows)
@@ -101,7 +101,7 @@ def time_torch(
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01)
-    ids = torch.tensor(rows(model.config.vocab_size, batch, length))
+    ids = torch.tensor(draw_ids(model.config.vocab_size, batch, length))
     autocast = (
         torch.autocast("cpu", torch.bfloat16)
         if dtype == "bfloat16" and kind == "full"
@@ -169,8 +169,8 @@ def compare(
                     results[engine].append(measure(engine, arguments))
                     log(f"{kind} {dtype} {engine}: {results[engine][-1]}")
             medians = {
-                engine: {name: statistics.median(r[name] for r in rounds_) for name in rounds_[0]}
-                for engine, rounds_ in results.items()
+                engine: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                for engine, runs in results.items()
             }
             for engine, m in medians.items():
                 ratio = medians["torch"]["step"] / m["step"]

@@ -187,8 +187,8 @@ def plot(results: dict[str, list[Cell]], windows: Sequence[int], path: Path) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the models selected on the command line."""
     parser = argparse.ArgumentParser(
-        description="Train a dense, a sliding-window, a dilated and an Infini model of one size on"
-        " long texts, and measure how far back each remembers.",
+        description="Train a dense, a sliding-window, a dilated and an Infini model of equal size"
+        " on long texts, and measure their recall by distance.",
         epilog="example: python scripts/demo_models/train_long.py --out long-models",
     )
     parser.add_argument("--out", type=Path, default=Path("long-models"), help="parent directory")

@@ -438,7 +438,7 @@ def _import_draw() -> Any:
 def _describe(budget: Budget) -> str:
     if not budget.keep:
         return "nothing culled"
-    return f"the {budget.keep} brightest kept ({budget.sinks} sinks, {budget.recent} recent)"
+    return f"at most {budget.keep} tokens ({budget.sinks} sinks, {budget.recent} recent)"
 
 
 if __name__ == "__main__":

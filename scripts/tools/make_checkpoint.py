@@ -29,7 +29,7 @@ from jaxllm.weights.safetensors import write_tensors
 from jaxllm.weights.types.arrays import DTYPES
 
 DEVIATION = 0.02
-BLOCK = 1 << 20  # numbers drawn at a time
+BLOCK = 1 << 20  # random numbers per block
 Shape = tuple[int, ...]
 
 TINYLLAMA: dict[str, Any] = {  # config.json of TinyLlama-1.1B-Chat-v1.0
@@ -96,7 +96,7 @@ def tinyllama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def gpt2_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Every tensor of a GPT-2 checkpoint with its shape; Conv1D matrices are `[in, out]`."""
+    """Yield every tensor of a GPT-2 checkpoint with its shape; Conv1D matrices are `[in, out]`."""
     D = config["n_embd"]
     yield "wte.weight", (config["vocab_size"], D)
     yield "wpe.weight", (config["n_positions"], D)

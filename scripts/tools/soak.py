@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class Monitor:
-    """Records marks of a phase of `total` steps: one per tenth, the first after a fifth."""
+    """A recorder of marks in a phase of `total` steps: one per tenth, the first after a fifth."""
 
     def __init__(self, total: int) -> None:
         self.marks: list[Mark] = []
