@@ -39,16 +39,16 @@ test-full: $(VENV)/.installed-full
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python -m tests.fuzz.run --cases 10000
 
-# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set there is.
+# The C++ kernels under AddressSanitizer and UndefinedBehaviorSanitizer, on every instruction set of this machine.
 sanitize: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/sanitize.py --through-xla
 
-# The kernels for aarch64, cross-built and run under an emulator where both are there.
+# The kernels for aarch64, cross-compiled and run under an emulator if both are installed.
 test-arm: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/run_arm.py
 
-# Two minutes of an idle machine: kernels beside XLA, for each format and number of rows, on the best instruction set
-# there is. It writes the table that decides between them.
+# Two minutes of an idle machine: kernels compared with XLA, by format and number of rows, on the best instruction set.
+# It writes the table that selects the path.
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/paths.py --write
 
@@ -61,7 +61,7 @@ bench-memory: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/memory.py commands build/memory --scratch build
 	$(BIN)/python scripts/benchmarks/memory.py commands build/memory-hf --scratch build
 
-# Where each tenth of a second goes until the first token: make bench-first MODEL=a-directory.
+# The time of each stage until the first token: make bench-first MODEL=DIR.
 bench-first: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/first_token.py --model $(or $(MODEL),jaxllm/demo/llama)
 
@@ -69,11 +69,11 @@ bench-first: $(VENV)/.installed
 bench-gpu: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/gpu.py
 
-# Half an hour; what was found before and has not changed is not tried again.
+# Half an hour; unchanged faults that were killed before are skipped.
 mutate: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/mutate.py
 
-# 1,000 requests and 10,000 generations: memory, compiled programs and answers stay what they are.
+# 1,000 requests and 10,000 generations: memory and programs must not grow, answers must not change.
 soak: $(VENV)/.installed
 	$(BIN)/python scripts/tools/soak.py
 

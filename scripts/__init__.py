@@ -1,5 +1,5 @@
-"""Programs beside the package: `benchmarks/`, `tools/`, `demo_models/` and `examples/`.
+"""Programs outside the package: `benchmarks/`, `tools/`, `demo_models/` and `examples/`.
 
-Run each as a file from the root of the repository: `python scripts/FOLDER/NAME.py --help`. The
-docstring of a folder's `__init__.py` has a line for each of its files.
+Run each as a file from the repository root: `python scripts/FOLDER/NAME.py --help`. The docstring
+of each folder's `__init__.py` describes its files in a line each.
 """

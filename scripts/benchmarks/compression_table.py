@@ -1,14 +1,13 @@
-"""What every method of jaxllm compress costs and brings, on small models that were really trained.
+"""Size and quality of each method of `jaxllm compress`, on small trained models.
 
     python scripts/benchmarks/compression_table.py [--models demo:llama demo:gpt2 DIRECTORY ...]
         [--out DIR] [--texts CALIBRATION EVALUATION]
 
-Each recipe is applied to each model by itself, calibrated on one text and measured on another that
-the model was not calibrated on: stories of the demo's grammar for the demo models; what a model
-says by itself for a directory with a tokenizer, with other seeds; of a directory with a
-`corpus.txt` and a `char_vocab.json`, the first half and the second; with `--texts`, these files. A
-table for each model goes to
-stdout as Markdown, its numbers to DIR as JSON, a picture of quality against bytes beside it.
+Each recipe is applied to the original model, calibrated on one text and evaluated on another.
+Demo models take stories of the demo's grammar. A directory with `corpus.txt` and `char_vocab.json`
+takes the two halves of that corpus. Another directory takes text sampled from the model, with
+different seeds. --texts names two files instead. A Markdown table for each model goes to stdout;
+with --out, its numbers go to DIR as JSON, with a plot of quality against bytes.
 """
 
 import argparse
@@ -32,13 +31,13 @@ from jaxllm.errors import JaxllmError
 from jaxllm.evaluate.likelihood.data import Loader, loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
-ROWS, WIDTH = 128, 256  # to calibrate on
+ROWS, WIDTH = 128, 256  # of the calibration data
 SMOOTH = "smooth: smoothquant"
 INT8 = r"quantize: rtn int8 on=(layers|h)\..*"
 
-# By what is compared: rows of one block have equal bytes, or equal parts that are gone.
+# Recipes in one block have equal sizes, or remove equal parts.
 RECIPES: dict[str, list[list[str]]] = {
     "formats": [
         [r"store: bfloat16 on=.*"],
@@ -98,14 +97,14 @@ RECIPES: dict[str, list[list[str]]] = {
 
 
 class Data(NamedTuple):
-    """A calibration text, and another to measure on."""
+    """A calibration text, and a different evaluation text."""
 
     calibration: Calibration
     loader: Loader
 
 
-def data_of(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
-    """Return what a model is calibrated and measured on; texts: a file for each."""
+def make_data(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
+    """Return a model's calibration and evaluation data; texts: a file for each."""
     width = min(WIDTH, lm.config.context_length)
     if texts:
         first, second = (lm.encode(file.read_text(encoding="utf-8")) for file in texts)
@@ -118,67 +117,71 @@ def data_of(name: str, lm: jaxllm.LM, texts: Sequence[Path] = ()) -> Data:
         rows, rest = tokens[:half].reshape(-1, width), [tokens[half:].tolist()]
     elif name.startswith("demo:"):
         assert lm.tokenizer is not None
-        told = [
+        splits = [
             np.array(
-                [i for s in stories(count, seed) for i in [*lm.tokenizer.encode(s, bos=True), 2]],
+                [
+                    i
+                    for s in draw_stories(count, seed)
+                    for i in [*lm.tokenizer.encode(s, bos=True), 2]
+                ],
                 np.int32,
             )
             for count, seed in ((400, 20_001), (60, 20_002))
         ]
-        rows, rest = told[0][: ROWS * width].reshape(-1, width), [told[1].tolist()]
+        rows, rest = splits[0][: ROWS * width].reshape(-1, width), [splits[1].tolist()]
     else:
         bos = lm.generation.get("bos_token_id", 1)
-        said = [
+        samples = [
             from_samples(lm.model, lm.params, bos_id=bos, rows=n, width=width, seed=n).token_NT
             for n in (ROWS, 40)
         ]
-        rows, rest = said[0], said[1].tolist()
-    made = loader(rest, window=width, stride=width, protocol="strided", batch=8)
-    return Data(from_tokens(rows), made)
+        rows, rest = samples[0], samples[1].tolist()
+    evaluation = loader(rest, window=width, stride=width, protocol="strided", batch=8)
+    return Data(from_tokens(rows), evaluation)
 
 
-def measured(
+def measure_recipes(
     name: str, recipes: dict[str, list[list[str]]], texts: Sequence[Path] = ()
 ) -> dict[str, list[report.Row]]:
-    """The rows of every recipe by block, those of the first the original too."""
+    """Return the rows of all recipes by block, after a block with the original model."""
     lm = jaxllm.load(name, dtype="float32")
-    data = data_of(name, lm, texts)
-    scale = report.StepEvaluator(lm, data.loader, speed=False, show_progress=False)
-    found = {"float32": [scale.measure(report.ORIGINAL, initial_state(lm))]}
+    data = make_data(name, lm, texts)
+    evaluator = report.StepEvaluator(lm, data.loader, speed=False, show_progress=False)
+    results = {"float32": [evaluator.measure(report.ORIGINAL, initial_state(lm))]}
     for block, lines in recipes.items():
-        found[block] = []
+        results[block] = []
         for steps in lines:
-            steps = [_counted(step, lm.config) for step in steps]
-            recipe, seconds, made = parse_lines(steps, STEPS), 0.0, initial_state(lm)
+            steps = [replace_quarter(step, lm.config) for step in steps]
+            recipe, seconds, state = parse_lines(steps, STEPS), 0.0, initial_state(lm)
             label = "; ".join(map(str, recipe))
             try:
-                for stage in run_steps(
-                    lm, recipe, data.calibration, Journal(), show_progress=False, log=_noted
+                for result in run_steps(
+                    lm, recipe, data.calibration, Journal(), show_progress=False, log=log
                 ):
-                    made, seconds = stage.state or made, seconds + (stage.seconds or 0)
-                found[block].append(scale.measure(label, made, seconds))
+                    state, seconds = result.state or state, seconds + (result.seconds or 0)
+                results[block].append(evaluator.measure(label, state, seconds))
             except JaxllmError as error:
                 print(f"{label}: {error}", file=sys.stderr)
-                found[block].append(report.Row(step=f"{label}: refused"))
-            print(report.summarize(found[block][-1]), file=sys.stderr, flush=True)
-    return found
+                results[block].append(report.Row(step=f"{label}: refused"))
+            print(report.summarize(results[block][-1]), file=sys.stderr, flush=True)
+    return results
 
 
-def as_markdown(rows: Sequence[report.Row]) -> str:
-    """A table for BENCHMARKS.md."""
+def format_markdown(rows: Sequence[report.Row]) -> str:
+    """Format a table for BENCHMARKS.md."""
     columns = [(name, show) for name, show in report.COLUMNS if name not in ("tokens/s", "+/-")]
     lines = [["recipe", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]
     lines += [[f"`{row.step}`", *(show(row) for _, show in columns)] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _counted(step: str, config: jaxllm.ModelConfig) -> str:
-    """A step with the whole number that is nearest to a quarter of what a model has, and not 0."""
-    many = config.num_hidden_layers if "layers" in step else config.num_key_value_heads
-    return step.replace("QUARTER", str(max(1, round(many / 4))))
+def replace_quarter(step: str, config: jaxllm.ModelConfig) -> str:
+    """Replace QUARTER by a quarter of the model's layers or heads, rounded, at least 1."""
+    total = config.num_hidden_layers if "layers" in step else config.num_key_value_heads
+    return step.replace("QUARTER", str(max(1, round(total / 4))))
 
 
-def _noted(line: str) -> None:
+def log(line: str) -> None:
     print(f"  {line}", file=sys.stderr)
 
 
@@ -188,19 +191,20 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument(
         "--texts", nargs=2, type=Path, default=(), metavar="FILE",
-        help="calibrate on the first file, measure on the second",
+        help="a calibration file and an evaluation file",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="a directory for JSON files and pictures")
-    given = parser.parse_args()
-    for name in given.models:
-        found = measured(name, {block: RECIPES[block] for block in given.blocks}, given.texts)
-        rows = [row for block in found.values() for row in block]
-        print(f"\n{Path(name).name}:\n\n{as_markdown(rows)}", flush=True)
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            stem = given.out / Path(name.replace(":", "-")).name
+    parser.add_argument("--out", type=Path, help="directory for JSON files and plots")
+    options = parser.parse_args()
+    for name in options.models:
+        recipes = {block: RECIPES[block] for block in options.blocks}
+        results = measure_recipes(name, recipes, options.texts)
+        rows = [row for block in results.values() for row in block]
+        print(f"\n{Path(name).name}:\n\n{format_markdown(rows)}", flush=True)
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+            stem = options.out / Path(name.replace(":", "-")).name
             stem.with_suffix(".json").write_text(report.as_json(rows, {"model": Path(name).name}))
-            plot(found, stem.with_suffix(".png"), f"{Path(name).name}, from float32")
+            plot(results, stem.with_suffix(".png"), f"{Path(name).name}, from float32")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What each way of distilling brings at equal steps: a table of held-out losses.
+"""Held-out loss after each distillation method at equal steps: a Markdown table.
 
     python scripts/benchmarks/distill_table.py [--steps 150] [--only NAME ...] [--out DIR]
 
-The teacher is demo:llama, the student two of its four layers (0 and 3), which by themselves say
-little. Data are stories of the demo's grammar, the same rows in the same order for all but
-"sequence-level", whose texts the teacher wrote from the beginnings of half of these stories. Each
-way has a line of Markdown on stdout, and with --out a line of numbers in a file: cross-entropy of
-held-out stories, and the KL from the teacher's distribution to the student's on them, in nats a
-token.
+The teacher is demo:llama; the student is two of its four layers (0 and 3), which generate poor text
+before training. One decision: all methods train on the same stories of the demo's grammar in the
+same order. Only "sequence-level" trains on texts that the teacher generates from the beginnings of
+half of these stories. A method has a line of Markdown on stdout, and with --out a JSON line in a
+file: cross-entropy of held-out stories, and the KL divergence of the student from the teacher on
+them, in nats per token.
 """
 
 import argparse
@@ -44,14 +44,14 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.step import Setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.demo_models.story_grammar import stories
+from scripts.demo_models.story_grammar import draw_stories
 
 WIDTH, ROWS, RATE = 256, 4, 1e-3
-PROMPT = 16  # tokens, of what is continued
+PROMPT = 16  # tokens of a story that the teacher continues
 TEACHER = "demo:llama"
 
-# None: without a teacher. A text: the teacher's own texts, without its distributions.
-WAYS: dict[str, Distillation | str | None] = {
+# None trains without a teacher; a string trains on texts that the teacher generates.
+METHODS: dict[str, Distillation | str | None] = {
     "trained alone": None,
     "forward KL": Distillation(),
     "forward KL, T = 2": Distillation(temperature=2.0),
@@ -65,30 +65,30 @@ WAYS: dict[str, Distillation | str | None] = {
     "forward KL, hidden states (cosine)": Distillation(hidden="cosine"),
     "forward KL, recorded top 32": Distillation(top_k=32),
     "forward KL, recorded top 4": Distillation(top_k=4),
-    "sequence-level": "written",
+    "sequence-level": "generated",
 }
 
 
 class Loss(NamedTuple):
-    """Nats a token on held-out stories."""
+    """Nats per token on held-out stories."""
 
     cross_entropy: float
     divergence: float
 
 
-def stories_of(lm: LM, count: int, seed: int) -> Dataset:
-    """Stories of the grammar in packed rows."""
+def make_dataset(lm: LM, count: int, seed: int) -> Dataset:
+    """Return stories of the grammar in packed rows."""
     assert lm.tokenizer is not None
     encode, end = lm.tokenizer.encode, eos_token_ids(lm)[0]
-    ids = [[*encode(story, bos=True), end] for story in stories(count, seed)]
+    ids = [[*encode(story, bos=True), end] for story in draw_stories(count, seed)]
     return Dataset(from_ids(ids), WIDTH, ROWS)
 
 
-def written_by(teacher: LM, count: int, seed: int, folder: Path) -> Dataset:
-    """What the teacher makes of the beginnings of the same stories; only that is learned."""
+def generate_dataset(teacher: LM, count: int, seed: int, folder: Path) -> Dataset:
+    """Return the teacher's continuations of the same stories; prompts have no loss."""
     assert teacher.tokenizer is not None
-    prompts = cut_prompts(teacher, list(stories(count, seed)), PROMPT)
-    path = folder / "written.jsonl"
+    prompts = cut_prompts(teacher, list(draw_stories(count, seed)), PROMPT)
+    path = folder / "generated.jsonl"
     write_completions(
         teacher, prompts, path, {"max_new_tokens": WIDTH - PROMPT, "temperature": 1.0}, rows=16
     )
@@ -103,32 +103,37 @@ def written_by(teacher: LM, count: int, seed: int, folder: Path) -> Dataset:
     return Dataset(from_examples(examples), WIDTH, ROWS)
 
 
-def loss_of(lm: LM, teacher: LM, data: Data) -> Loss:
-    """Sums over all tokens of the data, a batch at a time."""
-    found = [_measured(lm.model, teacher.model, lm.params, teacher.params, data.batch(n))
-             for n in range(len(data))]  # fmt: skip
-    weight, entropy, divergence = (float(sum(column)) for column in zip(*found, strict=True))
+def mean_loss(lm: LM, teacher: LM, data: Data) -> Loss:
+    """Return the mean losses over all tokens of the data."""
+    sums = [_batch_loss(lm.model, teacher.model, lm.params, teacher.params, data.batch(n))
+            for n in range(len(data))]  # fmt: skip
+    weight, entropy, divergence = (float(sum(column)) for column in zip(*sums, strict=True))
     return Loss(entropy / weight, divergence / weight)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _measured(model: Any, teacher: Any, params: Any, given: Any, rows: Any) -> Any:
-    against = OnlineTeacherLoss(teacher, teacher.config.vocab_size, DistillLossConfig())
-    found = against(model, params, given, rows, jax.random.key(0))
-    return found.weight, found.extras["cross_entropy"], found.extras["divergence"]
+def _batch_loss(model: Any, teacher: Any, params: Any, teacher_params: Any, rows: Any) -> Any:
+    objective = OnlineTeacherLoss(teacher, teacher.config.vocab_size, DistillLossConfig())
+    output = objective(model, params, teacher_params, rows, jax.random.key(0))
+    return output.weight, output.extras["cross_entropy"], output.extras["divergence"]
 
 
-def distilled(
-    way: Distillation | str | None, student: LM, teacher: LM, data: Data, steps: int, folder: Path
+def distill(
+    method: Distillation | str | None,
+    student: LM,
+    teacher: LM,
+    data: Data,
+    steps: int,
+    folder: Path,
 ) -> LM:
-    """The student after so many steps of one way."""
+    """Return the student after `steps` steps of a method."""
     optimizer = Optimizer(steps=steps, lr=RATE)
     run = partial(train, plan=TrainPlan(steps=steps), show_progress=None)
-    if not isinstance(way, Distillation):
+    if not isinstance(method, Distillation):
         return extract_student(
             student, run(student.params, data, Setup(student.model, NextToken(), optimizer)).params
         )
-    t = prepare_distillation(student, teacher, data, way, directory=folder)
+    t = prepare_distillation(student, teacher, data, method, directory=folder)
     setup = Setup(student.model, t.objective, optimizer)
     return extract_student(
         student, run(t.params, t.data, setup, extra_inputs=t.extra_inputs, prepare=t.prepare).params
@@ -138,32 +143,32 @@ def distilled(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--stories", type=int, default=700, help="to train on")
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--stories", type=int, default=700, help="training stories")
+    parser.add_argument("--out", type=Path, help="directory for a JSON Lines file")
+    options = parser.parse_args()
     teacher = jaxllm.load(TEACHER, dtype="float32")
     student = students.cut_student(teacher, StudentSize(layers=2))
-    data, held_out = (stories_of(teacher, n, seed) for n, seed in ((asked.stories, 31), (60, 32)))
-    print("| way | held-out loss | KL from the teacher | seconds |\n|---|---|---|---|", flush=True)
-    for name, lm in (("the teacher", teacher), ("the student before", student)):
-        loss = loss_of(lm, teacher, held_out)
+    data, held_out = make_dataset(teacher, options.stories, 31), make_dataset(teacher, 60, 32)
+    print("| method | held-out loss | KL from teacher | seconds |\n|---|---|---|---|", flush=True)
+    for name, lm in (("teacher", teacher), ("student before training", student)):
+        loss = mean_loss(lm, teacher, held_out)
         print(f"| {name} | {loss.cross_entropy:.4f} | {loss.divergence:.4f} | |", flush=True)
-    for name in asked.only:
+    for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
-            start, way = time.perf_counter(), WAYS[name]
+            start, method = time.perf_counter(), METHODS[name]
             texts: Data = data
-            if way == "written":
-                texts = written_by(teacher, asked.stories // 2, 31, Path(folder))
-            made = distilled(way, student, teacher, texts, asked.steps, Path(folder))
+            if method == "generated":
+                texts = generate_dataset(teacher, options.stories // 2, 31, Path(folder))
+            trained = distill(method, student, teacher, texts, options.steps, Path(folder))
             seconds = time.perf_counter() - start
-        loss = loss_of(made, teacher, held_out)
+        loss = mean_loss(trained, teacher, held_out)
         print(f"| {name} | {loss.cross_entropy:.4f} | {loss.divergence:.4f} | {seconds:.0f} |",
               flush=True)  # fmt: skip
-        if asked.out is not None:
-            asked.out.mkdir(parents=True, exist_ok=True)
-            row = {"way": name, "steps": asked.steps, "seconds": seconds, **loss._asdict()}
-            with (asked.out / "distilled.jsonl").open("a", encoding="utf-8") as file:
+        if options.out is not None:
+            options.out.mkdir(parents=True, exist_ok=True)
+            row = {"method": name, "steps": options.steps, "seconds": seconds, **loss._asdict()}
+            with (options.out / "distillation.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
 

@@ -1,15 +1,15 @@
-"""Decoding of each family at the shape of a model of a billion weights, beside llama.cpp's.
+"""Decoding speed of each family compared with llama.cpp, at about a billion weights.
 
     python scripts/benchmarks/family_speed.py --llama-bench BIN [NAME ...]
         [--kind Q8_0] [--rounds 5]
 
-One decision: both run one GGUF file, written here by `jaxllm convert`'s own writer from random
-weights (a repeated piece of noise: speed does not depend on it). All families have TinyLlama's
-sizes (2048 wide, MLP of 5632, 22 layers, 32 heads, 4 of keys and values, 32,000 tokens), so that
-what differs is the family; of experts 8 of a quarter of the width, 2 for a token, in 11 layers.
-Rounds of the two alternate; told are medians of tokens a second, one row, 32 tokens from an empty
-cache, and the ratio. llama.cpp rounds the inputs of quantized products to 8 bits; ours as asked
-(`--exact-inputs` keeps them in bfloat16).
+One decision: both run the same GGUF file, written with `jaxllm convert`'s writer from random
+weights (a repeated block of noise; speed does not depend on it). All families have about
+TinyLlama's sizes (hidden size 2048, MLP 5632, 22 layers, 32 heads, 4 key/value heads, vocabulary
+32,000), so that only the family differs. Mixtures have 11 layers with 8 experts of half the MLP
+size, 2 per token. Rounds of the two alternate. The table reports median tokens per second for one
+row, 32 tokens from an empty cache, and the ratio. llama.cpp rounds the inputs of quantized products
+to 8 bits, and so does jaxllm unless --exact-inputs keeps them in bfloat16.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.int_quant import IntFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
-from scripts.benchmarks.compare_peers import BUSY, cores_taken
+from scripts.benchmarks.compare_peers import BUSY, measure_background_load
 from scripts.benchmarks.peer_engines import LlamaBench
 
 SIZES: dict[str, Any] = {
@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 SQUARE = {name: size for name, size in SIZES.items() if name != "head_dim"}
 EXPERTS = {"num_hidden_layers": 11, "num_experts_per_tok": 2}
-# What each family's config.json says; Gemma, of large vocabularies, has its embeddings tied.
+# Fields of each family's config.json. Gemma, which has large vocabularies, ties its embeddings.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SQUARE,
     "gpt2": {
@@ -77,16 +77,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 TEST = Test(decode=32)
 
 
-def write(name: str, kind: str, path: Path) -> None:
-    """A GGUF file of the family's shape, of noise; what the type keeps as integers is drawn so."""
+def write_noise(name: str, kind: str, path: Path) -> None:
+    """Write a GGUF file of the family's shape; weights that the type quantizes are random codes."""
     config, _ = read_config({"model_type": name, **CONFIGS[name]})
     rng, leaf = np.random.default_rng(0), LEAVES[kind].format if kind in LEAVES else None
     noise = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
     bits = np.maximum(rng.integers(-128, 128, 1 << 20, np.int8), -127)
 
-    def repeated(some: np.ndarray, shape: tuple[int, ...]) -> LazyTensor:
+    def repeat_block(block: np.ndarray, shape: tuple[int, ...]) -> LazyTensor:
         return LazyTensor(
-            some.dtype, shape, lambda: np.resize(some, math.prod(shape)).reshape(shape)
+            block.dtype, shape, lambda: np.resize(block, math.prod(shape)).reshape(shape)
         )
 
     tensors, formats = {}, {}
@@ -95,21 +95,23 @@ def write(name: str, kind: str, path: Path) -> None:
         if isinstance(leaf, IntFormat) and len(shape) > 1 and shape[-1] % 32 == 0:
             formats[at] = leaf.name
             for piece, (size, dtype) in leaf.array_specs(shape).items():
-                drawn = bits if np.dtype(dtype).itemsize == 1 else np.full(1, 2e-4)
-                same = drawn.view(dtype) if np.dtype(dtype).itemsize == 1 else drawn.astype(dtype)
-                tensors[at + piece] = repeated(same, size)
-        else:  # the scales of norms are about 1
-            tensors[at] = repeated(noise + np.float32("norm" in at or ".ln_" in at), shape)
+                is_code = np.dtype(dtype).itemsize == 1
+                block = bits.view(dtype) if is_code else np.full(1, 2e-4).astype(dtype)
+                tensors[at + piece] = repeat_block(block, size)
+        else:  # norm scales are about 1
+            tensors[at] = repeat_block(noise + np.float32("norm" in at or ".ln_" in at), shape)
     precision = Precision.uniform("float32")
-    whole = Checkpoint(path.with_suffix(""), config, tensors, {}, precision, formats)
-    write_gguf(path, whole, kind)
+    checkpoint = Checkpoint(path.with_suffix(""), config, tensors, {}, precision, formats)
+    write_gguf(path, checkpoint, kind)
 
 
-def timed(path: Path, binary: Path, threads: int, rounds: int, int8_inputs: bool) -> list[float]:
-    """Tokens a second of ours and of llama.cpp (NaN where it cannot), medians of rounds."""
+def time_both(
+    path: Path, binary: Path, threads: int, rounds: int, int8_inputs: bool
+) -> list[float]:
+    """Return the median tokens per second of jaxllm and of llama.cpp (NaN if it fails)."""
     lm = load_model(str(path), "bfloat16", int8_inputs=int8_inputs, reuse_compiled=False)
     run = bench.prepare_run(lm, TEST, 512)
-    theirs = LlamaBench("int8", path, binary, None, threads, 0)
+    llama_cpp = LlamaBench("int8", path, binary, None, threads, 0)
     run()  # compiles
     seconds: list[list[float]] = [[], []]
     for _ in range(rounds):
@@ -117,40 +119,40 @@ def timed(path: Path, binary: Path, threads: int, rounds: int, int8_inputs: bool
         run()
         seconds[0].append(time.perf_counter() - start)
         try:
-            seconds[1].append(theirs.measure(TEST))
+            seconds[1].append(llama_cpp.measure(TEST))
         except JaxllmError as error:
             print(f"  llama.cpp: {error}", flush=True)
             seconds[1].append(math.nan)
-    return [TEST.decode / statistics.median(some) for some in seconds]
+    return [TEST.decode / statistics.median(times) for times in seconds]
 
 
 def main() -> None:
-    """The command line."""
+    """Print the table for the families named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
         epilog="Example: python scripts/benchmarks/family_speed.py --llama-bench BIN qwen3",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CONFIGS)}")
-    parser.add_argument("--llama-bench", type=Path, required=True, help="llama.cpp's program")
-    parser.add_argument("--kind", choices=FILE_TYPES, default="Q8_0", help="what is written")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"families: {', '.join(CONFIGS)}")
+    parser.add_argument("--llama-bench", type=Path, required=True, help="path of llama-bench")
+    parser.add_argument("--kind", choices=FILE_TYPES, default="Q8_0", help="GGUF file type")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2, help="llama.cpp's")
-    parser.add_argument("--exact-inputs", action="store_true", help="inputs stay in bfloat16")
-    parser.add_argument("--scratch", type=Path, help="where the files are written, 4 GB each")
+    parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp")
+    parser.add_argument("--exact-inputs", action="store_true", help="inputs in bfloat16, not int8")
+    parser.add_argument("--scratch", type=Path, help="directory for the files, 4 GB each")
     options = parser.parse_args()
     assert set(CONFIGS) == set(FAMILIES)
     if unknown := [name for name in options.names if name not in CONFIGS]:
-        parser.error(f"no family {unknown[0]!r}: there are {', '.join(CONFIGS)}")
+        parser.error(f"unknown family {unknown[0]!r}: expected one of {', '.join(CONFIGS)}")
     if not options.llama_bench.exists():
-        parser.error(f"{options.llama_bench} is not there")
+        parser.error(f"{options.llama_bench} does not exist")
     print("| family | file, GB | jaxllm | llama.cpp | ratio |\n|---|---|---|---|---|", flush=True)
     for name in options.names or CONFIGS:
-        if (taken := cores_taken()) is not None and taken > BUSY:
-            print(f"  other programs use {taken:.1f} cores", flush=True)
+        if (load := measure_background_load()) is not None and load > BUSY:
+            print(f"  other programs use {load:.1f} cores", flush=True)
         with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
             path = Path(scratch) / f"{name}.gguf"
-            write(name, options.kind, path)
-            ours, theirs = timed(
+            write_noise(name, options.kind, path)
+            ours, theirs = time_both(
                 path, options.llama_bench, options.threads, options.rounds, not options.exact_inputs
             )
             print(

@@ -1,15 +1,15 @@
-"""Where each tenth of a second goes until `jaxllm generate` shows its first and its second token.
+"""Startup profile: the time of each stage until `jaxllm generate` shows its first two tokens.
 
-Each measurement is a process of its own, which runs the command as it is: an import hook times
-imports and wraps the functions of STAGES. A stage's time is its own, without that of stages
-within it, so that a column adds up to the whole; what other threads do meanwhile stands below.
-Processes with kept programs and without take turns, so that a busy minute meets all alike. The
-checkpoint is in the page cache, and Python's own files are compiled.
+One decision: each measurement runs the unchanged command in a separate process; an import hook
+times imports and wraps the functions of STAGES. A stage's time excludes the stages within it, so
+that a column adds up to the total; concurrent work of other threads is listed below. Processes with
+and without cached programs alternate, so that background load affects both. The checkpoint is in
+the page cache, and Python's bytecode is compiled.
 
     python scripts/benchmarks/first_token.py -m story-model -m story-int4 --repetitions 5
 
-The table is Markdown, on stdout: of each stage the median of wall and of processor seconds (of all
-threads), and in square brackets the spread of the totals.
+The Markdown table on stdout has each stage's median wall seconds and processor seconds (of all
+threads), and the range of the totals in square brackets.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-IMPORTS = {  # by the first part of a module's name; others belong to who imports them
+IMPORTS = {  # by top-level package; other packages count as part of their importer
     "jaxllm": "import jaxllm",
     "convert": "import jaxllm",
     "jax": "import jax",
@@ -37,7 +37,7 @@ IMPORTS = {  # by the first part of a module's name; others belong to who import
     "typer": "import typer",
     "tokenizers": "import tokenizers",
 }
-STAGES = {  # module: function, and what it does
+STAGES = {  # module: functions and their stages
     "jaxllm.convert.registry": [
         ("open_checkpoint", "reading the configuration, checking names"),
         ("read_text_assets", "reading the tokenizer"),
@@ -46,90 +46,90 @@ STAGES = {  # module: function, and what it does
     "jaxllm.checkpoints.native": [("load_params", "loading weights")],
     "jaxllm.weights.prefetch_scan": [("first_non_finite", "looking for NaN")],
     "jaxllm.ops.compile_cache": [
-        ("enable_compile_cache", "finding the programs' folder"),
+        ("enable_compile_cache", "finding the compile cache"),
         ("CachedJit._load_or_compile", "tracing"),
-        ("_load_program", "loading kept programs"),
-        ("_save_program", "keeping programs"),
+        ("_load_program", "loading cached programs"),
+        ("_save_program", "caching programs"),
     ],
     "jax.stages": [("Traced.lower", "lowering"), ("Lowered.compile", "compiling")],
 }
-FIRST, SECOND = "running the prompt", "second token: its run"
+FIRST, SECOND = "running the prompt", "second token: running the step"
 WORDS = ("the", "man", "went", "down", "to", "a", "river", "and", "saw", "small", "boats")
 
 
 class Stopwatch:
-    """What the main thread spends on each stage until the second token, and what others do."""
+    """Times of the main thread's stages until the second token, and of other threads' stages."""
 
-    def __init__(self, spawned: float, file: str) -> None:
-        self.file, self.written = file, 0
-        self.wall: dict[str, float] = {"Python itself": time.time() - spawned}
+    def __init__(self, spawn_time: float, file: str) -> None:
+        self.file, self.tokens = file, 0
+        self.wall: dict[str, float] = {"Python itself": time.time() - spawn_time}
         self.processor = {"Python itself": time.process_time()}
-        self.beside: dict[str, float] = {}
+        self.other_threads: dict[str, float] = {}
         self.totals: list[tuple[float, float]] = []
-        self._started = time.perf_counter() - self.wall["Python itself"]
+        self._start = time.perf_counter() - self.wall["Python itself"]
         self._names = ["the command itself"]
         self._since = time.perf_counter(), time.process_time()
 
-    def turn(self) -> None:
-        """What has passed since the last turn is the innermost stage's."""
+    def charge(self) -> None:
+        """Add the time since the last call to the innermost stage."""
         now = time.perf_counter(), time.process_time()
         for total, before, after in zip((self.wall, self.processor), self._since, now, strict=True):
             total[self._names[-1]] = total.get(self._names[-1], 0.0) + after - before
         self._since = now
 
-    def timed(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function, its time taken."""
+    def wrap_stage(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Wrap a function so that its time counts as a stage."""
 
         @functools.wraps(function)
-        def wrapped(*args: Any, **options: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
                 start = time.perf_counter()
                 try:
                     return function(*args, **options)
                 finally:
-                    passed = time.perf_counter() - start
-                    self.beside[name] = self.beside.get(name, 0.0) + passed
-            self.turn()
-            self._names.append(f"second token: {name}" if self.written else name)
+                    seconds = time.perf_counter() - start
+                    self.other_threads[name] = self.other_threads.get(name, 0.0) + seconds
+            self.charge()
+            self._names.append(f"second token: {name}" if self.tokens else name)
             try:
                 return function(*args, **options)
             finally:
-                self.turn()
+                self.charge()
                 self._names.pop()
 
-        return wrapped
+        return wrapper
 
-    def running(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that loads the model: what comes after it is running the prompt."""
+    def wrap_load(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function that loads the model; the prompt's stage starts after it."""
 
         @functools.wraps(function)
-        def wrapped(*args: Any, **options: Any) -> Any:
-            found = function(*args, **options)
-            self.turn()
+        def wrapper(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            self.charge()
             self._names[0] = FIRST
-            return found
+            return result
 
-        return wrapped
+        return wrapper
 
-    def writing(self, write: Callable[[str], None]) -> Callable[[str], None]:
-        """The function that writes a token's text: told of each."""
+    def wrap_write(self, write: Callable[[str], None]) -> Callable[[str], None]:
+        """Wrap the function that writes a token's text, to count tokens and write the report."""
 
         @functools.wraps(write)
-        def wrapped(text: str) -> None:
+        def wrapper(text: str) -> None:
             write(text)
-            self.turn()
-            self.written += 1
+            self.charge()
+            self.tokens += 1
             self._names[0] = SECOND
-            self.totals.append((time.perf_counter() - self._started, time.process_time()))
-            if self.written == 2:
-                report = self.wall, self.processor, self.beside, self.totals
+            self.totals.append((time.perf_counter() - self._start, time.process_time()))
+            if self.tokens == 2:
+                report = self.wall, self.processor, self.other_threads, self.totals
                 Path(self.file).write_text(json.dumps(report), encoding="utf-8")
 
-        return wrapped
+        return wrapper
 
 
-class Hook(importlib.abc.MetaPathFinder):
-    """Times what is imported, and wraps functions of modules as soon as these are there."""
+class ImportTimer(importlib.abc.MetaPathFinder):
+    """An import hook that times imports, and wraps functions of each module once it is loaded."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -145,34 +145,38 @@ class Hook(importlib.abc.MetaPathFinder):
         stage = IMPORTS.get(name.partition(".")[0])
         if stage is None or not hasattr(loader, "exec_module"):
             return
-        execute = self._watch.timed(loader.exec_module, stage)
+        execute = self._watch.wrap_stage(loader.exec_module, stage)
 
         def exec_module(module: Any) -> None:
             execute(module)
-            for function, what in STAGES.get(name, []):
+            for function, label in STAGES.get(name, []):
                 owner, _, attribute = function.rpartition(".")
                 holder = getattr(module, owner) if owner else module
-                setattr(holder, attribute, self._watch.timed(getattr(holder, attribute), what))
+                wrapper = self._watch.wrap_stage(getattr(holder, attribute), label)
+                setattr(holder, attribute, wrapper)
             if name == "jaxllm.cli.generate":
-                module.load_model = self._watch.running(module.load_model)
-                module.write = self._watch.writing(module.write)
+                module.load_model = self._watch.wrap_load(module.load_model)
+                module.write = self._watch.wrap_write(module.write)
 
         loader.exec_module = exec_module
 
 
-def watched(arguments: Sequence[str]) -> None:
-    """This process is `jaxllm` with a stopwatch: when it was spawned, a file for the report, and
-    the command's arguments."""
-    spawned, file, *command = arguments
-    sys.meta_path.insert(0, Hook(Stopwatch(float(spawned), file)))
+def run_watched(arguments: Sequence[str]) -> None:
+    """Run `jaxllm` with a stopwatch.
+
+    Args:
+        arguments: spawn time, report file, then the command's arguments.
+    """
+    spawn_time, file, *command = arguments
+    sys.meta_path.insert(0, ImportTimer(Stopwatch(float(spawn_time), file)))
     sys.argv[1:] = command
     from jaxllm.__main__ import main
 
     main()
 
 
-def prompt_of(model: str, tokens: int) -> str:
-    """A text of so many tokens, or just below; the one that begins every text counts."""
+def make_prompt(model: str, tokens: int) -> str:
+    """Return a text of at most `tokens` tokens, including a begin-of-text token."""
     from jaxllm.text.tokenizer import Tokenizer
 
     tokenizer, text = Tokenizer.from_directory(model), ""
@@ -184,77 +188,83 @@ def prompt_of(model: str, tokens: int) -> str:
 
 
 def measure(model: str, prompt: str, folder: Path) -> Any:
-    """One process: wall and processor seconds by stage, other threads' stages, the two totals."""
-    with tempfile.TemporaryDirectory() as place:
-        file = str(Path(place) / "report.json")
-        ours = {n: x for n, x in os.environ.items() if not n.startswith("JAX_")}
-        ours.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment = {**ours, "JAXLLM_COMPILE_CACHE": str(folder)}
+    """Run one process; return its seconds by stage (wall, processor, other threads) and totals."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = str(Path(scratch) / "report.json")
+        environment = {n: x for n, x in os.environ.items() if not n.startswith("JAX_")}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment["JAXLLM_COMPILE_CACHE"] = str(folder)
         command = ["generate", "-m", model, "-p", prompt, "-n", "3", "-o", "eos_token_id=[]"]
-        here = [sys.executable, __file__, "--watch", str(time.time()), file]
-        ended = subprocess.run([*here, *command], env=environment, capture_output=True, text=True)
-        if ended.returncode or not Path(file).exists():
-            raise SystemExit(f"jaxllm generate -m {model}: {ended.stderr}")
+        watch = [sys.executable, __file__, "--watch", str(time.time()), file]
+        done = subprocess.run([*watch, *command], env=environment, capture_output=True, text=True)
+        if done.returncode or not Path(file).exists():
+            raise SystemExit(f"jaxllm generate -m {model}: {done.stderr}")
         return json.loads(Path(file).read_text(encoding="utf-8"))
 
 
-def table(columns: dict[str, list[Any]]) -> str:
-    """Markdown: a row for each stage that took a hundredth of a second somewhere."""
+def format_table(columns: dict[str, list[Any]]) -> str:
+    """Format Markdown: a row per stage that took at least a hundredth of a second in a column."""
 
-    def cell(reports: list[Any], index: int, name: str) -> float:
+    def stage_median(reports: list[Any], index: int, name: str) -> float:
         return statistics.median(r[index].get(name, 0.0) for r in reports)
 
-    every = [r for reports in columns.values() for r in reports]
+    all_reports = [r for reports in columns.values() for r in reports]
     lines = [f"| s (processor s) | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
 
-    def rows(index: int, wanted: Callable[[str], bool], prefix: str = "") -> None:
-        for name in dict.fromkeys(n for r in every for n in r[index] if wanted(n)):
-            cells = [(cell(r, index, name), cell(r, 1, name)) for r in columns.values()]
+    def add_rows(index: int, wanted: Callable[[str], bool], prefix: str = "") -> None:
+        for name in dict.fromkeys(n for r in all_reports for n in r[index] if wanted(n)):
+            cells = [
+                (stage_median(r, index, name), stage_median(r, 1, name)) for r in columns.values()
+            ]
             if max(wall for wall, _ in cells) >= 0.01:
                 texts = (f"{w:.2f}" if prefix else f"{w:.2f} ({c:.2f})" for w, c in cells)
                 lines.append(f"| {prefix}{name} | {' | '.join(texts)} |")
 
-    def total(which: int, name: str) -> None:
+    def add_total(token: int, name: str) -> None:
         texts = []
         for reports in columns.values():
-            walls = [r[3][which][0] for r in reports]
-            used = statistics.median(r[3][which][1] for r in reports)
+            walls = [r[3][token][0] for r in reports]
+            processor = statistics.median(r[3][token][1] for r in reports)
             median = statistics.median(walls)
-            texts.append(f"{median:.2f} ({used:.2f}) [{min(walls):.2f}-{max(walls):.2f}]")
+            texts.append(f"{median:.2f} ({processor:.2f}) [{min(walls):.2f}-{max(walls):.2f}]")
         lines.append(f"| **{name}** | {' | '.join(texts)} |")
 
-    rows(0, lambda name: not name.startswith("second token"))
-    total(0, "first token")
-    rows(0, lambda name: name.startswith("second token"))
-    total(1, "second token")
-    rows(2, lambda _: True, "other threads: ")
+    add_rows(0, lambda name: not name.startswith("second token"))
+    add_total(0, "first token")
+    add_rows(0, lambda name: name.startswith("second token"))
+    add_total(1, "second token")
+    add_rows(2, lambda _: True, "other threads: ")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("-m", "--model", action="append", required=True, help="a directory")
-    parser.add_argument("-t", "--tokens", type=int, default=32, help="of the prompt")
-    parser.add_argument("-r", "--repetitions", type=int, default=5, help="processes a column")
-    asked = parser.parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-m", "--model", action="append", required=True, help="model directory")
+    parser.add_argument("-t", "--tokens", type=int, default=32, help="prompt length, tokens")
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="processes per column")
+    options = parser.parse_args(arguments)
     columns: dict[str, list[Any]] = {}
-    with tempfile.TemporaryDirectory() as place:
-        prompts = {model: prompt_of(model, asked.tokens) for model in asked.model}
+    with tempfile.TemporaryDirectory() as scratch:
+        prompts = {model: make_prompt(model, options.tokens) for model in options.model}
         for model, prompt in prompts.items():
-            measure(model, prompt, Path(place) / "kept")
-        for number in range(asked.repetitions):
+            measure(model, prompt, Path(scratch) / "cached")
+        for number in range(options.repetitions):
             for model, prompt in prompts.items():
-                for way, folder in (("kept programs", "kept"), ("none", f"none{number}{model}")):
-                    found = measure(model, prompt, Path(place) / folder.replace(os.sep, "-"))
-                    columns.setdefault(f"{Path(model).name}, {way}", []).append(found)
-                    print(f"{model}, {way}: {found[3][0][0]:.2f} s", file=sys.stderr)
-    print(table(columns))
+                for name, folder in (
+                    ("cached programs", "cached"),
+                    ("no cached programs", f"empty{number}{model}"),
+                ):
+                    report = measure(model, prompt, Path(scratch) / folder.replace(os.sep, "-"))
+                    columns.setdefault(f"{Path(model).name}, {name}", []).append(report)
+                    print(f"{model}, {name}: {report[3][0][0]:.2f} s", file=sys.stderr)
+    print(format_table(columns))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--watch"]:
-        watched(sys.argv[2:])
+        run_watched(sys.argv[2:])
     else:
         main()

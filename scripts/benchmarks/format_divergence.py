@@ -1,6 +1,7 @@
-"""How far each weight format moves a trained model: KL divergence from float32, for BENCHMARKS.md.
+"""KL divergence of each weight format from float32 on a trained model, for BENCHMARKS.md.
 
-The text is the model's own, sampled at temperature 1, so that every model has one it knows.
+One decision: the text is sampled from the model itself at temperature 1, so that every model is
+measured on text from its own distribution.
 
     python scripts/benchmarks/format_divergence.py --model demo:llama
 """
@@ -14,10 +15,10 @@ from jaxllm.evaluate.likelihood.data import Loader, loader
 FORMATS = ("int8", "int8-g64", "int4-g128", "int4", "int4-g32-zp")
 
 
-def own_text(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
-    """Documents of `tokens` tokens that the model made up."""
+def sample_documents(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
+    """Return documents of `tokens` tokens, sampled from the model."""
     prompt = lm.encode("")
-    made = lm.generate(
+    completions = lm.generate(
         [prompt] * rows,
         do_sample=True,
         temperature=1.0,
@@ -25,17 +26,17 @@ def own_text(lm: jaxllm.LM, rows: int, tokens: int) -> Loader:
         max_new_tokens=tokens - len(prompt),
         eos_token_id=[],
     )
-    return loader([prompt + each.tokens for each in made], window=tokens, batch=4)
+    return loader([prompt + done.tokens for done in completions], window=tokens, batch=4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="demo:llama")
-    parser.add_argument("--rows", type=int, default=16, help="documents")
-    parser.add_argument("--tokens", type=int, default=256, help="of each")
+    parser.add_argument("--rows", type=int, default=16, help="number of documents")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per document")
     options = parser.parse_args()
     exact = jaxllm.load(options.model, dtype="float32")
-    text = own_text(exact, options.rows, options.tokens)
+    text = sample_documents(exact, options.rows, options.tokens)
     print("| weights | inputs | mean KL | p99 | max | same top-1 | perplexity ratio |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for name in FORMATS:
@@ -43,12 +44,12 @@ def main() -> None:
         for int8 in (False, True):
             precision = dataclasses.replace(lm.model.precision, int8_inputs=int8)
             model = jaxllm.build(lm.config, precision)
-            found = jaxllm.divergence(exact.model, exact.params, model, lm.params, text)
+            result = jaxllm.divergence(exact.model, exact.params, model, lm.params, text)
             inputs = "int8" if int8 else "exact"
-            kl, ratio = found.kl, found.ratio
+            kl, ratio = result.kl, result.ratio
             print(
-                f"| {name} | {inputs} | {kl.mean:.2e} ± {kl.error:.0e} | {found.kl_p99:.2e}"
-                f" | {found.kl_max:.2e} | {found.same_top.mean:.2%}"
+                f"| {name} | {inputs} | {kl.mean:.2e} ± {kl.error:.0e} | {result.kl_p99:.2e}"
+                f" | {result.kl_max:.2e} | {result.same_top.mean:.2%}"
                 f" | {ratio.mean:.5f} ± {ratio.error:.5f} |",
                 flush=True,
             )

@@ -1,10 +1,11 @@
-"""Decoding and prompts on a GPU, at the shapes of TinyLlama and of a 7B Llama: a table.
+"""Decoding and prefill speed on a GPU, at the shapes of TinyLlama and of a 7B Llama.
 
     python scripts/benchmarks/gpu.py [--shapes tinyllama,7b] [--formats bfloat16,int8,int4-g64-f16]
 
-One decision: weights are drawn on the device, so that no file is needed. Decoding is given as a
-share of what the device's memory gives (a copy of 1 GiB, timed beside it), prompts in teraflops.
-Formats of integers are timed twice: in plain JAX, and by the Pallas kernel (JAXLLM_PALLAS=1).
+One decision: random weights are drawn on the device, so that no file is needed. The table reports
+decoding as a share of the device's memory bandwidth (a copy of 1 GiB, timed in the same process),
+and prefill in teraflops. Integer formats are timed twice: in plain JAX, and with the Pallas kernel
+(JAXLLM_PALLAS=1).
 Example: python scripts/benchmarks/gpu.py --shapes tinyllama --batches 1,8
 """
 
@@ -31,11 +32,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
            "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128},
 }  # fmt: skip
-COPIED = 1 << 30  # bytes
+COPY_BYTES = 1 << 30
 
 
-def drawn(shape: str, fmt: str) -> Any:
-    """A model of a shape with random weights, drawn and quantized one by one where they stay."""
+def draw_model(shape: str, fmt: str) -> Any:
+    """Return a model with random weights, each drawn and quantized on the device."""
     import jax
     import jax.numpy as jnp
 
@@ -64,12 +65,12 @@ def drawn(shape: str, fmt: str) -> Any:
     return LM(config, model, params, None, {}, Path(shape))
 
 
-def copied() -> float:
-    """Gigabytes a second that a copy reads and writes, the best of ten."""
+def measure_copy() -> float:
+    """Return the copy bandwidth, reads plus writes, in GB/s: the best of ten."""
     import jax
     import jax.numpy as jnp
 
-    size = COPIED if jax.default_backend() != "cpu" else COPIED // 16
+    size = COPY_BYTES if jax.default_backend() != "cpu" else COPY_BYTES // 16
     x, best = jnp.zeros(size // 4, jnp.float32), 0.0
     add = jax.jit(lambda x: x + 1)
     for _ in range(10):
@@ -80,13 +81,13 @@ def copied() -> float:
 
 
 def measure(shape: str, fmt: str, batches: list[int], prompt: int, decode: int) -> None:
-    """A line of JSON a test."""
+    """Print one line of JSON per test."""
     import jax
 
     from jaxllm.evaluate import bench
     from jaxllm.evaluate.bench import Test
 
-    lm, bus = drawn(shape, fmt), copied()
+    lm, bus = draw_model(shape, fmt), measure_copy()
     size = bench.weight_bytes(lm)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(lm.params, is_leaf=_is_weight))
     for test in [*(Test(decode=decode, batch=b) for b in batches), Test(prompt=prompt)]:
@@ -116,43 +117,45 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog=__doc__.splitlines()[-1]
     )
-    parser.add_argument("--shapes", default="tinyllama,7b", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--shapes", default="tinyllama,7b", help=f"model shapes: {', '.join(SHAPES)}"
+    )
     parser.add_argument("--formats", default="bfloat16,int8,int4-g64-f16")
-    parser.add_argument("--batches", default="1,8,64", help="rows decoded at once")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens")
-    parser.add_argument("--decode", type=int, default=64, help="tokens")
+    parser.add_argument("--batches", default="1,8,64", help="batch sizes for decoding")
+    parser.add_argument("--prompt", type=int, default=512, help="prompt length, tokens")
+    parser.add_argument("--decode", type=int, default=64, help="decoded tokens")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    batches = [int(b) for b in asked.batches.split(",")]
-    if asked.measure:
-        measure(*asked.measure, batches, asked.prompt, asked.decode)
+    options = parser.parse_args()
+    batches = [int(b) for b in options.batches.split(",")]
+    if options.measure:
+        measure(*options.measure, batches, options.prompt, options.decode)
         return 0
-    if strange := [name for name in asked.shapes.split(",") if name not in SHAPES]:
-        parser.error(f"--shapes are of {', '.join(SHAPES)}, got {', '.join(strange)}")
-    print("| shape | weights | test | tokens/s | of the memory's speed | TFLOPS |")
+    if unknown := [name for name in options.shapes.split(",") if name not in SHAPES]:
+        parser.error(f"--shapes must be among {', '.join(SHAPES)}, got {', '.join(unknown)}")
+    print("| shape | weights | test | tokens/s | share of memory bandwidth | TFLOPS |")
     print("|---|---|---|---:|---:|---:|")
-    bad, device = 0, "?"
-    sizes = ["--batches", asked.batches, "--prompt", str(asked.prompt)]
-    for shape in asked.shapes.split(","):
-        for fmt in asked.formats.split(","):
+    status, device = 0, "?"
+    sizes = ["--batches", options.batches, "--prompt", str(options.prompt)]
+    for shape in options.shapes.split(","):
+        for fmt in options.formats.split(","):
             for kernel in ("0", "1") if fmt.startswith("int") else ("0",):
                 command = [sys.executable, __file__, "--measure", shape, fmt, *sizes]
                 environment = {**os.environ, "JAXLLM_PALLAS": kernel}
                 done = subprocess.run(
-                    [*command, "--decode", str(asked.decode)],
+                    [*command, "--decode", str(options.decode)],
                     stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
                 )  # fmt: skip
-                bad = bad or done.returncode
+                status = status or done.returncode
                 for line in done.stdout.splitlines():
                     row = json.loads(line)
-                    device = f"{row['device']}, {row['bus']:.0f} GB/s copied"
+                    device = f"{row['device']}, {row['bus']:.0f} GB/s copy bandwidth"
                     name = fmt + ", Pallas" * (kernel == "1")
                     share = f"{row['share']:.0%}" if "share" in row else ""
                     flops = f"{row['tflops']:.1f}" if "tflops" in row else ""
                     cells = (shape, name, row["test"], f"{row['rate']:.1f}", share, flops)
                     print(f"| {' | '.join(cells)} |", flush=True)
     print(f"\n{device}")
-    return bad
+    return status
 
 
 if __name__ == "__main__":

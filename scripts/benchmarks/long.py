@@ -1,8 +1,8 @@
-"""Time and memory against the length of a text, for each kind of attention.
+"""Time and memory by text length, for each kind of attention.
 
-One decision: every measurement is a process of its own, which compiles first and reads its largest
-resident set, so that one length or kind cannot warm, or swell, the next. A kind that took longer
-than the limit is not asked for longer texts. A new kind is a row of `KINDS`.
+One decision: every measurement runs in a separate process, which compiles first and reads its peak
+resident set, so that one measurement cannot affect the next. A kind that exceeds the time limit
+skips longer texts. A new kind is a row of `KINDS`.
 """
 
 import json
@@ -25,7 +25,7 @@ from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: python scripts/benchmarks/long.py --measures layer,model --most 16384"
 
-# What `LlamaConfig` has of each kind.
+# The fields of `LlamaConfig` for each kind.
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "window": {"sliding_window": 2048},
@@ -52,17 +52,17 @@ SHAPE = {
     "tie_word_embeddings": True,
     "rope": {"rope_type": "default", "rope_theta": 1e6},
 }
-Timed = dict[str, float]
+Timing = dict[str, float]
 
 
-def config_of(kind: str) -> Any:
+def make_config(kind: str) -> Any:
     from jaxllm import models
 
     return models.config_from_dict({"model_type": "llama", **SHAPE, **KINDS[kind]})
 
 
-def random_lm(config: Any) -> Any:
-    """A model and random parameters."""
+def make_random_model(config: Any) -> Any:
+    """Return a model and random parameters."""
     import jax.numpy as jnp
 
     from jaxllm import models
@@ -77,8 +77,8 @@ def random_lm(config: Any) -> Any:
     return model, map_leaves(draw, shapes)
 
 
-def timed(run: Callable[[], Any], repeats: int) -> Timed:
-    """Seconds of the best of some runs after one that compiles, and what memory grew by."""
+def time_runs(run: Callable[[], Any], repeats: int) -> Timing:
+    """Return the seconds of the first run, which compiles, and of the best later one."""
     import jax
 
     begin = time.perf_counter()
@@ -92,16 +92,16 @@ def timed(run: Callable[[], Any], repeats: int) -> Timed:
     return {"seconds": best, "first": first}
 
 
-def time_layer(kind: str, length: int, repeats: int) -> Timed:
-    """Attention of one layer over a whole text; no linears."""
+def time_layer(kind: str, length: int, repeats: int) -> Timing:
+    """Time one layer's attention over a text, without its linear layers."""
     import jax
     import jax.numpy as jnp
 
     from jaxllm.models.layers import AttentionContext, attend
 
-    config = config_of(kind)
+    config = make_config(kind)
     if config.segment_length is not None:
-        raise ConfigError("a memory has parameters of its own: measure the model")
+        raise ConfigError("a memory has parameters: use the measure model")
     rng, H = np.random.default_rng(0), config.head_dim
     q, k, v = (
         jnp.asarray(rng.standard_normal((1, length, heads, H), np.float32))
@@ -116,18 +116,18 @@ def time_layer(kind: str, length: int, repeats: int) -> Timed:
         options: Any = {"cache_dtype": "float32", "scale": config.attention_scale, **settings}
         return attend(scope, 0, q, k, v, lambda x: x, **options).heads
 
-    return timed(lambda: run(q, k, v), repeats)
+    return time_runs(lambda: run(q, k, v), repeats)
 
 
-def time_gradient(kind: str, length: int, repeats: int) -> Timed:
-    """A loss and its gradient, as training needs them; what a block computes is computed again."""
+def time_gradient(kind: str, length: int, repeats: int) -> Timing:
+    """Time a loss and its gradient, with activation recomputation."""
     import jax
     import jax.numpy as jnp
 
     from jaxllm.train.data.rows import Rows
     from jaxllm.train.objective import NextToken
 
-    model, params = random_lm(config_of(kind))
+    model, params = make_random_model(make_config(kind))
     model = model.clone(remat=True)
     ids = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (1, length + 1))
     rows = Rows(
@@ -144,31 +144,31 @@ def time_gradient(kind: str, length: int, repeats: int) -> Timed:
 
         return jax.grad(loss)(params)
 
-    return timed(lambda: run(params, rows), repeats)
+    return time_runs(lambda: run(params, rows), repeats)
 
 
-def time_model(kind: str, length: int, repeats: int) -> Timed:
-    """The prefill of a small model into a cache, 2048 tokens at a time."""
+def time_model(kind: str, length: int, repeats: int) -> Timing:
+    """Time the prefill of a small model, 2048 tokens at a time."""
     import jaxllm
 
-    model, params = random_lm(config_of(kind))
+    model, params = make_random_model(make_config(kind))
     ids = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (1, length))
 
     def run() -> Any:
         cache = jaxllm.init_cache(model, 1, length)
         return jaxllm.prefill(model, params, cache, ids, chunk=2048, donate=True)[0]
 
-    return timed(run, repeats)
+    return time_runs(run, repeats)
 
 
-def time_decode(kind: str, length: int, repeats: int) -> Timed:
-    """One token of a small model whose cache holds a text, of random keys and values."""
+def time_decode(kind: str, length: int, repeats: int) -> Timing:
+    """Time a decoding step of a small model after a text of random keys and values."""
     import jax
     import jax.numpy as jnp
 
     import jaxllm
 
-    model, params = random_lm(config_of(kind))
+    model, params = make_random_model(make_config(kind))
     steps = 16
     cache = jaxllm.init_cache(model, 1, length + steps * (repeats + 1))
     rng = np.random.default_rng(0)
@@ -192,11 +192,11 @@ def time_decode(kind: str, length: int, repeats: int) -> Timed:
             logits, state = jaxllm.decode_step(model, params, state, token_B, donate=True)
         return jax.block_until_ready(logits)
 
-    found = timed(run, repeats)
-    return {"seconds": found["seconds"] / steps, "first": found["first"]}
+    timing = time_runs(run, repeats)
+    return {"seconds": timing["seconds"] / steps, "first": timing["first"]}
 
 
-TIMERS: dict[str, Callable[[str, int, int], Timed]] = {
+TIMERS: dict[str, Callable[[str, int, int], Timing]] = {
     "layer": time_layer,
     "model": time_model,
     "gradient": time_gradient,
@@ -204,9 +204,10 @@ TIMERS: dict[str, Callable[[str, int, int], Timed]] = {
 }
 
 
-def worker(measure: str, kind: str, length: str, repeats: str) -> None:
-    """One measurement, printed as JSON. memory: the largest resident set, less that of a process
-    with JAX running, in bytes.
+def run_worker(measure: str, kind: str, length: str, repeats: str) -> None:
+    """Print one measurement as JSON.
+
+    Its memory is the growth of the peak resident set after JAX has started, in bytes.
     """
     import jax.numpy as jnp
 
@@ -214,15 +215,17 @@ def worker(measure: str, kind: str, length: str, repeats: str) -> None:
 
     (jnp.ones(8) + 1).block_until_ready()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = TIMERS[measure](kind, int(length), int(repeats))
+    timing = TIMERS[measure](kind, int(length), int(repeats))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({**found, "memory": (after - before) * 1024}))
+    print(json.dumps({**timing, "memory": (after - before) * 1024}))
 
 
-def measured(measure: str, kind: str, length: int, repeats: int, limit: float) -> Timed | None:
-    """What a process of its own found; None where it failed or took too long."""
+def measure_in_process(
+    measure: str, kind: str, length: int, repeats: int, limit: float
+) -> Timing | None:
+    """Return a separate process's measurement; None if it failed or exceeded the limit."""
     program = [sys.executable, __file__, "--worker", measure, kind, str(length), str(repeats)]
-    # The kept programs of other processes would hide what compiling takes.
+    # Cached programs of other processes would hide the compile time.
     environment = {**os.environ, "JAXLLM_COMPILE_CACHE": "0"}
     try:
         done = subprocess.run(
@@ -232,15 +235,15 @@ def measured(measure: str, kind: str, length: int, repeats: int, limit: float) -
         log(f"{measure} {kind} {length}: over {limit:.0f} s")
         return None
     if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or [f"ended with {done.returncode}"]
-        log(f"{measure} {kind} {length}: {said[0]}")
+        message = done.stderr.strip().splitlines()[-1:] or [f"ended with code {done.returncode}"]
+        log(f"{measure} {kind} {length}: {message[0]}")
         return None
-    found: Timed = json.loads(done.stdout.splitlines()[-1])
-    return found
+    timing: Timing = json.loads(done.stdout.splitlines()[-1])
+    return timing
 
 
-def slope(points: dict[int, float]) -> float:
-    """Of the logarithms, by least squares, over the upper half of the lengths."""
+def fit_slope(points: dict[int, float]) -> float:
+    """Return the log-log slope by least squares over the upper half of the lengths."""
     lengths = sorted(points)[len(points) // 2 - (len(points) == 2) :]
     above = [(n, points[n]) for n in lengths if points[n] > 0]
     if len(above) < 2:
@@ -249,36 +252,36 @@ def slope(points: dict[int, float]) -> float:
     return float(np.polyfit(xs, ys, 1)[0])
 
 
-Found = dict[tuple[str, str], dict[int, Timed]]
+Results = dict[tuple[str, str], dict[int, Timing]]
 
 
-def kept(path: Path | None) -> Found:
-    """The rows of a file of results, if there is one."""
-    found: Found = {}
+def read_results(path: Path | None) -> Results:
+    """Read a results file; return no rows if there is none."""
+    results: Results = {}
     lines = path.read_text("utf-8").splitlines() if path is not None and path.exists() else []
     for row in map(json.loads, lines):
-        found.setdefault((row.pop("measure"), row.pop("kind")), {})[row.pop("tokens")] = row
-    return found
+        results.setdefault((row.pop("measure"), row.pop("kind")), {})[row.pop("tokens")] = row
+    return results
 
 
-def plot(found: Found, path: Path) -> None:
-    """Seconds and memory against length, both logarithmic, with slopes: one row for a measure."""
+def plot(results: Results, path: Path) -> None:
+    """Plot seconds and memory by length on log-log axes, with slopes: a row per measure."""
     from matplotlib.figure import Figure
 
-    measures = list(dict.fromkeys(measure for measure, _ in found))
+    measures = list(dict.fromkeys(measure for measure, _ in results))
     figure = Figure(figsize=(11, 4 * len(measures)), layout="constrained")
     axes = figure.subplots(len(measures), 2, squeeze=False)
-    names = {"seconds": ("seconds", 1.0), "memory": ("memory beside the program, GB", 1e-9)}
-    for (measure, kind), each in found.items():
-        for axis, (field, (label, unit)) in zip(
+    names = {"seconds": ("seconds", 1.0), "memory": ("memory, GB", 1e-9)}
+    for (measure, kind), timings in results.items():
+        for axis, (field, (axis_label, unit)) in zip(
             axes[measures.index(measure)], names.items(), strict=True
         ):
-            points = {n: timed[field] * unit for n, timed in each.items() if timed[field] > 0}
+            points = {n: t[field] * unit for n, t in timings.items() if t[field] > 0}
             if not points:
                 continue
-            said = f"{kind}, slope {slope(points):.2f}" if len(points) > 1 else kind
-            axis.loglog(list(points), list(points.values()), "o-", label=said)
-            axis.set(xlabel="tokens", ylabel=label, title=measure)
+            label = f"{kind}, slope {fit_slope(points):.2f}" if len(points) > 1 else kind
+            axis.loglog(list(points), list(points.values()), "o-", label=label)
+            axis.set(xlabel="tokens", ylabel=axis_label, title=measure)
             axis.legend(fontsize=8)
             axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,53 +289,58 @@ def plot(found: Found, path: Path) -> None:
 
 
 def main(
-    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = ",".join(KINDS),
-    measures: Annotated[str, typer.Option(help=f"Of {', '.join(TIMERS)}.")] = ",".join(TIMERS),
-    least: Annotated[int, typer.Option(min=2, help="The shortest text.")] = 1024,
-    most: Annotated[int, typer.Option(min=2, help="The longest.")] = 262144,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each process.")] = 2,
-    limit: Annotated[float, typer.Option(help="Seconds that a process may take.")] = 240,
-    out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/long_context.png"),
+    kinds: Annotated[str, typer.Option(help=f"Attention kinds: {', '.join(KINDS)}.")] = ",".join(
+        KINDS
+    ),
+    measures: Annotated[str, typer.Option(help=f"Measures: {', '.join(TIMERS)}.")] = ",".join(
+        TIMERS
+    ),
+    least: Annotated[int, typer.Option(min=2, help="Shortest text, tokens.")] = 1024,
+    most: Annotated[int, typer.Option(min=2, help="Longest text, tokens.")] = 262144,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs per process.")] = 2,
+    limit: Annotated[float, typer.Option(help="Time limit per process, seconds.")] = 240,
+    out: Annotated[Path, typer.Option(help="Output PNG file.")] = Path("docs/long_context.png"),
     results: Annotated[
-        Path | None, typer.Option(help="JSON Lines: what is there is not measured again.")
+        Path | None, typer.Option(help="JSON Lines file of results to read and extend.")
     ] = None,
 ) -> None:
-    """Time prefill, training and decoding against length; lengths double."""
-    for name, known in ((kinds, KINDS), (measures, TIMERS)):
-        if unknown := set(name.split(",")) - set(known):
-            raise ConfigError(f"{', '.join(sorted(unknown))} is not one of {', '.join(known)}")
+    """Time prefill, training and decoding by text length; lengths double."""
+    for option, text, known in (("--kinds", kinds, KINDS), ("--measures", measures, TIMERS)):
+        if unknown := set(text.split(",")) - set(known):
+            names = ", ".join(sorted(unknown))
+            raise ConfigError(f"{option} must be among {', '.join(known)}, got {names}")
     lengths = [least << i for i in range(int(math.log2(most / least)) + 1)]
-    before = kept(results)
-    found: Found = {}
+    saved = read_results(results)
+    timings: Results = {}
     write("| measure | kind | tokens | seconds | tokens/s | memory, MB | first run, s |\n")
     write("|---|---|---|---|---|---|---|\n")
     for measure in measures.split(","):
         for kind in kinds.split(","):
             for length in lengths:
-                known = before.get((measure, kind), {}).get(length)
-                one = known or measured(measure, kind, length, repeats, limit)
-                if one is None:
+                stored = saved.get((measure, kind), {}).get(length)
+                timing = stored or measure_in_process(measure, kind, length, repeats, limit)
+                if timing is None:
                     break
-                found.setdefault((measure, kind), {})[length] = one
+                timings.setdefault((measure, kind), {})[length] = timing
                 tokens = 1 if measure == "decode" else length
                 write(
-                    f"| {measure} | {kind} | {length} | {one['seconds']:.4f}"
-                    f" | {tokens / one['seconds']:.0f} | {one['memory'] / 1e6:.0f}"
-                    f" | {one['first']:.1f} |\n"
+                    f"| {measure} | {kind} | {length} | {timing['seconds']:.4f}"
+                    f" | {tokens / timing['seconds']:.0f} | {timing['memory'] / 1e6:.0f}"
+                    f" | {timing['first']:.1f} |\n"
                 )
-                if results is not None and not known:
-                    row = {"measure": measure, "kind": kind, "tokens": length, **one}
+                if results is not None and not stored:
+                    row = {"measure": measure, "kind": kind, "tokens": length, **timing}
                     with results.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
-    for (measure, kind), each in found.items():
-        times = {n: one["seconds"] for n, one in each.items()}
-        write(f"slope of {measure}, {kind}: {slope(times):.2f}\n")
-    if found:
-        plot(found, out)
+    for (measure, kind), by_length in timings.items():
+        seconds = {n: timing["seconds"] for n, timing in by_length.items()}
+        write(f"slope of {measure}, {kind}: {fit_slope(seconds):.2f}\n")
+    if timings:
+        plot(timings, out)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:])
+        run_worker(*sys.argv[2:])
     else:
         run_command(main, "python scripts/benchmarks/long.py", EXAMPLE)

@@ -1,4 +1,4 @@
-"""Memory that jaxllm takes: one subcommand for each question, a Markdown table on stdout.
+"""Memory use of jaxllm: a subcommand per question, a Markdown table on stdout.
 
     python scripts/benchmarks/memory.py formats CHECKPOINT [--weights stored int8]
     python scripts/benchmarks/memory.py commands CHECKPOINT [--weights int8] [--scratch DIRECTORY]
@@ -8,17 +8,20 @@
     python scripts/benchmarks/memory.py logits --meshes tensor=2 tensor=4
     python scripts/benchmarks/memory.py sequence --meshes none sequence=8 --length 4096
 
-formats: peak memory of loading, a prompt and decoding, GB. The first process of a row compiles its
-programs, the second finds them, as `jaxllm generate` does. The goal is weights + cache + 10% +
-0.2 GB for the libraries; demo:llama shows what those take. commands: the same of `jaxllm quantize`
-and `jaxllm convert`. training: the same of two steps of one row; "kept" is what goes from step to
-step. mesh: weights of each device, and what `jaxllm plan` expects. fsdp: bytes of a training step
-without and with FSDP. logits: with gathered logits, and with sharded ones. sequence: arguments and
-temporary arrays of a prompt and of a loss's gradient. Of the last three nothing runs: XLA counts.
+formats: peak memory of loading, prefill and decoding, GB. The first process of a row compiles its
+programs, the second loads them from the cache, as `jaxllm generate` does. The goal is weights +
+cache + 10% + 0.2 GB for the libraries; demo:llama shows the share of the libraries.
+commands: the same for `jaxllm quantize` and `jaxllm convert`.
+training: the same for two steps of one row; "state" is the memory held between steps.
+mesh: weights on each device, and the estimate of `jaxllm plan`.
+fsdp: bytes of a training step without and with FSDP.
+logits: bytes of a training step with gathered and with sharded logits.
+sequence: arguments and temporary arrays of a prefill and of a loss gradient.
+The last three run no step: the figures are XLA's memory analysis.
 
-Each measurement is a process of its own, in which one CPU simulates the devices. "peak" is all that
-Linux ever held in memory for it (VmHWM, with the pages of mapped files); "anonymous" is the most of
-it that Linux could not take back (RssAnon, sampled).
+Each measurement runs in a separate process, in which one CPU simulates the devices. "peak" is the
+peak resident set (VmHWM, including mapped file pages); "anonymous" is the peak of the part that
+Linux could not reclaim (RssAnon, sampled).
 """
 
 import argparse
@@ -36,7 +39,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ["stored", "float32", "bfloat16", "float16", "int8", "int8-g64", "int4-g64-f16"]
 FORMATS += ["bf16-packed"]
-TRAINING = {  # name: dtype, whether an adapter is trained, format of the frozen weights
+TRAINING = {  # name: dtype, whether to train an adapter, format of the frozen weights
     "full, float32": ("float32", False, None),
     "full, bfloat16": ("bfloat16", False, None),
     "LoRA, bfloat16": ("bfloat16", True, None),
@@ -45,24 +48,24 @@ TRAINING = {  # name: dtype, whether an adapter is trained, format of the frozen
     "QLoRA, nf4": ("bfloat16", True, "nf4"),
 }
 OPTIONS: tuple[tuple[str, str, Any, str], ...] = (  # subcommands, name, default, help
-    ("formats commands training mesh fsdp", "model", None, "as `jaxllm.load` takes it"),
-    ("formats commands", "--weights", FORMATS, "formats"),
+    ("formats commands training mesh fsdp", "model", None, "model, as for `jaxllm.load`"),
+    ("formats commands", "--weights", FORMATS, "weight formats"),
     ("formats", "--caches", ["bfloat16", "int8"], "formats of keys and values"),
-    ("formats", "--prompt", 300, "tokens"),
-    ("formats", "--new", 16, "tokens decoded"),
-    ("commands", "--scratch", None, "a directory with room to write"),
-    ("training", "--ways", [*TRAINING], "beginnings of names"),
-    ("training", "--no-remat", False, "keep all activations of a block"),
+    ("formats", "--prompt", 300, "prompt length, tokens"),
+    ("formats", "--new", 16, "decoded tokens"),
+    ("commands", "--scratch", None, "directory for the written checkpoints"),
+    ("training", "--ways", [*TRAINING], "kinds of training, by the start of their names"),
+    ("training", "--no-remat", False, "no activation recomputation"),
     ("mesh fsdp logits sequence", "--meshes", ["none", "data=2"], "meshes"),
-    ("mesh", "--quantize", "none", "format of the weights"),
-    ("logits", "--vocabulary", 32000, "tokens"),
+    ("mesh", "--quantize", "none", "weight format"),
+    ("logits", "--vocabulary", 32000, "vocabulary size"),
     ("fsdp logits", "--rows", 8, "batch size"),
-    ("training fsdp logits sequence", "--length", 128, "tokens of a row"),
+    ("training fsdp logits sequence", "--length", 128, "tokens per row"),
 )
 
 
 class Peak(NamedTuple):
-    """Most bytes of a process: resident, and anonymous."""
+    """Peak bytes of a process: resident and anonymous."""
 
     resident: int = 0
     anonymous: int = 0
@@ -78,10 +81,14 @@ def read_memory(process: str = "self") -> Peak:
     return Peak(*(1024 * int(rows.get(name, "0 kB").split()[0]) for name in ("VmHWM", "RssAnon")))
 
 
-def watch(command: Sequence[str], environment: dict[str, str]) -> tuple[str, Peak]:
-    """Run a command; return its stdout and its peak. Raises CalledProcessError if it fails."""
+def run_command(command: Sequence[str], environment: dict[str, str]) -> tuple[str, Peak]:
+    """Run a command; return its stdout and its peak memory.
+
+    Raises:
+        CalledProcessError: if the command fails.
+    """
     environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would replace ours
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # it would override JAXLLM_COMPILE_CACHE
     peak = Peak()
     with (
         tempfile.TemporaryFile("w+") as out,
@@ -99,18 +106,19 @@ def watch(command: Sequence[str], environment: dict[str, str]) -> tuple[str, Pea
 def run(
     task: Callable[..., Any], *arguments: Any, devices: int = 1, programs: str = "0"
 ) -> tuple[Any, Peak]:
-    """Run a function of this file in a process; return its result and the peak.
+    """Run a function of this file in a process; return its result and the process's peak memory.
 
-    programs: the directory of compiled programs, "0" for none.
+    Args:
+        programs: the directory of compiled programs, "0" for none.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--run", task.__name__]
     environment = {"JAXLLM_COMPILE_CACHE": programs, "JAX_NUM_CPU_DEVICES": str(devices)}
-    out, peak = watch([*command, json.dumps(arguments)], environment)
+    out, peak = run_command([*command, json.dumps(arguments)], environment)
     return json.loads(out.splitlines()[-1]), peak
 
 
 def generate(path: str, weights: str, cache: str, prompt: int, new: int) -> list[int]:
-    """Load, read a random prompt, decode; return bytes of weights, cache, and the loading peak."""
+    """Load, prefill a random prompt, decode; return bytes of weights, cache and loading peak."""
     import dataclasses
 
     import jax
@@ -133,12 +141,12 @@ def generate(path: str, weights: str, cache: str, prompt: int, new: int) -> list
     new = min(new, lm.config.context_length - 1)
     length = min(prompt, lm.config.context_length - new)
     ids = np.random.default_rng(0).integers(0, lm.config.vocab_size, length).tolist()
-    made = lm.generate(ids, max_new_tokens=new, eos_token_id=[])
-    return [sum(x.nbytes for x in jax.tree.leaves(lm.params)), made.cache.nbytes, loaded]
+    completion = lm.generate(ids, max_new_tokens=new, eos_token_id=[])
+    return [sum(x.nbytes for x in jax.tree.leaves(lm.params)), completion.cache.nbytes, loaded]
 
 
 def train(path: str, name: str, length: int, remat: bool) -> list[float]:
-    """Take two steps; return the bytes kept from step to step, and the second step's seconds."""
+    """Take two steps; return the bytes held between them, and the second step's seconds."""
     import jax
 
     import jaxllm
@@ -153,24 +161,24 @@ def train(path: str, name: str, length: int, remat: bool) -> list[float]:
     lm = jaxllm.load(path, **options, show_progress=False)
     lora = LoraConfig(r=16, lora_alpha=16)
     job = jobs.lora(lm, lora) if adapter else jobs.full_finetune(lm, dtype)
-    rows, seconds = random_rows(1, length, lm.config.vocab_size), 0.0
+    rows, seconds = make_random_rows(1, length, lm.config.vocab_size), 0.0
     del lm
     optimizer = Optimizer(steps=100, lr=1e-4, warmup=0.0)
     setup = Setup(job.model.clone(remat=remat), job.objective, optimizer)
-    trained, rest = partition(job.params, job.rules, job.compute_params)
+    trained, frozen = partition(job.params, job.rules, job.compute_params)
     del job
     state = init_state(trained, setup)
     del trained
-    kept = sum(int(x.nbytes) for x in jax.tree.leaves((state, rest)))
+    held = sum(int(x.nbytes) for x in jax.tree.leaves((state, frozen)))
     for _ in range(2):
         start = time.perf_counter()
-        state, metrics = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
+        state, metrics = train_step(state, frozen, None, rows, jax.random.key(0), setup=setup)
         metrics.loss.block_until_ready()
         seconds = time.perf_counter() - start
-    return [kept, seconds]
+    return [held, seconds]
 
 
-def random_rows(count: int, length: int, vocabulary: int) -> Any:
+def make_random_rows(count: int, length: int, vocabulary: int) -> Any:
     """Return one microbatch of random tokens."""
     import numpy as np
 
@@ -182,7 +190,7 @@ def random_rows(count: int, length: int, vocabulary: int) -> Any:
 
 
 def load_on_mesh(mesh: str, path: str, quantize: str) -> list[int]:
-    """Return bytes on the fullest device, planned, on all, and by which the process grew."""
+    """Return bytes on the fullest device, planned per device, on all devices, process growth."""
     import jax
 
     import jaxllm
@@ -194,54 +202,56 @@ def load_on_mesh(mesh: str, path: str, quantize: str) -> list[int]:
 
     jax.devices()
     before = read_memory().resident
-    given: Any = {"mesh": mesh, "quantize": quantize}
-    given = {name: value for name, value in given.items() if value != "none"}
-    lm = jaxllm.load(path, **given, show_progress=False)
-    grown = read_memory().resident - before
+    options: Any = {"mesh": mesh, "quantize": quantize}
+    options = {name: value for name, value in options.items() if value != "none"}
+    lm = jaxllm.load(path, **options, show_progress=False)
+    growth = read_memory().resident - before
     axes = MeshSpec() if mesh == "none" else fit_mesh(parse_mesh(mesh), lm.config)
     planned = weight_bytes(open_checkpoint(path), lm.model.precision, axes, False, 1).total
     held = bytes_per_device(lm.params).values()
-    return [max(held), planned, sum(held), grown]
+    return [max(held), planned, sum(held), growth]
 
 
 def compile_fsdp(mesh: str, path: str, rows: int, length: int) -> list[int]:
-    """Return bytes of a device: of the state, then temporary; each without and with FSDP."""
+    """Return a device's state bytes and temporary bytes, each without and with FSDP."""
     import jaxllm
     from jaxllm.sharding.shard_params import bytes_per_device
     from jaxllm.train.objective import NextToken
 
-    found = []
+    sizes = []
     for fsdp in (False, True):
         lm = jaxllm.load(path, dtype="float32", mesh=mesh, fsdp=fsdp, show_progress=False)
         state, step = compile_step(lm.model, lm.params, NextToken(), rows, length)
         temporary = step.memory_analysis().temp_size_in_bytes
-        found.append((max(bytes_per_device(state).values()), temporary))
-    return [x for pair in zip(*found, strict=True) for x in pair]
+        sizes.append((max(bytes_per_device(state).values()), temporary))
+    return [x for pair in zip(*sizes, strict=True) for x in pair]
 
 
 def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[int]:
-    """Return bytes of a device: temporary, then sent; each with gathered and sharded logits."""
+    """Return a device's temporary bytes and sent bytes, each with gathered and sharded logits."""
     from jaxllm.sharding.collective_stats import count_collectives
     from jaxllm.train.distill.student_init import init_params
     from jaxllm.train.losses import cross_entropy
     from jaxllm.train.objective import LossOutput, NextToken, forward
 
-    def gathered(model: Any, params: Any, extra_inputs: Any, rows: Any, key: Any) -> LossOutput:
+    def gather_and_score(
+        model: Any, params: Any, extra_inputs: Any, rows: Any, key: Any
+    ) -> LossOutput:
         logits = forward(model, params, rows, gather_logits=True).logits
         return LossOutput(*cross_entropy(logits, rows.label_BT))
 
-    model, found = small_llama(mesh, length, vocabulary, 64, 192, 8, 8), []
+    model, sizes = make_small_llama(mesh, length, vocabulary, 64, 192, 8, 8), []
     params = model.shard(init_params(model.config, 0))
-    for objective in (gathered, NextToken()):
+    for objective in (gather_and_score, NextToken()):
         _, step = compile_step(model, params, objective, rows, length)
         stats = count_collectives(step.as_text())
         sent = sum(stats[x].bytes for x in ("all-gather", "reduce-scatter") if x in stats)
-        found.append((step.memory_analysis().temp_size_in_bytes, sent))
-    return [x for pair in zip(*found, strict=True) for x in pair]
+        sizes.append((step.memory_analysis().temp_size_in_bytes, sent))
+    return [x for pair in zip(*sizes, strict=True) for x in pair]
 
 
 def compile_sequence(mesh: str, T: int) -> list[int]:
-    """Return bytes of a device for one text: of its prompt, and of its loss's gradient."""
+    """Return a device's bytes for one text: of the prefill, and of the loss gradient."""
     import jax
 
     import jaxllm
@@ -249,8 +259,8 @@ def compile_sequence(mesh: str, T: int) -> list[int]:
     from jaxllm.train.data.rows import Rows
     from jaxllm.train.objective import NextToken
 
-    model = small_llama(mesh, T, 1024, 512, 2048, 2, 64).clone(remat=True)
-    params = jaxllm.param_shapes(small_llama("none", T, 1024, 512, 2048, 2, 64))
+    model = make_small_llama(mesh, T, 1024, 512, 2048, 2, 64).clone(remat=True)
+    params = jaxllm.param_shapes(make_small_llama("none", T, 1024, 512, 2048, 2, 64))
     ids = jax.ShapeDtypeStruct((1, T), jax.numpy.int32)
 
     def prefill(params: Any, cache: Any, token: Any, at: Any) -> Any:
@@ -262,11 +272,11 @@ def compile_sequence(mesh: str, T: int) -> list[int]:
 
     prompt = jax.jit(prefill).lower(params, jaxllm.init_cache(model, 1, T), ids, ids)
     gradient = jax.jit(jax.grad(loss)).lower(params, Rows(ids, ids, ids, ids))
-    found = [lowered.compile().memory_analysis() for lowered in (prompt, gradient)]
-    return [x.argument_size_in_bytes + x.temp_size_in_bytes for x in found]
+    analyses = [lowered.compile().memory_analysis() for lowered in (prompt, gradient)]
+    return [x.argument_size_in_bytes + x.temp_size_in_bytes for x in analyses]
 
 
-def small_llama(
+def make_small_llama(
     mesh: str, length: int, vocabulary: int, width: int, inner: int, groups: int, head_dim: int
 ) -> Any:
     """Return a Llama of two layers with eight heads."""
@@ -295,16 +305,19 @@ def compile_step(model: Any, params: Any, objective: Any, rows: int, length: int
     from jaxllm.train.step import Setup, init_state, train_step
     from jaxllm.weights.paths import unsharded_paths
 
-    trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    trained, frozen = partition(params, ALL_PARAMS, None, unsharded_paths(model))
     setup = Setup(model, objective, Optimizer(steps=3))
-    state, batch = init_state(trained, setup), random_rows(rows, length, model.config.vocab_size)
-    arguments = state, rest, None, batch, jax.random.key(0)
+    state, batch = (
+        init_state(trained, setup),
+        make_random_rows(rows, length, model.config.vocab_size),
+    )
+    arguments = state, frozen, None, batch, jax.random.key(0)
     return state, train_step.lower(*arguments, setup=setup).compile()
 
 
 # Subcommand: function, its options after the mesh, columns in MB.
 ON_MESHES: dict[str, tuple[Callable[..., list[int]], str, str]] = {
-    "mesh": (load_on_mesh, "model quantize", "on a device|planned|on all|process grew by"),
+    "mesh": (load_on_mesh, "model quantize", "per device|planned|all devices|process growth"),
     "fsdp": (compile_fsdp, "model rows length", "state|with --fsdp|temporary|with --fsdp"),
     "logits": (
         compile_logits,
@@ -315,56 +328,67 @@ ON_MESHES: dict[str, tuple[Callable[..., list[int]], str, str]] = {
 }
 
 
-def mesh_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_mesh_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     from jaxllm.sharding.mesh_spec import parse_mesh
 
     task, names, columns = ON_MESHES[options.kind]
     yield "mesh", *(f"{name}, MB" for name in columns.split("|"))
     for mesh in options.meshes:
         devices = 1 if mesh == "none" else parse_mesh(mesh).num_devices
-        given = (getattr(options, name) for name in names.split())
-        yield mesh, *(f"{x / 1e6:.2f}" for x in run(task, mesh, *given, devices=devices)[0])
+        arguments = (getattr(options, name) for name in names.split())
+        yield mesh, *(f"{x / 1e6:.2f}" for x in run(task, mesh, *arguments, devices=devices)[0])
 
 
-def format_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    more = "of the goal", "anonymous"
+def make_format_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    columns = "relative to goal", "anonymous"
     names = "weights", "cache", "bytes of both", "goal", "peak, loading"
-    yield *names, "peak, compiling", *more, "peak, programs kept", *more
+    yield *names, "peak, compiling", *columns, "peak, cached programs", *columns
     for weights, cache in product(options.weights, options.caches):
-        given = options.model, weights, cache, options.prompt, options.new
+        arguments = options.model, weights, cache, options.prompt, options.new
         with tempfile.TemporaryDirectory() as folder:
-            found = [run(generate, *given, programs=folder) for _ in range(2)]
-        sizes, loaded = found[0][0][:2], max(result[2] for result, _ in found)
+            runs = [run(generate, *arguments, programs=folder) for _ in range(2)]
+        sizes, loaded = runs[0][0][:2], max(result[2] for result, _ in runs)
         goal, cells = 1.1 * sum(sizes) + 0.2e9, []
-        for _, peak in found:
-            cells += [gb(peak.resident), f"{peak.resident / goal:.2f}x", gb(peak.anonymous)]
-        yield weights, cache, " + ".join(map(gb, sizes)), gb(goal), gb(loaded), *cells
+        for _, peak in runs:
+            cells += [
+                format_gb(peak.resident),
+                f"{peak.resident / goal:.2f}x",
+                format_gb(peak.anonymous),
+            ]
+        yield (
+            weights,
+            cache,
+            " + ".join(map(format_gb, sizes)),
+            format_gb(goal),
+            format_gb(loaded),
+            *cells,
+        )
 
 
-def command_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def make_command_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
     yield "command", "written", "peak", "anonymous"
     commands = [["convert"], ["convert", "--to-hf"], ["convert", "--dtype", "float32"]]
     names = [name for name in options.weights if name.startswith(("int", "bf16-"))]
     for command in [*commands, *(["quantize", "--format", name] for name in names)]:
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-            target = Path(folder) / "made"
+            target = Path(folder) / "checkpoint"
             line = [sys.executable, "-m", "jaxllm", command[0], options.model, str(target)]
-            _, peak = watch([*line, *command[1:]], {"JAXLLM_COMPILE_CACHE": "0"})
+            _, peak = run_command([*line, *command[1:]], {"JAXLLM_COMPILE_CACHE": "0"})
             written = (target / "model.safetensors").stat().st_size
-        yield f"`{' '.join(command)}`", *map(gb, (written, *peak))
+        yield f"`{' '.join(command)}`", *map(format_gb, (written, *peak))
 
 
-def training_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
-    yield "training", "kept", "peak", "anonymous", "seconds a step"
+def make_training_table(options: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    yield "training", "state", "peak", "anonymous", "s/step"
     for name in TRAINING:
         if name.startswith(tuple(options.ways)):
-            (kept, seconds), peak = run(
+            (held, seconds), peak = run(
                 train, options.model, name, options.length, not options.no_remat
             )
-            yield name, *map(gb, (kept, *peak)), f"{seconds:.1f}"
+            yield name, *map(format_gb, (held, *peak)), f"{seconds:.1f}"
 
 
-def gb(nbytes: float) -> str:
+def format_gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f}"
 
 
@@ -377,23 +401,25 @@ def main() -> int:
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     tables: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, ...]]]] = {
-        "formats": format_table, "commands": command_table, "training": training_table,
-        **dict.fromkeys(ON_MESHES, mesh_table),
+        "formats": make_format_table, "commands": make_command_table,
+        "training": make_training_table, **dict.fromkeys(ON_MESHES, make_mesh_table),
     }  # fmt: skip
     for kind in tables:
-        one = kinds.add_parser(kind)
+        subparser = kinds.add_parser(kind)
         for name, default, text in (row[1:] for row in OPTIONS if kind in row[0].split()):
             settings: dict[str, Any] = {"nargs": "+"} if isinstance(default, list) else {}
             settings |= {"type": int} if type(default) is int else {}
             settings |= {"action": "store_true"} if default is False else {"default": default}
-            one.add_argument(name, **settings, help=f"{text} ({default})" if default else text)
+            subparser.add_argument(
+                name, **settings, help=f"{text} ({default})" if default else text
+            )
     options = parser.parse_args()
     try:
         for number, cells in enumerate(tables[options.kind](options)):
             print(f"| {' | '.join(cells)} |", flush=True)
             if number == 0:
                 print(f"|{'---|' * len(cells)}")
-    except subprocess.CalledProcessError as error:  # whose process has written the reason
+    except subprocess.CalledProcessError as error:  # the process has written the reason
         return int(error.returncode)
     return 0
 

@@ -1,7 +1,7 @@
-"""What can be timed beside jaxllm: engines in processes of their own, and llama.cpp's programs.
+"""The engines of compare_peers: worker processes, and llama.cpp's programs.
 
-One decision: a worker is this file run again, `--worker ENGINE DIRECTORY FORMAT`, which loads once
-and answers each line of JSON on stdin, a test, with one on stdout, its seconds or an error.
+One decision: a worker is this file with `--worker ENGINE DIRECTORY FORMAT`. It loads once, reads a
+test per line of JSON on stdin, and writes its seconds, or an error, as a line of JSON on stdout.
 """
 
 import contextlib
@@ -34,67 +34,77 @@ Measure = Callable[[Test], float]
 
 
 def precision_of(fmt: str) -> str:
-    """What a format is compared within: float32, bfloat16, float16, int8 or int4.
+    """Return the precision that a format is compared in: float32, bfloat16, float16, int8, int4.
 
-    Raises ConfigError for no format, or +int8_inputs on one that is not of integers.
+    Raises:
+        ConfigError: if the format is unknown, or +int8_inputs follows a format without integers.
     """
     name, plus, extra = fmt.partition("+")
     parsed = parse_format(name)
     integers = isinstance(parsed, IntFormat) or name.startswith("int8-")
     if plus and (extra != "int8_inputs" or not integers):
-        raise ConfigError(f"+int8_inputs may follow a format of integers, got {fmt!r}")
+        raise ConfigError(f"+int8_inputs requires an integer format, got {fmt!r}")
     if isinstance(parsed, IntFormat):
         return f"int{parsed.bits}"
     return "bfloat16" if parsed.name == PACKED else parsed.name.partition("-")[0]
 
 
 class Contender:
-    """What can be timed. weights: bytes that a decoded token reads of them; None: not known yet."""
+    """An engine with a weight format that can be timed."""
 
     def __init__(self, peer: str, fmt: str) -> None:
         self.name, self.peer, self.precision = f"{peer} {fmt}", peer, precision_of(fmt)
         self.weights: float | None = None
+        """Bytes of weights that a decoded token reads; None if not known yet."""
 
     def measure(self, test: Test) -> float:
-        """Seconds that one run takes. Raises ConfigError, with the reason, where there is none."""
+        """Return the seconds of one run.
+
+        Raises:
+            ConfigError: if the engine cannot run the test; the message has the reason.
+        """
         raise NotImplementedError
 
 
 class Worker(Contender):
-    """A contender in a process of its own, which loads from the start; `ready` waits for that."""
+    """A contender in a separate process, which starts to load at once; `wait_until_ready` waits."""
 
     def __init__(self, peer: str, fmt: str, directory: Path, threads: int) -> None:
         super().__init__(peer, fmt)
         # XLA takes its threads from NPROC, PyTorch's libraries from OMP_NUM_THREADS.
-        more = {"NPROC": str(threads), "OMP_NUM_THREADS": str(threads)}
-        more |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {"NPROC": str(threads), "OMP_NUM_THREADS": str(threads)}
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--worker", peer, str(directory), fmt],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | more,
-            start_new_session=True,  # an interrupt is for the parent
+            env=os.environ | environment,
+            start_new_session=True,  # only the parent handles an interrupt
         )
 
-    def ready(self) -> None:
-        """Wait until it has loaded. Raises ConfigError with the reason where it cannot."""
-        self.weights = self._reply(b"") or None
+    def wait_until_ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            ConfigError: if it cannot load; the message has the reason.
+        """
+        self.weights = self._request(b"") or None
 
     def measure(self, test: Test) -> float:
-        return self._reply(json.dumps(dataclasses.asdict(test)).encode() + b"\n")
+        return self._request(json.dumps(dataclasses.asdict(test)).encode() + b"\n")
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def _reply(self, request: bytes) -> float:
+    def _request(self, request: bytes) -> float:
         stdin, stdout = self._process.stdin, self._process.stdout
-        with contextlib.suppress(BrokenPipeError):  # it ended, which the answer says
+        with contextlib.suppress(BrokenPipeError):  # the process ended; the read below reports it
             if stdin and request:
                 stdin.write(request)
                 stdin.flush()
         if not (line := stdout.readline() if stdout else b""):
-            raise ConfigError(f"its process ended with code {self._process.wait()}")
+            raise ConfigError(f"process ended with code {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise ConfigError(answer["error"])
@@ -102,9 +112,10 @@ class Worker(Contender):
 
 
 class LlamaBench(Contender):
-    """llama.cpp on a GGUF file. untied: numbers in an embedding of which a token reads one row.
+    """llama.cpp on a GGUF file.
 
-    Its bytes a token take the embedding to be quantized as the rest is, on the average.
+    `untied` is the size of an untied embedding, of which a token reads one row. The bytes per token
+    assume that the embedding has the file's average number of bits.
     """
 
     build = "not run"
@@ -119,7 +130,7 @@ class LlamaBench(Contender):
     def measure(self, test: Test) -> float:
         try:
             if test.batch > 1:
-                return self._rows(test)
+                return self._measure_batch(test)
             counts = ("-p", test.prompt, "-n", test.decode, "-d", test.depth, "-r", 1)
             row = json.loads(self._run(self._binary, *counts, "-o", "json"))[0]
             self.build = f"{row['build_number']} ({row['build_commit']})"
@@ -128,13 +139,13 @@ class LlamaBench(Contender):
         except (ValueError, LookupError, TypeError) as error:
             if isinstance(error, JaxllmError):
                 raise
-            raise ConfigError(f"it printed something else than expected: {error!r}") from None
+            raise ConfigError(f"unexpected output: {error!r}") from None
 
-    def _rows(self, test: Test) -> float:
-        """Rows at once; each reads a token before, as without one a rate is printed as nan."""
+    def _measure_batch(self, test: Test) -> float:
+        """Time several rows at once; each reads one token first, or the program prints nan."""
         if self._batched is None:
-            raise ConfigError("for several rows --llama-batched-bench is needed")
-        slots = -(-(test.decode + 1) // 256) * 256 * test.batch  # a row's come in blocks of 256
+            raise ConfigError("several rows require --llama-batched-bench")
+        slots = -(-(test.decode + 1) // 256) * 256 * test.batch  # rows take blocks of 256
         counts = ("-npp", 1, "-ntg", test.decode, "-npl", test.batch, "-c", slots)
         text = self._run(self._batched, *counts, "--output-format", "jsonl")
         line = next((x for x in text.splitlines() if x.startswith("{")), text)
@@ -152,21 +163,22 @@ class LlamaBench(Contender):
         return done.stdout
 
 
-def tokens_of(test: Test, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids_BT to read, token_SB to decode), as `bench.prepare_run` draws them."""
+def draw_tokens(test: Test, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids_BT to prefill, token_SB to decode), as `bench.prepare_run` draws them."""
     generator = np.random.default_rng(0)
     ids_BT = generator.integers(0, vocabulary, (test.batch, test.prompt or max(1, test.depth)))
     return ids_BT, generator.integers(0, vocabulary, (test.decode, test.batch))
 
 
-def timed(run: Callable[[], Any]) -> float:
+def time_call(run: Callable[[], Any]) -> float:
+    """Return the seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
-    """How to time jaxllm in a format, and the bytes of weights that a decoded token reads."""
+    """Return a timer of jaxllm in a format, and the weight bytes that a decoded token reads."""
     from jaxllm.cli.options import load_model
 
     name, _, extra = fmt.partition("+")
@@ -177,11 +189,11 @@ def load_ours(directory: str, fmt: str) -> tuple[Measure, float]:
     if sparse:
         lm = prune_to_format(lm, name)
     runs = cache(lambda test: bench.prepare_run(lm, test, 512))
-    return lambda test: timed(runs(test)), bench.weight_bytes(lm)
+    return lambda test: time_call(runs(test)), bench.weight_bytes(lm)
 
 
 def load_transformers(directory: str, dtype: str) -> tuple[Measure, float]:
-    """The same of transformers, in eager PyTorch with the cache that it makes by default."""
+    """Return the same for transformers, in eager PyTorch with its default cache."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -192,18 +204,20 @@ def load_transformers(directory: str, dtype: str) -> tuple[Measure, float]:
     config = model.config
 
     @cache
-    def before(test: Test) -> DynamicCache:
+    def fill_cache(test: Test) -> DynamicCache:
         kv = DynamicCache(config=config)
         if test.depth:
-            ids_BT = torch.from_numpy(tokens_of(test, config.vocab_size)[0])
+            ids_BT = torch.from_numpy(draw_tokens(test, config.vocab_size)[0])
             model(ids_BT, past_key_values=kv, logits_to_keep=1)
         return kv
 
     def measure(test: Test) -> float:
-        ids_BT, token_SB = map(torch.from_numpy, tokens_of(test, config.vocab_size))
-        kv = copy.deepcopy(before(test))
+        ids_BT, token_SB = map(torch.from_numpy, draw_tokens(test, config.vocab_size))
+        kv = copy.deepcopy(fill_cache(test))
         blocks_BT = [ids_BT] if test.prompt else [token_B[:, None] for token_B in token_SB]
-        return timed(lambda: [model(x, past_key_values=kv, logits_to_keep=1) for x in blocks_BT])
+        return time_call(
+            lambda: [model(x, past_key_values=kv, logits_to_keep=1) for x in blocks_BT]
+        )
 
     tables = ("wpe",) if config.tie_word_embeddings else ("wpe", "wte", "embed_tokens")
     named = [(name.split(".")[-2], p.nbytes) for name, p in model.named_parameters()]
@@ -211,26 +225,26 @@ def load_transformers(directory: str, dtype: str) -> tuple[Measure, float]:
 
 
 def load_openvino(directory: str, precision: str) -> tuple[Measure, float]:
-    """The same of OpenVINO; what it reads of the weights is not known."""
-    from scripts.benchmarks.openvino_engine import compiled
+    """Return the same for OpenVINO; the weight bytes that it reads are not known."""
+    from scripts.benchmarks.openvino_engine import compile_model
 
-    step, reset = compiled(directory, precision)
+    step, reset = compile_model(directory, precision)
     vocabulary = read_model_json(Path(directory))["vocab_size"]
 
     def measure(test: Test) -> float:
-        ids_BT, token_SB = tokens_of(test, vocabulary)
+        ids_BT, token_SB = draw_tokens(test, vocabulary)
         reset()
         if test.prompt:
-            return timed(lambda: step(ids_BT, 0))
+            return time_call(lambda: step(ids_BT, 0))
         if test.depth:
             step(ids_BT, 0)
-        return timed(lambda: [step(t[:, None], test.depth + i) for i, t in enumerate(token_SB)])
+        return time_call(lambda: [step(t[:, None], test.depth + i) for i, t in enumerate(token_SB)])
 
     return measure, 0
 
 
 def load_bus(directory: str, fmt: str) -> tuple[Measure, float]:
-    """What reads the gigabytes a second that memory gives just now, whatever the test."""
+    """Return a probe of the current memory bandwidth in GB/s, for any test."""
     import jax.numpy as jnp
 
     probe = jnp.arange(bench.PROBE_BYTES // 4, dtype=jnp.uint32).block_until_ready()
@@ -246,24 +260,23 @@ LOADERS = {
 
 
 def serve(peer: str, directory: str, fmt: str) -> None:
-    """The worker's side: load, say so, then answer a test a line until there are no more."""
+    """Run the worker's side: load, reply, then run one test per line of stdin until it ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no reply
+    os.dup2(2, 1)  # libraries print to stdout, which must carry replies only
 
-    def answer(make: Callable[..., Any], *arguments: Any) -> Any:
+    def reply(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            made = make(*arguments)
-            value = made[1] if isinstance(made, tuple) else made
-            reply = {"value": value}
-        except Exception as error:  # whatever a peer raises is the reason to leave it out
-            made, text = None, " ".join(str(error).split())[:300]
-            reply = {"error": f"{type(error).__name__}: {text}"}
-        print(json.dumps(reply), file=replies, flush=True)
-        return made
+            result = function(*arguments)
+            message = {"value": result[1] if isinstance(result, tuple) else result}
+        except Exception as error:  # any error is a reason to skip this peer
+            result, text = None, " ".join(str(error).split())[:300]
+            message = {"error": f"{type(error).__name__}: {text}"}
+        print(json.dumps(message), file=replies, flush=True)
+        return result
 
-    if loaded := answer(LOADERS[peer], directory, fmt):
+    if loaded := reply(LOADERS[peer], directory, fmt):
         for line in sys.stdin:
-            answer(loaded[0], Test(**json.loads(line)))
+            reply(loaded[0], Test(**json.loads(line)))
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--worker"]:

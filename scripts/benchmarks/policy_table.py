@@ -1,13 +1,14 @@
-"""What each way of keeping a long text still knows of it: a Markdown table, on stdout.
+"""Recall from a long text under each cache policy: a Markdown table on stdout.
 
     python scripts/benchmarks/policy_table.py [--models demo:llama demo:gpt2]
         [--lengths 96 192 384 768] [--depths 0 0.5 1]
         [--policies full slide ...] [--slots 96] [--tries 16]
 
-The tests of `jaxllm recall`: a name told at some depth of a story, asked for at its end. A cell is
-the share of texts whose right answer was the likeliest, in percent, over the share that greedy
-decoding answers. `slots` is what a row's cache holds under every policy but full and self-extend,
-which have one for every token. What a model cannot do is told in its own words below the table.
+It runs the test of `jaxllm recall`: a story introduces a name at some depth and asks for it at the
+end. A cell has two percentages: the texts whose correct answer was the likeliest, and the texts
+that greedy decoding answers. `--slots` is the cache size of a row under every policy except full
+and self-extend, which have a slot for every token. Errors for what a model does not support follow
+the table.
 """
 
 import argparse
@@ -19,8 +20,12 @@ from jaxllm.errors import JaxllmError
 from jaxllm.evaluate.needle.grid import POLICIES, SELF_EXTEND, Cell, default_extension, recall
 
 
-def measured(lm: Any, policy: str, length: int, options: argparse.Namespace) -> str:
-    """A cell of the table: the shares by depth. Raises JaxllmError for what the model cannot do."""
+def measure(lm: Any, policy: str, length: int, options: argparse.Namespace) -> str:
+    """Return a table cell: the shares by depth.
+
+    Raises:
+        JaxllmError: if the model does not support the policy or the length.
+    """
     extended = None
     if policy == SELF_EXTEND:
         numbers = default_extension(lm.config, max(options.lengths))
@@ -38,10 +43,10 @@ def measured(lm: Any, policy: str, length: int, options: argparse.Namespace) -> 
         seed=options.seed,
         extended_model=extended,
     )
-    return ", ".join(f"{_percent(c.right, c)}/{_percent(c.greedy, c)}" for c in cells)
+    return ", ".join(f"{format_percent(c.right, c)}/{format_percent(c.greedy, c)}" for c in cells)
 
 
-def _percent(count: int, cell: Cell) -> str:
+def format_percent(count: int, cell: Cell) -> str:
     return f"{100 * count / cell.tries:.0f}"
 
 
@@ -51,27 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[96, 192, 384, 768])
     parser.add_argument("--depths", nargs="+", type=float, default=[0.0, 0.5, 1.0])
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
-    parser.add_argument("--slots", type=int, default=96)
-    parser.add_argument("--tries", type=int, default=16)
+    parser.add_argument("--slots", type=int, default=96, help="cache slots per row")
+    parser.add_argument("--tries", type=int, default=16, help="texts per cell")
     parser.add_argument("--texts", default="story")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     depths = ", ".join(f"{d:.0%}" for d in options.depths)
-    print(f"Right / greedy in percent at depths {depths}; {options.slots} slots.\n")
+    print(f"Right / greedy in percent at depths {depths}; {options.slots} cache slots.\n")
     print("| model | policy | " + " | ".join(f"{n} tokens" for n in options.lengths) + " |")
     print("|---" * (2 + len(options.lengths)) + "|")
     refused: dict[str, None] = {}
     for name in options.models:
         lm = jaxllm.load(name)
         for policy in options.policies:
-            shown = []
+            results = []
             for length in options.lengths:
                 try:
-                    shown.append(measured(lm, policy, length, options))
+                    results.append(measure(lm, policy, length, options))
                 except JaxllmError as error:
-                    shown.append("")
+                    results.append("")
                     refused[f"* {name}, {policy}: {error}"] = None
-            print(f"| {name} | {policy} | " + " | ".join(shown) + " |", flush=True)
+            print(f"| {name} | {policy} | " + " | ".join(results) + " |", flush=True)
     if refused:
         print("\n" + "\n".join(refused))
 

@@ -1,9 +1,9 @@
-"""The tables of docs/scale.md: plans of a 70B model from one device to many, and fleets simulated.
+"""The tables of docs/scale.md: plans of a 70B model on several clusters, and simulated fleets.
 
     python scripts/benchmarks/simulate_serving.py docs/scale.md
 
-Nothing is run but arithmetic: times are bounds from data sheets (`jaxllm.plan`), arrivals a Poisson
-process with a seed. The same numbers on every machine.
+One decision: no model runs, so the numbers are the same on every machine. Times are bounds from
+data sheets (`jaxllm.plan`), arrivals a seeded Poisson process.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jaxllm.sharding.mesh_spec import MeshSpec, parse_mesh
 from jaxllm.sharding.partition_rules import fit_mesh
 from jaxllm.weights.precision import Precision
 
-SHAPE = {  # of Llama 3 70B, as its config.json says it
+SHAPE = {  # config.json of Llama 3 70B
     "model_type": "llama",
     "vocab_size": 128256,
     "hidden_size": 8192,
@@ -38,17 +38,17 @@ SHAPE = {  # of Llama 3 70B, as its config.json says it
     "tie_word_embeddings": False,
 }
 CONTEXT = 8192
-PLACES = (  # what it is, its mesh, rows, devices of what kind
+CLUSTERS = (  # name, mesh, rows, device kind
     ("one machine with 8 GPUs", "tensor=8", 16, "h100"),
     ("the same, int4", "tensor=8", 16, "h100"),
-    ("64 GPUs, a copy a machine", "data=8,tensor=8", 128, "h100"),
+    ("64 GPUs, a replica per machine", "data=8,tensor=8", 128, "h100"),
     ("64 GPUs, stages across machines", "stage=8,tensor=8", 128, "h100"),
     ("a pod of 256 TPU v5e", "data=8,tensor=32", 128, "tpu-v5e"),
 )
 LOAD = Workload(rate=12.0, count=2000, prompt=4096, answer=256, shared=3072, groups=12)
 
 
-def asked(mesh: str, rows: int, kind: str, quantize: str | None = None) -> PlanQuery:
+def make_query(mesh: str, rows: int, kind: str, quantize: str | None = None) -> PlanQuery:
     config, _ = read_config(SHAPE)
     precision = dataclasses.replace(Precision.uniform("bfloat16"), quantize=quantize)
     opened = Checkpoint(Path("llama-70b"), config, {}, {}, precision)
@@ -56,55 +56,53 @@ def asked(mesh: str, rows: int, kind: str, quantize: str | None = None) -> PlanQ
     return PlanQuery(opened, precision, HARDWARE[kind], axes, rows, CONTEXT)
 
 
-def plans() -> Iterator[tuple[str, Plan]]:
-    for name, mesh, rows, kind in PLACES:
-        yield name, plan(asked(mesh, rows, kind, "int4" if "int4" in name else None))
+def plan_clusters() -> Iterator[tuple[str, Plan]]:
+    for name, mesh, rows, kind in CLUSTERS:
+        yield name, plan(make_query(mesh, rows, kind, "int4" if "int4" in name else None))
 
 
 @cache
-def replica(rows: int) -> Plan:
-    """A machine of 8 H100 that so many rows are running on, halfway through their answers."""
-    base = asked("tensor=8", rows, "h100")
+def plan_replica(rows: int) -> Plan:
+    """Plan a machine of 8 H100 that runs `rows` requests, halfway through their answers."""
+    base = make_query("tensor=8", rows, "h100")
     return plan(dataclasses.replace(base, context=LOAD.prompt + LOAD.answer // 2))
 
 
-def machine(prefixes: int) -> Machine:
-    """That of a plan. Keys and values move between machines over the network between them."""
-    whole = replica(1)
-    prompt = whole.prompt_time / whole.query.context
-    moved = whole.cache_bytes / whole.query.hardware.across
-    rows = min(64, replica(1).max_batch)
+def make_machine(prefixes: int) -> Machine:
+    """Make a machine from its plan; keys and values move over the network between machines."""
+    replica = plan_replica(1)
+    token_time = replica.prompt_time / replica.query.context
     return Machine(
-        prompt_time=lambda tokens: tokens * prompt,
-        step_time=lambda n: replica(n).token_time,
-        rows=rows,
+        prompt_time=lambda tokens: tokens * token_time,
+        step_time=lambda n: plan_replica(n).token_time,
+        rows=min(64, replica.max_batch),
         prefixes=prefixes,
-        move_time=moved,
+        move_time=replica.cache_bytes / replica.query.hardware.across,
     )
 
 
 FLEETS = (
     ("4 replicas", 0, Fleet(replicas=4)),
-    ("prefixes kept (4 of 12 on each)", 4, Fleet(replicas=4)),
-    ("and requests go where theirs is", 4, Fleet(replicas=4, route_by_prefix=True)),
-    ("3 for prompts, 1 for answers", 0, Fleet(replicas=1, prefill_replicas=3)),
+    ("cached prefixes (4 of 12 on each)", 4, Fleet(replicas=4)),
+    ("cached prefixes, requests routed to them", 4, Fleet(replicas=4, route_by_prefix=True)),
+    ("3 for prefill, 1 for decoding", 0, Fleet(replicas=1, prefill_replicas=3)),
     ("one of the 4 fails for a minute", 0, Fleet(replicas=4, failures=((60.0, 0, 60.0),))),
 )
 
 
-def fleets() -> Iterator[tuple[str, list[Request]]]:
+def simulate_fleets() -> Iterator[tuple[str, list[Request]]]:
     for name, prefixes, fleet in FLEETS:
-        yield name, simulate(LOAD, machine(prefixes), fleet)
+        yield name, simulate(LOAD, make_machine(prefixes), fleet)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def tables() -> dict[str, str]:
-    """The page's tables, by name."""
-    places = [
+def make_tables() -> dict[str, str]:
+    """Return the page's tables, by name."""
+    clusters = [
         [
             name,
             str(p.query.axes),
@@ -116,14 +114,14 @@ def tables() -> dict[str, str]:
             f"{p.idle_fraction:.0%}",
             f"{p.max_batch:,}",
         ]
-        for name, p in plans()
+        for name, p in plan_clusters()
     ]
-    served = []
-    for name, requests in fleets():
+    fleets = []
+    for name, requests in simulate_fleets():
         first = np.array([r.first_token_time - r.arrival for r in requests])
         pace = np.array([(r.end_time - r.first_token_time) / (LOAD.answer - 1) for r in requests])
         computed = sum(r.prompt_computed for r in requests) / (LOAD.count * LOAD.prompt)
-        served.append(
+        fleets.append(
             [
                 name,
                 f"{np.median(first):.2f}",
@@ -134,22 +132,23 @@ def tables() -> dict[str, str]:
             ]
         )
     return {
-        "places": table(
-            ["70B in bfloat16, 8,192 tokens a row", "mesh", "rows", "GB a device: weights + cache",
-             "ms a token", "tokens/s", "of it communication", "idle in prompts", "most rows"],
-            places,
+        "clusters": format_table(
+            ["70B in bfloat16, 8,192 tokens per row", "mesh", "rows",
+             "GB per device: weights + cache", "ms/token", "tokens/s", "communication",
+             "idle in prompts", "max rows"],
+            clusters,
         ),
-        "fleets": table(
-            ["fleet", "first token, s: median", "99 %", "then ms a token: median", "99 %",
+        "fleets": format_table(
+            ["fleet", "first token, s: median", "99 %", "then ms/token: median", "99 %",
              "prompt tokens run"],
-            served,
+            fleets,
         ),
     }  # fmt: skip
 
 
-def filled(text: str) -> str:
-    """A page with each table after the line that names it, in place of one that is there."""
-    for name, rows in tables().items():
+def replace_tables(text: str) -> str:
+    """Return a page with each table after its marker line, replacing an older one."""
+    for name, rows in make_tables().items():
         mark = f"<!-- table: {name}, by scripts/benchmarks/simulate_serving.py -->\n"
         before, _, after = text.partition(mark)
         rest = after.lstrip("\n")
@@ -161,12 +160,14 @@ def filled(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("page", type=Path, nargs="?", help="the page whose tables are made again")
+    parser.add_argument(
+        "page", type=Path, nargs="?", help="page whose tables to replace (default: print them)"
+    )
     page = parser.parse_args().page
     if page is None:
-        print("\n".join(tables().values()), end="")
+        print("\n".join(make_tables().values()), end="")
     else:
-        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(replace_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The same step of training on jaxllm and on torch with PEFT, in turns within one run.
+"""The same training step on jaxllm and on torch with PEFT, alternating in one run.
 
-One decision: each measurement is a process of its own, which loads, takes one step that compiles
-and does not count, then times the others and reads its largest resident set. Rounds alternate who
-goes first; a ratio is one of medians. Both update float32 masters with AdamW: of LoRA's matrices,
-or of all weights. torch uses its fused attention (sdpa), jaxllm's mask keeps documents apart.
+One decision: each measurement runs in a separate process. It loads, takes one step that compiles
+and does not count, then times further steps and reads its peak resident set. Rounds alternate which
+engine runs first; a ratio is a ratio of medians. Both update float32 masters with AdamW: LoRA's
+matrices, or all weights. torch uses its fused attention (sdpa); jaxllm's mask separates documents.
 """
 
 import json
@@ -30,15 +30,15 @@ KINDS, ENGINES = ("lora", "full"), ("jaxllm", "torch")
 RANK, RATE = 16, 1e-4
 
 
-def rows(vocab: int, batch: int, length: int) -> np.ndarray:
-    """Random ids `[B, T + 1]`: speed does not depend on what a text says."""
+def draw_ids(vocab: int, batch: int, length: int) -> np.ndarray:
+    """Return random ids `[B, T + 1]`; speed does not depend on the text."""
     return np.random.default_rng(0).integers(0, vocab, (batch, length + 1), np.int64)
 
 
 def time_jaxllm(
     directory: str, kind: str, dtype: str, batch: int, length: int, steps: int, remat: bool
 ) -> list[float]:
-    """Seconds of each step, of which the first compiles."""
+    """Return the seconds of each step; the first compiles."""
     import jax
 
     import jaxllm
@@ -58,18 +58,18 @@ def time_jaxllm(
     del lm
     optimizer = Optimizer(steps=100, lr=RATE, schedule="constant", warmup=0.0)
     setup = Setup(job.model.clone(remat=remat), job.objective, optimizer)
-    trained, rest = partition(job.params, job.rules, job.compute_params)
+    trained, frozen = partition(job.params, job.rules, job.compute_params)
     state = init_state(trained, setup)
     del trained
-    ids = rows(job.lm.config.vocab_size, batch, length).astype(np.int32)
+    ids = draw_ids(job.lm.config.vocab_size, batch, length).astype(np.int32)
     position = np.broadcast_to(np.arange(length, dtype=np.int32), (batch, length))
-    given = Rows(ids[:, :-1], ids[:, 1:], position, np.zeros((batch, length), np.int32))
-    one = jax.tree.map(lambda x: x[None], given)
+    batch_rows = Rows(ids[:, :-1], ids[:, 1:], position, np.zeros((batch, length), np.int32))
+    microbatches = jax.tree.map(lambda x: x[None], batch_rows)
     seconds, key = [], jax.random.key(0)
     del job
     for _ in range(steps + 1):
         begin = time.perf_counter()
-        state, metrics = train_step(state, rest, None, one, key, setup=setup)
+        state, metrics = train_step(state, frozen, None, microbatches, key, setup=setup)
         float(metrics.loss)
         seconds.append(time.perf_counter() - begin)
     return seconds
@@ -78,8 +78,10 @@ def time_jaxllm(
 def time_torch(
     directory: str, kind: str, dtype: str, batch: int, length: int, steps: int, remat: bool
 ) -> list[float]:
-    """The same by transformers and PEFT. bfloat16: the model runs under autocast where its masters
-    are float32 (full), or is itself bfloat16 under float32 adapters (LoRA).
+    """Return the seconds of each step with transformers and PEFT.
+
+    In bfloat16, full training runs float32 masters under autocast; LoRA trains float32 adapters on
+    a bfloat16 model.
     """
     import contextlib
 
@@ -88,8 +90,8 @@ def time_torch(
     import transformers
 
     torch.set_num_threads(os.cpu_count() or 1)
-    kept = torch.bfloat16 if (dtype, kind) == ("bfloat16", "lora") else torch.float32
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=kept)
+    model_dtype = torch.bfloat16 if (dtype, kind) == ("bfloat16", "lora") else torch.float32
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=model_dtype)
     if kind == "lora":
         names = "all-linear"
         config = peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names)
@@ -99,8 +101,8 @@ def time_torch(
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01)
-    ids = torch.tensor(rows(model.config.vocab_size, batch, length))
-    half = (
+    ids = torch.tensor(draw_ids(model.config.vocab_size, batch, length))
+    autocast = (
         torch.autocast("cpu", torch.bfloat16)
         if dtype == "bfloat16" and kind == "full"
         else contextlib.nullcontext()
@@ -108,7 +110,7 @@ def time_torch(
     seconds = []
     for _ in range(steps + 1):
         begin = time.perf_counter()
-        with half:
+        with autocast:
             logits = model(ids[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
@@ -123,55 +125,55 @@ def time_torch(
 TIMERS = {"jaxllm": time_jaxllm, "torch": time_torch}
 
 
-def measured(engine: str, arguments: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of a step, seconds of the first, and the largest resident set in GB."""
+def measure(engine: str, arguments: dict[str, Any]) -> dict[str, float]:
+    """Measure in a separate process: median step seconds, first step seconds, peak GB."""
     program = [sys.executable, __file__, "--worker", engine, json.dumps(arguments)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{engine} {arguments}: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def worker(engine: str, arguments: str) -> None:
-    """One measurement, printed as JSON."""
+def run_worker(engine: str, arguments: str) -> None:
+    """Print one measurement as JSON."""
     first, *others = TIMERS[engine](**json.loads(arguments))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print(json.dumps({"step": statistics.median(others), "first": first, "peak": peak}))
 
 
 def compare(
-    model: Annotated[Path, typer.Argument(help="A Hugging Face directory.")],
-    kinds: Annotated[str, typer.Option(help="lora, full, or both with a comma.")] = "lora,full",
-    dtypes: Annotated[str, typer.Option(help="Likewise.")] = "float32,bfloat16",
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 512,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each process.")] = 3,
-    rounds: Annotated[int, typer.Option("--rounds", "-r", min=1, help="Processes of each.")] = 3,
-    remat: Annotated[bool, typer.Option("--remat", help="Keep no block's inside.")] = False,
+    model: Annotated[Path, typer.Argument(help="Hugging Face directory.")],
+    kinds: Annotated[str, typer.Option(help="Kinds of training: lora, full.")] = "lora,full",
+    dtypes: Annotated[str, typer.Option(help="Dtypes: float32, bfloat16.")] = "float32,bfloat16",
+    batch: Annotated[int, typer.Option(min=1, help="Batch size, rows.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per row.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per process.")] = 3,
+    rounds: Annotated[int, typer.Option("--rounds", "-r", min=1, help="Processes per engine.")] = 3,
+    remat: Annotated[bool, typer.Option("--remat", help="Activation recomputation.")] = False,
 ) -> None:
-    """Time a step of training on both engines, in turns."""
+    """Time a training step on both engines, alternating."""
     write("| step | engine | s | tokens/s | against torch | first step, s | peak, GB |\n")
     write("|---|---|---|---|---|---|---|\n")
     for kind in kinds.split(","):
         for dtype in dtypes.split(","):
             if kind not in KINDS:
-                raise ConfigError(f"a kind is one of {', '.join(KINDS)}, got {kind!r}")
-            asked = {
+                raise ConfigError(f"--kinds must be among {', '.join(KINDS)}, got {kind!r}")
+            arguments = {
                 "directory": str(model), "kind": kind, "dtype": dtype, "batch": batch,
                 "length": length, "steps": steps, "remat": remat,
             }  # fmt: skip
-            found: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+            results: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
             for number in range(rounds):
                 for engine in ENGINES[:: 1 if number % 2 == 0 else -1]:
-                    found[engine].append(measured(engine, asked))
-                    log(f"{kind} {dtype} {engine}: {found[engine][-1]}")
-            middle = {
-                engine: {name: statistics.median(f[name] for f in each) for name in each[0]}
-                for engine, each in found.items()
+                    results[engine].append(measure(engine, arguments))
+                    log(f"{kind} {dtype} {engine}: {results[engine][-1]}")
+            medians = {
+                engine: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                for engine, runs in results.items()
             }
-            for engine, m in middle.items():
-                ratio = middle["torch"]["step"] / m["step"]
+            for engine, m in medians.items():
+                ratio = medians["torch"]["step"] / m["step"]
                 write(
                     f"| {kind} {dtype} {batch} x {length} | {engine} | {m['step']:.2f}"
                     f" | {batch * length / m['step']:.0f} | {ratio:.2f} | {m['first']:.1f}"
@@ -181,6 +183,6 @@ def compare(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        worker(*sys.argv[2:])
+        run_worker(*sys.argv[2:])
     else:
         run_command(compare, "python scripts/benchmarks/training.py", EXAMPLE)

@@ -1,6 +1,7 @@
-"""Writing a trained demo model in half precision, with its README: as Hugging Face has it, or not.
+"""Writing of trained demo models in half precision, with a README: Hugging Face or native format.
 
-One decision: everything is written beside the destination and takes its place when it is complete.
+One decision: files are written to a temporary directory, which replaces the destination when it is
+complete.
 """
 
 import json
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxllm.checkpoints.native import Checkpoint, save as write_whole, with_params
+from jaxllm.checkpoints.native import Checkpoint, save as write_native, with_params
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.hf import write_hf
 from jaxllm.weights.lazy import LazyTensor
@@ -20,7 +21,7 @@ from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 from scripts.demo_models.demo_data import BOS, BOS_ID, EOS, EOS_ID, PAD, PAD_ID
 
-# A talk is one story: the lines and their continuations, in turn.
+# A chat is one story: user lines and continuations alternate.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' and not loop.first %}{{ ' ' }}{% endif %}"
@@ -34,10 +35,10 @@ GENERATION = {
 }
 
 
-def save(
+def save_hf(
     directory: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, readme: str
 ) -> None:
-    """Write model, tokenizer and README.md into `directory`, in place of what was there."""
+    """Write model, tokenizer and README.md in Hugging Face format; replace `directory`."""
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     tensors = {
@@ -57,24 +58,27 @@ def save(
 def save_native(
     directory: Path, config: ModelConfig, params: Params, tokenizer: Tokenizer, readme: str
 ) -> None:
-    """The same in jaxllm's own form, for models that Hugging Face's has no words for.
+    """Write model, tokenizer and README.md in jaxllm's native format.
 
-    Raises CheckpointError where there is a checkpoint.
+    It supports attention kinds that Hugging Face's format does not.
+
+    Raises:
+        CheckpointError: if `directory` has a checkpoint.
     """
     generation = {**GENERATION, "max_length": config.max_position_embeddings}
     precision = Precision.uniform("float16")
     opened = Checkpoint(directory, config, {}, generation, precision)
-    with TemporaryDirectory() as made:
-        beside = Path(made)
-        tokenizer.save(str(beside / "tokenizer.json"))
-        write_tokenizer_config(beside, config.max_position_embeddings)
-        (beside / "README.md").write_text(readme, encoding="utf-8")
-        files = sorted(beside.iterdir())
-        write_whole(directory, with_params(opened, params, precision), files=files)
+    with TemporaryDirectory() as name:
+        scratch = Path(name)
+        tokenizer.save(str(scratch / "tokenizer.json"))
+        write_tokenizer_config(scratch, config.max_position_embeddings)
+        (scratch / "README.md").write_text(readme, encoding="utf-8")
+        files = sorted(scratch.iterdir())
+        write_native(directory, with_params(opened, params, precision), files=files)
 
 
 def write_tokenizer_config(directory: Path, length: int) -> None:
-    """Name the special tokens, in the words that transformers and jaxllm both read."""
+    """Write the special tokens and the chat template, in fields that transformers also reads."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,

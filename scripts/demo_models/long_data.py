@@ -1,8 +1,8 @@
-"""Long texts in which facts set early are asked late: what train_long.py trains on.
+"""Training data of train_long.py: long texts with early facts and late questions.
 
-The sentences are those of `jaxllm recall --texts meetings`, of the demo's grammar. One decision:
-only answers are learned. What else the texts say is drawn at random, and a model this small would
-spend its few minutes on it.
+The sentences are those of `jaxllm recall --texts meetings`, with words of the demo's grammar. One
+decision: only answers have a loss. Everything else in the texts is random, and a model this small
+would spend its few minutes on learning it.
 """
 
 import dataclasses
@@ -18,111 +18,113 @@ from jaxllm.evaluate.needle.stories import FRIENDS, KINDS, MEETING, MEETING_QUES
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 from scripts.demo_models.demo_data import BOS_ID
 
-SENTENCE = 10  # tokens of one, about
-PER_FACT = 32  # tokens of a text for each fact in it
-EARLY = 0.6  # facts are set in this share of a text, its beginning
-TOLD = 400  # texts that a tokenizer is made of
+SENTENCE = 10  # approximate tokens per sentence
+PER_FACT = 32  # tokens of text per fact
+EARLY = 0.6  # share of a text, from its beginning, in which facts occur
+TOKENIZER_TEXTS = 400  # texts that train the tokenizer
 
-Part = tuple[str, bool]  # some words, and whether they are learned
+Part = tuple[str, bool]  # words, and whether they have a loss
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """Some steps of rows of one width."""
+class Phase:
+    """Training steps with rows of one width."""
 
     steps: int
     rows: int
     width: int
 
 
-def tell(rng: Random, width: int) -> Iterator[Part]:
-    """A text of about `width` tokens, without end: kinds are met, each with a name of its own, and
-    each is asked for once, later.
+def draw_parts(rng: Random, width: int) -> Iterator[Part]:
+    """Yield the parts of a text with facts and questions in about its first `width` tokens.
+
+    Each fact introduces an animal kind with a name, and one later question asks for the name.
+    Filler sentences continue without end.
     """
     slots = max(6, width // SENTENCE)
     count = min(len(KINDS) - 1, width // PER_FACT)
-    said: dict[int, list[Part]] = {}
+    sentences: dict[int, list[Part]] = {}
     for kind, name in zip(rng.sample(KINDS, count), rng.sample(FRIENDS, count), strict=True):
-        free = [slot for slot in range(int(slots * EARLY)) if slot not in said]
-        met = rng.choice(free)
-        said[met] = [(" " + MEETING.format(kind=kind, name=name), False)]
-        asked = rng.choice([slot for slot in range(met + 1, slots) if slot not in said])
-        said[asked] = [
+        free = [slot for slot in range(int(slots * EARLY)) if slot not in sentences]
+        fact = rng.choice(free)
+        sentences[fact] = [(" " + MEETING.format(kind=kind, name=name), False)]
+        question = rng.choice([slot for slot in range(fact + 1, slots) if slot not in sentences])
+        sentences[question] = [
             (MEETING_QUESTION.format(kind=kind), False),
             (f" {name}", True),
             (".", False),
         ]
     slot = 0
     while True:
-        yield from said.get(slot) or [(" " + filler(rng), False)]
+        yield from sentences.get(slot) or [(" " + filler(rng), False)]
         slot += 1
 
 
-def corpus(seed: int) -> Iterator[str]:
-    """Texts for a tokenizer."""
+def draw_tokenizer_texts(seed: int) -> Iterator[str]:
+    """Yield texts to train a tokenizer on."""
     rng = Random(f"words {seed}")
-    for _ in range(TOLD):
-        parts = tell(rng, 256)
+    for _ in range(TOKENIZER_TEXTS):
+        parts = draw_parts(rng, 256)
         yield "".join(next(parts)[0] for _ in range(24))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lasting:
-    """`Data` told on the way: a batch a step, stretch after stretch, no text twice."""
+class LongTextData:
+    """`Data` drawn on the fly: a batch per step, phase after phase."""
 
     tokenizer: Tokenizer
-    stretches: tuple[Stretch, ...]
+    phases: tuple[Phase, ...]
     seed: int
 
     def __len__(self) -> int:
-        return sum(stretch.steps for stretch in self.stretches)
+        return sum(phase.steps for phase in self.phases)
 
     @property
     def tokens(self) -> int:
-        """About as many as count: the answers."""
-        return sum(s.steps * s.rows * s.width for s in self.stretches) // PER_FACT
+        """Approximate number of tokens with a loss: the answers."""
+        return sum(p.steps * p.rows * p.width for p in self.phases) // PER_FACT
 
     @cached_property
     def digest(self) -> str:
-        facts = [self.tokenizer.to_str(), self.seed, self.stretches, EARLY, PER_FACT]
+        facts = [self.tokenizer.to_str(), self.seed, self.phases, EARLY, PER_FACT]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def batch(self, number: int) -> Rows:
-        """Batch `number` from 0; always the same one."""
-        rng, stretch = Random(f"{self.seed} {number}"), self._stretch(number)
-        rows = blank_rows(stretch.rows, stretch.width)
-        rows.position_BT[:] = np.arange(stretch.width)
+        """Return batch `number`, counted from 0; it depends only on the seed and the number."""
+        rng, phase = Random(f"{self.seed} {number}"), self._find_phase(number)
+        rows = blank_rows(phase.rows, phase.width)
+        rows.position_BT[:] = np.arange(phase.width)
         rows.document_BT[:] = 0
-        for row in range(stretch.rows):
-            token_L, counts_L = self._text(rng, stretch.width)
+        for row in range(phase.rows):
+            token_L, has_loss_L = self._draw_tokens(rng, phase.width)
             rows.token_BT[row] = token_L[:-1]
-            rows.label_BT[row] = np.where(counts_L[1:], token_L[1:], IGNORED)
+            rows.label_BT[row] = np.where(has_loss_L[1:], token_L[1:], IGNORED)
         return rows
 
-    def _stretch(self, number: int) -> Stretch:
-        left = number % len(self)
-        for stretch in self.stretches:
-            if left < stretch.steps:
-                return stretch
-            left -= stretch.steps
+    def _find_phase(self, number: int) -> Phase:
+        step = number % len(self)
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
         raise AssertionError(number)
 
-    def _text(self, rng: Random, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `width` + 1 tokens of a text, and which of them are learned."""
-        ids, counts = [BOS_ID], [False]
-        for words, learned in tell(rng, width):
-            new = self._encoded(words.lstrip() if len(ids) == 1 else words)
+    def _draw_tokens(self, rng: Random, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first `width` + 1 tokens of a text, and which of them have a loss."""
+        ids, has_loss = [BOS_ID], [False]
+        for words, is_answer in draw_parts(rng, width):
+            new = self._encode(words.lstrip() if len(ids) == 1 else words)
             ids += new
-            counts += [learned] * len(new)
+            has_loss += [is_answer] * len(new)
             if len(ids) > width:
                 break
-        return np.array(ids[: width + 1], np.int32), np.array(counts[: width + 1])
+        return np.array(ids[: width + 1], np.int32), np.array(has_loss[: width + 1])
 
-    def _encoded(self, words: str) -> list[int]:
-        if words not in self._known:
-            self._known[words] = self.tokenizer.encode(words, add_special_tokens=False).ids
-        return self._known[words]
+    def _encode(self, words: str) -> list[int]:
+        if words not in self._encodings:
+            self._encodings[words] = self.tokenizer.encode(words, add_special_tokens=False).ids
+        return self._encodings[words]
 
     @cached_property
-    def _known(self) -> dict[str, list[int]]:
+    def _encodings(self) -> dict[str, list[int]]:
         return {}

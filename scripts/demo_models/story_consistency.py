@@ -1,17 +1,17 @@
-"""Does a model keep its characters? The share of stories told without a slip in name or pronoun.
+"""Consistency of a model's characters: the share of stories without an error in names or pronouns.
 
-A story is judged by its text alone. Its hero is the first character that it names, the friend the
-second; they differ in pronoun, as the grammar's always do. A slip is
+One decision: a story is judged by its text alone. Its hero is the first character that it names,
+the friend the second; in the grammar's stories their pronouns differ. An error is
 
-* the name of a third character, or an animal that neither of the two was introduced as,
-* a friend whose pronoun is the hero's,
-* a word that the grammar does not know, with a capital letter,
-* a beat of the grammar told with a wrong pronoun. In a beat that names nobody every pronoun must be
-  that of the character whom the grammar means there ("{He} loved to {habit}." is the hero); where
-  a beat names somebody, its pronouns must be those of whom it names.
+* the name of a third character, or a third kind of animal or child,
+* a friend with the hero's pronoun,
+* a capitalized word that the grammar does not have,
+* a sentence of the grammar with a wrong pronoun. If the sentence names no character, its pronouns
+  must be those of the grammar's roles ("{He} loved to {habit}." refers to the hero); otherwise, its
+  pronouns must fit the characters that it names.
 
-Sentences that are no beat of the grammar are judged by the first three rules; `Judged.beats` says
-how many were. A story that does not end within the model's context is none without a slip.
+Other sentences are judged by the first three rules; `Judgment.others` counts them. A story that
+does not end within the model's context counts as an error.
 
     python scripts/demo_models/story_consistency.py jaxllm/demo/llama jaxllm/demo/gpt2
 """
@@ -38,17 +38,17 @@ from scripts.demo_models.story.tables import (
     TRAITS,
     Row,
 )
-from scripts.demo_models.story_grammar import beats, stories
+from scripts.demo_models.story_grammar import draw_stories, list_sentences
 
-SEED = 1_000_003  # of the stories that are continued: no model was trained on them
+SEED = 1_000_003  # of the openings: no model was trained on these stories
 PRONOUN_OF = {name: pronoun for pronoun, names in NAMES.items() for name in names}
-# What a placeholder of a character can be: a name, or a form of the pronoun.
-_BOTH = zip(*PRONOUNS.values(), strict=True)  # each form, of she and of he
-FORMS = dict(zip(("he", "him", "his", "himself"), _BOTH, strict=True))
+# The words of a character's placeholders: names, and forms of the pronouns she and he.
+_FORM_PAIRS = zip(*PRONOUNS.values(), strict=True)
+FORMS = dict(zip(("he", "him", "his", "himself"), _FORM_PAIRS, strict=True))
 ROLES: dict[str, Row] = {
     "hero": tuple(PRONOUN_OF),
     "pal": tuple(PRONOUN_OF),
-    **{f"{who}{form}": words for who in ("", "p") for form, words in FORMS.items()},
+    **{f"{prefix}{form}": words for prefix in ("", "p") for form, words in FORMS.items()},
 }
 PAL_FORMS = {f"p{form}" for form in FORMS}
 KINDS = (*ANIMALS, *CHILD.values())
@@ -70,28 +70,30 @@ _PARTS = re.compile(r"(\[[^\[\]]*\]|{\w+}|[Aa]\(n\) )")
 _SENTENCE_END = re.compile(r'[.!?]"?(?: |$)')
 
 
-class Judged(NamedTuple):
-    """slips: what is wrong, in words; none in a story that keeps its characters. beats: sentences
-    of the grammar that were found, others: sentences that are none."""
+class Judgment(NamedTuple):
+    """The errors of a story."""
 
-    slips: tuple[str, ...]
-    beats: int
+    errors: tuple[str, ...]
+    known: int
+    """Number of sentences of the grammar."""
     others: int
+    """Number of other sentences."""
 
 
 class Pattern(NamedTuple):
-    """A beat as an expression; roles: the placeholder that each of its groups stands for."""
+    """A sentence of the grammar as a regular expression."""
 
     expression: re.Pattern[str]
     roles: tuple[str, ...]
+    """The placeholder of each group."""
 
 
-def _expression(text: str, roles: list[str]) -> str:
-    """The expression of all that a sentence with placeholders can become."""
+def _make_expression(text: str, roles: list[str]) -> str:
+    """Return a regular expression for all texts of a sentence; append its roles to `roles`."""
     pieces = []
     for part in _PARTS.split(text):
         if part.startswith("["):
-            options = [_expression(option, roles) for option in part[1:-1].split("|")]
+            options = [_make_expression(option, roles) for option in part[1:-1].split("|")]
             pieces.append(f"(?:{'|'.join(options)})")
         elif part.startswith("{"):
             name = part[1].lower() + part[2:-1]
@@ -99,7 +101,7 @@ def _expression(text: str, roles: list[str]) -> str:
                 roles.append(name)
                 pieces.append(rf"\b({'|'.join(ROLES[name])})\b")
             else:
-                cells = [_expression(cell, roles) for cell in WORDS[name]]
+                cells = [_make_expression(cell, roles) for cell in WORDS[name]]
                 pieces.append(f"(?:{'|'.join(cells)})")
         else:
             pieces.append("an? " if part.lower() == "a(n) " else re.escape(part))
@@ -107,70 +109,73 @@ def _expression(text: str, roles: list[str]) -> str:
 
 
 @cache
-def patterns() -> tuple[Pattern, ...]:
-    """Every beat of every shape."""
-    found = []
-    for beat in beats():
+def compile_patterns() -> tuple[Pattern, ...]:
+    """Return the patterns of all sentences."""
+    patterns = []
+    for sentence in list_sentences():
         roles: list[str] = []
-        expression = _expression(beat, roles) + r"(?= |$)"
-        found.append(Pattern(re.compile(expression, re.IGNORECASE), tuple(roles)))
-    return tuple(found)
+        expression = _make_expression(sentence, roles) + r"(?= |$)"
+        patterns.append(Pattern(re.compile(expression, re.IGNORECASE), tuple(roles)))
+    return tuple(patterns)
 
 
 @cache
-def vocabulary() -> frozenset[str]:
-    """Every word that the grammar can write."""
-    texts = beats()
+def list_vocabulary() -> frozenset[str]:
+    """Return every word of the grammar, in lower case."""
+    texts = list_sentences()
     texts += [word for words in (*ROLES.values(), *WORDS.values()) for word in words]
     plain = " ".join(re.sub(r"{\w+}|[Aa]\(n\)|[\[\]|]", " ", text) for text in texts)
     return frozenset(word.lower() for word in re.findall(r"[A-Za-z]+", plain)) | {"an", "a"}
 
 
-def _told_rightly(found: list[tuple[str, str]], cast: tuple[str, str | None]) -> bool:
-    """Whether the pronouns of a beat, `(role, word)` each, are those of whom they stand for.
+def _pronouns_fit(words: list[tuple[str, str]], cast: tuple[str, str | None]) -> bool:
+    """Return whether the pronouns of a sentence, as `(role, word)`, fit their characters.
 
-    That is who has the role's name in this beat; if nobody has it, the other one of the two than
-    who has the other role's name; if the beat names nobody, whom the grammar means.
+    A role's character is the one with the role's name in this sentence. If only the other role has
+    a name, it is the other character. If no role has one, it is the cast's hero or friend.
     """
-    spelled = {name.lower(): name for name in PRONOUN_OF}
-    named = {role: spelled[word] for role, word in found if role in ("hero", "pal")}
+    spellings = {name.lower(): name for name in PRONOUN_OF}
+    named = {role: spellings[word] for role, word in words if role in ("hero", "pal")}
     hero, pal = cast
-    meant = {"hero": hero, "pal": pal} if not named else dict(named)
+    characters = {"hero": hero, "pal": pal} if not named else dict(named)
     for role, other in (("hero", "pal"), ("pal", "hero")):
-        if role not in meant and meant[other] in cast:
-            meant[role] = pal if meant[other] == hero else hero
-    for role, word in found:
+        if role not in characters and characters[other] in cast:
+            characters[role] = pal if characters[other] == hero else hero
+    for role, word in words:
         if role in ("hero", "pal"):
             continue
-        who = meant.get("pal" if role in PAL_FORMS else "hero")
-        forms = dict(zip(FORMS, PRONOUNS[PRONOUN_OF[who]], strict=True)) if who else {}
+        character = characters.get("pal" if role in PAL_FORMS else "hero")
+        forms = dict(zip(FORMS, PRONOUNS[PRONOUN_OF[character]], strict=True)) if character else {}
         if forms.get(role.removeprefix("p"), word) != word:
             return False
     return True
 
 
-def judge(story: str) -> Judged:
-    """Judges a whole story, paragraphs with a blank line between them."""
+def judge(story: str) -> Judgment:
+    """Judge a complete story, with blank lines between its paragraphs."""
     named = list(dict.fromkeys(re.findall(rf"\b({'|'.join(PRONOUN_OF)})\b", story)))
     if not named:
-        return Judged(("nobody is named",), 0, 0)
+        return Judgment(("no character is named",), 0, 0)
     hero, friend = named[0], named[1] if len(named) > 1 else None
-    slips = [f"{name} is a third name" for name in named[2:]]
+    errors = [f"{name} is a third name" for name in named[2:]]
     if friend and PRONOUN_OF[friend] == PRONOUN_OF[hero]:
-        slips.append(f"{friend} is {PRONOUN_OF[friend]} as {hero} is")
+        errors.append(f"{hero} and {friend} have the same pronoun: {PRONOUN_OF[hero]}")
     kinds = list(dict.fromkeys(re.findall(rf"\b({'|'.join(KINDS)})\b", story)))
-    slips += [f"a {kind} is a third kind" for kind in kinds[2:]]
-    words = re.findall(r"\b[A-Z][A-Za-z]*", story)
-    slips += [f"{word} is nobody" for word in words if word.lower() not in vocabulary()]
+    errors += [f"{kind} is a third kind" for kind in kinds[2:]]
+    capitalized = re.findall(r"\b[A-Z][A-Za-z]*", story)
+    vocabulary = list_vocabulary()
+    errors += [
+        f"{word} is an unknown word" for word in capitalized if word.lower() not in vocabulary
+    ]
     cast, known, others = (hero, friend), 0, 0
     for paragraph in story.split("\n\n"):
         start = 0
         while start < len(paragraph):
-            told = [
-                (match.end(), _told_rightly(found, cast))
-                for pattern in patterns()
+            matches = [
+                (match.end(), _pronouns_fit(words, cast))
+                for pattern in compile_patterns()
                 if (match := pattern.expression.match(paragraph, start))
-                for found in [
+                for words in [
                     [
                         (role, word.lower())
                         for role, word in zip(pattern.roles, match.groups(), strict=True)
@@ -178,71 +183,78 @@ def judge(story: str) -> Judged:
                     ]
                 ]
             ]
-            if told:
-                end, right = max(told, key=lambda each: (each[1], each[0]))
+            if matches:
+                end, fits = max(matches, key=lambda pair: (pair[1], pair[0]))
                 known += 1
-                if not right:
-                    slips.append(f"not of {hero} and {friend}: {paragraph[start:end]}")
+                if not fits:
+                    errors.append(f"wrong pronoun ({hero}, {friend}): {paragraph[start:end]}")
             else:
                 match = _SENTENCE_END.search(paragraph, start)
                 end = match.end() - 1 if match and match.end() < len(paragraph) else len(paragraph)
                 others += 1
             start = end + 1
-    return Judged(tuple(slips), known, others)
+    return Judgment(tuple(errors), known, others)
 
 
-def openings(count: int, seed: int = SEED) -> list[str]:
-    """The first sentence of stories that nobody was trained on: it names the hero."""
-    return [re.split(r"(?<=[.]) ", story)[0] for story in stories(count, seed)]
+def draw_openings(count: int, seed: int = SEED) -> list[str]:
+    """Return the first sentences, which name the hero, of stories that no model was trained on."""
+    return [re.split(r"(?<=[.]) ", story)[0] for story in draw_stories(count, seed)]
 
 
-def continued(lm: jaxllm.LM, prompts: list[str], batch: int, **options: float) -> list[str | None]:
-    """Each prompt with the model's continuation; None where it does not end in the context."""
-    room = lm.config.context_length - max(len(lm.encode(prompt)) for prompt in prompts)
-    told: list[str | None] = []
+def generate_stories(
+    lm: jaxllm.LM, prompts: list[str], batch: int, **options: float
+) -> list[str | None]:
+    """Return each prompt with the model's continuation, or None if it exceeds the context."""
+    max_new = lm.config.context_length - max(len(lm.encode(prompt)) for prompt in prompts)
+    stories: list[str | None] = []
     for start in range(0, len(prompts), batch):
-        some = prompts[start : start + batch]
-        found = lm.generate(some, max_new_tokens=room, **options)
-        told += [
+        part = prompts[start : start + batch]
+        completions = lm.generate(part, max_new_tokens=max_new, **options)
+        stories += [
             prompt + done.text if done.finish_reason == "eos" else None
-            for prompt, done in zip(some, found, strict=True)
+            for prompt, done in zip(part, completions, strict=True)
         ]
-    return told
+    return stories
 
 
-def rate(told: Sequence[str | None]) -> tuple[float, list[Judged]]:
-    """The share of stories without a slip, and what was found in each."""
-    judged = [judge(story) if story else Judged(("it does not end",), 0, 0) for story in told]
-    return sum(not each.slips for each in judged) / len(judged), judged
+def rate_stories(stories: Sequence[str | None]) -> tuple[float, list[Judgment]]:
+    """Return the share of stories without an error, and each story's judgment."""
+    judgments = [
+        judge(story) if story else Judgment(("the story does not end",), 0, 0) for story in stories
+    ]
+    return sum(not judgment.errors for judgment in judgments) / len(judgments), judgments
 
 
 def main() -> None:
-    """The command line: a line for each model and each way of sampling."""
+    """Print a line for each model, with greedy decoding and with sampling."""
     parser = argparse.ArgumentParser(
-        description="Count the stories in which a model keeps names and pronouns.",
+        description="Count the stories in which a model's names and pronouns are consistent.",
         epilog="example: python scripts/demo_models/story_consistency.py jaxllm/demo/llama",
     )
-    parser.add_argument("models", nargs="+", help="directories")
-    parser.add_argument("--count", type=int, default=256, help="stories (default 256)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling (default 0.8)")
-    parser.add_argument("--show", type=int, default=0, help="print so many stories with slips")
+    parser.add_argument("models", nargs="+", help="model directories")
+    parser.add_argument("--count", type=int, default=256, help="stories per model (default: 256)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="sampling temperature (default: 0.8)"
+    )
+    parser.add_argument("--show", type=int, default=0, help="stories with errors to print")
     options = parser.parse_args()
-    prompts = openings(options.count)
+    prompts = draw_openings(options.count)
     for model in options.models:
         lm = jaxllm.load(model)
         for temperature in (0.0, options.temperature):
-            drawn = {"temperature": temperature, "seed": 0} if temperature else {}
-            told = continued(lm, prompts, 64, **drawn)
-            kept, judged = rate(told)
-            known, others = (sum(getattr(j, n) for j in judged) for n in ("beats", "others"))
-            how = f"temperature {temperature}" if temperature else "greedy"
+            sampling = {"temperature": temperature, "seed": 0} if temperature else {}
+            stories = generate_stories(lm, prompts, 64, **sampling)
+            share, judgments = rate_stories(stories)
+            known, others = (sum(getattr(j, n) for j in judgments) for n in ("known", "others"))
+            mode = f"temperature {temperature}" if temperature else "greedy"
             print(
-                f"{model}, {how}: {100 * kept:.1f}% of {len(told)} stories keep names and pronouns"
-                f" ({100 * known / max(1, known + others):.1f}% of sentences are beats)"
+                f"{model}, {mode}: names and pronouns are consistent in {100 * share:.1f}%"
+                f" of {len(stories)} stories"
+                f" ({100 * known / max(1, known + others):.1f}% of sentences are the grammar's)"
             )
-            slipped = [(t, j) for t, j in zip(told, judged, strict=True) if j.slips]
-            for story, each in slipped[: options.show]:
-                print(f"\n{story}\n  SLIPS: {'; '.join(each.slips)}\n")
+            wrong = [(s, j) for s, j in zip(stories, judgments, strict=True) if j.errors]
+            for story, judgment in wrong[: options.show]:
+                print(f"\n{story}\n  ERRORS: {'; '.join(judgment.errors)}\n")
 
 
 if __name__ == "__main__":

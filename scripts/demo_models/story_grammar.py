@@ -1,11 +1,11 @@
-"""Tells short stories from a small grammar of its own: the corpus of the demo models.
+"""Short stories from a small grammar: the training corpus of the demo models.
 
-A story is a shape (story/found.py and its neighbours) filled in from story/tables.py. One decision:
-what a story is about is drawn first and bound to names, and only then are sentences chosen, so
-characters, things and pronouns stay the same from the first sentence to the last.
+A story is a shape (story/mysteries.py and its neighbors) with words from story/tables.py. One
+decision: the characters and things of a story are drawn first and bound to placeholders, and only
+then are sentences chosen, so that characters, things and pronouns are consistent.
 
-In a sentence `{name}` is a bound word, `{Name}` the same with a capital, `[a|b]` one of several
-spellings, and `a(n)` the article that fits the next word.
+In a sentence `{name}` is a bound word, `{Name}` the same word capitalized, `[a|b]` a choice of
+texts, and `a(n)` the article that fits the next word.
 
     python scripts/demo_models/story_grammar.py --count 3 --seed 7
 """
@@ -18,10 +18,11 @@ from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
+from scripts.demo_models.story.activities import ACTIVITIES
 from scripts.demo_models.story.beats import OPENING, Paragraph, Shape
-from scripts.demo_models.story.brave import BRAVE
-from scripts.demo_models.story.found import FOUND
-from scripts.demo_models.story.made import MADE
+from scripts.demo_models.story.courage import COURAGE
+from scripts.demo_models.story.friendship import FRIENDSHIP
+from scripts.demo_models.story.mysteries import MYSTERIES
 from scripts.demo_models.story.tables import (
     ANIMALS,
     CHILD,
@@ -33,9 +34,9 @@ from scripts.demo_models.story.tables import (
     TRAITS,
     Row,
 )
-from scripts.demo_models.story.together import TOGETHER
 
-SHAPES: tuple[Shape, ...] = FOUND + MADE + TOGETHER + BRAVE
+# The order of the shapes determines the stories of a seed.
+SHAPES: tuple[Shape, ...] = MYSTERIES + ACTIVITIES + FRIENDSHIP + COURAGE
 CHILD_SHARE = 0.4
 LENGTHS = (80, 200)  # words
 
@@ -45,18 +46,18 @@ _VOWEL_SOUND = re.compile(r"[aeiou]|honest")
 
 
 class Bindings(dict[str, str]):
-    """What each placeholder stands for; a name with a capital letter is its value with one."""
+    """The word for each placeholder; a capitalized placeholder has its capitalized word."""
 
     def __missing__(self, name: str) -> str:
         lower = name[0].lower() + name[1:]
         if lower == name:
-            raise KeyError(f"the story tables have no word called {name!r}")
+            raise KeyError(f"unknown placeholder {name!r}: the story tables do not define it")
         value = self[lower]
         return value[0].upper() + value[1:]
 
 
 def draw_character(rng: Random, pronoun: str, kinds: Row, traits: Row) -> dict[str, str]:
-    """Draws somebody with that pronoun: a child, or an animal of one of `kinds`."""
+    """Draw a character with a pronoun: a child, or an animal of one of `kinds`."""
     child = rng.random() < CHILD_SHARE
     he, him, his, himself = PRONOUNS[pronoun]
     return {
@@ -72,7 +73,7 @@ def draw_character(rng: Random, pronoun: str, kinds: Row, traits: Row) -> dict[s
 
 
 def draw_cast(rng: Random) -> dict[str, str]:
-    """Draws a hero (`he`, `kind`, ...) and a friend (`phe`, `pkind`, ...) who differ in both."""
+    """Draw a hero (`he`, `kind`, ...) and a friend (`phe`, ...) of another pronoun and kind."""
     pronoun, other = rng.choice((("she", "he"), ("he", "she")))
     hero = draw_character(rng, pronoun, ANIMALS, TRAITS)
     kinds = tuple(kind for kind in ANIMALS if kind != hero["kind"])
@@ -83,7 +84,7 @@ def draw_cast(rng: Random) -> dict[str, str]:
 
 
 def draw_bindings(rng: Random) -> Bindings:
-    """Draws everything that a story may mention: its cast, and one row of every table."""
+    """Draw all words of a story: its cast, and one row of every table."""
     bindings = Bindings(draw_cast(rng))
     for name, words in SINGLES.items():
         bindings[name] = rng.choice(words)
@@ -93,82 +94,90 @@ def draw_bindings(rng: Random) -> Bindings:
 
 
 def fill(sentence: str, bindings: Bindings, rng: Random) -> str:
-    """Chooses among alternatives and puts in bound words, until nothing is left to put in."""
+    """Choose among alternatives and insert bound words, until no placeholder remains."""
     while "[" in sentence or "{" in sentence:
         sentence = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), sentence)
         sentence = sentence.format_map(bindings)
     return _ARTICLE.sub(lambda m: f"{m[1]}n " if _VOWEL_SOUND.match(m[2]) else f"{m[1]} ", sentence)
 
 
-def tell_paragraph(paragraph: Paragraph, bindings: Bindings, rng: Random) -> str:
-    """Tells one sentence of every beat."""
+def draw_paragraph(paragraph: Paragraph, bindings: Bindings, rng: Random) -> str:
+    """Draw one sentence of every beat."""
     sentences = (fill(rng.choice(beat), bindings, rng) for beat in paragraph)
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def tell(rng: Random) -> str:
-    """Tells one story of 80 to 200 words: plain English paragraphs with a blank line between."""
+def draw_story(rng: Random) -> str:
+    """Draw a story of 80 to 200 words: paragraphs with a blank line between them."""
     shortest, longest = LENGTHS
     while True:
         shape, bindings = rng.choice(SHAPES), draw_bindings(rng)
-        story = "\n\n".join(tell_paragraph(paragraph, bindings, rng) for paragraph in shape)
+        story = "\n\n".join(draw_paragraph(paragraph, bindings, rng) for paragraph in shape)
         if shortest <= len(story.split()) <= longest:
             return story
 
 
-def beats() -> list[str]:
-    """Every sentence, or few that belong together, of every shape, in order of the alphabet."""
-    found = {beat for shape in SHAPES for paragraph in shape for of in paragraph for beat in of}
-    return sorted(found - {""})
+def list_sentences() -> list[str]:
+    """Return every alternative of every beat, a sentence or a few, in alphabetical order."""
+    sentences = {
+        sentence
+        for shape in SHAPES
+        for paragraph in shape
+        for beat in paragraph
+        for sentence in beat
+    }
+    return sorted(sentences - {""})
 
 
-def glimpse(rng: Random) -> str:
-    """Tells how a story opens, and one or two beats of any story that name its characters again.
+def draw_glimpse(rng: Random) -> str:
+    """Draw a story's opening, and one or two sentences of any story that repeat a name.
 
-    So short that what a name is copied from is never far away.
+    A glimpse is short, so that a name is copied over a short distance.
     """
     bindings, count = draw_bindings(rng), rng.choice((1, 2))
-    told = [rng.choice(OPENING)]
+    sentences = [rng.choice(OPENING)]
     if rng.random() < 0.4:
-        told += rng.sample(_OF_HERO, count)
+        sentences += rng.sample(_HERO_ONLY, count)
     else:
-        told += [rng.choice(_INTRODUCTIONS), *rng.sample(_NAMING, count)]
-    text = fill(told[0], bindings, rng)
-    for beat in told[1:]:
-        text += rng.choice(("\n\n", " ", " ", " ", " ")) + fill(beat, bindings, rng)
+        sentences += [rng.choice(_INTRODUCTIONS), *rng.sample(_NAMING, count)]
+    text = fill(sentences[0], bindings, rng)
+    for sentence in sentences[1:]:
+        text += rng.choice(("\n\n", " ", " ", " ", " ")) + fill(sentence, bindings, rng)
     return text
 
 
-def stories(count: int, seed: int) -> Iterator[str]:
-    """Tells `count` stories; the same seed tells the same stories in the same order."""
+def draw_stories(count: int, seed: int) -> Iterator[str]:
+    """Yield `count` stories; a seed always gives the same stories in the same order."""
     rng = Random(seed)
     for _ in range(count):
-        yield tell(rng)
+        yield draw_story(rng)
 
 
-# What a glimpse is made of: beats that bring the friend in, others that name somebody, and of these
-# those that know of no friend.
-_INTRODUCTIONS = tuple(beat for beat in beats() if "{pkind}" in beat)
+# Sentences for glimpses: those that introduce the friend, others that name a character, and of the
+# latter those without the friend.
+_INTRODUCTIONS = tuple(sentence for sentence in list_sentences() if "{pkind}" in sentence)
 _NAMING = tuple(
-    beat
-    for beat in beats()
-    if beat not in (*OPENING, *_INTRODUCTIONS) and ("{hero}" in beat or "{pal}" in beat)
+    sentence
+    for sentence in list_sentences()
+    if sentence not in (*OPENING, *_INTRODUCTIONS) and ("{hero}" in sentence or "{pal}" in sentence)
 )
-_OF_HERO = tuple(
-    beat for beat in _NAMING if not re.search(r"{[Pp](al|he|him|his|himself|hands)}", beat)
+_HERO_ONLY = tuple(
+    sentence
+    for sentence in _NAMING
+    if not re.search(r"{[Pp](al|he|him|his|himself|hands)}", sentence)
 )
 
 
 def main() -> None:
-    """Prints stories."""
+    """Print stories."""
     parser = argparse.ArgumentParser(
         description="Print stories from the demo models' grammar.",
         epilog="example: python scripts/demo_models/story_grammar.py --count 3 --seed 7",
     )
-    parser.add_argument("--count", type=int, default=1, help="how many stories (default 1)")
-    parser.add_argument("--seed", type=int, default=0, help="which stories (default 0)")
+    parser.add_argument("--count", type=int, default=1, help="number of stories (default: 1)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     options = parser.parse_args()
-    print("\n\n* * *\n\n".join(stories(options.count, options.seed)))
+    print("\n\n* * *\n\n".join(draw_stories(options.count, options.seed)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Programs on the public API.
 
-context_loop: makes a text while it culls and repairs the cache by what was attended to.
-context_heatmap: the picture that context_loop draws.
+context_loop: text generation that edits its own cache, using attention weights.
+context_heatmap: the heatmap that context_loop draws.
 """

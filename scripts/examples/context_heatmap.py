@@ -1,7 +1,7 @@
-"""The picture of a context over time: what each token received, when it was culled or repaired.
+"""Heatmap of a context over time: attention per token, culled and repaired entries.
 
-One decision: a cell is one round's own share of attention, not an average, so that the picture
-shows what the model did and not what the loop made of it.
+One decision: a cell is the attention share of one iteration, not an average, so that the picture
+shows the model's attention and not the loop's smoothing.
 """
 
 import warnings
@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-READABLE = 120  # tokens that get their text as a label; more of them could not be told apart
+MAX_LABELS = 120  # tokens; labels of longer texts would overlap
 CULLED, HATCH, REPAIRED = "#d9d9de", "#a9a9b2", "#2fd4c5"
-TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # per cent
+TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # percent
 
 
 def draw(
@@ -31,11 +31,12 @@ def draw(
     pieces: Sequence[str],
     title: str,
 ) -> None:
-    """Write a PNG of positions P (down) by rounds I (right).
+    """Write a PNG of positions P (down) by iterations I (right).
 
-    share_PI: of a round's attention, NaN before a token came and after it was culled. repaired_PI:
-    bool, the entries that a round's step 0 had run again. pieces: the text of each token that was
-    run; further positions are left out.
+    Args:
+        share_PI: share of an iteration's attention; NaN before a token exists and after culling.
+        repaired_PI: bool; the entries that step 0 of an iteration recomputed.
+        pieces: the text of each token; further positions are omitted.
     """
     share_PI, repaired_PI = share_PI[: len(pieces)], repaired_PI[: len(pieces)]
     P, I = share_PI.shape  # noqa: E741
@@ -51,11 +52,13 @@ def draw(
         return axes.pcolormesh(edges_I, edges_P, np.ma.array(values_PI, mask=~shown_PI), **style)
 
     percent_PI = 100 * share_PI
-    low = max(float(np.nanpercentile(percent_PI, 1)), TICKS[0])  # a few dim ones cost no contrast
+    low = max(
+        float(np.nanpercentile(percent_PI, 1)), TICKS[0]
+    )  # so that a few tiny shares cost no contrast
     high = max(float(np.nanmax(percent_PI)), 2 * low)
     norm = LogNorm(low, high, clip=True)
     bright: ScalarMappable = mesh(percent_PI, present_PI, norm=norm, cmap="inferno")
-    for left, row in _runs(culled_PI):
+    for left, row in _find_culled(culled_PI):
         axes.barh(
             row, I - 0.5 - left, 1, left, color=CULLED, edgecolor=HATCH, hatch="////", linewidth=0
         )
@@ -70,8 +73,8 @@ def draw(
     )
     axes.tick_params(length=2, labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    if P <= READABLE:
-        labels = [f"{_visible(piece)}  {p}" for p, piece in enumerate(pieces)]
+    if P <= MAX_LABELS:
+        labels = [f"{_format_label(piece)}  {p}" for p, piece in enumerate(pieces)]
         axes.set_yticks(range(P), labels, fontsize=7, parse_math=False)
         axes.set_ylabel("token and position")
     else:
@@ -81,24 +84,24 @@ def draw(
         marks.append(Patch(facecolor=CULLED, edgecolor=HATCH, hatch="////", label="culled"))
     if repaired_PI.any():
         marks.append(Line2D([], [], label="repaired by step 0", **square))
-    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.005, 1.0), "ncols": 2}
-    axes.legend(handles=marks, frameon=False, fontsize=8.5, borderpad=0.2, **place)
+    placement: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.005, 1.0), "ncols": 2}
+    axes.legend(handles=marks, frameon=False, fontsize=8.5, borderpad=0.2, **placement)
     bar = figure.colorbar(bright, ax=axes, fraction=0.03, pad=0.015, aspect=35, extend="min")
     bar.set_label("share of this iteration's attention (%)", fontsize=9)
     ticks = [tick for tick in TICKS if low <= tick <= high]
     bar.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], fontsize=8)
     bar.minorticks_off()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a text in any script
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the font lacks some scripts
         figure.savefig(path, format="png")
 
 
-def _runs(culled_PI: np.ndarray) -> list[tuple[float, int]]:
-    """Where each culled token's stretch begins, and its row; culled once, culled for good."""
+def _find_culled(culled_PI: np.ndarray) -> list[tuple[float, int]]:
+    """Return the left edge and the row of each culled token; a culled token stays culled."""
     return [(int(row.argmax()) - 0.5, p) for p, row in enumerate(culled_PI) if row.any()]
 
 
-def _visible(piece: str) -> str:
-    """A token's text with its white space made visible, and no longer than a label may be."""
-    shown = piece.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
-    return shown if len(shown) <= 16 else f"{shown[:15]}…"
+def _format_label(piece: str) -> str:
+    """Return a token's text with visible white space, at most 16 characters."""
+    label = piece.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
+    return label if len(label) <= 16 else f"{label[:15]}…"

@@ -1,13 +1,14 @@
-"""A loop that edits its own context: make a token, see what was attended to, cull and repair.
+"""A generation loop that edits its own context: it culls and repairs cache entries by attention.
 
-Step 0 builds or patches the cache, 1 makes a token, 2 scores brightness (the attention that each
-token received), 3 decides what to cull and what to repair. One decision: only step 0 returns a
-cache. Steps 1-3 read it, and at each iteration its bytes and addresses are compared to prove it.
+Step 0 builds or patches the cache, step 1 generates a token, step 2 scores brightness (the
+attention that each token received), step 3 decides what to cull and repair. One decision: only
+step 0 returns a cache. Steps 1-3 read it; each iteration compares its bytes and addresses to prove
+this.
 
     python scripts/examples/context_loop.py -p "Once upon a time" --steps 48 --keep 24 --out loop
 
-Everything that the steps took and gave goes to `OUT/step_0007.safetensors`, under names that begin
-with the step's number; what step 0 took is the end of the file before it. `OUT/brightness.png`
+All inputs and outputs of the steps are written to `OUT/step_0007.safetensors`, with names that
+begin with the step's number; the inputs of step 0 are in the previous file. `OUT/brightness.png`
 shows the brightness of every token over time.
 """
 
@@ -36,25 +37,25 @@ from jaxllm.weights.safetensors import open_tensors, write_tensors
 EXAMPLE = (
     "Example: python scripts/examples/context_loop.py -p 'One day' --steps 48 --keep 24 --out loop"
 )
-SPARE = 16  # slots beyond the budget: how many tokens are committed from one compaction to the next
+SPARE = 16  # slots beyond the budget: tokens between two compactions
 PICTURE = "brightness.png"
 Array = np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How many tokens the cache may hold, and which of them are never culled.
-
-    keep: 0 for any number. sinks: the first positions, and recent: the last ones, are safe.
-    repair: positions after a culled token that are run again without it. decay: of the moving
-    average, 0 for only the newest token's attention.
-    """
+    """Limits of the cache, and how its tokens are scored and repaired."""
 
     keep: int = 24
+    """Maximum number of tokens; 0 for no limit."""
     sinks: int = 2
+    """First positions, never culled."""
     recent: int = 8
+    """Last positions, never culled."""
     repair: int = 4
+    """Positions after the first culled token that are recomputed without it."""
     decay: float = 0.8
+    """Decay of the moving average of attention; 0 uses only the newest token's attention."""
 
     def __post_init__(self) -> None:
         if min(self.keep, self.sinks, self.repair) < 0 or self.recent < 1:
@@ -73,72 +74,78 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What the next step 0 is to do, in positions. repair: `start` to before `stop`, or None."""
+    """The positions that the next step 0 culls and repairs."""
 
     culled: tuple[int, ...] = ()
     repair: tuple[int, int] | None = None
+    """`(start, stop)`, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """One round: what each step took and gave. P counts the positions of the whole text.
-
-    applied: the decision that step 0 carried out. cache: as it left it. share_P: of this round's
-    attention, brightness_P: its moving average; both NaN where there is no token.
-    """
+    """The inputs and outputs of each step of an iteration; P are the positions of the text."""
 
     number: int
     applied: Decision
+    """The decision that step 0 applied."""
     cache: KVCache
+    """The cache after step 0."""
     token_B: Array
     output: Output
     next_token_B: Array
     before_P: Array
+    """Brightness before step 2."""
     share_P: Array
+    """Share of this iteration's attention; NaN without a token."""
     brightness_P: Array
+    """Moving average of the shares; NaN without a token."""
     decision: Decision
 
     @property
     def repaired(self) -> Array:
-        """The positions whose entries step 0 ran again."""
+        """Positions whose entries step 0 recomputed."""
         start, stop = self.applied.repair or (0, 0)
         position_S = np.asarray(self.cache.position_BS)[0]
         return np.sort(position_S[(position_S >= start) & (position_S < stop)])
 
 
 @dataclasses.dataclass(frozen=True)
-class Imprint:
-    """A cache's SHA-256 (names, formats, shapes and every bit) and where its arrays lie."""
+class Fingerprint:
+    """A cache's SHA-256 (names, dtypes, shapes and every bit) and the addresses of its arrays."""
 
     sha256: str
     addresses: tuple[int, ...]
 
     @classmethod
-    def of(cls, cache: KVCache) -> "Imprint":
-        """Take it. Raises CacheMismatchError for a cache that was donated."""
+    def compute(cls, cache: KVCache) -> "Fingerprint":
+        """Compute a cache's fingerprint.
+
+        Raises:
+            CacheMismatchError: if the cache was donated.
+        """
         leaves = jax.tree.leaves(cache)
         if any(leaf.is_deleted() for leaf in leaves):
-            raise errors.CacheMismatchError("the cache is gone: a step donated it")
-        # An array keeps the host's copy of its bytes once that was made: only a new array reads the
-        # device's again.
+            raise errors.CacheMismatchError("the cache was deleted: a step donated it")
+        # An array caches the host copy of its bytes; only a new array reads the device again.
         sha256 = surgery.fingerprint({"cache": jax.tree.map(jnp.copy, cache)})
         return cls(sha256, tuple(leaf.unsafe_buffer_pointer() for leaf in leaves))
 
 
-def check_unchanged(before: Imprint, cache: KVCache, number: int) -> None:
-    """Raise CacheMismatchError unless the cache has the bytes and the addresses that it had."""
-    after = Imprint.of(cache)
+def check_unchanged(before: Fingerprint, cache: KVCache, number: int) -> None:
+    """Raise CacheMismatchError if the cache's bytes or addresses have changed."""
+    after = Fingerprint.compute(cache)
     if after != before:
-        what = "bytes" if after.sha256 != before.sha256 else "addresses"
-        raise errors.CacheMismatchError(f"iteration {number}: steps 1-3 changed the cache's {what}")
+        part = "bytes" if after.sha256 != before.sha256 else "addresses"
+        raise errors.CacheMismatchError(f"iteration {number}: steps 1-3 changed the cache's {part}")
 
 
 def build(
     model: Any, params: Any, prompt: list[int], steps: int, budget: Budget
 ) -> tuple[KVCache, Array]:
-    """Step 0, the first time: all of the prompt but its last token, and its brightness.
+    """Step 0, first iteration: prefill all prompt tokens but the last, and score their brightness.
 
-    Raises CapacityError where the text would outgrow the model.
+    Raises:
+        CapacityError: if the prompt and the steps exceed the model's context.
     """
     total, limit = len(prompt) + steps, model.config.context_length
     if total > limit:
@@ -153,14 +160,14 @@ def build(
         tokens_BT = np.array([read])
         _, cache, mass_BS = jaxllm.prefill(model, params, cache, tokens_BT, attention_mass=True)
         mass_T = np.asarray(mass_BS)[0, : len(read)]
-        # Early tokens were seen by more queries: what counts is the mean over those.
+        # More queries attend to early tokens, so brightness is the mean over the queries.
         readers_T = np.arange(len(read), 0, -1, dtype=np.float32)
         brightness_P[: len(read)] = mass_T / readers_T * (len(read) / mass_T.sum())
     return cache, brightness_P
 
 
 def patch(model: Any, params: Any, cache: KVCache, delta: Delta, decision: Decision) -> KVCache:
-    """Step 0: cull, free slots if there are none, commit the newest token, repair."""
+    """Step 0: cull, compact the cache if it is full, commit the newest token, repair."""
     if decision.culled:
         cache = surgery.keep(cache, ~np.isin(np.asarray(cache.position_BS), decision.culled))
     if int(cache.cursor) == cache.capacity:
@@ -171,33 +178,34 @@ def patch(model: Any, params: Any, cache: KVCache, delta: Delta, decision: Decis
     return cache
 
 
-def make_token(
+def generate_token(
     model: Any, params: Any, cache: KVCache, token_B: Array, sampler: Sampler, key_B: jax.Array
 ) -> tuple[Output, Array]:
-    """Step 1: run the newest token and choose the next, as `generate` would with this key.
+    """Step 1: run the newest token and sample the next one, as `generate` does with this key.
 
-    Raises NonFiniteError where the model returns NaN.
+    Raises:
+        NonFiniteError: if the logits are not finite.
     """
     out = jaxllm.forward(model, params, cache, token_B[:, None], attention_mass=True)
     logits_BV = out.logits[:, 0]
     if not np.isfinite(logits_BV).all():
         raise errors.NonFiniteError("the model returned NaN or infinite logits")
-    return out, np.asarray(_choose(logits_BV, out.delta.position_BS[:, 0] + 1, sampler, key_B))
+    return out, np.asarray(_sample(logits_BV, out.delta.position_BS[:, 0] + 1, sampler, key_B))
 
 
 @jax.jit
-def _choose(
+def _sample(
     logits_BV: jax.Array, position_B: jax.Array, sampler: Sampler, key_B: jax.Array
 ) -> jax.Array:
-    own_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
-    return jaxllm.sample(own_B, logits_BV, sampler)
+    position_key_B = jax.vmap(jax.random.fold_in)(key_B, position_B)
+    return jaxllm.sample(position_key_B, logits_BV, sampler)
 
 
 def score(before_P: Array, mass_S: Array, position_S: Array, decay: float) -> tuple[Array, Array]:
-    """Step 2: each position's share of this round's attention, and the moving average of it.
+    """Step 2: return each position's share of this iteration's attention, and its moving average.
 
-    Keyed by position, so that it outlasts compaction; a token's average begins with its first
-    share.
+    Scores are indexed by position, so that they survive compaction. A token's average begins with
+    its first share.
     """
     live_S = position_S >= 0
     share_P = np.full_like(before_P, np.nan)
@@ -207,7 +215,7 @@ def score(before_P: Array, mass_S: Array, position_S: Array, decay: float) -> tu
 
 
 def decide(brightness_P: Array, budget: Budget) -> Decision:
-    """Step 3: cull the dimmest tokens over the budget, repair what directly follows the first."""
+    """Step 3: cull the dimmest tokens beyond the budget; repair those right after the first."""
     live = np.flatnonzero(~np.isnan(brightness_P))
     excess = len(live) - budget.keep if budget.keep else 0
     if excess <= 0:
@@ -216,8 +224,8 @@ def decide(brightness_P: Array, budget: Budget) -> Decision:
     dimmest = old[np.argsort(brightness_P[old], kind="stable")]
     culled = tuple(sorted(dimmest[:excess].tolist()))
     start, stop = culled[0] + 1, min(culled[0] + 1 + budget.repair, brightness_P.size)
-    left = set(live.tolist()) - set(culled)
-    return Decision(culled, (start, stop) if left.intersection(range(start, stop)) else None)
+    remaining = set(live.tolist()) - set(culled)
+    return Decision(culled, (start, stop) if remaining.intersection(range(start, stop)) else None)
 
 
 def run_loop(
@@ -231,37 +239,39 @@ def run_loop(
     seed: int = 0,
     eos: tuple[int, ...] = (),
 ) -> Iterator[Iteration]:
-    """The loop, a round at a time, until an end-of-text token or `steps` rounds.
+    """Yield iterations until an end-of-text token or `steps` iterations.
 
-    Raises what the steps raise, and CacheMismatchError where steps 1-3 changed the cache.
+    Raises:
+        CacheMismatchError: if steps 1-3 changed the cache.
     """
     cache, brightness_P = build(model, params, prompt, steps, budget)
     token_B, applied, key_B = np.array(prompt[-1:], np.int32), Decision(), jaxllm.row_keys(seed, 1)
     for number in range(steps):
-        before_P, imprint, old_S = brightness_P, Imprint.of(cache), cache.position_BS[0]
-        out, next_token_B = make_token(model, params, cache, token_B, sampler, key_B)
+        before_P, old_S = brightness_P, cache.position_BS[0]
+        fingerprint = Fingerprint.compute(cache)
+        out, next_token_B = generate_token(model, params, cache, token_B, sampler, key_B)
         position_S = np.concatenate([old_S, out.delta.position_BS[0]])
         mass_S = np.asarray(out.attention_mass)[0]
         share_P, brightness_P = score(before_P, mass_S, position_S, budget.decay)
         decision = decide(brightness_P, budget)
-        check_unchanged(imprint, cache, number)
-        scored = (before_P, share_P, brightness_P)
-        yield Iteration(number, applied, cache, token_B, out, next_token_B, *scored, decision)
+        check_unchanged(fingerprint, cache, number)
+        scores = (before_P, share_P, brightness_P)
+        yield Iteration(number, applied, cache, token_B, out, next_token_B, *scores, decision)
         if next_token_B[0] in eos or number + 1 == steps:
             return
         cache = patch(model, params, cache, out.delta, decision)
         token_B, applied = next_token_B, decision
 
 
-def tensors_of(it: Iteration) -> dict[str, Array]:
-    """What a capture holds, by name: the number of the step, then what it took or gave."""
-    named = {
+def collect_tensors(it: Iteration) -> dict[str, Array]:
+    """Return a capture's tensors by name; names begin with the step's number."""
+    tensors = {
         "0.repaired": it.repaired,
-        **_leaves("0.cache", it.cache),
+        **_name_leaves("0.cache", it.cache),
         "1.token_B": it.token_B,
         "1.logits_BV": it.output.logits[:, 0],
         "1.attention_mass_BS": it.output.attention_mass,
-        **_leaves("1.delta", it.output.delta),
+        **_name_leaves("1.delta", it.output.delta),
         "1.next_token_B": it.next_token_B,
         "2.before_P": it.before_P,
         "2.share_P": it.share_P,
@@ -269,21 +279,21 @@ def tensors_of(it: Iteration) -> dict[str, Array]:
         "3.culled": np.array(it.decision.culled, np.int32),
         "3.repair": np.array(it.decision.repair or (), np.int32),
     }
-    return {name: np.atleast_1d(np.asarray(array)) for name, array in named.items()}
+    return {name: np.atleast_1d(np.asarray(array)) for name, array in tensors.items()}
 
 
-def restored(path: Path, prefix: str, like: Any) -> Any:
-    """A pytree from a capture: "0.cache" or "1.delta", in the form of `like`."""
+def restore_tree(path: Path, prefix: str, like: Any) -> Any:
+    """Read a pytree from a capture ("0.cache" or "1.delta"), with the structure of `like`."""
     tensors = open_tensors(path)
     leaves = []
-    for name, leaf in _leaves(prefix, like).items():
+    for name, leaf in _name_leaves(prefix, like).items():
         array = tensors[name].read()
         leaves.append(jnp.asarray(array if leaf.ndim else array[0]))
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _leaves(prefix: str, tree: Any) -> dict[str, Any]:
-    """The arrays of a pytree, by the path to them."""
+def _name_leaves(prefix: str, tree: Any) -> dict[str, Any]:
+    """Return the arrays of a pytree by their paths."""
     return {
         f"{prefix}.{jax.tree_util.keystr(path, simple=True, separator='.')}": leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -291,27 +301,30 @@ def _leaves(prefix: str, tree: Any) -> dict[str, Any]:
 
 
 def write_capture(directory: Path, it: Iteration, metadata: dict[str, str]) -> None:
-    """Write one round to `step_0007.safetensors`."""
+    """Write an iteration to `step_0007.safetensors`."""
     write_tensors(
         directory / f"step_{it.number:04}.safetensors",
-        {name: LazyTensor.from_array(array) for name, array in tensors_of(it).items()},
+        {name: LazyTensor.from_array(array) for name, array in collect_tensors(it).items()},
         metadata={"format": "jaxllm-context-loop", "iteration": str(it.number), **metadata},
     )
 
 
 Model = Annotated[
-    str, typer.Option("--model", "-m", help="A directory, demo:llama, demo:gpt2, or hf:owner/name.")
+    str,
+    typer.Option("--model", "-m", help="Model directory, demo:llama, demo:gpt2, or hf:owner/name."),
 ]
-Prompt = Annotated[str, typer.Option("--prompt", "-p", help="The text to continue.")]
-Steps = Annotated[int, typer.Option("--steps", "-n", help="How many tokens to make at most.")]
-Keep = Annotated[int, typer.Option(help="Tokens that the cache may hold; 0 culls none.")]
-Sinks = Annotated[int, typer.Option(help="The first positions, never culled.")]
-Recent = Annotated[int, typer.Option(help="The last positions, never culled.")]
-Repair = Annotated[int, typer.Option(help="Positions after a culled one to run again.")]
-Decay = Annotated[float, typer.Option(help="Of the moving average of brightness.")]
-Temperature = Annotated[float | None, typer.Option(help="Sample at it; by default greedy.")]
-Seed = Annotated[int, typer.Option(help="The same seed, the same text.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Directory for captures and the picture.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.")]
+Steps = Annotated[int, typer.Option("--steps", "-n", help="Maximum number of new tokens.")]
+Keep = Annotated[int, typer.Option(help="Maximum number of tokens in the cache; 0 culls none.")]
+Sinks = Annotated[int, typer.Option(help="First positions, never culled.")]
+Recent = Annotated[int, typer.Option(help="Last positions, never culled.")]
+Repair = Annotated[int, typer.Option(help="Positions to recompute after a culled one.")]
+Decay = Annotated[float, typer.Option(help="Decay of the moving average of brightness.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; greedy decoding by default.")
+]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Directory for captures and the heatmap.")]
 
 
 def context_loop(
@@ -327,48 +340,53 @@ def context_loop(
     seed: Seed = 0,
     out: Out = Path("context_loop"),
 ) -> None:
-    """Continue a text while culling and repairing the cache by what was attended to.
+    """Continue a text while culling and repairing the cache by attention.
 
-    The text goes to stdout, a summary to stderr; every step's inputs and outputs go to --out, with
-    a heatmap of brightness over time.
+    The text goes to stdout, a summary to stderr. The inputs and outputs of every step go to --out,
+    with a heatmap of brightness over time.
     """
     budget = Budget(keep, sinks, recent, repair, decay)
     if steps < 1:
         raise errors.ConfigError(f"--steps must be at least 1, got {steps}")
     greedy = temperature is None
     sampler = jaxllm.GREEDY if greedy else jaxllm.make_sampler(temperature=temperature)
-    jaxllm.row_keys(seed, 1)  # refuses a seed out of range before anything is loaded
+    jaxllm.row_keys(seed, 1)  # raises for a seed out of range before the model loads
     check_free(out)
-    draw = _drawing()
+    draw = _import_draw()
     lm = jaxllm.load(model)
     if lm.tokenizer is None:
-        raise errors.TokenError(f"{model} has no tokenizer, and the loop begins with a text")
+        raise errors.TokenError(f"{model} has no tokenizer, which the loop requires")
     ids = lm.tokenizer.encode(prompt, bos=lm.tokenizer.adds_bos or not prompt)
     eos = lm.generation.get("eos_token_id")
     stops = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    settings: dict[str, Any] = {"steps": steps, "budget": budget, "sampler": sampler, "seed": seed}
+    loop_options: dict[str, Any] = {
+        "steps": steps,
+        "budget": budget,
+        "sampler": sampler,
+        "seed": seed,
+    }
     facts = {"model": model, "prompt": prompt, "budget": json.dumps(dataclasses.asdict(budget))}
     facts |= {"seed": str(seed), "temperature": "greedy" if greedy else str(temperature)}
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     hidden = not console.is_terminal
-    rounds = track(
-        run_loop(lm.model, lm.params, ids, eos=stops, **settings),
-        "making tokens",
+    iterations = track(
+        run_loop(lm.model, lm.params, ids, eos=stops, **loop_options),
+        "generating tokens",
         steps,
         console=console,
         transient=True,
         disable=hidden,
     )
-    story, text, tokens, done = Detokenizer(lm.tokenizer, prompt=ids), "", list(ids), 0
+    detokenizer, text, tokens, done = Detokenizer(lm.tokenizer, prompt=ids), "", list(ids), 0
     shares: list[Array] = []
     repairs: list[Array] = []
     culled: set[int] = set()
     try:
-        for done, it in enumerate(rounds, 1):
-            if done == 1:  # by now the prompt has been checked too
+        for done, it in enumerate(iterations, 1):
+            if done == 1:  # now the prompt is checked too
                 out.mkdir(parents=True, exist_ok=True)
             tokens += it.next_token_B.tolist()
-            text += story.push(tokens[-1])
+            text += detokenizer.push(tokens[-1])
             write_capture(out, it, {**facts, "text": text})
             shares.append(it.share_P)
             repairs.append(np.isin(np.arange(it.share_P.size), it.repaired))
@@ -379,44 +397,48 @@ def context_loop(
             np.stack(shares, axis=1),
             np.stack(repairs, axis=1),
             [pieces.push(token) for token in tokens[:-1]],
-            f"Brightness over time: {model}, {_described(budget)}",
+            f"Brightness over time: {model}, {_describe(budget)}",
         )
     except OSError as error:
         raise errors.CheckpointError(f"{out}: cannot be written: {error.strerror}") from None
-    print(text + story.flush())
+    print(text + detokenizer.flush())
     console.print(
-        f"{done} tokens made, {len(culled)} culled, {np.sum(repairs)} entries repaired\n"
-        f"steps 1-3 left the cache's bytes and addresses alone in {done} of {done} iterations\n"
+        f"{done} tokens generated, {len(culled)} culled, {np.sum(repairs)} entries repaired\n"
+        f"steps 1-3 did not change the cache's bytes and addresses in {done} of {done} iterations\n"
         f"captures and {PICTURE} are in {out}",
         markup=False,
     )
 
 
 def check_free(directory: Path) -> None:
-    """Raise CheckpointError where a loop has been before, or where there is no directory to be."""
+    """Raise CheckpointError if the directory has captures, or is not a directory."""
     if directory.exists() and not directory.is_dir():
-        raise errors.CheckpointError(f"{directory} is not a directory; name another with --out")
+        raise errors.CheckpointError(f"{directory} is not a directory; choose another --out")
     if directory.is_dir() and (any(directory.glob("step_*")) or (directory / PICTURE).exists()):
         raise errors.CheckpointError(
-            f"{directory} holds the captures of another loop; name another --out"
+            f"{directory} has the captures of another loop; choose another --out"
         )
 
 
-def _drawing() -> Any:
-    """What draws the picture. Raises ConfigError where matplotlib is missing."""
+def _import_draw() -> Any:
+    """Return the function that draws the heatmap.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
     try:
         from scripts.examples.context_heatmap import draw
     except ModuleNotFoundError as error:
         raise errors.ConfigError(
-            f"{error.name} is missing: pip install 'jaxllm[notebooks]'"
+            f"{error.name} is not installed: pip install 'jaxllm[notebooks]'"
         ) from None
     return draw
 
 
-def _described(budget: Budget) -> str:
+def _describe(budget: Budget) -> str:
     if not budget.keep:
         return "nothing culled"
-    return f"the {budget.keep} brightest kept ({budget.sinks} sinks, {budget.recent} recent)"
+    return f"at most {budget.keep} tokens ({budget.sinks} sinks, {budget.recent} recent)"
 
 
 if __name__ == "__main__":

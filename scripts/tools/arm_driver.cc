@@ -1,5 +1,5 @@
-// The kernels on cases from a file, against the answers beside them: `scripts/tools/run_arm.py` writes the cases and
-// runs this under an emulator. Prints a line for each instruction set; the status is 1 where an answer is wrong.
+// Driver that compares the kernels with expected results: `scripts/tools/run_arm.py` writes the cases and runs this
+// under an emulator. It prints a line per instruction set; the exit status is 1 if a result is wrong.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -28,12 +28,12 @@ struct Reader {
     at += 8;
     return n;
   }
-  // An array at the end of its memory, aligned to 8 bytes; null where there is none.
+  // Reads an array into its own allocation; null if absent.
   template <class T>
   const T* array() {
     const int64_t size = number();
     if (size < 0) return nullptr;
-    char* copy = static_cast<char*>(std::malloc(size + 8));  // never freed: there are few
+    char* copy = static_cast<char*>(std::malloc(size + 8));  // never freed: a short run
     std::memcpy(copy, bytes.data() + at, size);
     at += size;
     return reinterpret_cast<T*>(copy);
@@ -45,7 +45,7 @@ struct Reader {
   }
 };
 
-jaxllm::Weight weight_from(Reader& in) {
+jaxllm::Weight read_weight(Reader& in) {
   jaxllm::Weight w = {};
   w.kind = jaxllm::Kind(in.number());
   w.rows = in.number();
@@ -71,8 +71,8 @@ jaxllm::Weight weight_from(Reader& in) {
   return w;
 }
 
-// Answers that are further off than they may be, a row's among them.
-int wrong_ones(const std::vector<float>& y, const double* exact, const double* bound) {
+// Counts the results that differ from the expected ones by more than their bound.
+int count_wrong(const std::vector<float>& y, const double* exact, const double* bound) {
   int wrong = 0;
   for (size_t i = 0; i < y.size(); i++) wrong += !(std::fabs(y[i] - exact[i]) <= bound[i]) && std::isfinite(bound[i]);
   return wrong;
@@ -91,7 +91,7 @@ std::vector<float> multiply(const Kernels* k, const jaxllm::Weight& w, const jax
 }
 
 int linear(const Kernels* k, Reader& in) {
-  const jaxllm::Weight w = weight_from(in);
+  const jaxllm::Weight w = read_weight(in);
   jaxllm::Input x = {};
   x.bf16 = in.number();
   x.rows = in.number();
@@ -102,17 +102,17 @@ int linear(const Kernels* k, Reader& in) {
   const std::vector<float> y = multiply(k, w, x);
   jaxllm::Input first = x;
   first.rows = x.rows ? 1 : 0;
-  const std::vector<float> alone = multiply(k, w, first);
-  const bool same = alone.empty() || !std::memcmp(alone.data(), y.data(), 4 * alone.size());
-  return wrong_ones(y, exact, bound) + !same;
+  const std::vector<float> single = multiply(k, w, first);
+  const bool same = single.empty() || !std::memcmp(single.data(), y.data(), 4 * single.size());
+  return count_wrong(y, exact, bound) + !same;
 }
 
 int widen(const Kernels* k, Reader& in) {
-  const jaxllm::Weight w = weight_from(in);
+  const jaxllm::Weight w = read_weight(in);
   const double *exact = in.array<double>(), *bound = in.array<double>();
   std::vector<float> y(w.rows * w.columns, 7);
   k->widen(w, 0, w.rows, false, y.data());
-  return wrong_ones(y, exact, bound);
+  return count_wrong(y, exact, bound);
 }
 
 int attend(const Kernels* k, Reader& in) {
@@ -164,7 +164,7 @@ int attend(const Kernels* k, Reader& in) {
     const uint32_t wide = uint32_t(half[i]) << 16;
     std::memcpy(&y[i], &wide, 4);
   }
-  return wrong_ones(y, exact, bound);
+  return count_wrong(y, exact, bound);
 }
 
 int main(int count, char** arguments) {

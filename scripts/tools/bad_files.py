@@ -1,10 +1,11 @@
-"""Every file that a command takes, wrong in every way: each is answered with one line.
+"""Every command with invalid files: each must fail with a one-line message.
 
     python scripts/tools/bad_files.py
 
-What a command reads is missing, a directory, empty, of another kind; what it writes goes to a
-folder that is not there, to a directory, to a full disk (a small tmpfs where this user may mount
-one). Whatever is not one line and status 1 or 2 is marked, and the script's status is 1.
+Inputs are missing, empty, directories or of another kind. Outputs go to a folder that does not
+exist, onto a directory, or to a full disk (a small tmpfs, if this user may mount one). One
+decision: commands run in this process, one after the other. A command passes if it prints one line
+and exits with status 1 or 2. The script marks others, and its exit status is 1.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,7 @@ from jaxllm.cli.console import log, write
 
 EXAMPLE = "Example: python scripts/tools/bad_files.py --reads-only"
 JUNK = bytes(range(256)) * 8
-# Commands by what they read, and by what they write: BAD is the file.
+# Commands that read, and commands that write, the file BAD.
 READS = (
     "generate BAD",
     "generate --draft BAD -p Once -n 2",
@@ -70,8 +71,8 @@ WRITES = (
     "embed demo:llama --text x --out BAD.npy",
     "embed demo:llama --text x --out BAD.safetensors",
 )
-# What may be missing or empty: it is made, or begun.
-FINE = {
+# Files that may be missing or empty: the command creates them or continues them.
+VALID = {
     ("missing", "generate --prompt-cache BAD -p Once -n 2"),
     ("missing", "perplexity demo:llama --text @STORY --journal BAD"),
     ("empty", "perplexity demo:llama --text @STORY --journal BAD"),
@@ -79,54 +80,56 @@ FINE = {
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command said to a file. kind: how the file was wrong."""
+class Outcome:
+    """How a command ended with an invalid file."""
 
     kind: str
+    """How the file is invalid."""
     command: str
     status: int
     lines: list[str]
+    """Lines of stderr, and of leftover files."""
 
     @property
-    def well(self) -> bool:
+    def passes(self) -> bool:
         return self.status in (1, 2) and len(self.lines) == 1
 
     def row(self) -> str:
-        mark = "" if self.well else f"WRONG (status {self.status}) "
+        mark = "" if self.passes else f"WRONG (status {self.status}) "
         return f"{self.kind:9} {self.command}\n          {mark}{' / '.join(self.lines)}"
 
 
-def read_badly(folder: Path) -> Iterator[Answer]:
-    """Every command that reads, with every kind of file that it cannot read."""
+def try_reads(folder: Path) -> Iterator[Outcome]:
+    """Run every reading command with every kind of invalid file."""
     (folder / "empty").write_bytes(b"")
     (folder / "junk").write_bytes(JUNK)
     (folder / "directory").mkdir()
     for kind in ("missing", "empty", "junk", "directory"):
         for command in READS:
-            if (kind, command) not in FINE:
-                yield answered(kind, command, folder / kind, folder)
+            if (kind, command) not in VALID:
+                yield run_with_file(kind, command, folder / kind, folder)
 
 
-def write_badly(folder: Path) -> Iterator[Answer]:
-    """Every command that writes, to a folder that is none and over another's directory."""
+def try_writes(folder: Path) -> Iterator[Outcome]:
+    """Run every writing command with a folder that does not exist, and onto a directory."""
     (folder / "file").write_text("mine", encoding="utf-8")
     taken = folder / "taken.npy"
     for name in (folder / "taken", taken, folder / "taken.safetensors"):
         name.mkdir()
         (name / "config.json").write_text("mine", encoding="utf-8")
     for command in WRITES:
-        yield answered("no folder", command, folder / "file" / "below", folder)
-        if not command.startswith(("vectors", "export")):  # they take one that has neither
-            yield answered("directory", command, folder / "taken", folder)
+        yield run_with_file("no folder", command, folder / "file" / "below", folder)
+        if not command.startswith(("vectors", "export")):  # these accept such a directory
+            yield run_with_file("directory", command, folder / "taken", folder)
 
 
-def write_to_full_disk(folder: Path) -> Iterator[Answer]:
-    """Every command that writes, where there is no room; nothing where nothing can be mounted."""
+def try_full_disk(folder: Path) -> Iterator[Outcome]:
+    """Run every writing command on a full disk; yield nothing if a disk cannot be mounted."""
     disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        log("full disk: left out, this user cannot mount a tmpfs")
+        log("full disk: skipped: this user cannot mount a tmpfs")
         return
     try:
         with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
@@ -134,23 +137,21 @@ def write_to_full_disk(folder: Path) -> Iterator[Answer]:
                 pass
         for number, command in enumerate(WRITES):
             before = sorted(path.name for path in disk.iterdir())
-            answer = answered("full disk", command, disk / f"x{number}", folder)
+            outcome = run_with_file("full disk", command, disk / f"x{number}", folder)
             left = {path.name for path in disk.iterdir()} - {*before}
-            # Lines of answers and journals that are whole are kept.
-            kept = {path for path in left if (disk / path).is_file() and ".partial" not in path}
-            if left - kept:
-                answer = Answer(
-                    answer.kind, command, answer.status, [*answer.lines, f"left {left}"]
-                )
-            yield answer
-            for name in kept:
+            # Complete lines of results and journals may stay.
+            allowed = {path for path in left if (disk / path).is_file() and ".partial" not in path}
+            if left - allowed:
+                outcome = replace(outcome, lines=[*outcome.lines, f"left {left}"])
+            yield outcome
+            for name in allowed:
                 (disk / name).unlink()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def answered(kind: str, command: str, bad: Path, folder: Path) -> Answer:
-    """What a command says, run in this process."""
+def run_with_file(kind: str, command: str, bad: Path, folder: Path) -> Outcome:
+    """Run a command in this process, with BAD replaced by a path."""
     (folder / "story.txt").write_text("Once upon a time. " * 9, encoding="utf-8")
     (folder / "lines.jsonl").write_text('"One day"\n' * 40, encoding="utf-8")
     names = {
@@ -174,26 +175,28 @@ def answered(kind: str, command: str, bad: Path, folder: Path) -> Answer:
     if (folder / "dst").exists():
         shutil.rmtree(folder / "dst")
         err.write("left DST\n")
-    shown = [line.replace(f"{folder}{os.sep}", "") for line in err.getvalue().splitlines()]
-    return Answer(kind, command, status, [line for line in shown if line])
+    lines = [line.replace(f"{folder}{os.sep}", "") for line in err.getvalue().splitlines()]
+    return Outcome(kind, command, status, [line for line in lines if line])
 
 
 def bad_files(
-    reads_only: Annotated[bool, typer.Option("--reads-only", help="Only what is read.")] = False,
+    reads_only: Annotated[
+        bool, typer.Option("--reads-only", help="Invalid input files only.")
+    ] = False,
 ) -> None:
-    """Give every command wrong files and list the one line that each answers with."""
-    wrong = count = 0
+    """Run every command with invalid files and print its message."""
+    failures = count = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kinds = [read_badly(folder)]
-        kinds += [] if reads_only else [write_badly(folder), write_to_full_disk(folder)]
-        for answers in kinds:
-            for answer in answers:
-                write(answer.row() + "\n")
+        kinds = [try_reads(folder)]
+        kinds += [] if reads_only else [try_writes(folder), try_full_disk(folder)]
+        for outcomes in kinds:
+            for outcome in outcomes:
+                write(outcome.row() + "\n")
                 count += 1
-                wrong += not answer.well
-    log(f"{count} tried, {wrong} answered otherwise than with one line")
-    if wrong:
+                failures += not outcome.passes
+    log(f"{count} commands, {failures} failures")
+    if failures:
         raise typer.Exit(1)
 
 

@@ -1,9 +1,8 @@
-"""Runs notebooks from top to bottom and writes them with their outputs.
+"""Execution of the notebooks: run from top to bottom and written with their outputs.
 
-A notebook's source is its .py file (jupytext's percent format); the .ipynb beside it is what comes
-out of running it. One decision: whatever would differ from run to run (times, random cell ids, the
-interpreter's version, what libraries say on stderr) is not written, so that running again changes
-nothing unless the results have changed.
+A notebook's source is its .py file (jupytext's percent format); running it writes an .ipynb file
+next to it. One decision: data that differs between runs (times, random cell ids, the interpreter's
+version, stderr) is not written, so that running again changes a file only if the results change.
 
     python scripts/tools/execute_notebooks.py
     python scripts/tools/execute_notebooks.py notebooks/the_cache.py --output-dir /tmp
@@ -23,8 +22,8 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-CELL_SECONDS = 1200  # for what hangs: a busy machine may take its time
-# Stored numbers are the CPU's, and plots go into the notebook, whatever the surroundings say.
+CELL_SECONDS = 1200  # ends a cell that hangs; a busy machine is slow
+# Results are from the CPU and plots go into the notebook, whatever the caller's environment.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "MPLBACKEND": "module://matplotlib_inline.backend_inline",
@@ -32,12 +31,13 @@ ENVIRONMENT = {
 
 
 def execute(source: Path) -> Any:
-    """The notebook in a .py file with the outputs of a fresh kernel, which is this interpreter.
+    """Run a .py notebook in a new kernel of this interpreter; return it with its outputs.
 
-    Raises nbclient's CellExecutionError, with the cell and its traceback, where a cell fails.
+    Raises:
+        CellExecutionError: if a cell fails; has the cell and its traceback.
     """
     notebook = jupytext.read(source)
-    # Without folders to search, the one kernel there is starts sys.executable.
+    # Without kernel directories, the only kernel is the default one, which runs sys.executable.
     manager = AsyncKernelManager(
         kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), transport_encryption="auto"
     )
@@ -49,11 +49,11 @@ def execute(source: Path) -> Any:
         record_timing=False,
         coalesce_streams=True,
     ).execute(cleanup_kc=True, env={**os.environ, **ENVIRONMENT})
-    return stable(notebook)
+    return remove_volatile(notebook)
 
 
-def stable(notebook: Any) -> Any:
-    """The notebook without what differs from run to run."""
+def remove_volatile(notebook: Any) -> Any:
+    """Remove data that differs between runs; return the notebook."""
     notebook.metadata = {
         "jupytext": notebook.metadata["jupytext"],
         "kernelspec": notebook.metadata["kernelspec"],
@@ -68,13 +68,15 @@ def stable(notebook: Any) -> Any:
 
 
 def main() -> None:
-    """Runs the notebooks named, or all of them."""
+    """Run the given notebooks, or all of them."""
     parser = argparse.ArgumentParser(
         description="Run notebooks from their .py files and write the .ipynb files.",
         epilog="example: python scripts/tools/execute_notebooks.py notebooks/the_cache.py",
     )
     parser.add_argument("sources", nargs="*", type=Path, help="notebooks as .py (default: all)")
-    parser.add_argument("--output-dir", type=Path, help="default: beside each .py file")
+    parser.add_argument(
+        "--output-dir", type=Path, help="output directory (default: that of the .py file)"
+    )
     options = parser.parse_args()
     if missing := [str(source) for source in options.sources if not source.is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")

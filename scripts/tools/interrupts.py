@@ -1,12 +1,13 @@
-"""Ctrl-C at random moments of commands: what they say, how soon they end, what they leave.
+"""Ctrl-C at random moments of commands: their messages, exit times and leftover files.
 
     python scripts/tools/interrupts.py --moments 20
 
-Each command runs once to its end; then it is interrupted at moments drawn evenly from that time,
-counted from when the process has taken itself in hand (what is before that is Python's own start);
-a moment at which it had ended is drawn again. A row that is not one line (the notes in brackets of
-a command that was well under way aside), status 130, within a second and without a partial file is
-marked, and the script's status is 1. `chat` is interrupted twice: once ends an answer only.
+One decision: moments are uniform over the command's duration, measured by a complete run, from when
+the process has installed its signal handlers (before that, Python starts). If a command ended
+before its moment, another moment is drawn. A command passes if it prints one line (progress notes
+in parentheses do not count), exits with status 130 within a second, and leaves no partial file. The
+script marks others, and its exit status is 1. `chat` is interrupted twice, since the first
+interrupt ends only an answer.
 """
 
 import math
@@ -28,11 +29,11 @@ from jaxllm.cli import run_command
 from jaxllm.cli.console import log, write
 
 EXAMPLE = "Example: python scripts/tools/interrupts.py --moments 5 --model demo:llama"
-# Every run compiles what it runs: that is where an interrupt waits longest.
+# No compile cache: an interrupt waits longest while a program compiles.
 ENVIRONMENT = {**os.environ, "JAXLLM_COMPILE_CACHE": "0"}
 TALK = "Once upon a time\nOne day\n" * 8
 STORY = "Once upon a time there was a girl. She had a red ball. " * 200
-# The arguments of each command, DST standing for a path that is not there yet, and its stdin.
+# The arguments of each command, in which DST is a path that does not exist yet, and its stdin.
 COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate MODEL -n 600 --overflow slide", ""),
     "convert": ("convert MODEL DST --dtype bfloat16", ""),
@@ -43,35 +44,39 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command ended. seconds: from the last signal. lines: of stderr. left: file names."""
+class Outcome:
+    """How an interrupted command ended."""
 
     moment: float
     status: int
     seconds: float
+    """Time from the last signal to the end."""
     lines: list[str]
-    left: list[str]
+    """Lines of stderr."""
+    leftovers: list[str]
+    """Names of partial files."""
 
     @property
-    def well(self) -> bool:
-        said = [line for line in self.lines if not line.startswith("(")]
-        one = len(said) == 1 and "interrupted" in said[0]
-        return one and self.status == 130 and self.seconds < 1 and not self.left
+    def passes(self) -> bool:
+        messages = [line for line in self.lines if not line.startswith("(")]
+        one_line = len(messages) == 1 and "interrupted" in messages[0]
+        return one_line and self.status == 130 and self.seconds < 1 and not self.leftovers
 
     def row(self, name: str) -> str:
         last = self.lines[-1] if self.lines else ""
         return (
             f"{name:10} {self.moment:7.2f} {self.seconds:7.2f} {self.status:6} {len(self.lines):5}"
-            f"  {','.join(self.left) or '-':10} {'' if self.well else 'WRONG '}{last:.110}"
+            f"  {','.join(self.leftovers) or '-':10} {'' if self.passes else 'WRONG '}{last:.110}"
         )
 
 
-def interrupted(
-    arguments: Sequence[str], stdin: str, folder: Path, moment: float, times: int = 1
-) -> Ended:
-    """Run `jaxllm ARGUMENTS` in an empty folder and interrupt it `moment` seconds after its start.
+def interrupt_command(
+    arguments: Sequence[str], stdin: str, folder: Path, moment: float, signals: int = 1
+) -> Outcome:
+    """Run `jaxllm ARGUMENTS` in an empty folder; interrupt it `moment` seconds after its start.
 
-    times: how many signals, a little apart: a talk is ended by the second.
+    Args:
+        signals: number of signals, 0.05 s apart.
     """
     with subprocess.Popen(
         [sys.executable, "-m", "jaxllm", *arguments],
@@ -82,23 +87,23 @@ def interrupted(
         assert process.stderr is not None
         process.stdin.write(stdin.encode())
         process.stdin.close()
-        _wait_until_in_hand(process)
-        in_hand = time.perf_counter()
+        _wait_for_handlers(process)
+        ready = time.perf_counter()
         if moment < math.inf:
             time.sleep(moment)
-            for number in range(times):
+            for number in range(signals):
                 time.sleep(0.05 * (number > 0))
                 process.send_signal(signal.SIGINT)
-        sent = time.perf_counter() if moment < math.inf else in_hand
-        said = process.stderr.read().decode()
+        sent = time.perf_counter() if moment < math.inf else ready
+        errors = process.stderr.read().decode()
         status = process.wait()
     seconds = time.perf_counter() - sent
-    left = sorted(path.name for path in folder.rglob("*") if ".partial" in path.name)
-    return Ended(moment, status, seconds, said.splitlines(), left)
+    leftovers = sorted(path.name for path in folder.rglob("*") if ".partial" in path.name)
+    return Outcome(moment, status, seconds, errors.splitlines(), leftovers)
 
 
-def _wait_until_in_hand(process: "subprocess.Popen[bytes]") -> None:
-    """Until it handles SIGTERM, which Python by itself does not."""
+def _wait_for_handlers(process: "subprocess.Popen[bytes]") -> None:
+    """Wait until the process handles SIGTERM, which Python does not do by default."""
     status = Path(f"/proc/{process.pid}/status")
     if not status.exists():
         time.sleep(1.0)
@@ -111,40 +116,44 @@ def _wait_until_in_hand(process: "subprocess.Popen[bytes]") -> None:
 
 
 def interrupts(
-    moments: Annotated[int, typer.Option(min=1, help="Of each command.")] = 20,
-    model: Annotated[str, typer.Option(help="As --model of generate.")] = "demo:llama",
-    commands: Annotated[str, typer.Option(help="Which of them.")] = ",".join(COMMANDS),
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 1,
+    moments: Annotated[int, typer.Option(min=1, help="Interrupts per command.")] = 20,
+    model: Annotated[str, typer.Option(help="Model, as for jaxllm generate.")] = "demo:llama",
+    commands: Annotated[str, typer.Option(help="Commands, comma-separated.")] = ",".join(COMMANDS),
+    seed: Annotated[int, typer.Option(help="Random seed of the moments.")] = 1,
 ) -> None:
     """Interrupt commands at random moments and print a table of how they end."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore SIGINT
     draw = random.Random(seed)
     model = model if ":" in model else str(Path(model).absolute())
-    wrong = 0
-    write("command     moment   until status lines  left       said\n")
+    failures = 0
+    write("command     moment seconds status lines  leftovers  message\n")
     for name in commands.split(","):
         template, stdin = COMMANDS[name]
         arguments = [model if word == "MODEL" else word for word in template.split()]
         with tempfile.TemporaryDirectory() as folder:
-            lasts = interrupted(arguments, stdin, Path(folder), math.inf).seconds
+            duration = interrupt_command(arguments, stdin, Path(folder), math.inf).seconds
         for _ in range(moments):
-            ended = _one(arguments, stdin, lambda lasts=lasts: draw.uniform(0, lasts), name)
-            wrong += not ended.well
-            write(ended.row(name) + "\n")
-    log(f"{wrong} ended otherwise than they should")
-    if wrong:
+            outcome = _interrupt_in_time(
+                arguments, stdin, lambda duration=duration: draw.uniform(0, duration), name
+            )
+            failures += not outcome.passes
+            write(outcome.row(name) + "\n")
+    log(f"{failures} interrupts failed")
+    if failures:
         raise typer.Exit(1)
 
 
-def _one(arguments: Sequence[str], stdin: str, moment: Callable[[], float], name: str) -> Ended:
-    """The first of the moments at which the command had not ended yet."""
+def _interrupt_in_time(
+    arguments: Sequence[str], stdin: str, draw_moment: Callable[[], float], name: str
+) -> Outcome:
+    """Interrupt at a drawn moment; redraw, up to 20 times, if the command had already ended."""
     for _ in range(20):
         with tempfile.TemporaryDirectory() as folder:
-            times = 2 if name == "chat" else 1
-            ended = interrupted(arguments, stdin, Path(folder), moment(), times)
-        if ended.status != 0:
+            signals = 2 if name == "chat" else 1
+            outcome = interrupt_command(arguments, stdin, Path(folder), draw_moment(), signals)
+        if outcome.status != 0:
             break
-    return ended
+    return outcome
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Writes a random checkpoint of a published model's true shape, in Hugging Face form.
+"""Random checkpoints with a published model's shape, in Hugging Face format.
 
-For measuring speed and memory where the weights themselves do not matter. One decision: tensors are
-drawn when they are written, one at a time, each from a generator of its own name, so that memory
-stays small and the sharding does not change the numbers.
+They serve to measure speed and memory, which do not depend on the weights. One decision: a tensor
+is drawn when it is written, by a generator that is seeded with its name, so that memory use stays
+small and the number of shards does not change the values.
 
     python scripts/tools/make_checkpoint.py tinyllama tinyllama-random --dtype bfloat16 --shards 2
 """
@@ -29,10 +29,10 @@ from jaxllm.weights.safetensors import write_tensors
 from jaxllm.weights.types.arrays import DTYPES
 
 DEVIATION = 0.02
-BLOCK = 1 << 20  # numbers drawn at a time
+BLOCK = 1 << 20  # random numbers per block
 Shape = tuple[int, ...]
 
-TINYLLAMA: dict[str, Any] = {  # as TinyLlama-1.1B-Chat-v1.0 publishes it
+TINYLLAMA: dict[str, Any] = {  # config.json of TinyLlama-1.1B-Chat-v1.0
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
     "bos_token_id": 1,
@@ -55,7 +55,7 @@ TINYLLAMA: dict[str, Any] = {  # as TinyLlama-1.1B-Chat-v1.0 publishes it
     "vocab_size": 32000,
 }
 
-GPT2: dict[str, Any] = {  # as gpt2 publishes it
+GPT2: dict[str, Any] = {  # config.json of gpt2
     "activation_function": "gelu_new",
     "architectures": ["GPT2LMHeadModel"],
     "attn_pdrop": 0.1,
@@ -76,7 +76,7 @@ GPT2: dict[str, Any] = {  # as gpt2 publishes it
 
 
 def tinyllama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Every tensor of a Llama checkpoint with its shape; linears are `[out, in]`."""
+    """Yield every tensor of a Llama checkpoint with its shape; linears are `[out, in]`."""
     V, D, F = config["vocab_size"], config["hidden_size"], config["intermediate_size"]
     kv = D // config["num_attention_heads"] * config["num_key_value_heads"]
     yield "model.embed_tokens.weight", (V, D)
@@ -96,7 +96,7 @@ def tinyllama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
 
 
 def gpt2_shapes(config: dict[str, Any]) -> Iterator[tuple[str, Shape]]:
-    """Every tensor of a GPT-2 checkpoint with its shape; Conv1D matrices are `[in, out]`."""
+    """Yield every tensor of a GPT-2 checkpoint with its shape; Conv1D matrices are `[in, out]`."""
     D = config["n_embd"]
     yield "wte.weight", (config["vocab_size"], D)
     yield "wpe.weight", (config["n_positions"], D)
@@ -132,7 +132,7 @@ KINDS = {
 
 
 def random_tensor(name: str, shape: Shape, dtype: np.dtype, seed: int) -> LazyTensor:
-    """A tensor from N(0, 0.02), or N(1, 0.02) for the scale of a norm; drawn when it is read."""
+    """Return a lazy tensor from N(0, 0.02), or N(1, 0.02) for a norm scale."""
     mean = 1.0 if len(shape) == 1 and name.endswith("weight") else 0.0
 
     def read() -> np.ndarray:
@@ -146,8 +146,8 @@ def random_tensor(name: str, shape: Shape, dtype: np.dtype, seed: int) -> LazyTe
     return LazyTensor(dtype, shape, read)
 
 
-def split(tensors: dict[str, LazyTensor], shards: int) -> list[dict[str, LazyTensor]]:
-    """The tensors in order, in `shards` non-empty groups of about the same number of bytes."""
+def split_tensors(tensors: dict[str, LazyTensor], shards: int) -> list[dict[str, LazyTensor]]:
+    """Split tensors, in order, into `shards` non-empty groups of about equal bytes."""
     groups: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
     total, done, at = sum(t.nbytes for t in tensors.values()), 0, 0
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -169,7 +169,7 @@ def write_weights(directory: Path, tensors: dict[str, LazyTensor], shards: int) 
             write_tensors(path, tensors, aligned=False, metadata={"format": "pt"}, progress=advance)
             return
         weight_map = {}
-        for i, group in enumerate(split(tensors, shards), 1):
+        for i, group in enumerate(split_tensors(tensors, shards), 1):
             path = directory / f"model-{i:05}-of-{shards:05}.safetensors"
             write_tensors(path, group, aligned=False, metadata={"format": "pt"}, progress=advance)
             weight_map |= dict.fromkeys(group, path.name)
@@ -178,23 +178,27 @@ def write_weights(directory: Path, tensors: dict[str, LazyTensor], shards: int) 
 
 
 def check_free(destination: Path, force: bool) -> None:
-    """Raise FileExistsError if writing here would cost anybody something."""
+    """Raise FileExistsError if writing here would overwrite files without permission."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return
     if not force:
-        raise FileExistsError(f"{destination} is not empty; name another place, or give --force")
+        raise FileExistsError(f"{destination} is not empty; choose another DST, or pass --force")
     if not (destination / "config.json").exists():
-        raise FileExistsError(f"{destination} is no checkpoint, and --force replaces nothing else")
+        raise FileExistsError(f"{destination} is not a checkpoint; --force replaces only those")
 
 
-def files_of_tokenizer(directory: Path) -> list[Path]:
-    """The files of the tokenizer in a directory. Raises FileNotFoundError if it has none."""
+def find_tokenizer_files(directory: Path) -> list[Path]:
+    """Return the tokenizer files of a directory.
+
+    Raises:
+        FileNotFoundError: if there are none.
+    """
     if not (files := tokenizer_files(directory)):
-        raise FileNotFoundError(f"{directory} holds none of {', '.join(TOKENIZER_FILES)}")
+        raise FileNotFoundError(f"{directory} has none of {', '.join(TOKENIZER_FILES)}")
     return files
 
 
-def make(
+def make_checkpoint(
     kind: str,
     destination: Path,
     *,
@@ -206,25 +210,29 @@ def make(
     tokenizer: Path | None = None,
     force: bool = False,
 ) -> None:
-    """Write a checkpoint of `kind`; `destination` appears only when it is complete.
+    """Write a checkpoint of `kind` atomically.
 
-    fields: values that replace those of the kind's config.json. Raises ValueError for numbers that
-    make no sense and for unknown fields, FileExistsError for a destination that is not empty
-    (unless `force`), FileNotFoundError for a tokenizer directory without a tokenizer.
+    Args:
+        fields: values that replace those of the kind's config.json.
+
+    Raises:
+        ValueError: for an unknown field, or an impossible number of layers or shards.
+        FileExistsError: if `destination` is not empty, unless `force` and it is a checkpoint.
+        FileNotFoundError: if the `tokenizer` directory has no tokenizer.
     """
     model = KINDS[kind]
     if unknown := sorted(set(fields or ()) - set(model.config)):
         raise ValueError(
-            f"{kind} has no field {', '.join(unknown)} (has: {', '.join(model.config)})"
+            f"{kind} has no field {', '.join(unknown)}: expected one of {', '.join(model.config)}"
         )
     config = model.config | {"torch_dtype": dtype} | dict(fields or {})
     if layers is not None:
         config[model.layers_field] = layers
     shapes = dict(model.shapes(config))
     if config[model.layers_field] < 1 or not 1 <= shards <= len(shapes):
-        raise ValueError(f"need at least 1 layer and from 1 to {len(shapes)} shards")
+        raise ValueError(f"expected at least 1 layer, and from 1 to {len(shapes)} shards")
     check_free(destination, force)
-    files = files_of_tokenizer(tokenizer) if tokenizer else []
+    files = find_tokenizer_files(tokenizer) if tokenizer else []
     tensors = {
         n: random_tensor(n, shape, np.dtype(DTYPES[dtype]), seed) for n, shape in shapes.items()
     }
@@ -247,31 +255,31 @@ def make(
 
 
 def main() -> None:
-    """The command line."""
+    """Write the checkpoint described on the command line."""
     parser = argparse.ArgumentParser(
-        description="Write a random checkpoint of a published model's true shape.",
+        description="Write a random checkpoint with a published model's shape.",
         epilog="example: python scripts/tools/make_checkpoint.py tinyllama random --shards 2",
     )
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("destination", metavar="DST", type=Path)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
+    parser.add_argument("--layers", type=int, help="number of layers (default: as published)")
     parser.add_argument(
         "--set",
         dest="fields",
         metavar="NAME=VALUE",
         action="append",
         type=lambda text: text.split("=", 1),
-        help="another value of a field of config.json, as JSON; may be repeated",
+        help="a field of config.json and its JSON value; repeatable",
     )
-    parser.add_argument("--shards", type=int, default=1, help="split into files of one index")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="copy its tokenizer files")
-    parser.add_argument("--force", action="store_true", help="replace what is at DST")
+    parser.add_argument("--shards", type=int, default=1, help="number of safetensors files")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="source of tokenizer files")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint at DST")
     options = vars(parser.parse_args())
     try:
         options["fields"] = {name: json.loads(value) for name, value in options["fields"] or ()}
-        make(options.pop("kind"), options.pop("destination"), **options)
+        make_checkpoint(options.pop("kind"), options.pop("destination"), **options)
     except (OSError, ValueError) as error:
         sys.exit(f"make_checkpoint: {error}")
 

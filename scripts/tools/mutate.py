@@ -1,14 +1,14 @@
-"""Shows that the tests see faults: puts each of mutants/*.toml into a copy of the sources.
+"""Mutation testing: each fault of mutants/*.toml, put into a copy of the sources, must fail tests.
 
-A fault is one small change, found by its exact text; the tests that it names must fail with it and
-pass without it. One design decision: the large libraries are imported once, and every run is a fork
-of that process, so that a fault costs what its tests cost.
+A fault is one small change, located by its exact text; the tests that it names must fail with it
+and pass without it. One decision: the large libraries are imported once, and every run is a fork of
+that process, so that a fault costs only the time of its tests.
 
     python scripts/tools/mutate.py
     python scripts/tools/mutate.py --only rotary --only window
 
-Faults that were killed are kept, and what has not changed since is not run again. The table of all
-of them is mutants/README.md.
+Results of killed faults are cached, and run again only if the fault, its source or its tests
+change. mutants/README.md has the table of all results.
 """
 
 import argparse
@@ -41,7 +41,7 @@ UNEDITABLE = """\
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "skbc" not in type(f).__module__]
 """
-SECONDS = 600  # a fault that makes its tests hang for so long is seen
+SECONDS = 600  # timeout of a test; a fault that makes a test hang is killed
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
@@ -51,30 +51,33 @@ ENVIRONMENT = {
 
 
 class Fault(NamedTuple):
-    """A change of one file, `old` to `new`; `tests`, as pytest takes them, should fail with it.
-
-    wide: what is tried where they do not.
-    """
+    """A change of one file, `old` to `new`."""
 
     name: str
     file: str
     old: str
     new: str
     tests: str
+    """pytest arguments of the tests that should fail."""
     wide: str
+    """pytest arguments to try if those pass."""
 
 
 class Result(NamedTuple):
-    """outcome: killed, survived, or stale (its text is not there once, its tests are none, or fail
-    without it). by: the test that failed, or why it is stale.
+    """The outcome of a fault.
+
+    It is stale if the source does not have its text exactly once, or if its tests do not exist or
+    fail without it.
     """
 
     outcome: str
+    """killed, survived or stale."""
     by: str = ""
+    """The test that failed, or why the fault is stale."""
 
 
 def read_faults(folder: Path) -> list[Fault]:
-    """The faults of all tables in a folder."""
+    """Read the faults of all tables in a folder."""
     return [
         Fault(**row, wide=table["wide"])
         for path in sorted(folder.glob("*.toml"))
@@ -84,49 +87,53 @@ def read_faults(folder: Path) -> list[Fault]:
 
 
 def is_stale(fault: Fault, root: Path) -> bool:
-    """Whether the fault's text is not there exactly once."""
+    """Return whether the source does not have the fault's text exactly once."""
     path = root / fault.file
     return not path.is_file() or path.read_text(encoding="utf-8").count(fault.old) != 1
 
 
-def results(
-    faults: Sequence[Fault], root: Path, kept: dict[str, list[str]], libraries: Sequence[str]
+def try_faults(
+    faults: Sequence[Fault], root: Path, cache: dict[str, list[str]], libraries: Sequence[str]
 ) -> Iterator[tuple[Fault, Result]]:
-    """Each fault's result, as it is found; `kept` is read, and grows."""
+    """Yield each fault's result; read known results from `cache`, and add new ones to it."""
     for name in libraries:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
-        copy, passing = _copied(root, Path(folder) / "copy"), set[str]()
+        copy, passing = _copy_sources(root, Path(folder) / "copy"), set[str]()
         for fault in faults:
             if is_stale(fault, root):
                 yield fault, Result("stale")
                 continue
-            own = fault._replace(wide="")
-            key = _digest(*own, *_texts([fault.file, *shlex.split(fault.tests)], root))
-            if key in kept:
-                yield fault, Result(*kept[key])
+            texts = _read_texts([fault.file, *shlex.split(fault.tests)], root)
+            key = _digest(*fault._replace(wide=""), *texts)
+            if key in cache:
+                yield fault, Result(*cache[key])
                 continue
             try:
-                result = _result(fault, copy, passing)
-            except RuntimeError as error:  # its tests cannot say anything
+                result = _try_fault(fault, copy, passing)
+            except RuntimeError as error:  # its tests do not run or do not pass
                 result = Result("stale", " ".join(str(error).split())[-200:])
             if result.outcome == "killed":
-                kept[key] = list(result)
+                cache[key] = list(result)
             yield fault, result
 
 
-def _result(fault: Fault, copy: Path, passing: set[str]) -> Result:
-    """Raises RuntimeError where its tests are none, or fail without any fault."""
+def _try_fault(fault: Fault, copy: Path, passing: set[str]) -> Result:
+    """Run the tests of a fault.
+
+    Raises:
+        RuntimeError: if there are no such tests, or they fail without the fault.
+    """
     source = copy / fault.file
     good = source.read_text(encoding="utf-8")
     for tests in filter(None, (fault.tests, fault.wide)):
-        if tests not in passing and (failed := _failed(tests, copy, None)):
-            raise RuntimeError(f"{tests} fails without any fault: {failed}")
+        if tests not in passing and (failed := _find_failure(tests, copy, None)):
+            raise RuntimeError(f"{tests} fails without a fault: {failed}")
         passing.add(tests)
         source.write_text(good.replace(fault.old, fault.new), encoding="utf-8")
         try:
-            library = _built(copy) if Path(fault.file).is_relative_to(KERNELS) else None
-            failed = _failed(tests, copy, library)
+            library = _build_kernels(copy) if Path(fault.file).is_relative_to(KERNELS) else None
+            failed = _find_failure(tests, copy, library)
         finally:
             source.write_text(good, encoding="utf-8")
         if failed:
@@ -134,25 +141,25 @@ def _result(fault: Fault, copy: Path, passing: set[str]) -> Result:
     return Result("survived")
 
 
-def _texts(names: Sequence[str], root: Path) -> Iterator[str]:
-    """What stands in those of them that are files."""
+def _read_texts(names: Sequence[str], root: Path) -> Iterator[str]:
+    """Read those of the names that are files."""
     for path in (root / name for name in names):
         if path.is_file():
             yield path.read_text(encoding="utf-8")
 
 
-def _copied(root: Path, copy: Path) -> Path:
+def _copy_sources(root: Path, copy: Path) -> Path:
     for name in COPIED:
         if (root / name).is_dir():
-            skipped = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(root / name, copy / name, symlinks=True, ignore=skipped)
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignored)
         elif (root / name).exists():
             shutil.copy(root / name, copy / name)
     return copy
 
 
-def _failed(tests: str, copy: Path, library: Path | None) -> str:
-    """The first test that fails, "" where none does; in a fork, from the copy's sources."""
+def _find_failure(tests: str, copy: Path, library: Path | None) -> str:
+    """Run tests of the copy in a fork; return the first that fails, or "" if all pass."""
     log = copy.parent / "log"
     sys.stdout.flush()
     child = os.fork()
@@ -162,29 +169,29 @@ def _failed(tests: str, copy: Path, library: Path | None) -> str:
             with log.open("wb") as out:
                 os.dup2(out.fileno(), 1)
                 os.dup2(out.fileno(), 2)
-            code = _run(tests, copy, library)
-        except BaseException:  # whatever it is, this process must not go on as its parent does
+            code = _run_pytest(tests, copy, library)
+        except BaseException:  # this process must not continue with the parent's code
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said = log.read_text(encoding="utf-8", errors="replace")
-    if code in (4, 5):  # nothing was run
-        raise RuntimeError(f"pytest {tests}: {said.strip()[-400:]}")
-    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
-    return "" if code == 0 else found[1] if found else f"{tests} (ended with {code})"
+    output = log.read_text(encoding="utf-8", errors="replace")
+    if code in (4, 5):  # usage error, or no tests
+        raise RuntimeError(f"pytest {tests}: {output.strip()[-400:]}")
+    match = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.MULTILINE)
+    return "" if code == 0 else match[1] if match else f"{tests} (ended with code {code})"
 
 
-def _run(tests: str, copy: Path, library: Path | None) -> int:
-    """pytest in the copy, in this process: nothing of jaxllm has been imported so far."""
+def _run_pytest(tests: str, copy: Path, library: Path | None) -> int:
+    """Run pytest on the copy in this process, which has not imported jaxllm yet."""
     import pytest
 
     os.chdir(copy)
-    sys.dont_write_bytecode = True  # a fault may come and go within a file's second
-    # An editable installation finds its own sources before any path, here and in processes that
-    # tests start, which run `sitecustomize` first.
+    sys.dont_write_bytecode = True  # two versions of a file may have the same modification time
+    # An editable install takes precedence over sys.path. It is removed here, and by
+    # `sitecustomize` in processes that tests start.
     exec(UNEDITABLE)
     sys.path.insert(0, str(copy))
     (copy / "sitecustomize.py").write_text(UNEDITABLE, encoding="utf-8")
@@ -192,13 +199,13 @@ def _run(tests: str, copy: Path, library: Path | None) -> int:
     if library:
         os.environ["JAXLLM_LIBRARY"] = str(library)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not full", "--tb", "no"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before
-    hung = ["--timeout", str(SECONDS), "--timeout-method", "thread"]
-    return int(pytest.main([*shlex.split(tests), *options, *hung]))
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported before
+    timeout = ["--timeout", str(SECONDS), "--timeout-method", "thread"]
+    return int(pytest.main([*shlex.split(tests), *options, *timeout]))
 
 
-def _built(copy: Path) -> Path:
-    """The kernels of the copy, those for any machine."""
+def _build_kernels(copy: Path) -> Path:
+    """Build the copy's portable kernels."""
     import jaxlib
 
     library, sources = copy.parent / "_kernels.so", copy / KERNELS
@@ -214,24 +221,24 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:20]
 
 
-def table(found: Sequence[tuple[Fault, Result]]) -> str:
-    """The results as Markdown."""
+def format_table(results: Sequence[tuple[Fault, Result]]) -> str:
+    """Format the results as Markdown."""
     count = {outcome: 0 for outcome in ("killed", "survived", "stale")}
     rows = []
-    for fault, result in found:
+    for fault, result in results:
         count[result.outcome] += 1
         by = f"`{result.by}`" if result.by else ""
         rows.append(f"| {fault.name} | `{fault.file}` | {result.outcome} | {by} |")
-    said = ", ".join(f"{n} {outcome}" for outcome, n in count.items())
+    counts = ", ".join(f"{n} {outcome}" for outcome, n in count.items())
     return "\n".join(
         [
-            "# Faults that the tests see",
+            "# Faults that the tests detect",
             "",
-            "Written by `python scripts/tools/mutate.py`, which puts each fault of the tables"
-            " beside this file into a copy of the sources and runs the tests that should notice:"
-            f" {len(rows)} faults, {said}.",
+            "Generated by `python scripts/tools/mutate.py`. It puts each fault of the tables in"
+            " this folder into a copy of the sources and runs the tests that should fail:"
+            f" {len(rows)} faults, {counts}.",
             "",
-            "| fault | in | outcome | the first test that failed |",
+            "| fault | file | outcome | first failing test |",
             "|---|---|---|---|",
             *rows,
             "",
@@ -240,42 +247,47 @@ def table(found: Sequence[tuple[Fault, Result]]) -> str:
 
 
 def main() -> int:
-    """Tries the faults that were asked for; 1 where one survived or is stale."""
+    """Try the selected faults; return 1 if one survived or is stale."""
     parser = argparse.ArgumentParser(
-        description="Put small faults into a copy of the sources and see that tests fail.",
+        description="Put small faults into a copy of the sources and check that tests fail.",
         epilog="example: python scripts/tools/mutate.py --only rotary",
     )
-    parser.add_argument("--only", action="append", help="faults whose name or file contains this")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the sources (default: these)")
     parser.add_argument(
-        "--narrow", action="store_true", help="try a fault's own tests only, not the wide ones"
+        "--only", action="append", help="part of a fault's name or file; repeatable"
     )
-    parser.add_argument("--again", action="store_true", help="forget the results that are kept")
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="source tree (default: this repository)"
+    )
+    parser.add_argument(
+        "--narrow", action="store_true", help="each fault's tests only, not the wide ones"
+    )
+    parser.add_argument("--again", action="store_true", help="no cached results")
     options = parser.parse_args()
     folder = options.root / "scripts" / "tools" / "mutants"
-    memory = options.root / "build" / "mutants.json"
-    wanted = [
+    cache_file = options.root / "build" / "mutants.json"
+    selected = [
         fault._replace(wide="") if options.narrow else fault
         for fault in read_faults(folder)
         if not options.only or any(word in fault.name + fault.file for word in options.only)
     ]
-    kept = {} if options.again or not memory.exists() else json.loads(memory.read_text())
-    memory.parent.mkdir(exist_ok=True)
-    compiled = str(memory.parent.resolve() / "compiled")
+    cache = {} if options.again or not cache_file.exists() else json.loads(cache_file.read_text())
+    cache_file.parent.mkdir(exist_ok=True)
+    compiled = str(cache_file.parent.resolve() / "compiled")
     data = str(options.root.resolve().parent / "shared" / "data")
-    found = []
+    results = []
     for name, value in {
         **ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": compiled, "JAXLLM_TEST_DATA": data,
     }.items():  # fmt: skip
         os.environ.setdefault(name, value)
     libraries = LIBRARIES if options.root == ROOT else ("pytest",)
-    for fault, result in results(wanted, options.root, kept, libraries):
-        found.append((fault, result))
-        print(f"{len(found)}/{len(wanted)} {result.outcome}: {fault.name} {result.by}", flush=True)
-        memory.write_text(json.dumps(kept), encoding="utf-8")
+    for fault, result in try_faults(selected, options.root, cache, libraries):
+        results.append((fault, result))
+        progress = f"{len(results)}/{len(selected)} {result.outcome}"
+        print(f"{progress}: {fault.name} {result.by}", flush=True)
+        cache_file.write_text(json.dumps(cache), encoding="utf-8")
     if not options.only:
-        (folder / "README.md").write_text(table(found), encoding="utf-8")
-    return int(any(result.outcome != "killed" for _, result in found))
+        (folder / "README.md").write_text(format_table(results), encoding="utf-8")
+    return int(any(result.outcome != "killed" for _, result in results))
 
 
 if __name__ == "__main__":

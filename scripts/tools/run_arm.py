@@ -1,7 +1,8 @@
-"""The kernels for aarch64, cross-built and run under an emulator: `make test-arm`.
+"""The kernels for aarch64, cross-compiled and run under an emulator: `make test-arm`.
 
-Debian's g++-aarch64-linux-gnu builds them with `arm_driver.cc`, and qemu-user runs that on seeded
-random cases whose answers are computed here in float64. The status is 1 where one is wrong.
+Debian's g++-aarch64-linux-gnu builds them with `arm_driver.cc`, and qemu-user runs the driver on
+seeded random cases. One decision: this script computes the expected results in float64, so that the
+driver only compares. The exit status is 1 if a result is wrong.
 """
 
 import argparse
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 SOURCES = ROOT / "jaxllm" / "ops" / "native" / "csrc"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-SETS = {  # as CMakeLists.txt has them
+SETS = {  # as in CMakeLists.txt
     "portable": ("portable", []),
     "neon": ("neon", []),
     "neon_dot": ("neon", ["-march=armv8.2-a+dotprod"]),
@@ -29,17 +30,21 @@ SETS = {  # as CMakeLists.txt has them
 
 
 class Missing(Exception):
-    """A program that this needs is not on this machine."""
+    """A required program is not installed."""
 
 
 def build(folder: Path) -> Path:
-    """The driver. Raises Missing by name."""
+    """Build the driver; return its path.
+
+    Raises:
+        Missing: if the compiler or the emulator is not installed.
+    """
     for program in (COMPILER, EMULATOR):
         if shutil.which(program) is None:
             raise Missing(program)
     options = [COMPILER, "-std=gnu++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}"]
 
-    def compiled(name: str) -> str:
+    def compile_set(name: str) -> str:
         layer, flags = SETS[name]
         out = str(folder / f"{name}.o")
         define = [f"-DJAXLLM_SET={name}", f'-DJAXLLM_LAYER="layers/{layer}.h"']
@@ -49,25 +54,25 @@ def build(folder: Path) -> Path:
         return out
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, SETS))
+        objects = list(pool.map(compile_set, SETS))
     driver = folder / "driver"
     source = str(ROOT / "scripts" / "tools" / "arm_driver.cc")
     subprocess.run([*options, "-static", source, *objects, "-o", str(driver)], check=True)
     return driver
 
 
-def _array(x: np.ndarray | None) -> bytes:
+def _pack_array(x: np.ndarray | None) -> bytes:
     if x is None:
         return struct.pack("q", -1)
     raw = np.ascontiguousarray(x).tobytes()
     return struct.pack("q", len(raw)) + raw
 
 
-def _begin(kernel: int, name: str) -> bytes:
+def _pack_head(kernel: int, name: str) -> bytes:
     return struct.pack("qq", kernel, len(name)) + name.encode()
 
 
-def _weight(matrix: Any) -> bytes:
+def _pack_weight(matrix: Any) -> bytes:
     w = matrix.native
     numbers = (
         w.kind,
@@ -86,11 +91,11 @@ def _weight(matrix: Any) -> bytes:
     nibbles, _, begin, column, value = matrix.packed or [None] * 5
     arrays = (matrix.data, matrix.scale, matrix.zero, nibbles, begin, column, value)
     arrays += (matrix.mask, matrix.begin)
-    return struct.pack("12q", *map(int, numbers)) + b"".join(map(_array, arrays))
+    return struct.pack("12q", *map(int, numbers)) + b"".join(map(_pack_array, arrays))
 
 
-def cases(seed: int) -> bytes:
-    """All of them, as the driver reads them."""
+def pack_cases(seed: int) -> bytes:
+    """Return all cases in the driver's format."""
     from jaxllm.ops.native import Kind
     from tests.ops.ctypes_kernels import bfloat16
     from tests.ops.samples import FORMATS, INPUTS, brute_force, cached, inputs, rounded
@@ -99,24 +104,24 @@ def cases(seed: int) -> bytes:
     for name, draw in FORMATS.items():
         for outputs, columns in ((1, 1), (7, 100), (33, 200), (10, 1300), (4, 0)):
             matrix = draw(rng, outputs, columns)
-            wide = _array(matrix.numbers) + _array(2e-7 * np.abs(matrix.numbers))
-            out.append(_begin(1, f"widen {name} {outputs} {columns}") + _weight(matrix) + wide)
+            answer = _pack_array(matrix.numbers) + _pack_array(2e-7 * np.abs(matrix.numbers))
+            head = _pack_head(1, f"widen {name} {outputs} {columns}")
+            out.append(head + _pack_weight(matrix) + answer)
             for dtype, kind, rows in (
                 (np.dtype(np.float32), "normal", 1), (bfloat16, "normal", 3),
                 (np.dtype(np.float32), "lone giants", 5), (bfloat16, "near the top", 18),
                 (np.dtype(np.float32), str(rng.choice(list(INPUTS))), 2),
             ):  # fmt: skip
                 x = inputs(rng, kind, (rows, columns), dtype)
-                for whole in (False, True)[: 1 + name.startswith("int")]:
-                    x_64 = (rounded(x) if whole else x).astype(np.float64)
+                for int8 in (False, True)[: 1 + name.startswith("int")]:
+                    x_64 = (rounded(x) if int8 else x).astype(np.float64)
                     exact, size = x_64 @ matrix.numbers.T, np.abs(x_64) @ np.abs(matrix.numbers).T
                     bound = 1e-6 * max(1.0, (columns / 2048) ** 0.5) * size + 1e-37 * (columns + 1)
                     bound[(size > 3e38)] = np.inf
-                    head = _begin(0, f"{name} {outputs} {columns} {kind} {dtype} {rows} {whole}")
-                    about = struct.pack("qqq", dtype == bfloat16, rows, whole)
-                    out.append(
-                        head + _weight(matrix) + about + b"".join(map(_array, (x, exact, bound)))
-                    )
+                    head = _pack_head(0, f"{name} {outputs} {columns} {kind} {dtype} {rows} {int8}")
+                    flags = struct.pack("qqq", dtype == bfloat16, rows, int8)
+                    arrays = b"".join(map(_pack_array, (x, exact, bound)))
+                    out.append(head + _pack_weight(matrix) + flags + arrays)
     for kind in (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8):
         for dtype in (np.dtype(np.float32), bfloat16):
             for B, T, N, K, H, S, window, cap in (
@@ -125,30 +130,36 @@ def cases(seed: int) -> bytes:
                 (1, 1, 8, 1, 64, 600, None, 0), (2, 19, 6, 2, 64, 70, 9, 2),
                 (1, 1, 4, 2, 20, 600, None, 50),
             ):  # fmt: skip
-                some = [(1, 1, 1), (1, 1, B), (B, B, 1), (B, 1, B)]
-                parts = [cached(rng, kind, r, (S + i, K, H)) for i, r in enumerate(some)]
+                part_rows = [(1, 1, 1), (1, 1, B), (B, B, 1), (B, 1, B)]
+                parts = [cached(rng, kind, r, (S + i, K, H)) for i, r in enumerate(part_rows)]
                 q = rng.normal(0, 1, (B, T, N, H)).astype(dtype)
                 at = rng.integers(-1, 60, (B, T)).astype(np.int32)
                 exact, size = brute_force(q, at, parts, 0.3, window, cap or None)
                 bound = (5e-6 if dtype == np.float32 else 2**-7) * (size + 1e-3)
-                head = _begin(2, f"attend {kind.name} {dtype} {(B, T, N, K, H, S, window, cap)}")
+                head = _pack_head(
+                    2, f"attend {kind.name} {dtype} {(B, T, N, K, H, S, window, cap)}"
+                )
                 limit = -1 if window is None else window
                 out.append(head + struct.pack("7q", dtype == bfloat16, B, T, N, K, H, limit))
-                out += map(_array, (np.array([0.3, cap], np.float32), q, at))
+                out += map(_pack_array, (np.array([0.3, cap], np.float32), q, at))
                 out.append(struct.pack("q", len(parts)))
                 for p in parts:
-                    one = [len(a) == 1 for a in (p.k, p.v, p.position)]
-                    out.append(struct.pack("5q", kind, *one, p.k.shape[1]))
-                    out += map(_array, (p.k, p.v, p.k_scale, p.v_scale, p.position))
-                out += map(_array, (exact, bound))
+                    shared = [len(a) == 1 for a in (p.k, p.v, p.position)]
+                    out.append(struct.pack("5q", kind, *shared, p.k.shape[1]))
+                    out += map(_pack_array, (p.k, p.v, p.k_scale, p.v_scale, p.position))
+                out += map(_pack_array, (exact, bound))
     return b"".join(out)
 
 
 def run(folder: Path, seed: int) -> tuple[int, str]:
-    """The driver's status and what it printed. Raises Missing by name."""
+    """Run the driver; return its exit status and its output.
+
+    Raises:
+        Missing: if the compiler or the emulator is not installed.
+    """
     driver = build(folder)
     file = folder / "cases"
-    file.write_bytes(cases(seed))
+    file.write_bytes(pack_cases(seed))
     done = subprocess.run([EMULATOR, str(driver), str(file)], capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
@@ -156,14 +167,14 @@ def run(folder: Path, seed: int) -> tuple[int, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            status, printed = run(Path(folder), asked.seed)
-        except Missing as what:
-            print(f"skipped: {what} is not there (Debian: g++-aarch64-linux-gnu, qemu-user)")
+            status, output = run(Path(folder), options.seed)
+        except Missing as missing:
+            print(f"skipped: {missing} is not installed (Debian: g++-aarch64-linux-gnu, qemu-user)")
             return 0
-    print(printed, end="")
+    print(output, end="")
     return status
 
 

@@ -1,10 +1,10 @@
-"""The kernels with every access to memory and every operation checked: a table of what was found.
+"""The kernels under AddressSanitizer and UndefinedBehaviorSanitizer: a table of findings.
 
     python scripts/tools/sanitize.py [--cases 2000] [--seed 0] [--through-xla]
 
-Builds them with AddressSanitizer and UndefinedBehaviorSanitizer, calls each on every instruction
-set of this machine with seeded random cases (`tests.ops.random_cases`), and with --through-xla runs
-the tests that call them as XLA does. The status is 1 where anything was found. Needs cmake and gcc.
+It builds the kernels with both sanitizers and calls each on every instruction set of this machine
+with seeded random cases (`tests.ops.random_cases`). --through-xla also runs the tests that call
+them through XLA. The exit status is 1 if there are findings. It requires cmake and gcc.
 """
 
 import argparse
@@ -25,7 +25,7 @@ THROUGH_XLA = ("test_ffi.py", "test_native.py", "test_native_attention.py", "tes
 
 
 class Missing(Exception):
-    """Something that this needs is not on this machine."""
+    """A required program or library is not installed."""
 
 
 class Row(NamedTuple):
@@ -36,14 +36,15 @@ class Row(NamedTuple):
 
 
 def build(folder: Path) -> dict[str, str]:
-    """The checked kernels, in `folder`; the environment in which Python takes them.
+    """Build the checked kernels in `folder`; return the environment that makes Python load them.
 
-    Raises Missing by name.
+    Raises:
+        Missing: if a program or library is not installed.
     """
     for program in ("cmake", "gcc", "g++"):
         if shutil.which(program) is None:
             raise Missing(program)
-    # libstdc++ as well: XLA throws, and the checks catch that only where both came first.
+    # libstdc++ too: XLA throws exceptions, and the sanitizers handle them only if both load first.
     preloaded = [
         subprocess.run(
             ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
@@ -53,7 +54,7 @@ def build(folder: Path) -> dict[str, str]:
     if not all(Path(library).is_absolute() for library in preloaded):
         raise Missing("gcc's libasan.so")
     options = [f"-DCMAKE_CXX_FLAGS={CHECKS}", f"-DPython_EXECUTABLE={sys.executable}"]
-    options += ["-DJAXLLM_OPTIMIZE=-O1"]  # -O2 takes minutes a set
+    options += ["-DJAXLLM_OPTIMIZE=-O1"]  # -O2 takes minutes per set
     for command in (
         ["cmake", "-S", str(ROOT), "-B", str(folder), "-DCMAKE_CXX_COMPILER=g++", *options],
         ["cmake", "--build", str(folder), "--target", "_kernels", "--parallel", "2"],
@@ -67,26 +68,27 @@ def build(folder: Path) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if name != "JAXLLM_ISA"},
         "JAXLLM_LIBRARY": str(library),
         "LD_PRELOAD": ":".join(preloaded),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaves much behind on purpose
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python leaks much on purpose
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
 
-def _run(module: list[str], environment: dict[str, str]) -> tuple[str, list[str]]:
-    """What a program of ours printed, and what is wrong with it."""
+def run_module(module: list[str], environment: dict[str, str]) -> tuple[str, list[str]]:
+    """Run a Python module; return its stdout and its findings."""
     done = subprocess.run(
         [sys.executable, "-m", *module],
         capture_output=True, text=True, cwd=ROOT, env=environment,
     )  # fmt: skip
     findings = FINDING.findall(done.stdout + done.stderr)
     if done.returncode and not findings:
-        findings = [f"it ended with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"]
+        output = (done.stdout + done.stderr)[-3000:]
+        findings = [f"ended with code {done.returncode}: {output}"]
     return done.stdout, findings
 
 
-def instruction_sets(environment: dict[str, str]) -> list[str]:
-    """Those that this machine has, as the checked kernels see it."""
-    code = "from jaxllm.ops import native; print(*native.available())"
+def list_instruction_sets(environment: dict[str, str]) -> list[str]:
+    """Return this machine's instruction sets, as the checked kernels detect them."""
+    code = "from jaxllm.ops import native; print(*native.available_isas())"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
     )
@@ -96,34 +98,34 @@ def instruction_sets(environment: dict[str, str]) -> list[str]:
 
 
 def check(environment: dict[str, str], cases: int, seed: int, through_xla: bool) -> list[Row]:
-    """A row for each kernel and instruction set, and one for the tests."""
+    """Return a row for each kernel and instruction set, and one for the tests."""
     rows = []
-    for isa in instruction_sets(environment):
+    for isa in list_instruction_sets(environment):
         for kernel in KERNELS:
-            asked = [kernel, isa, "--cases", str(cases), "--seed", str(seed)]
-            _, findings = _run(["tests.ops.random_cases", *asked], environment)
+            arguments = [kernel, isa, "--cases", str(cases), "--seed", str(seed)]
+            _, findings = run_module(["tests.ops.random_cases", *arguments], environment)
             rows.append(Row(kernel, isa, cases, findings))
     if through_xla:
         tests = [f"tests/ops/{name}" for name in THROUGH_XLA]
         options = ["-q", "-p", "no:cacheprovider", "--timeout", "3000"]
-        printed, findings = _run(["pytest", *options, *tests], environment)
-        passed = re.search(r"(\d+) passed", printed)
-        rows.append(Row("as XLA calls them", "each", int(passed[1]) if passed else 0, findings))
+        output, findings = run_module(["pytest", *options, *tests], environment)
+        passed = re.search(r"(\d+) passed", output)
+        rows.append(Row("through XLA", "all", int(passed[1]) if passed else 0, findings))
     return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=2000, help="of each kernel and set")
+    parser.add_argument("--cases", type=int, default=2000, help="cases per kernel and set")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--through-xla", action="store_true", help="the tests too: minutes")
-    asked = parser.parse_args()
+    parser.add_argument("--through-xla", action="store_true", help="also run the tests (minutes)")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:
             environment = build(Path(folder))
-        except Missing as what:
-            sys.exit(f"{what} is not there, which checking the kernels takes")
-        rows = check(environment, asked.cases, asked.seed, asked.through_xla)
+        except Missing as missing:
+            sys.exit(f"{missing} is required, but not installed")
+        rows = check(environment, options.cases, options.seed, options.through_xla)
     print(f"{'kernel':<20}{'set':<14}{'cases':>8}{'findings':>10}")
     for row in rows:
         print(f"{row.kernel:<20}{row.isa:<14}{row.cases:>8}{len(row.findings):>10}")

@@ -1,14 +1,14 @@
-"""Long runs: many requests through `LM.serve`, many generations in one process.
+"""Soak test: many requests through `LM.serve` and many generations in one process.
 
-Requests arrive at random, some are cancelled while they run, some are nonsense. Every answer must
-be what `LM.generate` gives the prompt alone. After the first fifth live arrays may not grow, after
-the first half no program may be compiled any more (until then a combination of samplers may come
-for the first time); memory is shown, and bounded by --most-growth. Whatever is random comes from
---seed, arrivals too: a run can be had again.
+Requests arrive at random times; some are cancelled while they run, some are invalid. Every answer
+must equal that of `LM.generate` for the prompt alone. Live arrays must not grow after the first
+fifth. No program may compile after the first half (earlier, combinations of samplers may be new).
+Memory is printed, and its growth is limited by --most-growth. One decision: --seed determines
+everything random, including the arrivals, so that a run is reproducible.
 
     python scripts/tools/soak.py --requests 1000 --generations 10000
 
-Exit status 1 where something differs or grows.
+The exit status is 1 if an answer differs or something grows.
 """
 
 import argparse
@@ -26,14 +26,14 @@ import jaxllm
 from jaxllm.errors import JaxllmError
 from jaxllm.runtime.progress import steps_bar
 
-LONGEST, NEW = 24, 16  # tokens of a prompt, and new ones
+MAX_PROMPT, MAX_NEW = 24, 16  # tokens
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.9},
     {"temperature": 1.1, "top_k": 20},
     {"stopping_criteria": lambda text, ids: len(ids) >= 6},
 )
-NONSENSE: tuple[dict[str, Any], ...] = (
+INVALID: tuple[dict[str, Any], ...] = (
     {"prompt": [10**9]},
     {"prompt": None},
     {"prompt": [5], "temperature": "hot"},
@@ -44,170 +44,186 @@ NONSENSE: tuple[dict[str, Any], ...] = (
 
 
 class Mark(NamedTuple):
-    """What the process holds at some point: programs compiled so far, arrays, bytes of memory."""
+    """State of the process after some steps: compiled programs, live arrays, bytes of memory."""
 
-    done: int
+    steps: int
     programs: int
     arrays: int
     nbytes: int
 
 
-class Watch:
-    """Takes marks of a phase of `total` steps, one each tenth, the first after a fifth."""
+class Monitor:
+    """A recorder of marks in a phase of `total` steps: one per tenth, the first after a fifth."""
 
     def __init__(self, total: int) -> None:
         self.marks: list[Mark] = []
         self._at = {total * tenth // 10 for tenth in range(2, 11)}
-        self._done = self._programs = 0
+        self._steps = self._programs = 0
         jax.monitoring.register_event_duration_secs_listener(self._count)
 
     def step(self) -> None:
-        """One more step is done."""
-        self._done += 1
-        if self._done in self._at:
+        """Count a step, and record a mark if one is due."""
+        self._steps += 1
+        if self._steps in self._at:
             gc.collect()
-            mark = Mark(self._done, self._programs, len(jax.live_arrays()), resident())
+            mark = Mark(self._steps, self._programs, len(jax.live_arrays()), resident_bytes())
             self.marks.append(mark)
 
-    def complaints(self, most_growth: int) -> list[str]:
-        """What grew, since when."""
+    def describe_growth(self, most_growth: int) -> list[str]:
+        """Return a message for each quantity that grew too much."""
         first, last = self.marks[0], self.marks[-1]
-        half = next(mark for mark in self.marks if 2 * mark.done >= last.done)
-        grown = {
+        half = next(mark for mark in self.marks if 2 * mark.steps >= last.steps)
+        growth = {
             "compiled programs than after the first half": (last.programs - half.programs, 0),
             "live arrays than after the first fifth": (last.arrays - first.arrays, 0),
             "bytes than after the first fifth": (last.nbytes - first.nbytes, most_growth),
         }
-        return [f"{n:,} more {what}" for what, (n, most) in grown.items() if n > most]
+        return [f"{n:,} more {label}" for label, (n, limit) in growth.items() if n > limit]
 
     def _count(self, event: str, seconds: float, **_: Any) -> None:
         self._programs += event == "/jax/core/compile/backend_compile_duration"
 
 
-def resident() -> int:
-    """Bytes of memory that the process has now; its peak where the system does not say."""
+def resident_bytes() -> int:
+    """Return the process's resident memory in bytes, or its peak without /proc."""
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def requests(lm: jaxllm.LM, count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Requests: one in ten is nonsense, one in ten is cancelled."""
-    made: list[dict[str, Any]] = []
+def draw_requests(lm: jaxllm.LM, count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Draw requests, of which one in ten is invalid and one in ten is cancelled."""
+    requests: list[dict[str, Any]] = []
     for _ in range(count):
         kind = rng.integers(10)
-        request = asked(lm, rng) if kind else NONSENSE[rng.integers(len(NONSENSE))]
-        gone = {"is_cancelled": after(int(rng.integers(0, 12)))} if kind == 1 else {}
-        made.append({**request, **gone})
-    return made
+        request = draw_request(lm, rng) if kind else INVALID[rng.integers(len(INVALID))]
+        cancel = {"is_cancelled": cancel_after(int(rng.integers(0, 12)))} if kind == 1 else {}
+        requests.append({**request, **cancel})
+    return requests
 
 
-def asked(lm: jaxllm.LM, rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt and options."""
-    prompt = rng.integers(3, lm.config.vocab_size, rng.integers(1, LONGEST + 1)).tolist()
+def draw_request(lm: jaxllm.LM, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw a prompt and options."""
+    prompt = rng.integers(3, lm.config.vocab_size, rng.integers(1, MAX_PROMPT + 1)).tolist()
     options = OPTIONS[rng.integers(len(OPTIONS))]
-    new, seed = int(rng.integers(1, NEW + 1)), int(rng.integers(1 << 32))
+    new, seed = int(rng.integers(1, MAX_NEW + 1)), int(rng.integers(1 << 32))
     return {"prompt": prompt, "max_new_tokens": new, "seed": seed, **options}
 
 
-def after(times: int) -> Any:
-    """A `is_cancelled` that says yes from the so-manieth time on that it is asked."""
-    left = iter(range(times))
-    return lambda: next(left, None) is None
+def cancel_after(calls: int) -> Any:
+    """Return an `is_cancelled` that returns True after `calls` calls."""
+    remaining = iter(range(calls))
+    return lambda: next(remaining, None) is None
 
 
 def serve(
-    lm: jaxllm.LM, count: int, seed: int, watch: Watch, show: bool | None = None
+    lm: jaxllm.LM, count: int, seed: int, monitor: Monitor, show: bool | None = None
 ) -> dict[str, int]:
-    """Serve `count` requests that arrive at random; how each ended. Raises where one is wrong."""
-    rng = np.random.default_rng(seed)
-    waiting = requests(lm, count, rng)
+    """Serve `count` requests that arrive at random; return the number of each finish reason.
 
-    def arriving() -> Iterator[dict[str, Any] | None]:
-        for request in waiting:
+    Raises:
+        SystemExit: if an answer is missing, or not as for the prompt alone.
+    """
+    rng = np.random.default_rng(seed)
+    requests = draw_requests(lm, count, rng)
+
+    def yield_arrivals() -> Iterator[dict[str, Any] | None]:
+        for request in requests:
             while rng.random() < 0.4:
                 yield None
             yield request
 
-    ends: dict[str, int] = {}
+    reasons: dict[str, int] = {}
     with steps_bar("requests", count, show) as advance:
-        for number, answer in lm.serve(arriving(), rows=4, capacity=LONGEST + NEW):
-            end = check(lm, waiting[number], answer)
-            ends[end] = ends.get(end, 0) + 1
-            watch.step()
+        for number, answer in lm.serve(yield_arrivals(), rows=4, capacity=MAX_PROMPT + MAX_NEW):
+            reason = check_answer(lm, requests[number], answer)
+            reasons[reason] = reasons.get(reason, 0) + 1
+            monitor.step()
             advance()
-    if sum(ends.values()) != count:
-        raise SystemExit(f"{count} requests, {sum(ends.values())} answers")
-    return ends
+    if sum(reasons.values()) != count:
+        raise SystemExit(f"{count} requests, {sum(reasons.values())} answers")
+    return reasons
 
 
-def check(lm: jaxllm.LM, request: dict[str, Any], answer: Any) -> str:
-    """How a request ended. Raises SystemExit for an answer that it does not get alone."""
-    if isinstance(answer, JaxllmError) != (request in NONSENSE):
+def check_answer(lm: jaxllm.LM, request: dict[str, Any], answer: Any) -> str:
+    """Return the finish reason of an answer.
+
+    Raises:
+        SystemExit: if the answer differs from that for the prompt alone.
+    """
+    if isinstance(answer, JaxllmError) != (request in INVALID):
         raise SystemExit(f"request {request} got {answer}")
     if isinstance(answer, JaxllmError):
         return "refused"
     options = {k: v for k, v in request.items() if k not in ("prompt", "is_cancelled")}
-    alone = lm.generate(request["prompt"], **options).tokens
+    expected = lm.generate(request["prompt"], **options).tokens
     if answer.finish_reason == "cancelled":
-        alone = alone[: len(answer.tokens)]
-    if answer.tokens != alone:
-        raise SystemExit(f"request {request} got {answer.tokens}, alone {alone}")
+        expected = expected[: len(answer.tokens)]
+    if answer.tokens != expected:
+        raise SystemExit(f"request {request} got {answer.tokens}, expected {expected}")
     return str(answer.finish_reason)
 
 
-def generate(lm: jaxllm.LM, count: int, seed: int, watch: Watch, show: bool | None = None) -> None:
-    """Generate `count` times, over and over the same hundredth; the same must come out."""
+def generate(
+    lm: jaxllm.LM, count: int, seed: int, monitor: Monitor, show: bool | None = None
+) -> None:
+    """Generate `count` times, repeating `count / 100` requests (at least 4).
+
+    Raises:
+        SystemExit: if a request's tokens change.
+    """
     rng = np.random.default_rng(seed)
-    cases = [asked(lm, rng) for _ in range(max(4, count // 100))]
-    found: dict[int, list[int]] = {}
+    cases = [draw_request(lm, rng) for _ in range(max(4, count // 100))]
+    first_tokens: dict[int, list[int]] = {}
     with steps_bar("generations", count, show) as advance:
         for step in range(count):
             case = step % len(cases)
             tokens = lm.generate(**cases[case]).tokens
-            if tokens != found.setdefault(case, tokens):
-                raise SystemExit(f"generation {step}: {tokens}, before {found[case]}")
-            watch.step()
+            if tokens != first_tokens.setdefault(case, tokens):
+                raise SystemExit(f"generation {step}: {tokens}, expected {first_tokens[case]}")
+            monitor.step()
             advance()
 
 
-def report(name: str, watch: Watch, most_growth: int) -> bool:
-    """Print a phase's marks, and what grew."""
+def report(name: str, monitor: Monitor, most_growth: int) -> bool:
+    """Print a phase's marks and its growth; return whether nothing grew."""
     print(f"{name:>12} {'programs':>9} {'arrays':>7} {'memory':>10}")
-    for mark in watch.marks:
-        row = f"{mark.done:>12,} {mark.programs:>9,} {mark.arrays:>7,}"
+    for mark in monitor.marks:
+        row = f"{mark.steps:>12,} {mark.programs:>9,} {mark.arrays:>7,}"
         print(f"{row} {mark.nbytes / 1e6:>7,.1f} MB")
-    for complaint in (complaints := watch.complaints(most_growth)):
-        print(f"{name}: {complaint}")
-    return not complaints
+    for message in (messages := monitor.describe_growth(most_growth)):
+        print(f"{name}: {message}")
+    return not messages
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo:llama", help="as for jaxllm generate")
-    parser.add_argument("--requests", type=int, default=1000, help="through LM.serve")
-    parser.add_argument("--generations", type=int, default=10_000, help="by LM.generate")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random")
+    parser.add_argument("--model", default="demo:llama", help="model, as for jaxllm generate")
+    parser.add_argument("--requests", type=int, default=1000, help="requests through LM.serve")
+    parser.add_argument("--generations", type=int, default=10_000, help="calls of LM.generate")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     parser.add_argument(
-        "--most-growth", type=float, default=64, metavar="MB", help="of memory in a phase"
+        "--most-growth", type=float, default=64, metavar="MB", help="memory growth limit per phase"
     )
-    asked_for = parser.parse_args(arguments)
-    if min(asked_for.requests, asked_for.generations) < 10:
+    options = parser.parse_args(arguments)
+    if min(options.requests, options.generations) < 10:
         parser.error("--requests and --generations must be at least 10")
-    lm, flat = jaxllm.load(asked_for.model, dtype="float32"), True
-    most = int(asked_for.most_growth * 1e6)
-    watch = Watch(asked_for.requests)
-    ends = serve(lm, asked_for.requests, asked_for.seed, watch)
-    flat &= report("requests", watch, most)
-    print("ended: " + ", ".join(f"{n:,} {end}" for end, n in sorted(ends.items())))
-    watch = Watch(asked_for.generations)
-    generate(lm, asked_for.generations, asked_for.seed, watch)
-    flat &= report("generations", watch, most)
-    print("every answer is what the prompt gets alone")
-    return 0 if flat else 1
+    lm, passed = jaxllm.load(options.model, dtype="float32"), True
+    most_growth = int(options.most_growth * 1e6)
+    monitor = Monitor(options.requests)
+    reasons = serve(lm, options.requests, options.seed, monitor)
+    passed &= report("requests", monitor, most_growth)
+    print(
+        "finish reasons: " + ", ".join(f"{n:,} {reason}" for reason, n in sorted(reasons.items()))
+    )
+    monitor = Monitor(options.generations)
+    generate(lm, options.generations, options.seed, monitor)
+    passed &= report("generations", monitor, most_growth)
+    print("every answer equals that for the prompt alone")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from scripts.tools import run_arm
 @pytest.mark.timeout(1800)
 def test_aarch64_kernels_pass_under_emulator(tmp_path: Path) -> None:
     try:
-        status, printed = run_arm.run(tmp_path, seed=1)
-    except run_arm.Missing as what:
-        pytest.skip(f"{what} is not installed")
-    assert not status, printed
+        status, output = run_arm.run(tmp_path, seed=1)
+    except run_arm.Missing as missing:
+        pytest.skip(f"{missing} is not installed")
+    assert not status, output

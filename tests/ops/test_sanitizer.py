@@ -28,7 +28,7 @@ def test_sanitizer_finds_no_invalid_kernel_access(tmp_path: Path, kernels: None)
     try:
         environment = sanitize.build(tmp_path)
     except sanitize.Missing as missing:
-        pytest.skip(f"{missing} is not available")
+        pytest.skip(f"{missing} is not installed")
     rows = sanitize.check(environment, cases=500, seed=1, through_xla=True)
     assert rows and all(row.cases for row in rows)
     assert not [row for row in rows if row.findings]

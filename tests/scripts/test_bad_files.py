@@ -1,10 +1,10 @@
-"""Invalid files given to commands: a short run of scripts/tools/bad_files.py."""
+"""Invalid files on the commands: the short form of scripts/tools/bad_files.py."""
 
 from pathlib import Path
 
 import pytest
 
-from scripts.tools.bad_files import READS, answered
+from scripts.tools.bad_files import READS, run_with_file
 
 QUICK = [c for c in READS if " demo:" not in c and "-n 2" not in c]  # these load no model
 
@@ -18,5 +18,5 @@ def test_commands_refuse_bad_files_in_one_line(kind: str, tmp_path: Path) -> Non
     elif kind != "missing":
         bad.write_bytes(b"" if kind == "empty" else bytes(range(256)))
     for command in QUICK:
-        answer = answered(kind, command, bad, tmp_path)
-        assert answer.well, answer.row()
+        outcome = run_with_file(kind, command, bad, tmp_path)
+        assert outcome.passes, outcome.row()

@@ -1,4 +1,4 @@
-"""The context loop never modifies its cache, its captures replay, and culled tokens are masked."""
+"""The loop does not change the cache, its captures replay, and culled tokens get no attention."""
 
 import dataclasses
 import itertools
@@ -15,8 +15,8 @@ import jaxllm
 from jaxllm.cache import init_cache
 from jaxllm.errors import CacheMismatchError, CapacityError
 from scripts.examples import context_loop
-from scripts.examples.context_loop import Budget, Decision, Imprint, Iteration
-from tests.tiny_models import assert_close, random_model, tokens
+from scripts.examples.context_loop import Budget, Decision, Fingerprint, Iteration
+from tests.twins import assert_close, random_model, tokens
 
 STEPS = 22
 BUDGET = Budget(keep=12, sinks=1, recent=4, repair=3)
@@ -38,7 +38,7 @@ def run(
     options = {k: v for k, v in dataclasses.asdict(BUDGET).items() if k != "decay"}
     context_loop.context_loop(str(shallow("llama")), steps=STEPS, out=tmp_path / "out", **options)
     printed = capsys.readouterr()
-    assert f"alone in {STEPS} of {STEPS} iterations" in printed.err
+    assert f"addresses in {STEPS} of {STEPS} iterations" in printed.err
     assert printed.out.strip()
     return sorted((tmp_path / "out").glob("step_*.safetensors"))
 
@@ -62,7 +62,7 @@ def test_captures_replay(run: list[Path], shallow: Any) -> None:
         culled.update(capture["3.culled"].tolist())
         if number % 10:
             continue
-        cache = context_loop.restored(path, "0.cache", empty)
+        cache = context_loop.restore_tree(path, "0.cache", empty)
         token_BT = capture["1.token_B"][:, None]
         out = jaxllm.forward(lm.model, lm.params, cache, token_BT, attention_mass=True)
         np.testing.assert_array_equal(out.logits[:, 0], capture["1.logits_BV"])
@@ -93,7 +93,7 @@ def test_repaired_text_equals_run_without_culled_tokens() -> None:
 def test_changed_cache_is_detected() -> None:
     """check_unchanged raises if one bit of any cache array changes."""
     cache = context_loop.build(*random_model("llama"), [3, 1, 4, 1, 5], 60, ROOMY)[0]
-    before = Imprint.of(cache)
+    before = Fingerprint.compute(cache)
     context_loop.check_unchanged(before, cache, 0)
     leaves, form = jax.tree.flatten(cache)
     for index, leaf in enumerate(leaves):

@@ -34,7 +34,9 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 def make(kind: str, destination: Path, **options: Any) -> dict[str, np.ndarray]:
     """Make a float32 checkpoint, seed 0, and read all its tensors."""
-    make_checkpoint.make(kind, destination, **({"dtype": "float32", "seed": 0} | options))
+    make_checkpoint.make_checkpoint(
+        kind, destination, **({"dtype": "float32", "seed": 0} | options)
+    )
     files = sorted(destination.glob("*.safetensors"))
     return {name: array for file in files for name, array in load_file(file).items()}
 
@@ -92,7 +94,7 @@ def test_existing_checkpoint_is_replaced_only_with_force(small: str, tmp_path: P
 def test_force_replaces_only_checkpoints(small: str, tmp_path: Path) -> None:
     """force refuses a directory that is no checkpoint and leaves its files."""
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="no checkpoint"):
+    with pytest.raises(FileExistsError, match="not a checkpoint"):
         make(small, tmp_path, force=True)
     assert (tmp_path / "thesis.txt").exists()
 

@@ -1,4 +1,4 @@
-"""The fault tables match the sources, and the mutation script detects faults."""
+"""The fault tables match the sources, and a fault is detected."""
 
 import shlex
 import subprocess
@@ -12,19 +12,19 @@ FAULTS = mutate.read_faults(ROOT / "scripts" / "tools" / "mutants")
 TABLE = """
 wide = "tests"
 [[fault]]
-name = "takes away"
+name = "sum subtracts"
 file = "jaxllm/sums.py"
 old = "a + b"
 new = "a - b"
 tests = "tests/test_sums.py -k sum"
 [[fault]]
-name = "is not looked at"
+name = "product divides"
 file = "jaxllm/sums.py"
 old = "a * b"
 new = "a / b"
 tests = "tests/test_sums.py"
 [[fault]]
-name = "was there once"
+name = "text is missing"
 file = "jaxllm/sums.py"
 old = "a % b"
 new = "a"
@@ -63,11 +63,11 @@ def test_mutate_reports_killed_survived_and_stale_faults(tmp_path: Path) -> None
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stderr, done.stderr
     assert done.stdout.splitlines() == [
-        "1/3 killed: takes away tests/test_sums.py::test_sum",
-        "2/3 survived: is not looked at ",
-        "3/3 stale: was there once ",
+        "1/3 killed: sum subtracts tests/test_sums.py::test_sum",
+        "2/3 survived: product divides ",
+        "3/3 stale: text is missing ",
     ]
     assert (tmp_path / "jaxllm/sums.py").read_bytes() == before
     table = (tmp_path / "scripts/tools/mutants/README.md").read_text()
     assert "3 faults, 1 killed, 1 survived, 1 stale" in table
-    assert "| takes away | `jaxllm/sums.py` | killed | `tests/test_sums.py::test_sum` |" in table
+    assert "| sum subtracts | `jaxllm/sums.py` | killed | `tests/test_sums.py::test_sum` |" in table

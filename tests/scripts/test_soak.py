@@ -1,4 +1,4 @@
-"""A short soak test; `make soak` runs the long one."""
+"""A short soak test: `make soak` is the long one."""
 
 from pathlib import Path
 
@@ -12,18 +12,15 @@ from tests.tiny_models import save_random
 def test_serving_and_generation_do_not_leak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a short soak, serving and generation create no more arrays, and generation no more
-    programs.
-    """
-    monkeypatch.setattr(soak, "LONGEST", 8)  # a single length bucket, to compile less
-    monkeypatch.setattr(soak, "NEW", 8)
+    monkeypatch.setattr(soak, "MAX_PROMPT", 8)  # one bucket of lengths: less to compile
+    monkeypatch.setattr(soak, "MAX_NEW", 8)
     save_random(tmp_path, "llama", num_hidden_layers=1, eos_token_id=None)
     lm = jaxllm.load(tmp_path)
-    watch = soak.Watch(30)
-    ends = soak.serve(lm, 30, 0, watch)
-    assert {"refused", "cancelled", "length", "stop"} <= set(ends)
-    assert watch.marks[-1].arrays <= watch.marks[-2].arrays
-    watch = soak.Watch(30)
-    soak.generate(lm, 30, 0, watch)
-    assert watch.marks[-1].programs == watch.marks[0].programs
-    assert watch.marks[-1].arrays == watch.marks[0].arrays
+    monitor = soak.Monitor(30)
+    reasons = soak.serve(lm, 30, 0, monitor)
+    assert {"refused", "cancelled", "length", "stop"} <= set(reasons)
+    assert monitor.marks[-1].arrays <= monitor.marks[-2].arrays
+    monitor = soak.Monitor(30)
+    soak.generate(lm, 30, 0, monitor)
+    assert monitor.marks[-1].programs == monitor.marks[0].programs
+    assert monitor.marks[-1].arrays == monitor.marks[0].arrays

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 import jaxllm
 from jaxllm.train.data.rows import IGNORED
 from scripts.demo_models import demo_data, train_demo
-from scripts.demo_models.demo_data import Phase, Told
-from scripts.demo_models.story_grammar import glimpse, stories
-from tests.tiny_models import BOTH
+from scripts.demo_models.demo_data import Phase, StoryData
+from scripts.demo_models.story_grammar import draw_glimpse, draw_stories
+from tests.twins import BOTH
 
 WIDTH = 48
-SHORT = Phase(steps=2, rows=2, width=WIDTH, tells=glimpse)
+SHORT = Phase(steps=2, rows=2, width=WIDTH, draw_text=draw_glimpse)
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 600, "num_hidden_layers": 1, "max_position_embeddings": 128}
     for arch, config in train_demo.CONFIGS.items():
         monkeypatch.setitem(train_demo.CONFIGS, arch, dataclasses.replace(config, **sizes))
-    lesson = train_demo.Lesson((SHORT,), cast=3.0, warm=1, floor=1.0)
-    monkeypatch.setattr(train_demo, "lessons", lambda steps: (lesson,))
+    run = train_demo.TrainRun((SHORT,), cast_weight=3.0, warmup=1, floor=1.0)
+    monkeypatch.setattr(train_demo, "make_runs", lambda steps: (run,))
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return demo_data.train_tokenizer(stories(20, 0), 600)
+    return demo_data.train_tokenizer(draw_stories(20, 0), 600)
 
 
 @pytest.mark.parametrize("arch", BOTH)
@@ -63,9 +63,11 @@ def test_trained_directory_loads_in_transformers(arch: str, tiny: None, tmp_path
 def test_weighted_loss_equals_torch_cross_entropy(tiny: None, tokenizer: Tokenizer) -> None:
     model = jaxllm.build(train_demo.CONFIGS["gpt2"])
     params = train_demo.init_params(model, jax.random.key(0))
-    rows = Told(tokenizer, (dataclasses.replace(SHORT, rows=4),), 0).batch(0)
+    rows = StoryData(tokenizer, (dataclasses.replace(SHORT, rows=4),), 0).batch(0)
     weight_V = np.random.default_rng(0).uniform(0.5, 3.0, 600).astype(np.float32)
-    measured = train_demo.Weighted()(model, params, jnp.asarray(weight_V), rows, jax.random.key(0))
+    measured = train_demo.WeightedLoss()(
+        model, params, jnp.asarray(weight_V), rows, jax.random.key(0)
+    )
     logits = train_demo.forward(model, params, rows).logits
     loss = torch.nn.functional.cross_entropy(
         torch.tensor(np.asarray(logits)).flatten(0, 1),
@@ -78,7 +80,7 @@ def test_weighted_loss_equals_torch_cross_entropy(tiny: None, tokenizer: Tokeniz
 
 def test_labels_are_next_tokens_and_ignore_padding(tokenizer: Tokenizer) -> None:
     phase = dataclasses.replace(SHORT, rows=40, width=128)
-    rows = Told(tokenizer, (phase,), 0).batch(0)
+    rows = StoryData(tokenizer, (phase,), 0).batch(0)
     assert (rows.token_BT[:, 0] == demo_data.BOS_ID).all()
     padding = rows.token_BT == demo_data.PAD_ID
     assert padding.any()

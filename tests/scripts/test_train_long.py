@@ -14,23 +14,23 @@ from jaxllm.train.data.rows import IGNORED
 from jaxllm.weights.paths import flatten
 from scripts.demo_models import train_long
 from scripts.demo_models.demo_data import train_tokenizer
-from scripts.demo_models.long_data import Lasting, Stretch, corpus
+from scripts.demo_models.long_data import LongTextData, Phase, draw_tokenizer_texts
 
-SHORT = (Stretch(2, 3, 96),)
+SHORT = (Phase(2, 3, 96),)
 FACT = re.escape(MEETING).replace(r"\{kind\}", r"(\w+)").replace(r"\{name\}", r"(\w+)")
 QUESTION = re.escape(MEETING_QUESTION.strip()).replace(r"\{kind\}", r"(\w+)")
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_tokenizer(corpus(0), train_long.VOCAB_SIZE)
+    return train_tokenizer(draw_tokenizer_texts(0), train_long.VOCAB_SIZE)
 
 
 def test_labels_equal_names_in_text(tokenizer: Tokenizer) -> None:
     """Every label is the name that the text before it gives for the kind in question."""
     for width in (96, 256, 512):
-        rows = Lasting(tokenizer, (Stretch(1, 6, width),), 3).batch(0)
-        num_labels = 0
+        rows = LongTextData(tokenizer, (Phase(1, 6, width),), 3).batch(0)
+        asked = 0
         for token_T, label_T in zip(rows.token_BT, rows.label_BT, strict=True):
             for at in np.flatnonzero(label_T != IGNORED):
                 text = tokenizer.decode(token_T[: at + 1].tolist())
@@ -47,8 +47,7 @@ def test_labels_equal_names_in_text(tokenizer: Tokenizer) -> None:
 def test_train_long_saves_loadable_models_and_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command trains, saves and measures all four kinds, and writes the plot and the report."""
-    monkeypatch.setattr(train_long, "STRETCHES", SHORT)
+    monkeypatch.setattr(train_long, "PHASES", SHORT)
     picture, report = tmp_path / "recall.png", tmp_path / "cells.json"
     given = ["--out", tmp_path, "--windows", 1, 2, "--tries", 2]
     outputs = ["--picture", picture, "--report", report]
@@ -58,5 +57,5 @@ def test_train_long_saves_loadable_models_and_report(
     assert picture.read_bytes().startswith(b"\x89PNG") and report.exists()
     for kind in train_long.KINDS:
         lm = jaxllm.load(tmp_path / f"long-{kind}")
-        assert lm.config == train_long.config_of(kind, lm.config.vocab_size)
+        assert lm.config == train_long.make_config(kind, lm.config.vocab_size)
         assert all(jax.numpy.isfinite(x).all() for _, x in flatten(lm.params))

@@ -1,1 +1,6 @@
-"""Shapes of stories, and the tables of words that fill them."""
+"""Story shapes, and the word tables that fill them.
+
+beats: sentences that all story shapes share.
+activities, mysteries, friendship, courage: story shapes by theme.
+tables: characters, places, things and events.
+"""

@@ -1,7 +1,7 @@
-"""The sentences that every story shape shares: how it opens, who comes along, how it closes.
+"""Beats that story shapes share: openings, encounters, closings.
 
-One decision: a shape is paragraphs of beats, a beat is the sentences that may stand there; ""
-leaves the beat out.
+One decision: a shape is a tuple of paragraphs, a paragraph a tuple of beats, and a beat the
+alternative sentences for one point of the story; "" omits the beat.
 """
 
 Beat = tuple[str, ...]

@@ -1,15 +1,15 @@
-"""The words of the story grammar: who, where, with what, and what can happen to them.
+"""Word tables of the story grammar: characters, places, things and events.
 
-One decision: a story draws one row from every table and binds its fields together, so whatever two
-sentences of a story mention is the same thing. A field may itself hold placeholders (`{he}`) and
-alternatives (`[a|b]`); story_grammar.py says what they mean.
+One decision: a story draws one row from every table and binds its fields together, so that all
+sentences of a story mention the same things. A field may hold placeholders (`{he}`) and
+alternatives (`[a|b]`); story_grammar.py describes them.
 """
 
 Row = tuple[str, ...]
 Table = tuple[Row, ...]
 
 # fmt: off
-# Pronouns are only ever used for the hero and the friend, who differ in theirs: none is ambiguous.
+# Pronouns refer only to the hero and the friend, who have different ones: none is ambiguous.
 PRONOUNS: dict[str, Row] = {
     "she": ("she", "her", "her", "herself"),
     "he": ("he", "him", "his", "himself"),

@@ -1,4 +1,4 @@
-"""Story shapes about things that are lost, heard in the night, or marked on a map."""
+"""Story shapes about mysteries: a lost thing, a noise in the night, a treasure map."""
 
 from scripts.demo_models.story.beats import CLOSING, COMES_TO_HELP, HABIT, OPENING, THANKS, Shape
 
@@ -203,4 +203,4 @@ TREASURE_MAP: Shape = (
     ),
 )
 
-FOUND: tuple[Shape, ...] = (LOST_AND_FOUND, SMALL_MYSTERY, TREASURE_MAP)
+MYSTERIES: tuple[Shape, ...] = (LOST_AND_FOUND, SMALL_MYSTERY, TREASURE_MAP)

@@ -1,4 +1,4 @@
-"""Story shapes about being together: learning, meeting, sharing, owning up."""
+"""Story shapes about friendship: learning a skill, meeting, sharing, owning up."""
 
 from scripts.demo_models.story.beats import (
     ARRIVE,
@@ -265,4 +265,4 @@ OWNING_UP: Shape = (
     ),
 )
 
-TOGETHER: tuple[Shape, ...] = (LEARNING, NEW_FRIEND, SHARING, OWNING_UP)
+FRIENDSHIP: tuple[Shape, ...] = (LEARNING, NEW_FRIEND, SHARING, OWNING_UP)

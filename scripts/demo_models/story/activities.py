@@ -1,4 +1,4 @@
-"""Story shapes about things that are made by hand, grown from a seed, or saved from the weather."""
+"""Story shapes about activities: making a gift, planting a seed, a picnic in bad weather."""
 
 from scripts.demo_models.story.beats import ARRIVE, CLOSING, FRIEND, HABIT, MEET, OPENING, Shape
 
@@ -186,4 +186,4 @@ WEATHER_SURPRISE: Shape = (
     ),
 )
 
-MADE: tuple[Shape, ...] = (HANDMADE_GIFT, PLANTING, WEATHER_SURPRISE)
+ACTIVITIES: tuple[Shape, ...] = (HANDMADE_GIFT, PLANTING, WEATHER_SURPRISE)

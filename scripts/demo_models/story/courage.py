@@ -1,4 +1,4 @@
-"""Story shapes about small courage: helping, stopping in a race, facing a fear."""
+"""Story shapes about courage: a rescue, stopping in a race, facing a fear."""
 
 from scripts.demo_models.story.beats import CLOSING, FRIEND, OPENING, Shape
 
@@ -204,4 +204,4 @@ BEING_BRAVE: Shape = (
     ),
 )
 
-BRAVE: tuple[Shape, ...] = (RESCUE, THE_RACE, BEING_BRAVE)
+COURAGE: tuple[Shape, ...] = (RESCUE, THE_RACE, BEING_BRAVE)
