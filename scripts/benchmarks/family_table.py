@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/family_table.py [NAME ...] [--new-tokens 64]
 
-One decision: it compares the models of the tests (tests/twins.py), with every tensor random. In
-float32 it compares every stage; a column has the largest difference of any layer, relative to the
+One decision: it compares the models of the tests (tests/tiny_models.py), with every tensor random.
+In float32 it compares every stage; a column has the largest difference of any layer, relative to the
 largest number of its stage. For bfloat16 and float16 it reports two RMS distances from
 transformers' float32 logits: of our logits, and of transformers' logits in that dtype.
 Example: python scripts/benchmarks/family_table.py qwen3 gemma2
@@ -57,7 +57,7 @@ def max_differences(report: Report, f: Family) -> dict[str, float]:
 
 def make_row(name: str, scratch: Path, new_tokens: int) -> str:
     """Return a family's line of the table."""
-    from tests.twins import load_twin, save_random, tokens
+    from tests.tiny_models import load_twin, save_random, tokens
 
     save_random(scratch, name)
     twin = load_twin(scratch)
@@ -119,5 +119,5 @@ def main() -> None:
 if __name__ == "__main__":
     import sys
 
-    sys.path.insert(0, str(ROOT))  # for tests/twins.py, which is not installed
+    sys.path.insert(0, str(ROOT))  # for tests/tiny_models.py, which is not installed
     main()

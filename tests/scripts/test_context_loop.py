@@ -16,7 +16,7 @@ from jaxllm.cache import init_cache
 from jaxllm.errors import CacheMismatchError, CapacityError
 from scripts.examples import context_loop
 from scripts.examples.context_loop import Budget, Decision, Fingerprint, Iteration
-from tests.twins import assert_close, random_model, tokens
+from tests.tiny_models import assert_close, random_model, tokens
 
 STEPS = 22
 BUDGET = Budget(keep=12, sinks=1, recent=4, repair=3)

@@ -10,8 +10,10 @@ from scripts.benchmarks import memory
 
 
 @pytest.mark.skipif(not memory.read_memory().resident, reason="needs /proc of Linux")
-def test_decoding_is_watched(tmp_path: Path) -> None:
-    """The loading peak is at most the process's peak; programs are cached in the directory."""
+def test_generate_reports_memory(tmp_path: Path) -> None:
+    """The report has sizes of weights, cache, loading peak and total peak in range, and fills the
+    compile cache.
+    """
     (weights, cache, loaded), peak = memory.run(
         memory.generate, "demo:llama", "int8", "int8", 20, 4, programs=str(tmp_path)
     )

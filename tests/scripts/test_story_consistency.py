@@ -15,11 +15,12 @@ STORY = (
 )
 
 
-def test_a_story_that_keeps_its_characters_has_no_slips() -> None:
+def test_consistent_story_has_no_slips() -> None:
     assert judge(STORY) == Judgment((), 8, 0)
 
 
-def test_every_story_of_the_grammar_is_known_beat_by_beat_and_without_slips() -> None:
+def test_grammar_stories_match_beats_without_slips() -> None:
+    """judge finds every sentence of 150 generated stories in a known beat, and no slip."""
     judgments = [judge(story) for story in draw_stories(150, 11)]
     assert [j.errors for j in judgments] == [()] * 150
     assert sum(j.others for j in judgments) == 0
@@ -44,23 +45,25 @@ def test_slips_are_named(right: str, wrong: str, slip: str) -> None:
     assert any(error.startswith(slip) for error in errors), errors
 
 
-def test_a_friend_differs_from_the_hero_in_pronoun() -> None:
+def test_friend_must_differ_from_hero_in_pronoun() -> None:
     assert "Mia and Nora have the same pronoun: she" in judge(STORY.replace("Ben", "Nora")).errors
 
 
-def test_two_may_change_places_where_they_are_named_but_with_their_pronouns() -> None:
+def test_characters_may_swap_roles_with_matching_pronouns() -> None:
+    """Hero and friend may swap roles in a beat if the pronouns swap with them."""
     assert judge(STORY + ' "Thank you!" cried Ben, and he hugged Mia.').errors == ()
     assert judge(STORY + ' "Thank you!" cried Ben, and she hugged Mia.').errors
     assert judge(STORY + ' "Do not worry," he said. "I am good at finding."').errors == ()
     assert judge(STORY + ' "Do not worry," she said. "I am good at finding."').errors
 
 
-def test_sentences_of_no_beat_are_judged_by_their_names_alone() -> None:
+def test_unknown_sentences_are_judged_by_names_only() -> None:
     assert judge(STORY + " Ben ate the moon.") == Judgment((), 8, 1)
     assert judge(STORY + " Max ate the moon.").errors == ("Max is a third name",)
 
 
-def test_a_story_that_does_not_end_or_names_nobody_is_none_that_keeps_them() -> None:
+def test_rate_counts_unfinished_or_nameless_story_as_inconsistent() -> None:
+    """A missing story and one without characters count as inconsistent."""
     share, judgments = rate_stories([STORY, None, "It rained."])
     assert share == pytest.approx(1 / 3)
     assert [bool(j.errors) for j in judgments] == [False, True, True]

@@ -16,7 +16,7 @@ from jaxllm.train.data.rows import IGNORED
 from scripts.demo_models import demo_data, train_demo
 from scripts.demo_models.demo_data import Phase, StoryData
 from scripts.demo_models.story_grammar import draw_glimpse, draw_stories
-from tests.twins import BOTH
+from tests.tiny_models import BOTH
 
 WIDTH = 48
 SHORT = Phase(steps=2, rows=2, width=WIDTH, draw_text=draw_glimpse)

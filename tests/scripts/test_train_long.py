@@ -30,7 +30,7 @@ def test_labels_equal_names_in_text(tokenizer: Tokenizer) -> None:
     """Every label is the name that the text before it gives for the kind in question."""
     for width in (96, 256, 512):
         rows = LongTextData(tokenizer, (Phase(1, 6, width),), 3).batch(0)
-        asked = 0
+        num_labels = 0
         for token_T, label_T in zip(rows.token_BT, rows.label_BT, strict=True):
             for at in np.flatnonzero(label_T != IGNORED):
                 text = tokenizer.decode(token_T[: at + 1].tolist())
