@@ -3,8 +3,8 @@
     python scripts/benchmarks/family_table.py [NAME ...] [--new-tokens 64]
 
 One decision: it compares the models of the tests (tests/tiny_models.py), with every tensor random.
-In float32 it compares every stage; a column has the largest difference of any layer, relative to the
-largest number of its stage. For bfloat16 and float16 it reports two RMS distances from
+In float32 it compares every stage; a column has the largest difference of any layer, relative to
+the largest number of its stage. For bfloat16 and float16 it reports two RMS distances from
 transformers' float32 logits: of our logits, and of transformers' logits in that dtype.
 Example: python scripts/benchmarks/family_table.py qwen3 gemma2
 """
