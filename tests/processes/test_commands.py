@@ -57,7 +57,7 @@ def test_chat_ends_if_peer_is_killed(start: Start, shallow_demos: Path, killed: 
     other = both[1 - killed]
     status = other.wait(60)
     assert status == 1 and other.stderr is not None
-    assert "gone" in other.stderr.read()
+    assert "is lost" in other.stderr.read()
 
 
 @pytest.mark.full

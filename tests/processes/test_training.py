@@ -198,7 +198,7 @@ def test_train_ends_if_peer_is_killed(
     status, _, err = ended(every[1 - killed])
     assert status == 1, err
     last = err.splitlines()[-1]
-    assert last.startswith("jaxllm: ") and "gone" in last, err
+    assert last.startswith("jaxllm: ") and "is lost" in last, err
     assert not (tmp_path / "out").exists()
 
 

@@ -151,7 +151,7 @@ def test_generate_refuses_different_weights_across_processes(
     both = [start(port, 2, number, *command, cwd=folder) for number, folder in enumerate(folders)]
     for process in both:
         assert_refused(
-            process, "the weights layers.1.mlp.up_proj.weight in process 1 are not those"
+            process, "the weights layers.1.mlp.up_proj.weight in process 1 differ from those"
         )
 
 
