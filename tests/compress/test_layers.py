@@ -21,7 +21,7 @@ from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
-from jaxllm.weights.types.int_quant import QTensor, parse
+from jaxllm.weights.types.int_weight import IntWeight, parse
 
 FAMILIES = ("llama", "gpt2")
 SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # of one shape, so that little is compiled
@@ -156,13 +156,13 @@ def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
     site = family.linear_groups[0]
     checked: list[int] = []
     widened: list[int] = []
-    dense_of, last = QTensor.to_dense, family.linear_groups[-1].linears[0]
+    dense_of, last = IntWeight.to_dense, family.linear_groups[-1].linears[0]
 
-    def counted(leaf: QTensor, dtype: Any = None) -> jax.Array:
+    def counted(leaf: IntWeight, dtype: Any = None) -> jax.Array:
         widened.append(leaf.bits)
         return dense_of(leaf, dtype)
 
-    monkeypatch.setattr(QTensor, "to_dense", counted)
+    monkeypatch.setattr(IntWeight, "to_dense", counted)
 
     def look(stage: LayerInputs) -> Any:
         norm = get_module(stage.params, str(site.source))

@@ -11,6 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm.checkpoints.native import open_native
+from jaxllm.compress.methods import rtn
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import (
     FORMAT,
@@ -27,7 +28,7 @@ from jaxllm.compress.recipe import (
 )
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import as_format, weight_format
+from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, match_precision
 from tests.compress.models import Whole, same, tiny
@@ -172,6 +173,17 @@ def test_rounding_reaches_what_a_weight_is_composed_of() -> None:
     leaf = made.params["layers.0"]["mlp"]["up_proj"]["weight"]
     assert isinstance(leaf, Whole)
     same({"weight": leaf.whole}, jaxllm.quantize({"weight": dense}, "int8"))
+
+
+@pytest.mark.parametrize("kind", ["offset", "static"])
+def test_integers_with_more_than_scales_are_rounded_as_one_weight(kind: str) -> None:
+    """What is rounded is the matrix that they stand for, not each of their arrays."""
+    dense = tiny("llama").params["layers.0"]["mlp"]["up_proj"]["weight"]
+    integers: Any = as_format(dense, "int4-g32-zp" if kind == "offset" else "int8")
+    offset = integers.replace(offset=integers.scale * 3)
+    weight = offset if kind == "offset" else integers.with_input_grid(0.1, 3)
+    made = rtn.convert_inner(weight, "int4-g64")
+    same({"weight": made}, {"weight": as_format(to_dense(weight), "int4-g64")})
 
 
 def test_dynamic_inputs_are_a_step() -> None:

@@ -17,7 +17,8 @@ from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import embed, linear, round_to_int8
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.types.act_order import PermutedWeight
-from jaxllm.weights.types.int_quant import IntFormat, QTensor
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+from tests.weights.products import plain_product
 
 ROWS, COLUMNS = 7, 150  # two chunks of 128, the second with 106 columns too many
 NEW = ["int3-g32", "int3-g128-zp-f16", "int2-g64-f16", "int2-g32-zp", "int8-zp", "int8-g64-zp"]
@@ -31,13 +32,13 @@ def numbers(rows: int = ROWS, seed: int = 0) -> np.ndarray:
     return array
 
 
-def made(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
+def made(name: str, array: np.ndarray) -> tuple[Any, IntWeight]:
     weight: Any = as_format(jnp.asarray(array), name)
     return parse_format(name), weight
 
 
-def code(weight: QTensor, o: int, i: int) -> int:
-    """The code of a weight, found as `digits` describes where it lies."""
+def code(weight: IntWeight, o: int, i: int) -> int:
+    """The code of a weight, found as `bitpack` describes where it lies."""
     row = np.asarray(weight.data)[o].astype(int)
     if weight.bits == 8:
         return int(row[i])
@@ -51,7 +52,7 @@ def code(weight: QTensor, o: int, i: int) -> int:
     return lower + 4 * (int(row[begin + 32 + j]) >> (shift + block) & 1)
 
 
-def by_hand(weight: QTensor) -> np.ndarray:
+def by_hand(weight: IntWeight) -> np.ndarray:
     """The docstring's formula, an entry at a time, in float64."""
     scale = np.asarray(weight.scale).astype(np.float64)
     group = weight.group or 256
@@ -229,7 +230,7 @@ def test_ordered_columns_are_put_back(inner: str) -> None:
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
         wanted = x.astype(np.float64) @ dense.T.astype(np.float64)
-        for product in (jax.jit(linear), lambda x, w: w.matmul(x)):
+        for product in (jax.jit(linear), plain_product):
             y = np.asarray(product(jnp.asarray(x), weight))
             np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
     if inner == "int4-g32-zp":  # the same integers of inputs, in blocks of another order

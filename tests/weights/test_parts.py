@@ -11,10 +11,9 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.types.act_order import PermutedWeight
-from jaxllm.weights.types.int_offset import OffsetWeight
-from jaxllm.weights.types.q6_k import Q6K
-from jaxllm.weights.types.static_quant import StaticQuantWeight
+from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.tensor_parallel import ShardList
+from tests.weights.products import plain_product
 
 SHAPE = (12, 384)
 RANDOM = np.random.default_rng(0)
@@ -29,9 +28,9 @@ def _made(name: str) -> Any:
     )
 
 
-def _fine() -> Q6K:
+def _fine() -> IntWeight:
     first = _made("int8-g32")
-    return Q6K(first.data, first.scale, first.scale * 0.5, SHAPE[1])
+    return first.replace(second_scale=first.scale * 0.5)
 
 
 MADE: dict[str, Any] = {
@@ -44,8 +43,8 @@ MADE: dict[str, Any] = {
         )
     },
     "int8-g16": _fine,
-    "offset": lambda: OffsetWeight(_made("int4-g32-zp"), _made("int4-g32-zp").scale * 3),
-    "static": lambda: StaticQuantWeight.from_grid(_made("int8"), 0.1, 3),
+    "offset": lambda: _made("int4-g32-zp").replace(offset=_made("int4-g32-zp").scale * 3),
+    "static": lambda: _made("int8").with_input_grid(0.1, 3),
 }  # fmt: skip
 
 
@@ -59,7 +58,7 @@ def test_columns_are_those_of_the_whole(name: str, begin: int, end: int) -> None
     x = jnp.asarray(RANDOM.standard_normal((3, end - begin), np.float32))
     if name != "static":  # which rounds its inputs
         np.testing.assert_allclose(
-            part.matmul(x), x @ part.to_dense("float32").T, rtol=1e-4, atol=1e-4
+            plain_product(x, part), x @ part.to_dense("float32").T, rtol=1e-4, atol=1e-4
         )
 
 

@@ -94,9 +94,6 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
             sum_NI = sum_NI * gain_N
         return nan_out_of_range(sum_NI, index, self.shape[0]).astype(rows.dtype)
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         y_RO = linear(x_RI, self.weight)
         if self.site == "rows" or self.idle:
@@ -118,11 +115,6 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
         return jnp.sqrt(
             jax.lax.psum(squares, self.sharded_axes[1]) if self.sharded_axes[1] else squares
         )
-
-    def extra_arrays(self) -> dict[str, jax.Array]:
-        names = ("a", "b", "scale", "magnitude", "norm", "owner")
-        mine = {f".{name}": getattr(self, name) for name in names}
-        return {name: piece for name, piece in mine.items() if piece is not None}
 
     def _base_weight(self) -> WeightBase:
         """Return the weight without adapters, also of a tied table."""
