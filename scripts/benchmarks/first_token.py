@@ -44,7 +44,7 @@ STAGES = {  # module: function, and what it does
     ],
     "jaxllm.lm": [("LM.encode", "encoding the prompt")],
     "jaxllm.checkpoints.native": [("load_params", "loading weights")],
-    "jaxllm.weights.prefetch_scan": [("first_non_finite", "looking for NaN")],
+    "jaxllm.weights.load": [("first_non_finite", "looking for NaN")],
     "jaxllm.ops.compile_cache": [
         ("enable_compile_cache", "finding the programs' folder"),
         ("CachedJit._load_or_compile", "tracing"),
