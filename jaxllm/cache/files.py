@@ -221,8 +221,8 @@ def _describe_difference(name: str, theirs: Any, ours: Any) -> str:
     if isinstance(theirs, dict):
         unlike = (f for f in {**ours, **theirs} if ours.get(f, "none") != theirs.get(f, "none"))
         field = next(unlike)
-        found, wanted = theirs.get(field, "none"), ours.get(field, "none")
-        return f"the cache's {name} has {field} {found!r:.200}, the model's {wanted!r}"
+        stored, wanted = theirs.get(field, "none"), ours.get(field, "none")
+        return f"the cache's {name} has {field} {stored!r:.200}, the model's {wanted!r}"
     return f"the cache's {name} is {theirs!r}, this is {ours!r}"
 
 

@@ -220,12 +220,12 @@ def first_non_finite(array: np.ndarray) -> int | None:
 
 def digest(tensors: Mapping[str, np.ndarray], header: str = "") -> str:
     """Return the SHA-256 of a text and of arrays by name: names, dtypes, shapes and all bits."""
-    found = hashlib.sha256(header.encode())
+    hasher = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
 
 
 def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[str, object]:

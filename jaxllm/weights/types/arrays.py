@@ -140,8 +140,8 @@ def _take_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
         return _take_rows_jax(weight_VD, token_BT)
 
     def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
-        return nan_out_of_range(taken, token_BT, weight_VD.shape[0])
+        rows = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
+        return nan_out_of_range(rows, token_BT, weight_VD.shape[0])
 
     rows: jax.Array = jax.lax.platform_dependent(
         weight_VD, token_BT, cpu=kernel, default=_take_rows_jax

@@ -152,17 +152,15 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             return linear(jnp.where(is_first, x_RI, zero), first) + linear(
                 jnp.where(is_first, zero, x_RI), second
             )
-        assert self.input_step is not None
-        assert self.input_zero is not None
+        assert self.input_step is not None and self.input_zero is not None
         assert self.row_sum is not None
         plain = self.replace(input_step=None, input_zero=None, row_sum=None)
         product_RO = linear(self.input_codes(x_RI), plain)
-        return (
-            product_RO - (self.input_zero.astype(jnp.float32) * self.row_sum)[None]
-        ) * self.input_step
+        zero_O = self.input_zero.astype(jnp.float32) * self.row_sum
+        return (product_RO - zero_O[None]) * self.input_step
 
     def with_input_grid(self, step: Any, zero: Any) -> "IntWeight":
-        """Return the weight for inputs on a grid, without any other addition."""
+        """Return the weight for inputs that are quantized on a grid."""
         return self.replace(
             input_step=jnp.asarray(step, jnp.float32),
             input_zero=jnp.asarray(zero, jnp.int32),
@@ -171,11 +169,9 @@ class IntWeight(WeightBase, struct.PyTreeNode):
 
     def input_codes(self, x: jax.Array) -> jax.Array:
         """Return the nearest codes of inputs on the grid, int8 (half to even)."""
-        assert self.input_step is not None
-        assert self.input_zero is not None
-        codes = jnp.round(x.astype(jnp.float32) / self.input_step) + self.input_zero.astype(
-            jnp.float32
-        )
+        assert self.input_step is not None and self.input_zero is not None
+        steps = jnp.round(x.astype(jnp.float32) / self.input_step)
+        codes = steps + self.input_zero.astype(jnp.float32)
         return jnp.clip(codes, MIN_INPUT, MAX_INPUT).astype(jnp.int8)
 
     def native_matrix(self) -> native.Matrix | None:
@@ -203,7 +199,7 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             group_slice(self.format, begin, end, self.columns, self.group)
         in_chunks = not begin % CHUNK and (not end % CHUNK or end == self.columns)
         until = round_up(end, CHUNK) if in_chunks else end  # with the padding of the last chunk
-        groups = self._map_groups(lambda weight, x: weight._slice_groups(x, begin, until))
+        groups = self._groups(begin, until)
         if not in_chunks:
             return self._repack(self.codes[..., begin:end], groups)
         data = self.data[..., begin * self.bits // 8 : until * self.bits // 8]
@@ -214,38 +210,33 @@ class IntWeight(WeightBase, struct.PyTreeNode):
             return self._map_rows(lambda *x: jnp.concatenate(x, axis=-2), *appended)
         parts = [self, *appended]
         codes = jnp.concatenate([x.codes[..., : x.columns] for x in parts], axis=-1)
-        unpadded = [
-            part._map_groups(lambda weight, x: weight._slice_groups(x, 0, weight.columns))
-            for part in parts[: None if self.group else 1]  # a row's scale is that of all parts
-        ]
-        return self._repack(codes, jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *unpadded))
+        groups = [x._groups(0, x.columns) for x in (parts if self.group else [self])]
+        return self._repack(codes, jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *groups))
 
     def _map_rows(self, function: Callable[..., jax.Array], *others: "IntWeight") -> "IntWeight":
         """Apply a function to each array `[..., O, X]` of weights of one format."""
         parts = (self, *others)
-        fields = ("data", *self._map_groups(lambda _, x: x))
-        made = {name: function(*(getattr(x, name) for x in parts)) for name in fields}
+        names = [name for name in ("data", *_GROUP_FIELDS) if getattr(self, name) is not None]
+        fields = {name: function(*(getattr(x, name) for x in parts)) for name in names}
         if self.row_sum is not None:
-            made["row_sum"] = function(*(x.row_sum[..., None] for x in parts))[..., 0]  # type: ignore[index]
-        return self.replace(**made)
+            sums = function(*(x.row_sum[..., None] for x in parts))  # type: ignore[index]
+            fields["row_sum"] = sums[..., 0]
+        return self.replace(**fields)
 
-    def _map_groups(self, function: Callable[["IntWeight", Any], Any]) -> dict[str, Any]:
-        """Return `function(self, array)` of each array `[..., O, G]`, by field."""
-        fields = {name: getattr(self, name) for name in _GROUP_FIELDS}
-        return {name: function(self, x) for name, x in fields.items() if x is not None}
-
-    def _slice_groups(self, x_OG: Any, begin: int, end: int) -> Any:
-        """Take the groups of the columns from `begin` to before `end`."""
+    def _groups(self, begin: int, end: int) -> dict[str, Any]:
+        """Return the arrays `[..., O, G]`, by field, for columns from `begin` to before `end`."""
         group = self.group
-        return x_OG if group is None else x_OG[..., begin // group : -(-end // group)]
+        span = slice(None) if group is None else slice(begin // group, -(-end // group))
+        fields = {name: getattr(self, name) for name in _GROUP_FIELDS}
+        return {name: x[..., span] for name, x in fields.items() if x is not None}
 
     def _repack(self, codes: jax.Array, groups: dict[str, Any]) -> "IntWeight":
         """Return the weight with other codes `[..., O, I]` and arrays `[..., O, G]`."""
-        plain = dataclasses.replace(self.int_format, group=self.group, variant="")
-        made = plain.from_codes(codes, groups["scale"], groups.get("zero"))
-        padded = {name: pad_groups(x, made.scale.shape[-1]) for name, x in groups.items()}
-        padded["scale"] = made.scale  # as they were, in the format's dtype
-        return self.replace(data=made.data, **padded, columns=made.columns)._sum_rows()
+        plain_format = dataclasses.replace(self.int_format, group=self.group, variant="")
+        plain = plain_format.from_codes(codes, groups["scale"], groups.get("zero"))
+        padded = {name: pad_groups(x, plain.scale.shape[-1]) for name, x in groups.items()}
+        padded["scale"] = plain.scale  # as they were, in the format's dtype
+        return self.replace(data=plain.data, **padded, columns=plain.columns)._sum_rows()
 
     def _sum_rows(self) -> "IntWeight":
         """Return the weight with the sums of its present columns, if it has sums."""

@@ -124,15 +124,17 @@ class LowRankFormat(Format):
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> LowRankWeight:
         sides = self._side_arrays(shape, arrays)
-        return LowRankWeight(**{side: self.inner.from_arrays(*given) for side, *given in sides})
+        return LowRankWeight(
+            **{side: self.inner.from_arrays(*arguments) for side, *arguments in sides}
+        )
 
     def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
     ) -> None:
         if complaint := self._rank_problem(shape):
             raise CheckpointError(f"{path}: {complaint}")
-        for side, *given in self._side_arrays(shape, arrays):
-            self.inner.check_arrays(f"{path}.{side}", *given)
+        for side, *arguments in self._side_arrays(shape, arrays):
+            self.inner.check_arrays(f"{path}.{side}", *arguments)
 
     def _side_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the name, the shape and the arrays of each factor."""
@@ -161,10 +163,10 @@ def parse(name: str, inner: Callable[[str], Format]) -> LowRankFormat | None:
     Raises:
         ConfigError: for rank 0, and for composite factors.
     """
-    found = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
-    if not found:
+    match = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
+    if not match:
         return None
-    rank, factors = int(found[1]), found[2]
+    rank, factors = int(match[1]), match[2]
     if not rank:
         raise ConfigError(f"{name:.40}: rank must be at least 1, got 0")
     if "/" in factors:

@@ -108,8 +108,8 @@ class NF4(WeightBase, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "NF4":
         """Take columns, as `with_rows` does."""
         data, absmax = self._row_blocks()
-        mine = group_slice(self.format, begin, end, self.columns, BLOCK)
-        return self._from_row_blocks(data[..., mine, :], absmax[..., mine])
+        groups = group_slice(self.format, begin, end, self.columns, BLOCK)
+        return self._from_row_blocks(data[..., groups, :], absmax[..., groups])
 
     def concatenate(self, appended: Sequence["NF4"], axis: int) -> "NF4":
         """Concatenate, as `with_rows` does."""
@@ -261,12 +261,12 @@ def _absmax(weight: NF4) -> jax.Array:
 
 def _lookup_level(q: jax.Array) -> jax.Array:
     """Return `LEVELS[q]`, float32: selected bit by bit, as XLA:CPU gathers element by element."""
-    found: list[Any] = [np.float32(level) for level in LEVELS]
+    levels: list[Any] = [np.float32(level) for level in LEVELS]
     for bit in range(4):
         is_set = (q >> bit) & 1 == 1
-        pairs = zip(found[1::2], found[::2], strict=True)
-        found = [jnp.where(is_set, one, zero) for one, zero in pairs]
-    level: jax.Array = found[0]
+        pairs = zip(levels[1::2], levels[::2], strict=True)
+        levels = [jnp.where(is_set, one, zero) for one, zero in pairs]
+    level: jax.Array = levels[0]
     return level
 
 
