@@ -17,7 +17,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_quant import GROUP_SIZES, IntFormat
+from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
 
 COMPRESSED_TENSORS = "compressed-tensors"
 PACKED_FORMATS, INT_FORMATS = ("pack-quantized",), ("int-quantized", "naive-quantized")

@@ -24,7 +24,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.act_order import PermutedFormat
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_quant import GROUP_SIZES, IntFormat
+from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 _SCALES = ("float16", "bfloat16", "float32")

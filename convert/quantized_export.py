@@ -22,7 +22,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.act_order import PermutedFormat
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 GPTQ, COMPRESSED = "gptq", "compressed-tensors"
 METHODS = (GPTQ, COMPRESSED)
@@ -102,7 +102,7 @@ def export_integers(
     for path in (path for path in checkpoint.formats if path not in tables):
         kind = parse_format(checkpoint.formats[path])
         inner = kind.inner if isinstance(kind, PermutedFormat) else kind
-        if not isinstance(inner, IntFormat) or inner.bits not in _WIDTHS[method]:
+        if not (isinstance(inner, IntFormat) and inner.is_plain and inner.bits in _WIDTHS[method]):
             complaints.append(f"{path} is {kind.name}, which {method} does not support")
         else:
             matrices[path] = _read_matrix(checkpoint, path, inner, linears[path], inner is not kind)

@@ -76,6 +76,6 @@ from .weights.quantize import (
     quantize as quantize,
 )
 from .weights.types.bf16_12bit import PackedBf16 as PackedBf16
-from .weights.types.int_quant import QTensor as QTensor
+from .weights.types.int_weight import IntWeight as IntWeight
 
 __version__: str

@@ -2,8 +2,8 @@
 
 For every quantized type there is a leaf that represents its numbers exactly and has kernels for
 products. Q8_0 and Q4_0 are integers in groups of 32 with float16 scales, Q4_0 in the same bytes;
-Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset`). Q6_K
-has a scale per 16 columns (`fine`).
+Q5_0's 5-bit codes take 8 bits. Q4_1, Q5_1, Q4_K and Q5_K add a number per group (`offset/...`).
+Q6_K has a scale per 16 columns (`int8-g16`).
 """
 
 import dataclasses
@@ -27,9 +27,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
 from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
 from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.int_offset import OffsetFormat
-from jaxllm.weights.types.int_quant import IntFormat
-from jaxllm.weights.types.q6_k import Q6KFormat
+from jaxllm.weights.types.int_weight import OFFSET, IntFormat
 
 _HALF = np.dtype(np.float16)
 _EIGHT, _FOUR = (
@@ -93,7 +91,7 @@ def _offset_recipe(
     parts = {".offset": offset, ".weight.data": data, ".weight.scale": scale}
     if integer.zero_point:
         parts[".weight.zero"] = _zeros(count)
-    return LeafRecipe(OffsetFormat(integer), parts)
+    return LeafRecipe(dataclasses.replace(integer, variant=OFFSET), parts)
 
 
 _FOUR_UP = IntFormat(4, BLOCK_SIZE, zero_point=True)  # codes from 0; the offset does the rest
@@ -128,7 +126,7 @@ LEAVES: Mapping[str, LeafRecipe] = {
         8,
     ),
     "Q6_K": LeafRecipe(
-        Q6KFormat(),
+        IntFormat(8, 16),
         {
             ".data": lambda blocks: unpack_q6_k(blocks) - np.uint8(32),
             ".first": _read_q6_k_scales(0),

@@ -28,7 +28,7 @@ from jaxllm.runtime.progress import bytes_bar
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.types.base import BLOCK_ROWS
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 QUANTIZATION_VERSION = 2
 FULL_COLUMNS = 1 << 10  # columns; a multiple of every block size

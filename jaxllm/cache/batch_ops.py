@@ -114,10 +114,10 @@ def select(cache: KVCache, rows: Any) -> KVCache:
 def _row_numbers(rows: Any) -> np.ndarray:
     """Convert rows to an array; of an unsuitable dtype if they are not integers."""
     try:
-        found = np.asarray(rows)
+        numbers = np.asarray(rows)
     except (TypeError, ValueError, OverflowError):
-        found = np.zeros((), object)
-    return found.astype(np.int32) if not found.size else found
+        numbers = np.zeros((), object)
+    return numbers.astype(np.int32) if not numbers.size else numbers
 
 
 def branch(cache: KVCache, row: int) -> KVCache:

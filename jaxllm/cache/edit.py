@@ -268,8 +268,8 @@ def gather_slots(segments: tuple[Segment, ...], order_BS: jax.Array, slots: int)
 
     def gather(*parts: jax.Array) -> jax.Array:
         index = order_BS.reshape(order_BS.shape + (1,) * (parts[0].ndim - 2))
-        found = jnp.take_along_axis(concat_slots(parts, order_BS.shape[0]), index, axis=1)
-        return jnp.pad(found, ((0, 0), (0, room), *[(0, 0)] * (found.ndim - 2)))
+        gathered = jnp.take_along_axis(concat_slots(parts, order_BS.shape[0]), index, axis=1)
+        return jnp.pad(gathered, ((0, 0), (0, room), *[(0, 0)] * (gathered.ndim - 2)))
 
     gathered: Segment = jax.tree.map(gather, *segments)
     return gathered
@@ -382,9 +382,9 @@ def _check_distinct(position_BS: jax.Array) -> None:
     if not _is_concrete(position_BS):
         return
     for row, position_S in enumerate(to_host(position_BS)):
-        found, count = np.unique(position_S[position_S >= 0], return_counts=True)
+        unique, count = np.unique(position_S[position_S >= 0], return_counts=True)
         if (count > 1).any():
-            raise TokenError(f"row {row} would have two tokens at position {found[count > 1][0]}")
+            raise TokenError(f"row {row} would have two tokens at position {unique[count > 1][0]}")
 
 
 def _check_slots(cache: KVCache, slot_BT: jax.Array) -> None:

@@ -17,8 +17,8 @@ def caches_equal(one: Any, two: Any) -> bool:
         one.next_position_B, two.next_position_B
     ):
         return False
-    kept = zip(jax.tree.leaves(one.memory), jax.tree.leaves(two.memory), strict=True)
-    if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in kept):
+    memories = zip(jax.tree.leaves(one.memory), jax.tree.leaves(two.memory), strict=True)
+    if any(np.asarray(x).tobytes() != np.asarray(y).tobytes() for x, y in memories):
         return False
     return all(map(_segments_equal, one.segments, two.segments))
 

@@ -32,6 +32,7 @@ from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, ShardedModelBase, check_params, put
 from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
+from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.lora import keep_chosen_adapter
 
 FORMAT = "jaxllm-cache"
@@ -65,31 +66,37 @@ def fingerprint(params: Params) -> str:
     adapters only the selected one counts. A `LazyWeight` counts as the weight that it returns.
     """
 
-    def hash_array(path: Any, array: Any) -> bytes:
-        return bytes.fromhex(safetensors.digest({jax.tree_util.keystr(path): np.asarray(array)}))
+    def hash_array(name: str, array: Any) -> bytes:
+        return bytes.fromhex(safetensors.digest({name: np.asarray(array)}))
 
     check_params(params)
-    whole, begun = hashlib.sha256(), deque[Future[bytes]]()
+    total, hashes = hashlib.sha256(), deque[Future[bytes]]()
     with ThreadPoolExecutor(_HASH_THREADS) as threads:  # hashing releases the GIL
-        for path, array in _iter_arrays(params):
-            begun.append(
-                threads.submit(hash_array, path, to_host(array) if is_multiprocess() else array)
+        for name, array in _iter_arrays(params):
+            hashes.append(
+                threads.submit(hash_array, name, to_host(array) if is_multiprocess() else array)
             )
-            if len(begun) > _HASH_THREADS:
-                whole.update(begun.popleft().result())
-        for one in begun:
-            whole.update(one.result())
-    return whole.hexdigest()
+            if len(hashes) > _HASH_THREADS:
+                total.update(hashes.popleft().result())
+        for one in hashes:
+            total.update(one.result())
+    return total.hexdigest()
 
 
-def _iter_arrays(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Iterate over the parameters' paths and arrays in JAX's order."""
+def _iter_arrays(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Iterate over the parameters' arrays and their names, in JAX's order."""
     if isinstance(node, Mapping):
         for key in sorted(node):
             yield from _iter_arrays(node[key], (*keys, key))
         return
     inside = functools.reduce(lambda x, key: {key: x}, reversed(keys), load_weight(node))
-    yield from jax.tree_util.tree_leaves_with_path(keep_chosen_adapter(inside))
+    leaves = jax.tree_util.tree_leaves_with_path(
+        keep_chosen_adapter(inside), is_leaf=lambda x: isinstance(x, IntWeight)
+    )
+    for path, leaf in leaves:
+        arrays = leaf.arrays() if isinstance(leaf, IntWeight) else {"": leaf}
+        for name, array in arrays.items():  # the names in files, whatever the fields' names
+            yield f"{jax.tree_util.keystr(path)}{name}", array
 
 
 def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:
@@ -214,8 +221,8 @@ def _describe_difference(name: str, theirs: Any, ours: Any) -> str:
     if isinstance(theirs, dict):
         unlike = (f for f in {**ours, **theirs} if ours.get(f, "none") != theirs.get(f, "none"))
         field = next(unlike)
-        found, wanted = theirs.get(field, "none"), ours.get(field, "none")
-        return f"the cache's {name} has {field} {found!r:.200}, the model's {wanted!r}"
+        stored, wanted = theirs.get(field, "none"), ours.get(field, "none")
+        return f"the cache's {name} has {field} {stored!r:.200}, the model's {wanted!r}"
     return f"the cache's {name} is {theirs!r}, this is {ours!r}"
 
 

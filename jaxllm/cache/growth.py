@@ -84,8 +84,8 @@ def check_fits(cache: KVCache, position_BT: jax.Array | np.ndarray) -> None:
 
 
 def _check_match(cache: KVCache, delta: Delta) -> None:
-    kept: Any = jax.tree.structure(cache.memory)
-    if kept != jax.tree.structure(delta.memory):
+    structure: Any = jax.tree.structure(cache.memory)
+    if structure != jax.tree.structure(delta.memory):
         raise CacheMismatchError("the delta's memory does not have the structure of the cache's")
 
     def signature(segment: Segment) -> tuple[int, tuple[int, ...]]:

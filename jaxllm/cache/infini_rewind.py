@@ -90,8 +90,8 @@ def _recompute_segment(
         undone_B = (next_B < now_B).reshape((rows,) + (1,) * (new.ndim - 1))
         return jnp.where(undone_B, new, old)
 
-    found: Memory = jax.tree.map(choose, summed, memory)
-    return found
+    chosen: Memory = jax.tree.map(choose, summed, memory)
+    return chosen
 
 
 def _unrotate_keys(k_BSKH: jax.Array, position_BS: jax.Array, rope: Rope) -> jax.Array:

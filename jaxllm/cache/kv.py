@@ -238,8 +238,8 @@ def init_cache(
         cache_nbytes(config, batch, capacity, dtype),
         f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
     )
-    spread = model if isinstance(model, ShardedModelBase) else None
-    return put(_EMPTY_CACHE(config, batch, capacity, dtype, spread), place)
+    sharded_model = model if isinstance(model, ShardedModelBase) else None
+    return put(_EMPTY_CACHE(config, batch, capacity, dtype, sharded_model), place)
 
 
 def _empty_cache(
@@ -283,8 +283,8 @@ def constrain_cache(cache: KVCache, model: Any) -> KVCache:
     placed = [
         jax.lax.with_sharding_constraint(x, model.cache_sharding(path, x)) for path, x in named
     ]
-    made: KVCache = jax.tree.unflatten(structure, placed)
-    return made
+    placed_cache: KVCache = jax.tree.unflatten(structure, placed)
+    return placed_cache
 
 
 def replicate_for_host(tree: Any, model: Any) -> Any:

@@ -104,12 +104,12 @@ def with_positions(state: KVCache, positions: Positions) -> KVCache:
     """Return the state with these positions, and cursor and next positions to match."""
     used = np.flatnonzero((positions.own_BS >= 0).any(axis=0))
     cursor = np.array(used[-1] + 1 if used.size else 0, np.int32)
-    own, shared, cursor, next_B = jax.device_put(
+    own_BS, shared_BN, cursor, next_B = jax.device_put(
         (*positions, cursor, positions.next_B.astype(np.int32))
     )
     return state.replace(
-        frozen=tuple(pool.replace(position_BS=shared) for pool in state.frozen),
-        tail=state.tail.replace(position_BS=own),
+        frozen=tuple(pool.replace(position_BS=shared_BN) for pool in state.frozen),
+        tail=state.tail.replace(position_BS=own_BS),
         cursor=cursor,
         next_position_B=next_B,
     )
@@ -139,9 +139,9 @@ def copy_sequence(
     own_S, shared_N = now.own_BS[source], now.shared_BN[source]
     moving = np.flatnonzero(_range_mask(own_S, start, stop))
     copied = [own_S[moving], shared_N[_range_mask(shared_N, start, stop)]]
-    taken = np.intersect1d(np.concatenate(copied), np.concatenate([x[target] for x in now]))
-    if taken.size:
-        raise TokenError(f"sequence {target} already has a token at position {taken[0]}")
+    duplicates = np.intersect1d(np.concatenate(copied), np.concatenate([x[target] for x in now]))
+    if duplicates.size:
+        raise TokenError(f"sequence {target} already has a token at position {duplicates[0]}")
     free = np.flatnonzero(now.ref_count_N == 0)
     if moving.size > free.size:
         raise CapacityError(
@@ -153,8 +153,8 @@ def copy_sequence(
         pool = _copy_slots(state.frozen[0], state.tail, 0, free, source, moving, donate=donate)
         state = state.replace(frozen=(pool,))
         shared_N[free], own_S[moving] = own_S[moving], EMPTY
-    given = _range_mask(shared_N, start, stop)
-    now.shared_BN[target, given] = shared_N[given]
+    is_copied_N = _range_mask(shared_N, start, stop)
+    now.shared_BN[target, is_copied_N] = shared_N[is_copied_N]
     return with_positions(state, now)
 
 
@@ -310,23 +310,23 @@ def _copy_slots(
     width = next_power_of_two(slots.size)
     padding = (0, width - slots.size)
     step = _COPY_IN_PLACE if donate else _COPY
-    position_BS, kept = into.position_BS, into.replace(position_BS=None)
-    poured: Segment = step(
-        kept,
+    position_BS, entries = into.position_BS, into.replace(position_BS=None)
+    copied: Segment = step(
+        entries,
         source.replace(position_BS=None),
         np.int32(into_row),
         np.pad(into_slots, padding, constant_values=NO_SLOT).astype(np.int32),
         np.int32(row),
         np.pad(slots, padding).astype(np.int32),
     )
-    return poured.replace(position_BS=position_BS)
+    return copied.replace(position_BS=position_BS)
 
 
 def _copy(
     into: Segment, source: Segment, into_row: Any, into_P: Any, row: Any, slot_P: Any
 ) -> Segment:
-    taken = jax.tree.map(lambda x: x[row, slot_P][None], source)
-    return write_slots(into, taken, into_P[None], into_row[None])
+    copied = jax.tree.map(lambda x: x[row, slot_P][None], source)
+    return write_slots(into, copied, into_P[None], into_row[None])
 
 
 _COPY = jax.jit(_copy)

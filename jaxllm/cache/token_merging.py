@@ -164,8 +164,8 @@ def _pool_groups(
             several = pooled_BS.reshape(pooled_BS.shape + (1,) * (old.ndim - 2))
             return jnp.where(several, new, _take_last(old, group_BS))
 
-        found: Any = jax.tree.map(choose, new, entries)
-        return found
+        merged: Any = jax.tree.map(choose, new, entries)
+        return merged
 
     return cache.replace(
         tail=tail.replace(

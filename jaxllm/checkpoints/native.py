@@ -30,14 +30,13 @@ from jaxllm.files import (
 )
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
-from jaxllm.weights import prefetch_scan
 from jaxllm.weights.formats import Weight, as_weight, parse_format, sliceable_axes, to_dense
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import peek_weight, to_lazy_tensors
 from jaxllm.weights.load import NotLocal, ParamPlacer, read_weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.safetensors import write_tensors
+from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.arrays import DTYPES
 
 FORMAT = "jaxllm"
@@ -108,7 +107,7 @@ def open_native(directory: Path, data: Mapping[str, Any] | None = None) -> Check
     header: _Header = as_schema(data, _Header, where)
     config = models.config_from_dict(header.model, f"{where}: model")
     precision = Precision.from_dict(header.precision, f"{where}: precision")
-    tensors = prefetch_scan.open_scanned(path_inside(directory, WEIGHTS))
+    tensors = open_tensors(path_inside(directory, WEIGHTS), mapped=True)
     check_tensors(tensors, config, str(directory), header.formats)
     generation = read_generation_config(directory)
     return Checkpoint(
@@ -201,12 +200,6 @@ def load_params(
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
     placed = placer or ParamPlacer()
-    if (
-        placer is None and checkpoint.file_format == FORMAT
-    ):  # tensors that are mapped and not converted
-        kept = {p: t for p, t in checkpoint.tensors.items() if _keeps_dtype(p, t, precision)}
-        tensors = {**checkpoint.tensors, **prefetch_scan.start_scan(kept)}
-        checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     total = sum(t.nbytes for t in checkpoint.tensors.values())
     with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
 
@@ -248,12 +241,6 @@ def with_params(checkpoint: Checkpoint, params: Params, precision: Precision) ->
             formats[path] = peek_weight(weight).format
         tensors |= {f"{path}{name}": piece for name, piece in pieces.items()}
     return dataclasses.replace(checkpoint, tensors=tensors, precision=precision, formats=formats)
-
-
-def _keeps_dtype(path: str, tensor: LazyTensor, precision: Precision) -> bool:
-    """Return whether a parameter, or a piece of a quantized one, keeps its dtype."""
-    name = tensor.dtype.name
-    return name not in DTYPES or precision.format_chain(path, tensor.ndim)[-1] == name
 
 
 def dequantize_checkpoint(checkpoint: Checkpoint) -> Checkpoint:

@@ -95,7 +95,6 @@ def chat(
     further lines are an error; with --overflow slide the oldest turns are dropped instead.
     """
     with terminal.buffer_keys():
-        loading.start_weight_scan(model)
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}
         asked = named | read_extra_options(sampling.more)
         read_options(None, kind="stream", **asked)  # raises before the model is loaded

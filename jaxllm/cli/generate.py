@@ -65,7 +65,6 @@ def generate(
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()
     text = _read_prompt(prompt, prompt_option, prompt_file)
-    loading.start_weight_scan(model)
     options = read_options(
         sampling.more,
         stop_strings=stop,

@@ -28,7 +28,6 @@ from jaxllm.cli.options import (
     TopP,
     load_model,
     read_json_option,
-    start_weight_scan,
 )
 from jaxllm.errors import SamplingError
 from jaxllm.runtime import multihost
@@ -92,10 +91,6 @@ class LoadingOptions:
     exact: Exact = False
     self_extend: SelfExtend = None
     strict: Strict = False
-
-    def start_weight_scan(self, model: str) -> None:
-        """Call `options.start_weight_scan`."""
-        start_weight_scan(model, self.dtype, self.quantize, self.precision, self.mesh)
 
     def load(self, model: str, **kwargs: Any) -> "LM":
         """Call `options.load_model` with these options and `kwargs`."""

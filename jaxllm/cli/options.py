@@ -188,15 +188,6 @@ def parse_self_extend(text: str) -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def start_weight_scan(model: str, *changes: str | Path | None) -> None:
-    """Start threads that scan a directory's weights for NaN while JAX is imported, unless one of
-    `changes` (dtype, format, mesh) is set."""
-    from jaxllm.weights.prefetch_scan import begin_scan
-
-    if changes.count(None) == len(changes):
-        begin_scan(model)
-
-
 def load_model(
     model: str,
     dtype: str | None = None,

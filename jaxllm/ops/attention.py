@@ -265,7 +265,7 @@ def _visit_blocks(
     """
     slots = part.position_BS.shape[1]
     whole = slots // BLOCK if slots >= 2 * BLOCK else 0
-    found: list[Any] = []
+    outputs: list[Any] = []
 
     def visible_slots(block: Part) -> jax.Array:
         return visible(queries.position_BT, block.position_BS, window=queries.window)
@@ -286,13 +286,13 @@ def _visit_blocks(
 
         state, each = jax.lax.scan(step, state, jnp.arange(whole))
         if each is not None:
-            found.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * BLOCK))
+            outputs.append(jnp.moveaxis(each, 0, 1).reshape(-1, whole * BLOCK))
         part = _slice_part(part, lambda x: x[:, whole * BLOCK :])
     if part.position_BS.shape[1]:
         state, last = visit(state, queries, part, visible_slots(part))
         if last is not None:
-            found.append(last)
-    return state, found
+            outputs.append(last)
+    return state, outputs
 
 
 def absorb(
@@ -331,8 +331,8 @@ def _sum_weights(
 
 def _slice_part(part: Part, take: Callable[[jax.Array], jax.Array]) -> Part:
     """Apply a slice of slots to a part."""
-    taken: Part = jax.tree.map(take, part)
-    return taken
+    sliced: Part = jax.tree.map(take, part)
+    return sliced
 
 
 def finite_or_zero(top: jax.Array) -> jax.Array:

@@ -30,8 +30,8 @@ class Buckets(NamedTuple):
         n, B, W = self.position_nBW.shape
         if n * W == 1:
             return x_BTX[None]
-        found = jnp.take_along_axis(x_BTX, _expand_index(self.column_BS, x_BTX), axis=1)
-        return jnp.moveaxis(found.reshape(B, n, W, *x_BTX.shape[2:]), 1, 0)
+        gathered = jnp.take_along_axis(x_BTX, _expand_index(self.column_BS, x_BTX), axis=1)
+        return jnp.moveaxis(gathered.reshape(B, n, W, *x_BTX.shape[2:]), 1, 0)
 
     def join(self, x_nBWX: jax.Array) -> jax.Array:
         """Undo `split`: `[B, T, ...]`; entries of padding are arbitrary."""

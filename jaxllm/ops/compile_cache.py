@@ -159,11 +159,11 @@ def load_or_make(facts: Any, make: Callable[[], Any]) -> Any:
     if _folder is None or not _has_full_repr(facts):
         return make()
     file = _folder / f"{_key(make.__qualname__, facts)}{VALUE_SUFFIX}"
-    if (kept := _read_payload(file)) is not None:
-        return pickle.loads(kept)
-    made = make()
-    _save_payload(file, pickle.dumps(made))
-    return made
+    if (payload := _read_payload(file)) is not None:
+        return pickle.loads(payload)
+    value = make()
+    _save_payload(file, pickle.dumps(value))
+    return value
 
 
 class CachedJit:
@@ -320,10 +320,10 @@ def _save_payload(file: Path, payload: bytes) -> None:
         with atomic_file(file) as out:
             out.write(hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
         ours = (f for suffix in (SUFFIX, VALUE_SUFFIX) for f in file.parent.glob(f"*{suffix}"))
-        kept = sorted(ours, key=lambda f: f.stat().st_mtime)
-        total = sum(f.stat().st_size for f in kept)
-        while total > MAX_BYTES and len(kept) > 1:
-            total -= kept[0].stat().st_size
-            kept.pop(0).unlink()
+        programs = sorted(ours, key=lambda f: f.stat().st_mtime)
+        total = sum(f.stat().st_size for f in programs)
+        while total > MAX_BYTES and len(programs) > 1:
+            total -= programs[0].stat().st_size
+            programs.pop(0).unlink()
     except (OSError, CheckpointError):
         return

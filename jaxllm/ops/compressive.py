@@ -89,8 +89,8 @@ def read(memory: Memory, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     B, T, N, H = q_BTNH.shape
     K = memory.z_BKH.shape[1]
-    found, there = _retrieve(memory, sigma(q_BTNH).reshape(B, T, K, N // K, H))
-    return found.reshape(B, T, N, -1), there.reshape(B, T, N)
+    value_BTNV, has_content = _retrieve(memory, sigma(q_BTNH).reshape(B, T, K, N // K, H))
+    return value_BTNV.reshape(B, T, N, -1), has_content.reshape(B, T, N)
 
 
 def finish_segment(memory: Memory, into_B: jax.Array) -> Memory:
@@ -167,17 +167,17 @@ def run_segments(
         answers = jax.tree.map(lambda x: x[None], answers)
     else:
         memory, answers = jax.lax.scan(run_segment, memory, segments)
-    found, there = (buckets.join(x) for x in answers)
-    return found, there, memory
+    values, has_content = (buckets.join(x) for x in answers)
+    return values, has_content, memory
 
 
 def _retrieve(memory: Memory, q_BTKGH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Read finished segments with sigma(q); return values and where there is content."""
     mass = _product("BTKGH,BKH->BTKG", q_BTKGH, memory.z_BKH)
-    there = mass > MIN_MASS
-    found = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
-    found = found / jnp.where(there, mass, 1.0)[..., None]
-    return jnp.where(there[..., None], found, 0.0), there
+    has_content = mass > MIN_MASS
+    value_BTKGV = _product("BTKGH,BKHV->BTKGV", q_BTKGH, memory.m_BKHH)
+    value_BTKGV = value_BTKGV / jnp.where(has_content, mass, 1.0)[..., None]
+    return jnp.where(has_content[..., None], value_BTKGV, 0.0), has_content
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

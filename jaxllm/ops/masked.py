@@ -55,8 +55,8 @@ def document_mask(
         for p in parts[:-1]
     ]
     seen = [visible(position_BT, slots, window=window) for slots in before]
-    own = document_BT[:, :, None] == document_BT[:, None, :]
-    new = visible(position_BT, parts[-1].position_BS, window=window) & own
+    same_document = document_BT[:, :, None] == document_BT[:, None, :]
+    new = visible(position_BT, parts[-1].position_BS, window=window) & same_document
     return jnp.concatenate([*seen, new], axis=-1)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 ROWS = 16  # input rows of a tensor core; missing ones are zeros
 BLOCK = 16  # weight rows per program: few, so that small matrices fill a GPU
-HALF = 16  # bytes of 32 four-bit columns: see `weights.types.int_quant`
+HALF = 16  # bytes of 32 four-bit columns: see `weights.types.int_weight`
 CHUNK = 128  # columns per step if a row has one scale
 
 
@@ -42,12 +42,12 @@ def multiply(
     group: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return `x @ weight.T`, float32 `[R, O]`, for arrays of a `QTensor` that `is_supported`
+    """Return `x @ weight.T`, float32 `[R, O]`, for arrays of a `IntWeight` that `is_supported`
     accepts.
 
     Args:
         x_RI: bfloat16.
-        data, scale, zero: `[O, ...]` as in `QTensor`.
+        data, scale, zero: `[O, ...]` as in `IntWeight`.
         interpret: Run in plain JAX on any device, for tests.
     """
     from jax.experimental import pallas as pl  # slow to import

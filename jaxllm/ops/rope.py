@@ -97,8 +97,8 @@ def inverse_frequencies(rope: Rope, *, head_dim: int) -> tuple[np.ndarray, float
 
 def _frequencies(rope: Rope, width: int) -> np.ndarray:
     """Return theta^(-2i/W), float64 `[W // 2]`."""
-    found: np.ndarray = rope.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    return found
+    frequencies: np.ndarray = rope.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    return frequencies
 
 
 def _divide_frequencies(rope: Rope, divisors: tuple[float, ...] | None, width: int) -> np.ndarray:

@@ -60,7 +60,7 @@ def param_specs(path: str, leaf: Any, rule: PartitionRule, axes: MeshSpec, rows:
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     if isinstance(leaf, WeightWrapper) and leaf.allows_composite:
         nested: Any = leaf
-        each = {"weight": nested.weight, **nested.extra_fields()}
+        each = leaf.array_fields()
         return nested.replace(
             **{
                 name: param_specs(f"{path}.{name}", x, nested_rule(leaf, name, rule), axes, rows)

@@ -272,7 +272,7 @@ class ParamSharder(ParamPlacer):
                 ((begin, end),) = cut.ranges(number)
                 with _name_errors(cut):
                     weight.check_columns(begin, end)
-        each = {"weight": weight.weight, **weight.extra_fields()}
+        each = weight.array_fields()
         found: Weight = weight.replace(  # type: ignore[attr-defined]
             **{
                 name: self._shard_weight(

@@ -33,16 +33,10 @@ class FrozenWeight(WeightWrapper, struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(self.inner.take(index))
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         if not jnp.issubdtype(x_RI.dtype, jnp.floating):
             return linear(x_RI, self.weight)
         return _multiply(linear, x_RI, self.weight)
-
-    def extra_arrays(self) -> dict[str, jax.Array]:
-        return {}
 
 
 def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
@@ -70,7 +64,7 @@ def _has_holes(leaf: Any) -> bool:
 
 def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
     """Return the weight with its expansion ordered after x."""
-    return weight if as_weight(weight).has_kernels else add_dependency(x_RI, weight)
+    return add_dependency(x_RI, weight) if as_weight(weight).native_matrix() is None else weight
 
 
 def _multiply(linear: LinearFn, x_RI: jax.Array, weight: Any) -> jax.Array:

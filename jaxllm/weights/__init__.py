@@ -4,6 +4,6 @@ linear: products with a weight of any type. experts: products with one matrix ea
 types/: the weight types. formats: their names. paths: parameters by dotted path, and ordered rules.
 precision: formats by path. quantize: quantize and dequantize parameters. lazy: tensors that are
 read when needed. lazy_gather: weights that are gathered when needed. safetensors: safetensors,
-written as a stream. prefetch_scan: background scan for NaN. load: loads a parameter from a file,
-block by block. replica_check: checks that several processes have the same weights.
+written as a stream. load: loads a parameter from a file, block by block. replica_check: checks
+that several processes have the same weights.
 """

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.formats import STACKABLE, Weight, as_weight, can_stack
-from jaxllm.weights.linear import round_to_int8
+from jaxllm.weights.linear import get_native_matrix, round_to_int8
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.fsdp import FsdpShard
 from jaxllm.weights.types.tensor_parallel import RowParallel, RowParallelExact
@@ -72,15 +72,16 @@ def _make_product(digits: int) -> Callable[..., Products]:
 
     @partial(multiply.defjvp, symbolic_zeros=True)
     def _(primals: Any, tangents: Any) -> Any:
-        leaves, form = jax.tree.flatten(primals[:2])
+        leaves, structure = jax.tree.flatten(primals[:2])
         slopes = jax.tree.leaves(tangents[:2])
         # Frozen experts cost nothing here.
         moving = [i for i, slope in enumerate(slopes) if not isinstance(slope, SymbolicZero)]
 
         def smooth(*moved: jax.Array) -> Products:
             some = dict(zip(moving, moved, strict=True))
-            whole = [some.get(i, x) for i, x in enumerate(leaves)]
-            x_AI, stacks = jax.tree.unflatten(form, whole)
+            x_AI, stacks = jax.tree.unflatten(
+                structure, [some.get(i, x) for i, x in enumerate(leaves)]
+            )
             return _multiply_smooth(x_AI, stacks, primals[2])
 
         old, new = ([values[i] for i in moving] for values in (leaves, slopes))
@@ -106,28 +107,23 @@ def _dispatch_platform(
 
 def _is_kernel_ready(leaf: WeightBase) -> bool:
     """Return whether the kernels take the arrays as stored, without a copy of the whole stack."""
-    if not leaf.has_kernels:
+    if (matrix := leaf.native_matrix()) is None or matrix.kind not in native.EXPERT_KINDS:
         return False
-    matrix, pieces = leaf.native_matrix(), leaf.arrays().values()
-    same = [a is b for a, b in zip(matrix.arrays, pieces, strict=True)]
-    return all(same) and matrix.kind in native.EXPERT_KINDS
+    return all(a is b for a, b in zip(matrix.arrays, leaf.arrays().values(), strict=True))
 
 
 def _multiply_native(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:
     if x_AI.dtype != jnp.bfloat16:
         x_AI = x_AI.astype(jnp.float32)
     inputs = "int8" if digits == 1 else "bfloat16" if x_AI.dtype == jnp.bfloat16 else "float32"
-    matrices = [as_weight(stack).native_matrix() for stack in stacks]
+    matrices = list(map(get_native_matrix, stacks))
     paths = [native.kernel_path(matrix.kind, inputs) for matrix in matrices]
-    share = x_AI.shape[0] / stacks[0].shape[0]  # rows per expert, by shape and not by routing
-    many = all(
-        p.fallback == "many" and p.max_rows is not None and share > p.max_rows for p in paths
-    )
+    rows = x_AI.shape[0] / stacks[0].shape[0]  # per expert, by shape and not by routing
+    many = all(p.fallback == "many" and p.max_rows is not None and rows > p.max_rows for p in paths)
     columns = stacks[0].shape[2]
-    found = native.experts(
-        x_AI, expert_A, matrices, columns=columns, digits=digits, matrix_unit=many
+    return tuple(
+        native.experts(x_AI, expert_A, matrices, columns=columns, digits=digits, matrix_unit=many)
     )
-    return tuple(found)
 
 
 def _multiply_jax(digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:

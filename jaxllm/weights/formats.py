@@ -18,7 +18,7 @@ float32-..., int8-...          2:4 and bitmap of other dtypes; int8 with one sca
 Composite formats name the format of their inner weight after a slash:
 ordered/int4-g64               columns permuted so that those of a group are adjacent (act-order)
 offset/int4-g32-zp             a float offset per group (GGUF's Q4_1, Q5_1, Q4_K, Q5_K)
-rank64/int8                    two factors of rank 64 (see `leaves/factored.py`)
+rank64/int8                    two factors of rank 64 (see `types/low_rank.py`)
 static/int8                    inputs are quantized on a calibrated grid
 """
 
@@ -32,13 +32,10 @@ from jaxllm.weights.types import (
     act_order,
     arrays,
     bf16_12bit,
-    int_offset,
-    int_quant,
+    int_weight,
     low_rank,
     nf4,
-    q6_k,
     sparse,
-    static_quant,
 )
 from jaxllm.weights.types.arrays import DTYPES, as_weight
 from jaxllm.weights.types.base import Format, WeightBase
@@ -49,8 +46,7 @@ Weight = jax.Array | WeightBase  # any weight in a dict of parameters
 PARSERS: tuple[Callable[[str], Format | None], ...] = (
     arrays.parse,
     bf16_12bit.parse,
-    q6_k.parse,
-    int_quant.parse,
+    int_weight.parse,
     nf4.parse,
     sparse.parse,
 )
@@ -58,20 +54,18 @@ PARSERS: tuple[Callable[[str], Format | None], ...] = (
 COMPOSITE_PARSERS: tuple[Callable[[str, Callable[[str], Format]], Format | None], ...] = (
     low_rank.parse,
     act_order.parse,
-    int_offset.parse,
-    static_quant.parse,
 )
 
 
 def parse_format(name: Any) -> Format:
     """Return the format with this name. Raises ConfigError for an unknown name."""
     if isinstance(name, str):
-        for parser in PARSERS:
-            if (found := parser(name)) is not None:
-                return found
-        for reader in COMPOSITE_PARSERS:
-            if (found := reader(name, parse_format)) is not None:
-                return found
+        for parse in PARSERS:
+            if (format := parse(name)) is not None:
+                return format
+        for parse_composite in COMPOSITE_PARSERS:
+            if (format := parse_composite(name, parse_format)) is not None:
+                return format
     raise ConfigError(
         f"weight format must be one of {', '.join(DTYPES)}, bf16-packed, int8, int8-g64, int4-g64,"
         " int3-g64, int2-g64 (-zp for a zero point, then -f16 for float16 scales), nf4, nf4-f32,"
@@ -84,7 +78,10 @@ STACKABLE = "arrays, int8, int4, int3, int2 or nf4"
 
 def can_stack(name: str) -> bool:
     """Return whether a stack of matrices can have this format: its arrays are then stacks."""
-    return isinstance(parse_format(name), arrays.FloatFormat | int_quant.IntFormat | nf4.NF4Format)
+    format = parse_format(name)
+    if isinstance(format, int_weight.IntFormat):
+        return format.is_plain
+    return isinstance(format, arrays.FloatFormat | nf4.NF4Format)
 
 
 # The sizes of their arrays depend on the weight's values, so their shards are quantized anew.
@@ -99,16 +96,16 @@ def abstract_weight(name: str, shape: tuple[int, ...]) -> Any:
     format = parse_format(name)
     if isinstance(getattr(format, "inner", format), DATA_DEPENDENT):
         return None
-    pieces = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.array_specs(shape).items()}
-    return jax.eval_shape(lambda pieces: format.from_arrays(shape, pieces), pieces)
+    structs = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in format.array_specs(shape).items()}
+    return jax.eval_shape(lambda arrays: format.from_arrays(shape, arrays), structs)
 
 
 def sliceable_axes(name: str) -> tuple[int, ...]:
     """Return the axes, 0 rows and 1 columns, along which slicing and quantizing commute."""
-    found = parse_format(name)
-    if isinstance(found, arrays.FloatFormat):
+    format = parse_format(name)
+    if isinstance(format, arrays.FloatFormat):
         return (0, 1)
-    return () if isinstance(found, nf4.NF4Format | low_rank.LowRankFormat) else (0,)
+    return () if isinstance(format, nf4.NF4Format | low_rank.LowRankFormat) else (0,)
 
 
 def to_dense(weight: Weight, dtype: Any = None) -> jax.Array:
@@ -131,13 +128,13 @@ def as_format(weight: Weight, name: str) -> Weight:
         ConfigError: for an unknown name, or a matrix whose values the format cannot hold
             (`bf16-packed` holds only bfloat16).
     """
-    wanted = parse_format(name)
-    if weight_format(weight) == wanted.name:
+    format = parse_format(name)
+    if weight_format(weight) == format.name:
         return weight
-    if isinstance(wanted, sparse.SparseFormat) and weight_format(weight) == wanted.dtype:
-        return sparse.to_sparse(weight, wanted.pattern)  # keeps the integer codes
+    if isinstance(format, sparse.SparseFormat) and weight_format(weight) == format.dtype:
+        return sparse.to_sparse(weight, format.pattern)  # keeps the integer codes
     array = to_dense(weight)
-    if wanted.name not in DTYPES and array.ndim < 2:
+    if format.name not in DTYPES and array.ndim < 2:
         raise ConfigError(f"{name} requires a matrix, got shape {array.shape}")
-    made: Weight = wanted.quantize(array)
-    return made
+    converted: Weight = format.quantize(array)
+    return converted

@@ -23,8 +23,6 @@ class LazyTensor:
     read_blocks: Callable[[int], Iterator[np.ndarray]] | None = (
         None  # `blocks`, if partial reads work
     )
-    # Waits for the result of a `first_non_finite` that was started elsewhere.
-    scan_result: Callable[[], int | None] | None = None
     slice_rows: Callable[[int, int], "LazyTensor"] | None = None  # `rows`, if partial reads work
 
     @property

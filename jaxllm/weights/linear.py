@@ -17,6 +17,7 @@ from jaxllm.ops import native, pallas
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.types.arrays import matmul
 from jaxllm.weights.types.base import WeightBase, round_up
+from jaxllm.weights.types.int_weight import IntWeight
 
 INT8_BLOCK = 512  # columns of x that share a scale if inputs are rounded to int8
 
@@ -46,16 +47,17 @@ def linears(
 ) -> list[jax.Array]:
     """Apply `linear` with each weight and bias to one x; the kernels do it in one call."""
     x_RI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    leaves = [as_weight(weight) for weight, _ in terms]
-    for leaf in leaves:
-        if leaf.shape[1] != x.shape[-1]:
-            raise ValueError(f"weight shape {leaf.shape} does not match x of shape {x.shape}")
-    rounded = [int8_inputs and leaf.supports_int8_inputs and x.dtype != jnp.int8 for leaf in leaves]
-    composed = any(leaf.is_composite for leaf in leaves)
-    if len(terms) > 1 and (composed or len(set(rounded)) > 1):
+    weights = [as_weight(weight) for weight, _ in terms]
+    for weight in weights:
+        if weight.shape[1] != x.shape[-1]:
+            raise ValueError(f"weight shape {weight.shape} does not match x of shape {x.shape}")
+    rounded = [int8_inputs and w.supports_int8_inputs and x.dtype != jnp.int8 for w in weights]
+    any_composite = any(weight.is_composite for weight in weights)
+    if len(terms) > 1 and (any_composite or len(set(rounded)) > 1):
         return [linear(x, *term, int8_inputs=int8_inputs) for term in terms]
-    if composed:
-        products: Products = (leaves[0].apply_with(x_RI, partial(linear, int8_inputs=int8_inputs)),)
+    if any_composite:
+        multiply = partial(linear, int8_inputs=int8_inputs)
+        products: Products = (weights[0].apply_with(x_RI, multiply),)
     else:
         products = _PRODUCTS[1 if all(rounded) else 3](x_RI, tuple(weight for weight, _ in terms))
     results = []
@@ -95,22 +97,18 @@ _PRODUCTS = {digits: _make_product(digits) for digits in (1, 3)}  # 1: with inpu
 
 
 def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Products:
-    ways = [_choose_path(x_RI, weight, digits) for weight in weights]
-    if len(set(ways)) > 1:
-        found: dict[int, jax.Array] = {}
-        for way in dict.fromkeys(ways):  # weights of one path in one call
-            mine = [i for i, other in enumerate(ways) if other is way]
-            some = _dispatch_platform(x_RI, tuple(weights[i] for i in mine), digits)
-            found.update(zip(mine, some, strict=True))
-        return tuple(found[i] for i in range(len(weights)))
+    paths = [_choose_path(x_RI, weight, digits) for weight in weights]
+    if len(set(paths)) > 1:
+        products: dict[int, jax.Array] = {}
+        for path in dict.fromkeys(paths):  # weights of one path in one call
+            indices = [i for i, other in enumerate(paths) if other is path]
+            some = _dispatch_platform(x_RI, tuple(weights[i] for i in indices), digits)
+            products.update(zip(indices, some, strict=True))
+        return tuple(products[i] for i in range(len(weights)))
     plain, branches = partial(_multiply_jax, digits), dict[str, Callable[..., Products]]()
-    if ways[0] is not _multiply_jax:
-        branches["cpu"] = partial(ways[0], digits)
-    if (
-        digits != 1
-        and pallas.is_enabled()
-        and all(as_weight(w).supports_gpu_kernel(x_RI) for w in weights)
-    ):
+    if paths[0] is not _multiply_jax:
+        branches["cpu"] = partial(paths[0], digits)
+    if digits != 1 and pallas.is_enabled() and all(_has_gpu_kernel(x_RI, w) for w in weights):
         branches["cuda"] = _multiply_pallas
     if not branches:
         return plain(x_RI, weights)
@@ -120,13 +118,13 @@ def _dispatch_platform(x_RI: jax.Array, weights: Weights, digits: int) -> Produc
 
 def _choose_path(x_RI: jax.Array, weight: Weight, digits: int) -> Callable[..., Products]:
     """Choose how a CPU multiplies these."""
-    leaf, rows = as_weight(weight), x_RI.shape[0]
-    if not native.is_enabled() or not leaf.has_kernels:
+    rows, matrix = x_RI.shape[0], as_weight(weight).native_matrix()
+    if not native.is_enabled() or matrix is None:
         return _multiply_jax
     inputs = "int8" if digits == 1 else "bfloat16" if x_RI.dtype == jnp.bfloat16 else "float32"
-    if x_RI.dtype == jnp.int8 and leaf.supports_int8_inputs:
+    if x_RI.dtype == jnp.int8 and as_weight(weight).supports_int8_inputs:
         return _multiply_native  # its sums are exact, for any number of rows
-    path = native.kernel_path(leaf.native_matrix().kind, inputs)
+    path = native.kernel_path(matrix.kind, inputs)
     if rows > 0 and (path.max_rows is None or rows <= path.max_rows):
         return _multiply_native
     if path.fallback == "many":
@@ -147,7 +145,7 @@ def _multiply_native(
     def call(x_RI: jax.Array, weights: Weights) -> Products:
         codes = x_RI.dtype == jnp.int8 and all(as_weight(w).supports_int8_inputs for w in weights)
         x_RI = x_RI if codes or x_RI.dtype == jnp.bfloat16 else x_RI.astype(jnp.float32)
-        matrices = [as_weight(weight).native_matrix() for weight in weights]
+        matrices = list(map(get_native_matrix, weights))
         columns, number = weights[0].shape[1], 1 if codes else digits
         return tuple(
             native.linear(x_RI, matrices, columns=columns, digits=number, matrix_unit=matrix_unit)
@@ -176,16 +174,38 @@ def _multiply_dequantized(digits: int, x_RI: jax.Array, weights: Sequence[Weight
     """Multiply many rows: the weights are dequantized natively, and XLA runs the product."""
     x_RI = round_to_int8(x_RI) if digits == 1 else x_RI
     dtype = jnp.dtype(x_RI.dtype if x_RI.dtype == jnp.bfloat16 else jnp.float32)
-    products = []
-    for weight in weights:
-        matrix, scale_O = weight.split_scale(dtype)
-        y_RO = matmul(x_RI, native.dequantize(matrix, dtype, columns=weight.shape[1]))
-        products.append(y_RO if scale_O is None else y_RO * scale_O[None])
-    return tuple(products)
+
+    def multiply(weight: Any) -> jax.Array:
+        scale_O = None
+        if weight.has_row_scale and dtype == jnp.bfloat16:
+            # Integers are exact in bfloat16, and so are powers of two times them; without those, a
+            # sum could overflow before it is scaled.
+            scale_O, power_O = jnp.frexp(weight.scale[:, 0].astype(jnp.float32))
+            weight = weight.replace(scale=jnp.ldexp(jnp.float32(1), power_O)[:, None])
+        dense_OI = native.dequantize(get_native_matrix(weight), dtype, columns=weight.shape[1])
+        y_RO = matmul(x_RI, dense_OI)
+        return y_RO if scale_O is None else y_RO * scale_O[None]
+
+    return tuple(map(multiply, weights))
 
 
-def _multiply_pallas(x_RI: jax.Array, weights: Weights) -> Products:
-    return tuple(as_weight(weight).gpu_matmul(x_RI) for weight in weights)
+def get_native_matrix(weight: Weight) -> native.Matrix:
+    """Return the arrays of a weight for which there are kernels."""
+    matrix = as_weight(weight).native_matrix()
+    assert matrix is not None
+    return matrix
+
+
+def _has_gpu_kernel(x_RI: jax.Array, weight: Weight) -> bool:
+    if not isinstance(weight, IntWeight) or (weight.bits == 8 and weight.zero is not None):
+        return False
+    return weight.bits in (4, 8) and pallas.is_supported(x_RI, weight.data)
+
+
+def _multiply_pallas(x_RI: jax.Array, weights: Any) -> Products:
+    return tuple(
+        pallas.multiply(x_RI, w.data, w.scale, w.zero, bits=w.bits, group=w.group) for w in weights
+    )
 
 
 def _multiply_jax(digits: int, x_RI: jax.Array, weights: Weights) -> Products:

@@ -74,8 +74,7 @@ def read_weight(
     name = formats[-1]
     if name == tensor.dtype.name and name in DTYPES:
         array = tensor.read()
-        bad = tensor.scan_result() if tensor.scan_result else first_non_finite(array)
-        _report_non_finite(path, array, bad, 0, complaints)
+        _report_non_finite(path, array, first_non_finite(array), 0, complaints)
         return jax.device_put(array, may_alias=True)
     dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
     leaf: Weight = parse_format(name).quantize_blocks(

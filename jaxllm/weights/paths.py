@@ -235,8 +235,8 @@ def list_arrays(
     Args:
         is_leaf: marks other objects that count as arrays.
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    named = [(".".join([prefix, *map(_key_name, path)]).strip("."), leaf) for path, leaf in found]
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    named = [(".".join([prefix, *map(_key_name, path)]).strip("."), leaf) for path, leaf in leaves]
     return named, structure
 
 

@@ -193,5 +193,5 @@ def _check_fields(instance: Any) -> None:
 
 def _normalize_field(instance: Any, name: str, *more: str) -> None:
     """Replace a field's dtype by its full name."""
-    found = check_dtype(f"precision: {name}", getattr(instance, name), *more)
-    object.__setattr__(instance, name, found)
+    dtype = check_dtype(f"precision: {name}", getattr(instance, name), *more)
+    object.__setattr__(instance, name, dtype)

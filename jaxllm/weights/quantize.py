@@ -53,8 +53,8 @@ def find_format(rules: Rules, path: str, ndim: int) -> str | None:
     Raises:
         ConfigError: if a stack of matrices (experts) would get a format that cannot be stacked.
     """
-    found = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
-    name = None if found is None or ndim < 2 else found[0]
+    match = first_match([(r, (f,)) for r, f in resolve_rules(rules)], path)
+    name = None if match is None or ndim < 2 else match[0]
     if name is not None and ndim > 2 and not can_stack(name):
         raise ConfigError(
             f"{path}: experts cannot be {name}. Add a rule that makes them {STACKABLE}"

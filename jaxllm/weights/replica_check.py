@@ -47,11 +47,11 @@ def check_replicas(tensors: Tensors, path: Path, show_progress: bool | None = No
     sharing = [n for n, with_us in enumerate(same) if with_us or n == number]
     if len(sharing) == len(copies):
         return
-    mine = divide_tensors(tensors, len(sharing))[sharing.index(number)]
-    found = multihost.all_gather_objects(
-        checksum_tensors({name: tensors[name] for name in mine}, show_progress)
+    names = divide_tensors(tensors, len(sharing))[sharing.index(number)]
+    checksums = multihost.all_gather_objects(
+        checksum_tensors({name: tensors[name] for name in names}, show_progress)
     )
-    if complaint := describe_differences(list(zip(copies, found, strict=True))):
+    if complaint := describe_differences(list(zip(copies, checksums, strict=True))):
         raise ConfigError(f"all processes must use identical inputs: {complaint}")
 
 
@@ -85,12 +85,12 @@ def checksum_tensors(tensors: Tensors, show_progress: bool | None = None) -> Che
     with bytes_bar("comparing weights", total, show_progress) as advance:
 
         def checksum_tensor(tensor: LazyTensor) -> int:
-            found = 0
+            checksum = 0
             for block in iter_bytes(tensor):
-                found = zlib.crc32(block, found)
+                checksum = zlib.crc32(block, checksum)
                 advance(len(block))
             tensor.release()
-            return found
+            return checksum
 
         with ThreadPoolExecutor(THREADS) as threads:
             return dict(zip(tensors, threads.map(checksum_tensor, tensors.values()), strict=True))
@@ -102,14 +102,16 @@ def describe_differences(checksums: Sequence[tuple[Any, Checksums]]) -> str:
     Args:
         checksums: the copy of each process, and the checksums that it computed.
     """
-    whole: list[Checksums] = []
-    for copy, own in checksums:
+    complete: list[Checksums] = []
+    for copy, computed in checksums:
         shared = [sums for other, sums in checksums if other and other == copy]
-        whole.append({name: x for sums in shared or [own] for name, x in sums.items()})
-    said = []
-    for number, sums in enumerate(whole):
-        if apart := sorted(name for name, x in whole[0].items() if sums[name] != x):
-            more = f" and {len(apart) - MAX_NAMED} more" if len(apart) > MAX_NAMED else ""
-            named = f"{', '.join(apart[:MAX_NAMED])}{more}"
-            said.append(f"the weights {named} in process {number} differ from those in process 0")
-    return "; ".join(said)
+        complete.append({name: x for sums in shared or [computed] for name, x in sums.items()})
+    differences = []
+    for number, sums in enumerate(complete):
+        if differing := sorted(name for name, x in complete[0].items() if sums[name] != x):
+            more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+            named = f"{', '.join(differing[:MAX_NAMED])}{more}"
+            differences.append(
+                f"the weights {named} in process {number} differ from those in process 0"
+            )
+    return "; ".join(differences)

@@ -28,6 +28,7 @@ from jaxllm.weights.lazy import LazyTensor
 MAX_HEADER = 1 << 25  # 200,000 tensors
 ALIGNMENT = 64  # bytes: what XLA:CPU needs to use a buffer without copying it
 BLOCK_BYTES = 4 << 20  # bytes that are written at a time, about
+SCAN_BLOCK = 1 << 17  # numbers that are checked for NaN at a time; they fit a processor's cache
 _FAULT_AROUND = 1 << 16  # bytes of cached pages that Linux maps around a page fault
 _PADDING_PREFIX = (
     "__align."  # name prefix of tensors that only fill gaps: the format allows no holes
@@ -49,7 +50,6 @@ _DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 DTYPES = {dtype.name: dtype for dtype in _DTYPES.values()}
-FLOATS = frozenset(_DTYPES[name].name for name in ("F32", "BF16", "F16", "F64"))
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -200,22 +200,19 @@ def write_tensors(
                 progress(len(some))
 
 
-def first_non_finite(array: np.ndarray, block: int = 1 << 17) -> int | None:
+def first_non_finite(array: np.ndarray) -> int | None:
     """Return the flat index of the first NaN or infinity in a float array, or None.
 
     A float's bits grow with its magnitude, so the maximum shows whether any number is beyond the
     finite ones: compared as unsigned integers for negative floats, as signed ones for the others.
-
-    Args:
-        block: how many numbers are checked at once; the default fits a processor's cache.
     """
     size = array.dtype.itemsize
     unsigned, signed = np.dtype(f"u{size}"), np.dtype(f"i{size}")
     infinities = np.array([np.inf, -np.inf], array.dtype)
     positive, negative = infinities.view(signed)[0], infinities.view(unsigned)[1]
     flat = array.reshape(-1).view(unsigned)
-    for start in range(0, flat.size, block):
-        part = flat[start : start + block]
+    for start in range(0, flat.size, SCAN_BLOCK):
+        part = flat[start : start + SCAN_BLOCK]
         if part.max() >= negative or part.view(signed).max() >= positive:
             return start + int((~np.isfinite(part.view(array.dtype))).argmax())
     return None
@@ -223,12 +220,12 @@ def first_non_finite(array: np.ndarray, block: int = 1 << 17) -> int | None:
 
 def digest(tensors: Mapping[str, np.ndarray], header: str = "") -> str:
     """Return the SHA-256 of a text and of arrays by name: names, dtypes, shapes and all bits."""
-    found = hashlib.sha256(header.encode())
+    hasher = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        hasher.update(f"{name} {array.dtype} {array.shape}".encode())
+        hasher.update(array.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()
 
 
 def _entry(dtype: str, shape: tuple[int, ...], offset: int, size: int) -> dict[str, object]:

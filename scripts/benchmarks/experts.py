@@ -31,7 +31,7 @@ from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.arrays import DTYPES
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 SIZES = {
     "mixtral": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
@@ -70,7 +70,7 @@ def draw_params(model: Any) -> Params:
         kind = parse_format(name)
         if "norm" in path:
             return jax.numpy.ones(form.shape, DTYPES[name])
-        if not isinstance(kind, IntFormat):
+        if not (isinstance(kind, IntFormat) and kind.is_plain):
             return jax.device_put(np.resize(noise.astype(DTYPES[name]), form.shape))
         pieces = {}
         for piece, (shape, dtype) in kind.array_specs(form.shape).items():

@@ -37,7 +37,7 @@ from jaxllm.models import FAMILIES, build, param_shapes
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` is
 from scripts.benchmarks.compare_peers import BUSY, measure_background_load
@@ -92,7 +92,7 @@ def write_noise(name: str, kind: str, path: Path) -> None:
     tensors, formats = {}, {}
     for at, form in flatten(param_shapes(build(config))):
         shape = form.shape
-        if isinstance(leaf, IntFormat) and len(shape) > 1 and shape[-1] % 32 == 0:
+        if isinstance(leaf, IntFormat) and leaf.is_plain and len(shape) > 1 and shape[-1] % 32 == 0:
             formats[at] = leaf.name
             for piece, (size, dtype) in leaf.array_specs(shape).items():
                 is_code = np.dtype(dtype).itemsize == 1

@@ -44,7 +44,7 @@ STAGES = {  # module: functions and their stages
     ],
     "jaxllm.lm": [("LM.encode", "encoding the prompt")],
     "jaxllm.checkpoints.native": [("load_params", "loading weights")],
-    "jaxllm.weights.prefetch_scan": [("first_non_finite", "looking for NaN")],
+    "jaxllm.weights.load": [("first_non_finite", "looking for NaN")],
     "jaxllm.ops.compile_cache": [
         ("enable_compile_cache", "finding the compile cache"),
         ("CachedJit._load_or_compile", "tracing"),

@@ -27,7 +27,7 @@ from jaxllm.evaluate.bench import Test
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.bf16_12bit import NAME as PACKED
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 from jaxllm.weights.types.sparse import SparseFormat
 
 Measure = Callable[[Test], float]
@@ -44,7 +44,7 @@ def precision_of(fmt: str) -> str:
     integers = isinstance(parsed, IntFormat) or name.startswith("int8-")
     if plus and (extra != "int8_inputs" or not integers):
         raise ConfigError(f"+int8_inputs requires an integer format, got {fmt!r}")
-    if isinstance(parsed, IntFormat):
+    if isinstance(parsed, IntFormat) and parsed.is_plain:
         return f"int{parsed.bits}"
     return "bfloat16" if parsed.name == PACKED else parsed.name.partition("-")[0]
 

@@ -10,7 +10,7 @@ from jaxllm.compress.layers.input_stats import InputStats
 from jaxllm.compress.matrices import pruning, sparsity
 from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian, solve_columns
 from jaxllm.errors import ConfigError, NonFiniteError
-from jaxllm.weights.types.int_quant import IntFormat, parse
+from jaxllm.weights.types.int_weight import IntFormat, parse
 
 ROWS, COLUMNS, TOKENS = 12, 136, 700  # more than one column block, not a multiple
 

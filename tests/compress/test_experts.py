@@ -22,7 +22,7 @@ from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 from jaxllm.train.qat.prepare import prepare
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
-from jaxllm.weights.types.int_quant import parse
+from jaxllm.weights.types.int_weight import parse
 from tests.compress.models import tiny
 from tests.tiny_models import tokens
 

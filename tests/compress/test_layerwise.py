@@ -21,7 +21,7 @@ from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
-from jaxllm.weights.types.int_quant import QTensor, parse
+from jaxllm.weights.types.int_weight import IntWeight, parse
 
 FAMILIES = ("llama", "gpt2")
 SQUARE = r"on=.*(q_proj|o_proj|attn\.c_proj)"  # equal shapes, to compile little
@@ -167,13 +167,13 @@ def test_awq_beats_rounding_and_protects_large_channels(
     site = family.linear_groups[0]
     checked: list[int] = []
     widened: list[int] = []
-    dense_of, last = QTensor.to_dense, family.linear_groups[-1].linears[0]
+    dense_of, last = IntWeight.to_dense, family.linear_groups[-1].linears[0]
 
-    def counted(leaf: QTensor, dtype: Any = None) -> jax.Array:
+    def counted(leaf: IntWeight, dtype: Any = None) -> jax.Array:
         widened.append(leaf.bits)
         return dense_of(leaf, dtype)
 
-    monkeypatch.setattr(QTensor, "to_dense", counted)
+    monkeypatch.setattr(IntWeight, "to_dense", counted)
 
     def visit(stage: LayerInputs) -> Any:
         norm = get_module(stage.params, str(site.source))

@@ -11,6 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm.checkpoints.native import open_native
+from jaxllm.compress.methods import rtn
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import (
     FORMAT,
@@ -27,7 +28,7 @@ from jaxllm.compress.recipe import (
 )
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import as_format, weight_format
+from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Override, Precision, match_precision
 from tests.compress.models import WrappedWeight, same, tiny
@@ -177,6 +178,17 @@ def test_rtn_quantizes_inside_composite_weights() -> None:
     leaf = made.params["layers.0"]["mlp"]["up_proj"]["weight"]
     assert isinstance(leaf, WrappedWeight)
     same({"weight": leaf.inner}, jaxllm.quantize({"weight": dense}, "int8"))
+
+
+@pytest.mark.parametrize("kind", ["offset", "static"])
+def test_offset_and_static_integers_round_as_one_weight(kind: str) -> None:
+    """Rounding applies to the matrix that the weight represents, not to each of its arrays."""
+    dense = tiny("llama").params["layers.0"]["mlp"]["up_proj"]["weight"]
+    integers: Any = as_format(dense, "int4-g32-zp" if kind == "offset" else "int8")
+    offset = integers.replace(offset=integers.scale * 3)
+    weight = offset if kind == "offset" else integers.with_input_grid(0.1, 3)
+    made = rtn.convert_inner(weight, "int4-g64")
+    same({"weight": made}, {"weight": as_format(to_dense(weight), "int4-g64")})
 
 
 def test_dynamic_activations_step_enables_int8_inputs() -> None:

@@ -10,7 +10,7 @@ from jaxllm.compress.observers.qparams import Range, fake_quantize, find_qparams
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.linear import linear
-from jaxllm.weights.types.static_quant import StaticQuantWeight
+from tests.weights.products import plain_product
 
 
 @pytest.mark.parametrize("format", ["int8", "int8-g64"])
@@ -22,14 +22,14 @@ def test_static_int8_matmul_equals_rounded_inputs(format: str, rows: int, symmet
     x_RI = rng.standard_normal((rows, 200)).astype(np.float32) * 2 + 1.5
     grid = find_qparams(Range(jnp.float32(-3), jnp.float32(7)), QRANGE, symmetric=symmetric)
     weight = parse_format(format).quantize(jnp.asarray(rng.standard_normal((24, 200)), jnp.float32))
-    leaf = StaticQuantWeight.from_grid(weight, grid.scale, grid.zero)
+    leaf = weight.with_input_grid(grid.scale, grid.zero)
     wanted_RI = np.asarray(fake_quantize(jnp.asarray(x_RI), grid, QRANGE), np.float64)
-    np.testing.assert_array_equal(
-        leaf.round_inputs(jnp.asarray(x_RI)), wanted_RI.astype(np.float32)
-    )
+    codes = np.asarray(leaf.input_codes(jnp.asarray(x_RI)), np.float32)
+    rounded = (codes - np.float32(grid.zero)) * np.float32(grid.scale)
+    np.testing.assert_array_equal(rounded, wanted_RI.astype(np.float32))
     wanted = wanted_RI @ np.asarray(weight.to_dense(), np.float64).T
     size = np.abs(wanted_RI) @ np.abs(np.asarray(weight.to_dense(), np.float64)).T
-    for found in (linear(jnp.asarray(x_RI), leaf), leaf.matmul(jnp.asarray(x_RI))):
+    for found in (linear(jnp.asarray(x_RI), leaf), plain_product(jnp.asarray(x_RI), leaf)):
         assert (np.abs(np.asarray(found) - wanted) <= 1e-5 * size).all()
     asked = linear(jnp.asarray(x_RI), leaf, int8_inputs=True)  # inputs are rounded already
     np.testing.assert_array_equal(asked, linear(jnp.asarray(x_RI), leaf))
@@ -43,7 +43,7 @@ def test_static_weight_round_trips_and_validates() -> None:
     weight = parse_format("int8").quantize(
         jnp.asarray(np.random.default_rng(0).standard_normal((3, 70)))
     )
-    leaf = StaticQuantWeight.from_grid(weight, 0.5, -3)
+    leaf = weight.with_input_grid(0.5, -3)
     format = parse_format(leaf.format)
     pieces = {name: np.asarray(piece) for name, piece in leaf.arrays().items()}
     assert {n: (p.shape, p.dtype) for n, p in pieces.items()} == {

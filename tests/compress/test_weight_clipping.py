@@ -11,7 +11,7 @@ from jaxllm.compress.layers.input_stats import InputStats
 from jaxllm.compress.matrices.weight_clipping import SHRINK_STEPS, round_to_nearest
 from jaxllm.compress.pipeline import compress
 from jaxllm.weights.formats import to_dense
-from jaxllm.weights.types.int_quant import parse
+from jaxllm.weights.types.int_weight import parse
 
 
 @pytest.mark.parametrize("name", ["int3-g32", "int4-g64-zp", "int8"])

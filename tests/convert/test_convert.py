@@ -113,7 +113,7 @@ def test_quantized_checkpoint_exports_dequantized(name: str, dtype: str, tmp_pat
     convert(str(small), back, to_hf=True)
     ours = jaxllm.load(small, dtype="float32")
     assert {type(leaf).__name__ for _, leaf in flatten(ours.params)} >= {
-        "PackedBf16" if name == "bf16-packed" else "QTensor"
+        "PackedBf16" if name == "bf16-packed" else "IntWeight"
     }
     found = jaxllm.forward(ours.model, ours.params, None, tokens(2, 19)).logits
     assert_close(found, load_twin(back).logits(tokens(2, 19)))

@@ -24,8 +24,7 @@ from jaxllm.weights.linear import linear, round_to_int8
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from jaxllm.weights.types.int_quant import QTensor
-from jaxllm.weights.types.static_quant import StaticQuantWeight
+from jaxllm.weights.types.int_weight import IntWeight
 from tests.compress.models import same
 from tests.tiny_models import random_model, tokens
 
@@ -57,8 +56,8 @@ def near(ours: Any, theirs: Any) -> None:
 
 def calibrated(_: str, leaf: Any) -> Any:
     """Return the weight as calibration would: int8 weights get a static input grid."""
-    fitting = isinstance(leaf, QTensor) and leaf.bits == 8 and leaf.zero is None
-    return StaticQuantWeight.from_grid(leaf, 0.03, -7) if fitting else leaf
+    fitting = isinstance(leaf, IntWeight) and leaf.bits == 8 and leaf.zero is None
+    return leaf.with_input_grid(0.03, -7) if fitting else leaf
 
 
 @pytest.mark.parametrize("levels", [(-127, 127), (-8, 7), (0, 15)])
@@ -178,7 +177,7 @@ def test_fixed_scale_gradient_is_straight_through() -> None:
     leaf = prepare({"a": w}, [(".*", "int4-g64")])["a"]
     to_w = jax.grad(lambda w: linear(x, leaf.replace(weight=w)).sum())(w)
     q = as_format(w, "int4-g64")
-    assert isinstance(q, QTensor)
+    assert isinstance(q, IntWeight)
     steps = np.asarray(w) / np.repeat(np.asarray(q.scale)[:, :1], 64, 1)
     inside = np.abs(np.round(steps)) < 8
     inside |= np.round(steps) == -8
@@ -218,7 +217,8 @@ def test_converted_model_equals_qat_forward_bitwise(
     moved = {path: x * (1 + 0.2 * numbers(*x.shape, seed=3)) for path, x in trained.items()}
     fake = combine(moved, rest)
     converted = convert(fake)
-    assert {type(x) for _, x in flatten(converted)} >= {QTensor, StaticQuantWeight}
+    formats = {leaf.format for _, leaf in flatten(converted) if isinstance(leaf, IntWeight)}
+    assert "static/int8" in formats and len(formats) > 1
     for length in (1, 11):
         ids = tokens(1, length)
         ours, theirs = (jaxllm.forward(model, p, None, ids).logits for p in (fake, converted))

@@ -14,8 +14,9 @@ from jaxllm.weights.formats import parse_format, to_dense, weight_format
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.precision import match_precision
-from jaxllm.weights.types.int_offset import OffsetWeight
+from jaxllm.weights.types.int_weight import IntWeight
 from tests.tiny_models import random_model
+from tests.weights.products import plain_product
 
 FORMATS = ["offset/int4-g32-zp", "offset/int4-g32-zp-f16", "offset/int8-g32"]
 ROWS, COLUMNS = 7, 96  # padded with 32 columns to a chunk of 128
@@ -58,7 +59,7 @@ def test_offset_values_products_and_rows_equal_dense(name: str) -> None:
     for rows in (1, 3):
         x = np.random.default_rng(1).standard_normal((rows, COLUMNS)).astype(np.float32)
         exact = x.astype(np.float64) @ numbers.astype(np.float64).T
-        for product in (linear(jnp.asarray(x), leaf), leaf.matmul(jnp.asarray(x))):
+        for product in (linear(jnp.asarray(x), leaf), plain_product(jnp.asarray(x), leaf)):
             assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
     taken = embed(leaf, jnp.array([[3, 0, ROWS]]))
     np.testing.assert_array_equal(taken[0, :2], numbers[[3, 0]])
@@ -89,7 +90,7 @@ def test_offset_checkpoint_round_trips(tmp_path: Path) -> None:
     lm.save(tmp_path / "saved")
     again = jaxllm.load(tmp_path / "saved")
     found = again.params["layers.0"]["self_attn"]["q_proj"]["weight"]
-    assert isinstance(found, OffsetWeight)
+    assert isinstance(found, IntWeight) and found.format == name
     np.testing.assert_array_equal(
         to_dense(found), to_dense(dict(jaxllm.weights.paths.flatten(params))[path])
     )
@@ -125,7 +126,7 @@ def test_int8_g16_equals_dense_and_refuses_quantization() -> None:
     for rows in (1, 3):
         x = rng.standard_normal((rows, COLUMNS)).astype(np.float32)
         exact = x.astype(np.float64) @ numbers[1].astype(np.float64).T
-        for product in (linear(jnp.asarray(x), leaf), leaf.matmul(jnp.asarray(x))):
+        for product in (linear(jnp.asarray(x), leaf), plain_product(jnp.asarray(x), leaf)):
             assert np.abs(np.asarray(product) - exact).max() <= 1e-6 * np.abs(exact).max()
     taken = embed(leaf, jnp.array([[3, ROWS]]))
     np.testing.assert_array_equal(taken[0, 0], numbers[1, 3])

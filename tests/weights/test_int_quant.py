@@ -17,7 +17,8 @@ from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.linear import embed, linear, round_to_int8
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.types.act_order import PermutedWeight
-from jaxllm.weights.types.int_quant import IntFormat, QTensor
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+from tests.weights.products import plain_product
 
 ROWS, COLUMNS = 7, 150  # two chunks of 128, the second with 106 columns too many
 NEW = ["int3-g32", "int3-g128-zp-f16", "int2-g64-f16", "int2-g32-zp", "int8-zp", "int8-g64-zp"]
@@ -31,12 +32,12 @@ def numbers(rows: int = ROWS, seed: int = 0) -> np.ndarray:
     return array
 
 
-def quantize_to(name: str, array: np.ndarray) -> tuple[Any, QTensor]:
+def quantize_to(name: str, array: np.ndarray) -> tuple[Any, IntWeight]:
     weight: Any = as_format(jnp.asarray(array), name)
     return parse_format(name), weight
 
 
-def code(weight: QTensor, o: int, i: int) -> int:
+def code(weight: IntWeight, o: int, i: int) -> int:
     """Return the code of one weight, unpacked by the documented byte layout."""
     row = np.asarray(weight.data)[o].astype(int)
     if weight.bits == 8:
@@ -51,7 +52,7 @@ def code(weight: QTensor, o: int, i: int) -> int:
     return lower + 4 * (int(row[begin + 32 + j]) >> (shift + block) & 1)
 
 
-def by_hand(weight: QTensor) -> np.ndarray:
+def by_hand(weight: IntWeight) -> np.ndarray:
     """Evaluate the docstring's formula entry by entry in float64."""
     scale = np.asarray(weight.scale).astype(np.float64)
     group = weight.group or 256
@@ -243,7 +244,7 @@ def test_permuted_weight_restores_column_order(inner: str) -> None:
     for rows in (1, 5):
         x = rng.normal(0, 1, (rows, COLUMNS)).astype(np.float32)
         expected = x.astype(np.float64) @ dense.T.astype(np.float64)
-        for product in (jax.jit(linear), lambda x, w: w.matmul(x)):
+        for product in (jax.jit(linear), plain_product):
             y = np.asarray(product(jnp.asarray(x), weight))
             np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
     if inner == "int4-g32-zp":  # the same int8 inputs, with permuted blocks

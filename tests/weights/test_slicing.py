@@ -11,10 +11,9 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.types.act_order import PermutedWeight
-from jaxllm.weights.types.int_offset import OffsetWeight
-from jaxllm.weights.types.q6_k import Q6K
-from jaxllm.weights.types.static_quant import StaticQuantWeight
+from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.tensor_parallel import ShardList
+from tests.weights.products import plain_product
 
 SHAPE = (12, 384)
 RANDOM = np.random.default_rng(0)
@@ -29,9 +28,9 @@ def _quantize(name: str) -> Any:
     )
 
 
-def _q6k() -> Q6K:
+def _two_scales() -> IntWeight:
     first = _quantize("int8-g32")
-    return Q6K(first.data, first.scale, first.scale * 0.5, SHAPE[1])
+    return first.replace(second_scale=first.scale * 0.5)
 
 
 MAKERS: dict[str, Any] = {
@@ -43,9 +42,9 @@ MAKERS: dict[str, Any] = {
             "float32-2:4", "int8-2:4", "bfloat16-bitmap", "int8-bitmap",
         )
     },
-    "int8-g16": _q6k,
-    "offset": lambda: OffsetWeight(_quantize("int4-g32-zp"), _quantize("int4-g32-zp").scale * 3),
-    "static": lambda: StaticQuantWeight.from_grid(_quantize("int8"), 0.1, 3),
+    "int8-g16": _two_scales,
+    "offset": lambda: _quantize("int4-g32-zp").replace(offset=_quantize("int4-g32-zp").scale * 3),
+    "static": lambda: _quantize("int8").with_input_grid(0.1, 3),
 }  # fmt: skip
 
 
@@ -59,7 +58,7 @@ def test_with_columns_equals_dense_slice(name: str, begin: int, end: int) -> Non
     x = jnp.asarray(RANDOM.standard_normal((3, end - begin), np.float32))
     if name != "static":  # static weights round their inputs
         np.testing.assert_allclose(
-            part.matmul(x), x @ part.to_dense("float32").T, rtol=1e-4, atol=1e-4
+            plain_product(x, part), x @ part.to_dense("float32").T, rtol=1e-4, atol=1e-4
         )
 
 

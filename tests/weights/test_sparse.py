@@ -13,8 +13,8 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
 from jaxllm.weights.linear import embed, linear
-from jaxllm.weights.types.int_quant import QTensor
-from jaxllm.weights.types.sparse import TAIL_PADDING, SparseInt8, SparseWeight, to_sparse
+from jaxllm.weights.types.int_weight import IntWeight
+from jaxllm.weights.types.sparse import TAIL_PADDING, SparseWeight, to_sparse
 
 PATTERNS = ("2:4", "bitmap")
 NAMES = [f"{dtype}-{pattern}" for dtype in ("float32", "bfloat16", "int8") for pattern in PATTERNS]
@@ -52,11 +52,11 @@ def test_to_sparse_keeps_given_codes_and_scales(pattern: str) -> None:
     codes = np.round(pruned(1) * 20).astype(np.int8)
     scale = np.random.default_rng(1).normal(0, 1, (SHAPE[0], 1)).astype(np.float32)
     data = jnp.asarray(np.pad(codes, ((0, 0), (0, 256 - SHAPE[1]))))
-    qtensor = QTensor(data, jnp.asarray(scale), None, 8, None, SHAPE[1])
-    weight = to_sparse(qtensor, pattern)
+    given = IntWeight(data, jnp.asarray(scale), None, 8, None, SHAPE[1])
+    weight = to_sparse(given, pattern)
     back = weight.with_zeros()
-    assert isinstance(weight, SparseInt8) and isinstance(back, QTensor)
-    assert np.array_equal(back.data, qtensor.data) and np.array_equal(back.scale, qtensor.scale)
+    assert weight.format == f"int8-{pattern}" and isinstance(back, IntWeight)
+    assert np.array_equal(back.data, given.data) and np.array_equal(back.scale, given.scale)
     assert np.array_equal(to_dense(weight), codes * scale)
 
 

@@ -18,7 +18,7 @@ from jaxllm.models.family import LinearGroup
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.int_quant import IntFormat, QTensor
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 RATIO_STEPS = 20  # exponents that AWQ's search tries: 0 to 19/20
 SEARCH_TOKENS = 1 << 12  # calibration tokens that the search uses
@@ -123,7 +123,7 @@ def _round_scaled(weight_OI: jax.Array, scale_I: jax.Array, target: IntFormat) -
 def _divide_rows(leaf: Weight, scale_I: jax.Array) -> Weight:
     """Divide a vector's elements, or a matrix's last rows, by a scale each."""
     scale = jnp.pad(scale_I, (leaf.shape[0] - scale_I.shape[0], 0), constant_values=1.0)
-    if isinstance(leaf, QTensor):  # scaling a row does not change how it rounds
+    if isinstance(leaf, IntWeight):  # scaling a row does not change how it rounds
         divided = leaf.scale.astype(jnp.float32) / scale[:, None]
         return leaf.replace(scale=divided.astype(leaf.scale.dtype))
     by = scale if leaf.ndim == 1 else scale[:, None]

@@ -22,7 +22,7 @@ from scipy.linalg import lapack
 from jaxllm.compress.matrices.sparsity import Sparsity, lowest_in_groups
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 COLUMN_BLOCK = 128  # columns
 MAX_DAMPING = 1.0

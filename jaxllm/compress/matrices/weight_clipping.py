@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxllm.compress.layers.input_stats import InputStats, gram_blocks
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_quant import IntFormat, QTensor
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 SHRINK_STEPS = 20  # down to half of the range, as in AWQ
 ROW_BLOCK = 128  # rows per batch
@@ -15,7 +15,7 @@ ROW_BLOCK = 128  # rows per batch
 
 def round_to_nearest(
     weight_OI: jax.Array, target: IntFormat, stats: InputStats | None = None, *, clip: bool = False
-) -> QTensor:
+) -> IntWeight:
     """Round a weight to the nearest codes of `target`.
 
     Args:

@@ -13,12 +13,10 @@ from jaxllm.compress.observers.statistics import observe
 from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import LinearGroup
-from jaxllm.weights.formats import parse_format
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.int_quant import QTensor
-from jaxllm.weights.types.static_quant import MAX_CODE, MIN_CODE, StaticQuantWeight, supports_static
+from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntWeight
 
-QRANGE = QRange(MIN_CODE, MAX_CODE)
+QRANGE = QRange(MIN_INPUT, MAX_INPUT)
 
 
 class StaticInputOptions(RuleOptions, frozen=True):
@@ -48,18 +46,13 @@ def static_inputs(
             found = _find_qparams(layer, params, site, options)
             for linear in chosen:
                 weight = get_module(params, linear)["weight"]
-                if not isinstance(weight, QTensor) or not supports_static(
-                    parse_format(weight.format)
-                ):
+                if not (isinstance(weight, IntWeight) and weight.int_format.supports_input_grid):
                     raise ConfigError(
                         f"{layer.path}.{linear} is not int8, which static inputs require: add"
                         " 'quantize: rtn int8' before this step"
                     )
-                params = replace_leaves(
-                    params,
-                    linear,
-                    weight=StaticQuantWeight.from_grid(weight, found.scale, found.zero),
-                )
+                weight = weight.with_input_grid(found.scale, found.zero)
+                params = replace_leaves(params, linear, weight=weight)
         return params
 
     return run_layerwise(state, context, f"input ranges, {options.range}", change)
@@ -83,7 +76,7 @@ def _find_qparams(
         found: Range = (
             counted.percentile_range(options.percent)
             if percentile
-            else counted.min_error_range(MAX_CODE - MIN_CODE + 1)
+            else counted.min_error_range(MAX_INPUT - MIN_INPUT + 1)
         )
         return find_qparams(found, QRANGE, symmetric=options.symmetric)
     averaged = options.range == "average"

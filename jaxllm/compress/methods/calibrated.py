@@ -26,7 +26,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Weight, parse_format, to_dense
 from jaxllm.weights.paths import Params, first_match, map_leaves
 from jaxllm.weights.types.act_order import PermutedWeight
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat
 
 
 class GptqOptions(RuleOptions, frozen=True):
@@ -201,7 +201,7 @@ def smoothquant(
 def parse_integer_format(name: str) -> IntFormat:
     """Parse an integer format. Raises ConfigError for any other."""
     found = parse_format(name)
-    if not isinstance(found, IntFormat):
+    if not (isinstance(found, IntFormat) and found.is_plain):
         raise ConfigError(f"{name} is not an integer format such as int8, int4-g64 or int3-g128-zp")
     return found
 

@@ -11,7 +11,7 @@ from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format, t
 from jaxllm.weights.paths import first_match, map_leaves
 from jaxllm.weights.quantize import POSITION_RULE, ROUTER_RULE, Rules, find_format
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.int_quant import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 
 class RtnOptions(RuleOptions, frozen=True):
@@ -36,8 +36,8 @@ def rtn(state: ModelState, argument: str, options: RtnOptions, context: StepCont
         name = find_format(rules, path, leaf.ndim)
         if name is None:
             return leaf
-        to = parse_format(name)
-        if options.clip and isinstance(to, IntFormat) and not as_weight(leaf).is_composite:
+        to, is_composite = parse_format(name), as_weight(leaf).is_composite
+        if options.clip and isinstance(to, IntFormat) and to.is_plain and not is_composite:
             wide = to_dense(leaf, jnp.float32)
             if wide.ndim == 2:
                 return round_to_nearest(wide, to, clip=True)
@@ -63,7 +63,8 @@ def store(
 
 def convert_inner(weight: Weight, name: str) -> Weight:
     """Convert a weight to the format `name`; for one composed of others, convert those."""
-    if not as_weight(weight).is_composite or parse_format(name).name.count("/"):
+    is_nested = as_weight(weight).is_composite and not isinstance(weight, IntWeight)
+    if not is_nested or parse_format(name).name.count("/"):
         return as_format(weight, name)
 
     def change(part: Weight) -> Weight:

@@ -131,7 +131,7 @@ def find_qparams(bounds: Range, qrange: QRange, *, symmetric: bool) -> QParams:
 def quantize(x: jax.Array, qparams: QParams, qrange: QRange) -> jax.Array:
     """Quantize x to int32 codes; `qparams` must broadcast against x.
 
-    Divides by the scale as `weights.types.int_quant` does: multiplying by the inverse would change
+    Divides by the scale as `weights.types.int_weight` does: multiplying by the inverse would change
     one code in a thousand.
     """
     steps = jnp.round(x.astype(jnp.float32) / qparams.scale) + qparams.zero.astype(jnp.float32)

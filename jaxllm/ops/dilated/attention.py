@@ -58,5 +58,5 @@ def attend(
         return attend_documents(pattern, q, position, parts, document_BT)
 
     # Gradients allocate residuals of both branches, so recompute those of the rare one.
-    apart = jax.checkpoint(gather_tokens)
-    return jax.lax.cond(together, blocks, apart, q_BTNH, position_BT, tuple(parts))
+    gather_again = jax.checkpoint(gather_tokens)
+    return jax.lax.cond(together, blocks, gather_again, q_BTNH, position_BT, tuple(parts))

@@ -28,11 +28,11 @@ def attend_blocks(
     first_B, count = begin_B - pattern.reach + 1, T + pattern.reach - 1
     columns = make_finder(position_BT, first_B, count)
     finders = [make_finder(p.position_BS, first_B, count) for p in parts]
-    found = [
+    outputs = [
         _attend_dilation(pattern, i, q_BTNH, position_BT, begin_B, columns, parts, finders)
         for i in range(len(pattern.dilations))
     ]
-    return pattern.mix(found, q_BTNH.dtype)
+    return pattern.mix(outputs, q_BTNH.dtype)
 
 
 def _attend_dilation(
@@ -51,15 +51,15 @@ def _attend_dilation(
     K, M, r = parts[0].k_BSKH.shape[2], d.max_positions, d.ratio
     head_E, kv_E, G = head_streams(d, K, share=not (pattern.dedupe and number))
     E = len(head_E)
-    own = -(-(T - 1) // r) + 1  # maximum rows of a head in T positions
-    Q = min(M, own)
+    head_rows = -(-(T - 1) // r) + 1  # maximum rows of a head in T positions
+    Q = min(M, head_rows)
     alone = len(parts) == 1  # no keys before the first of these tokens
     M = Q if alone else M
-    each = B * E * G * M  # scores per row of queries
-    turn = max(1, min(Q, MAX_SCORES // each))  # rows of queries at a time
-    turns = -(-Q // turn)
+    row_scores = B * E * G * M  # scores per row of queries
+    query_rows = max(1, min(Q, MAX_SCORES // row_scores))  # rows of queries at a time
+    turns = -(-Q // query_rows)
     most = (T + d.length - 2) // d.length + 1  # maximum number of segments in T positions
-    step = max(1, min(most, MAX_SCORES // (each * turn * turns)))  # segments at a time
+    step = max(1, min(most, MAX_SCORES // (row_scores * query_rows * turns)))  # segments at a time
     steps = -(-most // step)
 
     X = steps * step
@@ -67,7 +67,7 @@ def _attend_dilation(
     begin_XB = segment_XB * d.length
     start_XB = jnp.maximum(begin_B[None] - begin_XB, 0) // r  # first row of queries per segment
     offset_11E1 = np.asarray(d.offsets, np.int32)[head_E].reshape(1, 1, E, 1)
-    row_111Q = np.arange(turns * turn, dtype=np.int32).reshape(1, 1, 1, -1)
+    row_111Q = np.arange(turns * query_rows, dtype=np.int32).reshape(1, 1, 1, -1)
     place = r * (start_XB[..., None, None] + row_111Q) + offset_11E1
     q_at = begin_XB[..., None, None] + place
     column = jnp.where((place < d.length) & (row_111Q < Q), columns(q_at), -1)
@@ -80,35 +80,35 @@ def _attend_dilation(
     q = q_BTEGH[row, jnp.maximum(column, 0), head_E.reshape(1, 1, E, 1) // G]
 
     def attend_rows(
-        given: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
+        inputs: tuple[jax.Array, ...], k: jax.Array, v: jax.Array, there: jax.Array, k_at: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        q, column, q_at = given
+        q, column, q_at = inputs
         seen = pattern.key_mask(number, head_E.reshape(1, 1, E, 1, 1), q_at, k_at)
         seen &= (column >= 0)[..., None] & there[..., None, :]
         return pattern.softmax(q, k, v, seen)
 
-    def attend_segments(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, column, q_at, *keys = given
+    def attend_segments(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, column, q_at, *keys = inputs
         one = jax.checkpoint(attend_rows)
         if turns == 1:
             return one((q, column, q_at), *keys)
         split = [
-            jnp.moveaxis(x.reshape(*x.shape[:3], turns, turn, *x.shape[4:]), 3, 0)
+            jnp.moveaxis(x.reshape(*x.shape[:3], turns, query_rows, *x.shape[4:]), 3, 0)
             for x in (q, column, q_at)
         ]
-        out, total = jax.lax.map(lambda given: one(given, *keys), tuple(split))
+        out, total = jax.lax.map(lambda inputs: one(inputs, *keys), tuple(split))
 
         def merge_turns(x: jax.Array) -> jax.Array:
             return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, *x.shape[5:])
 
         return merge_turns(out), merge_turns(total)
 
-    def empty_output(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        shape = given[0].shape
+    def empty_output(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        shape = inputs[0].shape
         return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
 
-    def attend_if_any(given: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.cond((given[1] >= 0).any(), attend_segments, empty_output, given)
+    def attend_if_any(inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.cond((inputs[1] >= 0).any(), attend_segments, empty_output, inputs)
 
     everything = (q, column, q_at, k, v, there, k_at)
     if steps == 1:

@@ -38,7 +38,7 @@ def gather_and_attend(
             *rest, itself = parts
             parts = tuple(rest)
         finders = [make_finder(p.position_BS, first_B, pattern.reach) for p in parts]
-    found = []
+    outputs = []
     for number, d in enumerate(pattern.dilations):
         heads, rank_N, share = _heads_by_residue(d, K, share=not (pattern.dedupe and number))
         residue_BT = d.residue(position_BT)
@@ -54,13 +54,13 @@ def gather_and_attend(
         k, v, there = (x.reshape(B, T, E, *x.shape[3:]) for x in gather_kv(parts, finders, at, kv))
         if itself is not None:
             index_BTE1 = kv.reshape(B, T, E, 1)
-            own = (
+            own_kv = (
                 jnp.take_along_axis(dequantize(x), index_BTE1, axis=2)[:, :, :, None]
                 for x in (itself.k_BSKH, itself.v_BSKH)
             )
             k, v = (
                 jnp.concatenate(match_dtypes(x, new), axis=3)
-                for x, new in zip((k, v), own, strict=True)
+                for x, new in zip((k, v), own_kv, strict=True)
             )
             there = jnp.concatenate([there, jnp.ones_like(there[..., :1])], axis=-1)
             k_at = jnp.concatenate([k_at, position_BT[..., None]], axis=-1)
@@ -80,8 +80,8 @@ def gather_and_attend(
             0,
             np.arange(N).reshape(1, 1, N) % G,
         )
-        found.append(take_tokens((out, total), index, d.head_mask(position_BT)))
-    return pattern.mix(found, q_BTNH.dtype)
+        outputs.append(take_tokens((out, total), index, d.head_mask(position_BT)))
+    return pattern.mix(outputs, q_BTNH.dtype)
 
 
 def _heads_by_residue(
@@ -95,12 +95,12 @@ def _heads_by_residue(
     if share and d.ratio == 1 and min(d.offsets) >= 0:
         group = N // kv_heads
         return (np.arange(kv_heads, dtype=np.int32) * group)[None], np.arange(N) // group, True
-    each = [[j for j in range(N) if d.offsets[j] == o] for o in range(d.ratio)]
-    heads = np.full((d.ratio, max(map(len, each))), -1, np.int32)
+    heads_by_offset = [[j for j in range(N) if d.offsets[j] == o] for o in range(d.ratio)]
+    heads = np.full((d.ratio, max(map(len, heads_by_offset))), -1, np.int32)
     rank_N = np.zeros(N, int)
-    for o, found in enumerate(each):
-        heads[o, : len(found)] = found
-        rank_N[found] = range(len(found))
+    for o, indices in enumerate(heads_by_offset):
+        heads[o, : len(indices)] = indices
+        rank_N[indices] = range(len(indices))
     return heads, rank_N, False
 
 
@@ -109,8 +109,8 @@ def attend_tokens(
 ) -> jax.Array:
     """Compute dilated attention one new token at a time, at any positions."""
 
-    def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
-        q_BNH, position_B = given
+    def one(inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        q_BNH, position_B = inputs
         return gather_and_attend(pattern, q_BNH[:, None], position_B[:, None], parts)[:, 0]
 
     out = jax.lax.map(one, (jnp.moveaxis(q_BTNH, 1, 0), position_BT.T))
@@ -132,17 +132,17 @@ def attend_documents(
     cached = [make_finder(p.position_BS, first_B, count) for p in parts[:-1]]
     row = jnp.arange(B)[None, :, None, None, None]
 
-    def attend_columns(given: tuple[jax.Array, ...]) -> jax.Array:
-        q, at_BW, column_BW, own_BW = given
+    def attend_columns(inputs: tuple[jax.Array, ...]) -> jax.Array:
+        q, at_BW, column_BW, own_BW = inputs
 
         def find(position: jax.Array) -> jax.Array:
             """Look up the last part: the distance in columns equals that in positions."""
             wanted = position.reshape(1, B, at_BW.shape[1], -1, position.shape[-1])
             column = (column_BW - at_BW)[None, :, :, None, None] + wanted
             inside = (column >= 0) & (column < T) & (wanted >= 0)
-            held = row, jnp.clip(column, 0, T - 1)
-            inside &= (position_BT[held] == wanted) & (
-                document_BT[held] == own_BW[None, :, :, None, None]
+            index = row, jnp.clip(column, 0, T - 1)
+            inside &= (position_BT[index] == wanted) & (
+                document_BT[index] == own_BW[None, :, :, None, None]
             )
             return jnp.where(inside, column, -1).reshape(position.shape)
 
@@ -154,11 +154,11 @@ def attend_documents(
         return jnp.moveaxis(padded.reshape(B, -1, width, *x.shape[2:]), 1, 0)
 
     column_BT = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    given = (
+    inputs = (
         split_columns(q_BTNH, 0),
         split_columns(position_BT, -1),
         split_columns(column_BT, 0),
         split_columns(document_BT, -1),
     )
-    out = jax.lax.map(attend_columns, given)
+    out = jax.lax.map(attend_columns, inputs)
     return jnp.moveaxis(out, 0, 1).reshape(B, -1, N, H)[:, :T]

@@ -39,10 +39,10 @@ class Dilation(NamedTuple):
 
     def head_mask(self, position_BT: jax.Array) -> jax.Array:
         """Return which heads have each position, bool `[B, T, N]`; none have padding."""
-        own = (
+        has_residue = (
             self.residue(position_BT)[..., None] == jnp.asarray(self.offsets, jnp.int32)[None, None]
         )
-        return own & (position_BT >= 0)[..., None]
+        return has_residue & (position_BT >= 0)[..., None]
 
 
 class DilationPattern(NamedTuple):
@@ -162,8 +162,8 @@ def make_finder(position_BS: jax.Array, first_B: jax.Array, count: int) -> FindS
     def find(position: jax.Array) -> jax.Array:
         column = (1, B) + (1,) * (position.ndim - 2)
         index = position - first_B.reshape(column)
-        found = slot_BP[np.arange(B).reshape(column), jnp.clip(index, 0, count - 1)]
-        return jnp.where((index >= 0) & (index < count), found, -1)
+        slot = slot_BP[np.arange(B).reshape(column), jnp.clip(index, 0, count - 1)]
+        return jnp.where((index >= 0) & (index < count), slot, -1)
 
     return find
 
@@ -190,16 +190,16 @@ def gather_kv(
         slot = find(position)
         rows = part.k_BSKH.shape[0]
         row = jnp.arange(rows).reshape((1, rows) + (1,) * (slot.ndim - 2))
-        found = [
+        entries_kv = [
             dequantize(jax.tree.map(lambda x: x[row, jnp.maximum(slot, 0), kv], entries))  # noqa: B023
             for entries in (part.k_BSKH, part.v_BSKH)
         ]
         is_there = slot >= 0
         if k is None or v is None or there is None:
-            k, v = (jnp.where(is_there[..., None], x, jnp.zeros_like(x)) for x in found)
+            k, v = (jnp.where(is_there[..., None], x, jnp.zeros_like(x)) for x in entries_kv)
             there = is_there
         else:
-            (k, new_k), (v, new_v) = match_dtypes(k, found[0]), match_dtypes(v, found[1])
+            (k, new_k), (v, new_v) = match_dtypes(k, entries_kv[0]), match_dtypes(v, entries_kv[1])
             k = jnp.where(is_there[..., None], new_k, k)
             v = jnp.where(is_there[..., None], new_v, v)
             there |= is_there

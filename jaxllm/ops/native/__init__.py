@@ -137,15 +137,15 @@ def available_isas() -> list[str]:
 
 
 def _select_isa(loaded: ctypes.CDLL, name: str | None) -> str:
-    found = loaded.jaxllm_isa(name.encode() if name else None)
-    if found is None and name not in INSTRUCTION_SETS:
+    isa_name = loaded.jaxllm_isa(name.encode() if name else None)
+    if isa_name is None and name not in INSTRUCTION_SETS:
         raise ConfigError(f"no instruction set {name!r} (known: {', '.join(INSTRUCTION_SETS)})")
-    if found is None:
+    if isa_name is None:
         raise ConfigError(
             f"instruction set {name!r} is not available on this machine: it needs"
             f" {INSTRUCTION_SETS[str(name)]}"
         )
-    return str(found.decode())
+    return str(isa_name.decode())
 
 
 @cache

@@ -12,8 +12,7 @@ from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import Rules, find_format
 from jaxllm.weights.types.arrays import DTYPES
-from jaxllm.weights.types.int_quant import IntFormat
-from jaxllm.weights.types.static_quant import StaticQuantWeight, supports_static
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 # Tables that may be tied to the LM head, whose inputs are not quantized.
 _TABLES = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
@@ -51,11 +50,13 @@ def prepare(
         name = find_format(rules, path, leaf.ndim)
         if name is None:
             return leaf
-        to, kept = parse_format(name), weight_format(leaf)
-        if not isinstance(to, IntFormat):
+        to, present = parse_format(name), weight_format(leaf)
+        if not (isinstance(to, IntFormat) and to.is_plain):
             raise ConfigError(f"{path}: {name} is not an integer format, as QAT needs")
-        if kept not in DTYPES:
-            raise ConfigError(f"{path} is {kept}: QAT starts from float weights, so dequantize it")
+        if present not in DTYPES:
+            raise ConfigError(
+                f"{path} is {present}: QAT starts from float weights, so dequantize it"
+            )
         if leaf.ndim > 2:
             raise ConfigError(
                 f"{path} belongs to experts, which QAT does not support: exclude them with a rule"
@@ -66,7 +67,7 @@ def prepare(
         if learn_scales:
             made = to.quantize(weight)
             scale, zero = made.scale.astype(jnp.float32), made.zero
-        grid = grids.get(path) if supports_static(to) else None
+        grid = grids.get(path) if to.supports_input_grid else None
         step = grid.step if grid is not None and learn_input_scales else None
         rounds = dynamic_inputs and grid is None and not path.endswith(_TABLES)
         first = jnp.int32(start_step) if start_step else None
@@ -84,7 +85,8 @@ def check_formats(rules: Rules) -> None:
     """Raise ConfigError for rules with a format that is not an integer format."""
     names = [rules] if isinstance(rules, str) else [name for _, name in rules if name is not None]
     for name in names:
-        if not isinstance(parse_format(name), IntFormat):
+        to = parse_format(name)
+        if not (isinstance(to, IntFormat) and to.is_plain):
             raise ConfigError(f"{name} is not an integer format, as QAT needs")
 
 
@@ -108,9 +110,13 @@ def _to_inference(leaf: FakeQuantWeight) -> Weight:
 
 def _observed_qparams(observed_params: Params) -> dict[str, InputQParams]:
     """Return the input scales and zero points by path. Raises ConfigError if there are none."""
-    static = {
-        path: leaf for path, leaf in flatten(observed_params) if isinstance(leaf, StaticQuantWeight)
+    found = {
+        path: InputQParams(leaf.input_step, leaf.input_zero)
+        for path, leaf in flatten(observed_params)
+        if isinstance(leaf, IntWeight)
+        and leaf.input_step is not None
+        and leaf.input_zero is not None
     }
-    if not static:
+    if not found:
         raise ConfigError("no input ranges were observed: use a recipe with activations: static")
-    return {path: InputQParams(leaf.step, leaf.zero) for path, leaf in static.items()}
+    return found

@@ -9,26 +9,22 @@ from flax import struct
 from jaxllm.errors import ConfigError
 from jaxllm.train.qat.gradient import fake_quantize, with_derivative
 from jaxllm.weights.linear import round_to_int8
-from jaxllm.weights.types.arrays import as_weight, matmul
+from jaxllm.weights.types.arrays import matmul
 from jaxllm.weights.types.base import LinearFn, group_slice, nan_out_of_range, round_up
 from jaxllm.weights.types.bitpack import CHUNK
-from jaxllm.weights.types.int_quant import IntFormat, QTensor
-from jaxllm.weights.types.static_quant import MAX_CODE, MIN_CODE, StaticQuantWeight
+from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntFormat, IntWeight
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 
 class InputQParams(struct.PyTreeNode):
-    """Scale and zero point of a linear's inputs, float32 and int32 scalars
-    (`types.static_quant`).
-    """
+    """Scale and zero point of a linear's inputs, float32 and int32 scalars."""
 
     step: jax.Array
     zero: jax.Array
 
 
 class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
-    """A float weight `[..., O, I]` whose products are those of `target_format.make(weight)`, bit
-    for bit.
+    """A float weight `[..., O, I]` whose products are those of its integers, bit for bit.
 
     Its gradients are those of a product with the rounded weights and rounded inputs; rounding
     passes them through (`gradient.fake_quantize`).
@@ -37,7 +33,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
       scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
       zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
       learned. input_qparams: scale and zero point of the inputs, if they are quantized statically
-      (`StaticQuantWeight`).
+      (`IntWeight.with_input_grid`).
       step: the scale of `input_qparams`, if it is learned.
       start_step: the first training step that rounds, int32 scalar; None: the first of all.
       is_active: whether to round in this step, a bool scalar; None: yes.
@@ -80,7 +76,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     def for_training_step(self, key: jax.Array, step: jax.Array) -> "FakeQuantWeight":
         return self if self.start_step is None else self.replace(is_active=step >= self.start_step)
 
-    def quantize(self) -> QTensor:
+    def quantize(self) -> IntWeight:
         """Return the quantized weight, without gradients."""
         if self.scale is None:
             return self.target_format.quantize(jax.lax.stop_gradient(self.weight))
@@ -89,7 +85,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         codes = codes.reshape(*codes.shape[:-2], -1)[..., : self.weight.shape[-1]]
         return self.target_format.from_codes(codes, jax.lax.stop_gradient(self.scale), self.zero)
 
-    def to_inference(self) -> QTensor | StaticQuantWeight:
+    def to_inference(self) -> IntWeight:
         """Return the weight for inference."""
         return self._wrap_static(self.quantize())
 
@@ -106,7 +102,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
             for name, x in (("weight", self.weight), ("scale", self.scale), ("zero", self.zero))
         }
         some = self.replace(**parts, input_qparams=None, step=None)
-        # From codes, as in `QTensor.take`. Without the barrier XLA may fuse the scaling with a
+        # From codes, as in `IntWeight.take`. Without the barrier XLA may fuse the scaling with a
         # later addition and round only once.
         rows = with_derivative(
             jax.lax.optimization_barrier(some.quantize()).to_dense(), some._fake_quantize()
@@ -114,9 +110,6 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         if self.is_active is not None:
             rows = jnp.where(self.is_active, rows, some.weight.astype(jnp.float32))
         return nan_out_of_range(rows, index, count)
-
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
 
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         if self.is_active is None:
@@ -139,12 +132,11 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
 
         return with_derivative(y_RO, surrogate(x_RI, self))
 
-    def _wrap_static(self, weight: QTensor) -> QTensor | StaticQuantWeight:
+    def _wrap_static(self, weight: IntWeight) -> IntWeight:
         if self.input_qparams is None:
             return weight
-        return StaticQuantWeight.from_grid(
-            weight, self._input_step(self.input_qparams), self.input_qparams.zero
-        )
+        grid = self.input_qparams
+        return weight.with_input_grid(self._input_step(grid), grid.zero)
 
     def _input_step(self, grid: InputQParams) -> jax.Array:
         return grid.step if self.step is None else self.step
@@ -157,7 +149,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
                 for x in (self._input_step(self.input_qparams), self.input_qparams.zero)
             )
             return fake_quantize(
-                x_RI, step, zero, (MIN_CODE, MAX_CODE), (x_RI.shape[1] * MAX_CODE) ** -0.5
+                x_RI, step, zero, (MIN_INPUT, MAX_INPUT), (x_RI.shape[1] * MAX_INPUT) ** -0.5
             )
         if self.dynamic_inputs:
             return with_derivative(round_to_int8(x_RI), x_RI.astype(jnp.float32))
@@ -168,7 +160,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
 
         Scales are rounded to their storage dtype and returned in float32.
         """
-        columns, kept = self.weight.shape[-1], jnp.dtype(self.target_format.scale_dtype)
+        columns, dtype = self.weight.shape[-1], jnp.dtype(self.target_format.scale_dtype)
         size = self.target_format.group_size(columns)
         added = [(0, 0)] * (self.weight.ndim - 1) + [(0, round_up(columns, CHUNK) - columns)]
         w_OI = jnp.pad(self.weight, added)
@@ -176,7 +168,7 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         if self.scale is None:
             scale, zero = self.target_format.choose_grid(jax.lax.stop_gradient(w_OGg))
             return w_OGg, scale.astype(jnp.float32)[..., None], zero[..., None]
-        scale = with_derivative(self.scale.astype(kept).astype(jnp.float32), self.scale)
+        scale = with_derivative(self.scale.astype(dtype).astype(jnp.float32), self.scale)
         middle = jnp.full(scale.shape, self.target_format.zero_code, jnp.uint8)
         zero = middle if self.zero is None else self.zero
         return w_OGg, scale[..., None], zero[..., None]

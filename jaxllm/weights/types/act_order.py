@@ -4,8 +4,9 @@ GPTQ's act-order ("desc_act") quantizes columns by falling importance, and group
 order.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import numpy as np
 from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.types.base import Format, LinearFn, PartialShape
-from jaxllm.weights.types.wrapper import WeightWrapper, WrapperFormat, parse_inner
+from jaxllm.weights.types.base import ArraySpecs, Format, LinearFn, ReadBlocks
+from jaxllm.weights.types.wrapper import WeightWrapper
 
 PREFIX = "ordered/"
 
@@ -24,7 +25,7 @@ class PermutedWeight(WeightWrapper, struct.PyTreeNode):
 
     format_prefix = PREFIX
 
-    weight: Any  # [O, I], an array or a leaf
+    weight: Any  # [O, I], an array or a weight that is not composite
     order: jax.Array  # int32 [I], a permutation
 
     def to_dense(self, dtype: Any = None) -> jax.Array:
@@ -33,11 +34,8 @@ class PermutedWeight(WeightWrapper, struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         return self._unpermute(self.inner.take(index))
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.inner.matmul(self._permute(x_RI))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
-        return linear(self._permute(x_RI), self.weight)
+        return linear(jnp.take(x_RI, self.order, axis=-1, mode="clip"), self.weight)
 
     def with_rows(self, index: np.ndarray) -> "PermutedWeight":
         return self.replace(weight=self.inner.with_rows(index))
@@ -53,43 +51,59 @@ class PermutedWeight(WeightWrapper, struct.PyTreeNode):
             raise ConfigError(f"columns of {self.format} cannot be concatenated: they are permuted")
         return self.replace(weight=self.inner.concatenate([x.inner for x in appended], axis))
 
-    def extra_arrays(self) -> dict[str, jax.Array]:
-        return {".order": self.order}
-
-    def _permute(self, x: jax.Array) -> jax.Array:
-        return jnp.take(x, self.order, axis=-1, mode="clip")
-
     def _unpermute(self, x: jax.Array) -> jax.Array:
         return jnp.take(x, jnp.argsort(self.order), axis=-1, mode="clip")
 
 
-class PermutedFormat(WrapperFormat):
+@dataclasses.dataclass(frozen=True)
+class PermutedFormat(Format):
     """The format of `PermutedWeight`."""
 
-    format_prefix = PREFIX
-    missing_info = (
-        "cannot be made without an order; it comes from GPTQ (act-order) or from a checkpoint"
-        " (desc_act)"
-    )
+    inner: Format  # of the weight with permuted columns
 
-    def extra_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
-        return {".order": (shape[-1:], np.int32)}
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.inner.name}"
 
-    def wrap(self, weight: Any, arrays: Mapping[str, Any]) -> PermutedWeight:
-        return PermutedWeight(weight, arrays[".order"])
+    @property
+    def lossless_dtype(self) -> str:
+        return self.inner.lossless_dtype
+
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> NoReturn:
+        raise ConfigError(
+            f"{self.name} cannot be made without an order; it comes from GPTQ (act-order) or from a"
+            " checkpoint (desc_act)"
+        )
+
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
+        inner = {f".weight{name}": spec for name, spec in self.inner.array_specs(shape).items()}
+        return {**inner, ".order": (shape[-1:], np.int32)}
+
+    def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> PermutedWeight:
+        inner = self.inner.from_arrays(shape, _inner_arrays(arrays))
+        return PermutedWeight(inner, arrays[".order"])
 
     def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
     ) -> None:
+        self.inner.check_arrays(f"{path}.weight", shape, _inner_arrays(arrays))
         if not np.array_equal(np.sort(arrays[".order"]), np.arange(shape[-1])):
             raise CheckpointError(f"{path}.order is not a permutation of {shape[-1]} columns")
 
 
-def parse(name: str, inner: Callable[[str], Format]) -> PermutedFormat | None:
-    """Parse `ordered/int4-g128`, with any simple format; None for other names.
+def _inner_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of the weight with permuted columns, under its own names."""
+    return {n.removeprefix(".weight"): x for n, x in arrays.items() if n != ".order"}
+
+
+def parse(name: str, parse_inner: Callable[[str], Format]) -> PermutedFormat | None:
+    """Parse `ordered/int4-g128`, with any format that is not composite; None for other names.
 
     Raises:
         ConfigError: for a composite inner format.
     """
-    stored = parse_inner(name, PREFIX, inner)
-    return None if stored is None else PermutedFormat(stored)
+    if not name.startswith(PREFIX):
+        return None
+    if name.count("/") > 1:
+        raise ConfigError(f"{name:.40}: format after {PREFIX} must be simple, got a composite")
+    return PermutedFormat(parse_inner(name.removeprefix(PREFIX)))

@@ -56,12 +56,12 @@ class AffineQuantizer:
         Args:
             shrink: a factor on that range, `[..., G]` or one number, for a search that clips.
         """
-        w_OGg, kept = w_OGg.astype(jnp.float32), jnp.dtype(self.scale_dtype)
+        w_OGg, scale_dtype = w_OGg.astype(jnp.float32), jnp.dtype(self.scale_dtype)
         least, most = self.code_range
         if self.zero_point:
             low = jnp.minimum(w_OGg.min(-1), 0) * shrink
             high = jnp.maximum(w_OGg.max(-1), 0) * shrink
-            scale = ((high - low) / most).astype(kept)
+            scale = ((high - low) / most).astype(scale_dtype)
             wide = scale.astype(jnp.float32)
             zero = jnp.clip(jnp.round(-low / jnp.where(wide == 0, 1.0, wide)), least, most)
             return scale, zero.astype(jnp.uint8)
@@ -70,7 +70,7 @@ class AffineQuantizer:
         else:
             largest = jnp.abs(w_OGg).argmax(-1, keepdims=True)
             end = jnp.take_along_axis(w_OGg, largest, -1)[..., 0] * shrink / -self.zero_code
-        return end.astype(kept), jnp.full(end.shape, self.zero_code, jnp.uint8)
+        return end.astype(scale_dtype), jnp.full(end.shape, self.zero_code, jnp.uint8)
 
     def to_codes(self, w: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
         """Return the nearest code of each number (half to even); the three shapes broadcast."""

@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jaxllm.ops import native
 from jaxllm.weights.types.base import (
-    PartialShape,
+    ArraySpecs,
+    Format,
     ReadBlocks,
     WeightBase,
-    concat_matrices,
     fill_arrays,
     nan_out_of_range,
-    take_rows,
     to_device,
 )
 
@@ -30,13 +30,10 @@ _KINDS = {
 }
 
 
-class DenseWeight(WeightBase):
+class DenseWeight(WeightBase, struct.PyTreeNode):
     """An array as a weight object: never stored as a parameter, only made by `as_weight`."""
 
-    has_kernels = True
-
-    def __init__(self, array: jax.Array) -> None:
-        self.array = array
+    array: jax.Array
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,10 +42,6 @@ class DenseWeight(WeightBase):
     @property
     def dtype(self) -> Any:
         return self.array.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.array.nbytes)
 
     @property
     def format(self) -> str:
@@ -75,14 +68,14 @@ class DenseWeight(WeightBase):
         return {"": self.array}
 
     def with_rows(self, index: np.ndarray) -> jax.Array:
-        return self.array[index] if self.ndim == 1 else take_rows(self.array, index)
+        return self.array[index] if self.ndim == 1 else self.array[..., index, :]
 
     def with_columns(self, begin: int, end: int) -> jax.Array:
         return self.array[..., begin:end]
 
     def concatenate(self, appended: Sequence["DenseWeight"], axis: int) -> jax.Array:
         arrays = [self.array, *(x.array for x in appended)]
-        return jnp.concatenate(arrays) if self.ndim == 1 else concat_matrices(arrays, axis)
+        return jnp.concatenate(arrays, axis=0 if self.ndim == 1 else axis - 2)
 
 
 def as_weight(weight: jax.Array | WeightBase) -> WeightBase:
@@ -91,35 +84,34 @@ def as_weight(weight: jax.Array | WeightBase) -> WeightBase:
 
 
 @dataclasses.dataclass(frozen=True)
-class FloatFormat:
+class FloatFormat(Format):
     """A floating-point format."""
 
-    name: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return self.dtype
 
     @property
     def lossless_dtype(self) -> str:
-        return self.name
+        return self.dtype
 
     def quantize(self, array: jax.Array) -> jax.Array:
-        return array.astype(DTYPES[self.name])
+        return array.astype(DTYPES[self.dtype])
 
     def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> jax.Array:
-        def make(block: np.ndarray) -> list[Any]:
-            as_it_is = self.name in ("float32", block.dtype.name)  # numpy widens in the copy
-            return [block if as_it_is else self.quantize(jax.device_put(block, may_alias=True))]
+        def convert(block: np.ndarray) -> list[Any]:
+            unchanged = self.name in ("float32", block.dtype.name)  # numpy widens in the copy
+            return [block if unchanged else self.quantize(jax.device_put(block, may_alias=True))]
 
-        return to_device(fill_arrays({"": (shape, DTYPES[self.name])}, blocks(), make))[""]
+        return to_device(fill_arrays({"": (shape, DTYPES[self.dtype])}, blocks(), convert))[""]
 
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
-        return {"": (shape, DTYPES[self.name])}
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
+        return {"": (shape, DTYPES[self.dtype])}
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Any:
         return arrays[""]
-
-    def from_file(
-        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
-    ) -> jax.Array:
-        return to_device(arrays)[""]
 
 
 def parse(name: str) -> FloatFormat | None:
@@ -148,8 +140,8 @@ def _take_rows(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
         return _take_rows_jax(weight_VD, token_BT)
 
     def kernel(weight_VD: jax.Array, token_BT: jax.Array) -> jax.Array:
-        taken = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
-        return nan_out_of_range(taken, token_BT, weight_VD.shape[0])
+        rows = native.take(weight_VD, token_BT.reshape(-1).astype(jnp.int32))
+        return nan_out_of_range(rows, token_BT, weight_VD.shape[0])
 
     rows: jax.Array = jax.lax.platform_dependent(
         weight_VD, token_BT, cpu=kernel, default=_take_rows_jax

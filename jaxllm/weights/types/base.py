@@ -4,8 +4,10 @@ A weight stands for an array `[..., O, I]`: a matrix, or a stack of them. Produc
 use `jax.vmap` for a stack.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +18,28 @@ from jaxllm.ops.native import Matrix
 from jaxllm.weights.safetensors import empty_aligned
 
 PartialShape = tuple[int | None, ...]  # None: of any size
+ArraySpecs = dict[str, tuple[PartialShape, Any]]  # shape and dtype of each array of a weight
 ReadBlocks = Callable[[], Iterable[np.ndarray]]  # each call starts at the first block
 LinearFn = Callable[[jax.Array, Any], jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
-V = TypeVar("V")
 BLOCK_ROWS = 512  # rows of a block, which is quantized at once
 
 
 class WeightBase:
-    """A weight in a storage format: a frozen pytree of arrays."""
+    """A weight in a storage format: a frozen dataclass that is a pytree of arrays."""
 
     supports_int8_inputs = False  # whether `Precision.int8_inputs` applies to products with it
-    is_composite = False  # whether it is made of other weights, and multiplies by `apply_with`
     trainable_fields: ClassVar[
         tuple[str, ...]
     ] = ()  # fields that training can change, but for integers
 
     @property
-    def has_kernels(self) -> bool:
-        """Whether native kernels support it (`native_matrix`); if not, `matmul` is always used."""
+    def is_composite(self) -> bool:
+        """Whether it multiplies by `apply_with`, with products of other weights."""
+        return False
+
+    @property
+    def has_row_scale(self) -> bool:
+        """Whether its field `scale`, `[O, 1]`, multiplies whole rows."""
         return False
 
     @property
@@ -44,7 +50,7 @@ class WeightBase:
     @property
     def dtype(self) -> Any:
         """The dtype that `to_dense` returns by default."""
-        raise NotImplementedError
+        return jnp.dtype(jnp.float32)
 
     @property
     def ndim(self) -> int:
@@ -78,40 +84,35 @@ class WeightBase:
         raise NotImplementedError
 
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
-        """Return `x @ weight.T`, float32 `[R, O]`; `linear` multiplies the parts of a composite."""
+        """Return `x @ weight.T` of a composite, float32 `[R, O]`; `linear` multiplies its parts."""
         raise NotImplementedError
+
+    def native_matrix(self) -> Matrix | None:
+        """Return the arrays as the native kernels take them; None if they do not support it."""
+        return None
 
     def for_training_step(self, key: jax.Array, step: jax.Array) -> "WeightBase":
         """Return the weight as training step `step` uses it. `key` is for random draws."""
         return self
 
-    def supports_gpu_kernel(self, x_RI: jax.Array) -> bool:
-        """Return whether `gpu_matmul` supports these inputs."""
-        return False
-
-    def gpu_matmul(self, x_RI: jax.Array) -> jax.Array:
-        """Return the same product, by a kernel for GPUs."""
-        raise NotImplementedError
-
-    def native_matrix(self) -> Matrix:
-        """Return the arrays as the native kernels take them, if they support this type."""
-        raise NotImplementedError
-
-    def split_scale(self, dtype: Any) -> tuple[Matrix, jax.Array | None]:
-        """Return a matrix for the kernels to dequantize, and a factor `[O]` of its product."""
-        return self.native_matrix(), None
+    def array_fields(self) -> dict[str, Any]:
+        """Return its fields that are arrays or weights, if they are set."""
+        fields = [f for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)]  # type: ignore[arg-type]
+        return {f.name: x for f in fields if (x := getattr(self, f.name)) is not None}
 
     def arrays(self) -> dict[str, jax.Array]:
         """Return its arrays by name, as a file stores them."""
-        raise NotImplementedError
+        return {
+            f".{field}{name}": array
+            for field, part in self.array_fields().items()
+            for name, array in (
+                part.arrays() if isinstance(part, WeightBase) else {"": part}
+            ).items()
+        }
 
     def with_rows(self, index: np.ndarray) -> Any:
-        """Take the rows `index` `[n]`, in this order; their values stay, bit for bit.
-
-        Raises:
-            ConfigError: if rows cannot be sliced.
-        """
-        raise ConfigError(f"rows of {self.format} cannot be sliced")
+        """Take the rows `index` `[n]`, in this order; their values stay, bit for bit."""
+        raise ConfigError(f"{self.format} weights cannot be sliced")
 
     def with_columns(self, begin: int, end: int) -> Any:
         """Take the columns from `begin` to before `end`, likewise.
@@ -119,7 +120,7 @@ class WeightBase:
         Raises:
             ConfigError: if columns cannot be sliced there, for example inside a group.
         """
-        raise ConfigError(f"columns of {self.format} cannot be sliced")
+        raise ConfigError(f"{self.format} weights cannot be sliced")
 
     def concatenate(self, appended: Sequence[Any], axis: int) -> Any:
         """Concatenate it and the weights `appended` it, along rows (axis 0) or columns (axis 1).
@@ -129,49 +130,60 @@ class WeightBase:
         Raises:
             ConfigError: if they cannot be concatenated.
         """
-        raise ConfigError(f"parts of {self.format} cannot be concatenated")
+        raise ConfigError(f"{self.format} weights cannot be concatenated")
 
 
-class Format(Protocol):
-    """A weight format: makes weights from numbers or from a file.
-
-    `lossless_dtype` is the dtype that holds all its values exactly, for use when it is dequantized.
-    """
+class Format:
+    """A weight format: makes weights from numbers or from a file."""
 
     @property
     def name(self) -> str:
         """The full name."""
-        ...
+        raise NotImplementedError
 
     @property
-    def lossless_dtype(self) -> str: ...
+    def lossless_dtype(self) -> str:
+        """The dtype that holds all its values exactly, for use when it is dequantized."""
+        return "float32"
 
     def quantize(self, array: jax.Array) -> Any:
         """Quantize an array `[..., O, I]`. Raises ConfigError if the format cannot hold it."""
-        ...
+        rows = np.asarray(array).reshape(math.prod(array.shape[:-1]), array.shape[-1])
+        starts = range(0, len(rows), BLOCK_ROWS)
+        return self.quantize_blocks(array.shape, lambda: (rows[i : i + BLOCK_ROWS] for i in starts))
 
     def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> Any:
         """Quantize blocks `[n, I]` of the rows of a matrix of `shape`, to the bits of `quantize`.
 
         Memory besides the result: one block.
         """
-        ...
+        raise NotImplementedError
 
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
         """Return the shape and dtype of each array of a weight of `shape`."""
-        ...
+        raise NotImplementedError
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Any:
         """Return the weight of `shape` with these arrays; nothing is checked."""
-        ...
+        raise NotImplementedError
+
+    def check_arrays(
+        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Raise CheckpointError for invalid values, which kernels would trust.
+
+        Args:
+            arrays: the arrays of the weight at `path` in a file, of the right shapes and dtypes.
+        """
 
     def from_file(self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]) -> Any:
         """Return the weight at `path` with these arrays from a file, whose shapes were checked.
 
         Raises:
-            CheckpointError: for invalid values: kernels trust them.
+            CheckpointError: as `check_arrays` does.
         """
-        ...
+        self.check_arrays(path, shape, arrays)
+        return self.from_arrays(shape, to_device(arrays))
 
 
 def nan_out_of_range(rows: jax.Array, index: jax.Array, count: int) -> jax.Array:
@@ -183,16 +195,16 @@ def nan_out_of_range(rows: jax.Array, index: jax.Array, count: int) -> jax.Array
     return jnp.where(inside, rows, jnp.nan).reshape(*index.shape, rows.shape[1])
 
 
-def check_finite(path: str, pieces: Mapping[str, np.ndarray], *names: str) -> None:
+def check_finite(path: str, arrays: Mapping[str, np.ndarray], *names: str) -> None:
     """Raise CheckpointError if one of the named arrays of the weight at `path` is not finite."""
     for name in names:
-        if not np.isfinite(pieces[name].astype(np.float32)).all():
+        if not np.isfinite(arrays[name].astype(np.float32)).all():
             raise CheckpointError(f"{path}{name} holds NaN or infinity")
 
 
-def to_device(pieces: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+def to_device(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Put arrays on the device, without a copy if possible."""
-    return {key: jax.device_put(piece, may_alias=True) for key, piece in pieces.items()}
+    return {name: jax.device_put(array, may_alias=True) for name, array in arrays.items()}
 
 
 def fill_arrays(
@@ -200,32 +212,20 @@ def fill_arrays(
     blocks: Iterable[np.ndarray],
     make: Callable[[Any], Iterable[Any]],
 ) -> dict[str, np.ndarray]:
-    """Fill arrays of the shapes and dtypes `specs` with what `quantize` returns for each block.
+    """Fill arrays of the shapes and dtypes `specs` with what `make` returns for each block.
 
     Args:
         make: returns the rows of each array, in order. They are copied before the next block is
             read.
     """
-    pieces = {name: empty_aligned(shape, dtype) for name, (shape, dtype) in specs.items()}
-    rows = [piece.reshape(-1, piece.shape[-1] if piece.ndim else 1) for piece in pieces.values()]
+    arrays = {name: empty_aligned(shape, dtype) for name, (shape, dtype) in specs.items()}
+    rows = [x.reshape(-1, x.shape[-1] if x.ndim else 1) for x in arrays.values()]
     done = 0
     for block in blocks:
-        for piece, part in zip(rows, make(block), strict=True):
-            piece[done : done + len(block)] = part
+        for array, part in zip(rows, make(block), strict=True):
+            array[done : done + len(block)] = part
         done += len(block)
-    return pieces
-
-
-def take_rows(tree: V, index: np.ndarray) -> V:
-    """Take rows from arrays `[..., O, X]`."""
-    taken: V = jax.tree.map(lambda x: x[..., index, :], tree)
-    return taken
-
-
-def concat_matrices(parts: Sequence[V], axis: int = 0) -> V:
-    """Concatenate arrays `[..., O, X]` along their rows (axis 0) or columns (axis 1)."""
-    whole: V = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis - 2), *parts)
-    return whole
+    return arrays
 
 
 def pad_groups(x_OG: jax.Array, groups: int) -> jax.Array:

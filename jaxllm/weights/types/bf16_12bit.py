@@ -13,11 +13,10 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
 from jaxllm.weights.types.arrays import DTYPES, DenseWeight
 from jaxllm.weights.types.base import (
-    BLOCK_ROWS,
-    PartialShape,
+    ArraySpecs,
+    Format,
     ReadBlocks,
     WeightBase,
-    concat_matrices,
     fill_arrays,
     nan_out_of_range,
     round_up,
@@ -25,8 +24,6 @@ from jaxllm.weights.types.base import (
 )
 
 NAME = "bf16-packed"
-_ESCAPES = ("escape_begin", "escape_column", "escape_value")
-_PIECES = ("sign_mantissa", "nibbles", "base", *_ESCAPES)
 
 
 class PackedBf16(WeightBase, struct.PyTreeNode):
@@ -39,8 +36,6 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
     exponent of byte p of blocks 2 b and 2 b + 1 is in the low and high bits of byte p of nibble
     block b.
     """
-
-    has_kernels = True
 
     sign_mantissa: jax.Array  # uint8 [..., O, I']; I' is I in whole 64
     nibbles: jax.Array  # uint8 [..., O, I'' / 2]; I'' is I in whole 128
@@ -88,11 +83,8 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
 
     def concatenate(self, appended: Sequence["PackedBf16"], axis: int) -> "PackedBf16":
         return PackedBf16Format().quantize(
-            concat_matrices([x.to_dense() for x in (self, *appended)], axis)
+            jnp.concatenate([x.to_dense() for x in (self, *appended)], axis=axis - 2)
         )
-
-    def arrays(self) -> dict[str, jax.Array]:
-        return {f".{name}": getattr(self, name) for name in _PIECES}
 
     @jax.jit
     def _unpack_rows(self, index: jax.Array) -> jax.Array:
@@ -116,23 +108,16 @@ class PackedBf16(WeightBase, struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedBf16Format:
+class PackedBf16Format(Format):
     """The format of `PackedBf16`."""
 
-    name: str = NAME
-    lossless_dtype: str = "bfloat16"
-
-    def quantize(self, array: jax.Array) -> PackedBf16:
-        rows = np.asarray(array).reshape(-1, array.shape[-1])
-        return pack_bf16(
-            array.shape,
-            lambda: (rows[at : at + BLOCK_ROWS] for at in range(0, len(rows), BLOCK_ROWS)),
-        )
+    name = NAME
+    lossless_dtype = "bfloat16"
 
     def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
         return pack_bf16(shape, blocks)
 
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
         rows = shape[:-1]
         return {
             **_fixed_specs(shape),
@@ -147,11 +132,27 @@ class PackedBf16Format:
         fields = {key.removeprefix("."): value for key, value in arrays.items()}
         return PackedBf16(**fields, columns=shape[-1], max_escapes=widest)
 
-    def from_file(
+    def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
-    ) -> PackedBf16:
-        _check_packed(path, shape[-1], arrays)
-        return self.from_arrays(shape, to_device(arrays))
+    ) -> None:
+        names = (".escape_begin", ".escape_column", ".escape_value")
+        begin, column, value = (arrays[name] for name in names)
+        ordered = np.diff(column) > 0
+        ordered[np.unique(begin[(begin > 0) & (begin < len(column))]) - 1] = True  # a row's first
+        valid = (
+            len(column) == len(value)
+            and begin[0] == 0
+            and begin[-1] == len(column)
+            and (np.diff(begin) >= 0).all()
+            and column.min(initial=0) >= 0
+            and column.max(initial=0) < shape[-1]
+            and ordered.all()
+            and 0 <= int(arrays[".base"]) <= 240
+        )
+        if not valid:
+            raise CheckpointError(
+                f"{path}: escapes of the packed exponents do not match the matrix"
+            )
 
 
 def parse(name: str) -> PackedBf16Format | None:
@@ -167,9 +168,9 @@ def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
             nothing is saved.
     """
     size, columns = int(np.prod(shape)), shape[-1]
-    held = np.convolve(_count_exponents(blocks()), np.ones(16, int))
-    base = int(np.argmax(held[15:256]))  # held[15 + b] counts exponents b to b + 15
-    escapes = size - int(held[15:256].max())
+    counts_of_16 = np.convolve(_count_exponents(blocks()), np.ones(16, int))
+    base = int(np.argmax(counts_of_16[15:256]))  # entry 15 + b counts exponents b to b + 15
+    escapes = size - int(counts_of_16[15:256].max())
     if escapes * 50 > max(size, 1000):
         raise ConfigError(
             f"{NAME} would not save memory: {escapes} of {size} exponents are outside any 16"
@@ -178,8 +179,8 @@ def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
     count, column, value = [np.zeros(1, np.int64)], [], []  # the escapes of each block
 
     def split(block: np.ndarray) -> list[np.ndarray]:
-        made = _split_bits(jax.device_put(block, may_alias=True), np.int16(base))
-        byte, index, outside = map(np.asarray, made)
+        arrays = _split_bits(jax.device_put(block, may_alias=True), np.int16(base))
+        byte, index, outside = map(np.asarray, arrays)
         row, at = np.divmod(np.flatnonzero(outside), columns)
         count.append(np.bincount(row, minlength=len(block)))
         column.append(at.astype(np.int32))
@@ -187,10 +188,10 @@ def pack_bf16(shape: tuple[int, ...], blocks: ReadBlocks) -> PackedBf16:
         pair = _interleave(index).reshape(len(block), -1, 2, 64)
         return [_interleave(byte), (pair[:, :, 0] | (pair[:, :, 1] << 4)).reshape(len(block), -1)]
 
-    pieces = fill_arrays(_fixed_specs(shape), blocks(), split)
+    arrays = fill_arrays(_fixed_specs(shape), blocks(), split)
     counts = np.concatenate(count)
     return PackedBf16(
-        **{name.removeprefix("."): piece for name, piece in to_device(pieces).items()},
+        **{name.removeprefix("."): array for name, array in to_device(arrays).items()},
         base=jnp.int32(base),
         escape_begin=jnp.asarray(np.cumsum(counts).astype(np.int32)),
         escape_column=jnp.asarray(np.concatenate([np.zeros(0, np.int32), *column])),
@@ -211,15 +212,16 @@ def _fixed_specs(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any
 
 def _count_exponents(blocks: Iterable[np.ndarray]) -> np.ndarray:
     """Count the weights with each of the 256 exponents."""
-    found = np.zeros(256, np.int64)
+    counts = np.zeros(256, np.int64)
     for block in blocks:
         if block.dtype != jnp.bfloat16:
             raise ConfigError(f"{NAME} requires bfloat16 weights, got {block.dtype}")
         exponent = (block.view(np.uint16) >> 7).astype(np.uint8).reshape(-1)  # drops the sign
         even = exponent.size // 2 * 2
         pairs = np.bincount(exponent[:even].view(np.uint16), minlength=1 << 16).reshape(256, 256)
-        found += pairs.sum(axis=0) + pairs.sum(axis=1) + np.bincount(exponent[even:], minlength=256)
-    return found
+        counts += pairs.sum(axis=0) + pairs.sum(axis=1)
+        counts += np.bincount(exponent[even:], minlength=256)
+    return counts
 
 
 @jax.jit
@@ -250,21 +252,3 @@ def _interleave(byte_OI: np.ndarray) -> np.ndarray:
 def _flatten_rows(x: jax.Array) -> jax.Array:
     """Flatten a stack of matrices to rows."""
     return x.reshape(-1, x.shape[-1])
-
-
-def _check_packed(path: str, columns: int, pieces: Mapping[str, np.ndarray]) -> None:
-    begin, column, value = (pieces[f".{name}"] for name in _ESCAPES)
-    ordered = np.diff(column) > 0
-    ordered[np.unique(begin[(begin > 0) & (begin < len(column))]) - 1] = True  # a row's first
-    sound = (
-        len(column) == len(value)
-        and begin[0] == 0
-        and begin[-1] == len(column)
-        and (np.diff(begin) >= 0).all()
-        and column.min(initial=0) >= 0
-        and column.max(initial=0) < columns
-        and ordered.all()
-        and 0 <= int(pieces[".base"]) <= 240
-    )
-    if not sound:
-        raise CheckpointError(f"{path}: escapes of the packed exponents do not match the matrix")

@@ -94,9 +94,6 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
             sum_NI = sum_NI * gain_N
         return nan_out_of_range(sum_NI, index, self.shape[0]).astype(rows.dtype)
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         y_RO = linear(x_RI, self.weight)
         if self.site == "rows" or self.idle:
@@ -119,11 +116,6 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
             jax.lax.psum(squares, self.sharded_axes[1]) if self.sharded_axes[1] else squares
         )
 
-    def extra_arrays(self) -> dict[str, jax.Array]:
-        names = ("a", "b", "scale", "magnitude", "norm", "owner")
-        mine = {f".{name}": getattr(self, name) for name in names}
-        return {name: piece for name, piece in mine.items() if piece is not None}
-
     def _base_weight(self) -> WeightBase:
         """Return the weight without adapters, also of a tied table."""
         return as_weight(strip_adapters(self.weight))
@@ -145,10 +137,12 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
 
     def _row_choices(self, rows: int) -> jax.Array:
         assert self.choice is not None
-        given = self.choice.shape[0]
-        if rows % given:
-            raise ValueError(f"rows of x must be a multiple of {given}, one per choice: got {rows}")
-        return jnp.broadcast_to(self.choice[:, None], (given, rows // given)).reshape(rows)
+        choices = self.choice.shape[0]
+        if rows % choices:
+            raise ValueError(
+                f"rows of x must be a multiple of {choices}, one per choice: got {rows}"
+            )
+        return jnp.broadcast_to(self.choice[:, None], (choices, rows // choices)).reshape(rows)
 
     def _gain(self, rows: int) -> jax.Array:
         """Return the factor of the sums, float32 `[1 or R, O]`."""
@@ -168,12 +162,12 @@ class LoraWeight(WeightWrapper, struct.PyTreeNode):
             n * jax.lax.axis_size(over)
             for n, over in zip(x_RI.shape, self.sharded_axes, strict=True)
         ]
-        kept_RI = jax.random.bernoulli(self.key, 1.0 - self.dropout, shape)
-        for axis, (mine, over) in enumerate(zip(x_RI.shape, self.sharded_axes, strict=True)):
+        is_kept_RI = jax.random.bernoulli(self.key, 1.0 - self.dropout, shape)
+        for axis, (size, over) in enumerate(zip(x_RI.shape, self.sharded_axes, strict=True)):
             if over:
-                begin = jax.lax.axis_index(over) * mine
-                kept_RI = jax.lax.dynamic_slice_in_dim(kept_RI, begin, mine, axis)
-        return jnp.where(kept_RI, x_RI / (1.0 - self.dropout), 0).astype(x_RI.dtype)
+                begin = jax.lax.axis_index(over) * size
+                is_kept_RI = jax.lax.dynamic_slice_in_dim(is_kept_RI, begin, size, axis)
+        return jnp.where(is_kept_RI, x_RI / (1.0 - self.dropout), 0).astype(x_RI.dtype)
 
 
 def keep_chosen_adapter(params: Params) -> Params:

@@ -12,7 +12,9 @@ from flax import struct
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.types.arrays import as_weight
-from jaxllm.weights.types.base import Format, LinearFn, PartialShape, ReadBlocks, WeightBase
+from jaxllm.weights.types.base import ArraySpecs, Format, LinearFn, ReadBlocks, WeightBase
+
+_SIDES = ("left", "right")
 
 
 class LowRankWeight(WeightBase, struct.PyTreeNode):
@@ -35,10 +37,6 @@ class LowRankWeight(WeightBase, struct.PyTreeNode):
         return (*self.left.shape[:-1], self.right.shape[-1])
 
     @property
-    def dtype(self) -> Any:
-        return jnp.dtype(jnp.float32)
-
-    @property
     def rank(self) -> int:
         return int(self.right.shape[-2])
 
@@ -57,9 +55,6 @@ class LowRankWeight(WeightBase, struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         return _matmul_f32(as_weight(self.left).take(index), self.right)
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return as_weight(self.left).matmul(as_weight(self.right).matmul(x_RI))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
         return linear(linear(x_RI, self.right), self.left)
 
@@ -74,13 +69,9 @@ class LowRankWeight(WeightBase, struct.PyTreeNode):
         first, *others = (as_weight(getattr(x, name)) for x in (self, *appended))
         return self.replace(**{name: first.concatenate(others, axis)})
 
-    def arrays(self) -> dict[str, jax.Array]:
-        sides = {".left": as_weight(self.left), ".right": as_weight(self.right)}
-        return {f"{s}{name}": x for s, leaf in sides.items() for name, x in leaf.arrays().items()}
-
 
 @dataclasses.dataclass(frozen=True)
-class LowRankFormat:
+class LowRankFormat(Format):
     """Two factors of a singular value decomposition, in the format `inner`.
 
     Integer formats store rows in whole chunks of 128 columns; in the left factor these are ranks,
@@ -94,24 +85,27 @@ class LowRankFormat:
     def name(self) -> str:
         return f"rank{self.rank}/{self.inner.name}"
 
-    @property
-    def lossless_dtype(self) -> str:
-        return "float32"
-
-    def quantize(self, array: jax.Array) -> LowRankWeight:
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> LowRankWeight:
         """Return the nearest matrix of this rank, as `U sqrt(S)` and `sqrt(S) V^T`.
 
-        Eckart and Young 1936, in float64. If a number is not finite, all factors are NaN.
+        Eckart and Young 1936, in float64. If a number is not finite, all factors are NaN. Memory
+        besides the result: the matrix and its decomposition in float64.
 
         Raises:
             ConfigError: for a rank that exceeds the matrix's sides.
         """
-        return self._decompose(np.asarray(array).astype(np.float64))
-
-    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> LowRankWeight:
-        """Memory besides the result: the matrix and its decomposition in float64."""
+        if complaint := self._rank_problem(shape):
+            raise ConfigError(f"{self.name}: {complaint}")
         rows = [np.asarray(block).astype(np.float64) for block in blocks()]
-        return self._decompose(np.concatenate(rows).reshape(shape))
+        w_OI = np.concatenate(rows).reshape(shape)
+        if not np.isfinite(w_OI).all():
+            left, right = self._side_shapes(shape)
+            return self.from_factors(np.full(left, np.nan), np.full(right, np.nan))
+        u, sigma, v = np.linalg.svd(w_OI, full_matrices=False)
+        root, first = np.sqrt(sigma[..., : self.rank]), slice(self.rank)
+        return self.from_factors(
+            u[..., first] * root[..., None, :], root[..., None] * v[..., first, :]
+        )
 
     def from_factors(self, left_OK: np.ndarray, right_KI: np.ndarray) -> LowRankWeight:
         """Return the weight with these factors, converted to the inner format."""
@@ -121,52 +115,36 @@ class LowRankFormat:
         ]
         return LowRankWeight(*map(self.inner.quantize, exact))
 
-    def _decompose(self, w_OI: np.ndarray) -> LowRankWeight:
-        if complaint := self._rank_problem(w_OI.shape):
-            raise ConfigError(f"{self.name}: {complaint}")
-        if not np.isfinite(w_OI).all():
-            left, right = self._side_shapes(w_OI.shape)
-            return self.from_factors(np.full(left, np.nan), np.full(right, np.nan))
-        u, sigma, v = np.linalg.svd(w_OI, full_matrices=False)
-        root, kept = np.sqrt(sigma[..., : self.rank]), slice(self.rank)
-        return self.from_factors(
-            u[..., kept] * root[..., None, :], root[..., None] * v[..., kept, :]
-        )
-
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
-        left, right = self._side_shapes(shape)
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
         return {
-            **{f".left{name}": piece for name, piece in self.inner.array_specs(left).items()},
-            **{f".right{name}": piece for name, piece in self.inner.array_specs(right).items()},
+            f".{side}{name}": spec
+            for side, side_shape in zip(_SIDES, self._side_shapes(shape), strict=True)
+            for name, spec in self.inner.array_specs(side_shape).items()
         }
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> LowRankWeight:
-        each = self._side_arrays(shape, arrays)
+        sides = self._side_arrays(shape, arrays)
         return LowRankWeight(
-            **{side: self.inner.from_arrays(form, mine) for side, form, mine in each}
+            **{side: self.inner.from_arrays(*arguments) for side, *arguments in sides}
         )
 
-    def from_file(
+    def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
-    ) -> LowRankWeight:
+    ) -> None:
         if complaint := self._rank_problem(shape):
             raise CheckpointError(f"{path}: {complaint}")
-        return LowRankWeight(
-            **{
-                side: self.inner.from_file(f"{path}.{side}", form, mine)
-                for side, form, mine in self._side_arrays(shape, arrays)
-            }
-        )
+        for side, *arguments in self._side_arrays(shape, arrays):
+            self.inner.check_arrays(f"{path}.{side}", *arguments)
 
-    def _side_arrays(self, shape: tuple[int, ...], pieces: Mapping[str, Any]) -> Iterator[Any]:
+    def _side_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> Iterator[Any]:
         """Yield the name, the shape and the arrays of each factor."""
-        for side, form in zip(("left", "right"), self._side_shapes(shape), strict=True):
-            mine = {
-                name.removeprefix(f".{side}"): piece
-                for name, piece in pieces.items()
-                if name.startswith(f".{side}")
-            }
-            yield side, form, mine
+        for side, side_shape in zip(_SIDES, self._side_shapes(shape), strict=True):
+            prefix = f".{side}"
+            yield (
+                side,
+                side_shape,
+                {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)},
+            )
 
     def _side_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         *stack, rows, columns = shape
@@ -185,10 +163,10 @@ def parse(name: str, inner: Callable[[str], Format]) -> LowRankFormat | None:
     Raises:
         ConfigError: for rank 0, and for composite factors.
     """
-    found = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
-    if not found:
+    match = re.fullmatch(r"rank(0|[1-9]\d{0,6})/(.+)", name)
+    if not match:
         return None
-    rank, factors = int(found[1]), found[2]
+    rank, factors = int(match[1]), match[2]
     if not rank:
         raise ConfigError(f"{name:.40}: rank must be at least 1, got 0")
     if "/" in factors:

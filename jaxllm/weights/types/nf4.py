@@ -16,12 +16,11 @@ from flax import struct
 from jaxllm.errors import ConfigError
 from jaxllm.weights.types.arrays import matmul
 from jaxllm.weights.types.base import (
-    BLOCK_ROWS,
-    PartialShape,
+    ArraySpecs,
+    Format,
     ReadBlocks,
     WeightBase,
     check_finite,
-    concat_matrices,
     empty_aligned,
     group_slice,
     nan_out_of_range,
@@ -84,10 +83,6 @@ class NF4(WeightBase, struct.PyTreeNode):
         return (*self.data.shape[:-2], self.rows, self.columns)
 
     @property
-    def dtype(self) -> Any:
-        return jnp.dtype(jnp.float32)
-
-    @property
     def format(self) -> str:
         return NF4Format(self.scale is not None).name
 
@@ -113,14 +108,14 @@ class NF4(WeightBase, struct.PyTreeNode):
     def with_columns(self, begin: int, end: int) -> "NF4":
         """Take columns, as `with_rows` does."""
         data, absmax = self._row_blocks()
-        mine = group_slice(self.format, begin, end, self.columns, BLOCK)
-        return self._from_row_blocks(data[..., mine, :], absmax[..., mine])
+        groups = group_slice(self.format, begin, end, self.columns, BLOCK)
+        return self._from_row_blocks(data[..., groups, :], absmax[..., groups])
 
     def concatenate(self, appended: Sequence["NF4"], axis: int) -> "NF4":
         """Concatenate, as `with_rows` does."""
         data, absmax = zip(*(x._row_blocks() for x in (self, *appended)), strict=True)
         return self._from_row_blocks(
-            jnp.concatenate(data, axis=axis - 3), concat_matrices(absmax, axis)
+            jnp.concatenate(data, axis=axis - 3), jnp.concatenate(absmax, axis=axis - 2)
         )
 
     def _row_blocks(self) -> tuple[jax.Array, jax.Array]:
@@ -142,29 +137,22 @@ class NF4(WeightBase, struct.PyTreeNode):
 
     def _from_row_blocks(self, data: jax.Array, absmax: jax.Array) -> "NF4":
         *stack, rows, blocks = absmax.shape
-        lie = data.reshape(*stack, rows * blocks, HALF), absmax.reshape(*stack, rows * blocks)
-        return NF4(*lie, None, None, rows=rows, columns=blocks * BLOCK)
-
-    def arrays(self) -> dict[str, jax.Array]:
-        parts = {name: getattr(self, name) for name in ("data", "absmax", "scale", "mean")}
-        return {f".{name}": part for name, part in parts.items() if part is not None}
+        data = data.reshape(*stack, rows * blocks, HALF)
+        absmax = absmax.reshape(*stack, rows * blocks)
+        return NF4(data, absmax, None, None, rows=rows, columns=blocks * BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
-class NF4Format:
-    """The format of `NF4`. double: whether the absmax have 8 bits, or else 32."""
+class NF4Format(Format):
+    """The format of `NF4`."""
 
-    double_quant: bool = True
+    double_quant: bool = True  # whether the absmax have 8 bits, or else 32
 
     @property
     def name(self) -> str:
         return "nf4" if self.double_quant else "nf4-f32"
 
-    @property
-    def lossless_dtype(self) -> str:
-        return "float32"
-
-    def quantize(self, array: jax.Array) -> NF4:
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> NF4:
         """Divide each weight by its block's absmax and round it to the nearest level.
 
         For double quantization, subtract the mean from the absmax, divide them by the largest of
@@ -173,14 +161,6 @@ class NF4Format:
         Raises:
             ConfigError: for an empty matrix.
         """
-        rows = np.asarray(array)
-        rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
-        cuts = range(0, len(rows), BLOCK_ROWS)
-        return self.quantize_blocks(
-            array.shape, lambda: (rows[at : at + BLOCK_ROWS] for at in cuts)
-        )
-
-    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> NF4:
         if 0 in shape:
             raise ConfigError(f"{self.name} requires a nonempty matrix, got shape {shape}")
         *stack, rows, columns = shape
@@ -192,31 +172,32 @@ class NF4Format:
             end = done + len(cut)
             flat_data[done:end], flat_absmax[done:end] = _quantize_blocks(jnp.asarray(cut))
             done = end
-        pieces = {".data": data, ".absmax": absmax}
+        arrays = {".data": data, ".absmax": absmax}
         if self.double_quant:
             codes, scale, mean = map(np.asarray, _double_quantize(jnp.asarray(absmax)))
-            pieces = {".data": data, ".absmax": codes, ".scale": scale, ".mean": mean}
-        return self.from_arrays(shape, to_device(pieces))
+            arrays = {".data": data, ".absmax": codes, ".scale": scale, ".mean": mean}
+        return self.from_arrays(shape, to_device(arrays))
 
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
         *stack, rows, columns = shape
         count = round_up(rows * columns, BLOCK) // BLOCK
-        found: dict[str, tuple[PartialShape, Any]] = {
+        specs: ArraySpecs = {
             ".data": ((*stack, count, HALF), np.uint8),
             ".absmax": ((*stack, count), np.uint8 if self.double_quant else np.float32),
         }
         if self.double_quant:
             scales = round_up(count, ABSMAX_BLOCK) // ABSMAX_BLOCK
-            found |= {".scale": ((*stack, scales), np.float32), ".mean": (tuple(stack), np.float32)}
-        return found
+            specs |= {".scale": ((*stack, scales), np.float32), ".mean": (tuple(stack), np.float32)}
+        return specs
 
-    def from_file(self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]) -> NF4:
+    def check_arrays(
+        self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
+    ) -> None:
         check_finite(path, arrays, *((".scale", ".mean") if self.double_quant else (".absmax",)))
-        return self.from_arrays(shape, to_device(arrays))
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> NF4:
-        beside = (arrays.get(".scale"), arrays.get(".mean"))
-        return NF4(arrays[".data"], arrays[".absmax"], *beside, rows=shape[-2], columns=shape[-1])
+        scale, mean = arrays.get(".scale"), arrays.get(".mean")
+        return NF4(arrays[".data"], arrays[".absmax"], scale, mean, shape[-2], shape[-1])
 
 
 def parse(name: str) -> NF4Format | None:
@@ -280,12 +261,12 @@ def _absmax(weight: NF4) -> jax.Array:
 
 def _lookup_level(q: jax.Array) -> jax.Array:
     """Return `LEVELS[q]`, float32: selected bit by bit, as XLA:CPU gathers element by element."""
-    found: list[Any] = [np.float32(level) for level in LEVELS]
+    levels: list[Any] = [np.float32(level) for level in LEVELS]
     for bit in range(4):
         is_set = (q >> bit) & 1 == 1
-        pairs = zip(found[1::2], found[::2], strict=True)
-        found = [jnp.where(is_set, one, zero) for one, zero in pairs]
-    level: jax.Array = found[0]
+        pairs = zip(levels[1::2], levels[::2], strict=True)
+        levels = [jnp.where(is_set, one, zero) for one, zero in pairs]
+    level: jax.Array = levels[0]
     return level
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from jaxllm.weights.safetensors import empty_aligned
 from jaxllm.weights.types.arrays import DTYPES, as_weight
 from jaxllm.weights.types.base import (
     BLOCK_ROWS,
-    PartialShape,
+    ArraySpecs,
+    Format,
     ReadBlocks,
     WeightBase,
     check_finite,
@@ -24,7 +25,8 @@ from jaxllm.weights.types.base import (
     round_up,
     to_device,
 )
-from jaxllm.weights.types.int_quant import CHUNK, IntFormat, QTensor
+from jaxllm.weights.types.bitpack import CHUNK
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 TWO_OF_FOUR, BITMAP = PATTERNS = ("2:4", "bitmap")
 TAIL_PADDING = 128  # padding of a bitmap's values: how far a kernel may read past the end
@@ -42,17 +44,26 @@ class SparseWeight(WeightBase, struct.PyTreeNode):
     is 0 or beyond I. Pattern "bitmap": the bits of the nonzero weights are set, none beyond I.
     """
 
-    has_kernels = True
-    trainable_fields: ClassVar[tuple[str, ...]] = ("values",)
-
     mask: jax.Array  # uint8 [..., O, I' / 8], bit i % 8 of byte i // 8 for column i
-    # In column order; float32, bfloat16 or int8 (`SparseInt8`). "2:4": [..., O, I' / 2]. "bitmap":
+    # In column order; float32, bfloat16 or int8. "2:4": [..., O, I' / 2]. "bitmap":
     # [V], all rows one after the other, then `TAIL_PADDING` unused ones.
     values: jax.Array
     begin: jax.Array | None  # "bitmap": int32 [R + 1], where each row's values begin
-    # int8: float32 [..., O, 1]; codes and scales are those of a QTensor int8.
+    # int8: float32 [..., O, 1]; codes and scales are those of an IntWeight int8.
     scale: jax.Array | None
     columns: int = struct.field(pytree_node=False)  # I
+
+    @property
+    def supports_int8_inputs(self) -> bool:  # type: ignore[override]
+        return self.scale is not None
+
+    @property
+    def has_row_scale(self) -> bool:
+        return self.scale is not None
+
+    @property
+    def trainable_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("values",) if self.scale is None else ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -70,12 +81,12 @@ class SparseWeight(WeightBase, struct.PyTreeNode):
     def format(self) -> str:
         return SparseFormat(str(self.values.dtype), self.pattern).name
 
-    def with_zeros(self) -> jax.Array | QTensor:
+    def with_zeros(self) -> jax.Array | IntWeight:
         """Return the weight with its zeros: an array, or integers with the same codes."""
         numbers = self._expand_values()
         if self.scale is None:
             return numbers[..., : self.columns]
-        return QTensor(numbers, self.scale, None, 8, None, self.columns)
+        return IntWeight(numbers, self.scale, None, 8, None, self.columns)
 
     def to_dense(self, dtype: Any = None) -> jax.Array:
         """Return the weights; integers are dequantized in float32."""
@@ -108,10 +119,6 @@ class SparseWeight(WeightBase, struct.PyTreeNode):
         first, *others = (as_weight(x.with_zeros()) for x in (self, *appended))
         return to_sparse(first.concatenate(others, axis), self.pattern)
 
-    def arrays(self) -> dict[str, jax.Array]:
-        parts = {f".{name}": getattr(self, name) for name in ("mask", "values", "begin", "scale")}
-        return {name: part for name, part in parts.items() if part is not None}
-
     @jax.jit
     def _expand_values(self) -> jax.Array:
         """Return the values `[..., O, I']`, 0 if no bit is set."""
@@ -130,21 +137,6 @@ class SparseWeight(WeightBase, struct.PyTreeNode):
         return number.reshape(*rows, 8 * width)
 
 
-class SparseInt8(SparseWeight):
-    """A sparse weight of integers with one scale per row."""
-
-    supports_int8_inputs = True
-    trainable_fields = ()
-
-    def split_scale(self, dtype: Any) -> tuple[native.Matrix, jax.Array | None]:
-        if dtype != jnp.bfloat16 or self.scale is None:
-            return self.native_matrix(), None
-        # As in QTensor: integers times powers of two are exact in bfloat16.
-        scale_O, power = jnp.frexp(self.scale[:, 0])
-        powers = self.replace(scale=jnp.ldexp(jnp.float32(1), power)[:, None])
-        return powers.native_matrix(), scale_O
-
-
 _KINDS = {
     ("float32", TWO_OF_FOUR): native.Kind.SPARSE24_F32,
     ("bfloat16", TWO_OF_FOUR): native.Kind.SPARSE24_BF16,
@@ -157,7 +149,7 @@ FORMATS = tuple("-".join(key) for key in _KINDS)
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseFormat:
+class SparseFormat(Format):
     """Values of a dtype (`int8`: with one scale per row) in a pattern: see `SparseWeight`."""
 
     dtype: str
@@ -171,27 +163,23 @@ class SparseFormat:
     def lossless_dtype(self) -> str:
         return "float32" if self.dtype == "int8" else self.dtype
 
-    def quantize(self, array: jax.Array) -> SparseWeight:
+    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> SparseWeight:
         """Store the nonzero values; integers are rounded as `int8` rounds them.
 
         Raises:
             ConfigError: if the pattern is 2:4 and more than 2 of 4 columns are nonzero, and for
                 int8 without columns.
         """
-        rows = _flatten_rows(array)
-        return self.quantize_blocks(array.shape, lambda: map(np.asarray, _iter_blocks(rows)))
-
-    def quantize_blocks(self, shape: tuple[int, ...], blocks: ReadBlocks) -> SparseWeight:
         if self.dtype == "int8" and not shape[-1]:
             raise ConfigError(f"{self.name} requires a matrix with columns, got shape {shape}")
 
         def quantize_each() -> Iterable[tuple[np.ndarray, np.ndarray | None]]:
             for block in blocks():
-                given = jax.device_put(block, may_alias=True)
+                array = jax.device_put(block, may_alias=True)
                 if self.dtype != "int8":
-                    yield np.asarray(given.astype(DTYPES[self.dtype])), None
+                    yield np.asarray(array.astype(DTYPES[self.dtype])), None
                 else:
-                    codes = _CODES.quantize(given)
+                    codes = _CODES.quantize(array)
                     yield np.asarray(codes.data)[:, : shape[-1]], np.asarray(codes.scale)
 
         return self._from_blocks(shape, quantize_each)
@@ -215,34 +203,33 @@ class SparseFormat:
         sizes = self._specs(
             shape, 0 if self.pattern == TWO_OF_FOUR else int(begin[-1]) + TAIL_PADDING
         )
-        pieces = {name: empty_aligned(size, dtype) for name, (size, dtype) in sizes.items()}
-        mask = pieces[".mask"].reshape(total, -1)
+        arrays = {name: empty_aligned(size, dtype) for name, (size, dtype) in sizes.items()}
+        mask = arrays[".mask"].reshape(total, -1)
         if self.pattern == BITMAP:
-            pieces[".begin"][...] = begin
-            pieces[".values"][begin[-1] :] = 0
+            arrays[".begin"][...] = begin
+            arrays[".values"][begin[-1] :] = 0
         done = 0
         for block, scale in blocks():
             now = slice(done, done + len(block))
             wide = np.pad(block, ((0, 0), (0, round_up(columns, CHUNK) - columns)))
             if self.pattern == TWO_OF_FOUR:
                 bits, two, more = map(np.asarray, _pack_two_of_four(wide))
-                pieces[".values"].reshape(total, -1)[now] = two
+                arrays[".values"].reshape(total, -1)[now] = two
                 crowded += int(more)
             else:
-                there = wide != 0
-                bits = np.packbits(there, axis=1, bitorder="little")
-                pieces[".values"][begin[done] : begin[done + len(block)]] = wide[there]
+                is_nonzero = wide != 0
+                bits = np.packbits(is_nonzero, axis=1, bitorder="little")
+                arrays[".values"][begin[done] : begin[done + len(block)]] = wide[is_nonzero]
             mask[now] = bits
             if scale is not None:
-                pieces[".scale"].reshape(total, 1)[now] = scale
+                arrays[".scale"].reshape(total, 1)[now] = scale
             done += len(block)
         if crowded:
             raise ConfigError(
                 f"{self.name}: {crowded} of {total * round_up(columns, 4) // 4} groups of 4"
-                " columns have"
-                f" more than 2 nonzero weights. Prune the matrix {shape} to 2:4 first"
+                f" columns have more than 2 nonzero weights. Prune the matrix {shape} to 2:4 first"
             )
-        return self.from_arrays(shape, to_device(pieces))
+        return self.from_arrays(shape, to_device(arrays))
 
     def _specs(self, shape: tuple[int, ...], values: int) -> dict[str, tuple[tuple[int, ...], Any]]:
         *rows, columns = shape
@@ -256,20 +243,19 @@ class SparseFormat:
             sizes[".begin"] = ((math.prod(rows) + 1,), np.int32)
         return {**sizes, ".scale": ((*rows, 1), np.float32)} if self.dtype == "int8" else sizes
 
-    def array_specs(self, shape: tuple[int, ...]) -> dict[str, tuple[PartialShape, Any]]:
-        found: dict[str, tuple[PartialShape, Any]] = dict(self._specs(shape, 0))
+    def array_specs(self, shape: tuple[int, ...]) -> ArraySpecs:
+        specs: ArraySpecs = dict(self._specs(shape, 0))
         if self.pattern == BITMAP:
-            found[".values"] = ((None,), found[".values"][1])
-        return found
+            specs[".values"] = ((None,), specs[".values"][1])
+        return specs
 
     def from_arrays(self, shape: tuple[int, ...], arrays: Mapping[str, Any]) -> SparseWeight:
-        kind = SparseInt8 if self.dtype == "int8" else SparseWeight
-        beside = arrays.get(".begin"), arrays.get(".scale")
-        return kind(arrays[".mask"], arrays[".values"], *beside, shape[-1])
+        begin, scale = arrays.get(".begin"), arrays.get(".scale")
+        return SparseWeight(arrays[".mask"], arrays[".values"], begin, scale, shape[-1])
 
-    def from_file(
+    def check_arrays(
         self, path: str, shape: tuple[int, ...], arrays: Mapping[str, np.ndarray]
-    ) -> SparseWeight:
+    ) -> None:
         values, width = arrays[".values"], arrays[".mask"].shape[-1]
         mask = arrays[".mask"].reshape(-1, width)
         if self.pattern == TWO_OF_FOUR:
@@ -278,7 +264,6 @@ class SparseFormat:
             _check_counts(path, mask, values, shape[-1], arrays[".begin"])
         if self.dtype == "int8":
             check_finite(path, arrays, ".scale")
-        return self.from_arrays(shape, to_device(arrays))
 
 
 def parse(name: str) -> SparseFormat | None:
@@ -292,7 +277,7 @@ def to_sparse(weight: jax.Array | WeightBase, pattern: str) -> SparseWeight:
     Zeros lose their sign.
 
     Args:
-        weight: an array of float32 or bfloat16, or an 8-bit QTensor with float32 scales per row,
+        weight: an array of float32 or bfloat16, or an 8-bit IntWeight with float32 scales per row,
             whose codes and scales are kept.
 
     Raises:
@@ -301,36 +286,19 @@ def to_sparse(weight: jax.Array | WeightBase, pattern: str) -> SparseWeight:
     """
     if pattern not in PATTERNS:
         raise ConfigError(f"sparse pattern must be {' or '.join(PATTERNS)}, got {pattern!r:.40}")
-    if isinstance(weight, QTensor) and weight.format == "int8":
-        codes, scale_O = _flatten_rows(weight.data), np.asarray(weight.scale).reshape(-1, 1)
-
-        def integers() -> Iterable[tuple[np.ndarray, np.ndarray]]:
-            for at, block in enumerate(_iter_blocks(codes)):
-                now = slice(at * BLOCK_ROWS, at * BLOCK_ROWS + len(block))
-                yield np.asarray(block)[:, : weight.columns], scale_O[now]
-
-        return SparseFormat("int8", pattern)._from_blocks(weight.shape, integers)
-    if not isinstance(weight, jax.Array | np.ndarray) or weight.dtype not in (
-        "float32",
-        "bfloat16",
-    ):
-        kind = weight.format if isinstance(weight, WeightBase) else weight.dtype
-        raise ConfigError(
-            f"sparse weights must be float32, bfloat16 or int8 (one scale per row), got {kind}"
+    if isinstance(weight, IntWeight) and weight.format == "int8":
+        codes = np.asarray(weight.data).reshape(-1, weight.data.shape[-1])[:, : weight.columns]
+        scale_O = np.asarray(weight.scale).reshape(-1, 1)
+        blocks = [slice(i, i + BLOCK_ROWS) for i in range(0, len(codes), BLOCK_ROWS)]
+        return SparseFormat("int8", pattern)._from_blocks(
+            weight.shape, lambda: ((codes[block], scale_O[block]) for block in blocks)
         )
-    return SparseFormat(str(weight.dtype), pattern)._from_blocks(
-        weight.shape,
-        lambda: ((np.asarray(block), None) for block in _iter_blocks(_flatten_rows(weight))),
-    )
-
-
-def _flatten_rows(x: Any) -> Any:
-    """Flatten a stack of matrices to rows."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _iter_blocks(rows: Any) -> Iterable[Any]:
-    return (rows[at : at + BLOCK_ROWS] for at in range(0, len(rows), BLOCK_ROWS))
+    name = weight.format if isinstance(weight, WeightBase) else str(weight.dtype)
+    if name not in ("float32", "bfloat16"):
+        raise ConfigError(
+            f"sparse weights must be float32, bfloat16 or int8 (one scale per row), got {name}"
+        )
+    return SparseFormat(name, pattern).quantize(weight)  # type: ignore[arg-type]  # an array
 
 
 @jax.jit
@@ -342,16 +310,17 @@ def _pack_two_of_four(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array
     Values are compared as bits: XLA's threads flush the smallest floats to 0, and sums would change
     the payload of NaN.
     """
-    whole = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[block.dtype.itemsize]
-    number = jax.lax.bitcast_convert_type(block.reshape(block.shape[0], -1, 4), whole)
-    there = (number if block.dtype == jnp.int8 else number << 1) != 0  # shifts out a float's sign
-    count = there.sum(axis=-1, keepdims=True)
-    kept = there | (jnp.cumsum(~there, axis=-1) <= 2 - count)  # fills up with zeros
-    rank = jnp.cumsum(kept, axis=-1) - 1
-    two = [jnp.where(there & (rank == k), number, jnp.zeros((), whole)) for k in (0, 1)]
+    bits_dtype = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[block.dtype.itemsize]
+    number = jax.lax.bitcast_convert_type(block.reshape(block.shape[0], -1, 4), bits_dtype)
+    is_int = block.dtype == jnp.int8
+    is_nonzero = (number if is_int else number << 1) != 0  # shifts out a float's sign
+    count = is_nonzero.sum(axis=-1, keepdims=True)
+    is_set = is_nonzero | (jnp.cumsum(~is_nonzero, axis=-1) <= 2 - count)  # fills up with zeros
+    rank = jnp.cumsum(is_set, axis=-1) - 1
+    two = [jnp.where(is_nonzero & (rank == k), number, jnp.zeros((), bits_dtype)) for k in (0, 1)]
     values = jnp.stack([x[..., 0] | x[..., 1] | x[..., 2] | x[..., 3] for x in two], axis=-1)
     values = jax.lax.bitcast_convert_type(values, block.dtype).reshape(block.shape[0], -1)
-    eight = kept.reshape(block.shape[0], -1, 8)
+    eight = is_set.reshape(block.shape[0], -1, 8)
     bits = jnp.where(eight, _BITS.reshape(1, 1, 8), np.uint8(0)).sum(axis=-1, dtype=jnp.uint8)
     return bits, values, (count > 2).sum()
 
@@ -362,8 +331,8 @@ def _check_groups(path: str, mask: np.ndarray, values: np.ndarray, columns: int)
         raise CheckpointError(f"{path}.mask has {wrong} groups of 4 columns without exactly 2 bits")
     first = columns // 4  # the first group that may have columns beyond the end
     bits = np.unpackbits(mask[:, first // 2 :], axis=1, bitorder="little")
-    there = bits.astype(bool)[:, first % 2 * 4 :]
-    beyond = np.nonzero(there)[1].reshape(len(mask), -1) >= columns - 4 * first
+    is_set = bits.astype(bool)[:, first % 2 * 4 :]
+    beyond = np.nonzero(is_set)[1].reshape(len(mask), -1) >= columns - 4 * first
     if (values[:, 2 * first :][beyond] != 0).any():
         raise CheckpointError(f"{path}.values has nonzero values beyond its {columns} columns")
 
