@@ -12,7 +12,7 @@ import jax
 from jaxllm import __version__, models
 from jaxllm.cache.files import fingerprint
 from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import Calibration
+from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.recipe import (
     ModelState,
     Recipe,

@@ -23,7 +23,7 @@ import numpy as np
 import jaxllm
 from jaxllm.checkpoints.resume import Journal
 from jaxllm.compress import report
-from jaxllm.compress.data.calibration import Calibration, from_samples, from_tokens
+from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.plots import plot
 from jaxllm.compress.recipe import parse_lines

@@ -10,12 +10,13 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.data.calibration import Calibration
-from jaxllm.compress.matrices import column_solver
+from jaxllm.compress import column_solver
+from jaxllm.compress.calibration import Calibration
+from jaxllm.compress.methods.layer_pruning import cut_layers
+from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import check_recipe, parse_lines
 from jaxllm.compress.registry import STEPS
-from jaxllm.compress.structure import structure
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
@@ -86,8 +87,8 @@ def test_attention_of_a_mixture_is_quantized_by_its_inputs(lm: LM) -> None:
 
 def test_heads_can_be_cut_and_channels_of_experts_cannot(lm: LM) -> None:
     with pytest.raises(ConfigError, match="channels of mixtral cannot be dropped: its MLPs"):
-        structure.narrow_config(lm.config, "channels", 8)
-    config, params = structure.cut_groups(lm.config, lm.params, "heads", [[1]])
+        narrow_config(lm.config, "channels", 8)
+    config, params = cut_groups(lm.config, lm.params, "heads", [[1]])
     assert (config.num_key_value_heads, config.num_attention_heads) == (1, 4)
     assert params["layers.0"]["self_attn"]["q_proj"]["weight"].shape[0] == 4 * config.head_dim
 
@@ -101,7 +102,7 @@ def test_experts_are_not_trained_for_integers(lm: LM) -> None:
 
 def test_layers_of_two_forms_are_cut_by_their_form() -> None:
     both = tiny("qwen3_moe")
-    config, params = structure.cut_layers(both.config, both.params, [1])
+    config, params = cut_layers(both.config, both.params, [1])
     assert isinstance(config, Qwen3MoeConfig)
     assert config.mlp_layer_types == ("sparse",)
     assert set(params["layers.0"]["mlp"]) == {"gate", "experts"}

@@ -11,7 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import Calibration, from_tokens
+from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
 from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS

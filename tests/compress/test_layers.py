@@ -11,10 +11,10 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data import calibration
-from jaxllm.compress.layers import channel_scaling
-from jaxllm.compress.layers.layerwise import LayerInputs, get_module, map_layers, replace_leaves
-from jaxllm.compress.methods import rtn
+from jaxllm.compress import calibration, channel_scaling
+from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
+from jaxllm.compress.methods import formats
+from jaxllm.compress.methods.awq import search_scale
 from jaxllm.compress.methods.rtn import RtnOptions
 from jaxllm.compress.recipe import ModelState, StepContext, parse_line
 from jaxllm.compress.registry import STEPS
@@ -173,7 +173,7 @@ def test_awq_is_no_worse_than_rounding_and_guards_the_channel_that_matters(
         )
         moments = stage.input_stats(params, site)
         widened.clear()
-        found = channel_scaling.search_scale(stage, params, site, moments, to)
+        found = search_scale(stage, params, site, moments, to)
         assert widened.count(8) == 1  # once for all that is tried
         assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
@@ -224,7 +224,7 @@ def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) ->
             to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
         )
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
-    stored = rtn.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
+    stored = formats.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
         np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
         assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.layers.input_stats import InputStats
-from jaxllm.compress.matrices import pruning, sparsity
-from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian, solve_columns
+from jaxllm.compress import sparsity
+from jaxllm.compress.column_solver import HessianFactor, factor_hessian, solve_columns
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.methods.magnitude import prune_magnitude
+from jaxllm.compress.methods.wanda import prune_wanda
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.int_quant import IntFormat, parse
 
@@ -65,7 +67,7 @@ def test_the_errors_of_the_columns_are_the_error_of_the_output(
     to, pattern = WAYS[way].get("target"), WAYS[way].get("sparsity")
     plain = jnp.asarray(w_OI)
     if pattern is not None:
-        plain = pruning.prune_magnitude(plain, pattern)
+        plain = prune_magnitude(plain, pattern)
         assert (np.asarray(found.value_OI) == 0).sum() >= (np.asarray(plain) == 0).sum()
     if to is not None:
         plain = to.quantize(plain).to_dense()
@@ -145,8 +147,8 @@ def test_what_is_best_for_a_mask_bounds_sparsegpt_and_that_wanda_and_that_magnit
         for q in (
             best,
             found.value_OI,
-            pruning.prune_wanda(jnp.asarray(w_OI), moments, half),
-            pruning.prune_magnitude(jnp.asarray(w_OI), half),
+            prune_wanda(jnp.asarray(w_OI), moments, half),
+            prune_magnitude(jnp.asarray(w_OI), half),
         )
     ]
     assert errors == sorted(errors)
