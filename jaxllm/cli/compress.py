@@ -142,6 +142,7 @@ def compress(
         from jaxllm.compress import pipeline, plots
         from jaxllm.compress.report import StepEvaluator, as_json as as_report, as_table, summarize
         from jaxllm.files import atomic_file
+        from jaxllm.files.plots import check_plot
         from jaxllm.weights.paths import flatten
 
     lines = _read_recipe(recipe, step)
@@ -149,7 +150,7 @@ def compress(
     for option, path in (("--report", report), ("--plot", plot)):
         check_writable(option, path)
     if plot is not None:
-        plots.check_plot()
+        check_plot()
     files = {"--documents": documents, "--wikitext": wikitext}
     source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
