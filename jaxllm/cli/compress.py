@@ -24,7 +24,7 @@ from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_m
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
-    from jaxllm.checkpoints.resume import Journal
+    from jaxllm.checkpoints.resume import TensorStore
     from jaxllm.compress.recipe import Recipe
     from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.lm import LM
@@ -244,7 +244,7 @@ def _log_low_disk(parts: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _keep_journal(journal: "Journal") -> Iterator[None]:
+def _keep_journal(journal: "TensorStore") -> Iterator[None]:
     """Keep finished work if the block fails, and name it in the error; not measurements alone."""
     with journal.lock():
         try:

@@ -17,7 +17,7 @@ import flax.linen as nn
 import msgspec
 
 from jaxllm import models
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.config.model import ModelConfig
@@ -56,7 +56,7 @@ class StepContext:
     """
 
     calibration: Calibration | None
-    journal: Journal
+    journal: TensorStore
     show_progress: bool | None
     log: Callable[[str], None]
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress import report
 from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
@@ -153,7 +153,7 @@ def measured(
             label = "; ".join(map(str, recipe))
             try:
                 for stage in run_steps(
-                    lm, recipe, data.calibration, Journal(), show_progress=False, log=_noted
+                    lm, recipe, data.calibration, TensorStore(), show_progress=False, log=_noted
                 ):
                     made, seconds = stage.state or made, seconds + (stage.seconds or 0)
                 found[block].append(scale.measure(label, made, seconds))

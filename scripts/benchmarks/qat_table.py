@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.recipe import parse_lines
@@ -71,7 +71,7 @@ def by_gptq(lm: jaxllm.LM, name: str, data: Dataset) -> Params:
     batches = [np.asarray(data.batch(n).token_BT) for n in range(CALIBRATED // ROWS)]
     recipe = parse_lines([f"quantize: gptq {name} act_order=true"], STEPS)
     made, calibration = initial_state(lm), from_tokens(np.concatenate(batches))
-    for stage in run_steps(lm, recipe, calibration, Journal(), show_progress=False, log=noted):
+    for stage in run_steps(lm, recipe, calibration, TensorStore(), show_progress=False, log=noted):
         made = stage.state or made
     return made.params
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
 from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
@@ -40,12 +40,12 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def journal(tmp_path: Path, said: list[str]) -> Journal:
+def journal(tmp_path: Path, said: list[str]) -> TensorStore:
     (tmp_path / "parts").mkdir()
-    return Journal(tmp_path / "parts", "ours", log=said.append)
+    return TensorStore(tmp_path / "parts", "ours", log=said.append)
 
 
-def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Params) -> None:
+def test_leaves_of_every_kind_come_back_bit_for_bit(journal: TensorStore, params: Params) -> None:
     assert journal.get("0") is None
     journal.put("0", params, {"seconds": 2.5, "config": {"layers": [1, None]}})
     found = journal.get_with_facts("0")
@@ -55,7 +55,7 @@ def test_leaves_of_every_kind_come_back_bit_for_bit(journal: Journal, params: Pa
     assert found[1] == {"seconds": 2.5, "config": {"layers": [1, None]}}
 
 
-def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
+def test_steps_do_not_see_each_other(journal: TensorStore, params: Params) -> None:
     first, second = journal.child("1", "a"), journal.child("2", "a", "b")
     first.put("0", params)
     assert second.get("0") is None
@@ -79,7 +79,7 @@ def test_steps_do_not_see_each_other(journal: Journal, params: Params) -> None:
     ],
 )
 def test_a_damaged_part_is_made_again(
-    journal: Journal,
+    journal: TensorStore,
     params: Params,
     said: list[str],
     damage: Callable[[bytes], bytes],
@@ -97,7 +97,7 @@ def test_a_damaged_part_is_made_again(
 
 
 def test_a_part_of_another_run_is_made_again(
-    journal: Journal, params: Params, said: list[str]
+    journal: TensorStore, params: Params, said: list[str]
 ) -> None:
     journal.put("0", params)
     assert dataclasses.replace(journal, digest="theirs").get("0") is None
@@ -105,7 +105,7 @@ def test_a_part_of_another_run_is_made_again(
 
 
 def test_nowhere_keeps_nothing(params: Params) -> None:
-    nowhere = Journal()
+    nowhere = TensorStore()
     with nowhere.lock():
         nowhere.put("0", params)
         assert nowhere.get("0") is None
@@ -115,7 +115,7 @@ def test_nowhere_keeps_nothing(params: Params) -> None:
 def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
     tmp_path: Path, params: Params
 ) -> None:
-    journal = Journal(tmp_path / "out.parts", "ours")
+    journal = TensorStore(tmp_path / "out.parts", "ours")
     with journal.lock():
         journal.put("0", params)
         with pytest.raises(CheckpointError, match="in use by another process"), journal.lock():
@@ -126,7 +126,7 @@ def test_the_directory_is_ours_alone_and_goes_when_it_is_empty(
     assert not journal.directory.exists() if journal.directory else False
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(CheckpointError, match="cannot write"), Journal(file).lock():
+    with pytest.raises(CheckpointError, match="cannot write"), TensorStore(file).lock():
         pass
     with lock_file(file):
         pass
@@ -162,7 +162,7 @@ def result(
 ) -> list[str]:
     """Write what the recipe makes of a model; says which layers it had to make."""
     done: list[str] = []
-    journal = Journal() if parts is None else make_journal(lm, calibration, parts, done.append)
+    journal = TensorStore() if parts is None else make_journal(lm, calibration, parts, done.append)
     subject = initial_state(lm)
     with journal.lock():
         for stage in run_steps(lm, recipe(), calibration, journal, log=done.append):
@@ -196,9 +196,9 @@ def test_killed_at_any_moment_the_same_bytes_come_out(
     written: bool,
 ) -> None:
     """Killed before or after a part is written, then run again: nothing of it is made twice."""
-    put, count = Journal.put, [0]
+    put, count = TensorStore.put, [0]
 
-    def killing(self: Journal, *arguments: Any) -> None:
+    def killing(self: TensorStore, *arguments: Any) -> None:
         count[0] += 1
         if count[0] == moment + 1 and not written:
             raise Killed
@@ -207,7 +207,7 @@ def test_killed_at_any_moment_the_same_bytes_come_out(
             raise Killed
 
     parts, out = tmp_path / "out.parts", tmp_path / "out"
-    monkeypatch.setattr(Journal, "put", killing)
+    monkeypatch.setattr(TensorStore, "put", killing)
     killed = False
     try:
         result(lm, out, parts)
@@ -237,7 +237,7 @@ def test_another_calibration_or_recipe_begins_again(
     with pytest.raises(CheckpointError, match="No space"):
         result(lm, tmp_path / "out", parts)
     monkeypatch.undo()
-    assert [path.name for path in Journal(parts).part_paths()] == ["4.whole.part"]
+    assert [path.name for path in TensorStore(parts).part_paths()] == ["4.whole.part"]
     other = from_tokens(np.arange(8).reshape(2, 4) + 1)
     made = result(lm, tmp_path / "other", parts, other)
     assert "4.whole.part was written for another model" in made[0]
@@ -245,7 +245,7 @@ def test_another_calibration_or_recipe_begins_again(
 
 
 def test_what_a_step_made_counts_only_after_the_same_steps_before(lm: LM, tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "ours")
+    journal = TensorStore(tmp_path, "ours")
     for first in ("drop: last", "drop: quickly"):
         done: list[str] = []
         for _ in run_steps(
@@ -283,7 +283,7 @@ def test_a_rule_that_names_what_an_earlier_step_took_away_is_refused(lm: LM) -> 
     table = (*TABLE, *STEPS)
     lines = parse_lines(["drop: quickly", r"quantize: rtn int8 on=layers\.3"], table)
     with pytest.raises(ConfigError, match=r"on=layers\\.3 matches no matrix of this model"):
-        list(run_steps(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, TensorStore()))
 
 
 def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> None:
@@ -296,4 +296,4 @@ def test_parameters_that_are_not_of_their_configuration_are_refused(lm: LM) -> N
         ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)
     )
     with pytest.raises(ValueError, match=r"drop: badly: .* wrong shape at layers\.3"):
-        list(run_steps(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, TensorStore()))

@@ -10,7 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress import calibration, channel_scaling
 from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
 from jaxllm.compress.methods import formats
@@ -50,7 +50,7 @@ def done(lm: jaxllm.LM, line: str, rows: Any, *, said: list[str] | None = None) 
     say = (lambda _: None) if said is None else said.append
     subject = ModelState(lm.config, lm.params, lm.model.precision)
     return read.step.run(
-        subject, read.argument, read.options, StepContext(rows, Journal(), False, say)
+        subject, read.argument, read.options, StepContext(rows, TensorStore(), False, say)
     )
 
 
@@ -215,7 +215,7 @@ def test_what_is_pruned_stays_so_when_it_is_rounded(lm: jaxllm.LM, rows: Any) ->
     pruned = done(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = done(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    work = StepContext(rows, Journal(), False, print)
+    work = StepContext(rows, TensorStore(), False, print)
     after = read.step.run(pruned, read.argument, read.options, work)
     family = models.get_family(lm.config.model_type)
     for made in (pruned, joint, after):
@@ -237,7 +237,7 @@ def test_static_grids_of_every_kind(lm: jaxllm.LM, rows: Any) -> None:
     base = off(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
         read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
-        work = StepContext(rows, Journal(), False, print)
+        work = StepContext(rows, TensorStore(), False, print)
         made = read.step.run(plain, "", read.options, work)
         assert base < off(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from matplotlib.figure import Figure
 
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.pipeline import StepResult, initial_state
 from jaxllm.compress.plots import pareto, plot
 from jaxllm.compress.recipe import ModelState, parse_line
@@ -89,7 +89,7 @@ def test_speed_is_a_positive_number(lm: LM) -> None:
 def test_what_was_measured_is_not_measured_again(
     lm: LM, text: Loader, fewer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale, journal = StepEvaluator(lm, text, speed=False), Journal(tmp_path, "ours")
+    scale, journal = StepEvaluator(lm, text, speed=False), TensorStore(tmp_path, "ours")
     first = scale.original_row(journal)
     assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
     own = journal.child("1", str(LINE))

@@ -93,7 +93,7 @@ def test_a_record_goes_on_where_it_was_killed(
     data = Texts()
     made(tmp_path / "killed", data)
     assert set(data.asked) == {0, 2}  # 0 for the shape
-    for file in sorted((tmp_path / "whole").glob("*.safetensors")):
+    for file in sorted((tmp_path / "whole").glob("*.part")):
         assert file.read_bytes() == (tmp_path / "killed" / file.name).read_bytes()
 
 
@@ -118,7 +118,7 @@ def test_another_teacher_other_data_and_damage_are_refused(tmp_path: Path) -> No
         made(tmp_path, data)
     with pytest.raises(ConfigError, match="top_k must be 1 to 131, the vocabulary size: got 132"):
         made(tmp_path, Texts(), k=132)
-    (file,) = tmp_path.glob("*.safetensors")
+    (file,) = tmp_path.glob("*.part")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
