@@ -23,9 +23,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.data.calibration import from_samples
-from jaxllm.compress.observers.qparams import fake_quantize, find_qparams, integer_range, quantize
-from jaxllm.compress.observers.statistics import min_max, observe
+from jaxllm.compress.calibration import from_samples
+from jaxllm.compress.methods.observers import (
+    QRange,
+    fake_quantize,
+    find_qparams,
+    min_max,
+    observe,
+    quantize,
+)
 from jaxllm.compress.pipeline import compress, initial_state
 from jaxllm.compress.report import StepEvaluator
 from jaxllm.evaluate.likelihood.data import loader
@@ -239,8 +245,8 @@ assert np.allclose(came_back, [0, 0.4941, 1, -1.0118, -0.0118], atol=5e-5)
 
 # %%
 x = jnp.array(weights, jnp.float32)
-to = integer_range(8, symmetric=False)
-affine = find_qparams(observe(min_max(x.shape), x).range(), to, symmetric=False)
+to = QRange(-128, 127)
+affine = find_qparams(observe(min_max(), x).range(), to, symmetric=False)
 stand_for = fake_quantize(x, affine, to)
 print(f"scale {float(affine.scale):.6f}, zero point {int(affine.zero)}, {to}")
 print("codes:", quantize(x, affine, to).tolist())
@@ -255,8 +261,8 @@ assert np.allclose(stand_for, [0, 0.4941, 1, 2, 3], atol=5e-5)
 # as large.
 
 # %%
-to_symmetric = integer_range(8, symmetric=True)
-symmetric = find_qparams(observe(min_max(x.shape), x).range(), to_symmetric, symmetric=True)
+to_symmetric = QRange(-127, 127)
+symmetric = find_qparams(observe(min_max(), x).range(), to_symmetric, symmetric=True)
 ratio = float(symmetric.scale / affine.scale)
 print(f"{to_symmetric}: a step of {float(symmetric.scale):.5f}, {ratio:.3f} times the affine one")
 assert abs(ratio - 255 / 127) < 1e-4

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.compress.layers.layerwise import LayerInputs, map_layers
+from jaxllm.compress.layerwise import LayerInputs, map_layers
 from jaxllm.weights.paths import Params
 from tests.tiny_models import save_random, tokens
 
@@ -36,7 +36,7 @@ logits, cache = jaxllm.prefill(lm.model, lm.params, cache, ids)
 logits, cache = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
 np.save(sys.argv[3], np.asarray(logits))
 
-from jaxllm.compress.layers.layerwise import map_layers
+from jaxllm.compress.layerwise import map_layers
 seen = []
 
 def look(stage):

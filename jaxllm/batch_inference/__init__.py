@@ -7,6 +7,6 @@ with any number of workers, and after any number of kills.
 
 rows: the input. tasks: generate, score, embed. job: the settings, and the division into groups.
 worker: answers a group, and isolates rows that crash it. processes, ray_data: where workers run.
-journal: finished groups on disk. output: the output. runner: a whole run. server: a background
-server for requests; deployment: the same behind Ray Serve.
+output: the output. runner: a whole run. server: a background server for requests; deployment: the
+same behind Ray Serve.
 """

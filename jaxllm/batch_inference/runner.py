@@ -8,19 +8,18 @@ the output has the same bits as that of an uninterrupted run.
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jaxllm.batch_inference.job import BatchJob, Group
-from jaxllm.batch_inference.journal import AnswerJournal
 from jaxllm.batch_inference.output import check_out, write_answers
 from jaxllm.batch_inference.rows import Row
 from jaxllm.batch_inference.tasks import Answer, check_task
 from jaxllm.batch_inference.worker import GroupResult
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import lock_file, path_exists
+from jaxllm.files import JsonLog, lock_file, path_exists
 from jaxllm.runtime import signals
 from jaxllm.runtime.progress import status_bar
 
@@ -41,6 +40,50 @@ class RunSummary(NamedTuple):
 
     rows: int
     failed: int
+
+
+class SavedAnswers:
+    """Finished groups in a journal, one line each; of several for a group the first counts.
+
+    model: the hash of the model that answered. lines: the line of each group.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], log: Callable[[str], None]) -> None:
+        """Open or create the journal. Raises CheckpointError for that of another run."""
+        self.journal, self.model = JsonLog(path, facts), ""
+        self.lines: dict[int, int] = {}
+        damaged = 0
+        for number, record in enumerate(self.journal):
+            if record is None:
+                damaged += 1
+                continue
+            self.model = self.model or record["model"]
+            self.lines.setdefault(record["group"], number)
+        if damaged:
+            log(f"{path}: {damaged} lines are damaged; their rows run again")
+
+    def put(self, result: GroupResult) -> None:
+        """Append a group's answers, unless they are there. Returns after they are on the disk.
+
+        Raises CheckpointError if they are from another model than the answers before.
+        """
+        if self.model and result.model != self.model:
+            raise CheckpointError(
+                f"{self.journal.path} has answers from another model, version or kernels: use the"
+                " same ones, or remove it"
+            )
+        self.model = result.model
+        if result.group not in self.lines:
+            self.lines[result.group] = len(self.journal)
+            self.journal.append(result._asdict())
+
+    def rows(self, group: int) -> list[Answer]:
+        """Read a group's answers. Raises CheckpointError if they were changed."""
+        record = self.journal[self.lines[group]]
+        if record is None:
+            raise CheckpointError(f"{self.journal.path} was changed while it was read")
+        rows: list[Answer] = record["rows"]
+        return rows
 
 
 def run_job(
@@ -123,26 +166,26 @@ def answer_rows(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_parts_folder(parts))
         stack.enter_context(lock_file(parts / "lock"))
-        journal = AnswerJournal(parts / JOURNAL, facts, log)
-        stack.callback(journal.close)
-        left = [group for group in groups if group.number not in journal.places]
+        saved = SavedAnswers(parts / JOURNAL, facts, log)
+        stack.callback(saved.journal.close)
+        left = [group for group in groups if group.number not in saved.lines]
         done = len(rows) - sum(len(group.rows) for group in left)
         if done:
             log(f"{parts}: {done} rows are done, {len(rows) - done} to go")
         stack.enter_context(
             signals.exit_message(lambda: f"{done} of {len(rows)} answers are in {parts}; {hint}")
         )
-        with status_bar(job.task, len(rows), show_progress, done) as told:
-            for some in _answer_groups(workers, job, left, parts / "begun"):
-                journal.put(some)
-                done += len(some.rows)
-                told(done, "")
-        if lost := [group for group in groups if group.number not in journal.places]:
+        with status_bar(job.task, len(rows), show_progress, done) as update:
+            for result in _answer_groups(workers, job, left, parts / "begun"):
+                saved.put(result)
+                done += len(result.rows)
+                update(done, "")
+        if lost := [group for group in groups if group.number not in saved.lines]:
             raise CheckpointError(
                 f"{sum(len(group.rows) for group in lost)} of {len(rows)} rows were not answered,"
                 f" the first on line {lost[0].rows[0].line}; {hint}"
             )
-        yield (answer for group in groups for answer in journal.rows(group.number))
+        yield (answer for group in groups for answer in saved.rows(group.number))
     shutil.rmtree(parts)
 
 
@@ -180,8 +223,8 @@ def stream(rows: Sequence[Row], job: BatchJob, workers: Workers) -> Iterator[Ans
     early: dict[int, list[Answer]] = {}
     following = 0
     with tempfile.TemporaryDirectory(prefix="jaxllm-") as folder:
-        for some in _answer_groups(workers, job, job.groups(rows), Path(folder) / "begun"):
-            early[some.group] = some.rows
+        for result in _answer_groups(workers, job, job.groups(rows), Path(folder) / "begun"):
+            early[result.group] = result.rows
             while following in early:
                 yield from early.pop(following)
                 following += 1

@@ -22,11 +22,12 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from jaxllm.files import as_schema, lock_file, parse_json, path_exists, remove_partials
 from jaxllm.runtime import signals
+from jaxllm.weights import safetensors
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import peek_weight, to_lazy_tensors
 from jaxllm.weights.paths import Params
-from jaxllm.weights.safetensors import iter_bytes, open_tensors, read_header, write_tensors
+from jaxllm.weights.safetensors import iter_bytes, read_header, write_tensors
 
 _PART = re.compile(r"[\w.-]+\.part")
 _LOCK = "lock"
@@ -46,21 +47,22 @@ class PartHeader(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True)
-class Journal:
-    """Parts in a directory, each a nested dict of weights under a key.
+class TensorStore:
+    """Parts in a directory, each a nested dict of weights, or named tensors, under a key.
 
     directory: None saves nothing. digest: of all that the parts depend on: the model, the recipe
-    so far, the calibration. prefix: put before each key. say: called with a line about each part
-    that is rejected.
+    so far, the calibration. prefix: put before each key. log: called with a line about each part
+    that is rejected. shared: all processes read the files, not process 0 alone.
     """
 
     directory: Path | None = None
     digest: str = ""
     prefix: str = ""
     log: Callable[[str], None] = lambda _: None
+    shared: bool = False
 
-    def child(self, prefix: str, *depends: str) -> "Journal":
-        """Return a journal for one step: a longer prefix, and a digest that includes `depends`."""
+    def child(self, prefix: str, *depends: str) -> "TensorStore":
+        """Return a store for one step: a longer prefix, and a digest that includes `depends`."""
         further = hashlib.sha256("\n".join([self.digest, prefix, *depends]).encode()).hexdigest()
         return dataclasses.replace(self, digest=further, prefix=f"{self.prefix}{prefix}.")
 
@@ -69,64 +71,82 @@ class Journal:
 
         A part that is damaged or belongs to another run counts as missing, and is logged.
         """
-        found = self.get_with_facts(key)
-        return None if found is None else found[0]
+        part = self.get_with_facts(key)
+        return None if part is None else part[0]
 
     def get_with_facts(self, key: str) -> tuple[Params, dict[str, Any]] | None:
         """Return the parameters and the facts under `key`, or None as `get` does."""
-        found = self.open_tensors(key)
-        if found is None:
+        part = self.open_tensors(key)
+        if part is None:
             return None
-        tensors, about = found
+        tensors, header = part
         params: Params = {}
-        for name, (format_name, sizes) in about.leaves.items():
+        for name, (format_name, sizes) in header.leaves.items():
             shape, format = tuple(sizes), parse_format(format_name)
-            pieces = {
-                piece: tensors[f"{name}{piece}"].read() for piece in format.array_specs(shape)
-            }
+            arrays = {x: tensors[f"{name}{x}"].read() for x in format.array_specs(shape)}
             *outer, last = name.split("/")
-            inside = functools.reduce(lambda node, key: node.setdefault(key, {}), outer, params)
-            inside[last] = format.from_file(name, shape, pieces)
-        return params, about.facts
+            parent = functools.reduce(lambda node, key: node.setdefault(key, {}), outer, params)
+            parent[last] = format.from_file(name, shape, arrays)
+        return params, header.facts
 
-    def open_tensors(self, key: str) -> tuple[dict[str, LazyTensor], "PartHeader"] | None:
-        """Return the tensors under `key`, unread, and the header; or None as `get` does."""
-        if self._local_directory is None or not path_exists(path := self._path(key)):
+    def open_tensors(
+        self, key: str, *, mapped: bool = False
+    ) -> tuple[dict[str, LazyTensor], "PartHeader"] | None:
+        """Return the tensors under `key`, unread, and the header; or None as `get` does.
+
+        mapped: memory-map the file.
+        """
+        if not (self.shared or self._local_directory) or not self.has(key):
             return None
         try:
-            return _open(path, self.digest)
+            return _open(self.path(key), self.digest, mapped)
         except CheckpointError as error:
             self.log(f"{error}: computing it again")
             return None
 
-    def facts(self, key: str) -> dict[str, Any] | None:
-        """Return the facts under `key`, whichever run wrote them; None if unreadable."""
-        try:
-            text = read_header(self._path(key)).metadata.get("part", "")
-            about: PartHeader = as_schema(parse_json(text, key), PartHeader, key)
-        except CheckpointError:
-            return None
-        return about.facts
+    def read_facts(self, key: str) -> dict[str, Any]:
+        """Return the facts under `key`, whichever run wrote them. Raises CheckpointError if they
+        are unreadable.
+        """
+        return _read_header(self.path(key))[0].facts
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a file for `key`."""
+        return self.directory is not None and path_exists(self.path(key))
 
     def put(self, key: str, params: Params, facts: Mapping[str, Any] | None = None) -> None:
         """Save parameters (a `LazyWeight` is read while it is written) and JSON-able facts.
 
         Raises CheckpointError if they cannot be written.
         """
+        if self.directory is None:
+            return
+        weights, tensors = dict(_named_leaves(params)), dict[str, LazyTensor]()
+        for name, weight in weights.items():
+            tensors |= {f"{name}{x}": tensor for x, tensor in to_lazy_tensors(weight).items()}
+        leaves = {name: peek_weight(weight) for name, weight in weights.items()}
+        formats = {name: (leaf.format, list(leaf.shape)) for name, leaf in leaves.items()}
+        _write(self.path(key), tensors, PartHeader(self.digest, formats, dict(facts or {})))
+
+    def put_arrays(
+        self, key: str, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]
+    ) -> None:
+        """Save arrays of any dtype, which `open_tensors` returns, as `put` saves parameters."""
         if self.directory is not None:
-            _write(self._path(key), params, self.digest, dict(facts or {}))
+            tensors = {name: LazyTensor.from_array(array) for name, array in arrays.items()}
+            _write(self.path(key), tensors, PartHeader(self.digest, {}, dict(facts)))
 
     def move(self, key: str, new_key: str) -> bool:
         """Rename a part, replacing any at the new key. Returns whether the part existed."""
-        if self._local_directory is None or not path_exists(path := self._path(key)):
+        if self._local_directory is None or not self.has(key):
             return False
-        path.replace(self._path(new_key))
+        self.path(key).replace(self.path(new_key))
         return True
 
     def remove(self, key: str) -> None:
         """Remove a part if it exists."""
         if self._local_directory is not None:
-            self._path(key).unlink(missing_ok=True)
+            self.path(key).unlink(missing_ok=True)
 
     def clear(self, *keep: str) -> None:
         """Remove the parts under this prefix, except keys that start with one of `keep`."""
@@ -172,36 +192,38 @@ class Journal:
         """The directory; None if nothing is saved, or another process has the files."""
         return self.directory if signals.is_leader() else None
 
-    def _path(self, key: str) -> Path:
+    def path(self, key: str) -> Path:
+        """Return the file for `key`."""
         assert self.directory is not None
         return self.directory / f"{self.prefix}{key}.part"
 
 
-def _write(path: Path, params: Params, digest: str, facts: dict[str, Any]) -> None:
-    weights, pieces = dict(_named_leaves(params)), dict[str, LazyTensor]()
-    for name, weight in weights.items():
-        pieces |= {f"{name}{key}": piece for key, piece in to_lazy_tensors(weight).items()}
-    leaves = {name: peek_weight(weight) for name, weight in weights.items()}
-    formats = {name: (leaf.format, list(leaf.shape)) for name, leaf in leaves.items()}
-    text = msgspec.json.encode(PartHeader(digest, formats, facts)).decode()
-    write_tensors(path, _with_checksum(pieces, text), metadata={"part": text})
+def _write(path: Path, tensors: Mapping[str, LazyTensor], header: PartHeader) -> None:
+    text = msgspec.json.encode(header).decode()
+    write_tensors(path, _with_checksum(tensors, text), metadata={"part": text})
 
 
-def _open(path: Path, digest: str) -> tuple[dict[str, LazyTensor], PartHeader]:
-    """Return a part's content. Raises CheckpointError unless `_write` wrote it for `digest`."""
+def _read_header(path: Path) -> tuple[PartHeader, str]:
+    """Return a part's header, and its text."""
     text = read_header(path).metadata.get("part", "")
-    about: PartHeader = as_schema(parse_json(text, str(path)), PartHeader, str(path))
-    if about.digest != digest:
+    header: PartHeader = as_schema(parse_json(text, str(path)), PartHeader, str(path))
+    return header, text
+
+
+def _open(path: Path, digest: str, mapped: bool) -> tuple[dict[str, LazyTensor], PartHeader]:
+    """Return a part's content. Raises CheckpointError unless `_write` wrote it for `digest`."""
+    header, text = _read_header(path)
+    if header.digest != digest:
         raise CheckpointError(f"{path} was written for another model, recipe or calibration")
-    tensors = open_tensors(path)
-    bits = tensors.pop(_CHECKSUM, None)
-    summed = _with_checksum(tensors, text)
+    tensors = safetensors.open_tensors(path, mapped=mapped)
+    checksum = tensors.pop(_CHECKSUM, None)
+    hashed = _with_checksum(tensors, text)
     for name in tensors:
-        for _ in iter_bytes(summed[name]):
+        for _ in iter_bytes(hashed[name]):
             pass
-    if bits is None or bits.read().tobytes() != summed[_CHECKSUM].read().tobytes():
+    if checksum is None or checksum.read().tobytes() != hashed[_CHECKSUM].read().tobytes():
         raise CheckpointError(f"{path} is damaged: its checksum does not match")
-    return tensors, about
+    return tensors, header
 
 
 def _named_leaves(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -217,22 +239,21 @@ def _with_checksum(tensors: Mapping[str, LazyTensor], text: str) -> dict[str, La
 
     It covers the text, and each tensor's name, dtype, shape and every bit.
     """
-    found = hashlib.sha256(text.encode())
+    sha = hashlib.sha256(text.encode())
 
     def hash_tensor(name: str, tensor: LazyTensor) -> LazyTensor:
         def parts(rows: int) -> Iterator[np.ndarray]:
-            found.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+            sha.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
             for block in tensor.blocks(rows):
-                found.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+                sha.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
                 yield block
 
         return dataclasses.replace(tensor, read_blocks=parts)
 
     def read_digest() -> np.ndarray:
-        return np.frombuffer(found.digest(), np.uint8)
+        return np.frombuffer(sha.digest(), np.uint8)
 
-    size = found.digest_size
-    last = LazyTensor(np.dtype(np.uint8), (size,), read_digest)
+    last = LazyTensor(np.dtype(np.uint8), (sha.digest_size,), read_digest)
     return {
         **{name: hash_tensor(name, tensor) for name, tensor in tensors.items()},
         _CHECKSUM: last,

@@ -12,7 +12,7 @@ from jaxllm.cli.eval_data import bos_id, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
-    from jaxllm.compress.data.calibration import Calibration
+    from jaxllm.compress.calibration import Calibration
     from jaxllm.lm import LM
 
 SOURCES = "--text @FILE, --documents FILE, --wikitext FILE or --samples N"
@@ -81,7 +81,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     Args:
       document: the calibration text from `read_source`; None for samples.
     """
-    from jaxllm.compress.data.calibration import from_texts, from_tokens
+    from jaxllm.compress.calibration import from_texts, from_tokens
     from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
 
     length = _row_length(lm, source)
@@ -125,7 +125,7 @@ def _row_length(lm: "LM", source: CalibrationSource) -> int:
 
 def _sample_rows(lm: "LM", source: CalibrationSource, rows: int, seed: int) -> "Calibration":
     """Sample rows from the model."""
-    from jaxllm.compress.data.calibration import from_samples
+    from jaxllm.compress.calibration import from_samples
 
     width = _row_length(lm, source)
     made = from_samples(lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed)
@@ -141,7 +141,7 @@ def _file_name(option: str, value: str | Path) -> str | None:
 
 def _read_document(option: str, value: str | Path) -> Document:
     """Return the value of an option as one document."""
-    from jaxllm.compress.data.calibration import SEPARATOR
+    from jaxllm.compress.calibration import SEPARATOR
     from jaxllm.data.wikitext import MAX_BYTES, read_wikitext
     from jaxllm.evaluate.likelihood.data import read_documents
 

@@ -24,7 +24,7 @@ from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_m
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
-    from jaxllm.checkpoints.resume import Journal
+    from jaxllm.checkpoints.resume import TensorStore
     from jaxllm.compress.recipe import Recipe
     from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.lm import LM
@@ -142,6 +142,7 @@ def compress(
         from jaxllm.compress import pipeline, plots
         from jaxllm.compress.report import StepEvaluator, as_json as as_report, as_table, summarize
         from jaxllm.files import atomic_file
+        from jaxllm.files.plots import check_plot
         from jaxllm.weights.paths import flatten
 
     lines = _read_recipe(recipe, step)
@@ -149,7 +150,7 @@ def compress(
     for option, path in (("--report", report), ("--plot", plot)):
         check_writable(option, path)
     if plot is not None:
-        plots.check_plot()
+        check_plot()
     files = {"--documents": documents, "--wikitext": wikitext}
     source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
@@ -243,7 +244,7 @@ def _log_low_disk(parts: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _keep_journal(journal: "Journal") -> Iterator[None]:
+def _keep_journal(journal: "TensorStore") -> Iterator[None]:
     """Keep finished work if the block fails, and name it in the error; not measurements alone."""
     with journal.lock():
         try:

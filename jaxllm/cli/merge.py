@@ -88,7 +88,7 @@ def merge_into_weights(lm: "LM", format: str) -> "LM":
 
 
 def _sample_loader(lm: "LM") -> "Loader":
-    from jaxllm.compress.data.calibration import from_samples
+    from jaxllm.compress.calibration import from_samples
     from jaxllm.evaluate.likelihood.data import loader
 
     width = min(WIDTH, lm.config.context_length)

@@ -193,7 +193,7 @@ def _check_by_position(
         )
     check_writable("--picture", picture)
     if picture is not None:
-        from jaxllm.compress.plots import check_plot
+        from jaxllm.files.plots import check_plot
 
         check_plot("--picture")
 

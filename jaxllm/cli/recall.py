@@ -91,7 +91,7 @@ def recall(
     asked_lengths = _parse_numbers("--lengths", lengths, int)
     asked_depths = _parse_numbers("--depths", depths, float)
     if picture is not None:
-        from jaxllm.compress.plots import check_plot
+        from jaxllm.files.plots import check_plot
 
         check_plot("--picture")
     lm = load_model(

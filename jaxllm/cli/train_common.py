@@ -256,7 +256,7 @@ def _check_target(target: Path, options: TrainOptions, result: str | None) -> No
     for option, path in (("--report", options.report), ("--plot", options.plot)):
         check_writable(option, path)
     if options.plot is not None:
-        from jaxllm.compress.plots import check_plot
+        from jaxllm.files.plots import check_plot
 
         check_plot()
 

@@ -1,10 +1,11 @@
 """Model compression: a recipe is a list of steps, each a function from parameters to parameters.
 
-recipe: the recipe parser, and the types that steps take and return. registry: the registry of
-methods. pipeline: runs a recipe. `checkpoints.resume` saves finished work. report:
-size, quality and speed after each step. plots: plots of quality against bytes.
+recipe: the recipe parser, and the types that steps take and return. registry: the table of
+methods. pipeline: runs a recipe; `checkpoints.resume` saves finished work. calibration: calibration
+data. report: size, quality and speed after each step. plots: plots of quality against bytes.
 
-Subpackages: data (calibration data), observers (of ranges), matrices (algorithms for one
-matrix), layers (the layerwise calibration loop), structure (pruning of heads, channels and layers),
-methods (the functions in the registry).
+methods has one file per method. They share: layerwise: the loop over layers. weight_loop: the loop
+over matrices and experts. input_stats: statistics of a linear's inputs. column_solver: the loop
+over columns (GPTQ, SparseGPT). channel_scaling: channel scales moved from activations to weights
+(SmoothQuant, AWQ). sparsity: sparsity patterns and masks.
 """

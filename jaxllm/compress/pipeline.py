@@ -11,8 +11,8 @@ import jax
 
 from jaxllm import __version__, models
 from jaxllm.cache.files import fingerprint
-from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import Calibration
+from jaxllm.checkpoints.resume import TensorStore
+from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.recipe import (
     ModelState,
     Recipe,
@@ -52,7 +52,7 @@ class StepResult:
     line: RecipeStep
     state: ModelState | None
     seconds: float | None
-    journal: Journal
+    journal: TensorStore
 
 
 def compress(
@@ -60,7 +60,7 @@ def compress(
     steps: Sequence[str],
     *,
     calibration: Calibration | None = None,
-    journal: Journal | None = None,
+    journal: TensorStore | None = None,
     allow_repeat: bool = False,
     show_progress: bool | None = None,
     log: Log = _discard_log,
@@ -81,7 +81,7 @@ def compress(
     recipe = parse_lines(_check_lines(steps), STEPS)
     check_applicable(lm, recipe, has_calibration=calibration is not None, allow_repeat=allow_repeat)
     subject = initial_state(lm)
-    own = journal or Journal()
+    own = journal or TensorStore()
     for stage in run_steps(lm, recipe, calibration, own, show_progress=show_progress, log=log):
         subject = stage.state or subject
     return build_model(lm, recipe, subject)
@@ -134,7 +134,7 @@ def run_steps(
     lm: LM,
     recipe: Recipe,
     calibration: Calibration | None,
-    journal: Journal,
+    journal: TensorStore,
     *,
     show_progress: bool | None = None,
     log: Log = _discard_log,
@@ -176,7 +176,7 @@ def run_steps(
 
 def make_journal(
     lm: LM, calibration: Calibration | None, directory: Path, log: Log = _discard_log
-) -> Journal:
+) -> TensorStore:
     """Return a journal for this model and calibration. Reads all weights once."""
     whose = [
         __version__,
@@ -185,14 +185,14 @@ def make_journal(
         repr(lm.model.precision),
         calibration.digest if calibration else "",
     ]
-    return Journal(directory, hashlib.sha256("\n".join(whose).encode()).hexdigest(), log=log)
+    return TensorStore(directory, hashlib.sha256("\n".join(whose).encode()).hexdigest(), log=log)
 
 
 def _run_step(
     line: RecipeStep,
     state: ModelState,
     calibration: Calibration | None,
-    journal: Journal,
+    journal: TensorStore,
     show_progress: bool | None,
     log: Log,
 ) -> tuple[ModelState, float]:
@@ -217,7 +217,7 @@ def _check_shapes(state: ModelState, step: str) -> None:
             )
 
 
-def _save_result(journal: Journal, state: ModelState, seconds: float) -> None:
+def _save_result(journal: TensorStore, state: ModelState, seconds: float) -> None:
     """Save a step's result, then delete the layers that it saved on the way."""
     facts = {
         "config": state.config.to_dict(),
@@ -228,7 +228,7 @@ def _save_result(journal: Journal, state: ModelState, seconds: float) -> None:
     journal.clear(_PARAMS_KEY, "row")
 
 
-def _find_resume_point(journals: Sequence[Journal]) -> tuple[int, ModelState | None, float]:
+def _find_resume_point(journals: Sequence[TensorStore]) -> tuple[int, ModelState | None, float]:
     """Return the number of finished steps, the last one's result, and its seconds."""
     for number in range(len(journals), 0, -1):
         if (found := journals[number - 1].get_with_facts(_PARAMS_KEY)) is not None:

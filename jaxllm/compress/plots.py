@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxllm.compress.report import ORIGINAL, Row
 from jaxllm.errors import ConfigError
-from jaxllm.files import atomic_file
+from jaxllm.files.plots import check_plot, save_figure
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -68,18 +68,7 @@ def plot(runs: Mapping[str, Sequence[Row]], path: Path, title: str) -> None:
                 textcoords="offset points", fontsize=7, ha="right" if right else "left",
             )  # fmt: skip
     figure.legend(fontsize=8, loc="outside right upper")
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=150)
-
-
-def check_plot(option: str = "--plot") -> None:
-    """Raise ConfigError if matplotlib is missing. option: the option to drop, for the message."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            f"{option} requires matplotlib: pip install 'jaxllm[notebooks]', or drop {option}"
-        ) from None
+    save_figure(figure, path)
 
 
 def _measured_points(rows: Sequence[Row]) -> list[tuple[str, float, float]]:

@@ -17,9 +17,9 @@ import flax.linen as nn
 import msgspec
 
 from jaxllm import models
-from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import Calibration
-from jaxllm.compress.matrices import sparsity
+from jaxllm.checkpoints.resume import TensorStore
+from jaxllm.compress.calibration import Calibration
+from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.files import compile_pattern, read_text, split_lines
@@ -27,6 +27,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.arrays import DTYPES
+from jaxllm.weights.types.int_weight import IntFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class StepContext:
     """
 
     calibration: Calibration | None
-    journal: Journal
+    journal: TensorStore
     show_progress: bool | None
     log: Callable[[str], None]
 
@@ -296,6 +297,21 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def parse_integer_format(name: str) -> IntFormat:
+    """Parse an integer format. Raises ConfigError for any other."""
+    parsed = parse_format(name)
+    if not (isinstance(parsed, IntFormat) and parsed.is_plain):
+        raise ConfigError(f"{name} is not an integer format such as int8, int4-g64 or int3-g128-zp")
+    return parsed
+
+
+def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
+    """Raise ConfigError for a matrix whose rows cannot be split into groups of M."""
+    sparsity = parse_sparsity(argument)
+    for path in match_paths(shapes, options.on, argument):
+        sparsity.check(shapes[path][-1], path)
+
+
 def _check_quantized(text: str) -> None:
     if parse_format(text).name in DTYPES:
         raise ConfigError(f"{text} does not quantize: use 'store: {text}'")
@@ -304,5 +320,6 @@ def _check_quantized(text: str) -> None:
 # Arguments of methods.
 FORMAT = Argument("FORMAT", parse_format)
 QUANTIZED = Argument("FORMAT", _check_quantized)
-PATTERN = Argument("N:M|SHARE%", sparsity.parse)
+INTEGER_FORMAT = Argument("FORMAT", parse_integer_format)
+PATTERN = Argument("N:M|SHARE%", parse_sparsity)
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]  # type of an option

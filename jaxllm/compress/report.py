@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import msgspec
 
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.pipeline import StepResult, initial_state
 from jaxllm.compress.recipe import ModelState
 from jaxllm.evaluate import bench
@@ -69,7 +69,7 @@ class StepEvaluator:
     speed: bool = True
     show_progress: bool | None = None
 
-    def original_row(self, journal: Journal) -> Row:
+    def original_row(self, journal: TensorStore) -> Row:
         """Return the row of the original itself. journal: from `journal_of`."""
         return self._load_or_measure(
             ORIGINAL, initial_state(self.original), None, journal.child("0")
@@ -90,7 +90,7 @@ class StepEvaluator:
         return Row(step=step, bytes=size, seconds=seconds, tokens_per_second=speed, **quality)
 
     def _load_or_measure(
-        self, step: str, state: ModelState | None, seconds: float | None, journal: Journal
+        self, step: str, state: ModelState | None, seconds: float | None, journal: TensorStore
     ) -> Row:
         data = "" if self.loader is None else self.loader.digest
         kept = journal.child("row", data, str(self.speed))

@@ -1,8 +1,9 @@
 """All file access of the package: size limits and schemas on reading, atomic writes.
 
 reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON lines. schema:
-checks of JSON fields. atomic: atomic files and directories, and locks. regex_limits: regular
-expressions from files and users. memory_limit: the machine's memory limit.
+checks of JSON fields. atomic: atomic files and directories, and locks. json_log: append-only logs,
+to resume from. plots: PNG files. regex_limits: regular expressions from files and users.
+memory_limit: the machine's memory limit.
 """
 
 from jaxllm.files.atomic import (
@@ -15,6 +16,7 @@ from jaxllm.files.atomic import (
     remove_partials,
     write_json,
 )
+from jaxllm.files.json_log import JsonLog
 from jaxllm.files.jsonl import read_json_lines, split_lines
 from jaxllm.files.memory_limit import check_memory, machine_memory, release_pages
 from jaxllm.files.reading import (
@@ -32,6 +34,7 @@ from jaxllm.files.regex_limits import check_name_pattern, compile_pattern, match
 from jaxllm.files.schema import as_schema, field_errors
 
 __all__ = [
+    "JsonLog",
     "as_path",
     "as_schema",
     "atomic_directory",

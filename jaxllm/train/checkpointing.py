@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxllm import __version__
 from jaxllm.cache.files import fingerprint
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError
 from jaxllm.runtime.multihost import broadcast_array, broadcast_from_zero, to_host
 from jaxllm.train.partition import TrainedParams
@@ -58,7 +58,7 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
 
 def open_journal(
     params: Params, extra_inputs: Any, settings: Mapping[str, str], directory: Path
-) -> Journal:
+) -> TensorStore:
     """Return the journal of a run's states. Reads all weights once.
 
     Args:
@@ -68,7 +68,7 @@ def open_journal(
     """
     fixed = [f"{name}={value}" for name, value in settings.items() if name not in CHANGEABLE]
     parts = [fingerprint(params), fingerprint({"given": extra_inputs}), *fixed]
-    return Journal(directory, hashlib.sha256("\n".join(parts).encode()).hexdigest())
+    return TensorStore(directory, hashlib.sha256("\n".join(parts).encode()).hexdigest())
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: bool) -> list[str]:
@@ -82,19 +82,18 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: b
     return found
 
 
-def check_unused(journal: Journal, settings: Mapping[str, str]) -> None:
+def check_unused(journal: TensorStore, settings: Mapping[str, str]) -> None:
     """Raise CheckpointError if the directory holds the state of a run with other settings."""
 
     def list_differences() -> str:
         if not journal.part_paths():
             return ""
-        there = (journal.facts(_STATE) or {}).get("settings")
-        what = (
-            differences(there, settings, changeable=False)
-            if there
-            else ["its file is not readable"]
-        )
-        return "; ".join(what or ["the weights at the start differ"])
+        try:
+            saved = journal.read_facts(_STATE)["settings"]
+        except (CheckpointError, KeyError):
+            return "its file is not readable"
+        changes = differences(saved, settings, changeable=False)
+        return "; ".join(changes or ["the weights at the start differ"])
 
     if what := broadcast_from_zero(list_differences):
         raise CheckpointError(
@@ -104,7 +103,7 @@ def check_unused(journal: Journal, settings: Mapping[str, str]) -> None:
 
 
 def save_state(
-    journal: Journal, state: TrainState, facts: dict[str, Any], layout: StateLayout
+    journal: TensorStore, state: TrainState, facts: dict[str, Any], layout: StateLayout
 ) -> None:
     """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
 
@@ -120,19 +119,19 @@ def save_state(
     journal.put(_STATE, floats, {**facts, "whole": whole})
 
 
-def drop_previous(journal: Journal) -> None:
+def drop_previous(journal: TensorStore) -> None:
     """Remove the previous state: a step from the last one was finite."""
     journal.remove(_PREVIOUS)
 
 
-def restore_previous(journal: Journal) -> None:
+def restore_previous(journal: TensorStore) -> None:
     """Replace the last state by the previous one: no learning rate makes its next step finite."""
     if not journal.move(_PREVIOUS, _STATE):
         journal.remove(_STATE)
 
 
 def load_state(
-    journal: Journal, template: TrainState, layout: StateLayout
+    journal: TensorStore, template: TrainState, layout: StateLayout
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """Load the saved state and its facts; None if there is none.
 
@@ -149,18 +148,22 @@ def load_state(
     return layout.shard(there, template), facts
 
 
-def save_best(journal: Journal, trained: TrainedParams, layout: StateLayout) -> None:
+def save_best(journal: TensorStore, trained: TrainedParams, layout: StateLayout) -> None:
     """Save the best trained arrays so far."""
     journal.put(_BEST, layout.gather_lazy(trained))
 
 
-def load_best(journal: Journal, template: TrainState, layout: StateLayout) -> TrainedParams | None:
+def load_best(
+    journal: TensorStore, template: TrainState, layout: StateLayout
+) -> TrainedParams | None:
     """Load the best trained arrays; None if none are saved."""
     found = _load_arrays(journal, _BEST)
     return None if found is None else layout.shard(found[0], template.trained)
 
 
-def _load_arrays(journal: Journal, key: str) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
+def _load_arrays(
+    journal: TensorStore, key: str
+) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
     """Return the arrays in the first process's file, to be read by all processes together, and the
     facts; None if there is no file.
     """

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.matrices.sparsity import Sparsity, gradual_sparsity, lowest_in_groups, parse
+from jaxllm.compress.sparsity import Sparsity, lowest_in_groups, parse
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_int
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams
@@ -105,6 +105,18 @@ class PruneGradually:
         counts = np.array([int(size * share + 1e-6) for share in fractions], np.int32)
         gone = _mask_lowest(score_GM, jnp.asarray(counts)[index])
         return jnp.where(gone.reshape(weight_OI.shape), 0.0, weight_OI)
+
+
+def gradual_sparsity(step: int, *, begin: int, end: int, first: float, last: float) -> float:
+    """Return the sparsity at a training step: `first` until `begin`, `last` from `end` on.
+
+    Between them it is `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta
+    2017).
+    """
+    if not begin < end:
+        raise ConfigError(f"gradual pruning must begin before it ends: got {begin} and {end}")
+    done = min(max((step - begin) / (end - begin), 0.0), 1.0)
+    return last + (first - last) * (1 - done) ** 3
 
 
 def keep_zeros(

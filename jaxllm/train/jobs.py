@@ -21,7 +21,7 @@ from jaxllm.adapters import (
     with_config,
     write_adapter,
 )
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.lm import LM
 from jaxllm.runtime.multihost import check_processes_agree
 from jaxllm.runtime.validation import check_dtype, check_seed
@@ -231,7 +231,7 @@ def shard_like(lm: LM, other: LM) -> LM:
 
 def delete_state(directory: Path) -> None:
     """Remove the saved state of a run, after its result is written."""
-    journal = Journal(directory)
+    journal = TensorStore(directory)
     with journal.lock():
         journal.clear()
 

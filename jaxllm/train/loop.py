@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
@@ -170,7 +170,7 @@ def train(
         setup, plan, rules=rules, prepare=named, data=data.digest,
         held_out=None if eval_data is None else eval_data.digest,
     )  # fmt: skip
-    journal = Journal()
+    journal = TensorStore()
     if directory is not None:
         journal = open_journal(gather_lazy(setup.model, params), extra_inputs, settings, directory)
     trained, rest = partition(params, rules, compute_params, unsharded_paths(setup.model))
@@ -251,7 +251,7 @@ def train(
 
 
 def _resume(
-    journal: Journal,
+    journal: TensorStore,
     state: TrainState,
     layout: StateLayout,
     plan: TrainPlan,
@@ -319,7 +319,7 @@ def _format_record(record: StepRecord) -> str:
     return f"step {record.step}: loss {record.loss:.4f}{held}{also}"
 
 
-def _divergence_message(record: StepRecord, journal: Journal) -> str:
+def _divergence_message(record: StepRecord, journal: TensorStore) -> str:
     what = "loss" if not math.isfinite(record.loss) else "gradient"
     remedy = "Try a lower lr: the run then starts again, since no earlier state was saved."
     if broadcast_from_zero(lambda: "there" if journal.part_paths() else ""):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.files import atomic_file
+from jaxllm.files.plots import save_figure
 from jaxllm.train.loop import StepRecord
 
 SMOOTHING = 20  # the moving mean is over one SHARE-th of the steps
@@ -37,8 +37,7 @@ def plot(records: Sequence[StepRecord], initial_loss: float | None, path: Path, 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress import report
-from jaxllm.compress.data.calibration import Calibration, from_samples, from_tokens
+from jaxllm.compress.calibration import Calibration, from_samples, from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.plots import plot
 from jaxllm.compress.recipe import parse_lines
@@ -156,7 +156,7 @@ def measure_recipes(
             label = "; ".join(map(str, recipe))
             try:
                 for result in run_steps(
-                    lm, recipe, data.calibration, Journal(), show_progress=False, log=log
+                    lm, recipe, data.calibration, TensorStore(), show_progress=False, log=log
                 ):
                     state, seconds = result.state or state, seconds + (result.seconds or 0)
                 results[block].append(evaluator.measure(label, state, seconds))

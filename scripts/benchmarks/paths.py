@@ -63,8 +63,8 @@ def measure(seconds: float) -> Iterator[Row]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxllm.compress.matrices.pruning import prune_magnitude
-    from jaxllm.compress.matrices.sparsity import parse as parse_sparsity
+    from jaxllm.compress.methods.magnitude import prune_magnitude
+    from jaxllm.compress.sparsity import parse as parse_sparsity
     from jaxllm.ops import native
     from jaxllm.weights import linear
     from jaxllm.weights.formats import as_format, as_weight

@@ -22,8 +22,8 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import from_tokens
+from jaxllm.checkpoints.resume import TensorStore
+from jaxllm.compress.calibration import from_tokens
 from jaxllm.compress.pipeline import initial_state, run_steps
 from jaxllm.compress.recipe import parse_lines
 from jaxllm.compress.registry import STEPS
@@ -72,10 +72,10 @@ def quantize_with_gptq(lm: jaxllm.LM, name: str, data: Dataset) -> Params:
     """Quantize with GPTQ, calibrated on the first rows of the training data."""
     batches = [np.asarray(data.batch(n).token_BT) for n in range(CALIBRATED // ROWS)]
     recipe = parse_lines([f"quantize: gptq {name} act_order=true"], STEPS)
-    state, calibration = initial_state(lm), from_tokens(np.concatenate(batches))
-    for result in run_steps(lm, recipe, calibration, Journal(), show_progress=False, log=log):
-        state = result.state or state
-    return state.params
+    made, calibration = initial_state(lm), from_tokens(np.concatenate(batches))
+    for stage in run_steps(lm, recipe, calibration, TensorStore(), show_progress=False, log=log):
+        made = stage.state or made
+    return made.params
 
 
 def log(line: str) -> None:

@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress.data.calibration import (
+from jaxllm.compress.calibration import (
     Calibration,
-    from_documents,
-    from_file,
     from_samples,
     from_texts,
     from_tokens,
-    from_wikitext,
 )
 from jaxllm.data import chunking, wikitext
 from jaxllm.data.chunking import ChunkSpec
+from jaxllm.data.wikitext import read_wikitext
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, TokenError
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -74,10 +72,9 @@ def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("name", ["stories260K", "llama_tokenizer", "gpt2_tokenizer"])
 def test_first_rows_ignore_remaining_file(data: Any, name: str) -> None:
     """The first rows of a long file equal those of tokenizing only its beginning."""
-    path = data("corpora") / "tinyshakespeare.txt"
     reads = Tokenizer.from_directory(data(name))
-    text = path.read_text(encoding="utf-8")
-    made = from_file(path, reads, ChunkSpec(width=64, rows=40))
+    text = (data("corpora") / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    made = from_texts(text, reads, ChunkSpec(width=64, rows=40))
     assert made.token_NT.ravel().tolist() == reads.encode(text[:40_000])[: 64 * 40]
     assert made.source["bytes"] == len(text.encode())
 
@@ -109,11 +106,10 @@ def test_random_rows_start_uniformly(tokenizer: Tokenizer) -> None:
 
 
 def test_long_text_is_encoded_in_pieces(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long text is tokenized in pieces that end with lines, and only as many as the rows need."""
     text, encoded = story(200, seed=3), []
-    (tmp_path / "story.txt").write_text(text, encoding="utf-8")
     ids = tokenizer.encode(text)
     use_small_pieces(monkeypatch)
 
@@ -125,16 +121,16 @@ def test_long_text_is_encoded_in_pieces(
             return tokenizer.encode(piece)
 
     counting: Any = Counting()
-    made = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30, rows=2))
+    made = from_texts(text, counting, ChunkSpec(width=30, rows=2))
     assert made.token_NT.ravel().tolist() == ids[:60]
     assert len("".join(encoded)) <= 2048  # only part of the text
     encoded.clear()
-    every = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30))
+    every = from_texts(text, counting, ChunkSpec(width=30))
     assert "".join(encoded) == text
     assert all(piece.endswith("\n") for piece in encoded)
     assert abs(every.token_NT.size - len(ids)) < 30 + len(encoded)
     encoded.clear()
-    drawn = from_file(tmp_path / "story.txt", counting, ChunkSpec(width=30, rows=3, seed=1))
+    drawn = from_texts(text, counting, ChunkSpec(width=30, rows=3, seed=1))
     assert len("".join(encoded)) < len(text) / 2
     joined = tokenizer.decode(ids)
     assert all(tokenizer.decode(row.tolist()).strip()[5:60] in joined for row in drawn.token_NT)
@@ -170,31 +166,15 @@ WIKI_ROWS = ["", " = Robert = \n", "", " Robert is an <unk> actor . \n", " He wa
              " = End = \n"]  # fmt: skip
 
 
-def test_wikitext_raw_and_parquet_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_wikitext_raw_and_parquet_are_equal(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
     (tmp_path / "wiki.test.raw").write_text(WIKI, encoding="utf-8")
     table = pyarrow.table({"number": list(range(len(WIKI_ROWS))), "text": WIKI_ROWS})
     pyarrow.parquet.write_table(table, tmp_path / "test.parquet", row_group_size=3)
-    ids = tokenizer.encode("\n\n".join(WIKI_ROWS))
     for name in ("wiki.test.raw", "test.parquet"):
-        made = from_wikitext(tmp_path / name, tokenizer, ChunkSpec(width=4))
-        assert made.token_NT.ravel().tolist() == ids[: len(ids) // 4 * 4]
-        assert made.source["file"] == name
-
-
-def test_documents_are_concatenated(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Documents of text or of tokens are concatenated before they are split into rows."""
-    texts, path = [story(2), story(2, seed=5)], tmp_path / "documents.jsonl"
-    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8")
-    made = from_documents(path, tokenizer, ChunkSpec(width=8))
-    assert made.digest == from_texts(texts, tokenizer, ChunkSpec(width=8)).digest
-    path.write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5, 6, 7]}\n', encoding="utf-8")
-    assert from_documents(path, None, ChunkSpec(width=3)).token_NT.tolist() == [
-        [1, 2, 3],
-        [4, 5, 6],
-    ]
+        assert list(read_wikitext(tmp_path / name)) == WIKI_ROWS
 
 
 def test_calibration_digest_depends_on_rows() -> None:
@@ -248,20 +228,14 @@ def test_calibration_rows_are_checked_against_model(lm: jaxllm.LM) -> None:
         from_tokens([[1, 1 << 20]]).check(lm.config)
 
 
-def test_invalid_calibration_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_invalid_calibration_is_refused(tokenizer: Tokenizer) -> None:
     """Empty, missing, undecodable or too short sources and invalid chunk sizes raise errors."""
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 10)
     text, cut = story(1), ChunkSpec(width=64)
     count = len(tokenizer.encode(text))
     wide, many = ChunkSpec(width=64, rows=1, seed=0), ChunkSpec(width=8, rows=9)
     for call, kind, message in (
         (lambda: from_texts([], tokenizer, cut), TokenError, "calibration text is empty"),
         (lambda: from_texts("", tokenizer, cut), TokenError, "is empty"),
-        (lambda: from_file(tmp_path / "empty.txt", tokenizer, cut), TokenError, "is empty"),
-        (lambda: from_file(tmp_path / "none.txt", tokenizer, cut), CheckpointError, "none.txt"),
-        (lambda: from_file(tmp_path, tokenizer, cut), CheckpointError, "not a regular file"),
-        (lambda: from_file(tmp_path / "latin.txt", tokenizer, cut), TokenError, "byte 3"),
         (lambda: from_texts(text, tokenizer, cut), TokenError, f"got {count} tokens, one row"),
         (lambda: from_texts(text, tokenizer, wide), TokenError, "one row"),
         (lambda: from_texts(text, tokenizer, many), TokenError, "9 rows of 8"),
@@ -292,17 +266,15 @@ def test_short_text_error_reports_its_length(
         from_texts(text, tokenizer, ChunkSpec(width=9000, rows=2, seed=0))
 
 
-def test_invalid_parquet_is_refused(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_parquet_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Damaged Parquet, wrong columns and a missing pyarrow raise errors."""
     import pyarrow
     import pyarrow.parquet
 
-    path, cut = tmp_path / "rows.parquet", ChunkSpec(width=4)
+    path = tmp_path / "rows.parquet"
     path.write_bytes(b"PAR1 not parquet")
     with pytest.raises(CheckpointError, match="cannot be read as parquet"):
-        from_wikitext(path, tokenizer, cut)
+        list(read_wikitext(path))
     for table, message in (
         ({"words": ["a"]}, "no column 'text': got words"),
         ({"text": [1, 2]}, "values that are not strings"),
@@ -310,14 +282,14 @@ def test_invalid_parquet_is_refused(
     ):
         pyarrow.parquet.write_table(pyarrow.table(table), path)
         with pytest.raises(CheckpointError, match=message):
-            from_wikitext(path, tokenizer, cut)
+            list(read_wikitext(path))
 
     def missing(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(wikitext, "import_module", missing)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
-        from_wikitext(path, tokenizer, cut)
+        list(read_wikitext(path))
 
 
 def test_calibration_is_one_pytree_leaf() -> None:

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.layers.input_stats import InputStats
-from jaxllm.compress.matrices import pruning, sparsity
-from jaxllm.compress.matrices.column_solver import HessianFactor, factor_hessian, solve_columns
+from jaxllm.compress import sparsity
+from jaxllm.compress.column_solver import HessianFactor, factor_hessian, solve_columns
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.methods.magnitude import prune_magnitude
+from jaxllm.compress.methods.wanda import prune_wanda
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.int_weight import IntFormat, parse
 
@@ -63,7 +65,7 @@ def test_column_errors_sum_to_output_error(case: str, x_RI: np.ndarray, w_OI: np
     to, pattern = CASES[case].get("target"), CASES[case].get("sparsity")
     plain = jnp.asarray(w_OI)
     if pattern is not None:
-        plain = pruning.prune_magnitude(plain, pattern)
+        plain = prune_magnitude(plain, pattern)
         assert (np.asarray(found.value_OI) == 0).sum() >= (np.asarray(plain) == 0).sum()
     if to is not None:
         plain = to.quantize(plain).to_dense()
@@ -150,8 +152,8 @@ def test_pruning_errors_are_ordered(x_RI: np.ndarray, w_OI: np.ndarray) -> None:
         for q in (
             best,
             found.value_OI,
-            pruning.prune_wanda(jnp.asarray(w_OI), moments, half),
-            pruning.prune_magnitude(jnp.asarray(w_OI), half),
+            prune_wanda(jnp.asarray(w_OI), moments, half),
+            prune_magnitude(jnp.asarray(w_OI), half),
         )
     ]
     assert errors == sorted(errors)

@@ -10,9 +10,8 @@ import pytest
 import jaxllm
 from jaxllm.checkpoints import resolve
 from jaxllm.cli.calibration import CalibrationSource, calibrate, read_source, sample_eval_rows
-from jaxllm.compress import registry
-from jaxllm.compress.data import calibration
-from jaxllm.compress.data.calibration import Calibration, from_tokens
+from jaxllm.compress import calibration, registry
+from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import ModelState, Step
 from jaxllm.compress.report import StepEvaluator

@@ -10,12 +10,13 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.data.calibration import Calibration
-from jaxllm.compress.matrices import column_solver
+from jaxllm.compress import column_solver
+from jaxllm.compress.calibration import Calibration
+from jaxllm.compress.methods.layer_pruning import cut_layers
+from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.compress.pipeline import compress
 from jaxllm.compress.recipe import check_recipe, parse_lines
 from jaxllm.compress.registry import STEPS
-from jaxllm.compress.structure import structure
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
@@ -91,8 +92,8 @@ def test_gptq_quantizes_attention_of_mixture(lm: LM) -> None:
 def test_heads_can_be_dropped_but_not_experts(lm: LM) -> None:
     """A mixture's heads can be dropped, the channels of its experts cannot."""
     with pytest.raises(ConfigError, match="channels of mixtral cannot be dropped: its MLPs"):
-        structure.narrow_config(lm.config, "channels", 8)
-    config, params = structure.cut_groups(lm.config, lm.params, "heads", [[1]])
+        narrow_config(lm.config, "channels", 8)
+    config, params = cut_groups(lm.config, lm.params, "heads", [[1]])
     assert (config.num_key_value_heads, config.num_attention_heads) == (1, 4)
     assert params["layers.0"]["self_attn"]["q_proj"]["weight"].shape[0] == 4 * config.head_dim
 
@@ -108,7 +109,7 @@ def test_qat_refuses_experts(lm: LM) -> None:
 def test_cut_layers_updates_mixed_layer_types() -> None:
     """Dropping a dense layer of a mixed model updates the list of layer types."""
     both = tiny("qwen3_moe")
-    config, params = structure.cut_layers(both.config, both.params, [1])
+    config, params = cut_layers(both.config, both.params, [1])
     assert isinstance(config, Qwen3MoeConfig)
     assert config.mlp_layer_types == ("sparse",)
     assert set(params["layers.0"]["mlp"]) == {"gate", "experts"}

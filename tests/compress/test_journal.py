@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data.calibration import Calibration, from_tokens
+from jaxllm.checkpoints.resume import TensorStore
+from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
 from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS
@@ -40,12 +40,12 @@ def messages() -> list[str]:
 
 
 @pytest.fixture
-def journal(tmp_path: Path, messages: list[str]) -> Journal:
+def journal(tmp_path: Path, said: list[str]) -> TensorStore:
     (tmp_path / "parts").mkdir()
-    return Journal(tmp_path / "parts", "ours", log=messages.append)
+    return TensorStore(tmp_path / "parts", "ours", log=said.append)
 
 
-def test_journal_restores_every_format_bit_for_bit(journal: Journal, params: Params) -> None:
+def test_journal_restores_every_format_bit_for_bit(journal: TensorStore, params: Params) -> None:
     assert journal.get("0") is None
     journal.put("0", params, {"seconds": 2.5, "config": {"layers": [1, None]}})
     found = journal.get_with_facts("0")
@@ -55,7 +55,7 @@ def test_journal_restores_every_format_bit_for_bit(journal: Journal, params: Par
     assert found[1] == {"seconds": 2.5, "config": {"layers": [1, None]}}
 
 
-def test_journal_steps_are_isolated(journal: Journal, params: Params) -> None:
+def test_journal_steps_are_isolated(journal: TensorStore, params: Params) -> None:
     """A step sees only its own parts, and only if everything it depends on is equal."""
     first, second = journal.child("1", "a"), journal.child("2", "a", "b")
     first.put("0", params)
@@ -80,7 +80,7 @@ def test_journal_steps_are_isolated(journal: Journal, params: Params) -> None:
     ],
 )
 def test_damaged_part_is_recomputed(
-    journal: Journal,
+    journal: TensorStore,
     params: Params,
     messages: list[str],
     damage: Callable[[bytes], bytes],
@@ -99,7 +99,7 @@ def test_damaged_part_is_recomputed(
 
 
 def test_part_of_another_run_is_recomputed(
-    journal: Journal, params: Params, messages: list[str]
+    journal: TensorStore, params: Params, said: list[str]
 ) -> None:
     journal.put("0", params)
     assert dataclasses.replace(journal, digest="theirs").get("0") is None
@@ -107,7 +107,7 @@ def test_part_of_another_run_is_recomputed(
 
 
 def test_journal_without_directory_stores_nothing(params: Params) -> None:
-    nowhere = Journal()
+    nowhere = TensorStore()
     with nowhere.lock():
         nowhere.put("0", params)
         assert nowhere.get("0") is None
@@ -116,7 +116,7 @@ def test_journal_without_directory_stores_nothing(params: Params) -> None:
 
 def test_journal_locks_and_removes_its_directory(tmp_path: Path, params: Params) -> None:
     """The journal locks its directory against other processes and removes it once it is empty."""
-    journal = Journal(tmp_path / "out.parts", "ours")
+    journal = TensorStore(tmp_path / "out.parts", "ours")
     with journal.lock():
         journal.put("0", params)
         with pytest.raises(CheckpointError, match="in use by another process"), journal.lock():
@@ -127,7 +127,7 @@ def test_journal_locks_and_removes_its_directory(tmp_path: Path, params: Params)
     assert not journal.directory.exists() if journal.directory else False
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(CheckpointError, match="cannot write"), Journal(file).lock():
+    with pytest.raises(CheckpointError, match="cannot write"), TensorStore(file).lock():
         pass
     with lock_file(file):
         pass
@@ -165,7 +165,7 @@ def compress_and_save(
 ) -> list[str]:
     """Compress and save a model; return the layers that had to be computed."""
     done: list[str] = []
-    journal = Journal() if parts is None else make_journal(lm, calibration, parts, done.append)
+    journal = TensorStore() if parts is None else make_journal(lm, calibration, parts, done.append)
     subject = initial_state(lm)
     with journal.lock():
         for stage in run_steps(lm, recipe(), calibration, journal, log=done.append):
@@ -198,12 +198,10 @@ def test_killed_run_resumes_to_identical_files(
     moment: int,
     written: bool,
 ) -> None:
-    """A run killed before or after any part is written resumes, recomputes no finished part, and
-    writes the same bytes.
-    """
-    put, count = Journal.put, [0]
+    """Killed before or after a part is written, then run again: nothing of it is made twice."""
+    put, count = TensorStore.put, [0]
 
-    def killing(self: Journal, *arguments: Any) -> None:
+    def killing(self: TensorStore, *arguments: Any) -> None:
         count[0] += 1
         if count[0] == moment + 1 and not written:
             raise Killed
@@ -212,7 +210,7 @@ def test_killed_run_resumes_to_identical_files(
             raise Killed
 
     parts, out = tmp_path / "out.parts", tmp_path / "out"
-    monkeypatch.setattr(Journal, "put", killing)
+    monkeypatch.setattr(TensorStore, "put", killing)
     killed = False
     try:
         compress_and_save(lm, out, parts)
@@ -243,7 +241,7 @@ def test_changed_calibration_restarts_run(
     with pytest.raises(CheckpointError, match="No space"):
         compress_and_save(lm, tmp_path / "out", parts)
     monkeypatch.undo()
-    assert [path.name for path in Journal(parts).part_paths()] == ["4.whole.part"]
+    assert [path.name for path in TensorStore(parts).part_paths()] == ["4.whole.part"]
     other = from_tokens(np.arange(8).reshape(2, 4) + 1)
     made = compress_and_save(lm, tmp_path / "other", parts, other)
     assert "4.whole.part was written for another model" in made[0]
@@ -252,7 +250,7 @@ def test_changed_calibration_restarts_run(
 
 def test_finished_steps_depend_on_earlier_steps(lm: LM, tmp_path: Path) -> None:
     """A finished step is reused only after the same earlier steps."""
-    journal = Journal(tmp_path, "ours")
+    journal = TensorStore(tmp_path, "ours")
     for first in ("drop: last", "drop: quickly"):
         done: list[str] = []
         for _ in run_steps(
@@ -294,7 +292,7 @@ def test_rule_matching_dropped_layer_is_refused(lm: LM) -> None:
     table = (*TABLE, *STEPS)
     lines = parse_lines(["drop: quickly", r"quantize: rtn int8 on=layers\.3"], table)
     with pytest.raises(ConfigError, match=r"on=layers\\.3 matches no matrix of this model"):
-        list(run_steps(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, TensorStore()))
 
 
 def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
@@ -309,4 +307,4 @@ def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
         ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)
     )
     with pytest.raises(ValueError, match=r"drop: badly: .* wrong shape at layers\.3"):
-        list(run_steps(lm, lines, None, Journal()))
+        list(run_steps(lm, lines, None, TensorStore()))

@@ -10,11 +10,11 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.checkpoints.resume import Journal
-from jaxllm.compress.data import calibration
-from jaxllm.compress.layers import channel_scaling
-from jaxllm.compress.layers.layerwise import LayerInputs, get_module, map_layers, replace_leaves
-from jaxllm.compress.methods import rtn
+from jaxllm.checkpoints.resume import TensorStore
+from jaxllm.compress import calibration, channel_scaling
+from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
+from jaxllm.compress.methods import formats
+from jaxllm.compress.methods.awq import search_scale
 from jaxllm.compress.methods.rtn import RtnOptions
 from jaxllm.compress.recipe import ModelState, StepContext, parse_line
 from jaxllm.compress.registry import STEPS
@@ -52,7 +52,7 @@ def run_step(
     log = (lambda _: None) if messages is None else messages.append
     subject = ModelState(lm.config, lm.params, lm.model.precision)
     return read.step.run(
-        subject, read.argument, read.options, StepContext(rows, Journal(), False, log)
+        subject, read.argument, read.options, StepContext(rows, TensorStore(), False, log)
     )
 
 
@@ -184,8 +184,8 @@ def test_awq_beats_rounding_and_protects_large_channels(
         )
         moments = stage.input_stats(params, site)
         widened.clear()
-        found = channel_scaling.search_scale(stage, params, site, moments, to)
-        assert widened.count(8) == 1  # once per search
+        found = search_scale(stage, params, site, moments, to)
+        assert widened.count(8) == 1  # once for all that is tried
         assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
         scale_I = found.scale_I[None]
@@ -230,7 +230,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
     pruned = run_step(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = run_step(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    work = StepContext(rows, Journal(), False, print)
+    work = StepContext(rows, TensorStore(), False, print)
     after = read.step.run(pruned, read.argument, read.options, work)
     family = models.get_family(lm.config.model_type)
     for made in (pruned, joint, after):
@@ -239,7 +239,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
             to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
         )
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
-    stored = rtn.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
+    stored = formats.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
         np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
         assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
@@ -257,7 +257,7 @@ def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any)
     base = mean_kl(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
         read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
-        work = StepContext(rows, Journal(), False, print)
+        work = StepContext(rows, TensorStore(), False, print)
         made = read.step.run(plain, "", read.options, work)
         assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}

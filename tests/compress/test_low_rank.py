@@ -5,7 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm.compress.matrices import low_rank
+from jaxllm.compress.methods import ranks
+from jaxllm.compress.methods.low_rank import (
+    SVDResult,
+    as_factored,
+    decompose_asvd,
+    decompose_svd,
+    decompose_svd_llm,
+    split_factors,
+)
 from jaxllm.errors import ConfigError
 from jaxllm.weights.types.low_rank import LowRankWeight
 
@@ -25,8 +33,13 @@ def inputs() -> np.ndarray:
     return mixed * np.geomspace(0.05, 20, COLUMNS)
 
 
-def truncated(spectrum: low_rank.SVDResult, rank: int) -> np.ndarray:
-    left, right = low_rank.split_factors(spectrum, rank)
+def truncation_error(spectrum: SVDResult, rank: int) -> float:
+    """Return the error of the best approximation of a rank (Eckart and Young)."""
+    return float(np.linalg.norm(spectrum.sigma_R[rank:]))
+
+
+def truncated(spectrum: SVDResult, rank: int) -> np.ndarray:
+    left, right = split_factors(spectrum, rank)
     return left @ right
 
 
@@ -39,16 +52,16 @@ def test_truncation_error_equals_dropped_singular_values(
     """
     size_I = np.abs(inputs).mean(axis=0)
     measures = [
-        (low_rank.svd(weight), np.eye(COLUMNS)),
-        (low_rank.asvd(weight, size_I, alpha=0.5), np.diag(np.sqrt(size_I))),
-        (low_rank.svd_llm(weight, inputs.T @ inputs), inputs.T),
+        (decompose_svd(weight), np.eye(COLUMNS)),
+        (decompose_asvd(weight, size_I, alpha=0.5), np.diag(np.sqrt(size_I))),
+        (decompose_svd_llm(weight, inputs.T @ inputs), inputs.T),
     ]
     for spectrum, measure in measures:
         missed = np.linalg.norm((weight - truncated(spectrum, rank)) @ measure)
         scale = np.linalg.norm(weight @ measure)
         wanted = np.linalg.svd(weight @ measure, compute_uv=False)[rank:]
         assert abs(missed - np.linalg.norm(wanted)) <= 1e-10 * scale
-        found = low_rank.truncation_error(spectrum, rank)
+        found = truncation_error(spectrum, rank)
         assert abs(found - missed) <= (1e-10 if rank < COLUMNS else 1e-7) * scale
         assert np.linalg.matrix_rank(truncated(spectrum, rank)) == rank
 
@@ -63,16 +76,16 @@ def test_low_rank_equals_papers_formula(
     x_TI = x_TI @ np.triu(np.ones((x_TI.shape[1],) * 2))
     size_I = np.abs(x_TI).mean(axis=0)
     chosen = [
-        (low_rank.svd(w_OI), np.eye(w_OI.shape[1])),
-        (low_rank.asvd(w_OI, size_I, alpha=0.3), np.diag(size_I**0.3)),
-        (low_rank.svd_llm(w_OI, x_TI.T @ x_TI), np.linalg.cholesky(x_TI.T @ x_TI)),
+        (decompose_svd(w_OI), np.eye(w_OI.shape[1])),
+        (decompose_asvd(w_OI, size_I, alpha=0.3), np.diag(size_I**0.3)),
+        (decompose_svd_llm(w_OI, x_TI.T @ x_TI), np.linalg.cholesky(x_TI.T @ x_TI)),
     ]
     for spectrum, s_II in chosen:
         u, sigma, v = np.linalg.svd(w_OI @ s_II, full_matrices=False)
         np.testing.assert_allclose(spectrum.sigma_R, sigma, rtol=1e-6)
         wanted = (u[:, :5] * sigma[:5]) @ v[:5] @ np.linalg.inv(s_II)
         np.testing.assert_allclose(truncated(spectrum, 5), wanted, atol=1e-8)
-        left, right = low_rank.split_factors(spectrum, 5)
+        left, right = split_factors(spectrum, 5)
         lengths = np.linalg.norm(left, axis=0)
         np.testing.assert_allclose(lengths, np.linalg.norm(right, axis=1))
 
@@ -82,13 +95,13 @@ def test_svd_llm_minimizes_output_error(weight: np.ndarray, inputs: np.ndarray) 
     than SVD-LLM.
     """
     size_I = np.abs(inputs).mean(axis=0)
-    whitened = low_rank.svd_llm(weight, inputs.T @ inputs)
+    whitened = decompose_svd_llm(weight, inputs.T @ inputs)
     rng = np.random.default_rng(2)
     for rank in range(1, COLUMNS):
         best = np.linalg.norm((weight - truncated(whitened, rank)) @ inputs.T)
-        for other in (low_rank.svd(weight), low_rank.asvd(weight, size_I, alpha=0.5)):
+        for other in (decompose_svd(weight), decompose_asvd(weight, size_I, alpha=0.5)):
             assert best < np.linalg.norm((weight - truncated(other, rank)) @ inputs.T)
-        left, right = low_rank.split_factors(whitened, rank)
+        left, right = split_factors(whitened, rank)
         for size in (1e-3, 1e-1):
             moved = left + size * rng.normal(0, 1, left.shape)
             assert best <= np.linalg.norm((weight - moved @ right) @ inputs.T)
@@ -97,15 +110,15 @@ def test_svd_llm_minimizes_output_error(weight: np.ndarray, inputs: np.ndarray) 
 
 
 def test_methods_agree_on_uncorrelated_equal_inputs(weight: np.ndarray) -> None:
-    plain = truncated(low_rank.svd(weight), 6)
+    plain = truncated(decompose_svd(weight), 6)
     ones = np.full(COLUMNS, 3.0)
-    np.testing.assert_allclose(truncated(low_rank.asvd(weight, ones, alpha=0.5), 6), plain)
+    np.testing.assert_allclose(truncated(decompose_asvd(weight, ones, alpha=0.5), 6), plain)
     np.testing.assert_allclose(
-        truncated(low_rank.svd_llm(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
+        truncated(decompose_svd_llm(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
     )
     size_I = np.geomspace(1, 9, COLUMNS)
     np.testing.assert_allclose(
-        truncated(low_rank.asvd(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
+        truncated(decompose_asvd(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
     )
 
 
@@ -115,21 +128,21 @@ def test_svd_llm_handles_rank_deficient_inputs(
 ) -> None:
     """Five tokens span five directions, where Cholesky fails: rank 5 suffices for all outputs."""
     few = inputs[:5] / np.abs(inputs[:5]).max()
-    spectrum = low_rank.svd_llm(weight, (few.T @ few).astype(dtype))
+    spectrum = decompose_svd_llm(weight, (few.T @ few).astype(dtype))
     missed = np.linalg.norm((weight - truncated(spectrum, 5)) @ few.T)
-    plain = np.linalg.norm((weight - truncated(low_rank.svd(weight), 5)) @ few.T)
+    plain = np.linalg.norm((weight - truncated(decompose_svd(weight), 5)) @ few.T)
     assert missed < 1e-3 * plain
     np.testing.assert_allclose(truncated(spectrum, COLUMNS), weight, atol=1e-12)
     missed = np.linalg.norm((weight - truncated(spectrum, 3)) @ few.T)
-    np.testing.assert_allclose(missed, low_rank.truncation_error(spectrum, 3), rtol=1e-5)
+    np.testing.assert_allclose(missed, truncation_error(spectrum, 3), rtol=1e-5)
 
 
 def test_zero_input_channel_gives_finite_factors(weight: np.ndarray, inputs: np.ndarray) -> None:
     dead = inputs.copy()
     dead[:, 4] = 0
     for spectrum in (
-        low_rank.svd_llm(weight, dead.T @ dead),
-        low_rank.asvd(weight, np.abs(dead).mean(axis=0), alpha=0.5),
+        decompose_svd_llm(weight, dead.T @ dead),
+        decompose_asvd(weight, np.abs(dead).mean(axis=0), alpha=0.5),
     ):
         assert np.isfinite(truncated(spectrum, 9)).all()
         np.testing.assert_allclose(truncated(spectrum, COLUMNS), weight, atol=1e-12)
@@ -140,15 +153,15 @@ def test_invalid_statistics_are_refused(weight: np.ndarray, inputs: np.ndarray) 
     bad = weight.copy()
     bad[2, 3] = np.nan
     with pytest.raises(ConfigError, match="the weight holds NaN"):
-        low_rank.svd(bad)
+        decompose_svd(bad)
     with pytest.raises(ConfigError, match=r"X\^T X holds NaN"):
-        low_rank.svd_llm(weight, np.full((COLUMNS, COLUMNS), np.inf))
+        decompose_svd_llm(weight, np.full((COLUMNS, COLUMNS), np.inf))
     with pytest.raises(ConfigError, match=r"statistics have shape \(24,\)"):
-        low_rank.svd_llm(weight, weight @ weight.T)
+        decompose_svd_llm(weight, weight @ weight.T)
     with pytest.raises(ConfigError, match="all inputs are zero"):
-        low_rank.svd_llm(weight, np.zeros((COLUMNS, COLUMNS)))
+        decompose_svd_llm(weight, np.zeros((COLUMNS, COLUMNS)))
     with pytest.raises(ConfigError, match="all inputs are zero"):
-        low_rank.asvd(weight, np.zeros(COLUMNS), alpha=0.5)
+        decompose_asvd(weight, np.zeros(COLUMNS), alpha=0.5)
 
 
 def test_ranks_from_energy_and_share() -> None:
@@ -157,24 +170,20 @@ def test_ranks_from_energy_and_share() -> None:
     """
     sigma_R = np.array([4.0, 2.0, 2.0, 1.0])  # squares 16, 4, 4, 1 of 25
     wanted = {0.1: 1, 0.64: 1, 0.65: 2, 0.8: 2, 0.81: 3, 0.96: 3, 0.97: 4, 1.0: 4}
-    assert {e: low_rank.rank_of_energy(sigma_R, e) for e in wanted} == wanted
-    assert low_rank.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
-    assert low_rank.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
-    assert low_rank.saves_numbers((30, 20), 11) and not low_rank.saves_numbers(
-        (30, 20), 12
-    )  # 600 / 50
+    assert {e: ranks.rank_of_energy(sigma_R, e) for e in wanted} == wanted
+    assert ranks.rank_of_energy(np.random.default_rng(3).random(300), 1.0) <= 300
+    assert ranks.rank_of_share((4096, 11008), 0.8) == int(4096 * 11008 * 0.8 / 15104) == 2388
+    assert ranks.saves_numbers((30, 20), 11) and not ranks.saves_numbers((30, 20), 12)  # 600 / 50
     for wrong in (0.0, 1.0, -1, 1e-9):
         with pytest.raises(ConfigError, match=r"share|numbers"):
-            low_rank.rank_of_share((64, 256), wrong)
+            ranks.rank_of_share((64, 256), wrong)
     with pytest.raises(ConfigError, match="energy"):
-        low_rank.rank_of_energy(sigma_R, 1.1)
+        ranks.rank_of_energy(sigma_R, 1.1)
 
 
 def test_factors_have_requested_rank_and_format(weight: np.ndarray) -> None:
-    made = low_rank.as_factored(low_rank.svd(weight), 5, "int8")
+    made = as_factored(decompose_svd(weight), 5, "int8")
     assert isinstance(made, LowRankWeight) and made.format == "rank5/int8"
-    with pytest.raises(ConfigError, match="got 18, expected 1 to 17"):
-        low_rank.as_factored(low_rank.svd(weight), 18, "int8")
 
 
 def test_rank_allocation_minimizes_relative_errors() -> None:
@@ -186,27 +195,27 @@ def test_rank_allocation_minimizes_relative_errors() -> None:
     for name, (size, fall) in {"a": (1000.0, 0.5), "b": (1.0, 2.0), "c": (0.1, 1.0)}.items():
         u, _ = np.linalg.qr(rng.normal(0, 1, (40, 8)))
         v, _ = np.linalg.qr(rng.normal(0, 1, (8, 8)))
-        spectra[name] = low_rank.svd(size * u * np.arange(1, 9.0) ** -fall @ v)
+        spectra[name] = decompose_svd(size * u * np.arange(1, 9.0) ** -fall @ v)
 
     sigmas = {name: spectrum.sigma_R for name, spectrum in spectra.items()}
     shapes = {name: spectrum.shape for name, spectrum in spectra.items()}
 
     def relative(name: str, rank: int) -> float:
         spectrum = spectra[name]
-        return (low_rank.truncation_error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
+        return (truncation_error(spectrum, rank) / np.linalg.norm(spectrum.sigma_R)) ** 2
 
     for total in (3, 5, 7, 8):  # ranks, of 48 numbers each, at most 6 for a matrix
-        found = low_rank.allocate_ranks(sigmas, shapes, 48 * total + 7)
-        ranks = [rank for rank in found.values() if rank is not None]
-        assert len(ranks) == 3 and sum(ranks) <= total
+        found = ranks.allocate_ranks(sigmas, shapes, 48 * total + 7)
+        chosen = [rank for rank in found.values() if rank is not None]
+        assert len(chosen) == 3 and sum(chosen) <= total
         best = min(
             sum(map(relative, spectra, each))
             for each in itertools.product(range(1, 7), repeat=3)
             if sum(each) <= total
         )
-        np.testing.assert_allclose(sum(map(relative, found, ranks)), best, rtol=1e-12)
-    assert low_rank.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
-    some = low_rank.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
+        np.testing.assert_allclose(sum(map(relative, found, chosen)), best, rtol=1e-12)
+    assert ranks.allocate_ranks(sigmas, shapes, 3 * 320) == {"a": None, "b": None, "c": None}
+    some = ranks.allocate_ranks(sigmas, shapes, 48 * 6 + 320)
     assert list(some.values()).count(None) == 1
     with pytest.raises(ConfigError, match="1 short of rank 1"):
-        low_rank.allocate_ranks(sigmas, shapes, 143)
+        ranks.allocate_ranks(sigmas, shapes, 143)

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.layers.input_stats import InputStats, check_finite
-from jaxllm.compress.matrices import pruning
-from jaxllm.compress.matrices.sparsity import Sparsity, gradual_sparsity, lowest_mask, parse
+from jaxllm.compress.input_stats import InputStats, check_finite
+from jaxllm.compress.methods.magnitude import magnitude_threshold, prune_below, prune_magnitude
+from jaxllm.compress.methods.wanda import prune_wanda
+from jaxllm.compress.sparsity import Sparsity, lowest_mask, parse
 from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.train.constraints import gradual_sparsity
 
 
 @pytest.mark.parametrize(
@@ -57,18 +59,15 @@ def test_wanda_equals_hand_computed_scores() -> None:
     rng = np.random.default_rng(1)
     w_OI, x_RI = rng.standard_normal((4, 6)), rng.standard_normal((50, 6)) * [1, 9, 1, 1, 0.1, 1]
     moments = InputStats.empty(6).add(jnp.asarray(x_RI, jnp.float32))
-    found = np.asarray(pruning.prune_wanda(jnp.asarray(w_OI, jnp.float32), moments, parse("50%")))
+    found = np.asarray(prune_wanda(jnp.asarray(w_OI, jnp.float32), moments, parse("50%")))
     for row, kept in zip(w_OI, found, strict=True):
         score = [abs(w) * np.sqrt(sum(x_RI[:, i] ** 2)) for i, w in enumerate(row)]
         pruned = sorted(range(6), key=lambda i: score[i])[:3]
         assert [i for i in range(6) if kept[i] == 0] == sorted(pruned)
     even = InputStats.empty(6).add(jnp.eye(6))
     for text in ("50%", "1:2"):
-        rows = [
-            pruning.prune_magnitude(jnp.asarray(row[None], jnp.float32), parse(text))
-            for row in w_OI
-        ]
-        same = pruning.prune_wanda(jnp.asarray(w_OI, jnp.float32), even, parse(text))
+        rows = [prune_magnitude(jnp.asarray(row[None], jnp.float32), parse(text)) for row in w_OI]
+        same = prune_wanda(jnp.asarray(w_OI, jnp.float32), even, parse(text))
         np.testing.assert_array_equal(same, np.concatenate(rows))
 
 
@@ -78,10 +77,10 @@ def test_global_magnitude_threshold_is_exact() -> None:
     some.append(some[1].astype(jnp.bfloat16))
     every = np.sort(np.concatenate([np.abs(np.asarray(w, np.float32)).ravel() for w in some]))
     for fraction in (0.1, 0.5, 0.93):
-        bound = pruning.magnitude_threshold(some, fraction)
+        bound = magnitude_threshold(some, fraction)
         assert bound == every[int(len(every) * fraction)]
-        pruned = sum(int((np.asarray(pruning.prune_below(w, bound)) == 0).sum()) for w in some)
-        assert pruned == (every < bound).sum()
+        gone = sum(int((np.asarray(prune_below(w, bound)) == 0).sum()) for w in some)
+        assert gone == (every < bound).sum()
 
 
 def test_gradual_sparsity_follows_cubic_schedule() -> None:

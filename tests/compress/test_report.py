@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from matplotlib.figure import Figure
 
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.pipeline import StepResult, initial_state
 from jaxllm.compress.plots import pareto, plot
 from jaxllm.compress.recipe import ModelState, parse_line
@@ -90,10 +90,7 @@ def test_measured_speed_is_positive(lm: LM) -> None:
 def test_measured_rows_are_reused(
     lm: LM, text: Loader, one_layer: ModelState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in the journal are not measured again; an evaluator without text does not reuse rows
-    measured with one.
-    """
-    scale, journal = StepEvaluator(lm, text, speed=False), Journal(tmp_path, "ours")
+    scale, journal = StepEvaluator(lm, text, speed=False), TensorStore(tmp_path, "ours")
     first = scale.original_row(journal)
     assert (first.step, first.kl, first.same_top, first.ratio) == (ORIGINAL, 0.0, 1.0, 1.0)
     own = journal.child("1", str(LINE))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress.methods.activations import QRANGE
-from jaxllm.compress.observers.qparams import Range, fake_quantize, find_qparams
+from jaxllm.compress.methods.observers import Range, fake_quantize, find_qparams
+from jaxllm.compress.methods.static_activations import QRANGE
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.linear import linear

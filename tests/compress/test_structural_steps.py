@@ -9,10 +9,10 @@ import pytest
 
 import jaxllm
 from jaxllm import Override
-from jaxllm.compress.data.calibration import from_tokens
-from jaxllm.compress.matrices import low_rank
+from jaxllm.compress.calibration import from_tokens
+from jaxllm.compress.methods import layer_pruning, low_rank, salience
+from jaxllm.compress.methods.ranks import rank_of_share
 from jaxllm.compress.pipeline import compress
-from jaxllm.compress.structure import block_influence, importance
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.weights.formats import to_dense, weight_format
@@ -77,7 +77,7 @@ def test_svd_llm_beats_svd_at_equal_size(lm: LM, tmp_path: Path) -> None:
     same(again.params, made["svdllm 60%"].params)
     # The first linears have equal inputs in every model, so the bound is exact for them.
     q_proj = "layers.0.self_attn.q_proj.weight"
-    trace = importance.trace(lm.model, lm.params, TEXT.token_NT)
+    trace = salience.trace(lm.model, lm.params, TEXT.token_NT)
     x_RI = np.asarray(trace.layers[0].attention_norm, np.float64).reshape(-1, 40)
     weight = np.asarray(leaves(lm)[q_proj], np.float64)
     missed = {
@@ -87,8 +87,9 @@ def test_svd_llm_beats_svd_at_equal_size(lm: LM, tmp_path: Path) -> None:
         for line, x in made.items()
     }
     assert missed["svdllm 60%"] < min(missed["svd 60%"], missed["asvd 60%"])
-    rank = low_rank.rank_of_share((48, 40), 0.6)
-    exact = low_rank.truncation_error(low_rank.svd_llm(weight, x_RI.T @ x_RI), rank)
+    rank = rank_of_share((48, 40), 0.6)
+    spectrum = low_rank.decompose_svd_llm(weight, x_RI.T @ x_RI)
+    exact = np.linalg.norm(spectrum.sigma_R[rank:])
     np.testing.assert_allclose(missed["svdllm 60%"], exact, rtol=1e-4)
 
 
@@ -120,14 +121,14 @@ def test_structured_pruning_removes_least_important_parts(lm: LM, tmp_path: Path
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 1, 6)
     assert (config.intermediate_size, config.num_hidden_layers) == (42, 1)
     first = compress(lm, steps[:1], calibration=TEXT)
-    found = importance.measure_salience(lm.model, lm.params, "channels", "inputs", TEXT.token_NT)
+    found = salience.measure_salience(lm.model, lm.params, "channels", "inputs", TEXT.token_NT)
     kept = np.sort(np.argsort(found[0])[14:])
     np.testing.assert_array_equal(
         leaves(first)["layers.0.mlp.up_proj.weight"],
         np.asarray(leaves(lm)["layers.0.mlp.up_proj.weight"])[kept],
     )
     narrow = compress(lm, steps[:2], calibration=TEXT)
-    each = block_influence.block_influence(narrow.model, narrow.params, TEXT.token_NT)
+    each = layer_pruning.block_influence(narrow.model, narrow.params, TEXT.token_NT)
     assert messages[-1] == f"dropping layers {each.argmin()}"
     made.save(tmp_path / "made")
     again = jaxllm.load(tmp_path / "made")

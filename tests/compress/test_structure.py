@@ -15,7 +15,8 @@ import transformers
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.structure import block_influence, importance, structure
+from jaxllm.compress.methods import layer_pruning, salience, structured_pruning
+from jaxllm.compress.methods.parameter_groups import Kind, group_slices
 from jaxllm.convert.hf import write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
@@ -43,8 +44,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twin]:
     return lambda family: load_twin(folder / family)
 
 
-def written(twin: Twin, smaller: structure.SmallerModel, folder: Path) -> Any:
-    """Save the model, convert it to Hugging Face, and open it with transformers."""
+def written(twin: Twin, smaller: structured_pruning.SmallerModel, folder: Path) -> Any:
+    """The model saved, written as Hugging Face's, and opened by transformers."""
     config, params = smaller
     lm = jaxllm.load(twin.directory)
     made = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
@@ -62,7 +63,7 @@ def theirs(model: Any, token_BT: np.ndarray) -> np.ndarray:
     return found
 
 
-def ours(smaller: structure.SmallerModel, token_BT: np.ndarray) -> jax.Array:
+def ours(smaller: structured_pruning.SmallerModel, token_BT: np.ndarray) -> jax.Array:
     config, params = smaller
     return jaxllm.forward(models.build(config), params, None, token_BT).logits
 
@@ -71,14 +72,14 @@ def ours(smaller: structure.SmallerModel, token_BT: np.ndarray) -> jax.Array:
     ("family", "kind"), [("llama", "heads"), ("llama", "channels"), ("gpt2", "channels")]
 )
 def test_dropped_groups_equal_masked_model(
-    family: str, kind: structure.Kind, twins: Any, tmp_path: Path
+    family: str, kind: Kind, twins: Any, tmp_path: Path
 ) -> None:
     """Dropping heads or channels gives the logits of masking them, and transformers loads the
     result with equal logits.
     """
     twin, token_BT = twins(family), tokens(2, 24)
     dense = twin.logits(token_BT)
-    smaller = structure.cut_groups(twin.config, twin.params, kind, KEPT[kind])
+    smaller = structured_pruning.cut_groups(twin.config, twin.params, kind, KEPT[kind])
     twin.torch_model.requires_grad_(False)
     for number, kept in enumerate(KEPT[kind]):  # mask the weights that read dropped groups
         if family == "gpt2":
@@ -109,7 +110,7 @@ def test_dropped_layer_equals_transformers_without_it(
     family: str, twins: Any, tmp_path: Path
 ) -> None:
     twin, token_BT = twins(family), tokens(2, 24)
-    smaller = structure.cut_layers(twin.config, twin.params, [1])
+    smaller = layer_pruning.cut_layers(twin.config, twin.params, [1])
     opened = written(twin, smaller, tmp_path)
     inside = twin.torch_model.model if family == "llama" else twin.torch_model.transformer
     name = "layers" if family == "llama" else "h"
@@ -124,8 +125,8 @@ def _uncached(twin: Twin, token_BT: np.ndarray) -> np.ndarray:
     return twin.logits(token_BT, use_cache=False)
 
 
-@pytest.mark.parametrize("by", importance.SALIENCES)
-def test_zero_channel_is_dropped_first_without_loss(by: importance.Salience) -> None:
+@pytest.mark.parametrize("by", salience.SALIENCES)
+def test_zero_channel_is_dropped_first_without_loss(by: salience.Salience) -> None:
     """The channel of zeros has the least salience by every measure, and dropping it preserves the
     logits.
     """
@@ -140,10 +141,10 @@ def test_zero_channel_is_dropped_first_without_loss(by: importance.Salience) -> 
 
     params = map_leaves(without, params)
     token_BT = tokens(2, 24)
-    found = importance.measure_salience(model, params, "channels", by, token_BT)
-    kept = importance.keep_most_salient(found, 1)
+    found = salience.measure_salience(model, params, "channels", by, token_BT)
+    kept = salience.keep_most_salient(found, 1)
     assert [set(range(56)) - set(layer.tolist()) for layer in kept] == [{13}, {50}]
-    smaller = structure.cut_groups(model.config, params, "channels", kept)
+    smaller = structured_pruning.cut_groups(model.config, params, "channels", kept)
     before = np.asarray(jaxllm.forward(model, params, None, token_BT).logits)
     np.testing.assert_allclose(ours(smaller, token_BT), before, atol=1e-5, rtol=1e-5)
 
@@ -218,10 +219,10 @@ def test_salience_equals_torch(family: str, twins: Any) -> None:
         narrow = rows["self_attn.k_proj"] + rows["self_attn.v_proj"]
         return wide + narrow.reshape(4, 6).sum(axis=1)
 
-    kinds: tuple[structure.Kind, ...] = ("heads", "channels")
+    kinds: tuple[Kind, ...] = ("heads", "channels")
     for kind in kinds:
-        for by in importance.SALIENCES:
-            made = importance.measure_salience(twin.model, twin.params, kind, by, token_NT)
+        for by in salience.SALIENCES:
+            made = salience.measure_salience(twin.model, twin.params, kind, by, token_NT)
             for number in range(2):
                 np.testing.assert_allclose(made[number], shared(by, kind, number), rtol=2e-4)
 
@@ -236,11 +237,11 @@ def test_influence_equals_torch_hidden_states(twins: Any) -> None:
     stream = [x.double() for x in (*states[:-1], ends[0])]
     cosine = torch.nn.functional.cosine_similarity
     wanted = [1 - float(cosine(a, b, dim=-1).mean()) for a, b in itertools.pairwise(stream)]
-    found = block_influence.block_influence(twin.model, twin.params, token_NT)
+    found = layer_pruning.block_influence(twin.model, twin.params, token_NT)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    angles = [torch.arccos(cosine(a, b, dim=-1)[:, -1]) for a, b in itertools.pairwise(stream)]
-    found = block_influence.angular_distance(twin.model, twin.params, token_NT, 1)
-    np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in angles], rtol=1e-4)
+    turned = [torch.arccos(cosine(a, b, dim=-1)[:, -1]) for a, b in itertools.pairwise(stream)]
+    found = layer_pruning.angular_distance(twin.model, twin.params, token_NT, 1)
+    np.testing.assert_allclose(found, [float(t.mean()) / np.pi for t in turned], rtol=1e-4)
 
 
 def test_least_influential_layers_are_dropped() -> None:
@@ -248,23 +249,23 @@ def test_least_influential_layers_are_dropped() -> None:
     ends.
     """
     each = np.array([0.1, 0.5, 0.2, 0.9, 0.3, 0.0])
-    assert block_influence.keep_most_influential(each, 2, 0, 0) == [1, 2, 3, 4]
-    assert block_influence.keep_most_influential(each, 2, 1, 1) == [0, 1, 3, 5]
+    assert layer_pruning.keep_most_influential(each, 2, 0, 0) == [1, 2, 3, 4]
+    assert layer_pruning.keep_most_influential(each, 2, 1, 1) == [0, 1, 3, 5]
     runs = np.array([0.4, 0.3, 0.2, 0.1])  # of three layers of six
-    assert block_influence.keep_outside_run(runs, 3, 0, 0) == [0, 1, 2]
-    assert block_influence.keep_outside_run(runs, 3, 0, 1) == [0, 1, 5]
-    assert [block_influence.default_ends(n) for n in (32, 22, 6)] == [(4, 2), (3, 1), (1, 0)]
+    assert layer_pruning.keep_outside_run(runs, 3, 0, 0) == [0, 1, 2]
+    assert layer_pruning.keep_outside_run(runs, 3, 0, 1) == [0, 1, 5]
+    assert [layer_pruning.default_ends(n) for n in (32, 22, 6)] == [(4, 2), (3, 1), (1, 0)]
     for count, first, last in ((0, 0, 0), (6, 0, 0), (3, 2, 2), (1, -1, 0)):
         with pytest.raises(ConfigError, match="cannot drop"):
-            block_influence.keep_most_influential(each, count, first, last)
-    found = importance.keep_most_salient(np.array([[3.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 1.0]]), 2)
+            layer_pruning.keep_most_influential(each, count, first, last)
+    found = salience.keep_most_salient(np.array([[3.0, 1.0, 2.0, 1.0], [0.0, 0.0, 0.0, 1.0]]), 2)
     assert [layer.tolist() for layer in found] == [[0, 2], [2, 3]]
 
 
 def test_fused_attention_groups_span_three_slices() -> None:
     """A head of GPT-2's fused matrix consists of its slices in queries, keys and values."""
     model, params = random_model("gpt2")  # 8 heads of 5
-    shares = structure.group_slices(model.config, "heads", params["h.0"], "h.0")
+    shares = group_slices(model.config, "heads", params["h.0"], "h.0")
     found = {f"{share.module}.{share.name}": share for share in shares}
     assert set(found) == {"attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight"}
     own = [5 * 3 + i for i in range(5)]
@@ -278,50 +279,48 @@ def test_fused_attention_groups_span_three_slices() -> None:
 def test_invalid_cuts_are_refused() -> None:
     model, params = random_model("gpt2")
     with pytest.raises(ConfigError, match=r"heads of gpt2 cannot be dropped: .*hidden_size \(40\)"):
-        structure.cut_groups(model.config, params, "heads", [[0], [0]])
-    for kept, message in (
+        structured_pruning.cut_groups(model.config, params, "heads", [[0], [0]])
+    for kept, says in (
         ([[0], [0, 1]], "the same number of channels"), ([[0]], "all 2 layers"),
         ([[52], [0]], "indices from 0 to 51"), ([[-1], [0]], "indices from 0 to 51"),
         ([[], []], "must be 1 to 52"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=message):
-            structure.cut_groups(model.config, params, "channels", kept)
+        with pytest.raises(ConfigError, match=says):
+            structured_pruning.cut_groups(model.config, params, "channels", kept)
     quantized = jaxllm.quantize(params, [(r"h\.1\.mlp\.c_fc.*", "int8")])
     with pytest.raises(ConfigError, match=r"h\.1\.mlp\.c_fc\.weight is int8: drop channels before"):
-        structure.cut_groups(model.config, quantized, "channels", [[0], [0]])
+        structured_pruning.cut_groups(model.config, quantized, "channels", [[0], [0]])
     for layers in ([], [2], [-1]):
         with pytest.raises(ConfigError, match="from 0 to 1"):
-            structure.cut_layers(model.config, params, layers)
+            layer_pruning.cut_layers(model.config, params, layers)
     model, params = random_model("gpt2", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(ConfigError, match="layer 1 of this gpt2 cannot become layer 0"):
-        structure.cut_layers(model.config, params, [1])
-    assert structure.cut_layers(model.config, params, [0])[0].num_hidden_layers == 1
+        layer_pruning.cut_layers(model.config, params, [1])
+    assert layer_pruning.cut_layers(model.config, params, [0])[0].num_hidden_layers == 1
 
 
 def test_removal_counts_round_and_list_valid_values() -> None:
-    """Shares become counts; impossible counts or shares raise an error that lists the
-    valid ones.
-    """
-    assert structure.count_removed(4, 0.25, "heads") == 1
-    assert structure.count_removed(8, 6, "heads") == 6
-    assert structure.count_removed(5632, 0.3, "channels") == 1690
-    assert structure.count_removed(6, 0.33, "layers") == 2
+    """Shares become counts; impossible counts raise an error that lists the valid ones."""
+    assert structured_pruning.count_removed(4, 0.25, "heads") == 1
+    assert structured_pruning.count_removed(8, 6, "heads") == 6
+    assert structured_pruning.count_removed(5632, 0.3, "channels") == 1690
+    assert structured_pruning.count_removed(6, 0.33, "layers") == 2
     with pytest.raises(ConfigError, match=r"got 25.0% of them, .* 1 \(16.7%\), 2 \(33.3%\)"):
-        structure.count_removed(6, 0.25, "layers")
+        structured_pruning.count_removed(6, 0.25, "layers")
     with pytest.raises(ConfigError, match=r"got 16, expected .* 8 \(50.0%\), \.\.\. 15"):
-        structure.count_removed(16, 16, "channels")
+        structured_pruning.count_removed(16, 16, "channels")
     for wanted in (0, 6, 7, 0.001, 0.999):
         with pytest.raises(ConfigError, match="expected 1"):
-            structure.count_removed(6, wanted, "layers")
+            structured_pruning.count_removed(6, wanted, "layers")
     with pytest.raises(ConfigError, match="cannot be dropped: the model has 1"):
-        structure.count_removed(1, 0.5, "heads")
+        structured_pruning.count_removed(1, 0.5, "heads")
 
 
 def test_bfloat16_salience_is_computed_in_float32() -> None:
     model, params = random_model("llama", precision=jaxllm.Precision.uniform("bfloat16"))
     narrow = map_leaves(lambda _, x: x.astype(jnp.bfloat16), params)
-    found = importance.measure_salience(model, narrow, "channels", "magnitude", tokens(2, 24))
+    found = salience.measure_salience(model, narrow, "channels", "magnitude", tokens(2, 24))
     wide = map_leaves(lambda _, x: x.astype(jnp.float32), narrow)
     np.testing.assert_array_equal(
-        found, importance.measure_salience(model, wide, "channels", "magnitude", tokens(2, 24))
+        found, salience.measure_salience(model, wide, "channels", "magnitude", tokens(2, 24))
     )

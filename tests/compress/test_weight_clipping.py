@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.compress.layers.input_stats import InputStats
-from jaxllm.compress.matrices.weight_clipping import SHRINK_STEPS, round_to_nearest
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.methods.rtn import SHRINK_STEPS, round_to_nearest
 from jaxllm.compress.pipeline import compress
 from jaxllm.weights.formats import to_dense
 from jaxllm.weights.types.int_weight import parse

@@ -9,7 +9,7 @@ import pytest
 
 import jaxllm
 from jaxllm import models
-from jaxllm.compress.structure.structure import cut_groups, narrow_config
+from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.convert.hf import FAMILY_MODULES, read_config, write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError

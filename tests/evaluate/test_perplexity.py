@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 import torch
 
-from jaxllm.errors import CapacityError, CheckpointError, ConfigError, NonFiniteError, TokenError
+from jaxllm.errors import CapacityError, CheckpointError, NonFiniteError, TokenError
 from jaxllm.evaluate.likelihood.data import loader
 from jaxllm.evaluate.likelihood.perplexity import Perplexity, perplexity, token_logprobs
 from jaxllm.evaluate.likelihood.score import score
@@ -182,10 +182,10 @@ def test_interrupted_evaluation_resumes_from_journal(
     assert len(calls) == 3 + len(made) - 2
 
     other = loader([ids], window=WINDOW, stride=21, batch=3)
-    with pytest.raises(ConfigError, match="an evaluation with different data"):
+    with pytest.raises(CheckpointError, match="belongs to another run: data was"):
         token_logprobs(twin.model, twin.params, other, journal=journal)
     changed = map_leaves(lambda _, leaf: leaf * 1.01, twin.params)
-    with pytest.raises(ConfigError, match="an evaluation with different model"):
+    with pytest.raises(CheckpointError, match="belongs to another run: model was"):
         token_logprobs(twin.model, changed, made, journal=journal)
     for content in ("[1]\n", "{}\n", "text\n", "text", '{"owner": {}}\n'):
         journal.write_text(content)

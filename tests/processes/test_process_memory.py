@@ -68,7 +68,7 @@ def peak_growth(work):  # growth of the peak resident size during `work`
 address, number, small, model, mesh, out = sys.argv[1:]
 join_group(Group(address, 2, int(number)))
 import jax, jaxllm
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.train import jobs
 from jaxllm.train.checkpointing import load_state, save_state
 from jaxllm.train.objective import NextToken
@@ -83,7 +83,7 @@ def measured(path, out):
     trained, rest = partition(lm.params, names=unsharded_paths(lm.model))
     form = StateLayout.from_model(lm.model, rest)
     setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
-    state, journal = init_state(trained, setup), Journal(out)
+    state, journal = init_state(trained, setup), TensorStore(out)
     with journal.lock():
         save_growth = peak_growth(lambda: save_state(journal, state, {}, form))[1]
         found, load_growth = peak_growth(lambda: load_state(journal, state, form))

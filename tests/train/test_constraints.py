@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxllm.compress.matrices.pruning import prune_magnitude
-from jaxllm.compress.matrices.sparsity import Sparsity, lowest_mask
+from jaxllm.compress.methods.magnitude import prune_magnitude
+from jaxllm.compress.sparsity import Sparsity, lowest_mask
 from jaxllm.errors import ConfigError
 from jaxllm.train.constraints import KeepZeros, PruneGradually, keep_zeros, prune_gradually
 from jaxllm.train.data.dataset import Dataset

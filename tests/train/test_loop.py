@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoints.resume import Journal
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows
@@ -224,7 +224,7 @@ def test_failed_state_write_keeps_previous_state(
     calls: list[int] = []
     real = loop.save_state
 
-    def full(journal: Journal, state: Any, *stored: Any) -> None:
+    def full(journal: TensorStore, state: Any, *stored: Any) -> None:
         calls.append(1)
         if len(calls) > 2:
             raise CheckpointError("cannot write state.part: No space left on device")

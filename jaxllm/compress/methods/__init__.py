@@ -1,7 +1,7 @@
-"""The compression methods that the registry names.
+"""Compression methods: the math of a paper, its options, its function, and its row of the registry.
 
-rtn: round to nearest, and changes of format. calibrated: GPTQ, SparseGPT, AWQ, SmoothQuant, Wanda,
-magnitude. activations: static input quantization. experts: calibration per expert. layer_loop: the
-layerwise loop, and the matrices that a rule matches. low_rank: low rank. structured_pruning: fewer
-heads, channels or layers.
+rtn, gptq, awq: quantization. smoothquant, static_activations: quantization of inputs; observers and
+histograms find their ranges. magnitude, wanda, sparsegpt: pruning. low_rank: SVD, ASVD, SVD-LLM;
+ranks chooses ranks. structured_pruning: fewer heads or channels; parameter_groups has their
+parameters, salience their importance. layer_pruning: fewer layers. formats: changes of format.
 """

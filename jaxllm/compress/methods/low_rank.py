@@ -1,25 +1,48 @@
-"""Low-rank factorization of a model's matrices: SVD, ASVD, SVD-LLM."""
+"""Low-rank factorization: SVD, ASVD and SVD-LLM.
+
+Functions of one matrix and of statistics of its inputs X `[tokens, I]`, in float64 on the host. The
+methods minimize different errors: `svd` that of the weights, `asvd` that of the weights times
+the size of their inputs, `svd_llm` that of the outputs. On the models in BENCHMARKS.md, `svd_llm`
+loses the least quality and the other two are about equal; int4 loses less than any of them, in
+fewer bytes.
+
+Each is a projection, `W_k = U_k U_k^T W`, on the principal directions U of `W M W^T`. M is the
+identity, the diagonal of the inputs' squared sizes, or their Gram matrix X^T X (then U are the
+principal directions of the outputs). This equals the papers' `svd(W S) inv(S)` with `S S^T = M`,
+but S is neither computed nor inverted, so M may be singular.
+"""
 
 import dataclasses
-import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.layers.input_stats import InputStats
-from jaxllm.compress.layers.layerwise import LayerInputs, get_module, map_layers, replace_leaves
-from jaxllm.compress.matrices import low_rank
-from jaxllm.compress.matrices.low_rank import SVDResult
-from jaxllm.compress.matrices.sparsity import parse_share
-from jaxllm.compress.methods.layer_loop import match_linears, match_weights, run_layerwise
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.layerwise import (
+    LayerInputs,
+    get_module,
+    map_layers,
+    match_linears,
+    match_weights,
+    replace_leaves,
+    run_layerwise,
+)
+from jaxllm.compress.methods.ranks import (
+    RANK_BUDGET,
+    RankBudget,
+    Ranks,
+    parse_rank_budget,
+    rank_of_share,
+    saves_numbers,
+)
 from jaxllm.compress.recipe import (
-    Argument,
     Fraction,
     ModelState,
     RuleOptions,
     Shapes,
+    Step,
     StepContext,
     match_paths,
     shapes_by_path,
@@ -28,9 +51,26 @@ from jaxllm.errors import ConfigError
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import Weight, parse_format, to_dense, weight_format
 from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.types.low_rank import LowRankFormat, LowRankWeight
 
-Decompose = Callable[[np.ndarray, InputStats], SVDResult]
-Ranks = dict[str, int | None]  # by path; None keeps the matrix dense
+Decompose = Callable[[np.ndarray, InputStats], "SVDResult"]
+
+
+class SVDResult(NamedTuple):
+    """A decomposed matrix: `weight = left_OR @ right_RI`, where R is the shorter side.
+
+    left_OR: orthonormal columns, the most important first. sigma_R: singular values of `W S` (see
+    the module); values below 1e-8 times the largest are noise.
+    """
+
+    left_OR: np.ndarray
+    sigma_R: np.ndarray
+    right_RI: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the matrix, `[O, I]`."""
+        return self.left_OR.shape[0], self.right_RI.shape[1]
 
 
 class FactorOptions(RuleOptions, frozen=True):
@@ -48,75 +88,29 @@ class AsvdOptions(FactorOptions, frozen=True):
     alpha: Fraction = 0.5
 
 
-class RankBudget(NamedTuple):
-    """How to choose a matrix's rank; one field is set.
-
-    rank: the rank itself. kept: share of the matrix's elements that the factors have. energy: share
-    of the squared singular values that they keep.
-    """
-
-    rank: int | None = None
-    share: float | None = None
-    energy: float | None = None
-
-    def rank_for(self, spectrum: SVDResult) -> int:
-        """Return the rank of one matrix."""
-        if self.energy is not None:
-            return low_rank.rank_of_energy(spectrum.sigma_R, self.energy)
-        if self.share is not None:
-            return low_rank.rank_of_share(spectrum.shape, self.share)
-        assert self.rank is not None
-        return self.rank
-
-
-def parse_rank_budget(text: str) -> RankBudget:
-    """Parse `64` (a rank), `80%` (of the elements), `energy:95%` (of the squared singular values).
-
-    Raises ConfigError for anything else.
-    """
-    if re.fullmatch(r"[1-9]\d{0,6}", text):
-        return RankBudget(rank=int(text))
-    try:
-        energy = text.removeprefix("energy:")
-        return (
-            RankBudget(share=parse_share(text))
-            if energy == text
-            else RankBudget(energy=parse_share(energy))
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"size must be a rank such as 64, a share, or energy:95%: {error}"
-        ) from None
-
-
-SIZE = Argument("RANK|KEPT%|energy:KEPT%", parse_rank_budget)
-
-
 def svd(
     state: ModelState, argument: str, options: FactorOptions, context: StepContext
 ) -> ModelState:
     """Replace matrices by the low-rank factors nearest to the weights."""
-    leaves, wanted = (
-        match_weights(state.params, options.on, "factor: svd"),
-        parse_rank_budget(argument),
-    )
+    leaves = match_weights(state.params, options.on, "factor: svd")
+    budget = parse_rank_budget(argument)
     with steps_bar("SVD", len(leaves), context.show_progress) as done:
 
         def decompose(weight: Weight) -> SVDResult:
-            found = low_rank.svd(_array(weight))
+            spectrum = decompose_svd(_array(weight))
             done()
-            return found
+            return spectrum
 
         ranks: Ranks | None = None
         if options.ranks == "spread":
             sigmas = {path: decompose(leaf).sigma_R for path, leaf in leaves.items()}
-            ranks = _allocate_ranks(sigmas, shapes_by_path(state.params), wanted)
+            ranks = budget.allocate(sigmas, shapes_by_path(state.params))
 
         def change(path: str, leaf: Weight) -> Weight:
             if path not in leaves:
                 return leaf
             spectrum = decompose(leaf)
-            rank = wanted.rank_for(spectrum) if ranks is None else ranks[path]
+            rank = ranks[path] if ranks else budget.rank_for(spectrum.sigma_R, spectrum.shape)
             return _factor_weight(path, leaf, spectrum, rank, options, context)
 
         return dataclasses.replace(state, params=map_leaves(change, state.params))
@@ -128,7 +122,7 @@ def asvd(
     """Replace matrices by low-rank factors, weighting each column by its input's size (ASVD)."""
 
     def decompose(w_OI: np.ndarray, stats: InputStats) -> SVDResult:
-        return low_rank.asvd(w_OI, np.asarray(stats.mean_abs_I), alpha=options.alpha)
+        return decompose_asvd(w_OI, np.asarray(stats.mean_abs_I), alpha=options.alpha)
 
     return _factor_by_inputs(state, argument, options, context, "ASVD", decompose)
 
@@ -139,7 +133,7 @@ def svdllm(
     """Replace matrices by the low-rank factors with the nearest outputs (SVD-LLM)."""
 
     def decompose(w_OI: np.ndarray, stats: InputStats) -> SVDResult:
-        return low_rank.svd_llm(w_OI, np.asarray(stats.gram_II))
+        return decompose_svd_llm(w_OI, np.asarray(stats.gram_II))
 
     return _factor_by_inputs(state, argument, options, context, "SVD-LLM", decompose)
 
@@ -148,8 +142,8 @@ def check_factors(shapes: Shapes, argument: str, options: FactorOptions) -> None
     """Raise ConfigError for a rank above a matrix's own, a share too small for rank 1, ranks=spread
     without a share, and an unknown format.
     """
-    wanted = parse_rank_budget(argument)
-    if options.ranks == "spread" and wanted.share is None:
+    budget = parse_rank_budget(argument)
+    if options.ranks == "spread" and budget.share is None:
         raise ConfigError("ranks=spread requires a share KEPT%, such as 80%")
     if options.format:
         parse_format(f"rank1/{options.format}")
@@ -157,12 +151,12 @@ def check_factors(shapes: Shapes, argument: str, options: FactorOptions) -> None
         shape = shapes[path]
         if len(shape) != 2:
             raise ConfigError(f"{path} is a stack of matrices {shape}: exclude it with on=")
-        if wanted.rank is not None and wanted.rank > min(shape):
+        if budget.rank is not None and budget.rank > min(shape):
             raise ConfigError(
-                f"{path} {shape}: rank {wanted.rank} is above the maximum {min(shape)}"
+                f"{path} {shape}: rank {budget.rank} is above the maximum {min(shape)}"
             )
-        if wanted.share is not None:
-            low_rank.rank_of_share((shape[0], shape[1]), wanted.share)
+        if budget.share is not None:
+            rank_of_share((shape[0], shape[1]), budget.share)
 
 
 def _factor_by_inputs(
@@ -173,18 +167,22 @@ def _factor_by_inputs(
     name: str,
     decompose: Decompose,
 ) -> ModelState:
-    wanted, ranks = parse_rank_budget(argument), None
+    budget, ranks = parse_rank_budget(argument), None
     if options.ranks == "spread":
-        ranks = _allocate_by_inputs(state, wanted, options, context, name, decompose)
+        ranks = _allocate_by_inputs(state, budget, options, context, name, decompose)
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
         for site, linears in match_linears(layer, options.on):
-            moments = layer.input_stats(params, site)
+            stats = layer.input_stats(params, site)
             for linear in linears:
                 path, weight = f"{layer.path}.{linear}.weight", get_module(params, linear)["weight"]
-                spectrum = decompose(_array(weight), moments)
-                rank = wanted.rank_for(spectrum) if ranks is None else ranks[path]
+                spectrum = decompose(_array(weight), stats)
+                rank = (
+                    budget.rank_for(spectrum.sigma_R, spectrum.shape)
+                    if ranks is None
+                    else ranks[path]
+                )
                 leaf = _factor_weight(path, weight, spectrum, rank, options, context)
                 params = replace_leaves(params, linear, weight=leaf)
         return params
@@ -194,7 +192,7 @@ def _factor_by_inputs(
 
 def _allocate_by_inputs(
     state: ModelState,
-    rank_budget: RankBudget,
+    budget: RankBudget,
     options: FactorOptions,
     context: StepContext,
     name: str,
@@ -206,31 +204,21 @@ def _allocate_by_inputs(
 
     def record_spectra(layer: LayerInputs) -> Params:
         for site, linears in match_linears(layer, options.on):
-            moments = layer.input_stats(layer.params, site)
+            stats = layer.input_stats(layer.params, site)
             for linear in linears:
                 w_OI = _array(get_module(layer.params, linear)["weight"])
-                sigmas[f"{layer.path}.{linear}.weight"] = decompose(w_OI, moments).sigma_R
+                sigmas[f"{layer.path}.{linear}.weight"] = decompose(w_OI, stats).sigma_R
         return layer.params
 
-    token_NT, show = context.calibration.token_NT, context.show_progress
     map_layers(
         state.model,
         state.params,
-        token_NT,
+        context.calibration.token_NT,
         record_spectra,
         name=f"{name}: ranks",
-        show_progress=show,
+        show_progress=context.show_progress,
     )
-    return _allocate_ranks(sigmas, shapes_by_path(state.params), rank_budget)
-
-
-def _allocate_ranks(
-    sigmas: dict[str, np.ndarray], shapes: Shapes, rank_budget: RankBudget
-) -> Ranks:
-    mine = {path: (shapes[path][0], shapes[path][1]) for path in sigmas}
-    assert rank_budget.share is not None
-    budget = int(rank_budget.share * sum(rows * columns for rows, columns in mine.values()))
-    return low_rank.allocate_ranks(sigmas, mine, budget)
+    return budget.allocate(sigmas, shapes_by_path(state.params))
 
 
 def _factor_weight(
@@ -244,11 +232,112 @@ def _factor_weight(
     """Return the factors; or the weight itself, with a log line, if they would not be smaller."""
     if rank is None:
         return weight
-    if not low_rank.saves_numbers(spectrum.shape, rank):
+    if not saves_numbers(spectrum.shape, rank):
         context.log(f"{path}: rank {rank} of {spectrum.shape} saves nothing, kept dense")
         return weight
-    return low_rank.as_factored(spectrum, rank, options.format or weight_format(weight))
+    return as_factored(spectrum, rank, options.format or weight_format(weight))
 
 
 def _array(weight: Weight) -> np.ndarray:
     return np.asarray(to_dense(weight, jnp.float32))
+
+
+def decompose_svd(weight_OI: np.ndarray) -> SVDResult:
+    """Return the singular value decomposition. Raises ConfigError if a weight is not finite."""
+    return _decompose(weight_OI, np.ones(weight_OI.shape[1]))
+
+
+def decompose_asvd(weight_OI: np.ndarray, mean_abs_I: np.ndarray, *, alpha: float) -> SVDResult:
+    """Decompose as ASVD (arXiv 2312.05821): `W diag(s)`, s = (mean |x|)^alpha, in the paper 0.5.
+
+    mean_abs_I: mean |x_j| of each input. Raises ConfigError if all are zero or one is not finite.
+    """
+    size_I = _check_finite("mean |x|", mean_abs_I)
+    _check_inputs(weight_OI, size_I.shape, size_I.max(initial=0))
+    return _decompose(weight_OI, size_I ** (2 * alpha))
+
+
+def decompose_svd_llm(weight_OI: np.ndarray, gram_II: np.ndarray) -> SVDResult:
+    """Decompose as SVD-LLM (arXiv 2403.07378): `W S`, where S is the Cholesky factor of X^T X.
+
+    Truncation gives the rank-k matrix with the least output error, which is
+    the norm of the singular values left out. Raises ConfigError if all inputs are zero or a number
+    is not finite.
+    """
+    g_II = _check_finite("X^T X", gram_II)
+    for side in (g_II.shape[:1], g_II.shape[1:]):
+        _check_inputs(weight_OI, side, np.trace(g_II))
+    return _decompose(weight_OI, (g_II + g_II.T) / 2)
+
+
+def _decompose(weight_OI: np.ndarray, measure: np.ndarray) -> SVDResult:
+    """Decompose by the eigenvectors of `W M W^T`. measure: M `[I, I]`, or its diagonal `[I]`."""
+    w_OI = _check_finite("the weight", weight_OI)
+    basis_OR = None
+    if w_OI.shape[0] > w_OI.shape[1]:  # an orthonormal basis of its columns
+        basis_OR, w_OI = np.linalg.qr(w_OI)
+    by_RI = w_OI * measure if measure.ndim == 1 else w_OI @ measure
+    squares_R, left = np.linalg.eigh(by_RI @ w_OI.T)
+    left, sigma_R = left[:, ::-1], np.sqrt(np.maximum(squares_R[::-1], 0))
+    return SVDResult(left if basis_OR is None else basis_OR @ left, sigma_R, left.T @ w_OI)
+
+
+def split_factors(spectrum: SVDResult, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return factors `[O, K]` and `[K, I]`, float64, with column and row norms balanced."""
+    right_KI = spectrum.right_RI[:rank]
+    root_K = np.sqrt(np.linalg.norm(right_KI, axis=1))
+    safe_K = np.where(root_K == 0, 1, root_K)
+    return spectrum.left_OR[:, :rank] * safe_K, right_KI / safe_K[:, None]
+
+
+def as_factored(spectrum: SVDResult, rank: int, inner: str) -> LowRankWeight:
+    """Return the low-rank weight, its factors in the format `inner`."""
+    format = parse_format(f"rank{rank}/{inner}")
+    assert isinstance(format, LowRankFormat)
+    return format.from_factors(*split_factors(spectrum, rank))
+
+
+def _check_finite(what: str, array: np.ndarray) -> np.ndarray:
+    wide = np.asarray(array).astype(np.float64)
+    if not np.isfinite(wide).all():
+        raise ConfigError(f"{what} holds NaN or infinity")
+    return wide
+
+
+def _check_inputs(w_OI: np.ndarray, shape: tuple[int, ...], size: float) -> None:
+    if shape != w_OI.shape[1:]:
+        raise ConfigError(
+            f"input statistics have shape {shape}, expected {w_OI.shape[1:]} of the matrix"
+        )
+    if not size > 0:
+        raise ConfigError("all inputs are zero: the approximation is undefined")
+
+
+SVD = Step(
+    "factor",
+    "svd",
+    svd,
+    "low-rank factors that approximate the weights best",
+    RANK_BUDGET,
+    FactorOptions,
+    needs_calibration=False,
+    check=check_factors,
+)
+ASVD = Step(
+    "factor",
+    "asvd",
+    asvd,
+    "low-rank factors that approximate the weights times input size best",
+    RANK_BUDGET,
+    AsvdOptions,
+    check=check_factors,
+)
+SVD_LLM = Step(
+    "factor",
+    "svdllm",
+    svdllm,
+    "low-rank factors that approximate the outputs best",
+    RANK_BUDGET,
+    FactorOptions,
+    check=check_factors,
+)

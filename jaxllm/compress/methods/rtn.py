@@ -1,17 +1,22 @@
-"""Methods without calibration: round to nearest, changes of format, dynamic int8 inputs."""
+"""Rounding to nearest, with a search for the clipped range of each group."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.compress.matrices.weight_clipping import round_to_nearest
-from jaxllm.compress.recipe import ModelState, Options, RuleOptions, StepContext
-from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format, to_dense
-from jaxllm.weights.paths import first_match, map_leaves
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.methods.formats import convert_inner
+from jaxllm.compress.recipe import QUANTIZED, ModelState, RuleOptions, Step, StepContext
+from jaxllm.weights.formats import Weight, as_weight, parse_format, to_dense
+from jaxllm.weights.paths import map_leaves
 from jaxllm.weights.quantize import POSITION_RULE, ROUTER_RULE, Rules, find_format
-from jaxllm.weights.types.base import WeightBase
+from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import IntFormat, IntWeight
+
+SHRINK_STEPS = 20  # down to half of the range, as in AWQ
+ROW_BLOCK = 128  # rows per batch
 
 
 class RtnOptions(RuleOptions, frozen=True):
@@ -49,36 +54,71 @@ def rtn(state: ModelState, argument: str, options: RtnOptions, context: StepCont
     return dataclasses.replace(state, params=map_leaves(change, state.params))
 
 
-def store(
-    state: ModelState, argument: str, options: RuleOptions, context: StepContext
-) -> ModelState:
-    """Convert weights to another format; values may round."""
+def round_to_nearest(
+    weight_OI: jax.Array, target: IntFormat, stats: InputStats | None = None, *, clip: bool = False
+) -> IntWeight:
+    """Round a weight to the nearest codes of `target`.
 
-    def change(path: str, leaf: Weight) -> Weight:
-        chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
-        return convert_inner(leaf, argument) if chosen else leaf
+    Args:
+        clip: Shrink each group's range to the fraction (1, 19/20, ... 11/20) with the least error.
+        stats: With them the error is that of the group's output, `sum (x . (w' - w))^2` (Lin et
+            al. 2024, arXiv 2306.00978), else the squared error of the weights.
 
-    return dataclasses.replace(state, params=map_leaves(change, state.params))
+    A format with one scale per row treats all columns as one group.
+    """
+    if not clip:
+        return target.quantize(weight_OI)
+    rows, columns = weight_OI.shape
+    size, width = target.group_size(columns), round_up(columns, target.group_size(columns))
+    if stats is None:
+        gram_Ggg = jnp.broadcast_to(jnp.eye(size), (width // size, size, size))
+    else:
+        gram_Ggg = _gram_blocks(stats, size, width)
+    parts = []
+    for begin in range(0, rows, ROW_BLOCK):
+        w_OI = weight_OI[begin : begin + ROW_BLOCK].astype(jnp.float32)
+        w_OGg = jnp.pad(w_OI, ((0, 0), (0, width - columns))).reshape(len(w_OI), -1, size)
+        parts.append(_search_clipping(w_OGg, gram_Ggg, target))
+    codes_OGg, scale_OG, zero_OG = (jnp.concatenate(part) for part in zip(*parts, strict=True))
+    return target.from_codes(codes_OGg.reshape(rows, -1)[:, :columns], scale_OG, zero_OG)
 
 
-def convert_inner(weight: Weight, name: str) -> Weight:
-    """Convert a weight to the format `name`; for one composed of others, convert those."""
-    is_nested = as_weight(weight).is_composite and not isinstance(weight, IntWeight)
-    if not is_nested or parse_format(name).name.count("/"):
-        return as_format(weight, name)
+@partial(jax.jit, static_argnums=2)
+def _search_clipping(
+    w_OGg: jax.Array, gram_Ggg: jax.Array, target: IntFormat
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return codes, scales and zero points of the range with the least error."""
 
-    def change(part: Weight) -> Weight:
-        return convert_inner(part, name) if part.ndim >= 2 else part
+    def quantize_range(shrink: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        scale, zero = target.choose_grid(w_OGg, shrink)
+        codes = target.to_codes(w_OGg, scale[..., None], zero[..., None])
+        return codes, scale, zero
 
-    changed: Weight = jax.tree.map(
-        change, weight, is_leaf=lambda x: isinstance(x, WeightBase) and x is not weight
-    )
-    return changed
+    def error(shrink: jax.Array) -> jax.Array:
+        codes, scale, zero = quantize_range(shrink)
+        off_OGg = target.to_values(codes, scale[..., None], zero[..., None]) - w_OGg
+        return jnp.einsum("ogi,gij,ogj->og", off_OGg, gram_Ggg, off_OGg, optimize=True)
+
+    shrink_S = 1 - jnp.arange(SHRINK_STEPS // 2, dtype=jnp.float32) / SHRINK_STEPS
+    error_SOG = jax.lax.map(error, shrink_S)
+    return quantize_range(shrink_S[error_SOG.argmin(0)])
 
 
-def dynamic_inputs(
-    state: ModelState, argument: str, options: Options, context: StepContext
-) -> ModelState:
-    """Round inputs of integer weights to int8 at run time (dynamic quantization)."""
-    precision = dataclasses.replace(state.precision, int8_inputs=True)
-    return dataclasses.replace(state, precision=precision)
+def _gram_blocks(stats: InputStats, group: int, width: int) -> jax.Array:
+    """Return the diagonal blocks `[G, group, group]` of the Gram matrix, padded to `width`."""
+    pad = width - stats.gram_II.shape[0]
+    gram_II = jnp.pad(stats.gram_II, ((0, pad), (0, pad)))
+    blocks = gram_II.reshape(width // group, group, width // group, group)
+    return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
+
+
+STEP = Step(
+    "quantize",
+    "rtn",
+    rtn,
+    "round each weight to the nearest value",
+    QUANTIZED,
+    RtnOptions,
+    needs_calibration=False,
+    supports_experts=True,
+)

@@ -1,37 +1,36 @@
-"""Structured pruning: methods that drop heads, channels or layers."""
+"""Structured pruning of heads and MLP channels, which returns a smaller model.
+
+A configuration has one number of heads and of channels for all layers, so each layer loses equally
+many, but may choose which. Heads of GPT-2 cannot be removed, because its configuration, and
+transformers' model, require hidden_size = heads x head_dim.
+"""
 
 import dataclasses
 import re
-from typing import Annotated, Literal
+from collections.abc import Sequence
 
-import msgspec
+import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.matrices.sparsity import parse_share
-from jaxllm.compress.recipe import ModelState, Options, StepContext
-from jaxllm.compress.structure import block_influence, importance, structure
-from jaxllm.compress.structure.importance import Salience
+from jaxllm import models
+from jaxllm.compress.layerwise import replace_leaves
+from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Kind, group_count, group_slices
+from jaxllm.compress.methods.salience import Salience, keep_most_salient, measure_salience
+from jaxllm.compress.recipe import Argument, ModelState, Options, Step, StepContext
+from jaxllm.compress.sparsity import parse_share
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.weights.paths import Params
 
-Ends = Annotated[int, msgspec.Meta(ge=-1)]
+SmallerModel = tuple[ModelConfig, Params]
 
 
 class GroupOptions(Options, frozen=True):
     """by: criterion of importance: the size of a group's weights, that times the size of their
-    inputs, or the change of the loss to first or second order (see `structure.measure_salience`).
+    inputs, or the change of the loss to first or second order (see `salience`).
     """
 
     by: Salience = "inputs"
-
-
-class LayerOptions(Options, frozen=True):
-    """by: influence of single layers, or angle of a run. first, last: layers at either end that
-    are never dropped; -1 as in LLM-Pruner, 4 and 2 of 32.
-    """
-
-    by: Literal["influence", "angle"] = "influence"
-    first: Ends = -1
-    last: Ends = -1
 
 
 def drop_heads(
@@ -48,32 +47,85 @@ def drop_channels(
     return _drop_groups(state, "channels", argument, options, context)
 
 
-def drop_layers(
-    state: ModelState, argument: str, options: LayerOptions, context: StepContext
+def _drop_groups(
+    state: ModelState,
+    kind: Kind,
+    argument: str,
+    options: GroupOptions,
+    context: StepContext,
 ) -> ModelState:
-    """Drop the layers that change the residual stream least.
-
-    Raises ConfigError if modules have formats by path, since the remaining layers are renumbered.
-    """
-    if any(row.activations or row.output for _, row in state.precision.overrides):
-        raise ConfigError("layers cannot be dropped after modules were given formats by path")
     assert context.calibration is not None
-    model, count, token_NT = state.model, state.config.num_hidden_layers, _calibration_rows(context)
-    gone = structure.count_removed(count, parse_amount(argument), "layers")
-    papers = block_influence.default_ends(count)
-    first, last = (
-        paper if own < 0 else own
-        for own, paper in zip((options.first, options.last), papers, strict=True)
+    total = group_count(state.config, kind)
+    count = count_removed(total, parse_amount(argument), kind)
+    narrow_config(state.config, kind, total - count)  # raises before the work
+    salience_LG = measure_salience(
+        state.model,
+        state.params,
+        kind,
+        options.by,
+        context.calibration.token_NT,
+        show_progress=context.show_progress,
     )
-    if options.by == "influence":
-        measured = block_influence.block_influence(model, state.params, token_NT)
-        kept = block_influence.keep_most_influential(measured, gone, first, last)
-    else:
-        measured = block_influence.angular_distance(model, state.params, token_NT, gone)
-        kept = block_influence.keep_outside_run(measured, gone, first, last)
-    context.log(f"dropping layers {', '.join(str(i) for i in range(count) if i not in kept)}")
-    config, params = structure.cut_layers(state.config, state.params, kept)
+    keep = keep_most_salient(salience_LG, count)
+    config, params = cut_groups(state.config, state.params, kind, keep)
     return dataclasses.replace(state, config=config, params=params)
+
+
+def narrow_config(config: ModelConfig, kind: Kind, count: int) -> ModelConfig:
+    """Return the configuration with `count` groups in each layer.
+
+    Raises ConfigError if the family does not support it, or `count` is not from 1 to the
+    present number.
+    """
+    group = GROUP_KINDS[kind]
+    if not group.members(models.get_family(config.model_type)):
+        raise ConfigError(f"{kind} of {config.model_type} cannot be dropped: its MLPs are experts")
+    if kind == "heads" and models.get_family(config.model_type).head_norms:
+        raise ConfigError(
+            f"heads of {config.model_type} cannot be dropped: queries and keys are normalized over"
+            " all heads together"
+        )
+    attention = config.long_attention(0)
+    if kind == "heads" and attention is not None:
+        raise ConfigError(
+            f"heads with attention of kind {attention.kind!r} cannot be dropped: the pattern of a"
+            " head depends on its index"
+        )
+    if not 1 <= count <= group_count(config, kind):
+        raise ConfigError(f"{kind} to keep must be 1 to {group_count(config, kind)}: got {count}")
+    try:
+        return dataclasses.replace(config, **group.config_changes(config, count))
+    except ConfigError as error:
+        raise ConfigError(f"{kind} of {config.model_type} cannot be dropped: {error}") from None
+
+
+def cut_groups(
+    config: ModelConfig, params: Params, kind: Kind, keep: Sequence[Sequence[int] | np.ndarray]
+) -> SmallerModel:
+    """Return the model with only the groups `keep` in each layer, in their order.
+
+    keep: indices of groups, equally many for each layer. Raises ConfigError as `narrow_config`
+    does, for an index out of range, and for a quantized weight.
+    """
+    chosen = [np.unique(np.asarray(layer, int)) for layer in keep]
+    count = group_count(config, kind)
+    if len(chosen) != config.num_hidden_layers or {len(layer) for layer in chosen} != {
+        len(chosen[0])
+    }:
+        raise ConfigError(
+            f"all {config.num_hidden_layers} layers must keep the same number of {kind}"
+        )
+    if any(layer.min(initial=0) < 0 or layer.max(initial=0) >= count for layer in chosen):
+        raise ConfigError(f"{kind} to keep must be indices from 0 to {count - 1}")
+    smaller = narrow_config(config, kind, len(chosen[0]))
+    narrowed = dict(params)
+    for number, layer in enumerate(chosen):
+        path = f"{models.get_family(config.model_type).layers}.{number}"
+        for share in group_slices(config, kind, params[path], path):
+            index = jnp.asarray(np.sort(share.index_Gn[layer].reshape(-1)))
+            array = jnp.take(share.array, index, axis=share.axis)
+            narrowed[path] = replace_leaves(narrowed[path], share.module, **{share.name: array})
+    return smaller, narrowed
 
 
 def parse_amount(text: str) -> float | int:
@@ -81,29 +133,35 @@ def parse_amount(text: str) -> float | int:
     return int(text) if re.fullmatch(r"[1-9]\d{0,6}", text) else parse_share(text)
 
 
-def _drop_groups(
-    state: ModelState,
-    kind: structure.Kind,
-    argument: str,
-    options: GroupOptions,
-    context: StepContext,
-) -> ModelState:
-    total = structure.group_count(state.config, kind)
-    gone = structure.count_removed(total, parse_amount(argument), kind)
-    structure.narrow_config(state.config, kind, total - gone)  # raises before the work
-    found = importance.measure_salience(
-        state.model,
-        state.params,
-        kind,
-        options.by,
-        _calibration_rows(context),
-        show_progress=context.show_progress,
+def count_removed(total: int, amount: float | int, noun: str) -> int:
+    """Return how many of `total` to drop: `amount` if it is an int, else that share of them.
+
+    A share is rounded, by at most 1 % of the total. Raises ConfigError, naming the possible
+    numbers, if that cannot be done.
+    """
+    count = amount if isinstance(amount, int) else round(amount * total)
+    near = isinstance(amount, int) or abs(count - amount * total) <= 0.01 * total
+    if near and 0 < count < total:
+        return count
+    if total < 2:
+        raise ConfigError(f"{noun} cannot be dropped: the model has {total}")
+    requested = amount if isinstance(amount, int) else f"{amount:.1%} of them"
+    possible = ", ".join(f"{n} ({n / total:.1%})" for n in range(1, min(total, 9)))
+    more = f", ... {total - 1}" if total > 9 else ""
+    raise ConfigError(
+        f"number of {noun} to drop, of {total}: got {requested}, expected {possible}{more}"
     )
-    kept = importance.keep_most_salient(found, gone)
-    config, params = structure.cut_groups(state.config, state.params, kind, kept)
-    return dataclasses.replace(state, config=config, params=params)
 
 
-def _calibration_rows(context: StepContext) -> np.ndarray:
-    assert context.calibration is not None
-    return context.calibration.token_NT
+AMOUNT = Argument("COUNT|SHARE%", parse_amount)
+HEADS = Step(
+    "drop",
+    "heads",
+    drop_heads,
+    "drop key/value heads and their query heads",
+    AMOUNT,
+    GroupOptions,
+)
+CHANNELS = Step(
+    "drop", "channels", drop_channels, "drop channels of the MLPs", AMOUNT, GroupOptions
+)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.likelihood.data import Loader
 from jaxllm.evaluate.likelihood.perplexity import Estimate
-from jaxllm.files import atomic_file
+from jaxllm.files.plots import save_figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,5 +93,4 @@ def plot(buckets: Sequence[Bucket], mean: float, path: Path, title: str) -> None
     axes.set_xscale("log", base=2)
     axes.set(xlabel="position in the window", ylabel="nats per token", title=title)
     axes.grid(alpha=0.3)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)

@@ -77,7 +77,7 @@ def perplexity(
         TokenError: For ids outside the vocabulary.
         CapacityError: For windows longer than the model's context.
         NonFiniteError: If the model returns NaN or infinity.
-        ConfigError: For the journal of another evaluation.
+        CheckpointError: For the journal of another evaluation.
     """
     return Perplexity.from_logprobs(
         token_logprobs(model, params, loader, journal=journal, show_progress=show_progress)

@@ -24,7 +24,7 @@ from jaxllm.evaluate.likelihood.divergence import (
     token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files import atomic_file
+from jaxllm.files.plots import save_figure
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
@@ -157,8 +157,7 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     axes.barh(names, means, xerr=[s.divergence.kl.error for s in rows], color="tab:blue")
     axes.set(xlabel="mean KL divergence (nats per token)", title=title)
     axes.invert_yaxis()
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=150)
+    save_figure(figure, path)
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.evaluate.needle.grid import Cell
-from jaxllm.files import atomic_file
+from jaxllm.files.plots import save_figure
 
 
 def table(cells: Sequence[Cell]) -> Iterator[str]:
@@ -77,8 +77,7 @@ def plot(
     figure.suptitle(f"{title}; chance: {chance:.0%}", fontsize=10)
     if image is not None:
         figure.colorbar(image, ax=all_axes, label="share of right answers", shrink=0.8)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=dpi)
+    save_figure(figure, path, dpi=dpi)
 
 
 def group_by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

@@ -8,7 +8,8 @@ from typing import Any
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity.compare import Report
 from jaxllm.evaluate.parity.tolerance import MAX_DRIFT, Difference, bucket_names
-from jaxllm.files import atomic_file, finite_json
+from jaxllm.files import finite_json
+from jaxllm.files.plots import save_figure
 
 _FIGURES = ("max", "rel max", "rms", "rel rms", "1 - cos")
 _CLOSE_BUCKETS = 2  # buckets of at most 1 ULP
@@ -80,8 +81,7 @@ def to_png(report: Report, path: Path) -> None:
     axes.grid(axis="x", lw=0.3)
     axes.legend(fontsize=8)
     axes.set_title(f"{report.ours} against {report.reference}", fontsize=9)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
+    save_figure(figure, path, dpi=120)
 
 
 def _line(d: Difference, width: int) -> str:

@@ -8,7 +8,6 @@ several processes the first one writes them, and all read them.
 On disk a token takes 4k + 2 bytes if ids fit in 16 bits, so 130 for k = 32.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -23,21 +22,17 @@ import msgspec
 import numpy as np
 
 from jaxllm.cache.files import fingerprint
+from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import as_schema, lock_file, parse_json, path_exists, remove_partials
-from jaxllm.runtime import signals
+from jaxllm.files import as_schema
 from jaxllm.runtime.multihost import all_gather_objects, broadcast_from_zero, to_host
 from jaxllm.runtime.progress import status_bar
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.distill.objectives import DistillRows
 from jaxllm.train.distill.topk_logits import TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
-from jaxllm.weights import safetensors
-from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import Params, gather_lazy
-from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
 
-FORMAT = "jaxllm-teacher"
 SHARD_BYTES = 16 << 20  # bytes of a shard, about
 
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -62,13 +57,11 @@ class RecordKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: _Count
 
 
-class _ShardHeader(msgspec.Struct, forbid_unknown_fields=True):
-    """The header of a shard. bits: a SHA-256 of its tensors."""
+class _ShardFacts(msgspec.Struct, forbid_unknown_fields=True):
+    """What a shard's header has besides its digest. batches: their number in it."""
 
-    asked: RecordKey
-    number: Annotated[int, msgspec.Meta(ge=0)]
+    key: RecordKey
     batches: _Count
-    bits: str
 
 
 class _RowPlace(NamedTuple):
@@ -104,9 +97,12 @@ class TeacherRecord:
             tensors = self._tensors[place.shard]
             token[row] = tensors["token"][place.row]
             logprob[row] = tensors["logprob"][place.row]
-        told = TopKLogprobs(token, logprob)
         return DistillRows(
-            rows.token_BT, rows.label_BT, rows.position_BT, rows.document_BT, teacher=told
+            rows.token_BT,
+            rows.label_BT,
+            rows.position_BT,
+            rows.document_BT,
+            teacher=TopKLogprobs(token, logprob),
         )
 
     @cached_property
@@ -119,7 +115,14 @@ class TeacherRecord:
 
     @cached_property
     def _tensors(self) -> list[dict[str, np.ndarray]]:
-        return [_read_shard(_shard_path(self.directory, number)) for number in range(self.shards)]
+        return [self._read_shard(_shard_name(number)) for number in range(self.shards)]
+
+    def _read_shard(self, name: str) -> dict[str, np.ndarray]:
+        """Return a shard's tensors, memory-mapped. Raises CheckpointError if it is damaged."""
+        store = _open_store(self.directory, self.key)
+        if (part := store.open_tensors(name, mapped=True)) is None:
+            raise CheckpointError(f"{store.path(name)} is damaged: remove it to record it again")
+        return {name: tensor.read() for name, tensor in part[0].items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +134,8 @@ class RecordedData:
 
     @property
     def digest(self) -> str:
-        said = msgspec.json.encode(self.record.key)
-        return hashlib.sha256(self.data.digest.encode() + said).hexdigest()[:16]
+        key = msgspec.json.encode(self.record.key)
+        return hashlib.sha256(self.data.digest.encode() + key).hexdigest()[:16]
 
     @property
     def tokens(self) -> int:
@@ -172,78 +175,59 @@ def record_teacher(
     width = int(data.batch(0).token_BT.shape[1])
     weights = fingerprint(gather_lazy(teacher, params))
     who = hashlib.sha256(f"{weights} {teacher.config!r} {teacher.precision!r}".encode()).hexdigest()
-    asked = RecordKey(who, data.digest, k, float(temperature), size, width)
-    with _lock_directory(directory):
-        written = json.loads(
-            broadcast_from_zero(
-                lambda: json.dumps([about.batches for about in _read_headers(directory, asked)])
-            )
-        )
+    key = RecordKey(who, data.digest, k, float(temperature), size, width)
+    store = _open_store(directory, key)
+    with store.lock():
+        written = json.loads(broadcast_from_zero(lambda: json.dumps([*_count_batches(store, key)])))
         count, done, number = len(data), sum(written), len(written)
         if done > count:
             raise CheckpointError(
                 f"{directory} has {done} batches, the data only {count}: remove it"
             )
-        with status_bar("teacher outputs", count, show_progress, done) as said:
+        with status_bar("teacher outputs", count, show_progress, done) as update:
             row_bytes = width * (k * np.dtype(ids_dtype(size)).itemsize + 2 * (k + 1))
-            a_shard = max(1, SHARD_BYTES // (row_bytes * data.batch(0).token_BT.shape[0]))
+            shard_batches = max(1, SHARD_BYTES // (row_bytes * data.batch(0).token_BT.shape[0]))
             while done < count:
-                some = range(done, min(done + a_shard, count))
+                batches = range(done, min(done + shard_batches, count))
                 parts = []
-                for at in some:
-                    parts.append(_record_batch(teacher, params, data.batch(at), asked))
-                    said(at + 1, "")
-                _write_shard(directory, _ShardHeader(asked, number, len(some), ""), parts)
-                number, done = number + 1, some.stop
-    _check_visible(directory, number)
-    return TeacherRecord(directory, asked, number)
+                for at in batches:
+                    parts.append(_record_batch(teacher, params, data.batch(at), key))
+                    update(at + 1, "")
+                arrays = {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
+                facts = msgspec.to_builtins(_ShardFacts(key, len(batches)))
+                store.put_arrays(_shard_name(number), arrays, facts)
+                number, done = number + 1, batches.stop
+    _check_visible(store, number)
+    return TeacherRecord(directory, key, number)
 
 
-@contextlib.contextmanager
-def _lock_directory(directory: Path) -> Iterator[None]:
-    """Create and lock the directory, on the first process only."""
-    if not signals.is_leader():
-        yield
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {directory}: {error.strerror}") from None
-    with lock_file(directory / "lock"):
-        remove_partials(directory)
-        yield
-
-
-def _check_visible(directory: Path, shards: int) -> None:
+def _check_visible(store: TensorStore, shards: int) -> None:
     """Raise ConfigError, in all processes, if one does not see what the first has written."""
     broadcast_from_zero(lambda: "written")
-    blind = all_gather_objects(
-        not all(path_exists(_shard_path(directory, number)) for number in range(shards))
-    )
+    blind = all_gather_objects(not all(store.has(_shard_name(n)) for n in range(shards)))
     if any(blind):
+        others = ", ".join(map(str, np.flatnonzero(blind)))
         raise ConfigError(
-            f"the teacher outputs in {directory} are visible to process 0, but not to processes"
-            f" {', '.join(map(str, np.flatnonzero(blind)))}: use a directory that all share"
+            f"the teacher outputs in {store.directory} are visible to process 0, but not to"
+            f" processes {others}: use a directory that all share"
         )
 
 
 def _record_batch(
-    teacher: nn.Module, params: Params, rows: Rows, record_key: RecordKey
+    teacher: nn.Module, params: Params, rows: Rows, record: RecordKey
 ) -> Mapping[str, np.ndarray]:
     """Return a batch's part of a shard: keys uint8 `[B, 32]` and buckets of rows with a label."""
-    found = _run_teacher(
-        teacher, params, rows, record_key.size, record_key.temperature, record_key.k
-    )
-    kept_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)
+    top = _run_teacher(teacher, params, rows, record.size, record.temperature, record.k)
+    labelled_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)
     key = np.frombuffer(b"".join(_row_keys(rows)), np.uint8).reshape(-1, 32)
     all_rows = {
         "key": key,
-        "token": to_host(found.token_BTk),
-        "logprob": to_host(found.logprob_BTL),
+        "token": to_host(top.token_BTk),
+        "logprob": to_host(top.logprob_BTL),
     }
-    if np.isnan(all_rows["logprob"][kept_B]).any():
+    if np.isnan(all_rows["logprob"][labelled_B]).any():
         raise ConfigError("the teacher's outputs contain NaN: it cannot be used")
-    return {name: x[kept_B] for name, x in all_rows.items()}
+    return {name: x[labelled_B] for name, x in all_rows.items()}
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4, 5))
@@ -261,56 +245,27 @@ def _row_keys(rows: Rows) -> Iterator[bytes]:
         yield hashlib.sha256(b"".join(x.tobytes() for x in row)).digest()
 
 
-def _shard_path(directory: Path, number: int) -> Path:
-    return directory / f"teacher-{number:05}.safetensors"
+def _open_store(directory: Path, key: RecordKey) -> TensorStore:
+    digest = hashlib.sha256(msgspec.json.encode(key)).hexdigest()
+    return TensorStore(directory, digest, "teacher-", shared=True)
 
 
-def _write_shard(
-    directory: Path, header: _ShardHeader, parts: list[Mapping[str, np.ndarray]]
-) -> None:
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    header.bits = safetensors.digest(joined)
-    write_tensors(
-        _shard_path(directory, header.number),
-        {name: LazyTensor.from_array(x) for name, x in joined.items()},
-        metadata={"format": FORMAT, "about": msgspec.json.encode(header).decode()},
-    )
+def _shard_name(number: int) -> str:
+    return f"{number:05}"
 
 
-def _read_headers(directory: Path, record_key: RecordKey) -> Iterator[_ShardHeader]:
-    """Yield the headers of the existing shards."""
+def _count_batches(store: TensorStore, key: RecordKey) -> Iterator[int]:
+    """Yield the number of batches of each existing shard."""
     number = 0
-    while path_exists(path := _shard_path(directory, number)):
-        about = _parse_header(path)
-        for name in RecordKey.__struct_fields__:
-            if (theirs := getattr(about.asked, name)) != (ours := getattr(record_key, name)):
-                shown = f" ({theirs}, not {ours})" if name not in ("teacher", "data") else ""
+    while store.has(name := _shard_name(number)):
+        path = store.path(name)
+        facts: _ShardFacts = as_schema(store.read_facts(name), _ShardFacts, str(path))
+        for field in RecordKey.__struct_fields__:
+            if (old := getattr(facts.key, field)) != (new := getattr(key, field)):
+                values = f" ({old}, not {new})" if field not in ("teacher", "data") else ""
                 raise ConfigError(
-                    f"{path} was recorded with another {name}{shown}: name another directory, or"
+                    f"{path} was recorded with another {field}{values}: name another directory, or"
                     " remove it"
                 )
-        if about.number != number:
-            raise CheckpointError(
-                f"{path} contains shard {about.number} of its record, not {number}"
-            )
-        yield about
+        yield facts.batches
         number += 1
-
-
-def _parse_header(path: Path) -> _ShardHeader:
-    metadata = read_header(path).metadata
-    if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a record of teacher outputs")
-    where = f"{path}: its header"
-    about: _ShardHeader = as_schema(
-        parse_json(metadata.get("about", ""), where), _ShardHeader, where
-    )
-    return about
-
-
-def _read_shard(path: Path) -> dict[str, np.ndarray]:
-    """Return a shard's tensors, memory-mapped. Raises CheckpointError if the hash differs."""
-    tensors = {name: x.read() for name, x in open_tensors(path, mapped=True).items()}
-    if safetensors.digest(tensors) != _parse_header(path).bits:
-        raise CheckpointError(f"{path} is damaged: remove it to record it again")
-    return tensors

@@ -1,6 +1,6 @@
 """Initialization of a student: from its teacher with fewer layers, heads or channels, or random.
 
-Pruning is done by `compress.structure`. Layers are taken evenly, including the first and the last,
+Layers are taken evenly, including the first and the last,
 as in DistilBERT (arXiv 1910.01108), or those with the highest block influence are kept (ShortGPT,
 arXiv 2403.03853). Heads and channels are kept by salience.
 """
@@ -13,8 +13,19 @@ import jax
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.structure import block_influence, importance, structure
-from jaxllm.compress.structure.importance import SALIENCES, Salience
+from jaxllm.compress.methods.layer_pruning import (
+    block_influence,
+    cut_layers,
+    keep_most_influential,
+)
+from jaxllm.compress.methods.parameter_groups import Kind, group_count
+from jaxllm.compress.methods.salience import (
+    SALIENCES,
+    Salience,
+    keep_most_salient,
+    measure_salience,
+)
+from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
@@ -33,7 +44,7 @@ class StudentSize:
       layers, heads, channels: how many layers, key/value heads (with their query heads) and MLP
         channels to keep; None for all.
       layer_choice: how to choose layers.
-      importance: salience of heads and channels (`compress.structure.measure_salience`).
+      importance: salience of heads and channels (`compress.methods.salience`).
     """
 
     layers: int | None = None
@@ -74,11 +85,11 @@ def check_student(config: ModelConfig, size: StudentSize) -> None:
     """Raise ConfigError for numbers of layers, heads or channels that a student cannot keep."""
     if size.layers is not None:
         select_even_layers(config.num_hidden_layers, size.layers)
-    kinds: tuple[tuple[structure.Kind, int | None], ...]
+    kinds: tuple[tuple[Kind, int | None], ...]
     kinds = (("heads", size.heads), ("channels", size.channels))
     for kind, count in kinds:
         if count is not None:
-            structure.narrow_config(config, kind, count)
+            narrow_config(config, kind, count)
 
 
 def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = None) -> LM:
@@ -100,21 +111,19 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
         total = config.num_hidden_layers
         kept = select_even_layers(total, size.layers)
         if size.layer_choice == "influence" and size.layers < total:
-            measured = block_influence.block_influence(teacher.model, params, rows)
-            kept = block_influence.keep_most_influential(measured, total - size.layers, 0, 0)
-        config, params = structure.cut_layers(config, params, kept)
-    kinds: tuple[tuple[structure.Kind, int | None], ...]
+            measured = block_influence(teacher.model, params, rows)
+            kept = keep_most_influential(measured, total - size.layers, 0, 0)
+        config, params = cut_layers(config, params, kept)
+    kinds: tuple[tuple[Kind, int | None], ...]
     kinds = (("heads", size.heads), ("channels", size.channels))
     for kind, count in kinds:
         if count is None:
             continue
-        structure.narrow_config(config, kind, count)  # refused before the work
+        narrow_config(config, kind, count)  # refused before the work
         model = models.build(config, teacher.model.precision)
-        found = importance.measure_salience(model, params, kind, size.importance, rows)
-        gone = structure.group_count(config, kind) - count
-        config, params = structure.cut_groups(
-            config, params, kind, importance.keep_most_salient(found, gone)
-        )
+        found = measure_salience(model, params, kind, size.importance, rows)
+        gone = group_count(config, kind) - count
+        config, params = cut_groups(config, params, kind, keep_most_salient(found, gone))
     return _with_params(teacher, config, params, teacher.model.precision)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cache import branch, close_gaps, compact, fork, keep, rewind, select, shift
-from jaxllm.compress.structure.structure import narrow_config
+from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.receptive_field import receptive_field

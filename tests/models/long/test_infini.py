@@ -26,7 +26,7 @@ from jaxllm.cache import (
     shift,
 )
 from jaxllm.cache.edit import keep_slots
-from jaxllm.compress.structure.structure import narrow_config
+from jaxllm.compress.methods.structured_pruning import narrow_config
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.export.step import StepSignature, input_shapes, make_step

@@ -96,7 +96,7 @@ def test_record_resumes_after_interruption(tmp_path: Path, monkeypatch: pytest.M
     data = Texts()
     make_record(tmp_path / "interrupt", data)
     assert set(data.asked) == {0, 2}  # batch 0 only for its shape
-    for file in sorted((tmp_path / "whole").glob("*.safetensors")):
+    for file in sorted((tmp_path / "whole").glob("*.part")):
         assert file.read_bytes() == (tmp_path / "interrupt" / file.name).read_bytes()
 
 
@@ -121,7 +121,7 @@ def test_record_refuses_other_teacher_data_and_damage(tmp_path: Path) -> None:
         make_record(tmp_path, data)
     with pytest.raises(ConfigError, match="top_k must be 1 to 131, the vocabulary size: got 132"):
         make_record(tmp_path, Texts(), k=132)
-    (file,) = tmp_path.glob("*.safetensors")
+    (file,) = tmp_path.glob("*.part")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)

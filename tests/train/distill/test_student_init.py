@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.batch_inference.journal import AnswerJournal
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files import JsonLog
 from jaxllm.generation.completion import Completion
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import sequence_kd, student_init
@@ -123,20 +123,20 @@ def test_write_completions_resumes_after_interruption(
         f"{p}, seed {i}" for i, p in enumerate(prompts)
     ]
 
-    path, append = tmp_path / "killed.jsonl", AnswerJournal._append
+    path, append = tmp_path / "killed.jsonl", JsonLog.append
 
-    def killed(self: AnswerJournal, value: Any) -> Any:
+    def killed(self: JsonLog, value: Any) -> Any:
         append(self, value)
         if value.get("group") == 1:
             with open(self.path, "r+b") as file:  # truncate in the middle of a line
                 file.truncate(self.path.stat().st_size - 9)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(AnswerJournal, "_append", killed)
+    monkeypatch.setattr(JsonLog, "append", killed)
     with pytest.raises(KeyboardInterrupt):
         sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)
     assert not path.exists()
-    monkeypatch.setattr(AnswerJournal, "_append", append)
+    monkeypatch.setattr(JsonLog, "append", append)
     with pytest.raises(CheckpointError, match="belongs to another run: input was"):
         sequence_kd.write_completions(teacher, prompts[:1], path, OPTIONS, rows=2, group=2)
     sequence_kd.write_completions(teacher, prompts, path, OPTIONS, rows=2, group=2)

@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.layers.input_stats import InputStats, check_finite
-from jaxllm.errors import NonFiniteError
+from jaxllm.compress.input_stats import InputStats, check_finite
+from jaxllm.compress.recipe import ModelState, StepContext, match_paths, shapes_by_path
+from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.files import release_pages
 from jaxllm.models.family import LinearGroup
 from jaxllm.runtime.progress import steps_bar
-from jaxllm.weights.paths import Params, map_leaves
+from jaxllm.weights.formats import Weight, as_weight
+from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 from jaxllm.weights.types.base import WeightBase
 
 BATCH = 1 << 11  # tokens per batch
@@ -57,8 +59,8 @@ class LayerInputs:
         Raises NonFiniteError if an input is NaN or infinite.
         """
         columns = get_module(params, site.linears[0])["weight"].shape[1]
-        found = self.fold(params, _add_stats, site.input, InputStats.empty(columns))
-        return check_finite(found, f"{self.path}.{site.linears[0]}")
+        stats = self.fold(params, _add_stats, site.input, InputStats.empty(columns))
+        return check_finite(stats, f"{self.path}.{site.linears[0]}")
 
     def fold(self, params: Params, function: Callable[..., Any], name: str, state: Any) -> Any:
         """Fold `state = function(state, x)` over batches `[b, T, ...]` of a trace entry."""
@@ -72,8 +74,7 @@ class LayerInputs:
     def trace_entry(self, params: Params, name: str, rows: int | None = None) -> np.ndarray:
         """Return a trace entry of the first `rows` rows (None: all), float32 `[N, T, ...]`."""
         run = partial(_entry, self.model, self._program_layer, name, self.dense(params))
-        some = [np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)]
-        return np.concatenate(some)
+        return np.concatenate([np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)])
 
     def batches(self, rows: int | None = None) -> Iterator[jax.Array]:
         """Yield the inputs of the first `rows` rows in batches of equal size."""
@@ -94,8 +95,8 @@ class LayerInputs:
 
     @property
     def _program_layer(self) -> int:
-        like: int = self.model.config.first_equal_layer(self.number)
-        return like
+        number: int = self.model.config.first_equal_layer(self.number)
+        return number
 
 
 def map_layers(
@@ -120,19 +121,89 @@ def map_layers(
     """
     family = models.get_family(model.config.model_type)
     x_NTD = _embed(model, params, token_NT)
-    found = dict(params)
+    changed = dict(params)
     with steps_bar(name, model.config.num_hidden_layers, show_progress) as advance:
         for number in range(model.config.num_hidden_layers):
             path = f"{family.layers}.{number}"
-            stage = LayerInputs(model, number, path, params[path], x_NTD)
+            layer = LayerInputs(model, number, path, params[path], x_NTD)
             finished = load_finished(number)
-            found[path] = change(stage) if finished is None else finished
-            x_NTD = stage.trace_entry(found[path], "x")
+            changed[path] = change(layer) if finished is None else finished
+            x_NTD = layer.trace_entry(changed[path], "x")
             _release_pages(params[path])
             if not np.isfinite(x_NTD).all():
                 raise NonFiniteError(f"{path} returned NaN or infinity for the calibration data")
             advance()
-    return found
+    return changed
+
+
+def run_layerwise(
+    state: ModelState, context: StepContext, name: str, change: Callable[[LayerInputs], Params]
+) -> ModelState:
+    """Change each layer once, and save it in the journal as soon as it is finished."""
+    assert context.calibration is not None
+
+    def change_and_save(layer: LayerInputs) -> Params:
+        params = change(layer)
+        context.journal.put(f"layer{layer.number}", params)
+        return params
+
+    params = map_layers(
+        state.model,
+        state.params,
+        context.calibration.token_NT,
+        change_and_save,
+        name=name,
+        load_finished=lambda number: context.journal.get(f"layer{number}"),
+        show_progress=context.show_progress,
+    )
+    return dataclasses.replace(state, params=params)
+
+
+def match_linears(layer: LayerInputs, rule: str) -> list[tuple[LinearGroup, list[str]]]:
+    """Return each site with its linears that match a rule, in the order they run; no routers.
+
+    Raises ConfigError as `check_unwrapped` does, and for a matching matrix whose inputs are
+    unknown.
+    """
+    matches = []
+    known = {linear for site in layer.sites for linear in site.linears}
+    router = models.get_family(layer.model.config.model_type).router
+    for path, leaf in flatten(layer.params):
+        linear, named = path.removesuffix(".weight"), f"{layer.path}.{path}"
+        if leaf.ndim != 2 or linear == router or not first_match([(rule, True)], named):
+            continue
+        if linear not in known:
+            raise ConfigError(
+                f"{named} has unknown inputs, which this step needs: exclude it with on="
+            )
+    for site in layer.sites:
+        paths = {linear: f"{layer.path}.{linear}.weight" for linear in site.linears}
+        linears = [linear for linear, path in paths.items() if first_match([(rule, True)], path)]
+        for linear in linears:
+            check_unwrapped(paths[linear], get_module(layer.params, linear)["weight"])
+        matches += [(site, linears)] if linears else []
+    return matches
+
+
+def match_weights(params: Params, rule: str, where: str) -> dict[str, Weight]:
+    """Return the matrices that match a rule. Raises ConfigError for none, or as
+    `check_unwrapped`.
+    """
+    leaves = dict(flatten(params))
+    matrices = {path: leaves[path] for path in match_paths(shapes_by_path(params), rule, where)}
+    for path, leaf in matrices.items():
+        check_unwrapped(path, leaf)
+    return matrices
+
+
+def check_unwrapped(path: str, weight: Weight) -> None:
+    """Raise ConfigError for a weight composed of others: changing it would make it dense."""
+    leaf = as_weight(weight)
+    if leaf.is_composite:
+        raise ConfigError(
+            f"{path} is {leaf.format}, expected a single matrix: put this step before the one that"
+            " changed it"
+        )
 
 
 def get_module(params: Params, path: str) -> Params:

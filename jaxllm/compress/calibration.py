@@ -1,23 +1,20 @@
 """Calibration data: rows of token ids of equal length, and their source.
 
-`check` validates them against a model's configuration; `cutting` cuts a text into rows.
+`check` validates them against a model's configuration; `data.chunking` cuts a text into rows.
 """
 
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
-from jaxllm.data.chunking import ChunkSpec, EncodedPieces, Pieces, chunk_rows, map_file
-from jaxllm.data.wikitext import read_wikitext
+from jaxllm.data.chunking import ChunkSpec, EncodedPieces, chunk_rows
 from jaxllm.errors import CapacityError, ConfigError, TokenError
-from jaxllm.evaluate.likelihood.data import read_documents
 from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.sampler import row_keys
@@ -78,45 +75,26 @@ def from_texts(
 
     Raises TokenError if the text is shorter than a row, or the model has no tokenizer.
     """
+    if tokenizer is None:
+        raise TokenError(
+            "calibration text needs a tokenizer, but the model has none: pass token ids"
+        )
     texts = [texts] if isinstance(texts, str) else list(texts)
     try:
         content = SEPARATOR.join(texts).encode()
     except UnicodeEncodeError as error:
         raise TokenError(f"calibration text has a lone surrogate ({error.reason})") from None
-    source = {"kind": "texts", "documents": len(texts)}
-    return _from_bytes(content, tokenizer, spec, source)
-
-
-def from_file(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
-    """Cut rows from a UTF-8 text file. Memory: the rows and a piece of the text.
-
-    Raises CheckpointError for an unreadable file, and what `from_texts` raises.
-    """
-    with map_file(path) as content:
-        return _from_bytes(content, tokenizer, spec, {"kind": "text", "file": path.name})
-
-
-def from_wikitext(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
-    """Cut rows from WikiText as published: `.raw`, or `.parquet` with a column `text`.
-
-    The dataset's rows are joined by blank lines, as papers do. Raises ConfigError if pyarrow is
-    missing, and what `from_file` raises.
-    """
-    content = SEPARATOR.join(read_wikitext(path)).encode()
-    return _from_bytes(content, tokenizer, spec, {"kind": "wikitext", "file": path.name})
-
-
-def from_documents(path: Path, tokenizer: Tokenizer | None, spec: ChunkSpec) -> Calibration:
-    """Cut rows from JSON lines: texts are joined by blank lines, token ids end to end.
-
-    Raises what `from_texts` and `evaluate.likelihood.data.read_documents` raise.
-    """
-    documents: Any = read_documents(path)
-    source = {"kind": "documents", "file": path.name, "documents": len(documents)}
-    if isinstance(documents[0], str):
-        return _from_bytes(SEPARATOR.join(documents).encode(), tokenizer, spec, source)
-    ids = np.concatenate([np.array(d, np.int32) for d in documents])
-    return _from_pieces(Pieces([ids]), tokenizer, spec, source)
+    begin = _bos_ids(tokenizer) if spec.bos else []
+    text_NT = chunk_rows(EncodedPieces(content, tokenizer, spec), spec.width - len(begin), spec)
+    begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
+    source = {
+        "kind": "texts",
+        "documents": len(texts),
+        "bytes": len(content),
+        "seed": spec.seed,
+        "bos": spec.bos,
+    }
+    return Calibration(np.concatenate([begin_NB, text_NT], axis=1), source)
 
 
 def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibration:
@@ -173,11 +151,11 @@ def from_samples(
     blank.check(model.config)
     batch = min(batch, rows)
     key_N = row_keys(seed, -(-rows // batch) * batch)
-    sampler, found = make_sampler(vocab_size=model.config.vocab_size, **sampling), []
+    sampler, parts = make_sampler(vocab_size=model.config.vocab_size, **sampling), []
     begin_B1 = np.full((batch, 1), bos_id, np.int32)
     with steps_bar("samples", len(key_N) // batch, show_progress) as done:
         for start in range(0, len(key_N), batch):
-            said = generate(
+            sample = generate(
                 model,
                 params,
                 begin_B1,
@@ -185,37 +163,14 @@ def from_samples(
                 sampler=sampler,
                 seed=key_N[start : start + batch],
             )
-            found.append(np.asarray(said.token_BT))
+            parts.append(np.asarray(sample.token_BT))
             done()
-    said_NT = np.concatenate(found)[:rows]
+    token_NT = np.concatenate(parts)[:rows]
     begin_N1 = np.full((rows, int(bos)), bos_id, np.int32)
-    return from_tokens(np.concatenate([begin_N1, said_NT], axis=1), source)
+    return from_tokens(np.concatenate([begin_N1, token_NT], axis=1), source)
 
 
-def _from_bytes(
-    content: Any, tokenizer: Tokenizer | None, spec: ChunkSpec, source: dict[str, Any]
-) -> Calibration:
-    if tokenizer is None:
-        raise TokenError(
-            "calibration text needs a tokenizer, but the model has none: pass token ids"
-        )
-    source = {**source, "bytes": len(content)}
-    return _from_pieces(EncodedPieces(content, tokenizer, spec), tokenizer, spec, source)
-
-
-def _from_pieces(
-    pieces: Pieces, tokenizer: Tokenizer | None, spec: ChunkSpec, source: dict[str, Any]
-) -> Calibration:
-    begin = _bos_ids(tokenizer, spec)
-    text_NT = chunk_rows(pieces, spec.width - len(begin), spec)
-    begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
-    source = {**source, "seed": spec.seed, "bos": spec.bos}
-    return Calibration(np.concatenate([begin_NB, text_NT], axis=1), source)
-
-
-def _bos_ids(tokenizer: Tokenizer | None, spec: ChunkSpec) -> list[int]:
-    if not spec.bos:
-        return []
-    if tokenizer is None or tokenizer.bos_id is None:
+def _bos_ids(tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.bos_id is None:
         raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")
     return [tokenizer.bos_id]

@@ -11,6 +11,7 @@ columns have updated, including those of the same block.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.linalg import lapack
 
-from jaxllm.compress.matrices.sparsity import Sparsity, lowest_in_groups
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.sparsity import Sparsity, lowest_in_groups
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import IntFormat
@@ -72,6 +74,20 @@ def factor_hessian(
     raise NonFiniteError("Gram matrix of the inputs is singular even with the largest damping")
 
 
+def factor_inputs(
+    stats: InputStats,
+    where: str,
+    damping: float,
+    log: Callable[[str], None],
+    act_order: bool = False,
+) -> HessianFactor:
+    """Factor the inverse Hessian of a linear's inputs, and log if it needed more damping."""
+    factor = factor_hessian(stats.gram_II, float(stats.count), damping=damping, act_order=act_order)
+    if factor.damping > damping:
+        log(f"{where}: H is not positive definite, damping raised to {factor.damping:.3g}")
+    return factor
+
+
 def _inverse_root(h_II: np.ndarray) -> np.ndarray | None:
     """Return U with `inv(h) = U^T U`, overwriting h; None if h is not positive definite."""
     root, info = lapack.dpotrf(h_II.T, lower=1, overwrite_a=1)  # LAPACK is column-major
@@ -107,7 +123,7 @@ def solve_columns(
     sparsity: Sparsity | None = None,
     static_groups: bool = True,
 ) -> OBSResult:
-    """Quantize a weight `target` integers, prune it, or both, compensating each column's error.
+    """Quantize a weight to `target` integers, prune it, or both, compensating each column's error.
 
     Weights that are zero stay zero.
 
@@ -124,10 +140,8 @@ def solve_columns(
     rows, columns = weight_OI.shape
     w_OI = np.array(weight_OI, np.float32)
     w_OI[:, hessian.dead_I] = 0
-    size, width = (
-        (target.group_size(columns) if target else columns),
-        round_up(columns, COLUMN_BLOCK),
-    )
+    size = target.group_size(columns) if target else columns
+    width = round_up(columns, COLUMN_BLOCK)
     ordered = bool((hessian.order_I != np.arange(columns)).any())
     static = target is not None and (target.group is None or (ordered and static_groups))
     group_I = hessian.order_I // size if static else np.arange(columns) // size

@@ -30,8 +30,8 @@ class Sparsity:
 
 def parse(text: str) -> Sparsity:
     """Parse `50%`, `0.5` (zero half) or `2:4` (keep two of each four). Raises ConfigError."""
-    if found := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
-        n, m = int(found[1]), int(found[2])
+    if match := re.fullmatch(r"(\d{1,3}):(\d{1,3})", text):
+        n, m = int(match[1]), int(match[2])
         if 0 < n < m and m in (2, 4, 8, 16, 32, 64):
             return Sparsity(1 - n / m, (n, m))
         raise ConfigError(f"N:M must have 0 < N < M, and M a power of two up to 64: got {text!r}")
@@ -45,9 +45,9 @@ def parse_share(text: str) -> float:
     """Parse a share such as `25%` or `0.25`. Raises ConfigError unless it is between 0 and 1."""
     number = text.removesuffix("%")
     if re.fullmatch(r"\d+(\.\d*)?|\.\d+", number):
-        found = float(number) / (100 if text.endswith("%") else 1)
-        if 0 < found < 1:
-            return found
+        share = float(number) / (100 if text.endswith("%") else 1)
+        if 0 < share < 1:
+            return share
     raise ConfigError(f"share must be between 0 and 100%, such as 25% or 0.25: got {text!r:.40}")
 
 
@@ -63,13 +63,21 @@ def lowest_mask(score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool) -> np.n
         return np.asarray(lowest_in_groups(groups, m - n)).reshape(score_OI.shape)
     flat = score_OI if rows else score_OI.reshape(1, -1)
     count = int(flat.shape[1] * sparsity.fraction)
-    found = np.zeros(flat.shape, bool)
+    mask = np.zeros(flat.shape, bool)
     if count:
         bound = np.partition(flat, count - 1, axis=1)[:, count - 1 : count]
         below, equal = flat < bound, flat == bound
         left = count - below.sum(axis=1, keepdims=True)
-        found = below | (equal & (np.cumsum(equal, axis=1) <= left))
-    return found.reshape(score_OI.shape)
+        mask = below | (equal & (np.cumsum(equal, axis=1) <= left))
+    return mask.reshape(score_OI.shape)
+
+
+def zero_lowest(
+    array: jax.Array, score_OI: np.ndarray, sparsity: Sparsity, *, rows: bool
+) -> jax.Array:
+    """Return the array with zeros where `lowest_mask` selects the scores."""
+    mask_OI = lowest_mask(score_OI, sparsity, rows=rows)
+    return jnp.where(jnp.asarray(mask_OI), jnp.zeros((), array.dtype), array)
 
 
 @jax.jit
@@ -89,15 +97,3 @@ def lowest_in_groups(score_NM: jax.Array, count: int | jax.Array) -> jax.Array:
     begin_NM = jnp.zeros(score_NM.shape, jnp.uint8)
     rank_NM = jax.lax.fori_loop(0, score_NM.shape[1], count_lower, begin_NM)
     return rank_NM < jnp.asarray(count, jnp.uint8)
-
-
-def gradual_sparsity(step: int, *, begin: int, end: int, first: float, last: float) -> float:
-    """Return the sparsity at a training step: `first` until `begin`, `last` from `end` on.
-
-    Between them it is `last + (first - last) (1 - (step - begin) / (end - begin))^3` (Zhu and Gupta
-    2017).
-    """
-    if not begin < end:
-        raise ConfigError(f"gradual pruning must begin before it ends: got {begin} and {end}")
-    done = min(max((step - begin) / (end - begin), 0.0), 1.0)
-    return last + (first - last) * (1 - done) ** 3

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.observers.qparams import Range
-from jaxllm.compress.observers.statistics import Observer, add_saturating, finite_mask
+from jaxllm.compress.methods.observers import Observer, Range, add_saturating, finite_mask
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_int
 
@@ -33,9 +32,9 @@ class HistogramObserver(Observer):
     high: jax.Array
     count_B: jax.Array
 
-    def update(self, x: jax.Array, mask: jax.Array) -> "HistogramObserver":
-        x_n, real_n = x.reshape(-1), mask.reshape(-1)
-        finite_n, bad = finite_mask(x_n, real_n, (0,))
+    def update(self, x: jax.Array) -> "HistogramObserver":
+        x_n = x.reshape(-1)
+        finite_n, non_finite = finite_mask(x_n)
         low = jnp.minimum(self.low, jnp.where(finite_n, x_n, jnp.inf).min())
         high = jnp.maximum(self.high, jnp.where(finite_n, x_n, -jnp.inf).max())
         bins = self.count_B.shape[0]
@@ -47,7 +46,7 @@ class HistogramObserver(Observer):
             low=low,
             high=high,
             count_B=old_B + new_B.astype(jnp.float32),
-            non_finite_P=add_saturating(self.non_finite_P, bad),
+            non_finite=add_saturating(self.non_finite, non_finite),
         )
 
     def _redistribute(self, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -85,7 +84,7 @@ def histogram(bins: int = 2048) -> HistogramObserver:
     """Return an empty histogram. Raises ConfigError for fewer than one bin."""
     bins = check_int("bins", bins, 1, None, ConfigError)
     return HistogramObserver(
-        non_finite_P=jnp.zeros((), jnp.int32),
+        non_finite=jnp.int32(0),
         low=jnp.full((), jnp.inf, jnp.float32),
         high=jnp.full((), -jnp.inf, jnp.float32),
         count_B=jnp.zeros(bins, jnp.float32),

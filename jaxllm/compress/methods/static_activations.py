@@ -4,19 +4,32 @@ from typing import Annotated
 
 import msgspec
 
-from jaxllm.compress.layers.layerwise import LayerInputs, get_module, replace_leaves
-from jaxllm.compress.methods.layer_loop import match_linears, run_layerwise
-from jaxllm.compress.observers import statistics
-from jaxllm.compress.observers.histograms import histogram
-from jaxllm.compress.observers.qparams import TENSOR, QParams, QRange, Range, find_qparams
-from jaxllm.compress.observers.statistics import observe
-from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext
+from jaxllm.compress.layerwise import (
+    LayerInputs,
+    get_module,
+    match_linears,
+    replace_leaves,
+    run_layerwise,
+)
+from jaxllm.compress.methods.histograms import histogram
+from jaxllm.compress.methods.observers import (
+    QParams,
+    QRange,
+    Range,
+    check_finite,
+    find_qparams,
+    grid_search,
+    min_max,
+    observe,
+)
+from jaxllm.compress.recipe import ModelState, RuleOptions, Step, StepContext
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import LinearGroup
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntWeight
 
 QRANGE = QRange(MIN_INPUT, MAX_INPUT)
+AVERAGING_CONSTANT = 0.01  # of moving averages, as in torch
 
 
 class StaticInputOptions(RuleOptions, frozen=True):
@@ -43,7 +56,7 @@ def static_inputs(
     def change(layer: LayerInputs) -> Params:
         params = layer.params
         for site, chosen in match_linears(layer, options.on):
-            found = _find_qparams(layer, params, site, options)
+            qparams = _find_qparams(layer, params, site, options)
             for linear in chosen:
                 weight = get_module(params, linear)["weight"]
                 if not (isinstance(weight, IntWeight) and weight.int_format.supports_input_grid):
@@ -51,7 +64,7 @@ def static_inputs(
                         f"{layer.path}.{linear} is not int8, which static inputs require: add"
                         " 'quantize: rtn int8' before this step"
                     )
-                weight = weight.with_input_grid(found.scale, found.zero)
+                weight = weight.with_input_grid(qparams.scale, qparams.zero)
                 params = replace_leaves(params, linear, weight=weight)
         return params
 
@@ -69,22 +82,30 @@ def _find_qparams(
 ) -> QParams:
     """Find scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
     where = f"{layer.path}.{site.linears[0]}"
+    bounds: Range
     if options.range in ("percentile", "histogram"):
-        counted = layer.fold(params, observe, site.input, histogram())
-        statistics.check_finite(counted, where)
-        percentile = options.range == "percentile"
-        found: Range = (
-            counted.percentile_range(options.percent)
-            if percentile
-            else counted.min_error_range(MAX_INPUT - MIN_INPUT + 1)
-        )
-        return find_qparams(found, QRANGE, symmetric=options.symmetric)
-    averaged = options.range == "average"
-    first = statistics.moving_average(()) if averaged else statistics.min_max((), TENSOR)
-    seen = layer.fold(params, observe, site.input, first)
-    statistics.check_finite(seen, where)
-    found = seen.range()
+        counts = layer.fold(params, observe, site.input, histogram())
+        check_finite(counts, where)
+        if options.range == "percentile":
+            bounds = counts.percentile_range(options.percent)
+        else:
+            bounds = counts.min_error_range(MAX_INPUT - MIN_INPUT + 1)
+        return find_qparams(bounds, QRANGE, symmetric=options.symmetric)
+    first = min_max(AVERAGING_CONSTANT if options.range == "average" else None)
+    extremes = layer.fold(params, observe, site.input, first)
+    check_finite(extremes, where)
+    bounds = extremes.range()
     if options.range == "grid":
-        errors = statistics.grid_search(found, QRANGE, symmetric=options.symmetric)
-        found = layer.fold(params, observe, site.input, errors).range()
-    return find_qparams(found, QRANGE, symmetric=options.symmetric)
+        errors = grid_search(bounds, QRANGE, symmetric=options.symmetric)
+        bounds = layer.fold(params, observe, site.input, errors).range()
+    return find_qparams(bounds, QRANGE, symmetric=options.symmetric)
+
+
+STEP = Step(
+    "activations",
+    "static",
+    static_inputs,
+    "round inputs of int8 weights to int8, with a calibrated scale",
+    options=StaticInputOptions,
+    check=check_static,
+)

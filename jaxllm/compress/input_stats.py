@@ -1,7 +1,5 @@
 """Statistics of a linear's inputs: sums over all tokens of the calibration data."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,11 +69,3 @@ def check_finite(stats: InputStats, where: str) -> InputStats:
             " infinity, so calibration is impossible"
         )
     return stats
-
-
-def gram_blocks(stats: InputStats, group: int, width: int) -> jax.Array:
-    """Return the diagonal blocks `[G, group, group]` of the Gram matrix, padded to `width`."""
-    pad = width - stats.gram_II.shape[0]
-    gram_II: Any = jnp.pad(stats.gram_II, ((0, pad), (0, pad)))
-    blocks = gram_II.reshape(width // group, group, width // group, group)
-    return jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)

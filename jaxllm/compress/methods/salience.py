@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm import models
-from jaxllm.compress.structure.structure import Kind, group_count, group_slices
+from jaxllm.compress.methods.parameter_groups import Kind, group_count, group_slices
 from jaxllm.errors import NonFiniteError
 from jaxllm.evaluate.likelihood.score import logits
 from jaxllm.models.layers import Trace
@@ -64,17 +64,17 @@ def measure_salience(
         for share in group_slices(config, kind, params[f"{name}.{number}"], f"{name}.{number}")
     }
     weights = {path: share.array for (_, path), share in table.items()}
-    found = np.zeros((config.num_hidden_layers, group_count(config, kind)))
-    each = _weight_salience(model, params, criterion, weights, token_NT, show_progress)
+    salience_LG = np.zeros((config.num_hidden_layers, group_count(config, kind)))
+    by_path = _weight_salience(model, params, criterion, weights, token_NT, show_progress)
     for (number, path), share in table.items():
-        part = np.take(np.asarray(each[path], np.float64), share.index_Gn, axis=share.axis)
+        part = np.take(np.asarray(by_path[path], np.float64), share.index_Gn, axis=share.axis)
         axes = [axis for axis in range(part.ndim) if axis != share.axis]
-        found[number] += part.sum(axis=tuple(axes))
-    if not np.isfinite(found).all():
+        salience_LG[number] += part.sum(axis=tuple(axes))
+    if not np.isfinite(salience_LG).all():
         raise NonFiniteError(
             f"the model returned NaN or infinity: salience by {criterion} is undefined"
         )
-    return found
+    return salience_LG
 
 
 def keep_most_salient(salience_LG: np.ndarray, count: int) -> list[np.ndarray]:
@@ -83,13 +83,12 @@ def keep_most_salient(salience_LG: np.ndarray, count: int) -> list[np.ndarray]:
     return [np.sort(layer[count:]) for layer in order]
 
 
-def gradient_moments(
+def _gradient_moments(
     model: nn.Module,
     params: Params,
     weights: Arrays,
     token_NT: np.ndarray,
-    *,
-    show_progress: bool | None = None,
+    show_progress: bool | None,
 ) -> tuple[Arrays, Arrays]:
     """Return the loss gradient for each of `weights` and its square, float32 means over rows."""
     zeros = {path: jnp.zeros(x.shape, jnp.float32) for path, x in weights.items()}
@@ -118,7 +117,7 @@ def _weight_salience(
         # The input of a bias is 1 for every token.
         ones = np.sqrt(float(token_NT.size))
         return {p: w * (norms[p][None] if w.ndim == 2 else ones) for p, w in size.items()}
-    g, squares = gradient_moments(model, params, weights, token_NT, show_progress=show_progress)
+    g, squares = _gradient_moments(model, params, weights, token_NT, show_progress)
     if criterion == "first":
         return {path: size[path] * jnp.abs(g[path]) for path in weights}
     wide = {path: w.astype(jnp.float32) for path, w in weights.items()}
@@ -139,7 +138,7 @@ def _input_norms(model: nn.Module, params: Params, token_NT: np.ndarray) -> Arra
 @partial(jax.jit, static_argnums=0)
 def _input_squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arrays:
     family = models.get_family(model.config.model_type)
-    found: Arrays = {}
+    squares: Arrays = {}
     for number, layer in enumerate(trace(model, params, token_BT).layers):
         for site in family.linear_groups:
             x = attrgetter(site.input)(layer)
@@ -147,8 +146,8 @@ def _input_squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arr
                 continue
             squared_I = (x.astype(jnp.float32) ** 2).sum(axis=(0, 1)).reshape(-1)
             paths = [f"{family.layers}.{number}.{linear}.weight" for linear in site.linears]
-            found |= dict.fromkeys(paths, squared_I)
-    return found
+            squares |= dict.fromkeys(paths, squared_I)
+    return squares
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)

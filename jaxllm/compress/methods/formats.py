@@ -1,0 +1,65 @@
+"""Changes of format without calibration: stored weights, and int8 inputs at run time."""
+
+import dataclasses
+
+import jax
+
+from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, Step, StepContext
+from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
+from jaxllm.weights.paths import first_match, map_leaves
+from jaxllm.weights.types.base import WeightBase
+from jaxllm.weights.types.int_weight import IntWeight
+
+
+def store(
+    state: ModelState, argument: str, options: RuleOptions, context: StepContext
+) -> ModelState:
+    """Convert weights to another format; values may round."""
+
+    def change(path: str, leaf: Weight) -> Weight:
+        chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
+        return convert_inner(leaf, argument) if chosen else leaf
+
+    return dataclasses.replace(state, params=map_leaves(change, state.params))
+
+
+def dynamic_inputs(
+    state: ModelState, argument: str, options: Options, context: StepContext
+) -> ModelState:
+    """Round inputs of integer weights to int8 at run time (dynamic quantization)."""
+    precision = dataclasses.replace(state.precision, int8_inputs=True)
+    return dataclasses.replace(state, precision=precision)
+
+
+def convert_inner(weight: Weight, name: str) -> Weight:
+    """Convert a weight to the format `name`; for one composed of others, convert those."""
+    is_nested = as_weight(weight).is_composite and not isinstance(weight, IntWeight)
+    if not is_nested or parse_format(name).name.count("/"):
+        return as_format(weight, name)
+
+    def change(part: Weight) -> Weight:
+        return convert_inner(part, name) if part.ndim >= 2 else part
+
+    changed: Weight = jax.tree.map(
+        change, weight, is_leaf=lambda x: isinstance(x, WeightBase) and x is not weight
+    )
+    return changed
+
+
+STORE = Step(
+    "store",
+    "",
+    store,
+    "convert weights to another format",
+    FORMAT,
+    RuleOptions,
+    needs_calibration=False,
+    supports_experts=True,
+)
+DYNAMIC_INPUTS = Step(
+    "activations",
+    "dynamic",
+    dynamic_inputs,
+    "round inputs of integer weights to int8, scaled per token",
+    needs_calibration=False,
+)

@@ -1,0 +1,84 @@
+"""GPTQ: rounds column by column, and later columns compensate earlier errors.
+
+Frantar et al. 2022, arXiv 2210.17323. `column_solver` has the loop over columns.
+"""
+
+import jax.numpy as jnp
+
+from jaxllm.compress.column_solver import factor_inputs, solve_columns
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.recipe import (
+    INTEGER_FORMAT,
+    Fraction,
+    ModelState,
+    RuleOptions,
+    Shapes,
+    Step,
+    StepContext,
+    match_paths,
+    parse_integer_format,
+)
+from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
+from jaxllm.errors import ConfigError
+from jaxllm.weights.formats import Weight, to_dense
+from jaxllm.weights.types.act_order import PermutedWeight
+
+
+class GptqOptions(RuleOptions, frozen=True):
+    """Options of GPTQ.
+
+    act_order: process columns with larger inputs first. static_groups: with act_order, groups are
+    still adjacent columns. damping: added to H's diagonal, as a fraction of its mean.
+    """
+
+    act_order: bool = False
+    static_groups: bool = True
+    damping: Fraction = 0.01
+
+
+def gptq(
+    state: ModelState, argument: str, options: GptqOptions, context: StepContext
+) -> ModelState:
+    """Quantize to integers column by column; later columns compensate earlier errors."""
+    to = parse_integer_format(argument)
+
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        factor = factor_inputs(stats, where, options.damping, context.log, options.act_order)
+
+        def change(path: str, weight: Weight) -> Weight:
+            array = to_dense(weight, jnp.float32)
+            solved = solve_columns(array, factor, target=to, static_groups=options.static_groups)
+            assert solved.codes_OI is not None and solved.scale_OG is not None
+            if options.act_order and not options.static_groups and to.group is not None:
+                order_I = jnp.asarray(factor.order_I, jnp.int32)
+                codes_OI = solved.codes_OI[:, order_I]
+                return PermutedWeight(
+                    to.from_codes(codes_OI, solved.scale_OG, solved.zero_OG), order_I
+                )
+            return to.from_codes(solved.codes_OI, solved.scale_OG, solved.zero_OG)
+
+        return change
+
+    return change_by_inputs(state, options, context, f"GPTQ, {to.name}", prepare)
+
+
+def check_gptq(shapes: Shapes, argument: str, options: GptqOptions) -> None:
+    """Raise ConfigError for experts with act_order and static_groups=false: orders would differ."""
+    ordered = (
+        options.act_order and not options.static_groups and parse_integer_format(argument).group
+    )
+    for path in match_paths(shapes, options.on, argument):
+        if ordered and len(shapes[path]) > 2:
+            raise ConfigError(f"{path} belongs to experts: act_order requires static_groups=true")
+
+
+STEP = Step(
+    "quantize",
+    "gptq",
+    gptq,
+    "integers; later columns compensate the errors of earlier ones",
+    INTEGER_FORMAT,
+    GptqOptions,
+    supports_experts=True,
+    check=check_gptq,
+)

@@ -1,0 +1,52 @@
+"""Wanda: zeroes the smallest |weight| x input norm in each row.
+
+Sun et al. 2024, arXiv 2306.11695.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.compress.input_stats import InputStats
+from jaxllm.compress.recipe import (
+    PATTERN,
+    ModelState,
+    RuleOptions,
+    Step,
+    StepContext,
+    check_pattern,
+)
+from jaxllm.compress.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
+from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
+from jaxllm.weights.formats import Weight, to_dense
+
+
+def wanda(
+    state: ModelState, argument: str, options: RuleOptions, context: StepContext
+) -> ModelState:
+    """Zero the smallest |weight| x input norm in each row."""
+    sparsity = parse_sparsity(argument)
+
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        return lambda path, weight: prune_wanda(weight, stats, sparsity)
+
+    return change_by_inputs(state, options, context, f"Wanda, {sparsity.name}", prepare)
+
+
+def prune_wanda(weight: Weight, stats: InputStats, sparsity: Sparsity) -> jax.Array:
+    """Zero the weights with the smallest `|w_ij| ||x_j||` in each row."""
+    array = jnp.asarray(to_dense(weight))
+    score_OI = np.abs(np.asarray(array, np.float32)) * np.asarray(stats.norm_I)[None]
+    return zero_lowest(array, score_OI, sparsity, rows=True)
+
+
+STEP = Step(
+    "prune",
+    "wanda",
+    wanda,
+    "zero the smallest |weight| x input norm in each row",
+    PATTERN,
+    RuleOptions,
+    supports_experts=True,
+    check=check_pattern,
+)
