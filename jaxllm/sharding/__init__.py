@@ -4,7 +4,7 @@
 module, built with one device's share of the configuration, inside one `jax.shard_map` that is
 manual over all axes. Each device holds a shard of the parameters, of the cache segments and of the
 rows, and the module does not see the other devices; so the kernels get plain local arrays. Weights
-that need communication are wrapped in a parallel weight class (`weights.types.tensor_parallel`).
+that need communication are wrapped in a parallel weight class (`sharding.tensor_parallel`).
 Outside of `apply`, commits, sampling, beam search, cache edits and serving are ordinary compiled
 code on global arrays with a sharding: logits come out unsharded, and the same random numbers choose
 the same tokens.

@@ -26,8 +26,8 @@ from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, AxisNames
 from jaxllm.sharding.pipeline.stage_layers import LayerTable
 from jaxllm.sharding.pipeline.stage_params import unstack_trace
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Outside of `jax.shard_map` a parameter is one array over the whole mesh, or one of `ShardList`.
 Inside, it is an ordinary weight of the module, wrapped in a parallel weight
-(`weights.types.tensor_parallel`) if a product needs communication.
+(`sharding.tensor_parallel`) if a product needs communication.
 """
 
 import dataclasses
@@ -15,14 +15,12 @@ from jax.sharding import PartitionSpec as P
 from jaxllm import models
 from jaxllm.config.model import ModelConfig
 from jaxllm.sharding import partition_specs
+from jaxllm.sharding.expert_parallel import ExpertParallel
 from jaxllm.sharding.fsdp import add_data_axis, wrap_fsdp
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import EXPERT_AXIS, AxisNames, PartitionRule, find_rule
 from jaxllm.sharding.pipeline.stage_params import stacked_specs
-from jaxllm.weights.paths import Params, flatten, map_leaves
-from jaxllm.weights.types.expert_parallel import ExpertParallel
-from jaxllm.weights.types.lora import LoraWeight
-from jaxllm.weights.types.tensor_parallel import (
+from jaxllm.sharding.tensor_parallel import (
     ReplicatedTable,
     RowParallel,
     RowParallelExact,
@@ -30,6 +28,8 @@ from jaxllm.weights.types.tensor_parallel import (
     ShardedNorm,
     VocabParallel,
 )
+from jaxllm.weights.paths import Params, flatten, map_leaves
+from jaxllm.weights.types.lora import LoraWeight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from jaxllm.sharding.partition_rules import (
     AxisNames,
     PartitionRule,
 )
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import block_spec, lora_rules, nested_rule
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight
-from jaxllm.weights.types.tensor_parallel import ShardList
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 RowAxes = tuple[str, ...] | None

@@ -32,13 +32,13 @@ from jaxllm.sharding.pipeline.stage_params import (
     stack_stages,
     submesh,
 )
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.lazy import LazyTensor, concat_tensors
 from jaxllm.weights.load import NotLocal, ParamPlacer
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight, strip_adapters
-from jaxllm.weights.types.tensor_parallel import ShardList
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 

@@ -30,10 +30,10 @@ from jaxllm.sharding.pipeline import decode
 from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
 from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import ParamSharder, replicate
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 from jaxllm.weights.linear import INT8_BLOCK
 from jaxllm.weights.paths import Params, PipelinedDecoder, ShardedModelBase, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
 
 
 class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
@@ -49,7 +49,7 @@ class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
     precision: Precision
     axes: MeshSpec
     exact: bool = (
-        False  # sum in the order of one device (`weights.types.tensor_parallel.RowParallelExact`)
+        False  # sum in the order of one device (`sharding.tensor_parallel.RowParallelExact`)
     )
     runner: PipelineRunner = PipelineRunner(1)  # runs the layers, in stages or in one
     fsdp: bool = False  # shard matrices over `data` too (`sharding.fsdp`)

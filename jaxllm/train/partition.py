@@ -17,9 +17,9 @@ from jaxllm import models
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.files import compile_pattern
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.weights.paths import Params, first_match, flatten, identity_path, list_arrays
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.tensor_parallel import ShardList
 
 TrainedParams = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.partition import Placeholder, TrainedParams
 from jaxllm.weights.lazy_gather import LazyWeight, load_weight
 from jaxllm.weights.paths import Params, list_arrays, unsharded_paths
-from jaxllm.weights.types.tensor_parallel import ShardList
 
 
 @dataclasses.dataclass(frozen=True)

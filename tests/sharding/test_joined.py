@@ -10,6 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm.adapters import LoraConfig
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
 from jaxllm.train.checkpointing import collect_settings, open_journal
 from jaxllm.train.loop import TrainPlan
@@ -19,7 +20,6 @@ from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.paths import Params, flatten, gather_params, map_leaves
-from jaxllm.weights.types.tensor_parallel import ShardList
 from tests.sharding.made import one, spread
 from tests.twins import save_random, tokens
 

@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import ParallelHooks
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 
 
 def make_token_slice(axes: MeshSpec, columns: int) -> SequenceSlice | None:

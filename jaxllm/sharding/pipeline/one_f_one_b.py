@@ -26,6 +26,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Trace
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
+from jaxllm.sharding.fsdp import FsdpShard
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
 from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames, find_rule
@@ -34,10 +35,9 @@ from jaxllm.sharding.pipeline.forward import take_microbatch
 from jaxllm.sharding.pipeline.schedule import SCHEDULES, Job, Schedule, job_dependencies
 from jaxllm.sharding.pipeline.stage_layers import AXIS, run_places
 from jaxllm.sharding.sharded_model import ShardedModel, local_module
+from jaxllm.sharding.tensor_parallel import SequenceSlice, VocabParallel
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.fsdp import FsdpShard
-from jaxllm.weights.types.tensor_parallel import SequenceSlice, VocabParallel
 
 Ints = Any  # int32, of numpy or JAX
 # Sums the loss of logits [B, T, V] and rows. The logits are a device's own if they are sharded over

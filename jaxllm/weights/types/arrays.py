@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.ops import native
 from jaxllm.weights.types.base import (
+    LocalExperts,
     PartialShape,
     ReadBlocks,
     WeightBase,
@@ -67,6 +68,9 @@ class DenseWeight(WeightBase):
             )
             return y
         return matmul(x_RI, self.array)
+
+    def local_experts(self) -> LocalExperts:
+        return LocalExperts(self.array)
 
     def native_matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])

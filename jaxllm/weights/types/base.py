@@ -5,7 +5,7 @@ use `jax.vmap` for a stack.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,25 @@ from jaxllm.weights.safetensors import empty_aligned
 
 PartialShape = tuple[int | None, ...]  # None: of any size
 ReadBlocks = Callable[[], Iterable[np.ndarray]]  # each call starts at the first block
-LinearFn = Callable[[jax.Array, Any], jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
+LinearFn = Callable[..., jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
+# Rows [A, D], their experts [A], and the function from both to [A, D] that runs local experts.
+RunExperts = Callable[[jax.Array, jax.Array, Callable[..., jax.Array]], jax.Array]
 V = TypeVar("V")
 BLOCK_ROWS = 512  # rows of a block, which is quantized at once
+
+
+class LocalExperts(NamedTuple):
+    """A device's experts of a stack `[E, O, I]`, and the communication around them.
+
+    Attributes:
+        stack: The experts; a weight.
+        run: Runs each row's expert where it is.
+        reduce: Sums the products of the stack over devices, or anything linear in them.
+    """
+
+    stack: Any
+    run: RunExperts = lambda x_AD, expert_A, run: run(x_AD, expert_A)
+    reduce: Callable[[jax.Array], jax.Array] = lambda y: y
 
 
 class WeightBase:
@@ -27,6 +43,9 @@ class WeightBase:
 
     supports_int8_inputs = False  # whether `Precision.int8_inputs` applies to products with it
     is_composite = False  # whether it is made of other weights, and multiplies by `apply_with`
+    # Whether it is a device's shard, whose products communicate: `apply_with` then passes further
+    # arguments on to `linear`.
+    is_sharded = False
     trainable_fields: ClassVar[
         tuple[str, ...]
     ] = ()  # fields that training can change, but for integers
@@ -77,9 +96,17 @@ class WeightBase:
         """Return `x @ weight.T` in plain JAX, float32 `[R, O]`; it defines all other paths."""
         raise NotImplementedError
 
-    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn, *args: Any) -> jax.Array:
         """Return `x @ weight.T`, float32 `[R, O]`; `linear` multiplies the parts of a composite."""
         raise NotImplementedError
+
+    def apply_norm(self, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
+        """Return `norm(x, weight, mean=)` of a vector; mean: of the squares, None: computed."""
+        return norm(x, self.to_dense())
+
+    def local_experts(self) -> LocalExperts:
+        """Return the experts of a stack that this device has."""
+        return LocalExperts(self)
 
     def for_training_step(self, key: jax.Array, step: jax.Array) -> "WeightBase":
         """Return the weight as training step `step` uses it. `key` is for random draws."""
