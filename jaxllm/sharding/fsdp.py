@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.mesh_spec import MeshSpec
-from jaxllm.sharding.partition_rules import find_rule
 from jaxllm.sharding.partition_specs import param_specs
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import ParamSharder
@@ -122,7 +121,7 @@ class FsdpSharder(ParamSharder):
     def _shard_over_data(self, path: str, weight: Weight) -> Weight:
         if isinstance(weight, NotLocal):
             return weight
-        split, mesh = find_rule(self._config, self._exact, path), self._stage_mesh(path)
+        split, mesh = self._model.find_rule(path), self._stage_mesh(path)
         specs = add_data_axis(
             path, weight, param_specs(path, weight, split, self._axes, None), self._axes
         )

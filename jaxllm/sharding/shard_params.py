@@ -17,13 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxllm import models
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.multihost import is_multiprocess, to_host
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
-from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule, find_rule
-from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.sharding.model_sharding import ModelSharding
+from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule
+from jaxllm.sharding.pipeline.stage_layers import AXIS
 from jaxllm.sharding.pipeline.stage_params import (
     concat_shards,
     equalize_over_mesh,
@@ -105,12 +104,8 @@ def plan_split(
 class ParamSharder(ParamPlacer):
     """Shards parameters over the devices of a mesh as they are read, by the partition rules."""
 
-    def __init__(
-        self, config: ModelConfig, axes: MeshSpec, exact: bool, layer_table: LayerTable
-    ) -> None:
-        """Store the rules' inputs. `layer_table` has the layer numbers of each stage."""
-        self._config, self._axes, self._exact = config, axes, exact
-        self._prefix, self._table = models.get_family(config.model_type).layers, layer_table
+    def __init__(self, model: ModelSharding) -> None:
+        self._model, self._axes, self._table = model, model.axes, model.layer_table
 
     def is_local(self, path: str) -> bool:
         return is_local(self._stage_mesh(path))
@@ -118,7 +113,7 @@ class ParamSharder(ParamPlacer):
     def place_weight(self, path: str, weight: Weight) -> Weight:
         if not self.is_local(path):
             return NotLocal()  # type: ignore[return-value]
-        split = find_rule(self._config, self._exact, path)
+        split = self._model.find_rule(path)
         if isinstance(weight, LoraWeight):
             return self._place_lora(
                 path, weight, split, self._shard_weight(path, strip_adapters(weight), split)
@@ -140,7 +135,7 @@ class ParamSharder(ParamPlacer):
             return weight
         if not self.is_local(path):
             return NotLocal()  # type: ignore[return-value]
-        split = find_rule(self._config, self._exact, path)
+        split = self._model.find_rule(path)
         return self._place_lora(path, weight, split, strip_adapters(weight))
 
     def load_tensor(
@@ -150,7 +145,7 @@ class ParamSharder(ParamPlacer):
         read: Callable[[LazyTensor], Weight],
         sliceable_axes: tuple[int, ...],
     ) -> Weight:
-        split = find_rule(self._config, self._exact, path)
+        split = self._model.find_rule(path)
         if split is REPLICATED or split.axis not in sliceable_axes:
             return self.place_weight(path, read(tensor))
         if split.is_expert_stack and self._axes.expert > 1:
@@ -206,11 +201,11 @@ class ParamSharder(ParamPlacer):
         """Stack the layers of all stages (see `pipeline.stack_stages`)."""
         if len(self._table) == 1:
             return params
-        return stack_stages(params, self._prefix, self._table, build_mesh(self._axes))
+        return stack_stages(params, self._model.layers, self._table, build_mesh(self._axes))
 
     def _stage_mesh(self, path: str) -> Mesh:
         """Return the devices that split a parameter: those of its stage."""
-        mesh, stage = build_mesh(self._axes), find_stage(path, self._prefix, self._table)
+        mesh, stage = build_mesh(self._axes), find_stage(path, self._model.layers, self._table)
         return mesh if stage is None or len(self._table) == 1 else submesh(mesh, AXIS, stage)
 
     def _shard_weight(

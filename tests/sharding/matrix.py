@@ -18,7 +18,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
-from jaxllm.weights.paths import Params, unsharded_paths
+from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 from tests.sharding.made import FAMILIES, WIDE, at_hand, largest_difference, one, spread
 from tests.twins import tokens
@@ -126,7 +126,7 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
             if spread_over
             else attach_adapter(model.config, params, adapter)
         )
-    some, rest = partition(whole, rules, None, unsharded_paths(model))
+    some, rest = partition(whole, rules, None, model.unsharded_paths)
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
     state, _ = train_step(init_state(some, setup), rest, None, rows, jax.random.key(7), setup=setup)

@@ -19,7 +19,7 @@ from jaxllm.train.prompt_jobs import prompt_tuning
 from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
-from jaxllm.weights.paths import Params, flatten, gather_params, map_leaves
+from jaxllm.weights.paths import Params, flatten, map_leaves
 from tests.sharding.made import one, spread
 from tests.twins import save_random, tokens
 
@@ -118,7 +118,7 @@ def test_what_is_trained_goes_on_on_another_mesh(kind: str, tmp_path: Path) -> N
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
         job = BEGUN[kind](lm)
         setup = Setup(job.model, job.objective, Optimizer(steps=1))
-        params = gather_params(job.model, job.params)
+        params = job.model.gather(job.params)
         settings = collect_settings(setup, TrainPlan(steps=1))
         found.add(open_journal(params, job.extra_inputs, settings, tmp_path).digest)
     assert len(found) == 1

@@ -26,7 +26,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, combine, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
-from jaxllm.weights.paths import Params, flatten, gather_params, unsharded_paths
+from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
 from tests.sharding.made import WIDE, at_hand, one
@@ -65,7 +65,7 @@ def over(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
 
 def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     """Of the loss of a batch, for every parameter, in one device's form."""
-    trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    trained, rest = partition(params, ALL_PARAMS, None, model.unsharded_paths)
     rows, key = Texts().batch(0), jax.random.key(0)
 
     def loss(trained: Any, rest: Any) -> jax.Array:
@@ -204,7 +204,7 @@ def test_a_run_has_one_digest_whatever_its_mesh(tmp_path: Path) -> None:
         lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
         job, setup = jobs.full_finetune(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
         params, settings = (
-            gather_params(lm.model, job.params),
+            lm.model.gather(job.params),
             collect_settings(setup, TrainPlan(steps=1)),
         )
         found.add(open_journal(params, None, settings, tmp_path).digest)
@@ -244,7 +244,7 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
             if isinstance(mine, ShardedModel)
             else attach_adapter(model.config, base, adapter)
         )
-        trained, rest = partition(beside, ADAPTERS, None, unsharded_paths(mine))
+        trained, rest = partition(beside, ADAPTERS, None, mine.unsharded_paths)
         setup = Setup(mine, NextToken(), optimizer)
         state = init_state(trained, setup)
         for _ in range(2):

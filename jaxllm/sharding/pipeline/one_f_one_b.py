@@ -29,7 +29,7 @@ from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.fsdp import FsdpShard
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
-from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames, find_rule
+from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames
 from jaxllm.sharding.partition_specs import find_row_axes
 from jaxllm.sharding.pipeline.forward import take_microbatch
 from jaxllm.sharding.pipeline.schedule import SCHEDULES, Job, Schedule, job_dependencies
@@ -205,9 +205,8 @@ def _loss_and_gradient(
             f"row length must be a multiple of {2 * way.devices} for sequence={way.devices}, got"
             f" {columns}. Pad rows to {len(way.column_order)}"
         )
-    local = model.local_params(
-        params, over, sequence_parallel.make_token_slice(model.axes, way.local_columns)
-    )
+    token_slice = sequence_parallel.make_token_slice(model.axes, way.local_columns)
+    local = LocalParams(model, params, over, token_slice)
     flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
     # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
     apart = batch // share * (way.devices if way.is_split else 1)
@@ -394,18 +393,18 @@ def logit_axes(model: ShardedModel) -> AxisNames:
 
 def _prepare_leaf(local: LocalParams, over: AxisNames, path: str, part: Any) -> Any:
     """Return the module's form of a parameter; tables are gathered from the other stages."""
-    split = find_rule(local.config, local.exact, path)
-    if split.kind != "vocabulary" or local.axes.num_shards(split.axis_names) == 1:
+    rule, axes = local.model.find_rule(path), local.model.axes
+    if rule.kind != "vocabulary" or axes.num_shards(rule.axis_names) == 1:
         return local.wrap_leaf(path, part)
-    mine = local.local_shard(path, part)
-    mine = mine.gather() if isinstance(mine, FsdpShard) else mine
-    if isinstance(mine, WeightBase):
+    shard = local.local_shard(path, part)
+    shard = shard.gather() if isinstance(shard, FsdpShard) else shard
+    if isinstance(shard, WeightBase):
         raise ConfigError(
             f"{path} must be unquantized to train with a schedule of microbatches, got"
-            f" {mine.format}. Load it unquantized, or train without a schedule"
+            f" {shard.format}. Load it unquantized, or train without a schedule"
         )
-    whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
-    rows = local.config.vocab_size
-    if local.axes.num_shards(HEAD_AXES) == 1:
+    whole = jax.lax.all_gather(shard, AXIS, axis=0, tiled=True)
+    rows = local.model.config.vocab_size
+    if axes.num_shards(HEAD_AXES) == 1:
         return whole[:rows]
     return VocabParallel(whole, HEAD_AXES, rows, local.token_slice, keep_sharded=bool(over))

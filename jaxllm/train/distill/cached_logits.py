@@ -34,7 +34,7 @@ from jaxllm.train.distill.topk_logits import TopKLogprobs, ids_dtype, topk_logpr
 from jaxllm.train.objective import forward
 from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import Params, gather_lazy
+from jaxllm.weights.paths import Params
 from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
 
 FORMAT = "jaxllm-teacher"
@@ -170,7 +170,7 @@ def record_teacher(
     if not 1 <= k <= size:
         raise ConfigError(f"top_k must be 1 to {size}, the vocabulary size: got {k}")
     width = int(data.batch(0).token_BT.shape[1])
-    weights = fingerprint(gather_lazy(teacher, params))
+    weights = fingerprint(teacher.gather_lazy(params))
     who = hashlib.sha256(f"{weights} {teacher.config!r} {teacher.precision!r}".encode()).hexdigest()
     asked = RecordKey(who, data.digest, k, float(temperature), size, width)
     with _lock_directory(directory):

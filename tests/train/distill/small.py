@@ -16,6 +16,7 @@ from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.modules import get_param
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
 from tests.twins import VOCAB, random_model, tokens
 
@@ -23,7 +24,7 @@ B, T = 2, 7
 CONFIG: LlamaConfig = random_model("llama", num_hidden_layers=1)[0].config
 
 
-class Pairs(nn.Module):
+class Pairs(Model, nn.Module):
     """A model of pairs of tokens: the vector of one says how likely each is to follow."""
 
     config: LlamaConfig
