@@ -32,7 +32,8 @@ one is never used for another; with several devices, no program is saved to disk
 (`ops.compile_cache`).
 """
 
-import flax.linen as nn
+from typing import Any
+
 import jax
 
 from jaxllm import models
@@ -56,7 +57,7 @@ def build_model(
     mesh: str | MeshSpec | None,
     exact: bool,
     fsdp: bool = False,
-) -> tuple[nn.Module, ParamPlacer | None]:
+) -> tuple[Any, ParamPlacer | None]:
     """Build the model, and the placer of its parameters; None: they stay where they are read.
 
     Raises:

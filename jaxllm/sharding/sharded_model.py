@@ -73,7 +73,8 @@ class ShardedModel(ModelSharding, Model):
             **extra,
         }
         cached = {"segments": segments} | ({"memory": memory} if memory else {})
-        call = CallSharding(self, *token_BT.shape, column_B is not None, attention_mass)
+        batch, columns = token_BT.shape
+        call = CallSharding(self, batch, columns, column_B is not None, attention_mass)
         local = LocalParams(self, variables["params"], call.row_axes, call.token_slice)
         apply = partial(local_module(self).apply, attention_mass=attention_mass)
         return call.run(apply, local, row_inputs, cached)

@@ -19,25 +19,35 @@ class Model:
 
     The answers here are those of a model on one device, which every module of `models` is.
     `sharding.ShardedModel` has its own.
-
-    Attributes:
-        cache_sharding: The sharding of a cache's array, by its path; that of scalars is replicated.
-            None: the arrays stay on the device of their inputs.
-        cache_writer: Writes new entries into a cache's tail in place of
-            `cache.write.write_at_cursor`; compared by value.
-        stage_layers: The layer numbers of each pipeline stage, in the order of a cache's arrays;
-            None marks an empty place. Empty if each array belongs to one layer.
     """
 
     config: ModelConfig
     precision: Precision
-    cache_sharding: Placement | None = None
-    cache_writer: Callable[..., Any] | None = None
-    stage_layers: tuple[tuple[int | None, ...], ...] = ()
 
     @property
     def is_sharded(self) -> bool:
         return self.cache_sharding is not None
+
+    @property
+    def cache_sharding(self) -> Placement | None:
+        """The sharding of a cache's array, by its path; scalars are replicated. None: unchanged."""
+        return None
+
+    @property
+    def cache_writer(self) -> Callable[..., Any] | None:
+        """Writes new entries into a cache's tail; None: `cache.write.write_at_cursor`.
+
+        It is compared by value.
+        """
+        return None
+
+    @property
+    def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """The layer numbers of each pipeline stage, in the order of a cache's arrays.
+
+        None marks an empty place. It is empty if each array belongs to one layer.
+        """
+        return ()
 
     def shard(self, params: Params) -> Params:
         """Shard parameters of the unsharded model."""
