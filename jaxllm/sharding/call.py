@@ -2,9 +2,9 @@
 
 A layout (Shazeer et al. 2018, arXiv 1811.02084, section 3) assigns mesh axes to each dimension of
 an array. For a call, rows are split over `data` and `expert`; layers over stages; tokens over
-`sequence` (`sequence.modes`) and, between linears, over `tensor` (`sequence.megatron`). An axis of
-size 1 does nothing. Each device then runs the module's own call on local arrays, inside the one
-`jax.shard_map` that is made here.
+`sequence` (`context_parallel.dispatch`) and, between linears, over `tensor`
+(`context_parallel.sequence_parallel`). An axis of size 1 does nothing. Each device then runs the
+module's own call on local arrays, inside the one `jax.shard_map` that is made here.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ This module has full fine-tuning and LoRA; `fake.job`, `distill.job` and `prompt
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -34,7 +34,6 @@ from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import cast
 from jaxllm.weights.types.lora import LoraWeight
 
-V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
