@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, attach_adapter, init_adapter, make_attacher
-from jaxllm.sharding import ShardedModel
+from jaxllm.adapters import LoraConfig, init_adapter, make_attacher
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
@@ -116,16 +115,12 @@ def texts() -> Rows:
 
 def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
     """After a step: all weights, or an adapter beside those that are integers."""
-    rules, whole, spread_over = ALL_PARAMS, params, isinstance(model, ShardedModel)
+    rules, whole = ALL_PARAMS, params
     if model.precision.quantize is not None:
         lora = LoraConfig(r=3, target_modules="all-linear")
         adapter = init_adapter(model.config, params, lora, jax.random.key(1))
         rules = ADAPTERS
-        whole = (
-            model.attach_adapter(params, make_attacher(model.config, adapter))
-            if spread_over
-            else attach_adapter(model.config, params, adapter)
-        )
+        whole = model.attach_adapter(params, make_attacher(model.config, adapter))
     some, rest = partition(whole, rules, None, model.unsharded_paths)
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
