@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, attach_adapter, extract_adapter, init_adapter, make_attacher
+from jaxllm.adapters import LoraConfig, extract_adapter, init_adapter, make_attacher
 from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import ShardedModel, make_sharded_model
@@ -130,7 +130,7 @@ def steps_of(model: Any, params: Params, steps: int, **options: Any) -> TrainRes
 
 
 def learned(model: Any, found: TrainResult) -> dict[str, np.ndarray]:
-    whole = model.gather(found.params) if isinstance(model, ShardedModel) else found.params
+    whole = model.gather(found.params)
     return {path: np.asarray(x) for path, x in flatten(whole)}
 
 
@@ -237,13 +237,9 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
     for mine in (model, over(model, mesh, True)):
-        base = mine.shard(params) if isinstance(mine, ShardedModel) else params
+        base = mine.shard(params)
         adapter = init_adapter(model.config, base, lora, jax.random.key(1))
-        beside = (
-            mine.attach_adapter(base, make_attacher(model.config, adapter))
-            if isinstance(mine, ShardedModel)
-            else attach_adapter(model.config, base, adapter)
-        )
+        beside = mine.attach_adapter(base, make_attacher(model.config, adapter))
         trained, rest = partition(beside, ADAPTERS, None, mine.unsharded_paths)
         setup = Setup(mine, NextToken(), optimizer)
         state = init_state(trained, setup)
@@ -258,7 +254,7 @@ def test_adapters_and_what_they_drop_are_those_of_one_device(
             (at_hand(StateLayout.from_model(mine, rest).gather_lazy(state.trained)), losses)
         )
         params_of = combine(state.trained, rest)
-        written = mine.gather(params_of) if isinstance(mine, ShardedModel) else params_of
+        written = mine.gather(params_of)
         assert extract_adapter(model.config, written, lora).num_params == adapter.num_params
     (expected, losses), (mine, others) = found
     assert others == pytest.approx(losses, rel=1e-5)
