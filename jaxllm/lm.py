@@ -59,7 +59,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.load import NotLocal
-from jaxllm.weights.paths import Params, Placement, ShardedModelBase, flatten, map_leaves
+from jaxllm.weights.paths import Params, Placement, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules
 from jaxllm.weights.replica_check import check_replicas
@@ -357,10 +357,9 @@ class LM:
                 " (jaxllm.adapters.write_adapter)"
             )
         precision, params = self.model.precision, self.params
-        if isinstance(self.model, ShardedModelBase):
-            params = self.model.gather_lazy(
-                params
-            )  # nf4 shards store their scales in another layout
+        if self.model.is_sharded:
+            # Shards of nf4 store their scales in another layout.
+            params = self.model.gather_lazy(params)
             precision = match_precision(map_leaves(lambda _, x: x.abstract, params), precision)
         opened = native.Checkpoint(
             self.path, self.config, {}, self.generation, precision, recipe=self.recipe

@@ -32,7 +32,7 @@ from jaxllm.models.layers import Trace
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.runtime.validation import check_int
-from jaxllm.weights.paths import Params, ShardedModelBase
+from jaxllm.weights.paths import Params
 
 Segments = tuple[Segment, ...]
 MassMode = bool | Literal["layers"]  # none, summed over layers, or per layer
@@ -301,8 +301,7 @@ def run_and_commit(
         model, params, segments, token_BT, position_BT, memory=tail.memory, **options
     )
     # The write must wait for the last layer's read, which no later layer orders before it.
-    split = isinstance(model, ShardedModelBase) and model.splits_tokens(token_BT.shape[1])
-    after = () if split else trace.read_outputs
+    after = trace.read_outputs
     after = after if mass is None or not after else (*after, mass)
     mass = None if mass is None else to_cache_slots(mass, tail, token_BT.shape[1])
     return trace.logits, constrain_cache(apply_delta(tail, delta, after), model), mass

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, check_usable, init_cache
+from jaxllm.cache.kv import (
+    EMPTY,
+    MAX_SLOTS,
+    KVCache,
+    Segment,
+    check_usable,
+    init_cache,
+    reshard_cache,
+)
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
 from jaxllm.files import as_path, as_schema, check_memory, parse_json
@@ -30,7 +38,7 @@ from jaxllm.runtime.validation import as_token_array, check_int, check_token_ids
 from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import load_weight
-from jaxllm.weights.paths import Params, ShardedModelBase, check_params, put
+from jaxllm.weights.paths import Params, check_params
 from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
 from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.lora import keep_chosen_adapter
@@ -198,9 +206,7 @@ def load_cache(
     )
     if prefix is not None:
         _check_prefix(cache, list(prefix), str(path))
-    if isinstance(model, ShardedModelBase):
-        return put(cache.replace(writer=model.cache_writer), model.cache_sharding)
-    return cache
+    return reshard_cache(cache, model)
 
 
 def _identity(model: nn.Module, params: Params) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A slot is described by its position, never by its index, so padding, unequal len
 gaps need no further bookkeeping. Keys are stored already rotated.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +22,8 @@ from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.kv_quant import Entries, Int8Entries, cast, concat_slots
 from jaxllm.runtime.multihost import is_multiprocess, to_host
 from jaxllm.runtime.validation import check_dtype, check_int
-from jaxllm.weights.paths import Placement, ShardedModelBase, list_arrays, put
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Placement, list_arrays, put
 from jaxllm.weights.precision import CACHE_DTYPES
 
 EMPTY = -1
@@ -75,7 +77,7 @@ class KVCache(struct.PyTreeNode):
             `merge_rows` gather it, cache files contain it, `compact` leaves it unchanged. Tokens
             cannot be removed from a memory, except by `rewind` within limits (`unread`). So
             `patch`, `keep`, `drop_range` and culling are refused.
-        writer: Static, writes the tail if `write_at_cursor` does not (`ShardedModelBase.writer`).
+        writer: Static, writes the tail if `write_at_cursor` does not (`Model.cache_writer`).
         stage_layers: Static. In a pipeline, the layer numbers of each stage, whose heads are
         concatenated
             in one array; empty if each array is one layer's.
@@ -111,6 +113,14 @@ class KVCache(struct.PyTreeNode):
         return tuple(zip(*self.stage_layers, strict=True)) or tuple(
             (i,) for i in range(len(self.tail.k))
         )
+
+    def unstack_layers(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Split its arrays of keys or values, `[B, S, K, H]`, into one array per layer."""
+        layers: dict[int, np.ndarray] = {}
+        for numbers, x in zip(self.array_layers, arrays, strict=True):
+            parts = zip(numbers, np.split(x, len(numbers), axis=2), strict=True)
+            layers |= {number: part for number, part in parts if number is not None}
+        return [layers[number] for number in sorted(layers)]
 
     @property
     def slots(self) -> int:
@@ -238,17 +248,18 @@ def init_cache(
         cache_nbytes(config, batch, capacity, dtype),
         f"a cache of {batch:,} rows of {capacity:,} tokens in {dtype}",
     )
-    sharded_model = model if isinstance(model, ShardedModelBase) else None
-    return put(_EMPTY_CACHE(config, batch, capacity, dtype, sharded_model), place)
+    sharded = model if isinstance(model, Model) and model.is_sharded else None
+    return put(_EMPTY_CACHE(config, batch, capacity, dtype, sharded), place)
 
 
 def _empty_cache(
-    config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: ShardedModelBase | None
+    config: ModelConfig, batch: int, capacity: int, dtype: str, sharded: Model | None
 ) -> KVCache:
     """Build an empty cache; `sharded`: the model, if it is sharded."""
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
-    if sharded is not None:
-        layers, heads = sharded.cache_shape()
+    stage_layers = () if sharded is None else sharded.stage_layers
+    if stage_layers:
+        layers, heads = len(stage_layers[0]), heads * len(stage_layers)
     shape = (batch, capacity, heads, config.head_dim)
 
     def zeros() -> Entries:
@@ -270,14 +281,14 @@ def _empty_cache(
         next_position_B=jnp.zeros((batch,), jnp.int32),
         memory=_empty_memory(config, batch),
         writer=None if sharded is None else sharded.cache_writer,
-        stage_layers=() if sharded is None else sharded.stage_layers(),
+        stage_layers=stage_layers,
     )
-    return constrain_cache(cache, sharded)
+    return cache if sharded is None else constrain_cache(cache, sharded)
 
 
 def constrain_cache(cache: KVCache, model: Any) -> KVCache:
     """Constrain a cache to the shardings of its model, inside a compiled program."""
-    if not isinstance(model, ShardedModelBase):
+    if not model.is_sharded:
         return cache
     named, structure = list_arrays(cache)
     placed = [
@@ -289,15 +300,15 @@ def constrain_cache(cache: KVCache, model: Any) -> KVCache:
 
 def replicate_for_host(tree: Any, model: Any) -> Any:
     """Replicate values that the host reads, inside a compiled program of several processes."""
-    if not (is_multiprocess() and isinstance(model, ShardedModelBase)):
+    if not (is_multiprocess() and model.is_sharded):
         return tree
-    everywhere = model.cache_sharding("", np.zeros(()))
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, everywhere), tree)
+    replicated = model.cache_sharding("", np.zeros(()))
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, replicated), tree)
 
 
 def reshard_cache(cache: KVCache, model: Any) -> KVCache:
     """Move an edited cache back to its model's shardings; no-op for unsharded models."""
-    return put(cache, model.cache_sharding) if isinstance(model, ShardedModelBase) else cache
+    return put(cache, model.cache_sharding)
 
 
 _EMPTY_CACHE = CachedJit(_empty_cache, static_argnums=(0, 1, 2, 3, 4))
@@ -322,7 +333,7 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
 
 def _resolve_config(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
     """Return the configuration, and the dtype of keys and values."""
-    if isinstance(model, nn.Module):
+    if isinstance(model, Model):
         config, dtype = model.config, model.precision.cache if dtype is None else dtype
     elif isinstance(model, ModelConfig):
         config = model

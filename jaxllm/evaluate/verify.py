@@ -22,7 +22,7 @@ from jaxllm.lm import LM, load
 from jaxllm.runtime import signals
 from jaxllm.runtime.validation import check_dtype
 from jaxllm.weights.formats import weight_format
-from jaxllm.weights.paths import flatten, gather_params, map_leaves
+from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.quantize import Rules, dequantize
 
 TRANSFORMERS = "transformers"
@@ -147,7 +147,7 @@ def transformers_directory(files: str | Path | None, lm: LM, dtype: str) -> Iter
         yield opened.directory
         return
     if rounded or files is None:
-        whole = gather_params(lm.model, lm.params)
+        whole = lm.model.gather(lm.params)
         wide = map_leaves(lambda _, x: x.astype(np.float32), dequantize(whole))
         opened = with_params(opened, wide, opened.precision.without_quantization())
     with (

@@ -20,7 +20,7 @@ from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids, is_integer
 from jaxllm.steps import run_model
-from jaxllm.weights.paths import Params, with_sharded_logits
+from jaxllm.weights.paths import Params
 
 LOGITS_BYTES = 1 << 28  # bytes of float32 logits per batch
 
@@ -130,9 +130,9 @@ def log_probs(
 def _log_probs(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    logits_BTV = run_model(with_sharded_logits(model), params, (), token_BT, position_BT)[0].logits[
-        :, :-1
-    ]
+    logits_BTV = run_model(model.with_sharded_logits(), params, (), token_BT, position_BT)[
+        0
+    ].logits[:, :-1]
     return log_likelihood(logits_BTV, token_BT[:, 1:])
 
 

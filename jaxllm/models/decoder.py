@@ -40,6 +40,7 @@ from jaxllm.models.modules import (
     unembed,
 )
 from jaxllm.ops import compressive
+from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
 
 
@@ -268,7 +269,7 @@ class Block(nn.Module):
         return x + y if scale == 1 else x + y * scale
 
 
-class Decoder(nn.Module):
+class Decoder(Model, nn.Module):
     """The model: token embedding, blocks, final norm, and logits.
 
     Attributes:

@@ -28,6 +28,7 @@ from jaxllm.models.layers import (
     run_blocks,
 )
 from jaxllm.models.modules import Embedding, LayerNorm, Linear, select_columns, unembed
+from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
 
 
@@ -62,7 +63,7 @@ class GPT2Config(ModelConfig):
         return complaints
 
 
-class GPT2(nn.Module):
+class GPT2(Model, nn.Module):
     """The model: token and position embeddings, blocks, final norm, and logits.
 
     remat, runner: see `layers.run_blocks`.

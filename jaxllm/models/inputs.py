@@ -17,6 +17,7 @@ from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from jaxllm.runtime.validation import check_int_array, check_token_ids
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import check_params
 
 Array = Any  # a jax or numpy array, or a tracer of one
@@ -24,14 +25,14 @@ Array = Any  # a jax or numpy array, or a tracer of one
 
 def check_model(model: Any, params: Any) -> None:
     """Raise ConfigError unless these are a model and its parameters, in this order."""
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, Model):
         remedy = "Build one with jaxllm.build(config), or use lm.model"
         if hasattr(model, "model") and hasattr(model, "params"):
             remedy = "Pass lm.model and lm.params, not the LM"
-        elif isinstance(params, nn.Module):
+        elif isinstance(params, Model):
             remedy = "Pass the model first, then its parameters"
         got = "a dict" if isinstance(model, Mapping) else f"{model!r:.60}"
-        raise ConfigError(f"model must be a Flax module, got {got}. {remedy}")
+        raise ConfigError(f"model must be a model, got {got}. {remedy}")
     check_params(params)
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxllm import ops
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
+from jaxllm.weights.formats import as_weight
 from jaxllm.weights.linear import embed, linear, linears
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.tensor_parallel import ShardedNorm
 
 
 def get_param(module: nn.Module, name: str, *shape: int) -> Any:
@@ -85,9 +85,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         weight_D = get_param(self, "weight", x.shape[-1])
         norm = partial(ops.rms_norm, eps=self.eps, weight_offset=self.weight_offset)
-        return (
-            weight_D.apply_norm(x, norm) if isinstance(weight_D, ShardedNorm) else norm(x, weight_D)
-        )
+        return as_weight(weight_D).apply_norm(x, norm)
 
 
 class LayerNorm(nn.Module):

@@ -22,9 +22,8 @@ from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param
 from jaxllm.weights.experts import expert_linears
+from jaxllm.weights.formats import as_weight
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.expert_parallel import ExpertParallel
-from jaxllm.weights.types.tensor_parallel import split_reduction
 
 ExpertCount = Annotated[int, Meta(ge=1, le=1 << 12)]
 
@@ -134,29 +133,24 @@ class Experts(nn.Module):
             for name in ("gate_proj", "up_proj")
         )
         down = ExpertLinear(c.num_experts, D, name="down_proj")(c.expert_size)
-        rounded, owner = self.precision.int8_inputs, down
-        gate, up, down = (
-            x.weight if isinstance(x, ExpertParallel) else x for x in (gate, up, down)
-        )
-        down, summed = split_reduction(down)
+        local = [as_weight(x).local_experts() for x in (gate, up, down)]
+        *inputs, output = (x.stack for x in local)
+        int8_inputs = self.precision.int8_inputs
 
         def run(x_AD: jax.Array, expert_A: jax.Array) -> jax.Array:
-            both = expert_linears(x_AD, (gate, up), expert_A, int8_inputs=rounded)
+            both = expert_linears(x_AD, inputs, expert_A, int8_inputs=int8_inputs)
             gate_AF, up_AF = (y.astype(x_AD.dtype) for y in both)
             hidden_AF = ops.ACTIVATIONS[c.hidden_act](gate_AF) * up_AF
-            return expert_linears(hidden_AF, (down,), expert_A, int8_inputs=rounded)[0]
+            return expert_linears(hidden_AF, (output,), expert_A, int8_inputs=int8_inputs)[0]
 
         x_TD = x_TD.astype(self.precision.activation_dtype(".".join(self.path)))
         # Sort rows by expert, so that the weights of each are read once.
         expert_A = expert_Tk.reshape(-1)
         order_A = jnp.argsort(expert_A, stable=True)
-        rows = x_TD[order_A // k], expert_A[order_A]
-        sorted_AD = (
-            owner.run_experts(*rows, run) if isinstance(owner, ExpertParallel) else run(*rows)
-        )
+        sorted_AD = local[-1].run(x_TD[order_A // k], expert_A[order_A], run)
         y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(T, k, D)
         # Sum over devices after weighting: one row per token instead of k.
-        return summed((y_TkD * weight_Tk[..., None]).sum(axis=1))
+        return local[-1].reduce((y_TkD * weight_Tk[..., None]).sum(axis=1))
 
 
 class MoE(nn.Module):

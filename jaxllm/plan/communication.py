@@ -17,13 +17,13 @@ from jaxllm.models.moe import MoEConfig
 from jaxllm.plan.collective import Collective, Kind
 from jaxllm.plan.context_parallel import SequenceTraffic
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
+from jaxllm.sharding.expert_parallel import BUFFER_FACTOR
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_specs import find_row_axes
 from jaxllm.sharding.pipeline.stage_layers import tick_layers
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.arrays import DTYPES
-from jaxllm.weights.types.expert_parallel import BUFFER_FACTOR
 
 
 def rows_per_device(axes: MeshSpec, rows: int) -> int:

@@ -4,10 +4,9 @@
 module, built with one device's share of the configuration, inside one `jax.shard_map` that is
 manual over all axes. Each device holds a shard of the parameters, of the cache segments and of the
 rows, and the module does not see the other devices; so the kernels get plain local arrays. Weights
-that need communication are wrapped in a parallel weight class (`weights.types.tensor_parallel`).
-Outside of `apply`, commits, sampling, beam search, cache edits and serving are ordinary compiled
-code on global arrays with a sharding: logits come out unsharded, and the same random numbers choose
-the same tokens.
+that need communication are wrapped in a parallel weight class. Outside of `apply`, commits,
+sampling, beam search, cache edits and serving are ordinary compiled code on global arrays with a
+sharding: logits come out unsharded, and the same random numbers choose the same tokens.
 
 Training needs no changes: gradients are the same as on one device (see `CallSharding.run` for the
 reason) and have the sharding of the weights, and so has the optimizer state. With `fsdp`, matrices
@@ -17,9 +16,11 @@ mesh_spec: the mesh that users write, and JAX's mesh. partition_rules: the table
 rules, derived from each family's metadata, and the configuration that one device runs.
 shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
 `PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
-gather_params: gathers parameters, to write them. adapters: places new adapters for training.
-local_params: the parameters as one device uses them. call: how a call is sharded over rows, layers
-and tokens, and the call itself. sharded_model: the model. collective_stats: statistics of the
+shard_list: parameters whose shards are no blocks of their arrays. tensor_parallel, expert_parallel:
+weights whose products communicate. gather_params: gathers parameters, to write them. adapters:
+places new adapters for training. model_sharding: what a sharded model is made of. local_params: the
+parameters as one device uses them. call: how a call is sharded over rows, layers and tokens, and
+the call itself. sharded_model: the model. collective_stats: statistics of the
 collectives in a compiled program. context_parallel/: sharding by tokens, attention above all.
 pipeline/: layers in stages.
 
@@ -31,7 +32,8 @@ one is never used for another; with several devices, no program is saved to disk
 (`ops.compile_cache`).
 """
 
-import flax.linen as nn
+from typing import Any
+
 import jax
 
 from jaxllm import models
@@ -55,7 +57,7 @@ def build_model(
     mesh: str | MeshSpec | None,
     exact: bool,
     fsdp: bool = False,
-) -> tuple[nn.Module, ParamPlacer | None]:
+) -> tuple[Any, ParamPlacer | None]:
     """Build the model, and the placer of its parameters; None: they stay where they are read.
 
     Raises:

@@ -5,15 +5,14 @@ are stacked in the same way.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
-from jaxllm.sharding.partition_rules import find_rule
+from jaxllm.sharding.mesh_spec import build_mesh
+from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.pipeline.stage_params import stack_leaves
 from jaxllm.sharding.shard_params import ParamSharder
 from jaxllm.weights.paths import Params, map_leaves
@@ -22,52 +21,39 @@ from jaxllm.weights.types.lora import LoraWeight
 WrapLeaf = Callable[[str, Any], Any]
 
 
-class MeshModel(Protocol):
-    """What is needed of a `ShardedModel`."""
+def attach_adapter(
+    model: ModelSharding, placer: ParamSharder, params: Params, wrap: WrapLeaf
+) -> Params:
+    """Implement `weights.model.Model.attach_adapter` for a sharded model."""
 
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def axes(self) -> MeshSpec: ...
-    @property
-    def exact(self) -> bool: ...
-    def make_placer(self) -> ParamSharder: ...
-    def unsharded_paths(self, path: str) -> tuple[str | None, ...]: ...
-    def template_paths(self, path: str) -> list[str]: ...
-
-
-def attach_adapter(model: MeshModel, params: Params, wrap: WrapLeaf) -> Params:
-    """Implement `weights.paths.ShardedModelBase.attach_adapter` for a model on a mesh."""
-    reader = model.make_placer()
-
-    def leaf(path: str, weight: Any) -> Any:
-        every = model.unsharded_paths(path)
-        names = [name for name in every if name is not None]
-        found = [wrap(name, weight) for name in names]
-        if all(x is weight for x in found):
+    def attach_leaf(path: str, weight: Any) -> Any:
+        paths = model.unsharded_paths(path)
+        names = [name for name in paths if name is not None]
+        wrapped = [wrap(name, weight) for name in names]
+        if all(x is weight for x in wrapped):
             return weight
-        if any(x is weight for x in found):
+        if any(x is weight for x in wrapped):
             raise ConfigError(
                 f"the adapter targets only some of {', '.join(names)}, which share one place in the"
                 " stages of a pipeline. Target all of them, or use a mesh with stage=1"
             )
-        _check_adapter(model, path, found[0])
-        if len(every) == 1:
-            return _clear_norms(reader.place_adapter(path, found[0]))
-        bare = [x.replace(weight=None) for x in found]
+        _check_adapter(model, path, wrapped[0])
+        if len(paths) == 1:
+            return _clear_norms(placer.place_adapter(path, wrapped[0]))
+        bare = [x.replace(weight=None) for x in wrapped]
         blank = jax.tree.map(jnp.zeros_like, bare[0])  # the place of a later stage may be empty
-        bare += [blank] * (len(every) - len(names))
-        each = [
-            ParamSharder.place_adapter(reader, name, x)
+        bare += [blank] * (len(paths) - len(names))
+        placed = [
+            ParamSharder.place_adapter(placer, name, x)
             for name, x in zip(model.template_paths(path), bare, strict=True)
-            if reader.is_local(name)
+            if placer.is_local(name)
         ]
-        arrays = zip(*map(jax.tree.leaves, each), strict=True)
+        arrays = zip(*map(jax.tree.leaves, placed), strict=True)
         stacks = [stack_leaves("/".join(names), some, build_mesh(model.axes)) for some in arrays]
-        made: Any = jax.tree.unflatten(jax.tree.structure(each[0]), stacks)
+        made: Any = jax.tree.unflatten(jax.tree.structure(placed[0]), stacks)
         return made.replace(weight=weight)
 
-    return map_leaves(leaf, params)
+    return map_leaves(attach_leaf, params)
 
 
 def _clear_norms(leaf: Any) -> Any:
@@ -77,7 +63,7 @@ def _clear_norms(leaf: Any) -> Any:
     return leaf.replace(norm=None, weight=_clear_norms(leaf.weight))
 
 
-def _check_adapter(model: MeshModel, path: str, adapted: LoraWeight) -> None:
+def _check_adapter(model: ModelSharding, path: str, adapted: LoraWeight) -> None:
     """Raise ConfigError for an adapter that cannot be trained on this mesh."""
     axes = model.axes
     for name, why in (
@@ -93,7 +79,7 @@ def _check_adapter(model: MeshModel, path: str, adapted: LoraWeight) -> None:
             "DoRA cannot be trained on stages: it needs each layer's row norms, but stages stack"
             " several layers in one array. Train LoRA, or use a mesh with stage=1"
         )
-    parts = axes.num_shards(find_rule(model.config, model.exact, path).axis_names)
+    parts = axes.num_shards(model.find_rule(path).axis_names)
     if adapted.site == "rows" and parts > 1:
         raise ConfigError(
             f"{path}: DoRA cannot train column norms of a table whose rows are sharded. Remove it"

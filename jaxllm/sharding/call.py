@@ -2,9 +2,9 @@
 
 A layout (Shazeer et al. 2018, arXiv 1811.02084, section 3) assigns mesh axes to each dimension of
 an array. For a call, rows are split over `data` and `expert`; layers over stages; tokens over
-`sequence` (`sequence.modes`) and, between linears, over `tensor` (`sequence.megatron`). An axis of
-size 1 does nothing. Each device then runs the module's own call on local arrays, inside the one
-`jax.shard_map` that is made here.
+`sequence` (`context_parallel.dispatch`) and, between linears, over `tensor`
+(`context_parallel.sequence_parallel`). An axis of size 1 does nothing. Each device then runs the
+module's own call on local arrays, inside the one `jax.shard_map` that is made here.
 """
 
 import dataclasses
@@ -16,33 +16,46 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxllm.config.model import ModelConfig
 from jaxllm.models.layers import Layer, Trace
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
+from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, AxisNames
-from jaxllm.sharding.pipeline.stage_layers import LayerTable
 from jaxllm.sharding.pipeline.stage_params import unstack_trace
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
+
+
+class SplitTrace(Trace):
+    """A trace of tokens that are split over devices: a write that waited for it would gather it."""
+
+    @property
+    def read_outputs(self) -> tuple[jax.Array, ...]:
+        return ()
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSharding:
-    """The sharding of one call."""
+    """The sharding of one call.
 
-    config: ModelConfig
-    axes: MeshSpec
-    layer_table: LayerTable  # the layer numbers of each stage
+    Attributes:
+        columns: Tokens per row.
+        single_column: Whether logits are of one column per row.
+        mass: The attention mass that the call returns, as `attention_mass` of a model.
+    """
+
+    model: ModelSharding
     batch: int
-    columns: int  # tokens per row
-    single_column: bool = False  # whether logits are of one column per row
-    mass: Any = False  # the attention mass that the call returns, as `attention_mass` of a model
-    keep_sharded_outputs: bool = False  # as in `ShardedModel`
-    sharded_logits: bool = False  # as in `ShardedModel`
+    columns: int
+    single_column: bool
+    mass: Any
+
+    @property
+    def axes(self) -> MeshSpec:
+        return self.model.axes
 
     @property
     def row_axes(self) -> partition_specs.RowAxes:
@@ -62,7 +75,7 @@ class CallSharding:
     @property
     def vocab_axes(self) -> AxisNames:
         """The axes that split logits."""
-        return VOCAB_AXES if self.sharded_logits else ()
+        return VOCAB_AXES if self.model.sharded_logits else ()
 
     def run(
         self,
@@ -85,21 +98,18 @@ class CallSharding:
         row_inputs = self.context_parallel.layout_inputs(
             jax.tree.map(self._replicate, dict(row_inputs))
         )
-        marks = [segment.position_BS for segment in cached["segments"]]
-        whole = [partition_specs.slot_axis(self.axes, x.shape[1]) is None for x in marks]
-        past = jnp.any(jnp.array([(x >= 0).any() for x in marks]))
+        positions = [segment.position_BS for segment in cached["segments"]]
+        whole = [partition_specs.slot_axis(self.axes, x.shape[1]) is None for x in positions]
+        past = jnp.any(jnp.array([(x >= 0).any() for x in positions]))
 
-        def run(params: Params, by_row: Any, cached: Any, past: Any) -> Trace:
-            mine = partial(apply, {"params": local(params)}, **cached)
-            mine = (
-                mine
-                if self.token_slice is None
-                else partial(sequence_parallel.run, mine, self.token_slice)
-            )
-            trace = self.context_parallel.run(mine, by_row, whole, past)
+        def run(params: Params, row_inputs: Any, cached: Any, past: Any) -> Trace:
+            run_local = partial(apply, {"params": local(params)}, **cached)
+            if self.token_slice is not None:
+                run_local = partial(sequence_parallel.run, run_local, self.token_slice)
+            trace = self.context_parallel.run(run_local, row_inputs, whole, past)
             return _sum_mass(trace) if self.mass is True else trace
 
-        spread = jax.shard_map(
+        run_sharded = jax.shard_map(
             run,
             mesh=build_mesh(self.axes),
             in_specs=(local.specs, self._row_specs(row_inputs), self._cache_specs(cached), P()),
@@ -110,31 +120,31 @@ class CallSharding:
             # gets a part of a replicated output's cotangent. So no weight needs its own rule.
             check_vma=False,
         )
-        return self._merge_trace(spread(local.params, row_inputs, cached, past))
+        return self._merge_trace(run_sharded(local.params, row_inputs, cached, past))
 
-    def _row_specs(self, by_row: Mapping[str, Any]) -> dict[str, P]:
+    def _row_specs(self, row_inputs: Mapping[str, Any]) -> dict[str, P]:
         return {
             name: P(self.row_axes, *partition_specs.column_axes(name, self.context_parallel.axis))
-            for name in by_row
+            for name in row_inputs
         }
 
     def _cache_specs(self, cached: Mapping[str, Any]) -> dict[str, Any]:
-        where = {
+        specs = {
             "segments": tuple(
                 partition_specs.segment_specs(segment, self.batch, self.row_axes, self.axes)
                 for segment in cached["segments"]
             ),
-            "memory": partition_specs.memory_specs(self.config, self.row_axes),
+            "memory": partition_specs.memory_specs(self.model.config, self.row_axes),
         }
-        return {name: where[name] for name in cached}
+        return {name: specs[name] for name in cached}
 
     def _trace_specs(self) -> Any:
         return partition_specs.trace_specs(
-            self.config,
+            self.model.config,
             self.row_axes,
             self.axes,
             self.context_parallel.axis,
-            layers=len(self.layer_table[0]),
+            layers=len(self.model.layer_table[0]),
             single_column=self.single_column,
             vocab_axes=self.vocab_axes,
             by_head=self.mass == "heads",
@@ -143,15 +153,18 @@ class CallSharding:
     def _merge_trace(self, trace: Trace) -> Trace:
         """Assemble the trace of the call from the global arrays of `shard_map`."""
         trace = self.context_parallel.remove_padding(trace, self.single_column)
-        if self.sharded_logits:  # the shards of an indivisible vocabulary end beyond it
-            trace = trace.replace(logits=trace.logits[..., : self.config.vocab_size])
-        if not self.keep_sharded_outputs:
-            seen = {n: self._replicate(getattr(trace, n)) for n in ("embeddings", "norm")}
-            seen["logits"] = partition_specs.replicate_for_host(
+        if self.model.sharded_logits:  # the shards of an indivisible vocabulary end beyond it
+            trace = trace.replace(logits=trace.logits[..., : self.model.config.vocab_size])
+        if not self.model.sharded_rows:
+            outputs = {n: self._replicate(getattr(trace, n)) for n in ("embeddings", "norm")}
+            outputs["logits"] = partition_specs.replicate_for_host(
                 trace.logits, self.axes, P(None, None, self.vocab_axes)
             )
-            trace = trace.replace(layers=tuple(map(self._replicate_layer, trace.layers)), **seen)
-        return trace if self.axes.stage == 1 else unstack_trace(trace, self.layer_table, self.mass)
+            trace = trace.replace(layers=tuple(map(self._replicate_layer, trace.layers)), **outputs)
+        if self.axes.stage > 1:
+            return unstack_trace(trace, self.model.layer_table, self.mass)
+        splits_tokens = self.axes.sequence_parallel or self.axes.sequence > 1
+        return SplitTrace(**vars(trace)) if splits_tokens and self.columns > 1 else trace
 
     def _replicate(self, x: jax.Array) -> jax.Array:
         return partition_specs.replicate_for_host(x, self.axes)

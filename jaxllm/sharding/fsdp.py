@@ -1,30 +1,103 @@
 """Fully sharded data parallelism (FSDP): matrices that are also sharded over the axis `data`.
 
-A stored matrix is split over `data` along one of its axes, in addition to the splits by other mesh
-axes. Inside `jax.shard_map` a device's part is a `FsdpShard`, gathered for each product. The
-gradient comes back in the same parts, and so does the optimizer state. Vectors are replicated: they
-are small, and modules use them directly.
+This is ZeRO stage 3 (Rajbhandari et al. 2020), as in FSDP (Zhao et al. 2023). A stored matrix is
+split over `data` along one of its axes, in addition to the splits by other mesh axes. Inside
+`jax.shard_map` a device's part is a `FsdpShard`: gathered for each product and dropped after it,
+then gathered again for the product's gradient. The gradient is reduce-scattered, so it has the same
+sharding, and so has the optimizer state. Vectors are replicated: they are small, and modules use
+them directly.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxllm.errors import ConfigError
 from jaxllm.sharding.mesh_spec import MeshSpec
-from jaxllm.sharding.partition_rules import find_rule
 from jaxllm.sharding.partition_specs import param_specs
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.sharding.shard_params import ParamSharder
 from jaxllm.weights.formats import Weight
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.load import NotLocal
-from jaxllm.weights.types.fsdp import FsdpShard
-from jaxllm.weights.types.tensor_parallel import ShardList
+from jaxllm.weights.types.arrays import add_dependency, as_weight
+from jaxllm.weights.types.base import LinearFn, WeightBase
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 DATA = "data"
+
+
+class FsdpShard(WeightWrapper, struct.PyTreeNode):
+    """A device's part of a weight's arrays, inside `jax.shard_map`."""
+
+    format_prefix = "scattered/"
+    is_sharded = True
+
+    weight: Any
+    axis_name: str = struct.field(pytree_node=False)  # the mesh axis
+    num_shards: int = struct.field(pytree_node=False)  # its size
+    # The axis along which each array is split, in their order; None: it is replicated.
+    sharded_dims: tuple[int | None, ...] = struct.field(pytree_node=False)
+
+    @property
+    def inner(self) -> WeightBase:
+        """The whole weight, with shapes only: it has no numbers."""
+
+        def full_shape(x: Any, dim: int) -> jax.ShapeDtypeStruct:
+            shape = list(x.shape)
+            shape[dim] *= self.num_shards
+            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+        return as_weight(self._map_shards(full_shape))
+
+    def gather(self) -> Any:
+        """All-gather the weight."""
+        return self._map_shards(
+            lambda x, dim: jax.lax.all_gather(x, self.axis_name, axis=dim, tiled=True)
+        )
+
+    def _map_shards(self, function: Callable[[Any, int], Any]) -> Any:
+        """Return the weight with `function(x, dim)` in place of each array that is sharded."""
+        arrays, structure = jax.tree.flatten(self.weight)
+        pairs = zip(arrays, self.sharded_dims, strict=True)
+        return jax.tree.unflatten(
+            structure, [x if dim is None else function(x, dim) for x, dim in pairs]
+        )
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        return as_weight(self.gather()).to_dense(dtype)
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return as_weight(self.gather()).take(index)
+
+    def matmul(self, x_RI: jax.Array) -> jax.Array:
+        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
+
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn, *args: Any) -> jax.Array:
+        """Return the product; `linear` must not close over arrays.
+
+        The weight is gathered only after x is available, and for the gradient only after its
+        cotangent is. Otherwise XLA could gather all weights first, and merge the two gathers.
+        """
+
+        def multiply(shard: FsdpShard, x_RI: jax.Array, *args: Any) -> jax.Array:
+            return linear(x_RI, shard.gather(), *args)
+
+        def forward(shard: FsdpShard, x_RI: jax.Array, *args: Any) -> tuple[jax.Array, Any]:
+            y_RO = multiply(add_dependency(x_RI, shard), x_RI, *args)
+            return y_RO, (shard, x_RI, *args)
+
+        def backward(arguments: Any, cotangent: jax.Array) -> Any:
+            shard, *rest = arguments
+            return jax.vjp(multiply, add_dependency(cotangent, shard), *rest)[1](cotangent)
+
+        gather_and_multiply = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
+        gather_and_multiply.defvjp(forward, backward)
+        y_RO: jax.Array = gather_and_multiply(self, x_RI, *args)
+        return y_RO
 
 
 class FsdpSharder(ParamSharder):
@@ -48,7 +121,7 @@ class FsdpSharder(ParamSharder):
     def _shard_over_data(self, path: str, weight: Weight) -> Weight:
         if isinstance(weight, NotLocal):
             return weight
-        split, mesh = find_rule(self._config, self._exact, path), self._stage_mesh(path)
+        split, mesh = self._model.find_rule(path), self._stage_mesh(path)
         specs = add_data_axis(
             path, weight, param_specs(path, weight, split, self._axes, None), self._axes
         )

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from jaxllm.runtime.multihost import to_host
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.weights.lazy_gather import LazyWeight
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.tensor_parallel import ShardList
 
 
 def gather_lazy(params: Params, names: Callable[[str], tuple[str | None, ...]]) -> Params:

@@ -57,6 +57,10 @@ class PartitionRule(NamedTuple):
         """0: split by rows of `[..., O, I]`, or a vector; 1: by columns."""
         return 1 if self.kind == "row" else 0
 
+    def split_dim(self, ndim: int) -> int:
+        """Return which axis it splits of an array with `ndim` axes."""
+        return ndim - (1 if self.axis or ndim == 1 else 2)
+
 
 REPLICATED = PartitionRule()
 

@@ -24,10 +24,10 @@ from jaxllm.sharding.partition_rules import (
     AxisNames,
     PartitionRule,
 )
-from jaxllm.sharding.shard_params import block_spec, lora_rules, nested_rule
+from jaxllm.sharding.shard_list import ShardList
+from jaxllm.sharding.shard_params import block_spec, lora_rules, map_nested
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight
-from jaxllm.weights.types.tensor_parallel import ShardList
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 RowAxes = tuple[str, ...] | None
@@ -59,13 +59,10 @@ def param_specs(path: str, leaf: Any, rule: PartitionRule, axes: MeshSpec, rows:
         inner = param_specs(path, leaf.weight, rule, axes, rows)
         return leaf.replace(weight=inner, choice=choice, key=key, **fields)
     if isinstance(leaf, WeightWrapper) and leaf.allows_composite:
-        nested: Any = leaf
-        each = leaf.array_fields()
-        return nested.replace(
-            **{
-                name: param_specs(f"{path}.{name}", x, nested_rule(leaf, name, rule), axes, rows)
-                for name, x in each.items()
-            }
+        return map_nested(
+            leaf,
+            rule,
+            lambda name, x, rule: param_specs(f"{path}.{name}", x, rule, axes, rows),
         )
     parts = axes.num_shards(rule.axis_names)
     if isinstance(leaf, ShardList):
@@ -73,7 +70,7 @@ def param_specs(path: str, leaf: Any, rule: PartitionRule, axes: MeshSpec, rows:
         return jax.tree.map(lambda _: P(rule.axis_names, *stack), leaf)
     if parts == 1:
         return jax.tree.map(lambda _: P(EXPERT_AXIS) if rule.is_expert_stack else P(), leaf)
-    size = leaf.shape[-1 if rule.axis or leaf.ndim == 1 else -2]
+    size = leaf.shape[rule.split_dim(leaf.ndim)]
     if isinstance(leaf, WeightBase) or rule.fused_parts > 1 or size % parts:
         raise ConfigError(
             f"{path} is not sharded, but the model expects shards. Load it with mesh=, or pass"

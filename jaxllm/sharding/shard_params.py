@@ -10,20 +10,19 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jaxllm import models
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.multihost import is_multiprocess, to_host
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
-from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule, find_rule
-from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.sharding.model_sharding import ModelSharding
+from jaxllm.sharding.partition_rules import EXPERT_AXIS, REPLICATED, PartitionRule
+from jaxllm.sharding.pipeline.stage_layers import AXIS
 from jaxllm.sharding.pipeline.stage_params import (
     concat_shards,
     equalize_over_mesh,
@@ -32,13 +31,13 @@ from jaxllm.sharding.pipeline.stage_params import (
     stack_stages,
     submesh,
 )
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.weights.formats import Weight, as_weight
 from jaxllm.weights.lazy import LazyTensor, concat_tensors
 from jaxllm.weights.load import NotLocal, ParamPlacer
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight, strip_adapters
-from jaxllm.weights.types.tensor_parallel import ShardList
 from jaxllm.weights.types.wrapper import WeightWrapper
 
 
@@ -93,7 +92,7 @@ def plan_split(
     path: str, shape: tuple[int, ...], rule: PartitionRule, axes: MeshSpec
 ) -> TensorSplit:
     """Plan the split of a parameter. Raises ConfigError for a size that is not divisible."""
-    size = shape[-1] if rule.axis or len(shape) == 1 else shape[-2]
+    size = shape[rule.split_dim(len(shape))]
     parts = axes.num_shards(rule.axis_names)
     if rule.kind != "vocabulary" and size % (parts * rule.fused_parts):
         over = "x".join(rule.axis_names)
@@ -105,12 +104,8 @@ def plan_split(
 class ParamSharder(ParamPlacer):
     """Shards parameters over the devices of a mesh as they are read, by the partition rules."""
 
-    def __init__(
-        self, config: ModelConfig, axes: MeshSpec, exact: bool, layer_table: LayerTable
-    ) -> None:
-        """Store the rules' inputs. `layer_table` has the layer numbers of each stage."""
-        self._config, self._axes, self._exact = config, axes, exact
-        self._prefix, self._table = models.get_family(config.model_type).layers, layer_table
+    def __init__(self, model: ModelSharding) -> None:
+        self._model, self._axes, self._table = model, model.axes, model.layer_table
 
     def is_local(self, path: str) -> bool:
         return is_local(self._stage_mesh(path))
@@ -118,30 +113,28 @@ class ParamSharder(ParamPlacer):
     def place_weight(self, path: str, weight: Weight) -> Weight:
         if not self.is_local(path):
             return NotLocal()  # type: ignore[return-value]
-        split = find_rule(self._config, self._exact, path)
+        rule = self._model.find_rule(path)
         if isinstance(weight, LoraWeight):
-            return self._place_lora(
-                path, weight, split, self._shard_weight(path, strip_adapters(weight), split)
-            )
+            base = self._shard_weight(path, strip_adapters(weight), rule)
+            return self._place_lora(path, weight, rule, base)
         if isinstance(weight, WeightWrapper) and weight.allows_composite:
-            return self._shard_nested(path, weight, split)
-        if split.is_expert_stack and self._axes.expert > 1:
+            return self._shard_nested(path, weight, rule)
+        if rule.is_expert_stack and self._axes.expert > 1:
 
-            def some(begin: int, end: int, mesh: Mesh) -> Weight:
-                return self._shard_weight(
-                    path, jax.tree.map(lambda x: x[begin:end], weight), split, mesh
-                )
+            def shard(begin: int, end: int, mesh: Mesh) -> Weight:
+                experts = jax.tree.map(lambda x: x[begin:end], weight)
+                return self._shard_weight(path, experts, rule, mesh)
 
-            return self._shard_experts(path, weight.shape[0], some)
-        return self._shard_weight(path, weight, split)
+            return self._shard_experts(path, weight.shape[0], shard)
+        return self._shard_weight(path, weight, rule)
 
     def place_adapter(self, path: str, weight: Weight) -> Weight:
         if not isinstance(weight, LoraWeight):
             return weight
         if not self.is_local(path):
             return NotLocal()  # type: ignore[return-value]
-        split = find_rule(self._config, self._exact, path)
-        return self._place_lora(path, weight, split, strip_adapters(weight))
+        rule = self._model.find_rule(path)
+        return self._place_lora(path, weight, rule, strip_adapters(weight))
 
     def load_tensor(
         self,
@@ -150,54 +143,54 @@ class ParamSharder(ParamPlacer):
         read: Callable[[LazyTensor], Weight],
         sliceable_axes: tuple[int, ...],
     ) -> Weight:
-        split = find_rule(self._config, self._exact, path)
-        if split is REPLICATED or split.axis not in sliceable_axes:
+        rule = self._model.find_rule(path)
+        if rule is REPLICATED or rule.axis not in sliceable_axes:
             return self.place_weight(path, read(tensor))
-        if split.is_expert_stack and self._axes.expert > 1:
+        if rule.is_expert_stack and self._axes.expert > 1:
 
-            def some(begin: int, end: int, mesh: Mesh) -> Weight:
-                return self._read_shards(path, tensor.rows(begin, end), read, split, mesh)
+            def shard(begin: int, end: int, mesh: Mesh) -> Weight:
+                return self._read_shards(path, tensor.rows(begin, end), read, rule, mesh)
 
-            return self._shard_experts(path, tensor.shape[0], some)
-        return self._read_shards(path, tensor, read, split, self._stage_mesh(path))
+            return self._shard_experts(path, tensor.shape[0], shard)
+        return self._read_shards(path, tensor, read, rule, self._stage_mesh(path))
 
     def _read_shards(
         self,
         path: str,
         tensor: LazyTensor,
         read: Callable[[LazyTensor], Weight],
-        split: PartitionRule,
+        rule: PartitionRule,
         mesh: Mesh,
     ) -> Weight:
-        cut = plan_split(path, tensor.shape, split, self._axes)
-        stack = tensor.ndim == 3  # experts: rows are on the second axis
+        split = plan_split(path, tensor.shape, rule, self._axes)
 
-        def share(number: int) -> Weight:
-            if split.axis == 1:
-                ((begin, end),) = cut.ranges(number)
+        def make_shard(number: int) -> Weight:
+            if rule.axis == 1:
+                ((begin, end),) = split.ranges(number)
                 return read(tensor.slice_columns(begin, end))
-            if stack:
-                return read(slice_stack_rows(tensor, *next(cut.ranges(number))))
-            made = read(concat_tensors([tensor.rows(*some) for some in cut.ranges(number)]))
-            missing = cut.shard_size * split.fused_parts - made.shape[0]
-            if not missing:
-                return made
-            index = np.minimum(np.arange(made.shape[0] + missing), made.shape[0] - 1)
-            found: Weight = as_weight(made).with_rows(index)
-            return found
+            if tensor.ndim == 3:  # experts: rows are on the second axis
+                return read(slice_stack_rows(tensor, *next(split.ranges(number))))
+            shard = read(concat_tensors([tensor.rows(*rows) for rows in split.ranges(number)]))
+            size = split.shard_size * rule.fused_parts
+            if shard.shape[0] == size:
+                return shard
+            padded: Weight = as_weight(shard).with_rows(
+                np.minimum(np.arange(size), shard.shape[0] - 1)
+            )
+            return padded
 
-        return self._from_shards(cut, tensor.shape, share, mesh)
+        return self._from_shards(split, tensor.shape, make_shard, mesh)
 
     def _shard_experts(
-        self, path: str, count: int, some: Callable[[int, int, Mesh], Weight]
+        self, path: str, count: int, shard: Callable[[int, int, Mesh], Weight]
     ) -> Weight:
         """Place whole experts on the devices that own them, then join them to one stack."""
-        own, mesh = count // self._axes.expert, self._stage_mesh(path)
+        size, mesh = count // self._axes.expert, self._stage_mesh(path)
         owners = [submesh(mesh, EXPERT_AXIS, i) for i in range(self._axes.expert)]
-        parts = [some(i * own, (i + 1) * own, o) for i, o in enumerate(owners) if is_local(o)]
-        at = 1 if isinstance(parts[0], ShardList) else 0
+        parts = [shard(i * size, (i + 1) * size, o) for i, o in enumerate(owners) if is_local(o)]
+        axis = 1 if isinstance(parts[0], ShardList) else 0
         joined: Weight = jax.tree.map(
-            lambda *arrays: concat_shards(arrays, mesh, EXPERT_AXIS, at),
+            lambda *arrays: concat_shards(arrays, mesh, EXPERT_AXIS, axis),
             *equalize_over_mesh(mesh, parts),
         )
         return joined
@@ -206,108 +199,96 @@ class ParamSharder(ParamPlacer):
         """Stack the layers of all stages (see `pipeline.stack_stages`)."""
         if len(self._table) == 1:
             return params
-        return stack_stages(params, self._prefix, self._table, build_mesh(self._axes))
+        return stack_stages(params, self._model.layers, self._table, build_mesh(self._axes))
 
     def _stage_mesh(self, path: str) -> Mesh:
         """Return the devices that split a parameter: those of its stage."""
-        mesh, stage = build_mesh(self._axes), find_stage(path, self._prefix, self._table)
+        mesh, stage = build_mesh(self._axes), find_stage(path, self._model.layers, self._table)
         return mesh if stage is None or len(self._table) == 1 else submesh(mesh, AXIS, stage)
 
     def _shard_weight(
-        self, path: str, weight: Weight, split: PartitionRule, mesh: Mesh | None = None
+        self, path: str, weight: Weight, rule: PartitionRule, mesh: Mesh | None = None
     ) -> Weight:
         mesh = mesh or self._stage_mesh(path)
-        if split is REPLICATED:
+        if rule is REPLICATED:
             placed: Weight = jax.tree.map(partial(replicate, mesh), weight)
             return placed
-        cut = plan_split(path, weight.shape, split, self._axes)
+        split = plan_split(path, weight.shape, rule, self._axes)
         weight = to_host(weight) if is_multiprocess() else weight
-        return self._from_shards(cut, weight.shape, partial(cut.take_shard, weight), mesh)
+        return self._from_shards(split, weight.shape, partial(split.take_shard, weight), mesh)
 
     def _from_shards(
-        self, cut: TensorSplit, shape: tuple[int, ...], share: Callable[[int], Weight], mesh: Mesh
+        self,
+        split: TensorSplit,
+        shape: tuple[int, ...],
+        make_shard: Callable[[int], Weight],
+        mesh: Mesh,
     ) -> Weight:
-        """Assemble a parameter of `shape` from its shards, which `take_shard` makes one by one."""
-        split, made = cut.rule, dict[int, Any]()
+        """Assemble a parameter of `shape` from its shards, which `make_shard` makes one by one."""
+        rule = split.rule
+        get_shard = cache(make_shard)  # replicas ask for a shard one by one, in any order
+        sharding = NamedSharding(mesh, P(rule.axis_names))
+        local = sharding.addressable_devices_indices_map((split.num_shards,)).values()
+        numbers = sorted({index[0].start or 0 for index in local if index})
+        if not isinstance(get_shard(numbers[0]), WeightBase) and split.is_even:
+            dim = rule.split_dim(len(shape))
 
-        def get_shard(number: int) -> Any:
-            """Make each shard once: replicas ask for it one by one, in any order."""
-            if number not in made:
-                made[number] = share(number)
-            return made[number]
+            def get_block(index: Any) -> Any:
+                return get_shard((index[dim].start or 0) // split.shard_size)
 
-        sharding = NamedSharding(mesh, P(split.axis_names))
-        here = sharding.addressable_devices_indices_map((cut.num_shards,)).values()
-        numbers = sorted({index[0].start or 0 for index in here if index})
-        if not isinstance(get_shard(numbers[0]), WeightBase) and cut.is_even:
-            at = len(shape) - (1 if split.axis or len(shape) == 1 else 2)
-            spec = block_spec(split, len(shape))
+            spec = block_spec(rule, len(shape))
+            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), get_block)
 
-            def block(index: Any) -> Any:
-                return get_shard((index[at].start or 0) // cut.shard_size)
+        def stack_shards(*arrays: jax.Array) -> jax.Array:
+            def get_array(index: Any) -> Any:
+                return np.asarray(arrays[numbers.index(index[0].start or 0)])[None]
 
-            return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), block)
-        made_here = [get_shard(i) for i in numbers]
-        shares = equalize_over_mesh(mesh, made_here)
-        pieces = [jax.tree.leaves(x) for x in shares]
+            shape = (split.num_shards, *arrays[0].shape)
+            return jax.make_array_from_callback(shape, sharding, get_array)
 
-        def assemble_array(*mine: jax.Array) -> jax.Array:
-            def one(index: Any) -> Any:
-                return np.asarray(mine[numbers.index(index[0].start or 0)])[None]
-
-            shape = (cut.num_shards, *mine[0].shape)
-            return jax.make_array_from_callback(shape, sharding, one)
-
-        parts = jax.tree.unflatten(
-            jax.tree.structure(shares[0]),
-            [assemble_array(*mine) for mine in zip(*pieces, strict=True)],
+        shards = jax.tree.map(
+            stack_shards, *equalize_over_mesh(mesh, list(map(get_shard, numbers)))
         )
-        return ShardList(parts, split.axis, split.fused_parts, cut.size)
+        return ShardList(shards, rule.axis, rule.fused_parts, split.size)
 
-    def _shard_nested(self, path: str, weight: WeightWrapper, split: PartitionRule) -> Weight:
+    def _shard_nested(self, path: str, weight: WeightWrapper, rule: PartitionRule) -> Weight:
         """Shard a wrapped weight and each of its extra arrays separately."""
-        if split.axis == 1 and self._axes.num_shards(split.axis_names) > 1:
-            cut = plan_split(path, weight.shape, split, self._axes)
-            for number in range(cut.num_shards):
-                ((begin, end),) = cut.ranges(number)
-                with _name_errors(cut):
+        if rule.axis == 1 and self._axes.num_shards(rule.axis_names) > 1:
+            split = plan_split(path, weight.shape, rule, self._axes)
+            for number in range(split.num_shards):
+                ((begin, end),) = split.ranges(number)
+                with _name_errors(split):
                     weight.check_columns(begin, end)
-        each = weight.array_fields()
-        found: Weight = weight.replace(  # type: ignore[attr-defined]
-            **{
-                name: self._shard_weight(
-                    f"{path}.{name}", x, nested_rule(weight, name, split), self._stage_mesh(path)
-                )
-                for name, x in each.items()
-            }
+        mesh = self._stage_mesh(path)
+        return map_nested(
+            weight, rule, lambda name, x, rule: self._shard_weight(f"{path}.{name}", x, rule, mesh)
         )
-        return found
 
     def _place_lora(
-        self, path: str, weight: LoraWeight, split: PartitionRule, inner: Weight
+        self, path: str, weight: LoraWeight, rule: PartitionRule, inner: Weight
     ) -> LoraWeight:
         """Shard an adapter's matrices beside `inner`, a weight that is already in place."""
         measured = weight.magnitude is not None and weight.norm is None
         known = weight.replace(norm=weight.norms()) if measured else weight
         fields = {
             name: self._shard_weight(f"{path}.{name}", x, role)
-            for name, role in lora_rules(known, split).items()
+            for name, role in lora_rules(known, rule).items()
             if (x := getattr(known, name)) is not None
         }
         if isinstance(weight.weight, LoraWeight):
-            inner = self._place_lora(path, weight.weight, split, inner)
+            inner = self._place_lora(path, weight.weight, rule, inner)
         adapted: LoraWeight = known.replace(weight=inner, **fields)
         return adapted
 
 
 @contextlib.contextmanager
-def _name_errors(cut: TensorSplit) -> Iterator[None]:
+def _name_errors(split: TensorSplit) -> Iterator[None]:
     """Prefix a ConfigError of the block with the parameter's path and the axes that split it."""
     try:
         yield
     except ConfigError as error:
-        over = "x".join(cut.rule.axis_names)
-        raise ConfigError(f"{cut.path} over {over}={cut.num_shards}: {error}") from None
+        over = "x".join(split.rule.axis_names)
+        raise ConfigError(f"{split.path} over {over}={split.num_shards}: {error}") from None
 
 
 def slice_stack_rows(stack: LazyTensor, begin: int, end: int) -> LazyTensor:
@@ -340,16 +321,28 @@ def block_spec(rule: PartitionRule, ndim: int) -> P:
     """Return the spec of an array whose shards are blocks of it."""
     if rule is REPLICATED:
         return P()
-    at = ndim - (1 if rule.axis or ndim == 1 else 2)
-    before = [None] * at
+    before = [None] * rule.split_dim(ndim)
     if rule.is_expert_stack:
         return P(EXPERT_AXIS, *before[1:], rule.axis_names)
     return P(*before, rule.axis_names)
 
 
-def nested_rule(weight: WeightWrapper, name: str, rule: PartitionRule) -> PartitionRule:
-    """Return the rule for a field of a wrapper whose weight has the rule `rule`."""
-    return rule if name == "weight" or name in weight.sliced_fields else REPLICATED
+def map_nested(
+    weight: Any, rule: PartitionRule, function: Callable[[str, Any, PartitionRule], Any]
+) -> Any:
+    """Return a wrapper with `function(name, x, rule)` in place of its weight and extra arrays.
+
+    Args:
+        rule: that of the weight; extra arrays without its rows and columns are replicated.
+    """
+    sharded = ("weight", *weight.sliced_fields)
+    fields = weight.array_fields()
+    return weight.replace(
+        **{
+            name: function(name, x, rule if name in sharded else REPLICATED)
+            for name, x in fields.items()
+        }
+    )
 
 
 def lora_rules(weight: LoraWeight, rule: PartitionRule) -> dict[str, PartitionRule]:

@@ -1,6 +1,7 @@
 """A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -23,44 +24,34 @@ from jaxllm.sharding.context_parallel.dispatch import check_chunks, check_contex
 from jaxllm.sharding.context_parallel.split_cache_update import SplitCacheWriter
 from jaxllm.sharding.fsdp import FsdpSharder
 from jaxllm.sharding.gather_params import gather_lazy
-from jaxllm.sharding.local_params import LocalParams, is_staged
+from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
+from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.partition_rules import HEAD_AXES, VOCAB_AXES, fit_mesh, local_config
 from jaxllm.sharding.pipeline import decode
 from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
-from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import ParamSharder, replicate
 from jaxllm.weights.linear import INT8_BLOCK
-from jaxllm.weights.paths import Params, PipelinedDecoder, ShardedModelBase, map_leaves
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params, Placement, map_leaves
 from jaxllm.weights.precision import Precision
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
 
 
-class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
+@dataclasses.dataclass(frozen=True)
+class ShardedModel(ModelSharding, Model):
     """A model whose parameters and caches are sharded over devices.
 
-    Steps call `apply` as for any model, with parameters from `shared` or `make_placer`; inputs and
+    Steps call `apply` as for any model, with parameters from `shard` or `make_placer`; inputs and
     outputs are global arrays with a sharding. `CallSharding` describes how a call's arrays are
     sharded, `LocalParams` how the parameters are. Use `make_sharded_model` to make one: it checks
     the configuration.
     """
 
-    config: ModelConfig
-    precision: Precision
-    axes: MeshSpec
-    exact: bool = (
-        False  # sum in the order of one device (`weights.types.tensor_parallel.RowParallelExact`)
-    )
-    runner: PipelineRunner = PipelineRunner(1)  # runs the layers, in stages or in one
-    fsdp: bool = False  # shard matrices over `data` too (`sharding.fsdp`)
-    remat: bool = False
-    # Each process keeps its own rows of the outputs, as training needs; otherwise every process
-    # gets all of them, to read on the host.
-    keep_sharded_outputs: bool = False
-    sharded_logits: bool = False  # keep logits sharded over the vocabulary
+    def clone(self, **changes: Any) -> "ShardedModel":
+        """Return the model with other fields, as a Flax module does."""
+        return dataclasses.replace(self, **changes)
 
-    @nn.nowrap
-    def apply(  # type: ignore[override]
+    def apply(
         self,
         variables: Mapping[str, Any],
         token_BT: jax.Array,
@@ -74,7 +65,7 @@ class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
         **extra: Any,
     ) -> Trace:
         """Return what the module's `__call__` returns. `extra` are its further inputs by row."""
-        by_row = {
+        row_inputs = {
             "token_BT": token_BT,
             "position_BT": position_BT,
             "length_B": length_B,
@@ -82,120 +73,51 @@ class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
             **extra,
         }
         cached = {"segments": segments} | ({"memory": memory} if memory else {})
-        (batch, columns), mass = token_BT.shape, attention_mass
-        picked = column_B is not None
-        layout = CallSharding(
-            self.config,
-            self.axes,
-            self.layer_table,
-            batch,
-            columns,
-            picked,
-            mass,
-            self.keep_sharded_outputs,
-            self.sharded_logits,
-        )
-        local = self.local_params(variables["params"], layout.row_axes, layout.token_slice)
-        apply = partial(local_module(self).apply, attention_mass=mass)
-        return layout.run(apply, local, by_row, cached)
+        batch, columns = token_BT.shape
+        call = CallSharding(self, batch, columns, column_B is not None, attention_mass)
+        local = LocalParams(self, variables["params"], call.row_axes, call.token_slice)
+        apply = partial(local_module(self).apply, attention_mass=attention_mass)
+        return call.run(apply, local, row_inputs, cached)
 
     @property
-    def layer_table(self) -> list[list[int | None]]:
-        """The layer numbers of each stage, by place; None: an empty place."""
-        return assign_layers(self.config, self.axes.stage, self.runner.chunks)
+    def cache_sharding(self) -> Placement:
+        return self._find_cache_sharding
 
-    @nn.nowrap
-    def cache_shape(self) -> tuple[int, int]:
-        return len(self.layer_table[0]), self.config.num_key_value_heads * self.axes.stage
+    def _find_cache_sharding(self, path: str, array: Any) -> NamedSharding:
+        rows = partition_specs.find_row_axes(self.axes, array.shape[0]) if array.ndim else None
+        spec = partition_specs.cache_spec(path, array, rows, self.axes)
+        return NamedSharding(build_mesh(self.axes), spec)
 
-    @nn.nowrap
+    @property
+    def cache_writer(self) -> SplitCacheWriter | None:
+        if self.axes.sequence == 1 or self.axes.use_ulysses:
+            return None
+        return SplitCacheWriter(self.axes)
+
+    @property
     def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
         return tuple(map(tuple, self.layer_table)) if self.axes.stage > 1 else ()
 
-    @nn.nowrap
-    def unstack_layers(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        parts = [np.split(x, self.num_stages, axis=2) for x in arrays]
-        found = {n: x for each, of in zip(zip(*self.layer_table, strict=True), parts, strict=True)
-                 for n, x in zip(each, of, strict=True) if n is not None}  # fmt: skip
-        return [found[n] for n in sorted(found)]
+    def make_placer(self) -> ParamSharder:
+        """Return the placer that shards parameters as they are read."""
+        return (FsdpSharder if self.fsdp else ParamSharder)(self)
 
-    @property
-    def num_stages(self) -> int:
-        return self.axes.stage
-
-    @nn.nowrap
-    def num_data_shards(self, rows: int) -> int:
-        return self.axes.num_shards(partition_specs.find_row_axes(self.axes, rows) or ())
-
-    @nn.nowrap
-    def row_groups(self, rows: int) -> np.ndarray | None:
-        devices = self.num_data_shards(rows)
-        if self.num_stages == 1 or self.runner.chunks > 1 or rows % (devices * self.num_stages):
-            return None
-        each = rows // (devices * self.num_stages)
-        return np.tile(np.repeat(np.arange(self.num_stages, dtype=np.int32), each), devices)
-
-    @nn.nowrap
-    def empty_pipeline(self, rows: int) -> jax.Array:
-        shape = (rows // self.num_stages, 1, self.num_stages * self.config.hidden_size)
-        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
-
-    @nn.nowrap
-    def run_tick(self, params: Params, *given: Any) -> tuple[jax.Array, jax.Array, Segment]:
-        return decode.run_tick(self, local_module(self), params, *given)
-
-    @nn.nowrap
     def shard(self, params: Params) -> Params:
-        """Shard parameters of the unsharded model."""
-        reader = self.make_placer()
-        return reader.finish(map_leaves(reader.place_weight, params))
+        placer = self.make_placer()
+        return placer.finish(map_leaves(placer.place_weight, params))
 
-    @nn.nowrap
     def replicate(self, tree: Any) -> Any:
         return jax.tree.map(partial(replicate, build_mesh(self.axes)), tree)
 
-    @nn.nowrap
-    def with_config(self, config: ModelConfig) -> "ShardedModel":
-        axes, chunks = parse_mesh(str(self.axes)), self.runner.chunks
-        return make_sharded_model(
-            config, self.precision, axes, exact=self.exact, chunks=chunks, fsdp=self.fsdp
-        )
-
-    @nn.nowrap
-    def unsharded_paths(self, path: str) -> tuple[str | None, ...]:
-        """Return the unsharded paths of the parameter at `path`, one per stage; None: empty."""
-        if not is_staged(self.config, self.axes, path):
-            return (path,)
-        layers = models.get_family(self.config.model_type).layers
-        place, dot, rest = path.removeprefix(f"{layers}.").partition(".")
-        numbers = (row[int(place)] for row in self.layer_table)
-        return tuple(None if n is None else f"{layers}.{n}{dot}{rest}" for n in numbers)
-
-    @nn.nowrap
-    def template_paths(self, path: str) -> list[str]:
-        """Return the path of each stage's entry at `path`; if empty, in the place before."""
-        names = self.unsharded_paths(path)
-        if None not in names:
-            return [name for name in names if name is not None]
-        prefix = f"{models.get_family(self.config.model_type).layers}."
-        place, dot, rest = path.removeprefix(prefix).partition(".")
-        before = self.template_paths(f"{prefix}{int(place) - 1}{dot}{rest}")
-        return [own or other for own, other in zip(names, before, strict=True)]
-
-    @nn.nowrap
     def gather_lazy(self, params: Params) -> Params:
         return gather_lazy(params, self.unsharded_paths)
 
-    @nn.nowrap
     def attach_adapter(self, params: Params, wrap: Callable[[str, Any], Any]) -> Params:
-        return attach_adapter(self, params, wrap)
+        return attach_adapter(self, self.make_placer(), params, wrap)
 
-    @nn.nowrap
-    def with_sharded_logits(self) -> "ShardedModel":
-        parts = self.axes.num_shards(VOCAB_AXES)
-        return self if self.exact or parts == 1 else self.clone(sharded_logits=True)
+    def num_data_shards(self, rows: int) -> int:
+        return self.axes.num_shards(partition_specs.find_row_axes(self.axes, rows) or ())
 
-    @nn.nowrap
     def check_rows(self, rows: int) -> None:
         fit_mesh(self.axes, self.config)  # training may have changed the experts' capacity
         if rows % self.axes.data:
@@ -204,48 +126,44 @@ class ShardedModel(nn.Module, ShardedModelBase, PipelinedDecoder):
                 f" {self.axes.data} rows, or another mesh"
             )
 
-    @nn.nowrap
+    def with_sharded_logits(self) -> "ShardedModel":
+        """Return itself if the vocabulary is not sharded, or sums are in the order of one device.
+
+        See `Model.with_sharded_logits`.
+        """
+        is_sharded = self.axes.num_shards(VOCAB_AXES) > 1
+        return self.clone(sharded_logits=True) if is_sharded and not self.exact else self
+
+    def with_sharded_rows(self) -> "ShardedModel":
+        return self.clone(sharded_rows=True)
+
     def unsharded(self) -> nn.Module:
         return models.build(self.config, self.precision).clone(remat=self.remat)
 
-    @nn.nowrap
-    def make_placer(self) -> ParamSharder:
-        """Return the placer that shards parameters as they are read."""
-        kind = FsdpSharder if self.fsdp else ParamSharder
-        return kind(self.config, self.axes, self.exact, self.layer_table)
+    def shard_like(self, model: Any) -> "ShardedModel":
+        return make_sharded_model(
+            model.config, model.precision, parse_mesh(str(self.axes)),
+            exact=self.exact, chunks=self.runner.chunks, fsdp=self.fsdp,
+        )  # fmt: skip
 
-    @nn.nowrap
-    def local_params(
-        self, params: Params, rows: partition_specs.RowAxes, stream: SequenceSlice | None = None
-    ) -> LocalParams:
-        """Return one device's view of these parameters, for a call with such rows and tokens."""
-        return LocalParams(
-            self.config,
-            self.axes,
-            self.exact,
-            self.fsdp,
-            params,
-            rows,
-            stream,
-            self.sharded_logits,
-        )
+    # Decoding in stages (`generation.loops.pipelined`).
 
-    @nn.nowrap
-    def cache_sharding(self, path: str, array: Any) -> NamedSharding:
-        rows = partition_specs.find_row_axes(self.axes, array.shape[0]) if array.ndim else None
-        return NamedSharding(
-            build_mesh(self.axes), partition_specs.cache_spec(path, array, rows, self.axes)
-        )
-
-    @nn.nowrap
-    def splits_tokens(self, columns: int) -> bool:
-        return columns > 1 and (self.axes.sequence_parallel or self.axes.sequence > 1)
-
-    @property
-    def cache_writer(self) -> SplitCacheWriter | None:  # type: ignore[override]
-        if self.axes.sequence == 1 or self.axes.use_ulysses:
+    def row_groups(self, rows: int) -> np.ndarray | None:
+        """Return the group of each row, int32 `[B]`; None: rows are not divisible into groups."""
+        devices, stages = self.num_data_shards(rows), self.axes.stage
+        if stages == 1 or self.runner.chunks > 1 or rows % (devices * stages):
             return None
-        return SplitCacheWriter(self.axes)
+        size = rows // (devices * stages)
+        return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)
+
+    def empty_pipeline(self, rows: int) -> jax.Array:
+        """Return the activations between stages before the first tick."""
+        shape = (rows // self.axes.stage, 1, self.axes.stage * self.config.hidden_size)
+        return jnp.zeros(shape, jnp.dtype(self.precision.activations))
+
+    def run_tick(self, params: Params, *inputs: Any) -> tuple[jax.Array, jax.Array, Segment]:
+        """Run each stage's layers on its group (see `pipeline.decode.run_tick`)."""
+        return decode.run_tick(self, local_module(self), params, *inputs)
 
 
 def make_sharded_model(
@@ -261,7 +179,7 @@ def make_sharded_model(
     """Make a sharded model.
 
     Args:
-        chunks: see `pipeline.stages.PipelineRunner`, also for microbatches.
+        chunks: see `pipeline.forward.PipelineRunner`, also for microbatches.
         fsdp: see `sharding.fsdp`.
 
     Raises:
@@ -273,12 +191,10 @@ def make_sharded_model(
     build_mesh(axes)
     if not exact:
         check_int8_blocks(config, precision, axes)
-    course = PipelineRunner(axes.stage, chunks, microbatches)
-    check_stages(config, precision, course)
+    runner = PipelineRunner(axes.stage, chunks, microbatches)
+    check_stages(config, precision, runner)
     check_chunks(axes, chunks)
-    return ShardedModel(
-        config=config, precision=precision, axes=axes, exact=exact, runner=course, fsdp=fsdp
-    )
+    return ShardedModel(config, precision, axes, exact, runner, fsdp)
 
 
 def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec) -> None:
@@ -294,15 +210,14 @@ def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec)
         if size // over % INT8_BLOCK:
             raise ConfigError(
                 f"int8_inputs rounds inputs in blocks of {INT8_BLOCK} columns, but {name} {size}"
-                " over"
-                f" tensor={over} splits a block. Use exact=True, or a smaller tensor axis"
+                f" over tensor={over} splits a block. Use exact=True, or a smaller tensor axis"
             )
 
 
 @cache
-def local_module(model: ShardedModel) -> nn.Module:
+def local_module(model: ModelSharding) -> nn.Module:
     """Return the module that one device runs."""
-    inner: nn.Module = models.build(local_config(model.config, model.axes), model.precision)
+    module: nn.Module = models.build(local_config(model.config, model.axes), model.precision)
     if model.axes.stage > 1:
-        inner = inner.clone(runner=model.runner)
-    return inner.clone(remat=True) if model.remat else inner
+        module = module.clone(runner=model.runner)
+    return module.clone(remat=True) if model.remat else module

@@ -27,7 +27,7 @@ from jaxllm.train.partition import TrainedParams
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, TrainState
 from jaxllm.weights.lazy_gather import LazyWeight, load_weight, peek_weight
-from jaxllm.weights.paths import Params, ShardedModelBase, list_arrays
+from jaxllm.weights.paths import Params, list_arrays
 
 _STATE, _BEST = "state", "best"
 _PREVIOUS = "earlier"  # the state before the last one, until a step from the last one was finite
@@ -46,8 +46,11 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
       plan: a `loop.Plan`. Like the optimizer it is compared field by field.
       extra: other settings by name, such as the digests of the data.
     """
-    model = setup.model.unsharded() if isinstance(setup.model, ShardedModelBase) else setup.model
-    named = {"model": model, "objective": setup.objective, "constraint": setup.constraint}
+    named = {
+        "model": setup.model.unsharded(),
+        "objective": setup.objective,
+        "constraint": setup.constraint,
+    }
     named["optimizer"] = type(setup.optimizer).__name__
     named["keep_best"] = plan.patience is not None
     for part in (setup.optimizer, plan):

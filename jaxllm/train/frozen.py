@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxllm.train.partition import NamesOf, Placeholder
-from jaxllm.weights.paths import Params, identity_path, map_leaves
+from jaxllm.train.partition import NamesOf, Placeholder, identity_path
+from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.arrays import add_dependency, as_weight
 from jaxllm.weights.types.base import LinearFn, WeightBase
 from jaxllm.weights.types.wrapper import WeightWrapper
@@ -42,7 +42,7 @@ class FrozenWeight(WeightWrapper, struct.PyTreeNode):
 def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
     """Wrap each matrix that contains nothing trained in `FrozenWeight`.
 
-    names: as `ShardedModelBase.unsharded_paths`; matrices stacked over pipeline stages have one
+    names: as `Model.unsharded_paths`; matrices stacked over pipeline stages have one
         more axis.
     """
     return map_leaves(lambda path, leaf: _freeze(leaf, 3 if len(names(path)) > 1 else 2), params)

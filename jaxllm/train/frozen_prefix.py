@@ -34,7 +34,7 @@ from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import LossOutput, forward
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
-from jaxllm.weights.paths import Params, ShardedModelBase
+from jaxllm.weights.paths import Params
 
 PROMPT_KEY = "prompt"
 _SEGMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Segment))
@@ -114,9 +114,7 @@ def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) ->
     """Return the parameters with a prompt of embeddings, initialized with those of `tokens`."""
     token_1P = _check_prefix_ids(model, tokens)
     path = get_family(model.config.model_type).token_table.split(".")
-    table = params
-    if isinstance(model, ShardedModelBase):
-        table = model.gather({path[0]: params[path[0]]})
+    table = model.gather({path[0]: params[path[0]]})
     for name in path:
         table = table[name]
     embeddings_PD = as_weight(table["weight"]).take(jnp.asarray(token_1P))[0]

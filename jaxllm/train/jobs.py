@@ -6,7 +6,7 @@ This module has full fine-tuning and LoRA; `fake.job`, `distill.job` and `prompt
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,6 @@ import jax
 from jaxllm.adapters import (
     Adapter,
     LoraConfig,
-    attach_adapter,
     extract_adapter,
     init_adapter,
     make_attacher,
@@ -31,11 +30,10 @@ from jaxllm.train.loop import Log, PrepareRows, Report, TrainPlan, TrainResult, 
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.partition import ALL_PARAMS, Rules, trainable_params
 from jaxllm.train.step import Constraint, OptimizerConfig, Setup
-from jaxllm.weights.paths import Params, ShardedModelBase, gather_params, map_leaves
+from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import cast
 from jaxllm.weights.types.lora import LoraWeight
 
-V = TypeVar("V")
 _ADAPTERS: Rules = ((r".*\.weight\.(a|b|magnitude)", True),)
 
 
@@ -116,14 +114,11 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         adapter = init_adapter(lm.config, lm.params, config, key)
     else:
         adapter = with_config(lm.config, start, config)
-    if isinstance(lm.model, ShardedModelBase):
-        attachment = lm.model.attach_adapter(lm.params, make_attacher(lm.config, adapter))
-    else:
-        attachment = attach_adapter(lm.config, lm.params, adapter)
+    attachment = lm.model.attach_adapter(lm.params, make_attacher(lm.config, adapter))
 
     def finish(params: Params, directory: Path) -> None:
         beside = map_leaves(lambda _, leaf: _extract_adapters(leaf), params)
-        found = extract_adapter(lm.config, gather_params(lm.model, beside), config)
+        found = extract_adapter(lm.config, lm.model.gather(beside), config)
         write_adapter(directory, found, lm.config, base=str(lm.path))
 
     return TrainJob(
@@ -175,7 +170,7 @@ def run_job(
         writing the result.
       remat: recompute the inside of each block in the backward pass (gradient checkpointing).
     """
-    model = with_sharded_outputs(job.model).clone(remat=remat)
+    model = job.model.with_sharded_rows().clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, eval_data = job.data or data, job.eval_data or eval_data
     digests = [None if some is None else some.digest for some in (data, eval_data)]
@@ -199,33 +194,14 @@ def run_job(
     )
 
 
-def with_sharded_outputs(model: nn.Module) -> nn.Module:
-    """Return the model; on a mesh its outputs stay sharded, since the host does not read them."""
-    return model.clone(keep_sharded_outputs=True) if isinstance(model, ShardedModelBase) else model
-
-
-def shard_params(model: nn.Module, params: Params) -> Params:
-    """Shard single-device parameters if `model` is on a mesh."""
-    return model.shard(params) if isinstance(model, ShardedModelBase) else params
-
-
-def replicate(model: nn.Module, tree: V) -> V:
-    """Replicate arrays that are not the model's parameters over its mesh, if it is on one."""
-    return model.replicate(tree) if isinstance(model, ShardedModelBase) else tree
-
-
 def to_one_device(lm: LM) -> LM:
     """Return the model for one device, with its parameters gathered on the host of each process."""
-    if not isinstance(lm.model, ShardedModelBase):
-        return lm
     return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
 
 
 def shard_like(lm: LM, other: LM) -> LM:
     """Shard a single-device model like another model, if that is on a mesh."""
-    if not isinstance(other.model, ShardedModelBase):
-        return lm
-    model = other.model.with_config(lm.config).clone(precision=lm.model.precision)
+    model = other.model.shard_like(lm.model)
     return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 
 

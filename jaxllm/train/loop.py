@@ -38,7 +38,7 @@ from jaxllm.train.data.rows import Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Metrics, Setup, TrainState, eval_step, init_state, train_step
-from jaxllm.weights.paths import Params, ShardedModelBase, gather_lazy, unsharded_paths
+from jaxllm.weights.paths import Params
 
 SAVE_SECONDS = 30.0  # at least, between two saved states,
 SAVE_FACTOR = 20  # and this many times the duration of the last save
@@ -163,8 +163,7 @@ def train(
         raise ConfigError("the data has no labels to learn: all of them are ignored")
     if plan.patience is not None and eval_data is None:
         raise ConfigError("patience needs validation data (held_out)")
-    if isinstance(setup.model, ShardedModelBase):
-        setup.model.check_rows(data.batch(0).token_BT.shape[0])
+    setup.model.check_rows(data.batch(0).token_BT.shape[0])
     named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
     settings = collect_settings(
         setup, plan, rules=rules, prepare=named, data=data.digest,
@@ -172,8 +171,8 @@ def train(
     )  # fmt: skip
     journal = TensorStore()
     if directory is not None:
-        journal = open_journal(gather_lazy(setup.model, params), extra_inputs, settings, directory)
-    trained, rest = partition(params, rules, compute_params, unsharded_paths(setup.model))
+        journal = open_journal(setup.model.gather_lazy(params), extra_inputs, settings, directory)
+    trained, rest = partition(params, rules, compute_params, setup.model.unsharded_paths)
     form = StateLayout.from_model(setup.model, rest)
     key, state = jax.random.key(plan.seed), init_state(trained, setup)
     del trained

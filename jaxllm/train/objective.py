@@ -10,7 +10,7 @@ from jaxllm import steps
 from jaxllm.models.layers import Trace
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
-from jaxllm.weights.paths import Params, with_sharded_logits
+from jaxllm.weights.paths import Params
 
 
 class LossOutput(NamedTuple):
@@ -59,7 +59,7 @@ def forward(
     if model.config.segment_length is None:
         options["document_BT"] = rows.document_BT
     return steps.run_model(
-        model if gather_logits else with_sharded_logits(model),
+        model if gather_logits else model.with_sharded_logits(),
         params,
         segments,
         rows.token_BT,

@@ -17,15 +17,13 @@ from jaxllm import models
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.files import compile_pattern
-from jaxllm.weights.paths import Params, first_match, flatten, identity_path, list_arrays
+from jaxllm.sharding.shard_list import ShardList
+from jaxllm.weights.paths import Params, first_match, flatten, list_arrays
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.tensor_parallel import ShardList
 
 TrainedParams = dict[str, jax.Array]
 Rules = tuple[tuple[str, bool], ...]
-NamesOf = Callable[
-    [str], tuple[str | None, ...]
-]  # from a path on a mesh, as `ShardedModelBase.unsharded_paths`
+NamesOf = Callable[[str], tuple[str | None, ...]]  # `Model.unsharded_paths`
 ALL_PARAMS: Rules = ((".*", True),)
 _PARTS = ".shards"  # the field of `ShardList`
 
@@ -37,6 +35,11 @@ class Placeholder:
 
     dtype: str
     shape: tuple[int, ...]
+
+
+def identity_path(path: str) -> tuple[str | None, ...]:
+    """Return the path of a parameter of an unsharded model, as `Model.unsharded_paths` does."""
+    return (path,)
 
 
 def trainable_params(params: Mapping[str, Any]) -> TrainedParams:

@@ -24,9 +24,9 @@ from jaxllm.train.frozen_prefix import (
     with_soft_prompt,
     with_trained_prefix,
 )
-from jaxllm.train.jobs import TrainJob, replicate, to_one_device
+from jaxllm.train.jobs import TrainJob, to_one_device
 from jaxllm.train.objective import NextToken
-from jaxllm.weights.paths import Params, ShardedModelBase
+from jaxllm.weights.paths import Params
 
 # The kinds of trained prompts: embeddings, or keys and values ("entries").
 PROMPT_KINDS = {"embeddings": with_soft_prompt, "entries": with_trained_prefix}
@@ -65,10 +65,9 @@ def prompt_tuning(
             f"the kind of a prompt must be {' or '.join(PROMPT_KINDS)}, got {kind!r:.40}"
         )
     before = 0 if prefix is None else int(prefix.length_B[0])
-    many = isinstance(lm.model, ShardedModelBase)
-    if many and prefix is not None:
+    if lm.model.is_sharded and prefix is not None:
         raise ConfigError("a prompt after a prefix cannot be trained on a mesh: drop --mesh")
-    if many and kind == "entries" and lm.model.kept()[0] < lm.config.num_hidden_layers:
+    if kind == "entries" and lm.model.stage_layers:
         raise ConfigError(
             "a prompt of keys and values cannot be trained in pipeline stages: train embeddings, or"
             " use a mesh with stage=1"
@@ -86,7 +85,7 @@ def prompt_tuning(
 
     return TrainJob(
         lm=lm,
-        params={**params, PROMPT_KEY: replicate(lm.model, params[PROMPT_KEY])},
+        params={**params, PROMPT_KEY: lm.model.replicate(params[PROMPT_KEY])},
         objective=PrefixLoss(),
         extra_inputs=None if prefix is None else to_segments(prefix),
         rules=PROMPT_RULES,

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.partition import Placeholder, TrainedParams
 from jaxllm.weights.lazy_gather import LazyWeight, load_weight
-from jaxllm.weights.paths import Params, list_arrays, unsharded_paths
-from jaxllm.weights.types.tensor_parallel import ShardList
+from jaxllm.weights.paths import Params, list_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StateLayout:
 
     Attributes:
       names: for each trained path, the single-device paths that it holds
-          (`ShardedModelBase.unsharded_paths`).
+          (`Model.unsharded_paths`).
       uneven_shards: for paths with uneven shards, `ShardList` with a `Placeholder`.
     """
 
@@ -43,8 +43,7 @@ class StateLayout:
             p: x for p, x in found if isinstance(x, ShardList) and isinstance(x.shards, Placeholder)
         }
         paths = [path for path, x in found if isinstance(x, Placeholder)] + [*shares]
-        names = unsharded_paths(model)
-        return cls({path: names(path) for path in paths}, shares)
+        return cls({path: model.unsharded_paths(path) for path in paths}, shares)
 
     @property
     def unsharded_names(self) -> set[str]:

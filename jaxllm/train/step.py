@@ -19,7 +19,7 @@ from jaxllm.train.frozen import freeze_params
 from jaxllm.train.objective import LossOutput, Objective
 from jaxllm.train.optimizer import import_optax
 from jaxllm.train.partition import TrainedParams, combine
-from jaxllm.weights.paths import Params, ShardedModelBase, map_leaves, put, unsharded_paths
+from jaxllm.weights.paths import Params, map_leaves, put
 from jaxllm.weights.types.base import WeightBase
 
 
@@ -78,7 +78,7 @@ def init_state(trained: TrainedParams, setup: Setup) -> TrainState:
     """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
     state = TrainState(own, setup.optimizer.build().init(own), jnp.zeros((), jnp.int32))
-    if not isinstance(setup.model, ShardedModelBase):
+    if not setup.model.is_sharded:
         return state
     place = setup.model.cache_sharding
     return put(state, lambda path, x: _canonical_sharding(x) if x.ndim else place(path, x))
@@ -125,7 +125,7 @@ def train_step(
     key = jax.random.fold_in(key, state.step)
     batches, still = (
         rows.token_BT.shape[0],
-        freeze_params(frozen_params, unsharded_paths(setup.model)),
+        freeze_params(frozen_params, setup.model.unsharded_paths),
     )
 
     def compute_loss(

@@ -19,12 +19,9 @@ from jaxllm.ops import native
 from jaxllm.weights.formats import STACKABLE, Weight, as_weight, can_stack
 from jaxllm.weights.linear import get_native_matrix, round_to_int8
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.fsdp import FsdpShard
-from jaxllm.weights.types.tensor_parallel import RowParallel, RowParallelExact
 
 Stacks = tuple[Weight, ...]
 Products = tuple[jax.Array, ...]
-_PARALLEL_TYPES = RowParallel | RowParallelExact | FsdpShard
 MAX_BLOCK_ROWS = 128  # maximum number of rows that are multiplied with a matrix at once
 
 
@@ -42,23 +39,19 @@ def expert_linears(
     for stack in map(as_weight, stacks):
         if stack.ndim != 3 or stack.shape[2] != x_AI.shape[1]:
             raise ValueError(f"expert stack {stack.shape} does not match x of shape {x_AI.shape}")
-        if isinstance(stack, _PARALLEL_TYPES):
+        if stack.is_sharded:
             continue  # the weight inside is checked when it multiplies
         if stack.is_composite or not can_stack(stack.format):
             raise ConfigError(f"format of experts must be {STACKABLE}, got {stack.format}")
-    if any(isinstance(stack, _PARALLEL_TYPES) for stack in stacks):
+    if any(as_weight(stack).is_sharded for stack in stacks):
 
-        def multiply_stack(stack: Weight, x_AI: jax.Array, expert_A: jax.Array) -> jax.Array:
+        def multiply(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax.Array:
+            leaf = as_weight(stack)
+            if leaf.is_sharded:
+                return leaf.apply_with(x_AI, multiply, expert_A)
             return expert_linears(x_AI, (stack,), expert_A, int8_inputs=int8_inputs)[0]
 
-        def multiply_shard(x_AI: jax.Array, stack: Weight) -> jax.Array:
-            if isinstance(stack, FsdpShard):
-                return stack.apply_gathered(multiply_stack, x_AI, expert_A)
-            if isinstance(stack, RowParallel | RowParallelExact):
-                return stack.apply_with(x_AI, multiply_shard)
-            return multiply_stack(stack, x_AI, expert_A)
-
-        return [multiply_shard(x_AI, stack) for stack in stacks]
+        return [multiply(x_AI, stack, expert_A) for stack in stacks]
     digits = (
         1 if int8_inputs and all(as_weight(stack).supports_int8_inputs for stack in stacks) else 3
     )

@@ -64,7 +64,7 @@ def linears(
     for y_RO, (_, bias_O) in zip(products, terms, strict=True):
         y_RO = y_RO if bias_O is None else y_RO + bias_O.astype(jnp.float32)[None]
         # After a reduce-scatter each device has only some rows
-        # (`types.tensor_parallel.RowParallel`).
+        # (`sharding.tensor_parallel.RowParallel`).
         shape = x.shape[:-1] if len(y_RO) == len(x_RI) else (*x.shape[:-2], -1)
         results.append(y_RO.reshape(*shape, y_RO.shape[-1]))
     return results

@@ -303,9 +303,8 @@ def compile_step(model: Any, params: Any, objective: Any, rows: int, length: int
     from jaxllm.train.optimizer import Optimizer
     from jaxllm.train.partition import ALL_PARAMS, partition
     from jaxllm.train.step import Setup, init_state, train_step
-    from jaxllm.weights.paths import unsharded_paths
 
-    trained, frozen = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    trained, frozen = partition(params, ALL_PARAMS, None, model.unsharded_paths)
     setup = Setup(model, objective, Optimizer(steps=3))
     state, batch = (
         init_state(trained, setup),

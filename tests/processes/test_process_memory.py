@@ -76,11 +76,10 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state
 from jaxllm.train.partition import partition
-from jaxllm.weights.paths import unsharded_paths
 
 def measured(path, out):
     lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
-    trained, rest = partition(lm.params, names=unsharded_paths(lm.model))
+    trained, rest = partition(lm.params, names=lm.model.unsharded_paths)
     form = StateLayout.from_model(lm.model, rest)
     setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
     state, journal = init_state(trained, setup), TensorStore(out)

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, attach_adapter, init_adapter, make_attacher
-from jaxllm.sharding import ShardedModel
+from jaxllm.adapters import LoraConfig, init_adapter, make_attacher
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
@@ -18,7 +17,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
-from jaxllm.weights.paths import Params, unsharded_paths
+from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 from tests.sharding.tiny_models import (
     FAMILIES,
@@ -123,18 +122,14 @@ def texts() -> Rows:
 
 
 def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
-    """Return the weights after a train step, or the adapter if the weights are integers."""
-    rules, whole, spread_over = ALL_PARAMS, params, isinstance(model, ShardedModel)
+    """After a step: all weights, or an adapter beside those that are integers."""
+    rules, whole = ALL_PARAMS, params
     if model.precision.quantize is not None:
         lora = LoraConfig(r=3, target_modules="all-linear")
         adapter = init_adapter(model.config, params, lora, jax.random.key(1))
         rules = ADAPTERS
-        whole = (
-            model.attach_adapter(params, make_attacher(model.config, adapter))
-            if spread_over
-            else attach_adapter(model.config, params, adapter)
-        )
-    some, rest = partition(whole, rules, None, unsharded_paths(model))
+        whole = model.attach_adapter(params, make_attacher(model.config, adapter))
+    some, rest = partition(whole, rules, None, model.unsharded_paths)
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())
     state, _ = train_step(init_state(some, setup), rest, None, rows, jax.random.key(7), setup=setup)

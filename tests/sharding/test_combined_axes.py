@@ -21,7 +21,6 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
-from jaxllm.weights.paths import unsharded_paths
 from tests.sharding import mesh_matrix
 from tests.sharding.context_parallel.test_model import LENGTHS, packed, prompt
 from tests.sharding.test_pipeline import check_caches, of_layers
@@ -161,7 +160,7 @@ def test_train_step_equals_single_device(family: str, mesh: str) -> None:
     model, params, over, shared = make_pair(family, mesh, fsdp="data" in mesh)
     found = []
     for m, p in ((over, shared), (model, params)):
-        trained, rest = partition(p, ALL_PARAMS, None, unsharded_paths(m))
+        trained, rest = partition(p, ALL_PARAMS, None, m.unsharded_paths)
         setup = Setup(m, NextToken(), Optimizer(steps=2, lr=0.01, eps=mesh_matrix.EPS))
         rows = jax.tree.map(lambda x: x[None], batch())
         state, metrics = train_step(

@@ -15,10 +15,10 @@ from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.sampling.sampler import Sampler
 from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.collective_stats import count_collectives
+from jaxllm.sharding.expert_parallel import ExpertParallel
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh, parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.weights.quantize import quantize
-from jaxllm.weights.types.expert_parallel import ExpertParallel
 from tests.sharding.tiny_models import largest_difference, make_model, shard_model
 from tests.tiny_models import tokens
 

@@ -10,6 +10,7 @@ import pytest
 
 import jaxllm
 from jaxllm.adapters import LoraConfig
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
 from jaxllm.train.checkpointing import collect_settings, open_journal
 from jaxllm.train.loop import TrainPlan
@@ -18,8 +19,7 @@ from jaxllm.train.prompt_jobs import prompt_tuning
 from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
-from jaxllm.weights.paths import Params, flatten, gather_params, map_leaves
-from jaxllm.weights.types.tensor_parallel import ShardList
+from jaxllm.weights.paths import Params, flatten, map_leaves
 from tests.sharding.tiny_models import make_model, shard_model
 from tests.tiny_models import save_random, tokens
 
@@ -122,7 +122,7 @@ def test_training_digest_is_equal_on_every_mesh(kind: str, tmp_path: Path) -> No
         lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
         job = JOBS[kind](lm)
         setup = Setup(job.model, job.objective, Optimizer(steps=1))
-        params = gather_params(job.model, job.params)
+        params = job.model.gather(job.params)
         settings = collect_settings(setup, TrainPlan(steps=1))
         found.add(open_journal(params, job.extra_inputs, settings, tmp_path).digest)
     assert len(found) == 1

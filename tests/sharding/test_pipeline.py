@@ -62,7 +62,7 @@ def check_caches(over: Any, ours: Any, theirs: Any) -> None:
         whole: list[Any] = [None] * over.config.num_hidden_layers
         for place, x in enumerate(getattr(ours.tail, kind)):
             for row, part in zip(
-                over.layer_table, np.split(np.asarray(x), over.num_stages, 2), strict=True
+                over.layer_table, np.split(np.asarray(x), over.axes.stage, 2), strict=True
             ):
                 if (number := row[place]) is not None:
                     whole[number] = part

@@ -12,9 +12,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.ops.token_logprobs import AxisNames
 from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, make_schedule_arrays, sum_loss
 from jaxllm.sharding.pipeline.schedule import SCHEDULES
+from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
-from jaxllm.weights.types.tensor_parallel import ShardList
 from tests.sharding.test_pipeline import of_layers
 from tests.sharding.tiny_models import largest_difference, shard_model
 from tests.tiny_models import VOCAB, tokens

@@ -24,7 +24,6 @@ from jaxllm.train.partition import ALL_PARAMS, combine, partition
 from jaxllm.train.pipeline_loss import ScheduledLoss
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
-from jaxllm.weights.paths import unsharded_paths
 from jaxllm.weights.precision import Precision
 from tests.sharding.tiny_models import load_weights, make_model, shard_model
 from tests.tiny_models import tokens
@@ -102,8 +101,8 @@ def test_exact_mode_gathers_logits() -> None:
 
 
 def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> Any:
-    """Return the mean loss of a token, and its unsharded gradient in every parameter."""
-    trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    """The loss of a token, and its gradient by every parameter in one device's form."""
+    trained, rest = partition(params, ALL_PARAMS, None, model.unsharded_paths)
 
     def loss(trained: Any, rest: Any) -> jax.Array:
         found = objective(model, combine(trained, rest), given, rows, jax.random.key(0))

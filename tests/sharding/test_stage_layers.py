@@ -137,7 +137,7 @@ def test_published_layer_patterns_run_in_stages(family: str, stages: int) -> Non
     ]
     np.testing.assert_array_equal(found[1].token_BT, found[0].token_BT)
     kept = zip(
-        over.unstack_layers([*map(np.asarray, found[1].cache.tail.k)]),
+        found[1].cache.unstack_layers([*map(np.asarray, found[1].cache.tail.k)]),
         found[0].cache.tail.k,
         strict=True,
     )

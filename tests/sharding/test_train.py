@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.adapters import LoraConfig, attach_adapter, extract_adapter, init_adapter, make_attacher
+from jaxllm.adapters import LoraConfig, extract_adapter, init_adapter, make_attacher
 from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import ShardedModel, make_sharded_model
@@ -26,7 +26,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, combine, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
-from jaxllm.weights.paths import Params, flatten, gather_params, unsharded_paths
+from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
 from tests.conftest import Run as Command
 from tests.sharding.tiny_models import WIDE, load_weights, make_model
@@ -65,7 +65,7 @@ def on_mesh(model: Any, mesh: str, fsdp: bool = False) -> ShardedModel:
 
 def gradient(model: Any, params: Params) -> dict[str, np.ndarray]:
     """Return the unsharded gradient of a batch's loss in every parameter."""
-    trained, rest = partition(params, ALL_PARAMS, None, unsharded_paths(model))
+    trained, rest = partition(params, ALL_PARAMS, None, model.unsharded_paths)
     rows, key = Texts().batch(0), jax.random.key(0)
 
     def loss(trained: Any, rest: Any) -> jax.Array:
@@ -131,7 +131,7 @@ def run_steps(model: Any, params: Params, steps: int, **options: Any) -> TrainRe
 
 
 def unsharded_params(model: Any, found: TrainResult) -> dict[str, np.ndarray]:
-    whole = model.gather(found.params) if isinstance(model, ShardedModel) else found.params
+    whole = model.gather(found.params)
     return {path: np.asarray(x) for path, x in flatten(whole)}
 
 
@@ -207,7 +207,7 @@ def test_training_digest_is_equal_on_every_mesh(tmp_path: Path) -> None:
         lm = jaxllm.load("demo:gpt2", dtype="float32", mesh=mesh, fsdp=fsdp)
         job, setup = jobs.full_finetune(lm), Setup(lm.model, NextToken(), Optimizer(steps=1))
         params, settings = (
-            gather_params(lm.model, job.params),
+            lm.model.gather(job.params),
             collect_settings(setup, TrainPlan(steps=1)),
         )
         found.add(open_journal(params, None, settings, tmp_path).digest)
@@ -242,14 +242,10 @@ def test_adapter_training_equals_single_device(
     rows = jax.tree.map(lambda x: x[None], Texts().batch(0))
     found = []
     for mine in (model, on_mesh(model, mesh, True)):
-        base = mine.shard(params) if isinstance(mine, ShardedModel) else params
+        base = mine.shard(params)
         adapter = init_adapter(model.config, base, lora, jax.random.key(1))
-        adapted = (
-            mine.attach_adapter(base, make_attacher(model.config, adapter))
-            if isinstance(mine, ShardedModel)
-            else attach_adapter(model.config, base, adapter)
-        )
-        trained, rest = partition(adapted, ADAPTERS, None, unsharded_paths(mine))
+        adapted = mine.attach_adapter(base, make_attacher(model.config, adapter))
+        trained, rest = partition(adapted, ADAPTERS, None, mine.unsharded_paths)
         setup = Setup(mine, NextToken(), optimizer)
         state = init_state(trained, setup)
         for _ in range(2):
@@ -263,7 +259,7 @@ def test_adapter_training_equals_single_device(
             (load_weights(StateLayout.from_model(mine, rest).gather_lazy(state.trained)), losses)
         )
         params_of = combine(state.trained, rest)
-        written = mine.gather(params_of) if isinstance(mine, ShardedModel) else params_of
+        written = mine.gather(params_of)
         assert extract_adapter(model.config, written, lora).num_params == adapter.num_params
     (expected, losses), (mine, others) = found
     assert others == pytest.approx(losses, rel=1e-5)

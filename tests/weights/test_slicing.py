@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.sharding.shard_list import ShardList, equalize_shapes, max_lengths
 from jaxllm.weights.formats import as_weight, parse_format
 from jaxllm.weights.types.act_order import PermutedWeight
 from jaxllm.weights.types.int_weight import IntWeight
-from jaxllm.weights.types.tensor_parallel import ShardList
 from tests.weights.products import plain_product
 
 SHAPE = (12, 384)
@@ -95,7 +95,8 @@ def test_shard_list_of_runs_merges_to_whole(name: str) -> None:
     whole = as_weight(MAKERS[name]())
     rows = np.arange(SHAPE[0]).reshape(3, 2, 2)  # three runs, each split in two
     shares = [whole.with_rows(rows[:, i].reshape(-1)) for i in range(2)]
-    joint = ShardList.from_shards(shares, 0, 3, SHAPE[0])
+    even = equalize_shapes(shares, max_lengths(shares))
+    joint = ShardList(jax.tree.map(lambda *x: jnp.stack(x), *even), 0, 3, SHAPE[0])
     assert joint.shape == SHAPE
     np.testing.assert_array_equal(joint.to_dense(), whole.to_dense())
     np.testing.assert_array_equal(as_weight(joint.merge()).to_dense(), whole.to_dense())

@@ -22,7 +22,7 @@ from jaxllm.evaluate.likelihood.score import check_finite, check_loader, logits,
 from jaxllm.models.inputs import check_model
 from jaxllm.ops.token_logprobs import map_rows, pick_token
 from jaxllm.runtime.multihost import to_host
-from jaxllm.weights.paths import Params, num_data_shards
+from jaxllm.weights.paths import Params
 
 
 class Differences(NamedTuple):
@@ -151,7 +151,7 @@ def _compare(
 ) -> Differences:
     p_BTV = logits(model, params, token_BT, position_BT)
     q_BTV = logits(other, other_params, token_BT, position_BT)
-    return token_differences(p_BTV, q_BTV, token_BT, num_data_shards(model, len(token_BT)))
+    return token_differences(p_BTV, q_BTV, token_BT, model.num_data_shards(len(token_BT)))
 
 
 def token_differences(

@@ -16,7 +16,7 @@ from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.steps import run_model
-from jaxllm.weights.paths import Params, with_sharded_logits
+from jaxllm.weights.paths import Params
 
 MAX_LOGIT_BYTES = 1 << 28  # maximum bytes of float32 logits for the default batch size
 
@@ -56,9 +56,9 @@ def logits(
     model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
     """Return next-token logits, float32 `[B, T - 1, V]`; on a mesh the vocabulary is sharded."""
-    return run_model(with_sharded_logits(model), params, (), token_BT[:, :-1], position_BT[:, :-1])[
-        0
-    ].logits
+    return run_model(
+        model.with_sharded_logits(), params, (), token_BT[:, :-1], position_BT[:, :-1]
+    )[0].logits
 
 
 def pad_first_column(x_BT: jax.Array) -> jax.Array:

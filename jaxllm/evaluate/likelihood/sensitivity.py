@@ -30,11 +30,9 @@ from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
 from jaxllm.weights.paths import (
     Params,
-    ShardedModelBase,
     first_match,
     flatten,
     map_leaves,
-    num_data_shards,
 )
 from jaxllm.weights.quantize import quantize
 
@@ -107,16 +105,15 @@ def measure_sensitivity(
     parse_format(format)
     check_model(model, params)
     check_loader(model, loader)
-    many = model if isinstance(model, ShardedModelBase) else None
-    params = params if many is None else many.gather(params)
+    params = model.gather(params)
     names = matrix_groups(params, group_by)
     wide = map_leaves(lambda _, leaf: _to_float32(leaf), params)
 
     def run_batches(params: Params) -> Iterator[jax.Array]:
         """Yield the logits of each batch, given unsharded parameters."""
-        there = params if many is None else many.shard(params)
+        sharded = model.shard(params)
         for batch in batches:
-            yield _logits(model, there, batch.token_BT, batch.position_BT)
+            yield _logits(model, sharded, batch.token_BT, batch.position_BT)
 
     batches = [batch for batch, _ in loader.batches()]
     found = []
@@ -127,7 +124,7 @@ def measure_sensitivity(
             variant, before, after = _quantize_group(params, wide, regex, format)
             parts: list[Differences] = []
             for batch, p_BTV, q_BTV in zip(batches, references, run_batches(variant), strict=True):
-                rows = num_data_shards(model, len(batch.token_BT))
+                rows = model.num_data_shards(len(batch.token_BT))
                 each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
                 parts.append(select_scored(each, batch))
             found.append(

@@ -27,7 +27,7 @@ from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.steps import run_and_commit, run_model
-from jaxllm.weights.paths import Params, with_sharded_logits
+from jaxllm.weights.paths import Params
 
 PREFILL_CHUNK = 256  # tokens per chunk, if they fit
 
@@ -202,7 +202,7 @@ def _score_rest(
 ) -> tuple[jax.Array, jax.Array]:
     """Score an answer's tokens but the first: log-probability, and whether it is most likely."""
     trace, _, _ = run_model(
-        with_sharded_logits(model),
+        model.with_sharded_logits(),
         params,
         cache.segments,
         token_BA[:, :-1],

@@ -21,7 +21,7 @@ from jaxllm.ops.kv_quant import dequantize
 from jaxllm.ops.padding import pad_texts
 from jaxllm.runtime.multihost import to_host
 from jaxllm.steps import decode_step, prefill
-from jaxllm.weights.paths import Params, unstack_layers
+from jaxllm.weights.paths import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +140,7 @@ class JaxBackend:
         k, v = (
             tuple(
                 to_positions(x, position_BS)
-                for x in unstack_layers(
-                    self.model, [np.asarray(to_host(dequantize(x))) for x in entries]
-                )
+                for x in cache.unstack_layers([np.asarray(to_host(dequantize(x))) for x in entries])
             )
             for entries in (cache.tail.k, cache.tail.v)
         )

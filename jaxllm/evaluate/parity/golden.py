@@ -35,7 +35,6 @@ from jaxllm.files import (
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import gather_lazy
 from jaxllm.weights.safetensors import digest, open_tensors, write_tensors
 
 FORMAT = "jaxllm-vectors"
@@ -306,7 +305,7 @@ def _identity(ours: JaxBackend) -> dict[str, Any]:
     identity = {
         "config": ours.model.config.to_dict(),
         "precision": dataclasses.asdict(ours.model.precision),
-        "weights": fingerprint(gather_lazy(ours.model, ours.params)),
+        "weights": fingerprint(ours.model.gather_lazy(ours.params)),
     }
     plain: dict[str, Any] = _drop_defaults(json.loads(json.dumps(identity)))
     return plain

@@ -38,7 +38,7 @@ from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import MassMode, prefill
-from jaxllm.weights.paths import Params, PipelinedDecoder
+from jaxllm.weights.paths import Params
 
 # Maps each row's newest token (-1 if the row has ended) to whether the row ends with it.
 Until = Callable[[np.ndarray], np.ndarray]
@@ -123,8 +123,8 @@ def generate(
         *_, (cache, state) = _iterate_steps(model, params, limits, cache, state, until, options)
         return _make_result(state, cache, options)
     mass, overflow = _requested_mass(options), options.get("overflow")
-    in_rounds = overflow is None and mass is False and isinstance(model, PipelinedDecoder)
-    loop = _PIPELINED_LOOP if in_rounds and model.row_groups(cache.batch) is not None else _LOOP
+    is_simple = overflow is None and mass is False
+    loop = _PIPELINED_LOOP if is_simple and model.row_groups(cache.batch) is not None else _LOOP
     while True:
         cache, state = _run_program(loop, model, params, limits, cache, state, mass)
         if overflow is None or not is_running(state):

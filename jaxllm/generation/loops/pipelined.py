@@ -22,13 +22,13 @@ def decode_pipelined(
     state: DecodeState,
     attention_mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
-    """Run `state.decode_pipelined` pipelined, for an `PipelinedDecoder` model.
+    """Run `state.decode_pipelined` pipelined, for a model with `Model.row_groups`.
 
     The tail must have room for all tokens. The attention mass is not supported.
     """
     rows = tail.batch
     group_B, start = jnp.asarray(model.row_groups(rows)), tail.cursor
-    stages = model.num_stages
+    stages = model.axes.stage
 
     def is_unfinished(carry: Any) -> jax.Array:
         return (carry[2].finish_B == Finish.RUNNING).any()

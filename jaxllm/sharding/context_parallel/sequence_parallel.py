@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import ParallelHooks
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import HEAD_AXES
-from jaxllm.weights.types.tensor_parallel import SequenceSlice
+from jaxllm.sharding.tensor_parallel import SequenceSlice
 
 
 def make_token_slice(axes: MeshSpec, columns: int) -> SequenceSlice | None:
@@ -37,18 +37,16 @@ def run(
     apply: Callable[..., Any], token_slice: SequenceSlice, *, hooks: ParallelHooks, **by_row: Any
 ) -> Any:
     """Run a model with a split stream, and gather its trace where outputs need all tokens."""
-    if (given := by_row.get("embeddings_BTD")) is not None:
-        by_row = {**by_row, "embeddings_BTD": token_slice.take_local(given)}
-    trace, whole = (
-        apply(hooks=hooks._replace(gather_tokens=token_slice.gather), **by_row),
-        token_slice.gather,
-    )
+    if (embeddings_BTD := by_row.get("embeddings_BTD")) is not None:
+        by_row = {**by_row, "embeddings_BTD": token_slice.take_local(embeddings_BTD)}
+    gather = token_slice.gather
+    trace = apply(hooks=hooks._replace(gather_tokens=gather), **by_row)
     layers = tuple(
         layer._replace(
-            attention=layer.attention._replace(x=whole(layer.attention.x)),
-            mlp=whole(layer.mlp),
-            x=whole(layer.x),
+            attention=layer.attention._replace(x=gather(layer.attention.x)),
+            mlp=gather(layer.mlp),
+            x=gather(layer.x),
         )
         for layer in trace.layers
     )
-    return trace.replace(embeddings=whole(trace.embeddings), layers=layers)
+    return trace.replace(embeddings=gather(trace.embeddings), layers=layers)

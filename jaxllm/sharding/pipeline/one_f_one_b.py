@@ -26,18 +26,18 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Trace
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
+from jaxllm.sharding.fsdp import FsdpShard
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
-from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames, find_rule
+from jaxllm.sharding.partition_rules import HEAD_AXES, AxisNames
 from jaxllm.sharding.partition_specs import find_row_axes
 from jaxllm.sharding.pipeline.forward import take_microbatch
 from jaxllm.sharding.pipeline.schedule import SCHEDULES, Job, Schedule, job_dependencies
 from jaxllm.sharding.pipeline.stage_layers import AXIS, run_places
 from jaxllm.sharding.sharded_model import ShardedModel, local_module
+from jaxllm.sharding.tensor_parallel import SequenceSlice, VocabParallel
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
-from jaxllm.weights.types.fsdp import FsdpShard
-from jaxllm.weights.types.tensor_parallel import SequenceSlice, VocabParallel
 
 Ints = Any  # int32, of numpy or JAX
 # Sums the loss of logits [B, T, V] and rows. The logits are a device's own if they are sharded over
@@ -190,31 +190,31 @@ def _loss_and_gradient(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return the loss, and its gradient by the parameter arrays with the indices `trainable`."""
     model, (batch, columns) = spec.model, jax.tree.leaves(rows)[0].shape
-    over, way = (
-        find_row_axes(model.axes, batch),
-        ContextParallel(columns, spec.model.axes.sequence, use_ulysses=True),
-    )
+    over = find_row_axes(model.axes, batch)
+    context_parallel = ContextParallel(columns, model.axes.sequence, use_ulysses=True)
     share = batch // model.axes.num_shards(over or ())
     if share % spec.schedule.microbatches:
         raise ConfigError(
             f"{share} rows per device are not divisible into {spec.schedule.microbatches}"
             " microbatches"
         )
-    if way.is_split and len(way.column_order) != columns:
+    if context_parallel.is_split and len(context_parallel.column_order) != columns:
         raise ConfigError(
-            f"row length must be a multiple of {2 * way.devices} for sequence={way.devices}, got"
-            f" {columns}. Pad rows to {len(way.column_order)}"
+            f"row length must be a multiple of {2 * context_parallel.devices} for"
+            f" sequence={context_parallel.devices}, got {columns}. Pad rows to"
+            f" {len(context_parallel.column_order)}"
         )
-    local = model.local_params(
-        params, over, sequence_parallel.make_token_slice(model.axes, way.local_columns)
-    )
+    token_slice = sequence_parallel.make_token_slice(model.axes, context_parallel.local_columns)
+    local = LocalParams(model, params, over, token_slice)
     flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
     # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
-    apart = batch // share * (way.devices if way.is_split else 1)
+    apart = batch // share * (context_parallel.devices if context_parallel.is_split else 1)
     alike = model.axes.num_devices // (model.axes.stage * apart)
 
     def run(params: Params, rows: Any) -> tuple[jax.Array, list[jax.Array]]:
-        total, gradients = _run_stage(spec, trainable, 1 / alike, local, way, params, rows)
+        total, gradients = _run_stage(
+            spec, trainable, 1 / alike, local, context_parallel, params, rows
+        )
         summed = [
             jax.lax.psum(g, tuple(n for n in model.axes.names if n not in _spec_axes(flat[i])))
             for i, g in zip(trainable, gradients, strict=True)
@@ -224,7 +224,7 @@ def _loss_and_gradient(
     spread = jax.shard_map(
         run,
         mesh=build_mesh(model.axes),
-        in_specs=(local.specs, P(over, way.axis)),
+        in_specs=(local.specs, P(over, context_parallel.axis)),
         out_specs=(P(), [flat[i] for i in trainable]),
         check_vma=False,
     )
@@ -243,7 +243,7 @@ def _run_stage(
     trainable: tuple[int, ...],
     seed: float,
     local: LocalParams,
-    way: ContextParallel,
+    context_parallel: ContextParallel,
     params: Params,
     rows: Any,
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -263,7 +263,7 @@ def _run_stage(
         return [leaves[i] for i in trainable]
 
     moved, back = jax.vjp(select_trainable, *(arrays[i] for i in trainable))
-    stage, parts = jax.lax.axis_index(AXIS), _ModelParts(spec, way, local.token_slice)
+    stage, parts = jax.lax.axis_index(AXIS), _ModelParts(spec, context_parallel, local.token_slice)
 
     def run_chunk(
         moved: list[jax.Array], x: jax.Array, number: jax.Array, chunk: jax.Array
@@ -334,13 +334,17 @@ class _ModelParts:
     """The parts of a model, each as a function of its parameters and of rows."""
 
     def __init__(
-        self, spec: PipelineLoss, way: ContextParallel, stream: SequenceSlice | None
+        self, spec: PipelineLoss, context_parallel: ContextParallel, stream: SequenceSlice | None
     ) -> None:
         self._module, self._loss = local_module(spec.model), spec.loss
         self._size, self._over = spec.model.config.vocab_size, logit_axes(spec.model)
-        self._chunks, self._way, self._table = spec.schedule.chunks, way, spec.model.layer_table
+        self._chunks, self._context_parallel, self._table = (
+            spec.schedule.chunks,
+            context_parallel,
+            spec.model.layer_table,
+        )
         whole = None if stream is None else stream.gather
-        self._across = way.make_hooks()._replace(gather_tokens=whole)
+        self._hooks = context_parallel.make_hooks()._replace(gather_tokens=whole)
 
     def embed_tokens(self, params: Params, rows: Any) -> jax.Array:
         """Return the input of the first layer."""
@@ -350,7 +354,7 @@ class _ModelParts:
         """Return the output of a chunk's layers."""
         found = []
 
-        def course(
+        def run_layers(
             blocks: Sequence[nn.Module], _: Any, scope: AttentionContext, remat: bool
         ) -> Any:
             each = len(self._table[0]) // self._chunks
@@ -358,7 +362,7 @@ class _ModelParts:
             found.append(run_places(blocks, self._table, places, x, scope, remat)[1])
             return (), found[0]
 
-        self._run(params, rows, course)
+        self._run(params, rows, run_layers)
         return found[0]
 
     def compute_loss(self, params: Params, x: jax.Array, rows: Any) -> jax.Array:
@@ -372,16 +376,21 @@ class _ModelParts:
         own_V = jax.lax.iota(jnp.int32, here) < left
         return self._loss(jnp.where(own_V[None, None], logits_BTV, -jnp.inf), rows, self._over)
 
-    def _run(self, params: Params, rows: Any, course: Any) -> Trace:
+    def _run(self, params: Params, rows: Any, run_layers: Any) -> Trace:
         position_BT = rows.position_BT
         last_B = position_BT.max(axis=1)
-        trace: Any = self._module.clone(runner=course).apply(
+        trace: Any = self._module.clone(runner=run_layers).apply(
             {"params": params},
             jnp.where(position_BT >= 0, rows.token_BT, 0),
             position_BT,
-            (jax.lax.pmax(last_B, self._way.axis) if self._way.is_split else last_B) + 1,
+            (
+                jax.lax.pmax(last_B, self._context_parallel.axis)
+                if self._context_parallel.is_split
+                else last_B
+            )
+            + 1,
             document_BT=rows.document_BT,
-            hooks=self._across,
+            hooks=self._hooks,
         )
         found: Trace = trace
         return found
@@ -394,18 +403,18 @@ def logit_axes(model: ShardedModel) -> AxisNames:
 
 def _prepare_leaf(local: LocalParams, over: AxisNames, path: str, part: Any) -> Any:
     """Return the module's form of a parameter; tables are gathered from the other stages."""
-    split = find_rule(local.config, local.exact, path)
-    if split.kind != "vocabulary" or local.axes.num_shards(split.axis_names) == 1:
+    rule, axes = local.model.find_rule(path), local.model.axes
+    if rule.kind != "vocabulary" or axes.num_shards(rule.axis_names) == 1:
         return local.wrap_leaf(path, part)
-    mine = local.local_shard(path, part)
-    mine = mine.gather() if isinstance(mine, FsdpShard) else mine
-    if isinstance(mine, WeightBase):
+    shard = local.local_shard(path, part)
+    shard = shard.gather() if isinstance(shard, FsdpShard) else shard
+    if isinstance(shard, WeightBase):
         raise ConfigError(
             f"{path} must be unquantized to train with a schedule of microbatches, got"
-            f" {mine.format}. Load it unquantized, or train without a schedule"
+            f" {shard.format}. Load it unquantized, or train without a schedule"
         )
-    whole = jax.lax.all_gather(mine, AXIS, axis=0, tiled=True)
-    rows = local.config.vocab_size
-    if local.axes.num_shards(HEAD_AXES) == 1:
+    whole = jax.lax.all_gather(shard, AXIS, axis=0, tiled=True)
+    rows = local.model.config.vocab_size
+    if axes.num_shards(HEAD_AXES) == 1:
         return whole[:rows]
     return VocabParallel(whole, HEAD_AXES, rows, local.token_slice, keep_sharded=bool(over))

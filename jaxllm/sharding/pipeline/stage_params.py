@@ -19,11 +19,11 @@ from jaxllm.models.layers import Layer, Trace
 from jaxllm.ops.kv_quant import Entries
 from jaxllm.runtime.multihost import all_gather_objects, is_multiprocess
 from jaxllm.sharding.pipeline.stage_layers import AXIS, LayerTable
+from jaxllm.sharding.shard_list import equalize_shapes, max_lengths
 from jaxllm.weights.load import NotLocal
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.lora import LoraWeight
-from jaxllm.weights.types.tensor_parallel import equalize_shapes, max_lengths
 
 
 class StackedTrace(Trace):

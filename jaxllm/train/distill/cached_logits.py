@@ -31,7 +31,7 @@ from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.distill.objectives import DistillRows
 from jaxllm.train.distill.topk_logits import TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
-from jaxllm.weights.paths import Params, gather_lazy
+from jaxllm.weights.paths import Params
 
 SHARD_BYTES = 16 << 20  # bytes of a shard, about
 
@@ -173,7 +173,7 @@ def record_teacher(
     if not 1 <= k <= size:
         raise ConfigError(f"top_k must be 1 to {size}, the vocabulary size: got {k}")
     width = int(data.batch(0).token_BT.shape[1])
-    weights = fingerprint(gather_lazy(teacher, params))
+    weights = fingerprint(teacher.gather_lazy(params))
     who = hashlib.sha256(f"{weights} {teacher.config!r} {teacher.precision!r}".encode()).hexdigest()
     key = RecordKey(who, data.digest, k, float(temperature), size, width)
     store = _open_store(directory, key)

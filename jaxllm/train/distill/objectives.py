@@ -23,7 +23,7 @@ from jaxllm.train.distill.divergences import (
 from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
 from jaxllm.train.distill.topk_logits import TopKLogprobs, compare_topk
 from jaxllm.train.objective import LossOutput, forward
-from jaxllm.weights.paths import Params, num_data_shards
+from jaxllm.weights.paths import Params
 
 
 class DistillRows(Rows):
@@ -95,7 +95,7 @@ def _loss_output(
 ) -> LossOutput:
     label_BT = jax.numpy.asarray(rows.label_BT)
     found = distill_loss(
-        logits_BTV, label_BT, teacher, compare, config, num_data_shards(model, len(label_BT))
+        logits_BTV, label_BT, teacher, compare, config, model.num_data_shards(len(label_BT))
     )
     also = {"divergence": found.divergence, "cross_entropy": found.cross_entropy}
     return LossOutput(found.loss, found.tokens, also)

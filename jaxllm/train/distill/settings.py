@@ -21,7 +21,6 @@ from jaxllm.train.distill.feature_loss import HiddenLossConfig
 from jaxllm.train.distill.objectives import OnlineTeacherLoss, RecordedTeacherLoss
 from jaxllm.train.distill.on_policy import OnPolicySampler
 from jaxllm.train.distill.vocabulary import common_vocab_size
-from jaxllm.train.jobs import replicate, with_sharded_outputs
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.weights.paths import Params
 
@@ -154,7 +153,7 @@ def prepare_distillation(
         compared = HiddenLossConfig(options.hidden, pairs, options.hidden_weight)
         params = states.with_projections(params, compared, student.config, teacher.config, seed)
         if states.PARAMS_KEY in params:
-            params[states.PARAMS_KEY] = replicate(student.model, params[states.PARAMS_KEY])
+            params[states.PARAMS_KEY] = student.model.replicate(params[states.PARAMS_KEY])
     prepare = None
     if options.on_policy:
         prepare = OnPolicySampler(
@@ -166,7 +165,7 @@ def prepare_distillation(
             eos_token_ids(student),
         )
     against = OnlineTeacherLoss(
-        with_sharded_outputs(teacher.model), size, options.loss_config, compared
+        teacher.model.with_sharded_rows(), size, options.loss_config, compared
     )
     return DistillSetup(params, against, teacher.params, data, eval_data, prepare)
 

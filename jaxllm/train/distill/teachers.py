@@ -18,7 +18,6 @@ from jaxllm.train.data.sources import TextEncoder, read_examples
 from jaxllm.train.distill.sequence_kd import write_completions
 from jaxllm.train.distill.student_init import StudentSize, cut_student
 from jaxllm.train.jobs import shard_like, to_one_device
-from jaxllm.weights.paths import gather_lazy
 
 NEW_TOKENS = 128  # default maximum for the teacher's completions
 MAX_ROWS = 8  # of the data, to choose layers, heads and channels
@@ -69,7 +68,7 @@ def complete_examples(
     found = read_examples(path, writing)
     starts = [found[n].token_T[:tokens].tolist() for n in range(len(found))]
     options = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": seed}
-    weights = fingerprint(gather_lazy(teacher.model, teacher.params))
+    weights = fingerprint(teacher.model.gather_lazy(teacher.params))
     whose = json.dumps([weights, starts, options])
     file = directory / f"{hashlib.sha256(whose.encode()).hexdigest()[:16]}.jsonl"
     if not broadcast_from_zero(lambda: "there" if path_exists(file) else ""):

@@ -7,10 +7,10 @@ from jaxllm import models
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.runtime.validation import check_dtype
-from jaxllm.train.jobs import TrainJob, shard_params
+from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.qat.prepare import convert, prepare
-from jaxllm.weights.paths import Params, ShardedModelBase, gather_lazy, gather_params
+from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import cast, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules
 
@@ -47,11 +47,11 @@ def qat(
     # `quantize` does not affect training, but it makes the rules part of the run's settings.
     ran = dataclasses.replace(floats, quantize=freeze_rules(rules))
 
-    if dynamic_inputs and isinstance(lm.model, ShardedModelBase):
+    if dynamic_inputs and lm.model.is_sharded:
         raise ConfigError(
             "dynamic quantization of inputs (int8_inputs) cannot be trained on a mesh: drop one"
         )
-    start = gather_params(lm.model, lm.params)
+    start = lm.model.gather(lm.params)
 
     def prepare_params(params: Params) -> Params:
         made = prepare(
@@ -59,10 +59,10 @@ def qat(
             observed_params=observed_params,
             learn_input_scales=learn_input_scales, start_step=start_step,
         )  # fmt: skip
-        return shard_params(lm.model, made)
+        return lm.model.shard(made)
 
     def finish(params: Params, directory: Path) -> None:
-        made = convert(gather_lazy(lm.model, params))
+        made = convert(lm.model.gather_lazy(params))
         model = models.build(lm.config, match_precision(made, floats))
         recipe = (*lm.recipe, f"train: qat {rules if isinstance(rules, str) else 'by rules'}")
         dataclasses.replace(lm, params=made, model=model, recipe=recipe).save(directory)

@@ -13,6 +13,7 @@ from jaxllm.ops import native
 from jaxllm.weights.types.base import (
     ArraySpecs,
     Format,
+    LocalExperts,
     ReadBlocks,
     WeightBase,
     fill_arrays,
@@ -60,6 +61,9 @@ class DenseWeight(WeightBase, struct.PyTreeNode):
             )
             return y
         return matmul(x_RI, self.array)
+
+    def local_experts(self) -> LocalExperts:
+        return LocalExperts(self.array)
 
     def native_matrix(self) -> native.Matrix:
         return native.Matrix(_KINDS[jnp.dtype(self.dtype)], [self.array])

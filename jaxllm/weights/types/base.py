@@ -7,7 +7,7 @@ use `jax.vmap` for a stack.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,33 @@ from jaxllm.weights.safetensors import empty_aligned
 PartialShape = tuple[int | None, ...]  # None: of any size
 ArraySpecs = dict[str, tuple[PartialShape, Any]]  # shape and dtype of each array of a weight
 ReadBlocks = Callable[[], Iterable[np.ndarray]]  # each call starts at the first block
-LinearFn = Callable[[jax.Array, Any], jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
+LinearFn = Callable[..., jax.Array]  # inputs [R, I] and a weight to float32 [R, O]
+# Rows [A, D], their experts [A], and the function from both to [A, D] that runs local experts.
+RunExperts = Callable[[jax.Array, jax.Array, Callable[..., jax.Array]], jax.Array]
 BLOCK_ROWS = 512  # rows of a block, which is quantized at once
+
+
+class LocalExperts(NamedTuple):
+    """A device's experts of a stack `[E, O, I]`, and the communication around them.
+
+    Attributes:
+        stack: The experts; a weight.
+        run: Runs each row's expert where it is.
+        reduce: Sums the products of the stack over devices, or anything linear in them.
+    """
+
+    stack: Any
+    run: RunExperts = lambda x_AD, expert_A, run: run(x_AD, expert_A)
+    reduce: Callable[[jax.Array], jax.Array] = lambda y: y
 
 
 class WeightBase:
     """A weight in a storage format: a frozen dataclass that is a pytree of arrays."""
 
     supports_int8_inputs = False  # whether `Precision.int8_inputs` applies to products with it
+    # Whether it is a device's shard, whose products communicate: `apply_with` then passes further
+    # arguments on to `linear`.
+    is_sharded = False
     trainable_fields: ClassVar[
         tuple[str, ...]
     ] = ()  # fields that training can change, but for integers
@@ -83,9 +102,20 @@ class WeightBase:
         """Return `x @ weight.T` in plain JAX, float32 `[R, O]`; it defines all other paths."""
         raise NotImplementedError
 
-    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
-        """Return `x @ weight.T` of a composite, float32 `[R, O]`; `linear` multiplies its parts."""
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn, *args: Any) -> jax.Array:
+        """Return `x @ weight.T` of a composite, float32 `[R, O]`; `linear` multiplies its parts.
+
+        args: further arguments of `linear`, for shards.
+        """
         raise NotImplementedError
+
+    def apply_norm(self, x: jax.Array, norm: Callable[..., jax.Array]) -> jax.Array:
+        """Return `norm(x, weight, mean=)` of a vector; mean: of the squares, None: computed."""
+        return norm(x, self.to_dense())
+
+    def local_experts(self) -> LocalExperts:
+        """Return the experts of a stack that this device has."""
+        return LocalExperts(self)
 
     def native_matrix(self) -> Matrix | None:
         """Return the arrays as the native kernels take them; None if they do not support it."""

@@ -17,6 +17,7 @@ from jaxllm.models.llama import LlamaConfig
 from jaxllm.models.modules import get_param
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.precision import Precision
 from tests.tiny_models import VOCAB, random_model, tokens
 
@@ -24,8 +25,8 @@ B, T = 2, 7
 CONFIG: LlamaConfig = random_model("llama", num_hidden_layers=1)[0].config
 
 
-class Pairs(nn.Module):
-    """A bigram model: the embedding of a token gives the logits of the next token."""
+class Pairs(Model, nn.Module):
+    """A model of pairs of tokens: the vector of one says how likely each is to follow."""
 
     config: LlamaConfig
     precision: Precision = Precision.uniform("float32")

@@ -1,7 +1,6 @@
 """Expert parallelism: each device of a mesh axis owns some whole experts.
 
-It is used inside `jax.shard_map`, in place of a mixture's expert stacks. It is here and not in
-`mesh`, since models import weight types but not meshes.
+It is used inside `jax.shard_map`, in place of a mixture's expert stacks.
 """
 
 from collections.abc import Callable
@@ -11,11 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxllm.weights.types.base import LocalExperts
 from jaxllm.weights.types.wrapper import WeightWrapper
-
-RunExperts = Callable[
-    [jax.Array, jax.Array], jax.Array
-]  # rows [A, D] and their experts [A] to [A, D]
 
 BUFFER_FACTOR = 1.5  # size of the smaller buffer, as a multiple of an even share of rows
 
@@ -35,20 +31,25 @@ class ExpertParallel(WeightWrapper, struct.PyTreeNode):
     # Otherwise all have the same rows, run their own experts, and sum the results.
     rows_sharded: bool = struct.field(pytree_node=False)
 
-    def run_experts(self, x_AD: jax.Array, expert_A: jax.Array, run: RunExperts) -> jax.Array:
+    def local_experts(self) -> LocalExperts:
+        return self.inner.local_experts()._replace(run=self.run_experts)
+
+    def run_experts(
+        self, x_AD: jax.Array, expert_A: jax.Array, run: Callable[..., jax.Array]
+    ) -> jax.Array:
         """Run each row's expert, on the device that owns it: float32 `[A, D]`.
 
         Args:
             expert_A: expert numbers among all; -1: none, and the result is 0.
             run: runs the local experts, by local numbers.
         """
-        mine = self.inner.shape[0]
+        count = self.inner.shape[0]
         if not self.rows_sharded:
-            own_A = expert_A - jax.lax.axis_index(self.axis_name) * mine
-            own_A = jnp.where((own_A >= 0) & (own_A < mine), own_A, -1)
-            return jax.lax.psum(run(x_AD, own_A), self.axis_name)
+            local_A = expert_A - jax.lax.axis_index(self.axis_name) * count
+            local_A = jnp.where((local_A >= 0) & (local_A < count), local_A, -1)
+            return jax.lax.psum(run(x_AD, local_A), self.axis_name)
         devices, rows = jax.lax.axis_size(self.axis_name), x_AD.shape[0]
-        to_A = jnp.where(expert_A >= 0, expert_A // mine, devices)
+        to_A = jnp.where(expert_A >= 0, expert_A // count, devices)
         sent_An = (to_A[:, None] == jnp.arange(devices)[None]).astype(jnp.int32)
         place_A = ((jnp.cumsum(sent_An, axis=0) - 1) * sent_An).sum(axis=1)
         # All devices use one buffer size: the first that fits the fullest device.
@@ -62,7 +63,7 @@ class ExpertParallel(WeightWrapper, struct.PyTreeNode):
                 buffer = jnp.full((devices * size, *x.shape[1:]), blank, x.dtype)
                 return _all_to_all(buffer.at[slot_A].set(x, mode="drop"), self.axis_name)
 
-            x_SD, expert_S = send_rows(x_AD, 0), send_rows(expert_A % mine, -1)
+            x_SD, expert_S = send_rows(x_AD, 0), send_rows(expert_A % count, -1)
             order_S = jnp.argsort(expert_S, stable=True)  # an expert's rows together
             y_SD = run(x_SD[order_S], expert_S[order_S])[jnp.argsort(order_S)]
             back = _all_to_all(y_SD, self.axis_name)
@@ -72,10 +73,9 @@ class ExpertParallel(WeightWrapper, struct.PyTreeNode):
         which = sum((most > size).astype(jnp.int32) for size in sizes[:-1])
         if len(sizes) == 1:
             return exchange_rows(rows)
-        found: jax.Array = jax.lax.switch(
-            which, [lambda size=size: exchange_rows(size) for size in sizes]
-        )
-        return found
+        branches = [lambda size=size: exchange_rows(size) for size in sizes]
+        y_AD: jax.Array = jax.lax.switch(which, branches)
+        return y_AD
 
 
 def _all_to_all(buffer: jax.Array, axis_name: str) -> jax.Array:

@@ -1,0 +1,120 @@
+"""The interface of a model: a pure function of its parameters, and where their arrays are.
+
+The cache room asks it too, so it is in a room below.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from jaxllm.config.model import ModelConfig
+from jaxllm.weights.lazy_gather import load_weight
+from jaxllm.weights.paths import Params, Placement, map_leaves
+from jaxllm.weights.precision import Precision
+
+V = TypeVar("V")
+
+
+class Model:
+    """A model, hashable by value, with a Flax module's `apply` and `clone`.
+
+    The answers here are those of a model on one device, which every module of `models` is.
+    `sharding.ShardedModel` has its own.
+    """
+
+    config: ModelConfig
+    precision: Precision
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.cache_sharding is not None
+
+    @property
+    def cache_sharding(self) -> Placement | None:
+        """The sharding of a cache's array, by its path; scalars are replicated. None: unchanged."""
+        return None
+
+    @property
+    def cache_writer(self) -> Callable[..., Any] | None:
+        """Writes new entries into a cache's tail; None: `cache.write.write_at_cursor`.
+
+        It is compared by value.
+        """
+        return None
+
+    @property
+    def stage_layers(self) -> tuple[tuple[int | None, ...], ...]:
+        """The layer numbers of each pipeline stage, in the order of a cache's arrays.
+
+        None marks an empty place. It is empty if each array belongs to one layer.
+        """
+        return ()
+
+    def shard(self, params: Params) -> Params:
+        """Shard parameters of the unsharded model."""
+        return params
+
+    def replicate(self, tree: V) -> V:
+        """Replicate arrays that are not parameters (such as a trained prompt) on all devices."""
+        return tree
+
+    def gather_lazy(self, params: Params) -> Params:
+        """Return the unsharded model's parameters, each to be gathered when it is read.
+
+        Read one after the other, they take no more memory than the largest.
+        """
+        return params
+
+    def gather(self, params: Params) -> Params:
+        """Gather all parameters to the host; with several processes, to the host of each."""
+        return map_leaves(lambda _, weight: load_weight(weight), self.gather_lazy(params))
+
+    def unsharded_paths(self, path: str) -> tuple[str | None, ...]:
+        """Return the unsharded model's paths of the parameter at `path`.
+
+        That is one path, or in a pipeline one for each stage, None for a stage that has nothing
+        there.
+        """
+        return (path,)
+
+    def attach_adapter(self, params: Params, wrap: Callable[[str, Any], Any]) -> Params:
+        """Add an adapter to parameters where they are, and place its arrays.
+
+        Args:
+            wrap: wraps the weight at a path of the unsharded model; returns a weight without an
+                adapter unchanged.
+
+        Raises:
+            ConfigError: if an adapter cannot be placed.
+        """
+        return map_leaves(wrap, params)
+
+    def num_data_shards(self, rows: int) -> int:
+        """Return how many devices split `rows` rows of the input."""
+        return 1
+
+    def row_groups(self, rows: int) -> Any:
+        """Return the group of each row, int32 `[B]`, if stages decode one group each; else None."""
+        return None
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ConfigError if a training batch of `rows` rows cannot be split."""
+
+    def with_sharded_logits(self) -> Any:
+        """Return the model for sums over the vocabulary: no device needs all logits."""
+        return self
+
+    def with_sharded_rows(self) -> Any:
+        """Return the model for training: the host of a process reads no rows of the outputs."""
+        return self
+
+    def unsharded(self) -> Any:
+        """Return the model on one device."""
+        return self
+
+    def shard_like(self, model: Any) -> Any:
+        """Return `model`, a model on one device, sharded as this one.
+
+        Raises:
+            ConfigError: if it cannot be.
+        """
+        return model
