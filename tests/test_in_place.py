@@ -46,7 +46,7 @@ def test_neither_does_a_loop_of_steps() -> None:
         def one(carry: Any) -> Any:
             cache, token_B1 = carry
             at = cache.next_position_B[:, None]
-            logits, cache, _ = run_and_commit(model, params, (), cache, token_B1, at)
+            logits, cache = run_and_commit(model, params, (), cache, token_B1, at)
             return cache, logits.argmax(axis=-1).astype(jnp.int32)
 
         start = cache, jnp.zeros((1, 1), jnp.int32)

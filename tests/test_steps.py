@@ -31,7 +31,7 @@ def bits(tree: Any) -> list[bytes]:
 def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
     model, params = lm
     cache = jaxllm.init_cache(model.config, ids.shape[0], capacity)
-    return jaxllm.prefill(model, params, cache, ids)[1]
+    return jaxllm.prefill(model, params, cache, ids).cache
 
 
 @in_both("lm", chunk=[5, 1, 2, 23, 300])

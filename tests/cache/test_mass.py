@@ -43,14 +43,15 @@ def test_mass_is_the_reduction_of_the_full_matrices(twin: Twin) -> None:
     close(out.attention_mass, by_layer.sum(axis=0))
     # Row by row of the matrix: what is in the cache and what is new, chunks and single tokens.
     cache = jaxllm.init_cache(model.config, 2, 14)
-    _, cache, mass = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
+    out = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
+    cache, mass = out.cache, out.attention_mass
     close(mass[:, :7], full[:, :, :, :7, :7].sum(axis=(0, 2, 3)))
     assert not np.asarray(mass[:, 7:]).any()
     out = jaxllm.forward(model, params, cache, ids[:, 7:9], attention_mass=True)
     close(out.attention_mass[:, :7], full[:, :, :, 7:9, :7].sum(axis=(0, 2, 3)))
     close(out.attention_mass[:, 14:], full[:, :, :, 7:9, 7:9].sum(axis=(0, 2, 3)))
-    _, cache, mass = jaxllm.decode_step(model, params, cache, ids[:, 7], attention_mass="layers")
-    close(mass[:, :, :8], full[:, :, :, 7, :8].sum(axis=2))
+    out = jaxllm.decode_step(model, params, cache, ids[:, 7], attention_mass="layers")
+    close(out.attention_mass[:, :, :8], full[:, :, :, 7, :8].sum(axis=2))
 
 
 def test_generation_accumulates_what_a_stream_gives_step_by_step(twin: Twin) -> None:
@@ -123,7 +124,8 @@ def test_off_it_leaves_no_trace_in_the_compiled_program() -> None:
 def test_heavy_hitters_equal_a_sort_by_hand() -> None:
     model, params = random_model("llama")
     cache = jaxllm.init_cache(model.config, 2, 24)
-    _, cache, mass = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
+    out = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
+    cache, mass = out.cache, out.attention_mass
     kept = heavy_hitters(cache, mass, heavy=4, recent=3)
     for row in range(2):
         old = np.asarray(mass)[row, :9]

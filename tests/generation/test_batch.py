@@ -255,8 +255,8 @@ def test_a_part_can_be_copied_and_copies_copied(lm: Any) -> None:
 
 
 def test_a_removed_range_is_a_dropped_one(lm: Any) -> None:
-    cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0].config, 1, CAPACITY), A[None])[1]
-    expected = jaxllm.decode_step(*lm, drop_range(cache, 2, 5), [77])[0][0]
+    cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0].config, 1, CAPACITY), A[None]).cache
+    expected = jaxllm.decode_step(*lm, drop_range(cache, 2, 5), [77]).logits[0]
     _, state = fed(lm, empty(lm), (1, A), (2, B))
     for now in (state, copy_sequence(state, 1, 0)):
         logits, _ = fed(lm, remove_range(now, 1, 2, 5), (1, 77))

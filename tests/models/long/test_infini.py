@@ -204,11 +204,11 @@ def test_chunks_and_steps_equal_the_whole_in_rows_of_any_length(update: str, chu
 def filled(lm: Any, count: int, rows: int = 1, capacity: int = 40) -> jaxllm.KVCache:
     cache = jaxllm.init_cache(lm[0], rows, capacity)
     ids = tokens(rows, T)[:, :count]
-    return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8)[1]
+    return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8).cache
 
 
 def peek(lm: Any, cache: jaxllm.KVCache) -> np.ndarray:
-    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7))[0])
+    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7)).logits)
 
 
 def test_a_stream_of_forty_segments_in_a_cache_of_two(delta: Any) -> None:
