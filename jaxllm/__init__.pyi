@@ -62,6 +62,7 @@ from .models.gpt2 import GPT2Config as GPT2Config
 from .models.llama import LlamaConfig as LlamaConfig
 from .steps import (
     Output as Output,
+    StepOutput as StepOutput,
     decode_step as decode_step,
     forward as forward,
     prefill as prefill,

@@ -29,15 +29,14 @@ from jaxllm.errors import (
 from jaxllm.files import as_path
 from jaxllm.generation.completion import (
     Completion,
-    ModelBundle,
+    GenerationConfig,
+    StopTracker,
     TopLogprobs,
     complete_prompts,
     generation_args,
-    make_tracker,
     to_finish_reason,
     top_logprobs,
 )
-from jaxllm.generation.config import UNSUPPORTED, GenerationConfig, resolve_options
 from jaxllm.generation.embeddings import embeddings, log_probs
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import stream
@@ -48,6 +47,7 @@ from jaxllm.generation.options import (
     document_options,
     row_options,
 )
+from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
 from jaxllm.generation.serve import answer_requests
 from jaxllm.models import FAMILIES
@@ -63,7 +63,7 @@ from jaxllm.weights.paths import Params, Placement, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules
 from jaxllm.weights.replica_check import check_replicas
-from jaxllm.weights.types.lora import LoraWeight
+from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 
 _EMBED_OPTIONS = (
     "layer",
@@ -133,11 +133,6 @@ class LM:
     adapters: tuple[str, ...] = ()
     adapter: str | None = None
 
-    @property
-    def bundle(self) -> ModelBundle:
-        """Return the fields that the decoders need."""
-        return ModelBundle(self.model, self.params, self.tokenizer, self.adapters, self.adapter)
-
     def with_adapter(self, adapter: str | None) -> "LM":
         """Return this model with another default adapter; "base" selects none, None keeps it.
 
@@ -148,9 +143,22 @@ class LM:
             return self
         if not isinstance(adapter, str):
             raise ConfigError(f"adapter must be a name, got {adapter!r:.60}")
-        return dataclasses.replace(
-            self, params=self.bundle.with_adapter(adapter).params, adapter=adapter
-        )
+        return dataclasses.replace(self.with_row_adapters([adapter]), adapter=adapter)
+
+    def with_row_adapters(self, names: Sequence[str | None]) -> "LM":
+        """Return this model with an adapter for each row of a batch; None means the default one.
+
+        Raises ConfigError for a name that is not in `adapters`.
+        """
+        indices = [self.adapter_index(name) for name in names]
+        if len(set(indices)) == 1:  # one adapter serves any number of rows
+            indices = indices[:1]
+        choice_B = jax.device_put(np.array(indices, np.int32))
+        return dataclasses.replace(self, params=choose_adapters(self.params, choice_B))
+
+    def adapter_index(self, name: str | None) -> int:
+        """Return an adapter's index in `adapters`; None means the default one."""
+        return adapter_index(self.adapter if name is None else name, self.adapters)
 
     def with_self_extend(self, *, group_size: int, neighbor_window: int) -> "LM":
         """Return this model for longer texts, by Self-Extend (Jin et al. 2024, arXiv 2401.01325).
@@ -197,21 +205,22 @@ class LM:
         tokens exceed the context, SamplingError for an unknown or invalid option, NonFiniteError if
         the model returns NaN.
         """
-        given, single = split_prompts(prompt)
-        prompts = [self.encode(p) for p in given]
+        items, single = split_prompts(prompt)
+        prompts = [self.encode(item) for item in items]
         if not prompts:
             check_options(options)
             return []
-        settings = self._resolve_options(prompts, options)
-        if settings.batch_invariant and len(prompts) > 1:
+        config = self._resolve_options(prompts, options)
+        if config.batch_invariant and len(prompts) > 1:
             return [
                 self.generate(p, **row_options(options, row, len(prompts)))
                 for row, p in enumerate(prompts)
             ]
-        n, each = settings.num_return_sequences, complete_prompts(self.bundle, prompts, settings)
+        completions = complete_prompts(self, prompts, config)
+        n = config.num_return_sequences
         if n == 1:
-            return each[0] if single else each
-        groups = [each[i : i + n] for i in range(0, len(each), n)]
+            return completions[0] if single else completions
+        groups = [completions[i : i + n] for i in range(0, len(completions), n)]
         return groups[0] if single else groups
 
     @document_options
@@ -222,23 +231,23 @@ class LM:
         prompt runs when the first piece is requested:
         `for piece in lm.stream("Once"): print(piece, end="")`.
         """
-        given, single = split_prompts(prompt)
+        items, single = split_prompts(prompt)
         if not single:
             raise TokenError("stream takes one prompt; use generate for a list of them")
-        prompts = [self.encode(given[0])]
-        settings = self._resolve_options(prompts, options, "stream")
-        adapter: Any = settings.adapter  # `with_adapter` rejects a list
-        return self.with_adapter(adapter)._stream_chunks(prompts, settings)
+        prompts = [self.encode(items[0])]
+        config = self._resolve_options(prompts, options, "stream")
+        adapter: Any = config.adapter  # `with_adapter` rejects a list
+        return self.with_adapter(adapter)._stream_chunks(prompts, config)
 
     def _stream_chunks(
-        self, prompts: list[list[int]], settings: GenerationConfig
+        self, prompts: list[list[int]], config: GenerationConfig
     ) -> Iterator[StreamChunk]:
-        tokens_BT, arguments = generation_args(prompts, settings)
-        reader, pieces, start = make_tracker(self.bundle, prompts[0], settings), [""], 0.0
+        tokens_BT, arguments = generation_args(prompts, config)
+        tracker, pieces, start = StopTracker(self.tokenizer, prompts[0], config), [""], 0.0
 
         def check_stop(token_B: np.ndarray) -> np.ndarray:
-            pieces.append(reader.push(int(token_B[0])))
-            return np.array([reader.stopped])
+            pieces.append(tracker.push(int(token_B[0])))
+            return np.array([tracker.stopped])
 
         arguments["until"] = check_stop
         for count, step in enumerate(stream(self.model, self.params, tokens_BT, **arguments)):
@@ -246,7 +255,7 @@ class LM:
             finish = to_finish_reason(Finish(int(ended)), 0, int(length))
             now = time.perf_counter()
             start = now if count <= 1 else start
-            piece = pieces.pop() + (reader.flush() if finish else "")
+            piece = pieces.pop() + (tracker.flush() if finish else "")
             rate = (count - 1) / (now - start) if count > 1 else 0.0
             yield StreamChunk(
                 piece,
@@ -255,8 +264,8 @@ class LM:
                 finish,
                 rate,
                 step.cache,
-                top_logprobs(step, 0, 1)[0] if settings.top_logprobs else None,
-                settings.seed if isinstance(settings.seed, int) else settings.seed[0],
+                top_logprobs(step, 0, 1)[0] if config.top_logprobs else None,
+                config.seed if isinstance(config.seed, int) else config.seed[0],
             )
 
     def serve(
@@ -290,7 +299,7 @@ class LM:
             ids = self.encode(prompt)
             return ids, self._resolve_options([ids], options, "serve")
 
-        return answer_requests(self.bundle, requests, read, rows=rows, capacity=capacity)
+        return answer_requests(self, requests, read, rows=rows, capacity=capacity)
 
     def embed(
         self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any

@@ -5,8 +5,9 @@ in chunks) combine the two. Invalid input raises here, on the host, before anyth
 inside `jit` the same functions run unchecked.
 """
 
+from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -37,7 +38,6 @@ from jaxllm.weights.paths import Params
 Segments = tuple[Segment, ...]
 MassMode = bool | Literal["layers"]  # none, summed over layers, or per layer
 MassOutput = MassMode | Literal["heads"]  # or not summed over heads and queries
-Carry = tuple[jax.Array, KVCache, jax.Array | None]  # logits, cache, mass
 
 
 class Output(struct.PyTreeNode):
@@ -58,6 +58,24 @@ class Output(struct.PyTreeNode):
     hidden_states: tuple[jax.Array, ...] | None = None
     attention_mass: jax.Array | None = None
     attention_weights: jax.Array | None = None
+
+
+class StepOutput(struct.PyTreeNode):
+    """Result of `decode_step` and `prefill`; `logits, cache = decode_step(...)` takes it apart.
+
+    Attributes:
+        logits: float32 `[B, V]`.
+        cache: the cache with the new tokens.
+        attention_mass: the attention weight received by each slot of `cache`, float32 `[B, S]` or
+            `[layers, B, S]`; None unless requested.
+    """
+
+    logits: jax.Array
+    cache: KVCache
+    attention_mass: jax.Array | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.logits, self.cache))
 
 
 def forward(
@@ -97,32 +115,12 @@ def forward(
         raise ConfigError(
             "attention_mass is the sum of attention_weights. Request only one of them"
         )
-    asked: MassOutput = "heads" if attention_weights else attention_mass
+    mass_output: MassOutput = "heads" if attention_weights else attention_mass
     tokens_BT, positions_BT = check_inputs(model, cache, tokens_BT, positions_BT)
     past = (cache.segments, cache.memory) if cache is not None else ((), ())
-    return _forward(model, params, *past, tokens_BT, positions_BT, bool(hidden_states), asked)
+    return _forward(model, params, *past, tokens_BT, positions_BT, bool(hidden_states), mass_output)
 
 
-@overload
-def decode_step(
-    model: nn.Module,
-    params: Params,
-    cache: KVCache,
-    token_B: Array,
-    *,
-    attention_mass: Literal[False] = False,
-    donate: bool = False,
-) -> tuple[jax.Array, KVCache]: ...
-@overload
-def decode_step(
-    model: nn.Module,
-    params: Params,
-    cache: KVCache,
-    token_B: Array,
-    *,
-    attention_mass: Literal[True, "layers"],
-    donate: bool = False,
-) -> tuple[jax.Array, KVCache, jax.Array]: ...
 def decode_step(
     model: nn.Module,
     params: Params,
@@ -131,12 +129,11 @@ def decode_step(
     *,
     attention_mass: MassMode = False,
     donate: bool = False,
-) -> Any:
-    """Run and commit one token per row; return `(logits [B, V], cache)`.
+) -> StepOutput:
+    """Run and commit one token per row.
 
     `cache` stays valid, at the cost of a copy of its tail, unless `donate=True`. attention_mass: as
-    for `forward`; the third item returned is then the mass per slot of the new cache, `[B, S]` or
-    `[layers, B, S]`.
+    for `forward`.
 
     Raises what `forward` raises, and CapacityError if the cache is full.
     """
@@ -153,32 +150,6 @@ def decode_step(
     )
 
 
-@overload
-def prefill(
-    model: nn.Module,
-    params: Params,
-    cache: KVCache,
-    tokens_BT: Array,
-    *,
-    lengths_B: Array | None = None,
-    positions_BT: Array | None = None,
-    chunk: int = 256,
-    attention_mass: Literal[False] = False,
-    donate: bool = False,
-) -> tuple[jax.Array, KVCache]: ...
-@overload
-def prefill(
-    model: nn.Module,
-    params: Params,
-    cache: KVCache,
-    tokens_BT: Array,
-    *,
-    lengths_B: Array | None = None,
-    positions_BT: Array | None = None,
-    chunk: int = 256,
-    attention_mass: Literal[True, "layers"],
-    donate: bool = False,
-) -> tuple[jax.Array, KVCache, jax.Array]: ...
 def prefill(
     model: nn.Module,
     params: Params,
@@ -190,8 +161,8 @@ def prefill(
     chunk: int = 256,
     attention_mass: MassMode = False,
     donate: bool = False,
-) -> Any:
-    """Run and commit a prompt in chunks; return `(logits [B, V] of each row's last token, cache)`.
+) -> StepOutput:
+    """Run and commit a prompt in chunks; the logits are those of each row's last token.
 
     Every row needs at least one real token. Prompts shorter than a chunk are padded to a power of
     two, so that few programs are compiled. `cache` stays valid, at the cost of a copy of its tail,
@@ -259,9 +230,9 @@ def run_model(
     token_BT = jnp.where(position_BT >= 0, token_BT, 0)
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
-    given: dict[str, Any] = {"memory": memory} if memory else {}
+    extra: dict[str, Any] = {"memory": memory} if memory else {}
     if document_BT is not None:
-        given["document_BT"] = document_BT
+        extra["document_BT"] = document_BT
     trace = model.apply(
         {"params": params},
         token_BT,
@@ -271,7 +242,7 @@ def run_model(
         column_B,
         attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
         embeddings_BTD=embeddings_BTD,
-        **given,
+        **extra,
     )
     assert isinstance(trace, Trace)
     patched_BT = jnp.zeros_like(token_BT, bool)
@@ -291,10 +262,10 @@ def run_and_commit(
     token_BT: jax.Array,
     position_BT: jax.Array,
     **options: Any,
-) -> Carry:
-    """Run tokens and commit them; return logits, the new tail, and the mass per cache slot.
+) -> StepOutput:
+    """Run tokens and commit them; return all logits `[B, T, V]` and the new tail.
 
-    tail: the cache without its frozen segments. asked: further arguments of `run_model`.
+    tail: the cache without its frozen segments. options: further arguments of `run_model`.
     """
     segments = (*frozen, tail.tail)
     trace, delta, mass = run_model(
@@ -304,7 +275,7 @@ def run_and_commit(
     after = trace.read_outputs
     after = after if mass is None or not after else (*after, mass)
     mass = None if mass is None else to_cache_slots(mass, tail, token_BT.shape[1])
-    return trace.logits, constrain_cache(apply_delta(tail, delta, after), model), mass
+    return StepOutput(trace.logits, constrain_cache(apply_delta(tail, delta, after), model), mass)
 
 
 @partial(jax.jit, static_argnums=(0, 6, 7))
@@ -335,11 +306,11 @@ def _decode_step(
     token_BT: jax.Array,
     position_BT: jax.Array,
     attention_mass: MassMode,
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
-    logits_B1V, tail, mass = run_and_commit(
+) -> StepOutput:
+    out = run_and_commit(
         model, params, frozen, tail, token_BT, position_BT, attention_mass=attention_mass
     )
-    return logits_B1V[:, 0], tail, mass
+    return out.replace(logits=out.logits[:, 0])
 
 
 def _prefill(
@@ -351,35 +322,34 @@ def _prefill(
     position_BT: jax.Array,
     attention_mass: MassMode,
     width: int,
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
+) -> StepOutput:
     B = token_BT.shape[0]
     length_B = position_BT.max(axis=1) + 1
 
-    def run_chunk(carry: Carry, chunk: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
-        logits_BV, tail, total = carry
+    def run_chunk(carry: StepOutput, chunk: tuple[jax.Array, jax.Array]) -> tuple[StepOutput, None]:
         token_BC, position_BC = chunk
         real_BC = position_BC >= 0
         last_B = jnp.argmax(jnp.where(real_BC, jnp.arange(width), -1), axis=1)
-        new_B1V, tail, mass = run_and_commit(
+        out = run_and_commit(
             model,
             params,
             frozen,
-            tail,
+            carry.cache,
             token_BC,
             position_BC,
             length_B=length_B,
             column_B=last_B,
             attention_mass=attention_mass,
         )
-        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], new_B1V[:, 0], logits_BV)
-        total = None if mass is None or total is None else total + mass
-        return (logits_BV, tail, total), None
+        logits_BV = jnp.where(real_BC.any(axis=1)[:, None], out.logits[:, 0], carry.logits)
+        mass = jax.tree.map(jnp.add, carry.attention_mass, out.attention_mass)
+        return StepOutput(logits_BV, out.cache, mass), None
 
     def split_chunks(x_BT: jax.Array) -> jax.Array:
         return jnp.moveaxis(x_BT.reshape(B, -1, width), 1, 0)
 
     logits_BV = jnp.zeros((B, model.config.vocab_size), jnp.float32)
-    start = (logits_BV, tail, _zero_mass(model.config, tail, frozen, attention_mass))
+    start = StepOutput(logits_BV, tail, _zero_mass(model.config, tail, frozen, attention_mass))
     return jax.lax.scan(run_chunk, start, (split_chunks(token_BT), split_chunks(position_BT)))[0]
 
 
@@ -407,12 +377,10 @@ _PREFILL = _compile_step(_prefill, (2, 6, 7))
 
 def _run_compiled(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
-) -> tuple[jax.Array, KVCache] | tuple[jax.Array, KVCache, jax.Array]:
+) -> StepOutput:
     """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied."""
-    tail = cache.replace(frozen=())
-    logits_BV, tail, mass = compiled[donate](tail, cache.frozen, *args)
-    cache = tail.replace(frozen=cache.frozen)
-    return (logits_BV, cache) if mass is None else (logits_BV, cache, mass)
+    out: StepOutput = compiled[donate](cache.replace(frozen=()), cache.frozen, *args)
+    return out.replace(cache=out.cache.replace(frozen=cache.frozen))
 
 
 def _check_mass(attention_mass: MassMode) -> None:

@@ -225,11 +225,9 @@ print("and so does the newest, rewound:", np.array_equal(peek(back), was))
 
 # %%
 earlier = rewind(cache, 1)
-_, _, mass_LBS = jaxllm.decode_step(
-    model, params, earlier, np.array(ids[-1:]), attention_mass="layers"
-)
+out = jaxllm.decode_step(model, params, earlier, np.array(ids[-1:]), attention_mass="layers")
 heads = lm.config.num_attention_heads
-bright_LT = np.asarray(mass_LBS)[:, 0, : len(ids)] / heads
+bright_LT = np.asarray(out.attention_mass)[:, 0, : len(ids)] / heads
 print("every layer hands out one unit a head:", np.allclose(bright_LT.sum(axis=1), 1))
 
 
@@ -270,7 +268,7 @@ print("keys and values are shared:", culled.tail.k[0] is cache.tail.k[0])
 
 def ask_again(cache):
     """Logits after the prompt's last token, run again against what the cache has before it."""
-    return jaxllm.decode_step(model, params, rewind(cache, 1), np.array(ids[-1:]))[0][0]
+    return jaxllm.decode_step(model, params, rewind(cache, 1), np.array(ids[-1:])).logits[0]
 
 
 for name, which in (("whole", cache), ("culled", culled)):

@@ -50,7 +50,7 @@ def test_donated_loop_copies_no_cache_array() -> None:
         def one(carry: Any) -> Any:
             cache, token_B1 = carry
             at = cache.next_position_B[:, None]
-            logits, cache, _ = run_and_commit(model, params, (), cache, token_B1, at)
+            logits, cache = run_and_commit(model, params, (), cache, token_B1, at)
             return cache, logits.argmax(axis=-1).astype(jnp.int32)
 
         start = cache, jnp.zeros((1, 1), jnp.int32)

@@ -58,7 +58,7 @@ model, params = lm.model, lm.params
 ids = np.random.default_rng(0).integers(0, 32000, (1, 1024))
 def filled(tokens, capacity, dtype="bfloat16"):
     empty = jaxllm.init_cache(lm.config, 1, capacity, dtype=dtype)
-    return jaxllm.prefill(model, params, empty, ids[:, :tokens])[1]
+    return jaxllm.prefill(model, params, empty, ids[:, :tokens]).cache
 report = {}
 for dtype in ("bfloat16", "int8"):
     cache = filled(1024, 1088, dtype)
@@ -82,10 +82,10 @@ forks = jax.block_until_ready(fork(prefix, 64, capacity=16))
 report["fork_resident_bytes"] = resident() - before
 report["fork_bytes"], report["prefix_bytes"] = forks.nbytes, prefix.nbytes
 forks = jax.block_until_ready(
-    jaxllm.decode_step(model, params, forks, np.arange(64), donate=True))[1]
+    jaxllm.decode_step(model, params, forks, np.arange(64), donate=True)).cache
 report["step_of_64_resident_bytes"] = resident() - before
 report["step_of_64_ms"] = median_ms(
-    lambda: jaxllm.decode_step(model, params, forks, np.arange(64))[0], 5)
+    lambda: jaxllm.decode_step(model, params, forks, np.arange(64)).logits, 5)
 start = time.perf_counter()
 fingerprint(params)
 report["fingerprint_s"] = time.perf_counter() - start

@@ -137,6 +137,8 @@ def test_incompatible_options_are_refused() -> None:
     assert check_options({"length_penalty": 1.0, "top_k": None}) == {"length_penalty": 1.0}
     with pytest.raises(SamplingError, match="a request to serve does not take num_beams"):
         check_options({"num_beams": 2}, "serve")
+    with pytest.raises(SamplingError, match=r"to serve does not take length_penalty$"):
+        check_options({"length_penalty": 2.0}, "serve")
     with pytest.raises(SamplingError, match="stream does not support beam"):
         check_options({"num_beams": 2}, "stream")
 

@@ -66,7 +66,7 @@ def test_place_on_two_devices_equals_one_device(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lm = jaxllm.load(tmp_path / "m", dtype="float32")
-    cache = jaxllm.prefill(lm.model, lm.params, lm.init_cache(1, 16), ids)[1]
+    cache = jaxllm.prefill(lm.model, lm.params, lm.init_cache(1, 16), ids).cache
     expected, _ = jaxllm.decode_step(lm.model, lm.params, cache, np.array([7]))
     found = np.load(tmp_path / "out.npy")
     np.testing.assert_allclose(found, expected, atol=1e-5 * max(1, float(np.abs(expected).max())))

@@ -31,7 +31,7 @@ def bits(tree: Any) -> list[bytes]:
 def filled(lm: Any, ids: np.ndarray, capacity: int = 40) -> jaxllm.KVCache:
     model, params = lm
     cache = jaxllm.init_cache(model.config, ids.shape[0], capacity)
-    return jaxllm.prefill(model, params, cache, ids)[1]
+    return jaxllm.prefill(model, params, cache, ids).cache
 
 
 @in_both("lm", chunk=[5, 1, 2, 23, 300])
@@ -357,6 +357,14 @@ def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
         changed = cache.replace(tail=cache.tail.replace(v=(v, *cache.tail.v[1:])))
         return jaxllm.forward(model, params, changed, np.array([[1], [2]])).logits[0, 0, 7]
 
+    def step_loss(v: jax.Array) -> tuple[jax.Array, jaxllm.StepOutput]:
+        changed = cache.replace(tail=cache.tail.replace(v=(v, *cache.tail.v[1:])))
+        out = jaxllm.decode_step(model, params, changed, np.array([1, 2]), attention_mass=True)
+        return out.logits[0, 7], out
+
+    gradient, out = jax.grad(step_loss, has_aux=True)(cache.tail.v[0])
+    assert out.attention_mass.shape == cache.position_BS.shape
+    assert np.abs(gradient[0, :5]).max() > 0
     gradient = np.asarray(jax.grad(loss)(cache.tail.v[0]))
     assert np.isfinite(gradient).all()
     assert np.abs(gradient[0, :5]).max() > 0  # what the row has seen

@@ -168,7 +168,7 @@ def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
 
 def _uses_seed(lm: "LM", options: dict[str, Any]) -> bool:
     """Return whether the text depends on the seed."""
-    from jaxllm.generation.config import uses_sampling
+    from jaxllm.generation.options.resolve import uses_sampling
 
     return uses_sampling(options, lm.generation) and options.get("temperature") != 0
 
@@ -200,9 +200,11 @@ def _write_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
 
 def _can_stream(options: dict[str, Any]) -> bool:
     """Return whether these options yield one text that can be streamed."""
-    from jaxllm.generation.options import PLAIN, select_mode
+    from jaxllm.generation.decoders import PlainGeneration
+    from jaxllm.generation.options import select_decoder
 
-    return select_mode(options) == PLAIN and options.get("num_return_sequences", 1) == 1
+    plain = select_decoder(options) is PlainGeneration
+    return plain and options.get("num_return_sequences", 1) == 1
 
 
 def _print_completions(

@@ -25,7 +25,7 @@ from jaxllm.lm import LM
 from jaxllm.models import get_family
 from jaxllm.models.moe import max_read_fraction
 from jaxllm.ops import native
-from jaxllm.steps import prefill, run_and_commit
+from jaxllm.steps import StepOutput, prefill, run_and_commit
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.types.arrays import as_weight
 
@@ -145,15 +145,15 @@ def prepare_run(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
     def new_cache() -> KVCache:
         return init_cache(lm.model, batch, capacity + 1)
 
-    def run_prefill(cache: KVCache, *, donate: bool) -> tuple[jax.Array, KVCache]:
+    def run_prefill(cache: KVCache, *, donate: bool) -> StepOutput:
         return prefill(lm.model, lm.params, cache, ids_BT, chunk=chunk, donate=donate)
 
     def read_prompt() -> None:
-        jax.block_until_ready(run_prefill(new_cache(), donate=True)[0])
+        jax.block_until_ready(run_prefill(new_cache(), donate=True).logits)
 
     if test.prompt:
         return read_prompt
-    start = run_prefill(new_cache(), donate=True)[1] if test.depth else new_cache()
+    start = run_prefill(new_cache(), donate=True).cache if test.depth else new_cache()
     token_SB = generator.integers(0, vocabulary, (test.decode, batch)).astype(np.int32)
 
     return lambda: jax.block_until_ready(_decode(lm.model, lm.params, start, token_SB))
@@ -165,10 +165,8 @@ def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Arra
 
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:
         position_BT = cache.next_position_B[:, None]
-        logits_B1V, cache, _ = run_and_commit(
-            model, params, (), cache, token_B[:, None], position_BT
-        )
-        return cache, logits_B1V[:, 0].max(axis=1)
+        out = run_and_commit(model, params, (), cache, token_B[:, None], position_BT)
+        return out.cache, out.logits[:, 0].max(axis=1)
 
     return jax.lax.scan(step, cache, token_SB)[1]
 

@@ -13,11 +13,10 @@ from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.completion import (
     FINISH_REASONS,
     Completion,
-    ModelBundle,
+    GenerationConfig,
+    LanguageModel,
     StopTracker,
-    make_tracker,
 )
-from jaxllm.generation.config import GenerationConfig
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.runtime.validation import is_integer
 
@@ -29,7 +28,7 @@ ReadPrompt = Callable[[Any, Mapping[str, Any]], tuple[list[int], GenerationConfi
 class _ActiveRequest:
     """Running request: its text decoder, its text callback and its tokens so far."""
 
-    reader: StopTracker
+    tracker: StopTracker
     prompt_tokens: int
     seed: int
     on_text: Callable[[str], Any] | None = None
@@ -45,10 +44,10 @@ class _ActiveRequest:
             return None
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
-        if self.on_text is not None and (rest := self.reader.flush()):
+        if self.on_text is not None and (rest := self.tracker.flush()):
             self.on_text(rest)
         return Completion(
-            self.reader.decode_all(self.tokens),
+            self.tracker.decode_all(self.tokens),
             self.tokens,
             self.logprobs,
             FINISH_REASONS[event.finish],
@@ -58,7 +57,7 @@ class _ActiveRequest:
 
 
 def answer_requests(
-    lm: ModelBundle,
+    lm: LanguageModel,
     requests: Iterable[Mapping[str, Any] | None],
     read_prompt: ReadPrompt,
     *,
@@ -67,10 +66,10 @@ def answer_requests(
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
-    read_prompt: returns the token ids and settings of a prompt with options. Internally requests
+    read_prompt: returns the token ids and config of a prompt with options. Internally requests
     are numbered, so ids may be any values, even equal ones.
     """
-    open_: dict[Hashable, _ActiveRequest] = {}
+    active: dict[Hashable, _ActiveRequest] = {}
     names: dict[Hashable, Any] = {}
 
     def open_requests() -> Iterator[Request | RejectedRequest | None]:
@@ -84,15 +83,15 @@ def answer_requests(
             number = next(numbers)
             names[number] = default.assign_id(request, number)
             try:
-                made, open_[number] = _open_request(lm, number, request, read_prompt)
-                yield made
+                row_request, active[number] = _open_request(lm, number, request, read_prompt)
+                yield row_request
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
     for event in serve(lm.model, lm.params, open_requests(), rows=rows, capacity=capacity):
-        answer = event.error if event.error is not None else open_[event.id].handle_event(event)
+        answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
-            open_.pop(event.id, None)
+            active.pop(event.id, None)
             yield names.pop(event.id), answer
 
 
@@ -118,7 +117,7 @@ class _RequestIds:
 
 
 def _open_request(
-    lm: ModelBundle, number: int, request: Any, read_prompt: ReadPrompt
+    lm: LanguageModel, number: int, request: Any, read_prompt: ReadPrompt
 ) -> tuple[Request, _ActiveRequest]:
     if not isinstance(request, Mapping):
         raise SamplingError(
@@ -132,37 +131,36 @@ def _open_request(
         )
     if on_text is not None and not callable(on_text):
         raise SamplingError(f"on_text must be a function of one text argument, got {on_text!r:.40}")
-    ids, settings = read_prompt(request.get("prompt"), options)
-    reader = make_tracker(lm, ids, settings)
+    ids, config = read_prompt(request.get("prompt"), options)
+    tracker = StopTracker(lm.tokenizer, ids, config)
 
     def check_stop(token: int) -> bool:
-        piece = reader.push(token)
+        piece = tracker.push(token)
         if piece and on_text is not None:
             on_text(piece)
-        return reader.stopped
+        return tracker.stopped
 
-    seed = settings.seed[0] if isinstance(settings.seed, list) else settings.seed
-    made = Request(
+    seed = config.seed[0] if isinstance(config.seed, list) else config.seed
+    row_request = Request(
         id=number,
         prompt=ids,
-        max_new_tokens=int(np.max(settings.max_new_tokens)),
-        sampler=settings.sampler,
+        max_new_tokens=int(np.max(config.max_new_tokens)),
+        sampler=config.sampler,
         seed=seed,
-        eos_token_ids=settings.eos_token_ids,
-        until=check_stop if settings.checks_every_token or on_text is not None else None,
+        eos_token_ids=config.eos_token_ids,
+        until=check_stop if config.checks_every_token or on_text is not None else None,
         is_cancelled=is_cancelled,
-        adapter=_adapter_index(lm, settings),
+        adapter=_adapter_index(lm, config),
     )
-    return made, _ActiveRequest(reader, len(ids), seed, on_text)
+    return row_request, _ActiveRequest(tracker, len(ids), seed, on_text)
 
 
-def _adapter_index(lm: ModelBundle, settings: GenerationConfig) -> int | None:
+def _adapter_index(lm: LanguageModel, config: GenerationConfig) -> int | None:
     """Return the index of a request's adapter; None if the model has no adapters."""
-    asked = settings.adapter
-    if isinstance(asked, list):
-        raise SamplingError(f"adapter of a request must be one name, got {asked!r:.60}")
-    number = lm.adapter_index(asked)
-    return number if lm.adapters else None
+    if isinstance(config.adapter, list):
+        raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
+    index = lm.adapter_index(config.adapter)
+    return index if lm.adapters else None
 
 
 _REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_text")

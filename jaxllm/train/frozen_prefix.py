@@ -49,7 +49,7 @@ def run_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> steps
     """
     token_1P = _check_prefix_ids(model, tokens)
     cache = init_cache(model, 1, token_1P.shape[1])
-    return to_segments(steps.prefill(model, params, cache, token_1P, donate=True)[1])
+    return to_segments(steps.prefill(model, params, cache, token_1P, donate=True).cache)
 
 
 def to_segments(cache: KVCache) -> steps.Segments:

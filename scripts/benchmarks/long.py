@@ -156,7 +156,7 @@ def time_model(kind: str, length: int, repeats: int) -> Timing:
 
     def run() -> Any:
         cache = jaxllm.init_cache(model, 1, length)
-        return jaxllm.prefill(model, params, cache, ids, chunk=2048, donate=True)[0]
+        return jaxllm.prefill(model, params, cache, ids, chunk=2048, donate=True).logits
 
     return time_runs(run, repeats)
 

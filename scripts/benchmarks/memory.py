@@ -265,7 +265,7 @@ def compile_sequence(mesh: str, T: int) -> list[int]:
 
     def prefill(params: Any, cache: Any, token: Any, at: Any) -> Any:
         last = jax.numpy.full((1,), T - 1, jax.numpy.int32)
-        return steps.run_and_commit(model, params, (), cache, token, at, column_B=last)[:2]
+        return steps.run_and_commit(model, params, (), cache, token, at, column_B=last)
 
     def loss(params: Any, rows: Rows) -> jax.Array:
         return NextToken()(model, params, None, rows, jax.random.key(0)).total

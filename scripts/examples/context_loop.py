@@ -158,8 +158,8 @@ def build(
     brightness_P = np.full(total, np.nan, np.float32)
     if read := prompt[:-1]:
         tokens_BT = np.array([read])
-        _, cache, mass_BS = jaxllm.prefill(model, params, cache, tokens_BT, attention_mass=True)
-        mass_T = np.asarray(mass_BS)[0, : len(read)]
+        out = jaxllm.prefill(model, params, cache, tokens_BT, attention_mass=True)
+        cache, mass_T = out.cache, np.asarray(out.attention_mass)[0, : len(read)]
         # More queries attend to early tokens, so brightness is the mean over the queries.
         readers_T = np.arange(len(read), 0, -1, dtype=np.float32)
         brightness_P[: len(read)] = mass_T / readers_T * (len(read) / mass_T.sum())

@@ -29,7 +29,7 @@ def filled(lm: Any, ids: np.ndarray, capacity: int = 24) -> jaxllm.KVCache:
     """Return a cache that has run these tokens."""
     model, params = lm
     cache = jaxllm.init_cache(model.config, ids.shape[0], capacity, dtype=model.precision.cache)
-    return jaxllm.prefill(model, params, cache, ids)[1]
+    return jaxllm.prefill(model, params, cache, ids).cache
 
 
 def peek(lm: Any, cache: jaxllm.KVCache, token: int = 7) -> np.ndarray:

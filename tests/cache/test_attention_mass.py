@@ -46,14 +46,15 @@ def test_attention_mass_sums_transformers_attention_matrices(twin: Twin) -> None
     close(out.attention_mass, by_layer.sum(axis=0))
     # By rows of the matrix: cached and new keys, in chunks and single tokens.
     cache = jaxllm.init_cache(model.config, 2, 14)
-    _, cache, mass = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
+    out = jaxllm.prefill(model, params, cache, ids[:, :7], chunk=3, attention_mass=True)
+    cache, mass = out.cache, out.attention_mass
     close(mass[:, :7], full[:, :, :, :7, :7].sum(axis=(0, 2, 3)))
     assert not np.asarray(mass[:, 7:]).any()
     out = jaxllm.forward(model, params, cache, ids[:, 7:9], attention_mass=True)
     close(out.attention_mass[:, :7], full[:, :, :, 7:9, :7].sum(axis=(0, 2, 3)))
     close(out.attention_mass[:, 14:], full[:, :, :, 7:9, 7:9].sum(axis=(0, 2, 3)))
-    _, cache, mass = jaxllm.decode_step(model, params, cache, ids[:, 7], attention_mass="layers")
-    close(mass[:, :, :8], full[:, :, :, 7, :8].sum(axis=2))
+    out = jaxllm.decode_step(model, params, cache, ids[:, 7], attention_mass="layers")
+    close(out.attention_mass[:, :, :8], full[:, :, :, 7, :8].sum(axis=2))
 
 
 def test_generation_accumulates_stream_attention_mass(twin: Twin) -> None:
@@ -135,7 +136,8 @@ def test_heavy_hitters_equal_sorting_by_mass() -> None:
     """
     model, params = random_model("llama")
     cache = jaxllm.init_cache(model.config, 2, 24)
-    _, cache, mass = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
+    out = jaxllm.prefill(model, params, cache, tokens(2, 12), attention_mass=True)
+    cache, mass = out.cache, out.attention_mass
     kept = heavy_hitters(cache, mass, heavy=4, recent=3)
     for row in range(2):
         old = np.asarray(mass)[row, :9]

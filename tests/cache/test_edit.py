@@ -44,7 +44,7 @@ def forked(lm: Any) -> KVCache:
     """Return two rows that share positions 0 to 8 and differ at 9 and 10."""
     model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=8)
-    return jaxllm.prefill(model, params, forks, tokens(2, 2, seed=3))[1]
+    return jaxllm.prefill(model, params, forks, tokens(2, 2, seed=3)).cache
 
 
 @pytest.mark.parametrize("n", [0, 1, 4, [2, 5]])

@@ -33,7 +33,7 @@ def lm() -> Any:
 
 @pytest.fixture(scope="module")
 def cache(lm: Any) -> jaxllm.KVCache:
-    return jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), tokens(2, 6))[1]
+    return jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), tokens(2, 6)).cache
 
 
 def via_pickle(cache: jaxllm.KVCache) -> Any:
@@ -60,9 +60,9 @@ def test_steps_accept_host_arrays(lm: Any, cache: jaxllm.KVCache, to_host: Any) 
     assert repr(host) == repr(cache)
     steps: tuple[Callable[[Any], Any], ...] = (
         lambda c: jaxllm.forward(*lm, c, ids).logits,
-        lambda c: jaxllm.prefill(*lm, c, ids)[0],
-        lambda c: jaxllm.decode_step(*lm, c, ids[:, 0])[0],
-        lambda c: jaxllm.decode_step(*lm, c, ids[:, 0], donate=True)[0],
+        lambda c: jaxllm.prefill(*lm, c, ids).logits,
+        lambda c: jaxllm.decode_step(*lm, c, ids[:, 0]).logits,
+        lambda c: jaxllm.decode_step(*lm, c, ids[:, 0], donate=True).logits,
     )
     for step in steps:
         np.testing.assert_array_equal(step(to_host(cache)), step(jax.device_put(host)))

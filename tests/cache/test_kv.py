@@ -74,7 +74,7 @@ def test_caches_with_equal_contents_are_equal(lm: Any) -> None:
     assert cache != filled(lm, np.array([range(9), range(11, 20)]))
     assert cache != drop_range(cache, 2, 3)
     assert cache != "cache"
-    longer = jaxllm.decode_step(model, params, cache, [1, 2])[1]
+    longer = jaxllm.decode_step(model, params, cache, [1, 2]).cache
     assert longer != cache
     assert rewind(longer, 1) == cache  # contents of empty slots are ignored
     assert fork(branch(cache, 0), 2, capacity=3) == fork(branch(cache, 0), 2, capacity=3)
@@ -234,7 +234,7 @@ def test_cache_survives_scan_and_device_transfer(lm: Any) -> None:
     cache = filled(lm, tokens(1, 4))
 
     def step(cache: Any, token: jax.Array) -> tuple[Any, None]:
-        return jaxllm.decode_step(model, params, cache, token[None])[1], None
+        return jaxllm.decode_step(model, params, cache, token[None]).cache, None
 
     there = jax.device_put(jax.device_get(cache))
     scanned, _ = jax.lax.scan(step, there, jnp.asarray(tokens(1, 9)[0, 4:], jnp.int32))

@@ -212,7 +212,7 @@ def test_activations_equal_forward_outputs(llama: Pair) -> None:
     heads = np.asarray(found["layers.1.heads"])
     assert_close(found["layers.1.attention"], heads.reshape(2, 9, -1) @ o_proj.T)
     cache = jaxllm.init_cache(llama.twin.config, 2, 16)
-    cache = jaxllm.prefill(llama.twin.model, llama.twin.params, cache, ids[:, :5])[1]
+    cache = jaxllm.prefill(llama.twin.model, llama.twin.params, cache, ids[:, :5]).cache
     rest = activations(llama.twin.model, llama.twin.params, cache, ids[:, 5:])
     for name, x in rest.items():
         assert_close(x, np.asarray(found[name])[:, 5:])

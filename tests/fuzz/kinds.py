@@ -28,7 +28,7 @@ from jaxllm.evaluate.parity.golden import make, read
 from jaxllm.export import runtime
 from jaxllm.export.command_line import export
 from jaxllm.files import read_json
-from jaxllm.generation.config import resolve_options
+from jaxllm.generation.options.resolve import resolve_options
 from jaxllm.lm import LM
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import TokenizerTree
@@ -185,7 +185,7 @@ def _cache(directory: Path) -> Path:
 def _make_cache(directory: Path) -> None:
     model, params = _random("llama")
     cache = jaxllm.init_cache(model.config, 1, 8)
-    cache = jaxllm.prefill(model, params, cache, np.arange(5)[None])[1]
+    cache = jaxllm.prefill(model, params, cache, np.arange(5)[None]).cache
     save_cache(_cache(directory), fork(cache, 2, capacity=6), model, params)
 
 

@@ -286,8 +286,8 @@ def test_remove_range_equals_drop_range(lm: Any) -> None:
     """Removing a range gives the logits of drop_range, also in a copied sequence, and leaves other
     sequences unchanged.
     """
-    cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0].config, 1, CAPACITY), A[None])[1]
-    expected = jaxllm.decode_step(*lm, drop_range(cache, 2, 5), [77])[0][0]
+    cache = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0].config, 1, CAPACITY), A[None]).cache
+    expected = jaxllm.decode_step(*lm, drop_range(cache, 2, 5), [77]).logits[0]
     _, state = decode_parts(lm, empty_state(lm), (1, A), (2, B))
     for now in (state, copy_sequence(state, 1, 0)):
         logits, _ = decode_parts(lm, remove_range(now, 1, 2, 5), (1, 77))

@@ -58,7 +58,7 @@ def test_chunked_long_prompt_uses_long_factors(twin: Twin) -> None:
 
 def _from_cache(twin: Twin) -> None:
     cache = jaxllm.init_cache(twin.config, 1, 64)
-    cache = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30))[1]
+    cache = jaxllm.prefill(twin.model, twin.params, cache, tokens(1, 30)).cache
     jaxllm.generate(twin.model, twin.params, tokens(1, 12), max_new_tokens=2, cache=cache)
 
 
@@ -159,7 +159,7 @@ STEPS: dict[str, Callable[[Twin, jaxllm.KVCache], object]] = {
     "prefill": lambda t, c: jaxllm.prefill(t.model, t.params, c, tokens(1, 12)),
     "forward": lambda t, c: jaxllm.forward(t.model, t.params, c, tokens(1, 12)),
     "decode_step": lambda t, c: jaxllm.decode_step(
-        t.model, t.params, jaxllm.prefill(t.model, t.params, c, tokens(1, 10))[1], [5]
+        t.model, t.params, jaxllm.prefill(t.model, t.params, c, tokens(1, 10)).cache, [5]
     ),
 }
 

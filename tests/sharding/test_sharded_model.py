@@ -97,11 +97,11 @@ def test_exact_mode_has_single_device_bits(family: str, mesh: str) -> None:
     whole = jaxllm.prefill(model, params, caches[0], ids)
     found = jaxllm.prefill(over, shares, caches[1], ids)
     for token in ([3, 5], [7, 1]):
-        np.testing.assert_array_equal(found[0], whole[0])
-        whole = jaxllm.decode_step(model, params, whole[1], np.array(token))
-        found = jaxllm.decode_step(over, shares, found[1], np.array(token))
-    np.testing.assert_array_equal(found[0], whole[0])
-    assert found[1] == whole[1]
+        np.testing.assert_array_equal(found.logits, whole.logits)
+        whole = jaxllm.decode_step(model, params, whole.cache, np.array(token))
+        found = jaxllm.decode_step(over, shares, found.cache, np.array(token))
+    np.testing.assert_array_equal(found.logits, whole.logits)
+    assert found.cache == whole.cache
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_sharded_cache_edits_equal_single_device(tmp_path: Path) -> None:
     ]
     ends = []
     for m, p in ((model, params), (over, shares)):
-        cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), tokens(2, 6))[1]
+        cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), tokens(2, 6)).cache
         outputs = []
         for change in changes:
             cache = change(cache)
@@ -193,7 +193,7 @@ def test_sharded_cache_edits_equal_single_device(tmp_path: Path) -> None:
             outputs.append(np.asarray(logits))
         save_cache(tmp_path / "kept", cache, m, p)
         again = load_cache(tmp_path / "kept", m, p)
-        outputs.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4))[0]))
+        outputs.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4)).logits))
         ends.append(outputs)
         k = jax.tree.leaves(cache.tail.k)[0]
         assert m is model or k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
@@ -301,8 +301,8 @@ def test_infini_memory_is_split_by_head() -> None:
     over, shares = shard_model(model, params, "data=2,tensor=4")
     ids, outputs = tokens(2, 11), []
     for m, p in ((model, params), (over, shares)):
-        cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), ids, chunk=8)[1]
-        outputs.append(np.asarray(jaxllm.decode_step(m, p, cache, np.array([1, 2]))[0]))
+        cache = jaxllm.prefill(m, p, jaxllm.init_cache(m, 2, 16), ids, chunk=8).cache
+        outputs.append(np.asarray(jaxllm.decode_step(m, p, cache, np.array([1, 2])).logits))
     assert largest_difference(outputs[1], outputs[0]) < 4 * CLOSE
 
 

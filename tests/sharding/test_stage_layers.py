@@ -67,7 +67,7 @@ def test_cache_edits_rotate_keys_by_layer(gemma3: Any, tmp_path: Any) -> None:
         lambda cache: pool(cache, ratio=2, sinks=1, recent=2),
     )
     caches = [
-        jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), tokens(2, 9))[1]
+        jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 2, 16), tokens(2, 9)).cache
         for lm in pairs(gemma3)
     ]
     for change in changes:

@@ -107,7 +107,7 @@ def test_half_precision_cache_is_independent_of_chunks(dtype: str) -> None:
     results = []
     for chunk in (20, 3):
         cache = jaxllm.init_cache(model.config, 1, 20, dtype=dtype)
-        results.append(jaxllm.prefill(model, params, cache, ids, chunk=chunk)[0])
+        results.append(jaxllm.prefill(model, params, cache, ids, chunk=chunk).logits)
     scale = float(jnp.abs(results[0]).max())
     np.testing.assert_allclose(results[0], results[1], atol=1e-5 * scale)
 

@@ -26,7 +26,7 @@ from jaxllm.generation.loops.overflow import (
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.ops.token_logprobs import log_likelihood
-from jaxllm.steps import run_and_commit, run_model
+from jaxllm.steps import StepOutput, run_and_commit, run_model
 from jaxllm.weights.paths import Params
 
 PREFILL_CHUNK = 256  # tokens per chunk, if they fit
@@ -81,7 +81,6 @@ def prefill_texts(
     mass: Any = policy is not None and policy.reads_mass
     cache = init_cache(model, len(rows), slots)
     total = jnp.zeros((len(rows), slots), jnp.float32) if mass else None
-    logits_BV = jnp.zeros((len(rows), 0))
     # A policy may change positions; then the text length follows from the positions.
     whole_B = jnp.asarray(length_B + answer_tokens) if policy is None else None
     for start in range(0, width, piece):
@@ -91,7 +90,7 @@ def prefill_texts(
         here_BT = real_BT[:, start : start + piece]
         after_BT = np.cumsum(here_BT, axis=1) - 1
         position_BT = np.where(here_BT, np.asarray(cache.next_position_B)[:, None] + after_BT, -1)
-        logits_BV, tail, received = _prefill_chunk(
+        out = _prefill_chunk(
             model,
             params,
             cache,
@@ -100,10 +99,10 @@ def prefill_texts(
             whole_B,
             mass,
         )
-        cache, total = tail, None if total is None else total + received
-    if not np.isfinite(np.asarray(logits_BV)).all():
+        cache, total = out.cache, None if total is None else total + out.attention_mass
+    if not np.isfinite(np.asarray(out.logits)).all():
         raise NonFiniteError("the model returned NaN or infinite logits")
-    return PrefillState(logits_BV, cache, length_B)
+    return PrefillState(out.logits, cache, length_B)
 
 
 def occupied_slots(model: nn.Module, policy: OverflowPolicy, slots: int) -> int:
@@ -174,10 +173,10 @@ def _prefill_chunk(
     position_BT: jax.Array,
     total_B: jax.Array | None,
     mass: bool,
-) -> tuple[jax.Array, KVCache, jax.Array | None]:
+) -> StepOutput:
     """Run one chunk; the last token of every row is in the last column."""
     last_B = jnp.full((token_BT.shape[0],), token_BT.shape[1] - 1)
-    logits_B1V, cache, received = run_and_commit(
+    out = run_and_commit(
         model,
         params,
         (),
@@ -188,7 +187,7 @@ def _prefill_chunk(
         column_B=last_B,
         attention_mass=mass,
     )
-    return logits_B1V[:, 0], cache, received
+    return out.replace(logits=out.logits[:, 0])
 
 
 @partial(jax.jit, static_argnums=0)

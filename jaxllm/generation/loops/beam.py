@@ -155,9 +155,7 @@ def beam_search(
     fresh = cache is None
     if cache is None:
         cache = init_cache(model, B, bucket_size(T))
-    logits_BV, cache = prefill(
-        model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh
-    )
+    out = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, chunk=chunk, donate=fresh)
     values = (
         np.int32(max_new_tokens),
         np.float32(length_penalty),
@@ -166,7 +164,7 @@ def beam_search(
         np.bool_(early_stopping == "never"),
     )
     criteria = StopCriteria(*jax.device_put(values))
-    found = _run_search(model, params, cache, criteria, sampler, logits_BV, num_beams, width)
+    found = _run_search(model, params, out.cache, criteria, sampler, out.logits, num_beams, width)
     # On the host: a JAX slice would compile.
     n, found = num_return_sequences, to_host(found)
     cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)

@@ -205,14 +205,16 @@ def _prefill(
         tokens_BT, lengths_B = truncate_to_recent(cache, tokens_BT, lengths_B, overflow)
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
-    given: dict[str, Any] = {"lengths_B": lengths_B, "chunk": chunk, "donate": fresh}
-    mass = None
-    if attention_mass is False:
-        logits_BV, cache = prefill(model, params, cache, tokens_BT, **given)
-    else:
-        logits_BV, cache, mass = prefill(
-            model, params, cache, tokens_BT, attention_mass=attention_mass, **given
-        )
+    out = prefill(
+        model,
+        params,
+        cache,
+        tokens_BT,
+        lengths_B=lengths_B,
+        chunk=chunk,
+        attention_mass=attention_mass,
+        donate=fresh,
+    )
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
     key_B = as_row_keys(seed, B)
     L, N = token_BL.shape[1], top_logprobs
@@ -229,9 +231,15 @@ def _prefill(
     )
     context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
     state = DecodeState(
-        newest_B, finish_B, context, sampler, logprob_BL, (top_token, top_logprob), mass
+        newest_B,
+        finish_B,
+        context,
+        sampler,
+        logprob_BL,
+        (top_token, top_logprob),
+        out.attention_mass,
     )
-    return limits, cache, _SAMPLE(limits, state, logits_BV)
+    return limits, out.cache, _SAMPLE(limits, state, out.logits)
 
 
 def _make_result(

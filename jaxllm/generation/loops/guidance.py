@@ -61,23 +61,23 @@ def generate_with_guidance(
 
     cache = init_cache(model, 2, room)
     tokens_BT = pad_rows(pair)
-    logits_BV, cache = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
+    out = prefill(model, params, cache, tokens_BT, lengths_B=lengths_B, donate=True)
     text_L = pad_rows(pair[:1], width=len(prompt) + max_new_tokens, fill=NO_TOKEN)[0]
     key_B, sampler, scale = row_keys(seed, 1), sampler.begin(1), jnp.float32(guidance_scale)
 
     end = start = len(prompt)
     while True:
-        if not jnp.isfinite(logits_BV).all():
+        if not jnp.isfinite(out.logits).all():
             raise NonFiniteError(f"the logits of token {end - start} are not finite")
         token_B, sampler = _sample_with_guidance(
-            logits_BV, scale, sampler, text_L, start, end, key_B
+            out.logits, scale, sampler, text_L, start, end, key_B
         )
         text_L[end] = token_B[0]
         end += 1
         if end == len(text_L) or text_L[end - 1] in ends:
             return text_L[start:end].tolist()
         both_B = jnp.broadcast_to(token_B, (2,))
-        logits_BV, cache = decode_step(model, params, cache, both_B, donate=True)
+        out = decode_step(model, params, out.cache, both_B, donate=True)
 
 
 def apply_guidance(

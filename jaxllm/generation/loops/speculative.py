@@ -174,8 +174,8 @@ def speculative_generate(
         [its_params for _, its_params in pairs],
         LoopInputs(start_B, limit_B, as_row_keys(seed, B), eos_E),
         TextState(token_BL, start_B, running_B, sampler.begin(B)),
-        starts[0][0],
-        [cache for _, cache in starts],
+        starts[0].logits,
+        [start.cache for start in starts],
     )
     at_BT = prompt_B[:, None] + np.arange(longest)[None]
     return SpeculativeResult(

@@ -99,10 +99,17 @@ def decode_and_sample(
     running_B = state.finish_B == Finish.RUNNING
     position_BT = jnp.where(running_B, tail.next_position_B, -1)[:, None]
     token_BT = state.newest_B[:, None]
-    given = (model, constants.params, constants.frozen, tail, token_BT, position_BT)
-    logits_B1V, tail, mass = run_and_commit(*given, attention_mass=attention_mass)
-    state = sample(constants.limits, state.replace(mass=mass), logits_B1V[:, 0])
-    return tail, replicate_for_host(state, model)
+    out = run_and_commit(
+        model,
+        constants.params,
+        constants.frozen,
+        tail,
+        token_BT,
+        position_BT,
+        attention_mass=attention_mass,
+    )
+    state = sample(constants.limits, state.replace(mass=out.attention_mass), out.logits[:, 0])
+    return out.cache, replicate_for_host(state, model)
 
 
 def decode_until_done(

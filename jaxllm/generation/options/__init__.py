@@ -4,38 +4,32 @@
 generation_config.json are all checked against it before anything is loaded or run. Options have
 Hugging Face's names; for common names of other libraries the error suggests ours.
 
-table: the options and their types. validators: validators of single validators. check: validation
-of whole requests.
+table: the options and their types. validators: checks of single values. check: checks of whole
+requests, and the decoder that they select. resolve: a request over the checkpoint's defaults.
 """
 
 from jaxllm.generation.options.check import (
-    Kind,
-    check_combination,
     check_options,
     check_values,
     row_options,
-    select_mode,
+    select_decoder,
 )
 from jaxllm.generation.options.table import (
     OPTIONS,
-    PLAIN,
     GenerateOptions,
+    Kind,
     Option,
     document_options,
 )
-from jaxllm.generation.options.validators import StoppingCriterion
 
 __all__ = [
     "OPTIONS",
-    "PLAIN",
     "GenerateOptions",
     "Kind",
     "Option",
-    "StoppingCriterion",
-    "check_combination",
     "check_options",
     "check_values",
     "document_options",
     "row_options",
-    "select_mode",
+    "select_decoder",
 ]

@@ -1,16 +1,20 @@
 """Option checks: unknown names, invalid values and incompatible combinations."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from jaxllm.errors import SamplingError, suggest_name
-from jaxllm.generation.options.table import MODES, OPTIONS, PLAIN, SERVE, STREAM
+from jaxllm.generation.completion import Decoder
+from jaxllm.generation.decoders import DECODERS, PlainGeneration
+from jaxllm.generation.options.table import OPTIONS, Kind
 from jaxllm.generation.sampling.aliases import HINTS
 from jaxllm.generation.sampling.options import PROCESSORS
 
-Kind = Literal["generate", "stream", "serve"]
+_CALL_NAMES: dict[Kind, str] = {"generate": "", "stream": "stream", "serve": "a request to serve"}
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[str, Any]:
@@ -21,9 +25,9 @@ def check_options(options: Mapping[str, Any], kind: Kind = "generate") -> dict[s
     Raises SamplingError, with all complaints, for unknown names (with a suggestion), values of the
     wrong type or out of range, and incompatible options.
     """
-    chosen = check_values(options)
-    check_combination(chosen, select_mode(chosen, kind))
-    return chosen
+    checked = check_values(options)
+    select_decoder(checked, kind)
+    return checked
 
 
 def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]:
@@ -31,57 +35,54 @@ def check_values(options: Mapping[str, Any], source: str = "") -> dict[str, Any]
 
     source: a prefix for messages. Raises SamplingError with all unknown or invalid options.
     """
-    chosen = {}
+    checked = {}
     wrong = [f"no option {name}{_suggest(name)}" for name in options if name not in OPTIONS]
     for name, value in options.items():
         option = OPTIONS.get(name)
         if option is None or value is None:
             continue
         try:
-            chosen[name] = option.check(value)
+            checked[name] = option.check(value)
         except SamplingError as error:
             wrong.append(f"{source}{error}")
         except (TypeError, ValueError, OverflowError):
             wrong.append(f"{source}{name} must be {option.meaning}; got {value!r:.60}")
     if wrong:
         raise SamplingError("; ".join(wrong))
-    return chosen
+    return checked
 
 
-def select_mode(options: Mapping[str, Any], kind: Kind = "generate") -> str:
-    """Return the decoding mode that options select. Raises SamplingError if they select two."""
-    asked = {
-        way
-        for name, value in options.items()
-        if OPTIONS[name].selects_mode and value != OPTIONS[name].default
-        for way in OPTIONS[name].modes
-    }
-    ways = [way for way in MODES if way in asked]
-    if len(ways) > 1:
-        raise SamplingError(f"{' and '.join(ways)} cannot be combined")
-    if ways and kind == "stream":
-        raise SamplingError(f"stream does not support {ways[0]}. Use generate")
-    if ways and kind == "serve":
-        named = [name for name in mode_option_names(ways[0]) if name in options]
-        raise SamplingError(f"{SERVE} does not take {named[0]}")
-    return ways[0] if ways else {"generate": PLAIN, "stream": STREAM, "serve": SERVE}[kind]
+def select_decoder(
+    options: Mapping[str, Any], kind: Kind = "generate", defaults: Mapping[str, Any] = _NO_OPTIONS
+) -> type[Decoder]:
+    """Return the decoder that options select; `defaults` may select it too.
 
-
-def mode_option_names(mode: str) -> list[str]:
-    """Return the names of the options that only this decoding mode has."""
-    return [name for name, option in OPTIONS.items() if option.modes == (mode,)]
-
-
-def check_combination(options: Mapping[str, Any], mode: str) -> None:
-    """Raise SamplingError for an option that this decoding mode does not take, or for two options
-    that exclude each other."""
+    Raises SamplingError if they select two, for a given option that the decoder does not take, and
+    for two options that exclude each other. Defaults that it does not take are for other decoders.
+    """
+    merged = {**defaults, **options}
+    selecting = [
+        OPTIONS[name].decoders
+        for name, value in merged.items()
+        if OPTIONS[name].selects_decoder and value != OPTIONS[name].default
+    ]
+    selected = [decoder for decoder in DECODERS if (decoder,) in selecting]
+    if len(selected) > 1:
+        raise SamplingError(f"{' and '.join(d.name for d in selected)} cannot be combined")
+    decoder = selected[0] if selected else PlainGeneration
+    if selected and kind == "stream":
+        raise SamplingError(f"stream does not support {decoder.name}. Use generate")
+    if selected and kind == "serve":
+        own = [name for name in OPTIONS if OPTIONS[name].decoders == (decoder,) and name in merged]
+        raise SamplingError(f"{_CALL_NAMES[kind]} does not take {own[0]}")
     for name, value in options.items():
         option = OPTIONS[name]
-        if mode not in option.modes and not _is_default(value, option.default):
-            goes = (
-                "" if mode in (STREAM, SERVE) else f", which requires {' or '.join(option.modes)}"
+        if not option.is_taken_by(decoder, kind) and not _is_default(value, option.default):
+            needed = f", which requires {' or '.join(d.name for d in option.decoders)}"
+            raise SamplingError(
+                f"{_CALL_NAMES[kind] or decoder.name} does not take {name}"
+                f"{needed if kind == 'generate' else ''}"
             )
-            raise SamplingError(f"{mode} does not take {name}{goes}")
     for one, other in (
         ("assistant_model", "prompt_lookup_num_tokens"),
         *(("sampler", name) for name in ("do_sample", "logits_processor", *PROCESSORS)),
@@ -92,6 +93,7 @@ def check_combination(options: Mapping[str, Any], mode: str) -> None:
         raise SamplingError(
             "batch_invariant requires num_return_sequences=1. Repeat the prompt in the list instead"
         )
+    return decoder
 
 
 def row_options(options: Mapping[str, Any], row: int, rows: int) -> dict[str, Any]:

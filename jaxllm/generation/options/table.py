@@ -1,5 +1,6 @@
 """Option table: the type, valid values, effect and decoding modes of every option."""
 
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -8,15 +9,15 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
+from jaxllm.generation.completion import Decoder, LanguageModel, StoppingCriterion
+from jaxllm.generation.decoders import DECODERS, BeamSearch, PlainGeneration
 from jaxllm.generation.loops.finish import MAX_TOKENS
 from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
 from jaxllm.generation.options.validators import (
-    Assistant,
     Ids,
     Lists,
     Numbers,
     ScoreFunction,
-    StoppingCriterion,
     check_bool,
     check_criteria,
     check_early_stopping,
@@ -33,16 +34,9 @@ from jaxllm.generation.options.validators import (
 from jaxllm.generation.sampling.options import PROCESSORS, check_option_value
 from jaxllm.generation.sampling.sampler import Processor, Sampler
 
-PLAIN, BEAM_SEARCH, SPECULATIVE, CONTRASTIVE_SEARCH, GUIDANCE = MODES = (
-    "plain generation",
-    "beam search",
-    "speculative decoding",
-    "contrastive search",
-    "guidance",
-)
+Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
 Function = TypeVar("Function", bound=Callable[..., Any])
-STREAM, SERVE = "stream", "a request to serve"
-_SAMPLING_MODES = (PLAIN, STREAM, SERVE, BEAM_SEARCH, SPECULATIVE, GUIDANCE)
+SAMPLERS = tuple(decoder for decoder in DECODERS if decoder.samples)
 
 
 class Option(NamedTuple):
@@ -51,8 +45,9 @@ class Option(NamedTuple):
     check: returns the normalized value; raises TypeError or ValueError for an invalid one. meaning:
     the valid values. help: its effect. default: the neutral or usual value. per_row: whether a list
     with one value per prompt is accepted. from_file: whether generation_config.json may set it.
-    modes: the decoding modes that take it. asks: whether any value but the default selects its
-    mode.
+    decoders: the decoders that take it; by default all, or those that have it as a field.
+    selects_decoder: whether any value but the default selects its decoder. calls: the methods that
+    take it.
     """
 
     check: Callable[[Any], Any]
@@ -61,8 +56,13 @@ class Option(NamedTuple):
     default: Any = None
     per_row: bool = False
     from_file: bool = True
-    modes: tuple[str, ...] = (*MODES, STREAM, SERVE)
-    selects_mode: bool = False
+    decoders: tuple[type[Decoder], ...] = ()
+    selects_decoder: bool = False
+    calls: tuple[Kind, ...] = ("generate", "stream", "serve")
+
+    def is_taken_by(self, decoder: type[Decoder], kind: Kind) -> bool:
+        """Return whether a call that uses this decoder takes the option."""
+        return decoder in self.decoders and kind in self.calls
 
 
 _AT_LEAST_ONE = "a whole number from 1 up"
@@ -112,7 +112,7 @@ class GenerateOptions(TypedDict, total=False):
             check_bool,
             "true or false",
             "sample tokens; the default is greedy, unless a temperature is given",
-            modes=_SAMPLING_MODES,
+            decoders=SAMPLERS,
         ),
     ]
     seed: Annotated[
@@ -164,7 +164,7 @@ class GenerateOptions(TypedDict, total=False):
             "a jaxllm.Sampler",
             "a custom sampler, instead of all sampling options",
             from_file=False,
-            modes=_SAMPLING_MODES,
+            decoders=SAMPLERS,
         ),
     ]
     logits_processor: Annotated[
@@ -174,7 +174,7 @@ class GenerateOptions(TypedDict, total=False):
             "a list of Processors and functions of (scores [B, V], Context) in JAX",
             "more processors, applied before temperature and the ones after it",
             from_file=False,
-            modes=_SAMPLING_MODES,
+            decoders=SAMPLERS,
         ),
     ]
     num_return_sequences: Annotated[
@@ -184,7 +184,8 @@ class GenerateOptions(TypedDict, total=False):
             _AT_LEAST_ONE,
             "number of texts per prompt",
             1,
-            modes=(PLAIN, BEAM_SEARCH),
+            decoders=(PlainGeneration, BeamSearch),
+            calls=("generate",),
         ),
     ]
     num_beams: Annotated[
@@ -194,8 +195,7 @@ class GenerateOptions(TypedDict, total=False):
             _AT_LEAST_ONE,
             "beam search: number of beams",
             1,
-            selects_mode=True,
-            modes=(BEAM_SEARCH,),
+            selects_decoder=True,
         ),
     ]
     length_penalty: Annotated[
@@ -205,7 +205,6 @@ class GenerateOptions(TypedDict, total=False):
             "a finite number",
             "beam search: values above 0 favor long texts",
             1.0,
-            modes=(BEAM_SEARCH,),
         ),
     ]
     early_stopping: Annotated[
@@ -215,18 +214,16 @@ class GenerateOptions(TypedDict, total=False):
             'false, true or "never"',
             "beam search: when to stop",
             False,
-            modes=(BEAM_SEARCH,),
         ),
     ]
     assistant_model: Annotated[
-        Assistant | None,
+        LanguageModel | None,
         Option(
-            instance_checker(Assistant),
+            instance_checker(LanguageModel),
             "a jaxllm.LM",
             "speculative decoding: a smaller draft model with the same vocabulary",
             from_file=False,
-            selects_mode=True,
-            modes=(SPECULATIVE,),
+            selects_decoder=True,
         ),
     ]
     num_assistant_tokens: Annotated[
@@ -236,7 +233,6 @@ class GenerateOptions(TypedDict, total=False):
             _AT_LEAST_ONE,
             "speculative decoding: tokens that assistant_model drafts per step",
             4,
-            modes=(SPECULATIVE,),
         ),
     ]
     prompt_lookup_num_tokens: Annotated[
@@ -245,8 +241,7 @@ class GenerateOptions(TypedDict, total=False):
             int_checker(1),
             _AT_LEAST_ONE,
             "speculative decoding: tokens drafted per step by lookup in the text itself",
-            selects_mode=True,
-            modes=(SPECULATIVE,),
+            selects_decoder=True,
         ),
     ]
     max_matching_ngram_size: Annotated[
@@ -256,7 +251,6 @@ class GenerateOptions(TypedDict, total=False):
             _AT_LEAST_ONE,
             "speculative decoding: longest n-gram to look up, in tokens",
             3,
-            modes=(SPECULATIVE,),
         ),
     ]
     penalty_alpha: Annotated[
@@ -265,8 +259,7 @@ class GenerateOptions(TypedDict, total=False):
             number_checker(0, 1),
             "a number from 0 to 1",
             "contrastive search: weight of the penalty for similarity to the text",
-            selects_mode=True,
-            modes=(CONTRASTIVE_SEARCH,),
+            selects_decoder=True,
         ),
     ]
     guidance_scale: Annotated[
@@ -276,8 +269,7 @@ class GenerateOptions(TypedDict, total=False):
             "a finite number, 1 is off",
             "classifier-free guidance: strength of the push away from negative_prompt",
             1.0,
-            selects_mode=True,
-            modes=(GUIDANCE,),
+            selects_decoder=True,
         ),
     ]
     negative_prompt: Annotated[
@@ -287,7 +279,6 @@ class GenerateOptions(TypedDict, total=False):
             "a text or token ids",
             "classifier-free guidance: the prompt to steer away from",
             from_file=False,
-            modes=(GUIDANCE,),
         ),
     ]
     top_logprobs: Annotated[
@@ -298,7 +289,8 @@ class GenerateOptions(TypedDict, total=False):
             "number of likeliest tokens to report per step",
             0,
             from_file=False,
-            modes=(PLAIN, STREAM),
+            decoders=(PlainGeneration,),
+            calls=("generate", "stream"),
         ),
     ]
     overflow: Annotated[
@@ -313,7 +305,8 @@ class GenerateOptions(TypedDict, total=False):
             " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
             " finished segments that the model's memory holds (segments)",
             from_file=False,
-            modes=(PLAIN, STREAM),
+            decoders=(PlainGeneration,),
+            calls=("generate", "stream"),
         ),
     ]
     cache: Annotated[
@@ -323,7 +316,8 @@ class GenerateOptions(TypedDict, total=False):
             "a jaxllm.KVCache",
             "a cache of one row; a prefix shared with the prompt is not recomputed",
             from_file=False,
-            modes=(PLAIN, STREAM),
+            decoders=(PlainGeneration,),
+            calls=("generate", "stream"),
         ),
     ]
     chunk: Annotated[
@@ -368,12 +362,19 @@ def _sampling_option(name: str) -> Option:
         check_option_value(name, value)
         return value
 
-    ways = (*_SAMPLING_MODES, CONTRASTIVE_SEARCH) if name == "top_k" else _SAMPLING_MODES
-    return Option(check, row.meaning, row.help, per_row=not row.is_list, modes=ways)
+    return Option(check, row.meaning, row.help, per_row=not row.is_list, decoders=SAMPLERS)
+
+
+def _add_decoders(name: str, option: Option) -> Option:
+    """Fill in the decoders that have the option as a field."""
+    own = tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
+    return option._replace(decoders=option.decoders + own or DECODERS)
 
 
 OPTIONS: dict[str, Option] = {
-    name: _sampling_option(name) if name in PROCESSORS else hint.__metadata__[0]
+    name: _add_decoders(
+        name, _sampling_option(name) if name in PROCESSORS else hint.__metadata__[0]
+    )
     for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
 }
 

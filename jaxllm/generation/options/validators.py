@@ -7,11 +7,12 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxllm.generation.completion import StoppingCriterion
 from jaxllm.generation.loops.finish import MAX_TOKENS
 from jaxllm.generation.loops.overflow import OVERFLOWS, OverflowPolicy
 from jaxllm.generation.sampling.sampler import Context, Processor
@@ -22,19 +23,6 @@ Numbers = float | Sequence[float] | np.ndarray
 Ids = int | Sequence[int] | np.ndarray
 Lists = Sequence[Any] | np.ndarray
 ScoreFunction = Callable[[Any, Context], Any]  # (float32 [B, V], the text so far) -> float32 [B, V]
-StoppingCriterion = Callable[
-    [str | None, list[int]], bool
-]  # (text, ids) of a continuation so far -> stop here
-
-
-@runtime_checkable
-class Assistant(Protocol):
-    """Draft model with the same vocabulary: an `LM`."""
-
-    @property
-    def model(self) -> Any: ...
-    @property
-    def params(self) -> Any: ...
 
 
 def int_checker(minimum: int, maximum: int = MAX_SEED) -> Callable[[Any], int]:
@@ -52,8 +40,8 @@ def per_prompt_checker(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a validator of one value, or of a list with one value per prompt."""
 
     def check_each(x: Any) -> Any:
-        many = isinstance(x, list | tuple) or (isinstance(x, np.ndarray | jax.Array) and x.ndim)
-        return [check(one) for one in x] if many else check(x)
+        is_list = isinstance(x, list | tuple) or (isinstance(x, np.ndarray | jax.Array) and x.ndim)
+        return [check(value) for value in x] if is_list else check(x)
 
     return check_each
 
@@ -121,18 +109,18 @@ def check_overflow(x: Any) -> OverflowPolicy | None:
 
 def check_processors(x: Any) -> tuple[Any, ...]:
     """Return a list of processors and functions of two arguments, as a tuple."""
-    found = tuple(instance_checker(list | tuple)(x))
-    if not all(isinstance(p, Processor) or takes_two_args(p) for p in found):
+    processors = tuple(instance_checker(list | tuple)(x))
+    if not all(isinstance(p, Processor) or takes_two_args(p) for p in processors):
         raise TypeError
-    return found
+    return processors
 
 
 def check_criteria(x: Any) -> tuple[StoppingCriterion, ...]:
     """Return a function of two arguments, or a list of them, as a tuple."""
-    found = tuple(x) if isinstance(x, list | tuple) else (x,)
-    if not all(map(takes_two_args, found)):
+    criteria = tuple(x) if isinstance(x, list | tuple) else (x,)
+    if not all(map(takes_two_args, criteria)):
         raise TypeError
-    return found
+    return criteria
 
 
 def takes_two_args(x: Any) -> bool:

@@ -209,11 +209,11 @@ def test_chunked_prefill_and_decode_equal_forward(update: str, chunk: int) -> No
 def filled(lm: Any, count: int, rows: int = 1, capacity: int = 40) -> jaxllm.KVCache:
     cache = jaxllm.init_cache(lm[0], rows, capacity)
     ids = tokens(rows, T)[:, :count]
-    return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8)[1]
+    return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8).cache
 
 
 def peek(lm: Any, cache: jaxllm.KVCache) -> np.ndarray:
-    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7))[0])
+    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7)).logits)
 
 
 def test_two_segment_cache_streams_forty_segments(delta: Any) -> None:

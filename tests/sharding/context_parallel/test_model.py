@@ -138,7 +138,7 @@ def test_forked_and_edited_split_cache_equals_single_device() -> None:
     over, shared = shard_model(model, params, "sequence=4")
     token, found = np.array([5, 6], np.int32), []
     for m, p in ((model, params), (over, shared)):
-        cache = steps.prefill(m, p, init_cache(m, 1, 64), prompt(rows=1))[1]
+        cache = steps.prefill(m, p, init_cache(m, 1, 64), prompt(rows=1)).cache
         branches = fork(rewind(drop_range(cache, 3, 9), to=25), 2, capacity=7)
         for _ in range(2):
             logits, branches = steps.decode_step(m, p, branches, token)
@@ -217,7 +217,7 @@ def test_prefill_sends_no_full_keys_or_values(mesh: str) -> None:
 
     def prefill(m: Any, params: Any, cache: Any, ids: jax.Array) -> Any:
         options: Any = {"column_B": jnp.array([95])}
-        return steps.run_and_commit(m, params, (), cache, ids, at, **options)[:2]
+        return steps.run_and_commit(m, params, (), cache, ids, at, **options)
 
     given = shared, init_cache(over, 1, 128), ids
     compiled = jax.jit(partial(prefill, over)).lower(*given).compile()

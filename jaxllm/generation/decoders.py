@@ -1,0 +1,247 @@
+"""Decoders: a frozen dataclass per decoding method, which runs its loop and returns text.
+
+The fields of a decoder are its own options, checked by their rows in `options/table.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxllm.errors import SamplingError
+from jaxllm.generation.completion import (
+    Completion,
+    Decoder,
+    GenerationConfig,
+    LanguageModel,
+    StopTracker,
+    generation_args,
+    make_completion,
+    make_completions,
+    per_prompt,
+    prompt_lengths,
+    seed_keys,
+    to_finish_reason,
+    top_logprobs,
+)
+from jaxllm.generation.loops.beam import beam_search
+from jaxllm.generation.loops.contrastive import contrastive_search
+from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.generate import generate
+from jaxllm.generation.loops.guidance import generate_with_guidance
+from jaxllm.generation.loops.prompt_lookup import PromptLookup
+from jaxllm.generation.loops.speculative import speculative_generate
+from jaxllm.ops.padding import pad_rows
+
+Prompts = list[list[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainGeneration(Decoder):
+    """Greedy decoding or sampling."""
+
+    name = "plain generation"
+    mixes_adapters = True
+
+    def run(
+        self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
+    ) -> list[Completion]:
+        prompts = [p for p in prompts for _ in range(config.num_return_sequences)]
+        tokens_BT, arguments = generation_args(prompts, config)
+        trackers = [StopTracker(lm.tokenizer, p, config) for p in prompts]
+        if config.checks_every_token:
+
+            def check_stop(token_B: np.ndarray) -> np.ndarray:
+                for tracker, token in zip(trackers, token_B.tolist(), strict=True):
+                    if token >= 0:
+                        tracker.push(token)
+                return np.array([tracker.stopped for tracker in trackers])
+
+            arguments["until"] = check_stop
+        result = generate(lm.model, lm.params, tokens_BT, **arguments)
+        completions = []
+        for row, (prompt, tracker) in enumerate(zip(prompts, trackers, strict=True)):
+            length = int(result.length_B[row])
+            reason = to_finish_reason(Finish(int(result.finish_B[row])), row, length)
+            assert reason is not None
+            tokens = np.asarray(result.token_BT)[row, :length].tolist()
+            completions.append(
+                Completion(
+                    tracker.decode_all(tokens),
+                    tokens,
+                    np.asarray(result.logprob_BT)[row, :length].tolist(),
+                    reason,
+                    len(prompt),
+                    result.cache,
+                    top_logprobs(result, row, length) if config.top_logprobs else None,
+                )
+            )
+        return completions
+
+
+@dataclasses.dataclass(frozen=True)
+class BeamSearch(Decoder):
+    """Beam search; the sampler's processors change the scores, and nothing is drawn."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+
+    name = "beam search"
+    mixes_adapters = True
+
+    def run(
+        self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
+    ) -> list[Completion]:
+        if len(set(per_prompt(config.max_new_tokens, len(prompts)))) > 1:
+            raise SamplingError("beam search requires the same max_new_tokens for all prompts")
+        result = beam_search(
+            lm.model,
+            lm.params,
+            pad_rows(prompts),
+            lengths_B=prompt_lengths(prompts),
+            max_new_tokens=int(np.max(config.max_new_tokens)),
+            num_beams=self.num_beams,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            num_return_sequences=config.num_return_sequences,
+            eos_token_ids=config.eos_token_ids,
+            sampler=config.sampler,
+            chunk=config.chunk,
+        )
+        prompts = [p for p in prompts for _ in range(config.num_return_sequences)]
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.device_get(result))
+        rows = flat.token_BNT, flat.length_BN, flat.finish_BN
+        return [
+            dataclasses.replace(c, score=float(score))
+            for c, score in zip(
+                make_completions(lm, prompts, *rows, config), flat.score_BN, strict=True
+            )
+        ]
+
+    def rows_per_prompt(self, num_return_sequences: int) -> int:
+        return max(num_return_sequences, self.num_beams)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeDecoding(Decoder):
+    """Speculative decoding with a draft model, or by lookup in the text itself."""
+
+    assistant_model: LanguageModel | None
+    num_assistant_tokens: int
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int
+
+    name = "speculative decoding"
+
+    def run(
+        self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
+    ) -> list[Completion]:
+        assistant = self.assistant_model
+        result = speculative_generate(
+            lm.model,
+            lm.params,
+            pad_rows(prompts),
+            lengths_B=prompt_lengths(prompts),
+            draft=PromptLookup(ngram=self.max_matching_ngram_size)
+            if assistant is None
+            else (assistant.model, assistant.params),
+            num_draft_tokens=self.prompt_lookup_num_tokens or self.num_assistant_tokens,
+            max_new_tokens=config.max_new_tokens,
+            sampler=config.sampler,
+            seed=seed_keys(config.seed, len(prompts)),
+            eos_token_ids=config.eos_token_ids,
+            chunk=config.chunk,
+        )
+        rows = result.token_BT, result.length_B, result.finish_B
+        return [
+            dataclasses.replace(c, draft_stats=(int(proposed), int(accepted)))
+            for c, proposed, accepted in zip(
+                make_completions(lm, prompts, *rows, config),
+                np.asarray(result.proposed_B),
+                np.asarray(result.accepted_B),
+                strict=True,
+            )
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContrastiveSearch(Decoder):
+    """Contrastive search, one prompt after the other. top_k: the number of candidates."""
+
+    penalty_alpha: float
+    top_k: int | None
+
+    name = "contrastive search"
+    samples = False
+
+    def run(
+        self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
+    ) -> list[Completion]:
+        def decode(prompt: list[int], max_new_tokens: int, seed: int) -> list[int]:
+            return contrastive_search(
+                lm.model,
+                lm.params,
+                prompt,
+                penalty_alpha=self.penalty_alpha,
+                max_new_tokens=max_new_tokens,
+                top_k=self.top_k or 4,
+                eos_token_ids=config.eos_token_ids,
+            )
+
+        return _decode_serially(decode, lm, prompts, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guidance(Decoder):
+    """Classifier-free guidance, one prompt after the other. negative_prompt: token ids."""
+
+    guidance_scale: float
+    negative_prompt: Sequence[int] | None
+
+    name = "guidance"
+
+    def run(
+        self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
+    ) -> list[Completion]:
+        def decode(prompt: list[int], max_new_tokens: int, seed: int) -> list[int]:
+            return generate_with_guidance(
+                lm.model,
+                lm.params,
+                prompt,
+                guidance_scale=self.guidance_scale,
+                max_new_tokens=max_new_tokens,
+                negative_prompt=self.negative_prompt,
+                sampler=config.sampler,
+                seed=seed,
+                eos_token_ids=config.eos_token_ids,
+            )
+
+        return _decode_serially(decode, lm, prompts, config)
+
+
+def _decode_serially(
+    decode: Callable[[list[int], int, int], list[int]],
+    lm: LanguageModel,
+    prompts: Prompts,
+    config: GenerationConfig,
+) -> list[Completion]:
+    """Run `decode(prompt, max_new_tokens, seed)` for each prompt."""
+    budgets, seeds = (per_prompt(x, len(prompts)) for x in (config.max_new_tokens, config.seed))
+    completions = []
+    for prompt, max_new_tokens, seed in zip(prompts, budgets, seeds, strict=True):
+        tokens = decode(prompt, max_new_tokens, seed)
+        reason = "eos" if tokens and tokens[-1] in config.eos_token_ids else "length"
+        completions.append(make_completion(lm, prompt, tokens, reason, config))
+    return completions
+
+
+DECODERS: tuple[type[Decoder], ...] = (
+    PlainGeneration,
+    BeamSearch,
+    SpeculativeDecoding,
+    ContrastiveSearch,
+    Guidance,
+)
