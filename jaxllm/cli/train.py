@@ -358,10 +358,9 @@ def distill(
     or texts are saved in OUT.taught; the state in OUT.parts, during the run.
     """
     with spinner("starting"):
-        from jaxllm.train.distill import teachers
-        from jaxllm.train.distill.job import distill as job_of
-        from jaxllm.train.distill.settings import Distillation
-        from jaxllm.train.distill.student_init import StudentSize, check_student
+        from jaxllm.train.distill import sequence_kd
+        from jaxllm.train.distill.job import Distillation, distill as job_of
+        from jaxllm.train.distill.student_init import StudentSize, check_student, make_student
 
         asked = Distillation(
             alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
@@ -378,13 +377,13 @@ def distill(
         check_student(checked.checkpoint.config, part)
         new = 0
         if written is not None:
-            new = teachers.new_token_count(checked.checkpoint.config, written, max_new_tokens)
+            new = sequence_kd.new_token_count(checked.checkpoint.config, written, max_new_tokens)
     teacher = load_training_model(model, options)
     directory = target.with_name(f"{target.name}.taught")
 
     def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
         taught = None if student is None else load_training_model(student, options)
-        taught = taught or teachers.make_student(teacher, part, data)
+        taught = taught or make_student(teacher, part, data)
         return job_of(
             teacher, taught, data, asked, eval_data=eval_data, directory=directory,
             seed=options.seed,
@@ -392,7 +391,7 @@ def distill(
 
     def read_teacher_texts(path: Path) -> "Examples":
         assert written is not None
-        return teachers.complete_examples(teacher, path, written, directory, options.seed, new)
+        return sequence_kd.complete_examples(teacher, path, written, directory, options.seed, new)
 
     how = None if written is None else read_teacher_texts
     run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)

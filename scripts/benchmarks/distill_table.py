@@ -28,15 +28,14 @@ from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_examples, from_ids
 from jaxllm.train.data.rows import Data, Example
 from jaxllm.train.distill import student_init as students
-from jaxllm.train.distill.divergences import DistillLossConfig
-from jaxllm.train.distill.objectives import OnlineTeacherLoss
-from jaxllm.train.distill.sequence_kd import cut_prompts, write_completions
-from jaxllm.train.distill.settings import (
+from jaxllm.train.distill.job import (
     Distillation,
+    distill,
     eos_token_ids,
     extract_student,
-    prepare_distillation,
 )
+from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
+from jaxllm.train.distill.sequence_kd import cut_prompts, write_completions
 from jaxllm.train.distill.student_init import StudentSize
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
@@ -118,7 +117,7 @@ def _batch_loss(model: Any, teacher: Any, params: Any, teacher_params: Any, rows
     return output.weight, output.extras["cross_entropy"], output.extras["divergence"]
 
 
-def distill(
+def train_student(
     method: Distillation | str | None,
     student: LM,
     teacher: LM,
@@ -133,10 +132,17 @@ def distill(
         return extract_student(
             student, run(student.params, data, Setup(student.model, NextToken(), optimizer)).params
         )
-    t = prepare_distillation(student, teacher, data, method, directory=folder)
-    setup = Setup(student.model, t.objective, optimizer)
+    job = distill(teacher, student, data, method, directory=folder)
+    setup = Setup(student.model, job.objective, optimizer)
     return extract_student(
-        student, run(t.params, t.data, setup, extra_inputs=t.extra_inputs, prepare=t.prepare).params
+        student,
+        run(
+            job.params,
+            job.data or data,
+            setup,
+            extra_inputs=job.extra_inputs,
+            prepare=job.prepare,
+        ).params,
     )
 
 
@@ -160,7 +166,7 @@ def main() -> None:
             texts: Data = data
             if method == "generated":
                 texts = generate_dataset(teacher, options.stories // 2, 31, Path(folder))
-            trained = distill(method, student, teacher, texts, options.steps, Path(folder))
+            trained = train_student(method, student, teacher, texts, options.steps, Path(folder))
             seconds = time.perf_counter() - start
         loss = mean_loss(trained, teacher, held_out)
         print(f"| {name} | {loss.cross_entropy:.4f} | {loss.divergence:.4f} | {seconds:.0f} |",

@@ -15,10 +15,8 @@ from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import Group, join_group
 from jaxllm.train import jobs, loop, prompt_jobs
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.distill import teachers
-from jaxllm.train.distill.job import distill
-from jaxllm.train.distill.settings import Distillation
-from jaxllm.train.distill.student_init import StudentSize
+from jaxllm.train.distill.job import Distillation, distill
+from jaxllm.train.distill.student_init import StudentSize, make_student
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
@@ -53,10 +51,10 @@ def adapter(lm: LM, dora: bool = False) -> TrainJob:
     return jobs.lora(lm, config, seed=1)
 
 
-def student(lm: LM, directory: Path, **options: Any) -> TrainJob:
-    part = teachers.make_student(lm, StudentSize(layers=1, channels=64), Texts())
-    config = Distillation(**options)
-    return distill(lm, part, Texts(), config, eval_data=Texts(), directory=directory, seed=2)
+def student(lm: LM, directory: Path, **asked: Any) -> TrainJob:
+    part = make_student(lm, StudentSize(layers=1, channels=64), Texts())
+    asked_for = Distillation(**asked)
+    return distill(lm, part, Texts(), asked_for, eval_data=Texts(), directory=directory, seed=2)
 
 
 KINDS: dict[str, Callable[[LM, Path], TrainJob]] = {

@@ -16,8 +16,7 @@ from jaxllm.sharding import ShardedModel
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import build_mesh, parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.distill.divergences import DistillLossConfig
-from jaxllm.train.distill.objectives import OnlineTeacherLoss
+from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, combine, partition

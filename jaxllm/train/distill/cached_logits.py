@@ -28,8 +28,7 @@ from jaxllm.files import as_schema
 from jaxllm.runtime.multihost import all_gather_objects, broadcast_from_zero, to_host
 from jaxllm.runtime.progress import status_bar
 from jaxllm.train.data.rows import IGNORED, Data, Rows
-from jaxllm.train.distill.objectives import DistillRows
-from jaxllm.train.distill.topk_logits import TopKLogprobs, ids_dtype, topk_logprobs
+from jaxllm.train.distill.losses import DistillRows, TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
 from jaxllm.weights.paths import Params
 

@@ -1,12 +1,94 @@
-"""Distillation as a training job."""
+"""Distillation as a training job: its options, and what they become.
 
+Models of a family pad their vocabularies to different sizes (Qwen 2.5 has 151,936 and 152,064 rows
+for the same tokens), so both are cut to the real tokens. If an id meant different tokens, every
+loss would be silently wrong, so tokenizers are compared token by token.
+"""
+
+import dataclasses
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
+
+from jaxllm.errors import ConfigError, TokenError
+from jaxllm.files import field_errors
 from jaxllm.lm import LM
+from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Data
-from jaxllm.train.distill.settings import Distillation, extract_student, prepare_distillation
+from jaxllm.train.distill.cached_logits import RecordedData, record_teacher
+from jaxllm.train.distill.feature_loss import (
+    PARAMS_KEY,
+    HiddenLossConfig,
+    even_pairs,
+    remove_projections,
+    with_projections,
+)
+from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss, RecordedTeacherLoss
+from jaxllm.train.distill.on_policy import OnPolicySampler
 from jaxllm.train.jobs import TrainJob
+from jaxllm.train.objective import NextToken
 from jaxllm.weights.paths import Params
+
+_MAX_SHOWN = 3
+
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """Options of distillation.
+
+    Attributes:
+      beta: divergence: 0 is forward KL, 1 reverse KL, between them Jensen-Shannon.
+      temperature: of both distributions in the divergence.
+      alpha: weight of the divergence in the loss; the rest is cross-entropy with the labels. With 0
+        and no `hidden` no teacher runs, and its tokenizer may differ.
+      top_k: record the teacher's top-k tokens once, instead of running it in each step; 0: run it.
+      on_policy: fraction of steps whose rows the student generates, from the rows' prompts or the
+        first `prompt_tokens` of a text, at most `new_tokens` at `sample_temperature`.
+      hidden: also compare hidden states, by "mse" or "cosine", with `hidden_weight`.
+      pairs: layers of student and teacher to compare; default: evenly spaced.
+
+    Raises ConfigError for values out of range, or that exclude each other.
+    """
+
+    beta: Fraction = 0.0
+    temperature: Positive = 1.0
+    alpha: Fraction = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    on_policy: Fraction = 0.0
+    prompt_tokens: PositiveInt = 16
+    new_tokens: PositiveInt = 128
+    sample_temperature: Positive = 1.0
+    hidden: Literal["mse", "cosine"] | None = None
+    hidden_weight: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 1.0
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        complaints = field_errors(self)
+        if self.top_k and self.on_policy:
+            complaints.append(
+                "recorded teacher outputs (top_k) do not cover rows that the student generates"
+                " (on_policy): drop one of them"
+            )
+        if self.top_k and self.hidden:
+            complaints.append("hidden states need a running teacher: drop top_k or hidden")
+        if self.alpha == 0 and (self.top_k or self.on_policy):
+            complaints.append(
+                "with alpha 0 the teacher's outputs are not used: drop top_k and on_policy, or set"
+                " alpha above 0"
+            )
+        if self.pairs and not self.hidden:
+            complaints.append("pairs of layers need hidden: set it to mse or cosine")
+        if complaints:
+            raise ConfigError("; ".join(complaints))
+
+    @property
+    def loss_config(self) -> DistillLossConfig:
+        return DistillLossConfig(self.beta, self.temperature, self.alpha)
 
 
 def distill(
@@ -18,26 +100,146 @@ def distill(
     eval_data: Data | None = None,
     directory: Path | None = None,
     seed: int = 0,
+    show_progress: bool | None = None,
 ) -> TrainJob:
     """Train all weights of a student on its teacher. The result is an ordinary model.
 
-    directory: where the teacher's outputs are recorded, if `options.top_k` is set. Raises what
-    `settings.prepare_distillation` raises.
+    With `top_k` the teacher's outputs are recorded now.
+
+    Args:
+      directory: where they are recorded, also for later runs.
+      seed: of the projections.
+
+    Raises ConfigError for different tokenizers, layers that do not exist, rows longer than either
+    context, a record with another key, or if `top_k` has no directory.
     """
-    taught = prepare_distillation(
-        student, teacher, data, options, eval_data=eval_data, directory=directory, seed=seed
-    )
 
     def finish(params: Params, directory: Path) -> None:
         extract_student(student, params).save(directory)
 
-    return TrainJob(
+    job = TrainJob(
         lm=student,
-        params=taught.params,
-        objective=taught.objective,
-        extra_inputs=taught.extra_inputs,
-        prepare=taught.prepare,
-        data=taught.data,
-        eval_data=taught.eval_data,
+        params=student.params,
+        objective=NextToken(),
+        extra_inputs=(),
+        data=data,
+        eval_data=eval_data,
         finish=finish,
     )
+    if options.alpha == 0 and options.hidden is None:
+        return job
+    size = common_vocab_size(teacher, student)
+    _check_width(data, teacher, student)
+    if options.top_k:
+        if directory is None:
+            raise ConfigError("top_k records the teacher's outputs on disk: give a directory")
+
+        def record(data: Data, part: str) -> RecordedData:
+            outputs = record_teacher(
+                directory / part,
+                teacher.model,
+                teacher.params,
+                data,
+                k=min(options.top_k, size),
+                temperature=options.temperature,
+                size=size,
+                show_progress=show_progress,
+            )
+            return RecordedData(data, outputs)
+
+        return dataclasses.replace(
+            job,
+            objective=RecordedTeacherLoss(size, options.loss_config),
+            eval_data=None if eval_data is None else record(eval_data, "held-out"),
+            data=record(data, "data"),
+        )
+    params, hidden, prepare = student.params, None, None
+    if options.hidden is not None:
+        layers = student.config.num_hidden_layers, teacher.config.num_hidden_layers
+        pairs = options.pairs or even_pairs(*layers)
+        hidden = HiddenLossConfig(options.hidden, pairs, options.hidden_weight)
+        params = with_projections(params, hidden, student.config, teacher.config, seed)
+        if PARAMS_KEY in params:
+            params[PARAMS_KEY] = student.model.replicate(params[PARAMS_KEY])
+    if options.on_policy:
+        prepare = OnPolicySampler(
+            student.model,
+            options.on_policy,
+            options.prompt_tokens,
+            options.new_tokens,
+            options.sample_temperature,
+            eos_token_ids(student),
+        )
+    objective = OnlineTeacherLoss(
+        teacher.model.with_sharded_rows(), size, options.loss_config, hidden
+    )
+    return dataclasses.replace(
+        job, params=params, objective=objective, extra_inputs=teacher.params, prepare=prepare
+    )
+
+
+def _check_width(data: Data, teacher: LM, student: LM) -> None:
+    width = int(data.batch(0).token_BT.shape[1])
+    for name, lm in (("teacher", teacher), ("student", student)):
+        if width > lm.config.context_length:
+            raise ConfigError(
+                f"rows of {width} tokens exceed the {name}'s context of"
+                f" {lm.config.context_length}: use shorter rows"
+            )
+
+
+def common_vocab_size(teacher: LM, student: LM) -> int:
+    """Return the number of common tokens: ids from 0 that mean the same and exist in both models.
+
+    Raises ConfigError if the tokenizers differ, or one is missing.
+    """
+    tokenizers = _get_tokenizer(teacher, "teacher"), _get_tokenizer(student, "student")
+    check_tokenizers(*tokenizers)
+    return min(tokenizers[0].vocab_size, teacher.config.vocab_size, student.config.vocab_size)
+
+
+def check_tokenizers(teacher: Tokenizer, student: Tokenizer) -> None:
+    """Raise ConfigError, with examples, if an id has different tokens in the two tokenizers.
+
+    The ids that end a text may differ, as they do for instruction-tuned models of a family.
+    """
+    sizes = teacher.vocab_size, student.vocab_size
+    unlike = [i for i in range(max(sizes)) if _token_text(teacher, i) != _token_text(student, i)]
+    if unlike:
+        shown = "; ".join(
+            f"{i} is {_token_text(teacher, i)!r:.40} and {_token_text(student, i)!r:.40}"
+            for i in unlike[:_MAX_SHOWN]
+        )
+        raise ConfigError(
+            f"teacher and student have different tokenizers: {len(unlike)} of {max(sizes)} ids"
+            f" differ ({shown}). Train on texts that the teacher writes (sequence-level"
+            " distillation) instead"
+        )
+
+
+def _get_tokenizer(lm: LM, name: str) -> Tokenizer:
+    if lm.tokenizer is None:
+        raise ConfigError(
+            f"the {name} {lm.path.name} has no tokenizer to compare with the other's: put its"
+            " tokenizer files into the model's directory"
+        )
+    return lm.tokenizer
+
+
+def _token_text(tokenizer: Tokenizer, index: int) -> str | None:
+    """Return the token of an id, or None if there is none."""
+    try:
+        return tokenizer.token(index)
+    except TokenError:
+        return None
+
+
+def eos_token_ids(lm: LM) -> tuple[int, ...]:
+    """Return the checkpoint's ids that end a text."""
+    ids = lm.generation.get("eos_token_id")
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def extract_student(student: LM, params: Params) -> LM:
+    """Return the trained student, without projections."""
+    return dataclasses.replace(student, params=remove_projections(params))

@@ -8,6 +8,7 @@ interruptions.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +19,17 @@ from jaxllm.batch_inference.processes import InProcessWorkers, available_cores
 from jaxllm.batch_inference.rows import Row
 from jaxllm.batch_inference.runner import answer_rows
 from jaxllm.batch_inference.worker import model_identity
+from jaxllm.cache.files import fingerprint
+from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import atomic_file, path_exists
 from jaxllm.lm import LM
+from jaxllm.runtime.multihost import broadcast_from_zero, is_multiprocess
 from jaxllm.runtime.validation import is_integer
+from jaxllm.train.data.examples import Examples
+from jaxllm.train.data.sources import TextEncoder, read_examples
+
+NEW_TOKENS = 128  # default maximum for the teacher's completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,22 +81,22 @@ def write_completions(
         threads=len(available_cores()),
         metadata={"teacher": model_identity(teacher)},
     )
-    asked = [
+    requests = [
         Row(i + 1, i, {"prompt": prompt, "seed": (seed + i) % (1 << 63)})
         for i, prompt in enumerate(prompts)
     ]
     with answer_rows(
-        asked,
+        requests,
         job,
         InProcessWorkers(lambda: teacher),
         path.with_name(f"{path.name}.parts"),
         hint="the same command resumes from there",
         show_progress=show_progress,
     ) as answers:
-        found = list(answers)
-        texts = {answer["id"]: answer["text"] for answer in found if answer.get("text") is not None}
+        results = list(answers)
+        texts = {x["id"]: x["text"] for x in results if x.get("text") is not None}
         if not texts:
-            first = next((x["error"] for x in found if "error" in x), "no text")
+            first = next((x["error"] for x in results if "error" in x), "no text")
             raise ConfigError(f"the teacher failed on all prompts: {first}")
         with atomic_file(path, "w") as file:
             for i, text in texts.items():
@@ -106,3 +114,49 @@ def cut_prompts(teacher: LM, texts: Sequence[str], tokens: int) -> list[str]:
         raise ConfigError(f"the teacher {teacher.path.name} has no tokenizer")
     encode, decode = teacher.tokenizer.encode, teacher.tokenizer.decode
     return [decode(ids[:tokens]) if len(ids := encode(x)) > tokens else x for x in texts]
+
+
+def new_token_count(config: ModelConfig, prompt: int, requested: int | None) -> int:
+    """Return how many tokens a teacher generates after a prompt: `requested`, or else `NEW_TOKENS`,
+    limited by its context.
+
+    Raises ConfigError if the context is too short.
+    """
+    room = config.context_length - prompt
+    if room < (requested or 1):
+        raise ConfigError(
+            f"--written and --max-new-tokens exceed the teacher's context of"
+            f" {config.context_length}: got {prompt} and {requested or 1} tokens. Use fewer."
+        )
+    return requested or min(NEW_TOKENS, room)
+
+
+def complete_examples(
+    teacher: LM, path: Path, tokens: int, directory: Path, seed: int, new_tokens: int = NEW_TOKENS
+) -> Examples:
+    """Let the teacher complete the first `tokens` tokens of each example of a file.
+
+    Args:
+      directory: holds the completions, in a file named by teacher, prompts, options and seed. An
+        existing file is used again.
+
+    Raises ConfigError if the file does not exist and there are several processes.
+    """
+    encoder = TextEncoder(teacher.tokenizer, teacher.chat_template)
+    examples = read_examples(path, encoder)
+    prompts = [examples[n].token_T[:tokens].tolist() for n in range(len(examples))]
+    options = {"max_new_tokens": new_tokens, "temperature": 1.0, "seed": seed}
+    weights = fingerprint(teacher.model.gather_lazy(teacher.params))
+    request = json.dumps([weights, prompts, options])
+    file = directory / f"{hashlib.sha256(request.encode()).hexdigest()[:16]}.jsonl"
+    if not broadcast_from_zero(lambda: "there" if path_exists(file) else ""):
+        if is_multiprocess():
+            raise ConfigError(
+                f"the teacher's completions (--written) are not in {directory} yet, and a single"
+                " process has to write them: first run the same command without --distributed"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        write_completions(
+            teacher, [encoder.required_tokenizer.decode(ids) for ids in prompts], file, options
+        )
+    return read_examples(file, encoder)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm import models
+from jaxllm.cache.files import fingerprint
 from jaxllm.compress.methods.layer_pruning import (
     block_influence,
     cut_layers,
@@ -29,9 +30,14 @@ from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
+from jaxllm.runtime.multihost import check_processes_agree, is_multiprocess
 from jaxllm.runtime.validation import check_seed
+from jaxllm.train.data.rows import Data
+from jaxllm.train.jobs import shard_like, to_one_device
 from jaxllm.weights.paths import Params, first_match, map_leaves
 from jaxllm.weights.precision import Precision
+
+MAX_ROWS = 8  # of the data, to choose layers, heads and channels
 
 Choice = Literal["even", "influence"]
 
@@ -125,6 +131,21 @@ def cut_student(teacher: LM, size: StudentSize, token_NT: np.ndarray | None = No
         gone = group_count(config, kind) - count
         config, params = cut_groups(config, params, kind, keep_most_salient(found, gone))
     return _with_params(teacher, config, params, teacher.model.precision)
+
+
+def make_student(teacher: LM, size: StudentSize, data: Data) -> LM:
+    """Return a student that is part of its teacher, chosen by the teacher's activations on data.
+
+    It is made on one device, then sharded like the teacher. Each process makes it; different
+    results raise an error.
+    """
+    rows = data.batch(0)
+    whole_R = (np.asarray(rows.position_BT) >= 0).all(axis=1)
+    token_NT = np.asarray(rows.token_BT)[whole_R][:MAX_ROWS]
+    student = cut_student(to_one_device(teacher), size, token_NT if len(token_NT) else None)
+    if is_multiprocess():
+        check_processes_agree({"student": fingerprint(student.params)})
+    return shard_like(student, teacher)
 
 
 def from_config(teacher: LM, config: ModelConfig, seed: int) -> LM:

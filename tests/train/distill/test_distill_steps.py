@@ -11,9 +11,8 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.train import loop
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
-from jaxllm.train.distill.divergences import DistillLossConfig
 from jaxllm.train.distill.feature_loss import HiddenLossConfig
-from jaxllm.train.distill.objectives import OnlineTeacherLoss
+from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.train.distill.on_policy import OnPolicySampler, prompt_lengths
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer

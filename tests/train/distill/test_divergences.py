@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from jaxllm.train.data.rows import IGNORED
-from jaxllm.train.distill.divergences import (
+from jaxllm.train.distill.losses import (
     DistillLossConfig,
+    TopKLogprobs,
     compare_logits,
+    compare_topk,
     distill_loss,
     divergence,
     log_probs,
+    topk_logprobs,
 )
-from jaxllm.train.distill.topk_logits import TopKLogprobs, compare_topk, topk_logprobs
 
 B, T, V = 2, 5, 23
 BETAS = [0.0, 0.3, 1.0]

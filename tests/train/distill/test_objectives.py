@@ -12,10 +12,14 @@ import torch.nn.functional as F
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.distill import feature_loss as states
-from jaxllm.train.distill.divergences import DistillLossConfig
 from jaxllm.train.distill.feature_loss import HiddenLossConfig
-from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
-from jaxllm.train.distill.topk_logits import topk_logprobs
+from jaxllm.train.distill.losses import (
+    DistillLossConfig,
+    DistillRows,
+    OnlineTeacherLoss,
+    RecordedTeacherLoss,
+    topk_logprobs,
+)
 from tests.tiny_models import VOCAB
 from tests.train.distill.bigram_model import B, T, compute_logits, pairs, rows_of
 

@@ -14,11 +14,15 @@ from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
 from jaxllm.train.distill import student_init as students
-from jaxllm.train.distill.divergences import DistillLossConfig
 from jaxllm.train.distill.feature_loss import PARAMS_KEY, HiddenLossConfig
-from jaxllm.train.distill.objectives import DistillRows, OnlineTeacherLoss, RecordedTeacherLoss
+from jaxllm.train.distill.job import Distillation, distill, extract_student
+from jaxllm.train.distill.losses import (
+    DistillLossConfig,
+    DistillRows,
+    OnlineTeacherLoss,
+    RecordedTeacherLoss,
+)
 from jaxllm.train.distill.on_policy import OnPolicySampler
-from jaxllm.train.distill.settings import Distillation, extract_student, prepare_distillation
 from jaxllm.train.distill.student_init import StudentSize
 from jaxllm.train.objective import NextToken
 
@@ -41,7 +45,7 @@ def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
     next-token training.
     """
     options = Distillation(beta=0.5, temperature=2.0, on_policy=0.3, hidden="cosine", new_tokens=5)
-    found = prepare_distillation(student, teacher, DATA, options, eval_data=DATA)
+    found = distill(teacher, student, DATA, options, eval_data=DATA)
     hidden = HiddenLossConfig("cosine", ((1, 2),), 1.0)
     assert found.objective == OnlineTeacherLoss(
         teacher.model, 1536, DistillLossConfig(0.5, 2.0, 1.0), hidden
@@ -50,10 +54,10 @@ def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
     assert found.extra_inputs is teacher.params
     assert found.data is found.eval_data is DATA
     assert PARAMS_KEY not in found.params  # widths are equal
-    other = dataclasses.replace(student, tokenizer=None)  # alpha 0 learns from the texts only
-    texts = prepare_distillation(other, teacher, DATA, Distillation(alpha=0.0))
+    other = dataclasses.replace(student, tokenizer=None)  # the teacher's texts are all there is
+    texts = distill(teacher, other, DATA, Distillation(alpha=0.0))
     assert (texts.objective, texts.extra_inputs) == (NextToken(), ())
-    plain = prepare_distillation(student, teacher, DATA, Distillation())
+    plain = distill(teacher, student, DATA, Distillation())
     assert (plain.prepare, plain.objective) == (
         None,
         OnlineTeacherLoss(teacher.model, 1536, DistillLossConfig()),
@@ -63,7 +67,7 @@ def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
 def test_projections_are_trained_and_not_saved(teacher: LM, student: LM) -> None:
     config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
     narrow = students.from_config(teacher, config, 0)
-    found = prepare_distillation(narrow, teacher, DATA, Distillation(hidden="mse"))
+    found = distill(teacher, narrow, DATA, Distillation(hidden="mse"))
     assert found.params[PARAMS_KEY]["1"]["weight"].shape == (128, 64)
     assert PARAMS_KEY not in extract_student(narrow, found.params).params
 
@@ -72,9 +76,7 @@ def test_topk_option_adds_recorded_teacher_to_data(
     teacher: LM, student: LM, tmp_path: Path
 ) -> None:
     options = Distillation(top_k=3)
-    found = prepare_distillation(
-        student, teacher, DATA, options, eval_data=DATA, directory=tmp_path
-    )
+    found = distill(teacher, student, DATA, options, eval_data=DATA, directory=tmp_path)
     assert found.objective == RecordedTeacherLoss(1536, DistillLossConfig())
     assert found.extra_inputs == ()
     for data in (found.data, found.eval_data):
@@ -83,7 +85,7 @@ def test_topk_option_adds_recorded_teacher_to_data(
         assert isinstance(rows, DistillRows)
         assert rows.teacher.token_BTk.shape == (2, 8, 3)
     with pytest.raises(ConfigError, match="outputs on disk: give a directory"):
-        prepare_distillation(student, teacher, DATA, options)
+        distill(teacher, student, DATA, options)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +109,4 @@ def test_distillation_refuses_invalid_options(options: Any, said: str) -> None:
 def test_distillation_refuses_rows_beyond_teacher_context(teacher: LM, student: LM) -> None:
     wide = Dataset(from_ids([[3] * 600]), 513)
     with pytest.raises(ConfigError, match="rows of 513 tokens exceed the teacher's context of 512"):
-        prepare_distillation(student, teacher, wide, Distillation())
+        distill(teacher, student, wide, Distillation())

@@ -17,8 +17,8 @@ from jaxllm.files import JsonLog
 from jaxllm.generation.completion import Completion
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.distill import sequence_kd, student_init
+from jaxllm.train.distill.job import common_vocab_size
 from jaxllm.train.distill.student_init import StudentSize
-from jaxllm.train.distill.vocabulary import common_vocab_size
 from tests.compress.models import tiny
 
 

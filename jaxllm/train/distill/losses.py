@@ -1,0 +1,274 @@
+"""Distillation losses: a divergence between next-token distributions of teacher and student.
+
+All are generalized Jensen-Shannon divergences (GKD, arXiv 2306.13649, eq. 1) between the teacher's
+P and the student's Q, with the mixture M = beta P + (1 - beta) Q:
+
+    beta = 0        KL(P || Q), forward: mode-covering
+    0 < beta < 1    beta KL(P || M) + (1 - beta) KL(Q || M)
+    beta = 1        KL(Q || P), reverse: mode-seeking
+
+They take log-probabilities of the whole vocabulary, or of the teacher's top-k tokens and all others
+in one bucket. The student's distribution is put into the same k + 1 buckets. Their divergence is a
+lower bound of that over the whole vocabulary (data processing inequality), and equal to it at
+k = V.
+
+Either the teacher runs within the step (`OnlineTeacherLoss`, whose `extra_inputs` is its
+parameters), or its outputs were recorded before (`RecordedTeacherLoss`, whose rows are
+`DistillRows`). Both return sums and weights as in `train.objective`, so accumulated batches weight
+each token equally.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jaxllm.errors import ConfigError
+from jaxllm.evaluate.likelihood.divergence import kl_divergence
+from jaxllm.ops.token_logprobs import map_rows
+from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
+from jaxllm.train.losses import log_likelihoods
+from jaxllm.train.objective import LossOutput, forward
+from jaxllm.weights.paths import Params
+
+MIN_LOGPROB = -1e4  # the log-probability of an impossible token: finite, and its exponential is 0
+
+
+class DistillLossConfig(NamedTuple):
+    """The distillation loss `alpha T^2 D + (1 - alpha) CE`.
+
+    D is the divergence `beta` of both distributions at temperature T, CE the cross-entropy with the
+    labels at temperature 1. The T^2 makes the size of the gradient independent of T (Hinton et al.
+    2015, arXiv 1503.02531, section 2).
+    """
+
+    beta: float = 0.0
+    temperature: float = 1.0
+    alpha: float = 1.0
+
+
+def divergence(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
+    """Return the generalized Jensen-Shannon divergence in nats, `[..., V]` to `[...]`.
+
+    It is never negative; if both distributions are equal, it and its gradient are exactly 0.
+
+    Args:
+      p_XV, q_XV: finite log-probabilities of teacher and student.
+    """
+    if beta == 0:
+        return kl_divergence(p_XV, q_XV)
+    if beta == 1:
+        return kl_divergence(q_XV, p_XV)
+    m_XV = mixture(p_XV, q_XV, beta)
+    return beta * kl_divergence(p_XV, m_XV) + (1 - beta) * kl_divergence(q_XV, m_XV)
+
+
+def mixture(p_XV: jax.Array, q_XV: jax.Array, beta: float) -> jax.Array:
+    """Return `log(beta exp(p) + (1 - beta) exp(q))`, which is exactly p where q equals p."""
+    high_XV, low_XV = jnp.maximum(p_XV, q_XV), jnp.minimum(p_XV, q_XV)
+    weight_XV = jnp.where(p_XV < q_XV, beta, 1 - beta)  # of the smaller one
+    return high_XV + jnp.log1p(weight_XV * jnp.expm1(low_XV - high_XV))
+
+
+def log_probs(logits_XV: jax.Array, size: int, temperature: float) -> jax.Array:
+    """Return float32 log-probabilities `[..., size]` of the first `size` tokens.
+
+    The padding of the vocabulary after them is excluded from the softmax.
+    """
+    x_XV = logits_XV[..., :size].astype(jnp.float32)
+    return jax.nn.log_softmax(x_XV if temperature == 1 else x_XV / temperature, axis=-1)
+
+
+class DistillLoss(NamedTuple):
+    """Sums over the tokens with a label, float32. tokens: their number."""
+
+    loss: jax.Array
+    divergence: jax.Array
+    cross_entropy: jax.Array
+    tokens: jax.Array
+
+
+# Maps the student's logits [N, T, V] and the teacher's output for the same tokens, [N, T, ...], to
+# the log-probabilities of teacher and student.
+Compare = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
+
+
+def distill_loss(
+    logits_BTV: jax.Array,
+    label_BT: jax.Array,
+    teacher: Any,
+    compare: Compare,
+    config: DistillLossConfig,
+    data_shards: int = 1,
+) -> DistillLoss:
+    """Return the loss of `DistillLossConfig` summed over all tokens with a label.
+
+    Each device runs one row at a time and recomputes it in the backward pass. So besides the logits
+    and their gradient only one row of `[T, V]` is in memory.
+
+    Args:
+      teacher: arrays `[B, T, ...]` for `compare`.
+      data_shards: as in `map_rows`.
+    """
+
+    @jax.checkpoint
+    def row_losses(arrays: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array]:
+        logits_NTV, label_NT, teacher = arrays
+        p_NTV, q_NTV = compare(logits_NTV, teacher)
+        divergence_NT = divergence(p_NTV, q_NTV, config.beta)
+        entropy_NT = -log_likelihoods(logits_NTV, label_NT)
+        return jnp.where(label_NT == IGNORED, 0.0, divergence_NT), entropy_NT
+
+    divergence_BT, entropy_BT = map_rows(row_losses, (logits_BTV, label_BT, teacher), data_shards)
+    total, entropy = divergence_BT.sum(), entropy_BT.sum()
+    loss = config.alpha * config.temperature**2 * total
+    if config.alpha != 1:
+        loss = loss + (1 - config.alpha) * entropy
+    return DistillLoss(loss, total, entropy, (label_BT != IGNORED).sum().astype(jnp.float32))
+
+
+def compare_logits(size: int, temperature: float) -> Compare:
+    """Return a function from student and teacher logits to log-probabilities of the first `size`
+    tokens.
+    """
+
+    def compare(logits_NTV: jax.Array, teacher_NTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        p_NTV = jax.lax.stop_gradient(log_probs(teacher_NTV, size, temperature))
+        return p_NTV, log_probs(logits_NTV, size, temperature)
+
+    return compare
+
+
+class TopKLogprobs(struct.PyTreeNode):
+    """Top-k next tokens and the rest.
+
+    Attributes:
+      token_BTk: ids, best first, uint16 if the vocabulary fits, else uint32.
+      logprob_BTL: float16 `[B, T, k + 1]`, the log-probabilities of these tokens, then that of all
+        others together; -inf if there are no others.
+    """
+
+    token_BTk: Any
+    logprob_BTL: Any
+
+
+def ids_dtype(size: int) -> Any:
+    """Return the dtype in a file for ids of a vocabulary of `size` tokens."""
+    return np.uint16 if size <= 1 << 16 else np.uint32
+
+
+def topk_logprobs(logits_XV: jax.Array, size: int, temperature: float, k: int) -> TopKLogprobs:
+    """Return the buckets of logits `[..., V]`, of which the first `size` are real tokens."""
+    p_XV = log_probs(logits_XV, size, temperature)
+    top_Xk, token_Xk = jax.lax.top_k(p_XV, k)
+    rest_X = _rest_logprob(p_XV, token_Xk)
+    # An empty bucket is -inf in a file.
+    rest_X = jnp.where(rest_X < MIN_LOGPROB / 2, -jnp.inf, rest_X)
+    logprob_XL = jnp.concatenate([top_Xk, rest_X[..., None]], axis=-1)
+    return TopKLogprobs(token_Xk.astype(ids_dtype(size)), logprob_XL.astype(jnp.float16))
+
+
+def compare_topk(size: int, temperature: float) -> Compare:
+    """Return a function from student logits and a teacher's `TopKLogprobs` to log-probabilities of
+    both.
+
+    The teacher's are normalized again, since they were rounded to float16.
+    """
+
+    def compare(logits_NTV: jax.Array, teacher: TopKLogprobs) -> tuple[jax.Array, jax.Array]:
+        token_NTk = teacher.token_BTk.astype(jnp.int32)
+        p_NTL = jnp.maximum(teacher.logprob_BTL.astype(jnp.float32), MIN_LOGPROB)
+        p_NTL = p_NTL - jax.nn.logsumexp(p_NTL, axis=-1, keepdims=True)
+        q_NTV = log_probs(logits_NTV, size, temperature)
+        top_NTk = jnp.take_along_axis(q_NTV, token_NTk, axis=-1)
+        q_NTL = jnp.concatenate([top_NTk, _rest_logprob(q_NTV, token_NTk)[..., None]], axis=-1)
+        return jax.lax.stop_gradient(p_NTL), q_NTL
+
+    return compare
+
+
+def _rest_logprob(p_XV: jax.Array, token_Xk: jax.Array) -> jax.Array:
+    """Return the log-probability of all other tokens: a sum, as 1 - sum(top k) would cancel."""
+    named_XV = jnp.zeros(p_XV.shape, bool)
+    named_XV = jnp.put_along_axis(named_XV, token_Xk, True, axis=-1, inplace=False)
+    return jax.nn.logsumexp(jnp.where(named_XV, MIN_LOGPROB, p_XV), axis=-1)
+
+
+class DistillRows(Rows):
+    """Rows with the teacher's recorded outputs `[B, T, ...]`."""
+
+    teacher: TopKLogprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineTeacherLoss:
+    """The loss of `DistillLossConfig` with a teacher that runs in each step.
+
+    Needs memory for the teacher's weights and its float32 logits `[B, T, V]`.
+
+    Attributes:
+      teacher: its module; its parameters are `extra_inputs` in a call.
+      vocab_size: of the common vocabulary.
+      hidden: the loss of hidden states, if any.
+    """
+
+    teacher: nn.Module
+    vocab_size: int
+    config: DistillLossConfig
+    hidden: HiddenLossConfig | None = None
+
+    def __call__(
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput:
+        student = forward(model, params, rows)
+        teacher = jax.lax.stop_gradient(forward(self.teacher, extra_inputs, rows))
+        compare = compare_logits(self.vocab_size, self.config.temperature)
+        loss = _loss_output(model, student.logits, rows, teacher.logits, compare, self.config)
+        if self.hidden is None:
+            return loss
+        states = student.hidden_states, teacher.hidden_states
+        distance = hidden_loss(self.hidden, params, *states, rows.label_BT)
+        total = loss.total + self.hidden.weight * distance
+        return LossOutput(total, loss.weight, {**loss.extras, "hidden": distance})
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedTeacherLoss:
+    """The loss of `DistillLossConfig` with a teacher's outputs that were recorded at the same
+    temperature.
+
+    vocab_size: of the common vocabulary.
+    """
+
+    vocab_size: int
+    config: DistillLossConfig
+
+    def __call__(
+        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+    ) -> LossOutput:
+        if not isinstance(rows, DistillRows):
+            raise ConfigError("the rows have no recorded teacher outputs: use RecordedData")
+        compare = compare_topk(self.vocab_size, self.config.temperature)
+        logits_BTV = forward(model, params, rows).logits
+        return _loss_output(model, logits_BTV, rows, rows.teacher, compare, self.config)
+
+
+def _loss_output(
+    model: nn.Module,
+    logits_BTV: jax.Array,
+    rows: Rows,
+    teacher: Any,
+    compare: Compare,
+    config: DistillLossConfig,
+) -> LossOutput:
+    label_BT = jnp.asarray(rows.label_BT)
+    shards = model.num_data_shards(len(label_BT))
+    sums = distill_loss(logits_BTV, label_BT, teacher, compare, config, shards)
+    extras = {"divergence": sums.divergence, "cross_entropy": sums.cross_entropy}
+    return LossOutput(sums.loss, sums.tokens, extras)
