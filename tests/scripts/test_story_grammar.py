@@ -16,7 +16,7 @@ PRONOUNS = {"she": ("she", "her", "herself"), "he": ("he", "him", "his", "himsel
 
 
 @pytest.fixture(scope="module")
-def told() -> list[str]:
+def corpus() -> list[str]:
     return list(story_grammar.draw_stories(COUNT, 0))
 
 
@@ -40,10 +40,10 @@ def test_stories_are_distinct(corpus: list[str]) -> None:
     assert len(set(corpus)) == COUNT
 
 
-def test_stories_depend_on_seed_only(told: list[str]) -> None:
+def test_stories_depend_on_seed_only(corpus: list[str]) -> None:
     """A seed gives the same stories for any count, and another seed gives different ones."""
-    assert list(story_grammar.draw_stories(50, 0)) == told[:50]
-    assert list(story_grammar.draw_stories(50, 1)) != told[:50]
+    assert list(story_grammar.draw_stories(50, 0)) == corpus[:50]
+    assert list(story_grammar.draw_stories(50, 1)) != corpus[:50]
 
 
 def test_stories_have_80_to_200_words(corpus: list[str]) -> None:

@@ -40,9 +40,9 @@ def messages() -> list[str]:
 
 
 @pytest.fixture
-def journal(tmp_path: Path, said: list[str]) -> TensorStore:
+def journal(tmp_path: Path, messages: list[str]) -> TensorStore:
     (tmp_path / "parts").mkdir()
-    return TensorStore(tmp_path / "parts", "ours", log=said.append)
+    return TensorStore(tmp_path / "parts", "ours", log=messages.append)
 
 
 def test_journal_restores_every_format_bit_for_bit(journal: TensorStore, params: Params) -> None:
@@ -99,7 +99,7 @@ def test_damaged_part_is_recomputed(
 
 
 def test_part_of_another_run_is_recomputed(
-    journal: TensorStore, params: Params, said: list[str]
+    journal: TensorStore, params: Params, messages: list[str]
 ) -> None:
     journal.put("0", params)
     assert dataclasses.replace(journal, digest="theirs").get("0") is None
