@@ -27,8 +27,6 @@ Examples:
 
 @with_options
 def batch(
-    sampling: SamplingOptions,
-    loading: LoadingOptions,
     model: Model,
     file: Annotated[
         str,
@@ -84,6 +82,9 @@ def batch(
         ),
     ] = None,
     stop: Stop = None,
+    *,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
 ) -> None:
     """Generate from, score or embed every row of a file. Answers keep the order of the file and are
     bit-identical for any number of workers; a row that fails has an error in place of its answer.

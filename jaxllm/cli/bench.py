@@ -14,7 +14,6 @@ EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batch
 
 @with_options
 def bench(
-    loading: LoadingOptions,
     model: Model = "demo:llama",
     prompts: Annotated[
         str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
@@ -44,6 +43,8 @@ def bench(
     ] = False,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    *,
+    loading: LoadingOptions,
 ) -> None:
     """Time prefill and decoding.
 

@@ -76,8 +76,6 @@ COMMANDS = {
 
 @with_options
 def chat(
-    sampling: SamplingOptions,
-    loading: LoadingOptions,
     model: Model = "demo:llama",
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     chat_template: Annotated[
@@ -85,6 +83,9 @@ def chat(
         typer.Option(help="Jinja file to use instead of the checkpoint's chat template."),
     ] = None,
     overflow: Overflow = None,
+    *,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
 ) -> None:
     """Chat with a model through its chat template; /help lists the commands.
 

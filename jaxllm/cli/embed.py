@@ -8,23 +8,15 @@ import typer
 
 from jaxllm.cli.console import log, read_stdin, write
 from jaxllm.cli.eval_data import read_text_option
-from jaxllm.cli.options import (
-    Adapters,
-    Dtype,
-    Exact,
-    Mesh,
-    Model,
-    PrecisionFile,
-    Quantize,
-    check_writable,
-    load_model,
-)
+from jaxllm.cli.option_groups import AdapterOptions, with_options
+from jaxllm.cli.options import Model, check_writable
 from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost
 
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
 
 
+@with_options
 def embed(
     model: Model = "demo:llama",
     text: Annotated[
@@ -50,16 +42,12 @@ def embed(
         bool, typer.Option("--normalize", help="Scale each vector to Euclidean norm 1.")
     ] = False,
     batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Texts per batch.")] = 16,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    precision: PrecisionFile = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
     out: Annotated[
         Path | None, typer.Option(help="Output file, .npy or .safetensors [default: stdout].")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array per line.")] = False,
+    *,
+    loading: AdapterOptions,
 ) -> None:
     """Embed texts: pooled hidden states of a layer.
 
@@ -72,15 +60,7 @@ def embed(
     check_writable("--out", out)
     texts = _read_texts(text, file)
     multihost.check_processes_agree({"texts": multihost.digest(texts)})
-    lm = load_model(
-        model,
-        dtype,
-        quantize=quantize,
-        precision=precision,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-    )
+    lm = loading.load(model)
     found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
         _save_rows(out, found)

@@ -24,8 +24,6 @@ EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 
 
 @with_options
 def generate(
-    sampling: SamplingOptions,
-    loading: LoadingOptions,
     model: Model = "demo:llama",
     prompt: Annotated[
         str | None,
@@ -61,6 +59,9 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
     ] = False,
+    *,
+    sampling: SamplingOptions,
+    loading: LoadingOptions,
 ) -> None:
     """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
     start = time.perf_counter()

@@ -8,12 +8,23 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from jaxllm.cli.eval_data import (
+    BatchSize,
+    Corpus,
+    Documents,
+    Stride,
+    Text,
+    Window,
+    make_loader,
+    read_corpus,
+)
 from jaxllm.cli.options import (
     Adapters,
     CacheDtype,
     Dtype,
     Exact,
     ExtraOptions,
+    FullDtype,
     Mesh,
     MinP,
     NewTokens,
@@ -33,6 +44,7 @@ from jaxllm.errors import SamplingError
 from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
+    from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.lm import LM
 
 
@@ -79,23 +91,20 @@ class SamplingOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadingOptions:
-    """Options of model loading: formats, adapters, mesh."""
+class WeightOptions:
+    """Options of weight loading: formats, mesh."""
 
     dtype: Dtype = None
-    cache_dtype: CacheDtype = None
     quantize: Quantize = None
     precision: PrecisionFile = None
-    adapter: Adapters = None
     mesh: Mesh = None
     exact: Exact = False
-    self_extend: SelfExtend = None
     strict: Strict = False
 
     def load(self, model: str, **kwargs: Any) -> "LM":
         """Call `options.load_model` with these options and `kwargs`."""
-        given = {name: x for name, x in vars(self).items() if name != "adapter"}
-        return load_model(model, adapters=self.adapter, **given, **kwargs)
+        options = dict(vars(self))
+        return load_model(model, adapters=options.pop("adapter", None), **options, **kwargs)
 
     def facts(self) -> dict[str, Any]:
         """Return the options as JSON values, with the content of the --precision file."""
@@ -104,15 +113,62 @@ class LoadingOptions:
         return {**vars(self), "precision": table}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceWeightOptions(WeightOptions):
+    """The same for comparisons with a reference, which run in float32 by default."""
+
+    dtype: FullDtype = "float32"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterOptions(WeightOptions):
+    """Options of weight loading, with adapters."""
+
+    adapter: Adapters = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadingOptions(AdapterOptions):
+    """Options of model loading: formats, mesh, adapters, cache."""
+
+    cache_dtype: CacheDtype = None
+    self_extend: SelfExtend = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalTextOptions:
+    """Options of an evaluation text and its windows."""
+
+    text: Text = None
+    documents: Documents = None
+    window: Window = None
+    stride: Stride = None
+    batch: BatchSize = None
+
+    def read(self, separate: bool = False) -> Corpus:
+        """Call `eval_data.read_corpus` with these options."""
+        return read_corpus(self.text, self.documents, separate)
+
+    def make_loader(
+        self, lm: "LM", corpus: Corpus, **kwargs: Any
+    ) -> "tuple[Loader, dict[str, Any]]":
+        """Call `eval_data.make_loader` with these options and `kwargs`."""
+        windows: dict[str, Any] = {
+            "window": self.window,
+            "stride": self.stride,
+            "batch": self.batch,
+        }
+        return make_loader(lm, corpus, **windows, **kwargs)
+
+
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
     """Wrap a command: each parameter of a dataclass type becomes that dataclass's fields as flags.
 
-    The flags follow the command's other parameters, in the order of the fields.
+    The flags stand in place of the parameter, in the order of the fields.
     """
     hints = get_type_hints(function, include_extras=True)
-    given = inspect.signature(function).parameters.values()
-    sets = {p.name: hints[p.name] for p in given if dataclasses.is_dataclass(hints[p.name])}
-    own = [p for p in given if p.name not in sets]
+    parameters = inspect.signature(function).parameters.values()
+    groups = {p.name: hints[p.name] for p in parameters if dataclasses.is_dataclass(hints[p.name])}
 
     def flags(kind: Any) -> list[inspect.Parameter]:
         types = get_type_hints(kind, include_extras=True)
@@ -130,14 +186,21 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def command(*args: Any, **kwargs: Any) -> None:
-        made = {}
-        for name, kind in sets.items():
+        options = {}
+        for name, kind in groups.items():
             names = [field.name for field in dataclasses.fields(kind) if field.name in kwargs]
-            made[name] = kind(**{field: kwargs.pop(field) for field in names})
-        function(*args, **kwargs, **made)
+            options[name] = kind(**{field: kwargs.pop(field) for field in names})
+        function(*args, **kwargs, **options)
 
-    arguments = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
-    spliced = [*arguments, *(flag for kind in sets.values() for flag in flags(kind))]
+    spliced = [
+        part
+        for p in parameters
+        for part in (
+            flags(groups[p.name])
+            if p.name in groups
+            else [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY)]
+        )
+    ]
     command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in spliced}
     return command

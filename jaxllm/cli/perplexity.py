@@ -7,29 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.eval_data import (
-    BatchSize,
-    Bos,
-    Documents,
-    Limit,
-    Protocol,
-    Separate,
-    Stride,
-    Text,
-    Window,
-    describe_text,
-    encode_corpus,
-    make_loader,
-    read_corpus,
-)
+from jaxllm.cli.eval_data import Bos, Limit, Protocol, Separate, describe_text, encode_corpus
+from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions, with_options
 from jaxllm.cli.options import (
-    Adapters,
     AsJson,
-    Dtype,
-    Exact,
-    Mesh,
     Model,
-    Quantize,
     SelfExtend,
     check_writable,
     load_model,
@@ -55,22 +37,15 @@ Examples:
 """
 
 
+@with_options
 def perplexity(
+    eval_text: EvalTextOptions,
+    loading: AdapterOptions,
     model: Model = "demo:llama",
-    text: Text = None,
-    documents: Documents = None,
     separate: Separate = False,
-    window: Window = None,
-    stride: Stride = None,
     protocol: Protocol = "strided",
     bos: Bos = "auto",
-    batch: BatchSize = None,
     limit: Limit = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
     self_extend: SelfExtend = None,
     compare: Annotated[
         str | None,
@@ -119,29 +94,13 @@ def perplexity(
     _check_by_position(by_position, alone, buckets, picture)
     if journal is not None and multihost.is_multiprocess():
         raise ConfigError("--journal cannot be combined with --distributed: leave one out")
-    corpus = read_corpus(text, documents, separate)
-    lm = load_model(
-        model,
-        dtype,
-        quantize=quantize,
-        adapters=adapter,
-        mesh=mesh,
-        exact=exact,
-        self_extend=self_extend,
-    )
+    corpus = eval_text.read(separate)
+    lm = loading.load(model, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
     from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
 
-    loader, facts = make_loader(
-        lm,
-        corpus,
-        window=window,
-        stride=stride,
-        protocol=protocol,
-        bos=bos,
-        batch=batch,
-        limit=limit,
-    )
+    loader, facts = eval_text.make_loader(lm, corpus, protocol=protocol, bos=bos, limit=limit)
+    dtype, quantize = loading.dtype, loading.quantize
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
     if alone:
         borders = _bucket_edges(loader.width, buckets) if by_position else []

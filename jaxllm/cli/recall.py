@@ -8,18 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, write
+from jaxllm.cli.option_groups import AdapterOptions, with_options
 from jaxllm.cli.options import (
-    Adapters,
     AsJson,
     CacheDtype,
-    Dtype,
-    Exact,
-    Mesh,
     Model,
-    Quantize,
     SelfExtend,
     check_writable,
-    load_model,
     parse_self_extend,
 )
 from jaxllm.errors import ConfigError, TokenError
@@ -30,6 +25,7 @@ EXAMPLE = (
 )
 
 
+@with_options
 def recall(
     model: Model = "demo:llama",
     lengths: Annotated[
@@ -63,16 +59,13 @@ def recall(
         ),
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Random seed of the texts.")] = 0,
-    dtype: Dtype = None,
     cache_dtype: CacheDtype = None,
-    quantize: Quantize = None,
-    adapter: Adapters = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
     self_extend: SelfExtend = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write: all numbers.")] = None,
     picture: Annotated[Path | None, typer.Option(help="PNG file to draw: heat maps.")] = None,
     as_json: AsJson = False,
+    *,
+    loading: AdapterOptions,
 ) -> None:
     """Hide a fact in texts and ask for it at the end.
 
@@ -94,9 +87,7 @@ def recall(
         from jaxllm.files.plots import check_plot
 
         check_plot("--picture")
-    lm = load_model(
-        model, dtype, cache_dtype, quantize=quantize, adapters=adapter, mesh=mesh, exact=exact
-    )
+    lm = loading.load(model, cache_dtype=cache_dtype)
     from jaxllm.evaluate.needle import grid, report
 
     if lm.tokenizer is None:

@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.eval_data import (
-    BatchSize,
-    Documents,
-    Stride,
-    Text,
-    Window,
-    describe_text,
-    make_loader,
-    read_corpus,
-)
+from jaxllm.cli.eval_data import describe_text
+from jaxllm.cli.option_groups import EvalTextOptions, with_options
 from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
 
 if TYPE_CHECKING:
@@ -25,10 +17,10 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
 
+@with_options
 def sensitivity(
+    eval_text: EvalTextOptions,
     model: Model = "demo:llama",
-    text: Text = None,
-    documents: Documents = None,
     format: Annotated[
         str, typer.Option(help="Format to lower to: int8, int4, int4-g32, bfloat16, ...")
     ] = "int4",
@@ -38,9 +30,6 @@ def sensitivity(
             help="Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix)."
         ),
     ] = "layer",
-    window: Window = None,
-    stride: Stride = None,
-    batch: BatchSize = None,
     limit: Annotated[int, typer.Option(help="Maximum number of windows.")] = 8,
     dtype: Dtype = None,
     mesh: Mesh = None,
@@ -56,12 +45,12 @@ def sensitivity(
     regex, as --json prints it, is a rule for `jaxllm.quantize`.
     """
     check_writable("--plot", plot)
-    corpus = read_corpus(text, documents, separate=False)
+    corpus = eval_text.read()
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
     from jaxllm.files import finite_json
 
-    loader, facts = make_loader(lm, corpus, window=window, stride=stride, batch=batch, limit=limit)
+    loader, facts = eval_text.make_loader(lm, corpus, limit=limit)
     rows = measure_sensitivity(lm.model, lm.params, loader, format, group_by=by)
     if plot is not None:
         draw(rows, plot, f"{model}: {format}, one {by} at a time")

@@ -59,7 +59,6 @@ EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --for
 def full(
     model: ModelToTrain,
     target: Target,
-    options: TrainOptions,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Regex of the only parameters to train; repeatable."),
@@ -86,6 +85,8 @@ def full(
             help="Learning rate of the gates of an Infini-attention model [default: 0.01]."
         ),
     ] = None,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Train all weights of a model, or some, on texts. The result is a complete model.
 
@@ -118,7 +119,6 @@ def full(
 def lora(
     model: ModelToTrain,
     target: Target,
-    options: TrainOptions,
     rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="LoRA rank.")] = 8,
     lora_alpha: Annotated[
         float | None,
@@ -174,6 +174,8 @@ def lora(
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Train a LoRA adapter of a frozen model. The result is a PEFT directory.
 
@@ -218,7 +220,6 @@ def lora(
 def prompt(
     model: ModelToTrain,
     target: Annotated[Path, typer.Argument(metavar="OUT", help="Cache file to write.")],
-    options: TrainOptions,
     begin: Annotated[
         str, typer.Option("--begin", help="Initial text of the prompt; it fixes the length.")
     ],
@@ -226,6 +227,8 @@ def prompt(
         bool,
         typer.Option("--entries", help="Train keys and values (prefix tuning), not embeddings."),
     ] = False,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Train a soft prompt for a frozen model. The result is a cache file.
 
@@ -247,7 +250,6 @@ def prompt(
 def qat(
     model: ModelToTrain,
     target: Target,
-    options: TrainOptions,
     name: Annotated[
         str,
         typer.Option(
@@ -270,6 +272,8 @@ def qat(
     float_steps: Annotated[
         int, typer.Option(min=0, help="Number of first steps without rounding.")
     ] = 0,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Train with fake quantization: each step rounds as quantize does. The result is quantized.
 
@@ -301,7 +305,6 @@ def qat(
 def distill(
     model: ModelToTrain,
     target: Target,
-    options: TrainOptions,
     student: Annotated[
         str | None, typer.Option(help="Student model [default: a part of MODEL].")
     ] = None,
@@ -351,6 +354,8 @@ def distill(
             help="Maximum new tokens for --written or --on-policy [default: 128, or what fits].",
         ),
     ] = None,
+    *,
+    options: TrainOptions,
 ) -> None:
     """Distill MODEL into a smaller student. The result is a complete model.
 

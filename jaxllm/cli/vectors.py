@@ -8,16 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.options import (
-    Exact,
-    FullDtype,
-    Mesh,
-    Model,
-    PrecisionFile,
-    Quantize,
-    check_folder,
-    load_model,
-)
+from jaxllm.cli.option_groups import ReferenceWeightOptions, with_options
+from jaxllm.cli.options import Model, check_folder
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,15 +31,11 @@ class Action(enum.StrEnum):
     check = "check"
 
 
+@with_options
 def vectors(
     action: Annotated[Action, typer.Argument(help="Action: make or check.")],
     model: Model,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the vectors.")],
-    dtype: FullDtype = "float32",
-    quantize: Quantize = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
-    precision: PrecisionFile = None,
     source: Annotated[
         str, typer.Option("--from", help="make: source of the numbers, jaxllm or transformers.")
     ] = "jaxllm",
@@ -62,6 +50,8 @@ def vectors(
         typer.Option("--other-weights", help="check: compare only the numbers, not the weights."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="check: print one JSON object.")] = False,
+    *,
+    loading: ReferenceWeightOptions,
 ) -> None:
     """Write test vectors of a model, or check a model against them.
 
@@ -78,7 +68,7 @@ def vectors(
         from jaxllm.files import check_vacant
 
         check_vacant(directory, "vectors.json", "vectors")
-    lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
+    lm = loading.load(model)
     from jaxllm.evaluate.parity.backends import JaxBackend
 
     ours = JaxBackend(f"jaxllm, {model}", lm.model, lm.params)
@@ -99,8 +89,8 @@ def vectors(
         from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
         from jaxllm.evaluate.verify import transformers_directory
 
-        with transformers_directory(model, lm, dtype) as hf:
-            theirs = on_process_zero(lambda: TransformersBackend.load(hf, dtype))
+        with transformers_directory(model, lm, loading.dtype) as hf:
+            theirs = on_process_zero(lambda: TransformersBackend.load(hf, loading.dtype))
             make(directory, ours, texts, new_tokens=new_tokens, source=theirs)
     log(f"wrote {directory}")
 

@@ -7,18 +7,8 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.options import (
-    AsJson,
-    Exact,
-    FullDtype,
-    Mesh,
-    Model,
-    PrecisionFile,
-    Quantize,
-    check_writable,
-    load_model,
-    parse_dtype,
-)
+from jaxllm.cli.option_groups import ReferenceWeightOptions, with_options
+from jaxllm.cli.options import AsJson, Model, check_writable, parse_dtype
 
 EXAMPLE = """
 Examples:
@@ -30,16 +20,12 @@ Examples:
 TRANSFORMERS = "transformers"
 
 
+@with_options
 def verify(
     model: Model,
     against: Annotated[
         str, typer.Option(help='Reference: "transformers", or a checkpoint (also MODEL itself).')
     ] = TRANSFORMERS,
-    dtype: FullDtype = "float32",
-    quantize: Quantize = None,
-    mesh: Mesh = None,
-    exact: Exact = False,
-    precision: PrecisionFile = None,
     against_dtype: Annotated[
         str | None,
         typer.Option(
@@ -59,6 +45,8 @@ def verify(
     ] = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the error by stage.")] = None,
+    *,
+    loading: ReferenceWeightOptions,
 ) -> None:
     """Compare a model with transformers, stage by stage.
 
@@ -75,7 +63,7 @@ def verify(
     names also apply to the reference.
     """
     check_writable("--plot", plot)
-    lm = load_model(model, dtype, quantize=quantize, precision=precision, mesh=mesh, exact=exact)
+    lm = loading.load(model)
     from jaxllm.evaluate.parity.report import to_json, to_png, to_text
     from jaxllm.evaluate.parity.tolerance import Tolerance
     from jaxllm.evaluate.verify import verify as compare
@@ -83,9 +71,9 @@ def verify(
     report = compare(
         lm,
         against,
-        name=f"{model} ({quantize or dtype})",
+        name=f"{model} ({loading.quantize or loading.dtype})",
         files=model,
-        dtype=dtype,
+        dtype=loading.dtype,
         reference_dtype=against_dtype,
         length=length,
         new_tokens=new_tokens,
