@@ -275,7 +275,7 @@ def test_interrupted_perplexity_reports_progress_and_journals_batches(tmp_path: 
     assert "batches done, perplexity " in message
     assert message.endswith("the same command resumes from journal")
     complete_lines = [
-        json.loads(line)
+        json.loads(line.partition(b" ")[2])  # after the checksum
         for line in journal.read_bytes().splitlines(keepends=True)
         if line.endswith(b"\n")
     ]

@@ -21,6 +21,7 @@ from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.linear import linear
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
 from jaxllm.weights.types.low_rank import LowRankWeight
@@ -73,7 +74,7 @@ class Descent:
 
 
 def regress(weight: Any, constraint: Any = None, steps: int = 4) -> tuple[Any, list[float]]:
-    setup = Setup(None, Regression(), Descent(), constraint)  # type: ignore[arg-type]
+    setup = Setup(Model(), Regression(), Descent(), constraint)
     params, losses = train({"w": {"weight": weight}}, setup, steps)
     return params["w"]["weight"], losses
 
