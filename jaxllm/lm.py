@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -59,6 +58,7 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.load import NotLocal
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, flatten, map_leaves
 from jaxllm.weights.precision import Precision, freeze_rules, match_precision
 from jaxllm.weights.quantize import Rules
@@ -120,7 +120,7 @@ class LM:
     """
 
     config: ModelConfig
-    model: nn.Module
+    model: Model
     params: Params
     tokenizer: Tokenizer | None
     generation: Mapping[str, Any]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +32,7 @@ from jaxllm.models.layers import Trace
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.runtime.validation import check_int
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 Segments = tuple[Segment, ...]
@@ -79,7 +79,7 @@ class StepOutput(struct.PyTreeNode):
 
 
 def forward(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache | None,
     tokens_BT: Array,
@@ -122,7 +122,7 @@ def forward(
 
 
 def decode_step(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     token_B: Array,
@@ -151,7 +151,7 @@ def decode_step(
 
 
 def prefill(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     tokens_BT: Array,
@@ -200,7 +200,7 @@ def prefill(
 
 
 def run_model(
-    model: nn.Module,
+    model: Model,
     params: Params,
     segments: Segments,
     token_BT: jax.Array,
@@ -255,7 +255,7 @@ def run_model(
 
 
 def run_and_commit(
-    model: nn.Module,
+    model: Model,
     params: Params,
     frozen: Segments,
     tail: KVCache,
@@ -280,7 +280,7 @@ def run_and_commit(
 
 @partial(jax.jit, static_argnums=(0, 6, 7))
 def _forward(
-    model: nn.Module,
+    model: Model,
     params: Params,
     segments: Segments,
     memory: tuple[Any, ...],
@@ -301,7 +301,7 @@ def _forward(
 def _decode_step(
     tail: KVCache,
     frozen: Segments,
-    model: nn.Module,
+    model: Model,
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
@@ -316,7 +316,7 @@ def _decode_step(
 def _prefill(
     tail: KVCache,
     frozen: Segments,
-    model: nn.Module,
+    model: Model,
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,

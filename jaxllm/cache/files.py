@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -38,6 +37,7 @@ from jaxllm.runtime.validation import as_token_array, check_int, check_token_ids
 from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import load_weight
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, check_params
 from jaxllm.weights.safetensors import open_tensors, read_header, write_tensors
 from jaxllm.weights.types.int_weight import IntWeight
@@ -107,7 +107,7 @@ def _iter_arrays(node: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, A
             yield f"{jax.tree_util.keystr(path)}{name}", array
 
 
-def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Params) -> None:
+def save_cache(path: str | Path, cache: KVCache, model: Model, params: Params) -> None:
     """Write a cache with its keys, values, token ids, positions and model identity, bit for bit.
 
     Shared segments are written once; of free slots at the tail's end only the number is written. An
@@ -147,7 +147,7 @@ def save_cache(path: str | Path, cache: KVCache, model: nn.Module, params: Param
 
 def load_cache(
     path: str | Path,
-    model: nn.Module,
+    model: Model,
     params: Params,
     *,
     prefix: Sequence[int] | None = None,
@@ -209,7 +209,7 @@ def load_cache(
     return reshard_cache(cache, model)
 
 
-def _identity(model: nn.Module, params: Params) -> dict[str, Any]:
+def _identity(model: Model, params: Params) -> dict[str, Any]:
     """Return the version, model and weights that a cache belongs to, as JSON values."""
     identity = {
         "version": VERSION,

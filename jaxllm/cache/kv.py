@@ -7,7 +7,6 @@ gaps need no further bookkeeping. Keys are stored already rotated.
 from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,7 +218,7 @@ class KVCache(struct.PyTreeNode):
 
 
 def init_cache(
-    model: nn.Module | ModelConfig,
+    model: Model | ModelConfig,
     batch: int,
     capacity: int,
     *,
@@ -331,7 +330,7 @@ def cache_nbytes(config: ModelConfig, batch: int, capacity: int, dtype: str | No
     return batch * capacity * (layers + marks)
 
 
-def _resolve_config(model: nn.Module | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
+def _resolve_config(model: Model | ModelConfig, dtype: str | None) -> tuple[ModelConfig, str]:
     """Return the configuration, and the dtype of keys and values."""
     if isinstance(model, Model):
         config, dtype = model.config, model.precision.cache if dtype is None else dtype

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import flax.linen as nn
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
@@ -21,6 +20,7 @@ from jaxllm.generation.sampling.sampler import row_keys
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 SEPARATOR = "\n\n"  # between texts, and between the rows of WikiText
@@ -112,7 +112,7 @@ def from_tokens(rows: Any, source: Mapping[str, Any] | None = None) -> Calibrati
 
 
 def from_samples(
-    model: nn.Module,
+    model: Model,
     params: Params,
     *,
     bos_id: int,

@@ -12,7 +12,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ from jaxllm.files import release_pages
 from jaxllm.models.family import LinearGroup
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import Weight, as_weight
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten, map_leaves
 from jaxllm.weights.types.base import WeightBase
 
@@ -41,7 +41,7 @@ class LayerInputs:
     x_NTD: the inputs, float32.
     """
 
-    model: nn.Module
+    model: Model
     number: int
     path: str
     params: Params
@@ -100,7 +100,7 @@ class LayerInputs:
 
 
 def map_layers(
-    model: nn.Module,
+    model: Model,
     params: Params,
     token_NT: np.ndarray,
     change: Change,
@@ -242,7 +242,7 @@ def _release_pages(params: Params) -> None:
         release_pages(begin, begin + array.nbytes)
 
 
-def _embed(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:
+def _embed(model: Model, params: Params, token_NT: np.ndarray) -> np.ndarray:
     size = _divisor(len(token_NT), max(1, BATCH // token_NT.shape[1]))
     parts = range(0, len(token_NT), size)
     return np.concatenate(
@@ -262,13 +262,13 @@ def _row_positions(rows: int, tokens: int) -> tuple[jax.Array, jax.Array]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _embeddings(model: nn.Module, params: Params, token_BT: jax.Array) -> jax.Array:
+def _embeddings(model: Model, params: Params, token_BT: jax.Array) -> jax.Array:
     trace: Any = model.apply({"params": params}, token_BT, *_row_positions(*token_BT.shape))
     return trace.embeddings.astype(jnp.float32)  # XLA drops the rest
 
 
 def _trace_entry(
-    model: nn.Module, layer: int, name: str, params: Params, x_BTD: jax.Array
+    model: Model, layer: int, name: str, params: Params, x_BTD: jax.Array
 ) -> jax.Array:
     x = x_BTD.astype(model.precision.activations)
     trace = models.run_layer(model, layer, params, x, *_row_positions(*x.shape[:2]))
@@ -277,13 +277,13 @@ def _trace_entry(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _entry(model: nn.Module, layer: int, name: str, params: Params, x_BTD: jax.Array) -> jax.Array:
+def _entry(model: Model, layer: int, name: str, params: Params, x_BTD: jax.Array) -> jax.Array:
     return _trace_entry(model, layer, name, params, x_BTD).astype(jnp.float32)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def _fold_batch(
-    model: nn.Module,
+    model: Model,
     layer: int,
     function: Callable[..., Any],
     name: str,

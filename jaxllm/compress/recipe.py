@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import flax.linen as nn
 import msgspec
 
 from jaxllm import models
@@ -24,6 +23,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.files import compile_pattern, read_text, split_lines
 from jaxllm.weights.formats import parse_format
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
 from jaxllm.weights.types.arrays import DTYPES
@@ -42,7 +42,7 @@ class ModelState:
     precision: Precision
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Model:
         """The Flax module that runs it."""
         return models.build(self.config, self.precision)
 

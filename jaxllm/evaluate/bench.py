@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +25,7 @@ from jaxllm.models import get_family
 from jaxllm.models.moe import max_read_fraction
 from jaxllm.ops import native
 from jaxllm.steps import StepOutput, prefill, run_and_commit
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.types.arrays import as_weight
 
@@ -160,7 +160,7 @@ def prepare_run(lm: LM, test: Test, chunk: int) -> Callable[[], None]:
 
 
 @partial(jax.jit, static_argnums=0)
-def _decode(model: nn.Module, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
+def _decode(model: Model, params: Params, cache: KVCache, token_SB: jax.Array) -> jax.Array:
     """Decode given tokens step by step in one loop, as `generate` does; return maximum logits."""
 
     def step(cache: KVCache, token_B: jax.Array) -> tuple[KVCache, jax.Array]:

@@ -6,18 +6,18 @@ which outputs change.
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.models.layers import Trace
 from jaxllm.runtime.validation import as_token_array, check_token_ids
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
 def receptive_field(
-    model: nn.Module, params: Params, token_T: Any, key: jax.Array, *, batch: int = 64
+    model: Model, params: Params, token_T: Any, key: jax.Array, *, batch: int = 64
 ) -> np.ndarray:
     """Return the sensitivity of each layer's outputs to each token's embedding.
 

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.export
 import numpy as np
@@ -27,6 +26,7 @@ from jaxllm.runtime.progress import bytes_bar, steps_bar
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, list_arrays
 from jaxllm.weights.safetensors import write_tensors
 
@@ -36,7 +36,7 @@ Native = Literal["keep", "leave-out"]
 
 
 def export(
-    model: nn.Module,
+    model: Model,
     params: Params,
     directory: str | Path,
     *,
@@ -129,7 +129,7 @@ def export(
     return manifest
 
 
-def compare_logits(model: nn.Module, params: Params, directory: str | Path) -> dict[str, float]:
+def compare_logits(model: Model, params: Params, directory: str | Path) -> dict[str, float]:
     """Return each exported step's maximum logit error against `forward`, on random tokens.
 
     The error is relative to the largest logit, or absolute if that is below 1. Each step runs a
@@ -163,7 +163,7 @@ def compare_logits(model: nn.Module, params: Params, directory: str | Path) -> d
     return found
 
 
-def _embed_ids(model: nn.Module, params: Params, ids: np.ndarray) -> np.ndarray:
+def _embed_ids(model: Model, params: Params, ids: np.ndarray) -> np.ndarray:
     """Return rows of the embedding table, as inputs of a step that takes embeddings."""
     from jaxllm.weights.linear import embed
 
@@ -181,7 +181,7 @@ def _name_arrays(params: Params) -> tuple[dict[str, jax.Array], Any]:
 
 
 def _export_step(
-    model: nn.Module,
+    model: Model,
     signature: StepSignature,
     weights: dict[str, jax.Array],
     tree: Any,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -18,6 +17,7 @@ from jaxllm.export.step import Mask, StepSignature, check_signature, run_step
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -58,7 +58,7 @@ class FixedShapeRunner:
             or another compiler's session.
     """
 
-    model: nn.Module
+    model: Model
     params: Params
     num_tokens: int
     max_tokens: int
@@ -215,7 +215,7 @@ class FixedShapeRunner:
             )
 
 
-def check_lengths(model: nn.Module, num_tokens: int, max_tokens: int) -> None:
+def check_lengths(model: Model, num_tokens: int, max_tokens: int) -> None:
     """Raise ConfigError for invalid lengths."""
     check_int("num_tokens", num_tokens, 1, error=ConfigError)
     check_int("max_tokens", max_tokens, 1, error=ConfigError)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +16,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.cache.slot_update import write_slots
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 Arrays = Mapping[str, Any]
@@ -47,7 +47,7 @@ class StepSignature:
 
 
 def make_step(
-    model: nn.Module, signature: StepSignature
+    model: Model, signature: StepSignature
 ) -> Callable[[Params, Arrays], dict[str, jax.Array]]:
     """Return the pure function `step(params, inputs) -> outputs` with a signature.
 
@@ -61,7 +61,7 @@ def make_step(
     return partial(run_step, model, signature)
 
 
-def check_signature(model: nn.Module, signature: StepSignature) -> None:
+def check_signature(model: Model, signature: StepSignature) -> None:
     """Raise ConfigError for a signature that the model does not support."""
     if signature.rotary and len(model.config.ropes) != 1:
         found = "several kinds of RoPE" if model.config.ropes else "no RoPE"
@@ -81,7 +81,7 @@ def check_signature(model: nn.Module, signature: StepSignature) -> None:
 
 
 def input_shapes(
-    model: nn.Module, signature: StepSignature, *, batch: int, num_tokens: int, capacity: int
+    model: Model, signature: StepSignature, *, batch: int, num_tokens: int, capacity: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return a step's inputs by name; B is batch, T num_tokens, S the capacity of the past.
 
@@ -126,7 +126,7 @@ def input_shapes(
 
 
 def run_step(
-    model: nn.Module, signature: StepSignature, params: Params, inputs: Arrays
+    model: Model, signature: StepSignature, params: Params, inputs: Arrays
 ) -> dict[str, jax.Array]:
     """Run a step on valid inputs."""
     layers = range(model.config.num_hidden_layers)

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ from jaxllm.generation.sampling.sampler import Sampler, row_keys
 from jaxllm.ops.padding import pad_rows
 from jaxllm.text.stream_decoder import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 FINISH_REASONS = {
@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
     """The part of `jaxllm.LM` that decoders use."""
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> Model: ...
     @property
     def params(self) -> Params: ...
     @property

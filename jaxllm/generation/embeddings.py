@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -20,6 +19,7 @@ from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids, is_integer
 from jaxllm.steps import run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 LOGITS_BYTES = 1 << 28  # bytes of float32 logits per batch
@@ -27,7 +27,7 @@ LOGITS_BYTES = 1 << 28  # bytes of float32 logits per batch
 
 @partial(jax.jit, static_argnums=0, static_argnames=("layer", "pooling", "normalize"))
 def embed_batch(
-    model: nn.Module,
+    model: Model,
     params: Params,
     token_BT: jax.Array,
     position_BT: jax.Array,
@@ -47,7 +47,7 @@ def embed_batch(
 
 
 def embeddings(
-    model: nn.Module,
+    model: Model,
     params: Params,
     texts: Sequence[Sequence[int]],
     *,
@@ -101,7 +101,7 @@ def embeddings(
 
 
 def log_probs(
-    model: nn.Module, params: Params, texts: Sequence[Sequence[int]], *, batch: int = 16
+    model: Model, params: Params, texts: Sequence[Sequence[int]], *, batch: int = 16
 ) -> list[np.ndarray]:
     """Return the log-probability of each token but the first, float32 `[T - 1]` per text.
 
@@ -128,7 +128,7 @@ def log_probs(
 
 @partial(jax.jit, static_argnums=0)
 def _log_probs(
-    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+    model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
     logits_BTV = run_model(model.with_sharded_logits(), params, (), token_BT, position_BT)[
         0
@@ -160,7 +160,7 @@ def _padded_width(length: int) -> int:
     return next_power_of_two(length, 8)
 
 
-def _check_options(model: nn.Module, layer: int, pooling: str, batch: int) -> int:
+def _check_options(model: Model, layer: int, pooling: str, batch: int) -> int:
     """Check the options; return the layer as a non-negative index."""
     count = model.config.num_hidden_layers + 1
     if not is_integer(layer) or not -count <= layer < count:
@@ -171,7 +171,7 @@ def _check_options(model: nn.Module, layer: int, pooling: str, batch: int) -> in
     return int(layer) % count
 
 
-def check_text(model: nn.Module, index: int, text: Any) -> np.ndarray:
+def check_text(model: Model, index: int, text: Any) -> np.ndarray:
     """Return the ids of a text; raise as `embeddings` does, naming the text's number."""
     ids, config = check_int_array(f"text {index}", text, TokenError), model.config
     if ids.ndim != 1 or not ids.size:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +13,12 @@ from jaxllm.errors import TokenError
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.validation import check_int, check_int_array
 from jaxllm.steps import forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
 def recompute(
-    model: nn.Module, params: Params, cache: KVCache, start: int, stop: int, *, chunk: int = 256
+    model: Model, params: Params, cache: KVCache, start: int, stop: int, *, chunk: int = 256
 ) -> KVCache:
     """Return the cache with the tokens at positions `start` to `stop - 1` recomputed.
 
@@ -55,9 +55,7 @@ def recompute(
     return cache
 
 
-def insert(
-    model: nn.Module, params: Params, cache: KVCache, position: int, tokens_BT: Any
-) -> KVCache:
+def insert(model: Model, params: Params, cache: KVCache, position: int, tokens_BT: Any) -> KVCache:
     """Return the cache with tokens `[B, T]` inserted before `position`; later tokens move by T.
 
     The new tokens attend to those before them and take T slots of the tail. Keys of later tokens

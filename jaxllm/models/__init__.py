@@ -37,6 +37,7 @@ from jaxllm.models import (
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
 from jaxllm.ops.compile_cache import load_or_make
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
@@ -69,7 +70,7 @@ def get_family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
+def build(config: ModelConfig, precision: Precision | None = None) -> Model:
     """Return the architecture's module: stateless, hashable, a valid static argument of `jax.jit`.
 
     precision: default float32 everywhere.
@@ -82,12 +83,12 @@ def build(config: ModelConfig, precision: Precision | None = None) -> nn.Module:
             " Precision.uniform(dtype)"
         )
     module: Any = get_family(config.model_type).module
-    built: nn.Module = module(config=config, precision=precision or Precision())
+    built: Any = module(config=config, precision=precision or Precision())
     return built
 
 
 def run_layer(
-    model: nn.Module,
+    model: Model,
     layer: int,
     params: Params,
     x_BTD: jax.Array,

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +36,7 @@ def check_model(model: Any, params: Any) -> None:
 
 
 def check_inputs(
-    model: nn.Module, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
+    model: Model, cache: KVCache | None, tokens_BT: Array, positions_BT: Array | None
 ) -> tuple[Any, Any]:
     """Return checked tokens and positions as int32. Raises as the steps do."""
     config: ModelConfig = model.config

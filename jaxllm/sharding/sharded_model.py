@@ -137,7 +137,7 @@ class ShardedModel(ModelSharding, Model):
     def with_sharded_rows(self) -> "ShardedModel":
         return self.clone(sharded_rows=True)
 
-    def unsharded(self) -> nn.Module:
+    def unsharded(self) -> Model:
         return models.build(self.config, self.precision).clone(remat=self.remat)
 
     def shard_like(self, model: Any) -> "ShardedModel":
@@ -217,7 +217,7 @@ def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec)
 @cache
 def local_module(model: ModelSharding) -> nn.Module:
     """Return the module that one device runs."""
-    module: nn.Module = models.build(local_config(model.config, model.axes), model.precision)
+    module: Any = models.build(local_config(model.config, model.axes), model.precision)
     if model.axes.stage > 1:
         module = module.clone(runner=model.runner)
     return module.clone(remat=True) if model.remat else module

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +33,7 @@ from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import LossOutput, forward
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 PROMPT_KEY = "prompt"
@@ -41,7 +41,7 @@ _SEGMENT_FIELDS = tuple(field.name for field in dataclasses.fields(Segment))
 PROMPT_RULES: Rules = ((r"prompt\..*", True),)  # train the prompt, freeze the model
 
 
-def run_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> steps.Segments:
+def run_prefix(model: Model, params: Params, tokens: Sequence[int]) -> steps.Segments:
     """Run a prefix once and return its segments, for `PrefixLoss`.
 
     Raises TokenError for an empty prefix and for ids outside the vocabulary, CacheMismatchError for
@@ -83,7 +83,7 @@ class PrefixLoss:
     """
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         if model.precision.cache == "int8":
             raise ConfigError("an int8 cache has no gradient: train with a float cache")
@@ -101,7 +101,7 @@ class PrefixLoss:
         return LossOutput(*cross_entropy(trace.logits, rows.label_BT))
 
 
-def check_context(model: nn.Module, prefix: int, width: int) -> None:
+def check_context(model: Model, prefix: int, width: int) -> None:
     """Raise CapacityError if prefix, prompt and row together exceed the context."""
     if prefix + width > model.config.context_length:
         raise CapacityError(
@@ -110,7 +110,7 @@ def check_context(model: nn.Module, prefix: int, width: int) -> None:
         )
 
 
-def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) -> Params:
+def with_soft_prompt(model: Model, params: Params, tokens: Sequence[int]) -> Params:
     """Return the parameters with a prompt of embeddings, initialized with those of `tokens`."""
     token_1P = _check_prefix_ids(model, tokens)
     path = get_family(model.config.model_type).token_table.split(".")
@@ -121,7 +121,7 @@ def with_soft_prompt(model: nn.Module, params: Params, tokens: Sequence[int]) ->
     return {**params, PROMPT_KEY: {"embeddings": embeddings_PD, "tokens": jnp.asarray(token_1P[0])}}
 
 
-def with_trained_prefix(model: nn.Module, params: Params, tokens: Sequence[int]) -> Params:
+def with_trained_prefix(model: Model, params: Params, tokens: Sequence[int]) -> Params:
     """Return the parameters with a prompt of keys and values, initialized with those of `tokens`.
 
     A token has `2 * layers * kv heads * head_dim` numbers; in a soft prompt it has D.
@@ -149,7 +149,7 @@ def remove_prompt(params: Params) -> Params:
 
 
 def prompt_cache(
-    model: nn.Module, params: Params, *, capacity: int, prefix: KVCache | None = None
+    model: Model, params: Params, *, capacity: int, prefix: KVCache | None = None
 ) -> KVCache:
     """Return a cache of one row that holds the trained prompt, to generate from, fork and save.
 
@@ -177,7 +177,7 @@ def next_position(segments: steps.Segments) -> jax.Array:
     return jnp.stack(last).max() + 1 if last else jnp.zeros((), jnp.int32)
 
 
-def _run_prompt(model: nn.Module, params: Params, prefix: steps.Segments) -> Delta:
+def _run_prompt(model: Model, params: Params, prefix: steps.Segments) -> Delta:
     """Return the trained prompt after `prefix` as a segment of one row, differentiably."""
     prompt = params[PROMPT_KEY]
     token_1P = prompt["tokens"][None]
@@ -205,7 +205,7 @@ def _run_prompt(model: nn.Module, params: Params, prefix: steps.Segments) -> Del
 _jit_run_prompt = jax.jit(_run_prompt, static_argnums=0)
 
 
-def _check_prefix_ids(model: nn.Module, tokens: Sequence[int]) -> np.ndarray:
+def _check_prefix_ids(model: Model, tokens: Sequence[int]) -> np.ndarray:
     """Return the ids, int32 `[1, P]`. Raises TokenError for no ids or invalid ones."""
     token_P = np.asarray(tokens)
     if token_P.ndim != 1 or not token_P.size or token_P.dtype.kind not in "iu":

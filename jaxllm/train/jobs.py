@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 
 from jaxllm.adapters import (
@@ -30,6 +29,7 @@ from jaxllm.train.loop import Log, PrepareRows, Report, TrainPlan, TrainResult, 
 from jaxllm.train.objective import NextToken, Objective
 from jaxllm.train.partition import ALL_PARAMS, Rules, trainable_params
 from jaxllm.train.step import Constraint, OptimizerConfig, Setup
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import cast
 from jaxllm.weights.types.lora import LoraWeight
@@ -63,7 +63,7 @@ class TrainJob:
     eval_data: Data | None = None
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Model:
         return self.lm.model
 
 

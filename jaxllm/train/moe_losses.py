@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -22,6 +21,7 @@ from jaxllm.train.data.rows import Rows
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import LossOutput, NextToken, forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -66,12 +66,13 @@ class BalancedLoss:
     by_layer: bool = False
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         trace = forward(model, params, rows)
         total, weight = cross_entropy(trace.logits, rows.label_BT)
         scores = [layer.router for layer in trace.layers if layer.router is not None]
-        count = model.config.num_experts_per_tok
+        config: Any = model.config
+        count = config.num_experts_per_tok
         added = weight * router_loss(scores, rows.position_BT >= 0, count, by_layer=self.by_layer)
         return LossOutput(total + self.factor * added, weight, {"router": added})
 

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple, Protocol
 
-import flax.linen as nn
 import jax
 
 from jaxllm import steps
 from jaxllm.models.layers import Trace
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.losses import cross_entropy
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -33,12 +33,12 @@ class Objective(Protocol):
     """
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput: ...
 
 
 def forward(
-    model: nn.Module,
+    model: Model,
     params: Params,
     rows: Rows,
     segments: steps.Segments = (),
@@ -73,6 +73,6 @@ class NextToken:
     """Cross-entropy with the labels, in nats per token."""
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         return LossOutput(*cross_entropy(forward(model, params, rows).logits, rows.label_BT))

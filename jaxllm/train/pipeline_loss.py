@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -14,6 +13,7 @@ from jaxllm.sharding.pipeline.one_f_one_b import PipelineLoss, make_pipeline_los
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.losses import cross_entropy
 from jaxllm.train.objective import LossOutput
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -37,7 +37,7 @@ class ScheduledLoss:
         return make_pipeline_loss(model, _sum_loss, self.schedule, self.microbatches)
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         """Raises ConfigError for a model without stages, or rows that do not divide evenly."""
         how = self.pipeline_loss(model)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -17,6 +16,7 @@ from jaxllm.runtime.multihost import is_multiprocess, to_host
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.partition import Placeholder, TrainedParams
 from jaxllm.weights.lazy_gather import LazyWeight, load_weight
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, list_arrays
 
 
@@ -34,7 +34,7 @@ class StateLayout:
     uneven_shards: dict[str, ShardList]
 
     @classmethod
-    def from_model(cls, model: nn.Module, frozen_params: Params) -> "StateLayout":
+    def from_model(cls, model: Model, frozen_params: Params) -> "StateLayout":
         """Return the layout of a model, given its parameters with holes for the trained ones."""
         found, _ = list_arrays(
             frozen_params, is_leaf=lambda x: isinstance(x, Placeholder | ShardList)

@@ -8,7 +8,6 @@ import zlib
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,6 +18,7 @@ from jaxllm.train.frozen import freeze_params
 from jaxllm.train.objective import LossOutput, Objective
 from jaxllm.train.optimizer import import_optax
 from jaxllm.train.partition import TrainedParams, combine
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves, put
 from jaxllm.weights.types.base import WeightBase
 
@@ -65,7 +65,7 @@ class Constraint(Protocol):
 class Setup(NamedTuple):
     """The static arguments of a compiled step, hashed by value."""
 
-    model: nn.Module
+    model: Model
     objective: Objective
     optimizer: OptimizerConfig
     constraint: Constraint | None = None
@@ -78,9 +78,9 @@ def init_state(trained: TrainedParams, setup: Setup) -> TrainState:
     """
     own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
     state = TrainState(own, setup.optimizer.build().init(own), jnp.zeros((), jnp.int32))
-    if not setup.model.is_sharded:
-        return state
     place = setup.model.cache_sharding
+    if place is None:
+        return state
     return put(state, lambda path, x: _canonical_sharding(x) if x.ndim else place(path, x))
 
 

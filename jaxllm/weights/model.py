@@ -4,7 +4,7 @@ The cache room asks it too, so it is in a room below.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.weights.lazy_gather import load_weight
@@ -23,6 +23,9 @@ class Model:
 
     config: ModelConfig
     precision: Precision
+    if TYPE_CHECKING:
+        apply: Callable[..., Any]
+        clone: Callable[..., Any]
 
     @property
     def is_sharded(self) -> bool:

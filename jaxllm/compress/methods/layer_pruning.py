@@ -11,7 +11,6 @@ from functools import partial
 from math import gcd
 from typing import Annotated, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import msgspec
@@ -28,6 +27,7 @@ from jaxllm.compress.methods.structured_pruning import (
 from jaxllm.compress.recipe import ModelState, Options, Step, StepContext
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 _ROWS = 16  # rows per batch
@@ -96,7 +96,7 @@ def cut_layers(config: ModelConfig, params: Params, keep: Sequence[int]) -> Smal
     return cut, {**rest, **layers}
 
 
-def block_influence(model: nn.Module, params: Params, token_NT: np.ndarray) -> np.ndarray:
+def block_influence(model: Model, params: Params, token_NT: np.ndarray) -> np.ndarray:
     """Return 1 minus the mean cosine of each layer's input and output, `[layers]`.
 
     token_NT: int32 ids, without padding. Raises NonFiniteError if the model returns NaN or
@@ -105,9 +105,7 @@ def block_influence(model: nn.Module, params: Params, token_NT: np.ndarray) -> n
     return 1 - _cosines(model, params, token_NT, 1).mean(axis=(1, 2))
 
 
-def angular_distance(
-    model: nn.Module, params: Params, token_NT: np.ndarray, count: int
-) -> np.ndarray:
+def angular_distance(model: Model, params: Params, token_NT: np.ndarray, count: int) -> np.ndarray:
     """Return the angular distance of each run of `count` layers, `[layers - count + 1]`.
 
     It is the mean angle between the stream before and after the run at the last token, divided by
@@ -158,7 +156,7 @@ def _droppable_layers(layers: int, count: int, first: int, last: int) -> range:
     return inner
 
 
-def _cosines(model: nn.Module, params: Params, token_NT: np.ndarray, run_length: int) -> np.ndarray:
+def _cosines(model: Model, params: Params, token_NT: np.ndarray, run_length: int) -> np.ndarray:
     """Return cosines of the stream `run_length` layers apart, float64 `[runs, N, T]`."""
     size = gcd(len(token_NT), _ROWS)
     batches = [jnp.asarray(token_NT[i : i + size]) for i in range(0, len(token_NT), size)]
@@ -173,7 +171,7 @@ def _cosines(model: nn.Module, params: Params, token_NT: np.ndarray, run_length:
 
 @partial(jax.jit, static_argnums=(0, 3))
 def _cosines_of_batch(
-    model: nn.Module, params: Params, token_BT: jax.Array, run_length: int
+    model: Model, params: Params, token_BT: jax.Array, run_length: int
 ) -> jax.Array:
     states = trace(model, params, token_BT)
     stream = [

@@ -15,7 +15,6 @@ from math import gcd
 from operator import attrgetter
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +27,7 @@ from jaxllm.models.layers import Trace
 from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.steps import run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 
 Salience = Literal["magnitude", "inputs", "first", "second"]
@@ -38,7 +38,7 @@ Arrays = dict[str, Any]  # by path
 
 
 def measure_salience(
-    model: nn.Module,
+    model: Model,
     params: Params,
     kind: Kind,
     criterion: Salience,
@@ -84,7 +84,7 @@ def keep_most_salient(salience_LG: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def _gradient_moments(
-    model: nn.Module,
+    model: Model,
     params: Params,
     weights: Arrays,
     token_NT: np.ndarray,
@@ -102,7 +102,7 @@ def _gradient_moments(
 
 
 def _weight_salience(
-    model: nn.Module,
+    model: Model,
     params: Params,
     criterion: Salience,
     weights: Arrays,
@@ -124,7 +124,7 @@ def _weight_salience(
     return {p: jnp.abs(w * g[p] - w * squares[p] * w / 2) for p, w in wide.items()}
 
 
-def _input_norms(model: nn.Module, params: Params, token_NT: np.ndarray) -> Arrays:
+def _input_norms(model: Model, params: Params, token_NT: np.ndarray) -> Arrays:
     """Return the norm over all tokens of each input `[I]` of every linear in a layer."""
     size = gcd(len(token_NT), _ROWS)
     parts = [
@@ -136,7 +136,7 @@ def _input_norms(model: nn.Module, params: Params, token_NT: np.ndarray) -> Arra
 
 
 @partial(jax.jit, static_argnums=0)
-def _input_squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arrays:
+def _input_squares(model: Model, params: Params, token_BT: jax.Array) -> Arrays:
     family = models.get_family(model.config.model_type)
     squares: Arrays = {}
     for number, layer in enumerate(trace(model, params, token_BT).layers):
@@ -152,7 +152,7 @@ def _input_squares(model: nn.Module, params: Params, token_BT: jax.Array) -> Arr
 
 @partial(jax.jit, static_argnums=0, donate_argnums=4)
 def _add_gradients(
-    model: nn.Module, params: Params, weights: Arrays, token_BT: jax.Array, sums: Any
+    model: Model, params: Params, weights: Arrays, token_BT: jax.Array, sums: Any
 ) -> Any:
     def loss(weights: Arrays) -> jax.Array:
         mine = map_leaves(lambda path, x: weights.get(path, x), params)
@@ -164,7 +164,7 @@ def _add_gradients(
     return jax.tree.map(jnp.add, first, g), jax.tree.map(lambda s, x: s + x * x, second, g)
 
 
-def trace(model: nn.Module, params: Params, token_BT: jax.Array) -> Trace:
+def trace(model: Model, params: Params, token_BT: jax.Array) -> Trace:
     """Run rows without padding and without a cache, and return the trace."""
     return run_model(model, params, (), token_BT, _positions(token_BT))[0]
 

@@ -6,7 +6,6 @@ Requests are sorted by length, longest first, so that batches have few different
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import flax.linen as nn
 import numpy as np
 
 from jaxllm.errors import CapacityError, TokenError
@@ -15,6 +14,7 @@ from jaxllm.evaluate.likelihood.score import check_loader, score
 from jaxllm.evaluate.likelihood.windows import Span, rolling_spans
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.runtime.validation import as_token_array
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 ContextAndContinuation = tuple[Sequence[int], Sequence[int]]
@@ -28,7 +28,7 @@ class Likelihood(NamedTuple):
 
 
 def continuation_likelihoods(
-    model: nn.Module,
+    model: Model,
     params: Params,
     pairs: Sequence[ContextAndContinuation],
     *,
@@ -66,7 +66,7 @@ def continuation_likelihoods(
 
 
 def document_logprobs(
-    model: nn.Module,
+    model: Model,
     params: Params,
     documents: Sequence[Sequence[int]],
     *,
@@ -92,7 +92,7 @@ def document_logprobs(
 
 
 def _score_spans(
-    model: nn.Module,
+    model: Model,
     params: Params,
     documents: list[np.ndarray],
     spans: list[Span],

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from jaxllm.evaluate.likelihood.score import check_finite, check_loader, logits,
 from jaxllm.models.inputs import check_model
 from jaxllm.ops.token_logprobs import map_rows, pick_token
 from jaxllm.runtime.multihost import to_host
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -80,9 +80,9 @@ class Divergence:
 
 
 def divergence(
-    model: nn.Module,
+    model: Model,
     params: Params,
-    other_model: nn.Module,
+    other_model: Model,
     other_params: Params,
     loader: Loader,
     *,
@@ -116,7 +116,7 @@ def divergence(
     return Divergence.from_differences(Differences(**columns))
 
 
-def check_pair(model: nn.Module, other: nn.Module) -> None:
+def check_pair(model: Model, other: Model) -> None:
     """Raise ConfigError for models with vocabularies of different sizes."""
     ours, theirs = model.config.vocab_size, other.config.vocab_size
     if ours != theirs:
@@ -142,8 +142,8 @@ def concatenate(parts: list[Differences]) -> Differences:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _compare(
-    model: nn.Module,
-    other: nn.Module,
+    model: Model,
+    other: Model,
     params: Params,
     other_params: Params,
     token_BT: jax.Array,

@@ -4,13 +4,13 @@ import dataclasses
 import math
 from pathlib import Path
 
-import flax.linen as nn
 import numpy as np
 
 from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.evaluate.likelihood.run import Columns, run_batches
 from jaxllm.evaluate.likelihood.score import check_loader, score
 from jaxllm.models.inputs import check_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -61,7 +61,7 @@ class Perplexity:
 
 
 def perplexity(
-    model: nn.Module,
+    model: Model,
     params: Params,
     loader: Loader,
     *,
@@ -85,7 +85,7 @@ def perplexity(
 
 
 def token_logprobs(
-    model: nn.Module,
+    model: Model,
     params: Params,
     loader: Loader,
     *,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import flax.linen as nn
 import msgspec
 import numpy as np
 
@@ -19,10 +18,11 @@ from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.files import JsonLog, as_schema, lock_file
 from jaxllm.runtime import signals
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 Columns = dict[str, np.ndarray]  # by name, one number per scored token, `[N]`
-Models = Mapping[str, tuple[nn.Module, Params]]
+Models = Mapping[str, tuple[Model, Params]]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):

@@ -6,7 +6,6 @@ One compiled program runs a batch and reduces its logits to two numbers per toke
 from functools import partial
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jaxllm.evaluate.likelihood.data import Batch, Loader
 from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.steps import run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_LOGIT_BYTES = 1 << 28  # maximum bytes of float32 logits for the default batch size
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
     greedy_BT: np.ndarray
 
 
-def score(model: nn.Module, params: Params, batch: Batch) -> Scores:
+def score(model: Model, params: Params, batch: Batch) -> Scores:
     """Run one batch. Raises NonFiniteError if the model returns NaN or infinity.
 
     Memory: one float32 `[B, T, V]`.
@@ -44,7 +44,7 @@ def score(model: nn.Module, params: Params, batch: Batch) -> Scores:
 
 @partial(jax.jit, static_argnums=0)
 def _score(
-    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
+    model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     logits_BTV = logits(model, params, token_BT, position_BT)
     target_BT = token_BT[:, 1:]
@@ -52,9 +52,7 @@ def _score(
     return pad_first_column(log_likelihood(logits_BTV, target_BT)), pad_first_column(greedy_BT)
 
 
-def logits(
-    model: nn.Module, params: Params, token_BT: jax.Array, position_BT: jax.Array
-) -> jax.Array:
+def logits(model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array) -> jax.Array:
     """Return next-token logits, float32 `[B, T - 1, V]`; on a mesh the vocabulary is sharded."""
     return run_model(
         model.with_sharded_logits(), params, (), token_BT[:, :-1], position_BT[:, :-1]
@@ -66,7 +64,7 @@ def pad_first_column(x_BT: jax.Array) -> jax.Array:
     return jnp.pad(x_BT, ((0, 0), (1, 0)))
 
 
-def check_loader(model: nn.Module, loader: Loader) -> None:
+def check_loader(model: Model, loader: Loader) -> None:
     """Raise TokenError for ids outside the vocabulary, CapacityError for rows that are too long."""
     if not isinstance(loader, Loader):
         raise ConfigError(

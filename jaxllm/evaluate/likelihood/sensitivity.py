@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +27,7 @@ from jaxllm.files.plots import save_figure
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import (
     Params,
     first_match,
@@ -79,7 +79,7 @@ def matrix_groups(params: Params, group_by: str) -> dict[str, str]:
 
 
 def measure_sensitivity(
-    model: nn.Module,
+    model: Model,
     params: Params,
     loader: Loader,
     format: str,

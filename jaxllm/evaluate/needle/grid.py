@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 
-import flax.linen as nn
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
@@ -20,6 +19,7 @@ from jaxllm.generation.loops.overflow import (
     Slide as Begin,
 )
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 # Overflow policies by name; None means a slot for every token. Names are those of
@@ -87,7 +87,7 @@ def default_extension(config: ModelConfig, longest: int) -> dict[str, int]:
 
 
 def recall(
-    model: nn.Module,
+    model: Model,
     params: Params,
     encode: Encode,
     *,
@@ -98,7 +98,7 @@ def recall(
     slots: int = 256,
     tries: int = 8,
     seed: int = 0,
-    extended_model: nn.Module | None = None,
+    extended_model: Model | None = None,
     show_progress: bool | None = None,
 ) -> list[Cell]:
     """Measure recall: one cell for each policy, length and depth, in this order.
@@ -153,7 +153,7 @@ def recall(
 
 
 def _run_cell(
-    model: nn.Module,
+    model: Model,
     params: Params,
     probes: Sequence[Probe],
     name: str,
@@ -181,7 +181,7 @@ def _run_cell(
     )
 
 
-def _check_policy(model: nn.Module, name: str, policy: OverflowPolicy | None) -> None:
+def _check_policy(model: Model, name: str, policy: OverflowPolicy | None) -> None:
     if policy is None or isinstance(policy, (Begin, DropSegments)):
         return
     config = model.config

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +26,7 @@ from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.padding import bucket_size, pad_rows
 from jaxllm.ops.token_logprobs import log_likelihood
 from jaxllm.steps import StepOutput, run_and_commit, run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 PREFILL_CHUNK = 256  # tokens per chunk, if they fit
@@ -41,7 +41,7 @@ class PrefillState(NamedTuple):
 
 
 def prefill_texts(
-    model: nn.Module,
+    model: Model,
     params: Params,
     rows: Sequence[Sequence[int]],
     *,
@@ -105,7 +105,7 @@ def prefill_texts(
     return PrefillState(out.logits, cache, length_B)
 
 
-def occupied_slots(model: nn.Module, policy: OverflowPolicy, slots: int) -> int:
+def occupied_slots(model: Model, policy: OverflowPolicy, slots: int) -> int:
     """Return the maximum number of slots that are still occupied after a policy made room.
 
     Raises CapacityError if these are all slots, ConfigError for segments with a model without them.
@@ -127,7 +127,7 @@ class AnswerScores(NamedTuple):
 
 
 def score_answers(
-    model: nn.Module,
+    model: Model,
     params: Params,
     prefilled: PrefillState,
     answers: Sequence[Sequence[Sequence[int]]],
@@ -166,7 +166,7 @@ def score_answers(
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def _prefill_chunk(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     token_BT: jax.Array,
@@ -192,7 +192,7 @@ def _prefill_chunk(
 
 @partial(jax.jit, static_argnums=0)
 def _score_rest(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     token_BA: jax.Array,
@@ -224,7 +224,7 @@ def _sampler_context(rows: Sequence[Sequence[int]], read_B: np.ndarray) -> Conte
     )
 
 
-def _check_positions(model: nn.Module, length: int) -> None:
+def _check_positions(model: Model, length: int) -> None:
     config = model.config
     if length > config.position_limit:
         raise CapacityError(
@@ -233,7 +233,7 @@ def _check_positions(model: nn.Module, length: int) -> None:
         )
 
 
-def _check_angles(model: nn.Module, length: int) -> None:
+def _check_angles(model: Model, length: int) -> None:
     """Raise CapacityError if a cache under a policy would mix keys with different frequencies."""
     config = model.config
     if not config.rope_depends_on_length:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -25,6 +24,7 @@ from jaxllm.models.layers import Trace
 from jaxllm.ops.kv_quant import dequantize
 from jaxllm.runtime.validation import check_int_array
 from jaxllm.steps import run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -47,7 +47,7 @@ def activation_names(
 
 
 def activations(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache | None,
     tokens_BT: Any,
@@ -102,7 +102,7 @@ def check_tokens(
 
 @partial(jax.jit, static_argnums=0)
 def _trace(
-    model: nn.Module,
+    model: Model,
     params: Params,
     segments: Sequence[Segment],
     token_BT: jax.Array,

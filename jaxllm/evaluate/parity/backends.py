@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -21,6 +20,7 @@ from jaxllm.ops.kv_quant import dequantize
 from jaxllm.ops.padding import pad_texts
 from jaxllm.runtime.multihost import to_host
 from jaxllm.steps import decode_step, prefill
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -106,7 +106,7 @@ class JaxBackend:
     """This library, with full float32 precision of matmuls on accelerators too."""
 
     name: str
-    model: nn.Module
+    model: Model
     params: Params
 
     @property

@@ -10,7 +10,6 @@ import dataclasses
 from enum import IntEnum
 from typing import Literal
 
-import flax.linen as nn
 import jax
 import numpy as np
 
@@ -28,6 +27,7 @@ from jaxllm.models.inputs import as_vectors
 from jaxllm.ops.pooling import l2_normalize, pool
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 Pooling = Literal["none", "mean", "last", "cls"]
@@ -71,7 +71,7 @@ class Outputs:
 
 
 def decode(
-    model: nn.Module,
+    model: Model,
     params: Params,
     state: KVCache,
     batch: TokenBatch,

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +11,7 @@ from jaxllm.cache.slot_update import NO_SLOT
 from jaxllm.generation.batching.batched_sampling import Result, Samplers, draw_by_kind
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
 from jaxllm.generation.sampling.sampler import Context
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -20,7 +20,7 @@ def decode_burst(
     tail: Segment,
     context: Context,
     samplers: Samplers,
-    model: nn.Module,
+    model: Model,
     params: Params,
     kind_KB: jax.Array,
     newest_B: jax.Array,

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +32,7 @@ from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER
 
@@ -88,7 +88,7 @@ class _ServeState(NamedTuple):
 
 
 def serve(
-    model: nn.Module,
+    model: Model,
     params: Params,
     requests: Iterable[Request | RejectedRequest | None],
     *,
@@ -182,7 +182,7 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: nn.Module, state: _ServeState, request: Request, capacity: int
+    model: Model, state: _ServeState, request: Request, capacity: int
 ) -> _ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
@@ -210,7 +210,7 @@ def _admit_request(
 
 
 def _run_step(
-    model: nn.Module, params: Params, state: _ServeState, runs: list[TokenRun], chunk: int
+    model: Model, params: Params, state: _ServeState, runs: list[TokenRun], chunk: int
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run the token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
@@ -234,7 +234,7 @@ def _run_step(
 
 
 def _run_burst(
-    model: nn.Module, params: Params, state: _ServeState, burst: int
+    model: Model, params: Params, state: _ServeState, burst: int
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run several steps in one call, if all rows decode; stop when a row ends."""
     rows, seats = state.cache.batch, state.active
@@ -331,7 +331,7 @@ def _token_runs(active: dict[int, _ActiveRequest], chunk: int) -> list[TokenRun]
     return [run for run in runs if run.index_T.size]
 
 
-def _check_request(model: nn.Module, request: Request, capacity: int) -> np.ndarray:
+def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
     """Validate a request; return its prompt as int32."""
     prompt_T = check_int_array("a prompt", request.prompt, TokenError)
     if prompt_T.ndim != 1 or not prompt_T.size:

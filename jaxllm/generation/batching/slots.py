@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from jaxllm import steps
 from jaxllm.cache.kv import EMPTY, KVCache, Segment, cast_delta
 from jaxllm.cache.slot_update import NO_SLOT, write_slots
 from jaxllm.ops.padding import next_power_of_two
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 from jaxllm.weights.types.lora import NO_ADAPTER, choose_adapters
 
@@ -154,7 +154,7 @@ def _adapter_numbers(runs: Sequence[TokenRun], at: np.ndarray, rows: int) -> np.
 
 
 def run_microbatch(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     microbatch: Microbatch,
@@ -185,7 +185,7 @@ def run_microbatch(
 def run_own_slots(
     tail: Segment,
     pool: tuple[Segment, ...],
-    model: nn.Module,
+    model: Model,
     params: Params,
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
@@ -198,7 +198,7 @@ def run_own_slots(
 def _run_shared_slots(
     pool: Segment,
     tail: Segment,
-    model: nn.Module,
+    model: Model,
     params: Params,
     microbatch: Microbatch,
     vectors_PD: jax.Array | None,
@@ -220,7 +220,7 @@ def _run_shared_slots(
 
 
 def _run_tokens(
-    model: nn.Module,
+    model: Model,
     params: Params,
     segments: tuple[Segment, ...],
     microbatch: Microbatch,

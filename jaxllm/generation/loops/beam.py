@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +36,7 @@ from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import prefill, run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 EarlyStopping = bool | Literal["never"]
@@ -99,7 +99,7 @@ class SearchState(struct.PyTreeNode):
 
 
 def beam_search(
-    model: nn.Module,
+    model: Model,
     params: Params,
     tokens_BT: Any,
     *,
@@ -173,7 +173,7 @@ def beam_search(
 
 @partial(jax.jit, static_argnums=(0, 6, 7))
 def _run_search(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     criteria: StopCriteria,
@@ -294,7 +294,7 @@ def _take_beams(x_BNX: jax.Array, at_BN: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_BNX, at_BN.reshape(*at_BN.shape, *[1] * (x_BNX.ndim - 2)), axis=1)
 
 
-def _make_beam_cache(model: nn.Module, cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
+def _make_beam_cache(model: Model, cache: KVCache, N: int, width: int) -> tuple[Any, KVCache]:
     """Return the prompts' segments for B x N rows, and a cache with an empty tail per row.
 
     A segment has one row, shared by all rows, or a row for each. So the beams of a single prompt

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as nn
 import numpy as np
 
 from jaxllm.cache.kv import KVCache
@@ -12,6 +11,7 @@ from jaxllm.generation.loops.finish import NO_TOKEN, check_positions
 from jaxllm.generation.loops.overflow import DropSegments, OverflowPolicy, check_policy
 from jaxllm.models.inputs import check_longrope_limit, rescales_rope, warn_dynamic_ntk
 from jaxllm.ops.padding import bucket_size, pad_rows
+from jaxllm.weights.model import Model
 
 
 def initial_text(
@@ -28,7 +28,7 @@ def initial_text(
 
 
 def check_continuation(
-    model: nn.Module, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
+    model: Model, cache: KVCache | None, lengths_B: np.ndarray, new_B: Any
 ) -> None:
     """Check a generation against LongRoPE and dynamic RoPE; its last token never runs.
 
@@ -44,7 +44,7 @@ def check_continuation(
         warn_dynamic_ntk(begin_B, prompt_B + new_B - 1, model.config)
 
 
-def check_capacity(model: nn.Module, cache: KVCache, needed: int) -> None:
+def check_capacity(model: Model, cache: KVCache, needed: int) -> None:
     """Raise CapacityError if `needed` more tokens do not fit into the cache or the model."""
     check_positions(int(np.asarray(cache.next_position_B).max()) + needed, model.config)
     if int(cache.cursor) + needed > cache.capacity:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,12 @@ from jaxllm.generation.loops.finish import check_positions, pad_eos_ids
 from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import Output, forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
 def contrastive_search(
-    model: nn.Module,
+    model: Model,
     params: Params,
     prompt: Sequence[int],
     *,

@@ -6,7 +6,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Required, TypedDict, Unpack
 
-import flax.linen as nn
 import jax
 import numpy as np
 from flax import struct
@@ -38,6 +37,7 @@ from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import MassMode, prefill
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 # Maps each row's newest token (-1 if the row has ended) to whether the row ends with it.
@@ -102,7 +102,7 @@ class GenerateKwargs(TypedDict, total=False):
 
 
 def generate(
-    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
+    model: Model, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
 ) -> GenerateResult:
     """Continue each prompt `[B, T]` until it ends, with one prefill and one compiled while-loop.
 
@@ -136,7 +136,7 @@ def generate(
 
 
 def stream(
-    model: nn.Module, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
+    model: Model, params: Params, tokens_BT: Any, **options: Unpack[GenerateKwargs]
 ) -> Iterator[GenerateResult]:
     """Generate one token at a time; each item holds the newest token of each row (T = 1).
 
@@ -161,7 +161,7 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
 
 
 def _prefill(
-    model: nn.Module,
+    model: Model,
     params: Params,
     tokens_BT: Any,
     *,
@@ -277,7 +277,7 @@ def _make_result(
 
 
 def _iterate_steps(
-    model: nn.Module,
+    model: Model,
     params: Params,
     limits: StopLimits,
     cache: KVCache,
@@ -311,7 +311,7 @@ def _iterate_steps(
 
 def _run_program(
     program: CachedJit,
-    model: nn.Module,
+    model: Model,
     params: Params,
     limits: StopLimits,
     cache: KVCache,

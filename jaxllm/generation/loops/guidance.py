@@ -5,7 +5,6 @@ The prompt and the negative prompt are two rows of one cache; each chosen token 
 
 from collections.abc import Sequence
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +17,12 @@ from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import decode_step, prefill
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
 def generate_with_guidance(
-    model: nn.Module,
+    model: Model,
     params: Params,
     prompt: Sequence[int],
     *,

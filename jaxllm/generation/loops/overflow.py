@@ -9,7 +9,6 @@ slots it retains.
 import dataclasses
 from typing import ClassVar, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +22,7 @@ from jaxllm.errors import CapacityError, ConfigError
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops.padding import pad_rows
 from jaxllm.steps import prefill
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -32,7 +32,7 @@ class OverflowState(NamedTuple):
     mass_BS: `[B, S]`, or None if the policy does not read it.
     """
 
-    model: nn.Module
+    model: Model
     params: Params
     cache: KVCache
     context: Context

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +47,7 @@ from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompt
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import prefill, run_model
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -99,11 +99,11 @@ class RoundState(struct.PyTreeNode):
 
 
 def speculative_generate(
-    model: nn.Module,
+    model: Model,
     params: Params,
     tokens_BT: Any,
     *,
-    draft: tuple[nn.Module, Params] | PromptLookup,
+    draft: tuple[Model, Params] | PromptLookup,
     max_new_tokens: int | Sequence[int],
     num_draft_tokens: int = 4,
     sampler: Sampler = GREEDY,
@@ -208,8 +208,8 @@ def _check_models(configs: Sequence[ModelConfig], T: int, longest: int) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=7)
 def _decode_loop(
-    model: nn.Module,
-    draft: nn.Module | PromptLookup,
+    model: Model,
+    draft: Model | PromptLookup,
     width: int,
     params: list[Params],
     inputs: LoopInputs,
@@ -233,8 +233,8 @@ def _decode_loop(
 
 
 def _run_round(
-    model: nn.Module,
-    draft: nn.Module | PromptLookup,
+    model: Model,
+    draft: Model | PromptLookup,
     width: int,
     params: list[Params],
     inputs: LoopInputs,
@@ -320,7 +320,7 @@ def _accept_tokens(
 
 
 def _propose_tokens(
-    model: nn.Module,
+    model: Model,
     params: Params,
     width: int,
     inputs: LoopInputs,

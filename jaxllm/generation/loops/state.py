@@ -4,7 +4,6 @@
 model.
 """
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ from jaxllm.cache.kv import KVCache, Segment, replicate_for_host
 from jaxllm.generation.loops.finish import Finish, finish_reasons, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
 from jaxllm.steps import MassMode, run_and_commit
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -86,7 +86,7 @@ def sample(limits: StopLimits, state: DecodeState, logits_BV: jax.Array) -> Deco
 
 
 def decode_and_sample(
-    model: nn.Module,
+    model: Model,
     constants: LoopConstants,
     tail: KVCache,
     state: DecodeState,
@@ -113,7 +113,7 @@ def decode_and_sample(
 
 
 def decode_until_done(
-    model: nn.Module,
+    model: Model,
     constants: LoopConstants,
     tail: KVCache,
     state: DecodeState,

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,11 +13,12 @@ from jaxllm.cache.kv import KVCache, check_usable
 from jaxllm.errors import CapacityError, TokenError
 from jaxllm.models.inputs import array_namespace, as_array, check_shape
 from jaxllm.steps import prefill
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
 def prefill_in_segments(
-    model: nn.Module,
+    model: Model,
     params: Params,
     cache: KVCache,
     tokens_BT: Any,
@@ -47,6 +47,7 @@ def prefill_in_segments(
     tokens_BT = as_array("tokens", tokens_BT)
     T, length = check_shape(tokens_BT)[1], model.config.segment_length
     left = compact(current_segment(cache), capacity=cache.capacity)
+    assert length is not None  # `current_segment` has checked it
     cache = jax.tree.map(jnp.copy, left)  # the caller's buffers must not be donated
     if cache.capacity <= length:
         raise CapacityError(

@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import flax.linen as nn
 import jax
 import msgspec
 import numpy as np
@@ -30,6 +29,7 @@ from jaxllm.runtime.progress import status_bar
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.distill.losses import DistillRows, TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 SHARD_BYTES = 16 << 20  # bytes of a shard, about
@@ -149,7 +149,7 @@ class RecordedData:
 
 def record_teacher(
     directory: Path,
-    teacher: nn.Module,
+    teacher: Model,
     params: Params,
     data: Data,
     *,
@@ -213,7 +213,7 @@ def _check_visible(store: TensorStore, shards: int) -> None:
 
 
 def _record_batch(
-    teacher: nn.Module, params: Params, rows: Rows, record: RecordKey
+    teacher: Model, params: Params, rows: Rows, record: RecordKey
 ) -> Mapping[str, np.ndarray]:
     """Return a batch's part of a shard: keys uint8 `[B, 32]` and buckets of rows with a label."""
     top = _run_teacher(teacher, params, rows, record.size, record.temperature, record.k)
@@ -231,7 +231,7 @@ def _record_batch(
 
 @partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def _run_teacher(
-    teacher: nn.Module, params: Params, rows: Rows, size: int, temperature: float, k: int
+    teacher: Model, params: Params, rows: Rows, size: int, temperature: float, k: int
 ) -> TopKLogprobs:
     logits_BTV = forward(teacher, params, rows, gather_logits=True).logits
     return topk_logprobs(logits_BTV, size, temperature, k)

@@ -22,7 +22,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +34,7 @@ from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
 from jaxllm.train.losses import log_likelihoods
 from jaxllm.train.objective import LossOutput, forward
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MIN_LOGPROB = -1e4  # the log-probability of an impossible token: finite, and its exponential is 0
@@ -218,13 +218,13 @@ class OnlineTeacherLoss:
       hidden: the loss of hidden states, if any.
     """
 
-    teacher: nn.Module
+    teacher: Model
     vocab_size: int
     config: DistillLossConfig
     hidden: HiddenLossConfig | None = None
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         student = forward(model, params, rows)
         teacher = jax.lax.stop_gradient(forward(self.teacher, extra_inputs, rows))
@@ -250,7 +250,7 @@ class RecordedTeacherLoss:
     config: DistillLossConfig
 
     def __call__(
-        self, model: nn.Module, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
+        self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         if not isinstance(rows, DistillRows):
             raise ConfigError("the rows have no recorded teacher outputs: use RecordedData")
@@ -260,7 +260,7 @@ class RecordedTeacherLoss:
 
 
 def _loss_output(
-    model: nn.Module,
+    model: Model,
     logits_BTV: jax.Array,
     rows: Rows,
     teacher: Any,

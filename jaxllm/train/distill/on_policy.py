@@ -7,7 +7,6 @@ a resumed run has the same rows.
 
 import dataclasses
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from jaxllm.generation.sampling.truncation import Temperature
 from jaxllm.runtime.multihost import to_host
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 from jaxllm.train.distill.feature_loss import remove_projections
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
@@ -37,7 +37,7 @@ class OnPolicySampler:
       eos_token_ids: ids that end a text.
     """
 
-    model: nn.Module
+    model: Model
     fraction: float
     prompt_tokens: int = 16
     new_tokens: int = 128
