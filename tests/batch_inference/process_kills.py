@@ -43,10 +43,18 @@ def command_line(pid: int) -> str:
         return ""
 
 
+# A shell starts background jobs with SIGINT ignored, and jaxllm then ignores it, too.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("jaxllm", run_name="__main__", alter_sys=True)
+"""
+
+
 def start_jaxllm(arguments: Sequence[object]) -> "subprocess.Popen[bytes]":
-    """Start `jaxllm ARGUMENTS` as a process."""
+    """Start `jaxllm ARGUMENTS` as a process that SIGINT interrupts."""
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxllm", *map(str, arguments)],
+        [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *_path()])},
     )  # fmt: skip
