@@ -53,7 +53,7 @@ class Checkpoint:
         generation: generation_config.json, or the same settings from an older config.json.
         precision: the dtypes of the stored weights, unless the checkpoint specifies others.
         formats: formats of the quantized weights, by path; `tensors` holds their pieces (see
-            `weights.leaves`).
+            `weights.types`).
         file_format: the file format.
         recipe: the compression steps applied so far, one line per step.
         ignored: names of settings in the files that jaxllm does not use.

@@ -14,7 +14,7 @@ from jaxllm.checkpoints.native import with_params
 from jaxllm.convert.hf import FORMAT_NAME, write_hf
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import ConfigError
-from jaxllm.evaluate.parity import compare as equivalence
+from jaxllm.evaluate.parity import compare
 from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase
 from jaxllm.evaluate.parity.process_zero import on_process_zero
 from jaxllm.evaluate.parity.tolerance import Tolerance
@@ -53,7 +53,7 @@ def verify(
     tolerance: Tolerance | None = None,
     exact: Backend | None = None,
     show_progress: bool | None = None,
-) -> equivalence.Report:
+) -> compare.Report:
     """Compare a model with a reference: all activations, the cache, and greedily decoded tokens.
 
     Args:
@@ -64,11 +64,11 @@ def verify(
         files: the directory of a loaded model's weights, which saves writing them for transformers.
         dtype: dtype of a model loaded here; by default "float32".
         reference_dtype: by default `dtype` for transformers, "float32" otherwise.
-        new_tokens, tolerance, exact: as for `equivalence.compare.verify`.
+        new_tokens, tolerance, exact: as for `parity.compare.verify`.
 
     Returns a report that `holds`, or names the `first` activation that differs;
-    `evaluate.equivalence.report.to_text` formats it. Raises ConfigError without transformers, and
-    what `load` and `equivalence.verify` raise.
+    `evaluate.parity.report.to_text` formats it. Raises ConfigError without transformers, and
+    what `load` and `parity.compare.verify` raise.
     """
     dtype = None if dtype is None else check_dtype("dtype", dtype)
     if reference_dtype is not None:
@@ -80,8 +80,10 @@ def verify(
     }
     if isinstance(model, JaxBackend):
         if case is None or isinstance(reference, str | Path | LM):
-            raise ConfigError("verify of an Ours requires a Side as the reference, and a case")
-        return equivalence.verify(model, reference, case, exact=exact, **options)
+            raise ConfigError(
+                "verify of a JaxBackend requires a Backend as the reference, and a case"
+            )
+        return compare.verify(model, reference, case, exact=exact, **options)
     if isinstance(model, LM):
         lm, dtype = model, dtype or model.model.precision.activations
     else:
@@ -90,11 +92,11 @@ def verify(
         files = model
     if case is None:
         ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
-        case = equivalence.example_case(ids, lm.config.vocab_size, length)
+        case = compare.example_case(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)
     ours = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
     with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, found):
-        return equivalence.verify(ours, other, case, exact=exact or found, **options)
+        return compare.verify(ours, other, case, exact=exact or found, **options)
 
 
 @contextlib.contextmanager

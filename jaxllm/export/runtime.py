@@ -70,7 +70,7 @@ class _StepEntry(_FileEntry, forbid_unknown_fields=True):
 
 
 class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
-    """manifest.json. `model`, `precision` and `form` are metadata; `export.compare` reads form."""
+    """manifest.json. `model`, `precision` and `form` are metadata; `compare` reads `form`."""
 
     format: str
     version: int

@@ -5,6 +5,6 @@ step (collective: one kind; context_parallel: those of context parallelism). est
 peak rates, and the largest batch and context. search: a ranking of meshes. simulate: many requests
 on many replicas. open_model: a checkpoint or a bare configuration; report: plans as text.
 
-Collectives and bytes match compiled programs (`sharding.count_collectives`); times are bounds from
+Collectives and bytes match compiled programs (`sharding.collective_stats`); times are bounds from
 data sheets.
 """

@@ -1,6 +1,6 @@
 """The collectives of a step, by kind, axis, number and bytes.
 
-Tests compare them with compiled programs (`sharding.count_collectives`). All-reduces and gathered
+Tests compare them with compiled programs (`sharding.collective_stats`). All-reduces and gathered
 logits are float32, like the results of matmuls. Independent all-reduces over the same devices count
 as one, since XLA combines them.
 """

@@ -64,7 +64,7 @@ class PlanQuery:
 
     @property
     def prompt_groups(self) -> int:
-        """The number of microbatches of a prompt chunk (`pipeline.stages.PipelineRunner`)."""
+        """The number of microbatches of a prompt chunk (`pipeline.forward.PipelineRunner`)."""
         if self.groups is not None or self.axes.stage == 1:
             return self.microbatches
         rows = communication.rows_per_device(self.axes, self.batch)

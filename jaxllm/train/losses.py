@@ -13,7 +13,7 @@ from jaxllm.train.data.rows import IGNORED
 def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: AxisNames = ()) -> jax.Array:
     """Return the log-probability of each label, float32 `[B, T]`; 0 where it is `IGNORED`.
 
-    over: as in `ops.likelihood`.
+    over: as in `ops.token_logprobs`.
     """
     counted_BT = label_BT != IGNORED
     safe_BT = jnp.where(counted_BT, label_BT, 0)
@@ -27,7 +27,7 @@ def cross_entropy(
     """Return the summed negative log-likelihood in nats, and the number of labels, float32 each.
 
     A label is the token that follows the token of its column. `IGNORED` labels do not count; if
-    there are no others, both results are 0. over: as in `ops.likelihood`.
+    there are no others, both results are 0. over: as in `ops.token_logprobs`.
     """
     counted = (label_BT != IGNORED).sum().astype(jnp.float32)
     return -log_likelihoods(logits_BTV, label_BT, over).sum(), counted

@@ -20,9 +20,9 @@ from jaxllm.weights.paths import first_match
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) with warmup and decay of the learning rate.
 
-    A run that is resumed with another `steps` or `lr` (`train.keeping.CHANGEABLE`) uses the new
-    values from its next step on: the rate of step `n` is their `learning_rate(n)`, whatever came
-    before.
+    A run that is resumed with another `steps` or `lr` (`train.checkpointing.CHANGEABLE`) uses the
+    new values from its next step on: the rate of step `n` is their `learning_rate(n)`, whatever
+    came before.
 
     Attributes:
       steps: steps of the whole run.

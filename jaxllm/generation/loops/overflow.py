@@ -163,7 +163,7 @@ class DropSegments:
 class PoolOlder:
     """Keep the first `sinks` and last `recent` tokens; average older ones, `ratio` to a slot.
 
-    The `pooled_slots` newest averaged slots are retained (see `cache.pooling`), so the cache
+    The `pooled_slots` newest averaged slots are retained (see `cache.token_merging`), so the cache
     represents sinks + pooled * ratio + recent tokens. Each token is averaged once. Gaps are closed;
     nothing is recomputed. Requires rotary positions. pooled: by default a quarter of the cache.
     recent: by default, so that at most three quarters of the cache stay in use.

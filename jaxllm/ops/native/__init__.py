@@ -185,7 +185,7 @@ class Matrix(NamedTuple):
 
     Attributes:
         kind: Storage type.
-        arrays: Arrays `[O, ...]` of that type (see `weights.leaves`).
+        arrays: Arrays `[O, ...]` of that type (see `weights.types`).
         group: Columns that share a scale; None if a row has one scale, or none.
     """
 

@@ -18,7 +18,7 @@ from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 
 @dataclasses.dataclass(frozen=True)
 class SplitCacheWriter:
-    """Works as `cache.write.write_at_cursor`, for a tail with S / n slots on each of n devices.
+    """`cache.slot_update.write_at_cursor` for a tail with S / n slots on each of n devices.
 
     Split entries rotate over the devices, so that none ever holds all of them.
     """

@@ -41,7 +41,7 @@ from jaxllm.weights.types.base import WeightBase
 
 Ints = Any  # int32, of numpy or JAX
 # Sums the loss of logits [B, T, V] and rows. The logits are a device's own if they are sharded over
-# the mesh axes of the last argument (`ops.likelihood`).
+# the mesh axes of the last argument (`ops.token_logprobs`).
 Loss = Callable[[jax.Array, Any, AxisNames], jax.Array]
 
 
