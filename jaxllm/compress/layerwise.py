@@ -162,7 +162,7 @@ def run_layerwise(
 def match_linears(layer: LayerInputs, rule: str) -> list[tuple[LinearGroup, list[str]]]:
     """Return each site with its linears that match a rule, in the order they run; no routers.
 
-    Raises ConfigError as `check_unwrapped` does, and for a matching matrix whose inputs are
+    Raises ConfigError as `check_unwrapped` does, and if the inputs of a matching matrix are
     unknown.
     """
     matches = []

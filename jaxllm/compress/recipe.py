@@ -306,7 +306,7 @@ def parse_integer_format(name: str) -> IntFormat:
 
 
 def check_pattern(shapes: Shapes, argument: str, options: RuleOptions) -> None:
-    """Raise ConfigError for a matrix whose rows cannot be split into groups of M."""
+    """Raise ConfigError if the rows of a matrix cannot be split into groups of M."""
     sparsity = parse_sparsity(argument)
     for path in match_paths(shapes, options.on, argument):
         sparsity.check(shapes[path][-1], path)

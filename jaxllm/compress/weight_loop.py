@@ -79,7 +79,7 @@ def change_experts(
     prepare: Prepare,
     log: Callable[[str], None],
 ) -> Params:
-    """Change each expert's matrices, given the statistics of its own inputs.
+    """Change each expert's matrices, given the statistics of that expert's inputs.
 
     The inputs of an expert's down projection are computed with its changed gate and up. Experts
     without any token are changed as if their inputs were uncorrelated and of equal size, and are

@@ -112,7 +112,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder(ABC):
-    """Decoding method; each is a frozen dataclass whose fields are the options of it alone.
+    """A decoding method: a frozen dataclass. Its fields are the options that only it takes.
 
     name: for messages. samples: whether it takes a sampler and sampling options. mixes_adapters:
     whether prompts may have different adapters.

@@ -16,8 +16,8 @@ mesh_spec: the mesh that users write, and JAX's mesh. partition_rules: the table
 rules, derived from each family's metadata, and the configuration that one device runs.
 shard_params: shards parameters while they are read, one tensor at a time. partition_specs:
 `PartitionSpec`s of all other inputs and outputs of a model. fsdp: matrices sharded over `data`.
-shard_list: parameters whose shards are no blocks of their arrays. tensor_parallel, expert_parallel:
-weights whose products communicate. gather_params: gathers parameters, to write them. adapters:
+shard_list: parameters that are stored as a list of shards. tensor_parallel, expert_parallel:
+weights with products that communicate. gather_params: gathers parameters, to write them. adapters:
 places new adapters for training. model_sharding: what a sharded model is made of. local_params: the
 parameters as one device uses them. call: how a call is sharded over rows, layers and tokens, and
 the call itself. sharded_model: the model. collective_stats: statistics of the

@@ -73,9 +73,6 @@ class FsdpShard(WeightWrapper, struct.PyTreeNode):
     def take(self, index: jax.Array) -> jax.Array:
         return as_weight(self.gather()).take(index)
 
-    def matmul(self, x_RI: jax.Array) -> jax.Array:
-        return self.apply_with(x_RI, lambda x, weight: as_weight(weight).matmul(x))
-
     def apply_with(self, x_RI: jax.Array, linear: LinearFn, *args: Any) -> jax.Array:
         """Return the product; `linear` must not close over arrays.
 

@@ -1,6 +1,6 @@
-"""A sharded parameter whose shards are not blocks of its arrays: a list of weights.
+"""Sharded parameters as lists of weights, for shards that are not blocks of an array.
 
-Quantized weights, fused matrices, and a vocabulary that the devices do not divide are stored so.
+Quantized weights, fused matrices, and a vocabulary that the devices do not divide need this.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxllm.weights.types.bf16_12bit import PackedBf16
 
 
 class ShardList(WeightBase, struct.PyTreeNode):
-    """A weight as a list of its shards, each in a storage format of its own.
+    """A weight as a list of its shards; each shard is a weight in its storage format.
 
     A product uses the local shard, never this object.
     """

@@ -65,7 +65,7 @@ def prune_magnitude(weight: Weight, sparsity: Sparsity) -> jax.Array:
 
 
 def prune_below(weight: Weight, bound: float) -> jax.Array:
-    """Zero the weights whose magnitude is below `bound`."""
+    """Zero all weights of magnitude below `bound`."""
     array = jnp.asarray(to_dense(weight))
     return jnp.where(jnp.abs(array.astype(jnp.float32)) < bound, jnp.zeros((), array.dtype), array)
 

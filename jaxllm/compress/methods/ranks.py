@@ -80,7 +80,7 @@ def rank_of_energy(sigma_R: np.ndarray, energy: float) -> int:
 
 
 def rank_of_share(shape: tuple[int, int], share: float) -> int:
-    """Return the largest rank whose factors have at most this share of the matrix's elements.
+    """Return the largest rank at which the factors have at most this share of the elements.
 
     Raises ConfigError if the share is not between 0 and 1, or too small for rank 1.
     """
@@ -96,9 +96,9 @@ def allocate_ranks(
 ) -> Ranks:
     """Allocate ranks to a model's matrices so that together they have at most `budget` elements.
 
-    Greedy: every matrix starts at rank 1. The next rank goes to the matrix whose relative squared
-    error it lowers most per element, so all outputs count equally, however large they are. A matrix
-    for which one more rank would save nothing is kept dense (None) and costs its own size.
+    Greedy: every matrix starts at rank 1. The next rank goes where it lowers the relative squared
+    error most per element, so all outputs count equally, however large they are. If one more rank
+    would save nothing, a matrix stays dense (None) and costs its own size.
 
     Args:
         sigmas: Singular values of each matrix, the largest first.
