@@ -39,8 +39,9 @@ from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import as_schema, path_exists, path_inside, read_json
+from jaxllm.files import path_exists, path_inside, read_json
 from jaxllm.models import FAMILIES, build, get_family, param_shapes
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors

@@ -15,8 +15,8 @@ from jaxllm.convert.decoders import (
 )
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema
 from jaxllm.models.llama import LlamaConfig
+from jaxllm.runtime.schema import as_schema
 
 LLAMA = make_table(
     "Llama",

@@ -514,6 +514,17 @@ load.__doc__ = str(load.__doc__).replace(
 )
 
 
+def to_one_device(lm: LM) -> LM:
+    """Return the model for one device, with its parameters gathered on the host of each process."""
+    return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
+
+
+def shard_like(lm: LM, other: LM) -> LM:
+    """Shard a single-device model like another model, if that is on a mesh."""
+    model = other.model.shard_like(lm.model)
+    return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
+
+
 def _describe_checkpoint(opened: native.Checkpoint, *options: Any) -> dict[str, str]:
     """Return what must be equal in all processes: everything about a checkpoint and how it is
     loaded, except the weights' values.

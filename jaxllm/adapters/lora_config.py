@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import check_name_pattern, compile_pattern, field_errors
+from jaxllm.files import check_name_pattern, compile_pattern
+from jaxllm.runtime.schema import field_errors
 
 Names = str | Sequence[str]
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]

@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema, lock_file, parse_json, path_exists, remove_partials
+from jaxllm.files import lock_file, parse_json, path_exists, remove_partials
 from jaxllm.runtime import signals
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights import safetensors
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor

@@ -74,7 +74,7 @@ def bench(
     loaded = time.perf_counter() - start
     if sparse is not None:
         from jaxllm.compress.pipeline import prune_to_format
-        from jaxllm.train.jobs import shard_like, to_one_device
+        from jaxllm.lm import shard_like, to_one_device
 
         lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
         log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")

@@ -55,7 +55,7 @@ def merge(
     corpus = None if text is None else read_corpus(text, None, False)
     lm = load_model(model, dtype, quantize=quantize, adapters=[adapter], mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.divergence import divergence
-    from jaxllm.train.jobs import shard_like, to_one_device
+    from jaxllm.lm import shard_like, to_one_device
 
     made = merge_into_weights(to_one_device(lm), format)
     there = shard_like(made, lm)

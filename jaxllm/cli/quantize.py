@@ -84,7 +84,7 @@ def read_rules(file: Path) -> list[tuple[str, str | None]]:
 
     Raises ConfigError if the file has any other form.
     """
-    from jaxllm.files import as_schema
+    from jaxllm.runtime.schema import as_schema
 
     rows = read_json_option("--rules", file)
     return as_schema(rows, list[tuple[str, str | None]], f"--rules {file}", ConfigError)

@@ -363,9 +363,10 @@ def distill(
     or texts are saved in OUT.taught; the state in OUT.parts, during the run.
     """
     with spinner("starting"):
+        from jaxllm.compress.student import StudentSize, check_student, make_student
+        from jaxllm.train.data.rows import whole_rows
         from jaxllm.train.distill import sequence_kd
         from jaxllm.train.distill.job import Distillation, distill as job_of
-        from jaxllm.train.distill.student_init import StudentSize, check_student, make_student
 
         asked = Distillation(
             alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
@@ -388,7 +389,7 @@ def distill(
 
     def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
         taught = None if student is None else load_training_model(student, options)
-        taught = taught or make_student(teacher, part, data)
+        taught = taught or make_student(teacher, part, whole_rows(data.batch(0)))
         return job_of(
             teacher, taught, data, asked, eval_data=eval_data, directory=directory,
             seed=options.seed,

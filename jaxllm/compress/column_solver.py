@@ -21,8 +21,8 @@ import numpy as np
 from scipy.linalg import lapack
 
 from jaxllm.compress.input_stats import InputStats
-from jaxllm.compress.sparsity import Sparsity, lowest_in_groups
 from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights.sparsity import Sparsity, lowest_in_groups
 from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import IntFormat
 

@@ -18,7 +18,6 @@ import msgspec
 from jaxllm import models
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration
-from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.files import compile_pattern, read_text, split_lines
@@ -26,6 +25,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.sparsity import parse as parse_sparsity
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat
 

@@ -23,9 +23,10 @@ from jaxllm.evaluate.likelihood.divergence import (
     token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files import as_schema, finite_json, read_json
+from jaxllm.files import finite_json, read_json
 from jaxllm.lm import LM
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.paths import flatten
 

@@ -16,7 +16,7 @@ from jaxllm.config.long_attention import (
     TokenCount as TokenCount,  # with the other bounds
 )
 from jaxllm.errors import ConfigError
-from jaxllm.files import field_errors
+from jaxllm.runtime.schema import field_errors
 
 HiddenAct = Literal[
     "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",

@@ -19,10 +19,11 @@ from jaxllm.export import FixedShapeRunner, StepSignature, input_shapes
 from jaxllm.export.runner import check_lengths
 from jaxllm.export.runtime import FORMAT, MANIFEST, VERSION, WEIGHTS, Shapes, digest, load
 from jaxllm.export.step import check_signature, output_feeds, run_step
-from jaxllm.files import as_schema, atomic_directory, atomic_file, check_vacant, write_json
+from jaxllm.files import atomic_directory, atomic_file, check_vacant, write_json
 from jaxllm.models import get_family
 from jaxllm.ops.native import disable_kernels
 from jaxllm.runtime.progress import bytes_bar, steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor

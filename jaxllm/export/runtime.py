@@ -20,15 +20,8 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import (
-    as_schema,
-    check_memory,
-    open_regular,
-    path_exists,
-    path_inside,
-    read_bytes,
-    read_json,
-)
+from jaxllm.files import check_memory, open_regular, path_exists, path_inside, read_bytes, read_json
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.safetensors import open_tensors
 

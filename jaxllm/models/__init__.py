@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema
 from jaxllm.models import (
     gemma2,
     gemma3_text,
@@ -37,6 +36,7 @@ from jaxllm.models import (
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
 from jaxllm.ops.compile_cache import load_or_make
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision

@@ -194,17 +194,6 @@ def run_job(
     )
 
 
-def to_one_device(lm: LM) -> LM:
-    """Return the model for one device, with its parameters gathered on the host of each process."""
-    return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
-
-
-def shard_like(lm: LM, other: LM) -> LM:
-    """Shard a single-device model like another model, if that is on a mesh."""
-    model = other.model.shard_like(lm.model)
-    return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
-
-
 def delete_state(directory: Path) -> None:
     """Remove the saved state of a run, after its result is written."""
     journal = TensorStore(directory)

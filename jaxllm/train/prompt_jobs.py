@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxllm.cache.files import save_cache
 from jaxllm.cache.kv import KVCache
 from jaxllm.errors import ConfigError
-from jaxllm.lm import LM
+from jaxllm.lm import LM, to_one_device
 from jaxllm.runtime.multihost import run_on_process_zero
 from jaxllm.train.frozen_prefix import (
     PROMPT_KEY,
@@ -24,7 +24,7 @@ from jaxllm.train.frozen_prefix import (
     with_soft_prompt,
     with_trained_prefix,
 )
-from jaxllm.train.jobs import TrainJob, to_one_device
+from jaxllm.train.jobs import TrainJob
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.paths import Params
 

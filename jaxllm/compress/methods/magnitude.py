@@ -17,10 +17,10 @@ from jaxllm.compress.recipe import (
     StepContext,
     check_pattern,
 )
-from jaxllm.compress.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import map_leaves
+from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
 class MagnitudeOptions(RuleOptions, frozen=True):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.compress.recipe import Argument, Shapes
-from jaxllm.compress.sparsity import parse_share
 from jaxllm.errors import ConfigError
+from jaxllm.weights.sparsity import parse_share
 
 Ranks = dict[str, int | None]  # by path; None keeps the matrix dense
 

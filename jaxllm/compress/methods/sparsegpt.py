@@ -18,9 +18,9 @@ from jaxllm.compress.recipe import (
     check_pattern,
     parse_integer_format,
 )
-from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.weights.formats import Weight, to_dense
+from jaxllm.weights.sparsity import parse as parse_sparsity
 
 
 class SparseGptOptions(RuleOptions, frozen=True):

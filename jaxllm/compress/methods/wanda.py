@@ -16,9 +16,9 @@ from jaxllm.compress.recipe import (
     StepContext,
     check_pattern,
 )
-from jaxllm.compress.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.weights.formats import Weight, to_dense
+from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
 def wanda(

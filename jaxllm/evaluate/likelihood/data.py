@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
-from jaxllm.files import as_schema, read_json_lines
+from jaxllm.files import read_json_lines
 from jaxllm.ops.padding import next_power_of_two, pad_rows
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import as_token_array
 
 State = Mapping[str, Any]

@@ -15,9 +15,10 @@ import numpy as np
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
-from jaxllm.files import JsonLog, as_schema, lock_file
+from jaxllm.files import JsonLog, lock_file
 from jaxllm.runtime import signals
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

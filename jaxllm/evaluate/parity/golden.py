@@ -24,7 +24,6 @@ from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase, pad
 from jaxllm.evaluate.parity.compare import Report, compare_activations, compare_greedy
 from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, coarser_dtype, measure
 from jaxllm.files import (
-    as_schema,
     atomic_directory,
     check_vacant,
     path_exists,
@@ -34,6 +33,7 @@ from jaxllm.files import (
 )
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import digest, open_tensors, write_tensors
 

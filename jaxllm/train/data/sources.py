@@ -10,7 +10,8 @@ import numpy as np
 from jaxllm.data.chunking import MAX_PIECE_BYTES, ChunkSpec, EncodedPieces, map_file
 from jaxllm.data.wikitext import read_wikitext
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
-from jaxllm.files import as_schema, read_json_lines
+from jaxllm.files import read_json_lines
+from jaxllm.runtime.schema import as_schema
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.conversations import check_length, common_prefix_length, encode_conversation

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.files import field_errors
 from jaxllm.lm import LM
+from jaxllm.runtime.schema import field_errors
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Data
 from jaxllm.train.distill.cached_logits import RecordedData, record_teacher

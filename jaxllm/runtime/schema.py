@@ -1,4 +1,4 @@
-"""Schemas: values from files are checked against the annotations of the type they become.
+"""Schemas: values, such as those of files, are checked against the annotations of their type.
 
 A schema is any annotation that msgspec supports, with bounds: `Annotated[int, Meta(ge=1)]`.
 """
