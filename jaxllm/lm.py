@@ -54,6 +54,7 @@ from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype
 from jaxllm.sharding import MeshSpec, build_model
+from jaxllm.sharding.sharded_model import shard_model_like, unshard_model
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_weight
@@ -516,12 +517,12 @@ load.__doc__ = str(load.__doc__).replace(
 
 def to_one_device(lm: LM) -> LM:
     """Return the model for one device, with its parameters gathered on the host of each process."""
-    return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
+    return dataclasses.replace(lm, model=unshard_model(lm.model), params=lm.model.gather(lm.params))
 
 
 def shard_like(lm: LM, other: LM) -> LM:
     """Shard a single-device model like another model, if that is on a mesh."""
-    model = other.model.shard_like(lm.model)
+    model = shard_model_like(lm.model, other.model)
     return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 
 

@@ -23,6 +23,7 @@ from jaxllm.cache.files import fingerprint
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError
 from jaxllm.runtime.multihost import broadcast_array, broadcast_from_zero, to_host
+from jaxllm.sharding.sharded_model import unshard_model
 from jaxllm.train.partition import TrainedParams
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, TrainState
@@ -47,7 +48,7 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
       extra: other settings by name, such as the digests of the data.
     """
     named = {
-        "model": setup.model.unsharded(),
+        "model": unshard_model(setup.model),
         "objective": setup.objective,
         "constraint": setup.constraint,
     }

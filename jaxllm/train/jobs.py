@@ -23,6 +23,8 @@ from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.lm import LM
 from jaxllm.runtime.multihost import check_processes_agree
 from jaxllm.runtime.validation import check_dtype, check_seed
+from jaxllm.sharding.adapters import attach_adapter
+from jaxllm.sharding.sharded_model import with_sharded_rows
 from jaxllm.train.constraints import KeepZeros, keep_zeros
 from jaxllm.train.data.rows import Data
 from jaxllm.train.loop import Log, PrepareRows, Report, TrainPlan, TrainResult, train
@@ -114,7 +116,7 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         adapter = init_adapter(lm.config, lm.params, config, key)
     else:
         adapter = with_config(lm.config, start, config)
-    attachment = lm.model.attach_adapter(lm.params, make_attacher(lm.config, adapter))
+    attachment = attach_adapter(lm.model, lm.params, make_attacher(lm.config, adapter))
 
     def finish(params: Params, directory: Path) -> None:
         beside = map_leaves(lambda _, leaf: _extract_adapters(leaf), params)
@@ -170,7 +172,7 @@ def run_job(
         writing the result.
       remat: recompute the inside of each block in the backward pass (gradient checkpointing).
     """
-    model = job.model.with_sharded_rows().clone(remat=remat)
+    model = with_sharded_rows(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, eval_data = job.data or data, job.eval_data or eval_data
     digests = [None if some is None else some.digest for some in (data, eval_data)]

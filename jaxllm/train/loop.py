@@ -22,6 +22,7 @@ from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
 from jaxllm.runtime.progress import status_bar
 from jaxllm.runtime.validation import check_int, check_seed
+from jaxllm.sharding.sharded_model import check_rows
 from jaxllm.train.checkpointing import (
     check_unused,
     collect_settings,
@@ -163,7 +164,7 @@ def train(
         raise ConfigError("the data has no labels to learn: all of them are ignored")
     if plan.patience is not None and eval_data is None:
         raise ConfigError("patience needs validation data (held_out)")
-    setup.model.check_rows(data.batch(0).token_BT.shape[0])
+    check_rows(setup.model, data.batch(0).token_BT.shape[0])
     named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
     settings = collect_settings(
         setup, plan, rules=rules, prepare=named, data=data.digest,

@@ -13,6 +13,7 @@ from jaxllm.cache.kv import KVCache
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM, to_one_device
 from jaxllm.runtime.multihost import run_on_process_zero
+from jaxllm.sharding.sharded_model import replicate_arrays
 from jaxllm.train.frozen_prefix import (
     PROMPT_KEY,
     PROMPT_RULES,
@@ -85,7 +86,7 @@ def prompt_tuning(
 
     return TrainJob(
         lm=lm,
-        params={**params, PROMPT_KEY: lm.model.replicate(params[PROMPT_KEY])},
+        params={**params, PROMPT_KEY: replicate_arrays(lm.model, params[PROMPT_KEY])},
         objective=PrefixLoss(),
         extra_inputs=None if prefix is None else to_segments(prefix),
         rules=PROMPT_RULES,

@@ -10,6 +10,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig, init_adapter, make_attacher
+from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
@@ -128,7 +129,7 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
         lora = LoraConfig(r=3, target_modules="all-linear")
         adapter = init_adapter(model.config, params, lora, jax.random.key(1))
         rules = ADAPTERS
-        whole = model.attach_adapter(params, make_attacher(model.config, adapter))
+        whole = attach_adapter(model, params, make_attacher(model.config, adapter))
     some, rest = partition(whole, rules, None, model.unsharded_paths)
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
     rows = jax.tree.map(lambda x: x[None], texts())

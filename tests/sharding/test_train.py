@@ -14,6 +14,7 @@ from jaxllm.adapters import LoraConfig, extract_adapter, init_adapter, make_atta
 from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.sharding import ShardedModel, make_sharded_model
+from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
@@ -244,7 +245,7 @@ def test_adapter_training_equals_single_device(
     for mine in (model, on_mesh(model, mesh, True)):
         base = mine.shard(params)
         adapter = init_adapter(model.config, base, lora, jax.random.key(1))
-        adapted = mine.attach_adapter(base, make_attacher(model.config, adapter))
+        adapted = attach_adapter(mine, base, make_attacher(model.config, adapter))
         trained, rest = partition(adapted, ADAPTERS, None, mine.unsharded_paths)
         setup = Setup(mine, NextToken(), optimizer)
         state = init_state(trained, setup)
@@ -366,7 +367,7 @@ def test_unsupported_training_on_mesh_is_refused(tmp_path: Path) -> None:
         config = LoraConfig(target_modules=("q_proj",), **options)
         adapter = init_adapter(model.config, params, config, jax.random.key(0))
         with pytest.raises(ConfigError, match=words):
-            staged.attach_adapter(staged.shard(params), make_attacher(model.config, adapter))
+            attach_adapter(staged, staged.shard(params), make_attacher(model.config, adapter))
         if config.use_dora:
             with pytest.raises(ConfigError, match=r"needs the row norms of layers"):
                 init_adapter(model.config, staged.shard(params), config, jax.random.key(0))

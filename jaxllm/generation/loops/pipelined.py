@@ -8,11 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.cache.kv import KVCache, constrain_cache, replicate_for_host
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.state import DecodeState, LoopConstants, sample
 from jaxllm.steps import MassMode
+
+
+def row_groups(model: Any, rows: int) -> np.ndarray | None:
+    """Return the group of each row, int32 `[B]`, if stages decode one group each; else None.
+
+    It is None if the rows are not divisible into groups.
+    """
+    stages, devices = len(model.stage_layers), model.num_data_shards(rows)
+    if not stages or model.runner.chunks > 1 or rows % (devices * stages):
+        return None
+    size = rows // (devices * stages)
+    return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)
 
 
 def decode_pipelined(
@@ -22,12 +35,12 @@ def decode_pipelined(
     state: DecodeState,
     attention_mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
-    """Run `state.decode_pipelined` pipelined, for a model with `Model.row_groups`.
+    """Run `state.decode_pipelined` pipelined, for a model and rows with `row_groups`.
 
     The tail must have room for all tokens. The attention mass is not supported.
     """
     rows = tail.batch
-    group_B, start = jnp.asarray(model.row_groups(rows)), tail.cursor
+    group_B, start = jnp.asarray(row_groups(model, rows)), tail.cursor
     stages = model.axes.stage
 
     def is_unfinished(carry: Any) -> jax.Array:
