@@ -1,10 +1,9 @@
 """Flax modules that name parameters and call `ops`; a family's file is named after `model_type`.
 
-Families, one row each in `FAMILIES`: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral,
-olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3. family: the row type. decoder: the base of most
-families; hybrid_attention: layers with full or sliding attention; moe: mixtures of experts.
-modules: shared Flax modules; layers: what layers compute; inputs: checks of a step's inputs; long/:
-long-context attention. A family's file also defines its configuration with rotary settings and
+Families have one row each in `FAMILIES`. family: the row type. decoder: the base of most families;
+hybrid_attention: layers with full or sliding attention; moe: mixtures of experts. modules: shared
+Flax modules; layers: what layers compute; inputs: checks of a step's inputs; long/: long-context
+attention. A family's file also defines its configuration with rotary settings and
 windows (`ModelConfig.rotary`, `.window`). Its checkpoint mapping is a table in `convert`.
 docs/add_a_family.md covers all of it.
 """
