@@ -28,8 +28,8 @@ from jaxllm.cache import (
 from jaxllm.cache.sequences import read_positions
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
 from jaxllm.generation.recompute import recompute
-from jaxllm.models.layers import Trace
 from jaxllm.models.decoder import Decoder
+from jaxllm.models.layers import Trace
 from jaxllm.models.llama import LlamaConfig
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
