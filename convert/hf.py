@@ -200,7 +200,6 @@ def write_hf(
     *,
     files: Iterable[Path] = (),
     keep: tuple[str, Checkpoint] | None = None,
-    show_progress: bool | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads, atomically.
 
@@ -244,7 +243,6 @@ def write_hf(
         metadata={"format": "pt"},
         aligned=False,
         files=files,
-        show_progress=show_progress,
     )
 
 

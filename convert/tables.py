@@ -42,7 +42,7 @@ class FieldTable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture(FieldTable):
+class Architecture(FieldTable, abc.ABC):
     """The table of one `model_type`: how its checkpoints are read and written.
 
     A tensor has our parameter's name after a prefix, and its shape, except as listed here.
