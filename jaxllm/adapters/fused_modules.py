@@ -17,7 +17,7 @@ from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.adapters.targets import LoraSpec
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import FusedLayout, Span
-from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.hf import write_config
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.lazy import LazyTensor, concat_tensors
 
@@ -38,7 +38,7 @@ class FusedGroup(NamedTuple):
 
 def list_groups(config: ModelConfig) -> list[FusedGroup]:
     """Return the fused modules of all layers."""
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    _, table = write_config(config)
     layers, found = models.get_family(config.model_type).layers, []
     for layout in table.layouts:
         if isinstance(layout, FusedLayout):
@@ -57,7 +57,7 @@ def split_fused(
 
     prefix: prefix of PEFT's names. Raises CheckpointError for a wrong number of rows.
     """
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    _, table = write_config(config)
     groups = {f"{prefix}{group.name}": group for group in list_groups(config)}
     made = {}
     for name, tensor in tensors.items():

@@ -19,7 +19,7 @@ from jaxllm.adapters.fused_modules import fuse_modules, split_fused
 from jaxllm.adapters.peft_config import make_peft_config, parse_peft_config
 from jaxllm.adapters.targets import LoraSpec, list_targets, resolve_targets, shorten_names
 from jaxllm.config.model import ModelConfig
-from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.hf import write_config
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
@@ -101,7 +101,7 @@ def write_adapter(
             array = np.asarray(getattr(matrices, piece.matrix))
             array = np.ascontiguousarray(array.T) if piece.transposed else array
             tensors[piece.name] = LazyTensor.from_array(array)
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    _, table = write_config(config)
     theirs = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
     data = make_peft_config(
         lora,

@@ -10,7 +10,7 @@ from jaxllm import models
 from jaxllm.adapters.lora_config import ALL_LINEAR, LoraConfig, Names
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import FusedLayout
-from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.hf import write_config
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
 from jaxllm.files import match_names
@@ -53,7 +53,7 @@ class LoraSpec(NamedTuple):
 def list_targets(config: ModelConfig) -> dict[str, TargetModule]:
     """Return a model's linear layers and embeddings by module path, including a tied head."""
     row = models.get_family(config.model_type)
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    _, table = write_config(config)
     found = {}
     for path, leaf in flatten(models.param_shapes(models.build(config))):
         module = path.removesuffix(".weight")

@@ -246,6 +246,21 @@ class ModelConfig:
         """First position that the model cannot represent."""
         return 1 << 24  # rotary angles: float32 represents all integers only up to here
 
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on embeddings."""
+        return 1.0
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor on logits."""
+        return 1.0
+
+    @property
+    def logits_cap(self) -> float | None:
+        """Soft cap on logits, applied after the factor."""
+        return None
+
     def layer_rope(self, layer: int) -> Rope | None:
         """Return the rotary settings of a layer; None if it has no rotary positions."""
         return None

@@ -10,7 +10,7 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
-from jaxllm.convert.hf import FAMILY_MODULES, read_config, write_hf
+from jaxllm.convert.hf import read_config, write_config, write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
 from jaxllm.models import config_from_dict
@@ -97,8 +97,7 @@ def test_config_fields_round_trip_through_native_form(family: str) -> None:
     }
     assert same <= NATIVE_FIELDS | FIXED_FIELDS.get(family, set())
     native = config_from_dict(json.loads(json.dumps(config.to_dict())))
-    table = FAMILY_MODULES[config.model_type]
-    direct, again = (json.dumps(table.write_config(c)[0]) for c in (config, native))
+    direct, again = (json.dumps(write_config(c)[0]) for c in (config, native))
     assert again == direct
     made = type(source)(**json.loads(again))
     assert read_config(made.to_dict())[0] == config
@@ -112,12 +111,12 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
     config, _ = read_config(theirs(family).to_dict())
     data = {**config.to_dict(), "query_pre_attn_scalar": 9.0}
     old = config_from_dict(json.loads(json.dumps(data)))
-    written = FAMILY_MODULES[family].write_config(old)[0]
+    written = write_config(old)[0]
     assert json.dumps(written["query_pre_attn_scalar"]) == "9"
     type(theirs(family))(**json.loads(json.dumps(written)))
     half = dataclasses.replace(old, query_pre_attn_scalar=9.5)
     with pytest.raises(ConfigError, match=r"got 9\.5, expected a whole number"):
-        FAMILY_MODULES[family].write_config(half)
+        write_config(half)
 
 
 # Heads of GPT-2 and OLMo 2 cannot be pruned.
@@ -142,12 +141,11 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
         type(theirs(family))(**{**data, **changed})
     except Exception:  # classes raise different errors
         refused = True
-    write = FAMILY_MODULES[config.model_type].write_config
     if refused:
         with pytest.raises(ConfigError, match="num_attention_heads is invalid in the Hugging"):
-            write(config)
+            write_config(config)
         return
-    made = type(theirs(family))(**json.loads(json.dumps(write(config)[0])))
+    made = type(theirs(family))(**json.loads(json.dumps(write_config(config)[0])))
     assert read_config(made.to_dict())[0] == config
 
 
@@ -156,7 +154,7 @@ def test_refused_head_count_lists_valid_counts() -> None:
     data = theirs("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=128).to_dict()
     config = narrow_config(read_config(data)[0], "heads", 3)
     with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
-        FAMILY_MODULES["llama"].write_config(config)
+        write_config(config)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])
