@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, read_stdin, write
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
 from jaxllm.cli.options import Model, Stop, check_writable, read_extra_options, read_options
 from jaxllm.errors import ConfigError
 
@@ -25,62 +25,19 @@ Examples:
 """
 
 
-@with_options
 def batch(
     model: Model,
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Input rows: JSON lines or .parquet; - reads JSON lines from stdin.",
-        ),
-    ],
-    task: Annotated[str, typer.Option(help="Task: generate, score or embed.")] = "generate",
-    field: Annotated[
-        str | None,
-        typer.Option(help="Name of the prompt field; then all other fields but id are ignored."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="New output file, .parquet or JSON lines [default: JSON lines on stdout]."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume an interrupted run from its --out file.")
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Number of worker processes; 0 runs in this process [default: cores / threads].",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Cores per worker [default: 1].")
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="local|ADDRESS",
-            help="Run workers as Ray actors: local starts Ray here, ADDRESS joins a cluster.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option("--batch-size", "--batch", min=1, help="Rows per batch in a worker."),
-    ] = 8,
-    group: Annotated[
-        int, typer.Option(min=1, help="Rows sent to a worker, and saved, at once.")
-    ] = 64,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time limit in seconds for a group or a single row, compiling included. The worker"
-            " is killed and its rows retried once, one by one; a row that times out again fails.",
-        ),
-    ] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE")],
+    task: str = "generate",
+    field: str | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    workers: Annotated[int | None, typer.Option(min=0)] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    ray: Annotated[str | None, typer.Option(metavar="local|ADDRESS")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", min=1)] = 8,
+    group: Annotated[int, typer.Option(min=1)] = 64,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS")] = None,
     stop: Stop = None,
     *,
     sampling: SamplingOptions,
@@ -88,6 +45,20 @@ def batch(
 ) -> None:
     """Generate from, score or embed every row of a file. Answers keep the order of the file and are
     bit-identical for any number of workers; a row that fails has an error in place of its answer.
+
+    Args:
+      file: Input rows: JSON lines or .parquet; - reads JSON lines from stdin.
+      task: Task: generate, score or embed.
+      field: Name of the prompt field; then all other fields but id are ignored.
+      out: New output file, .parquet or JSON lines [default: JSON lines on stdout].
+      resume: Resume an interrupted run from its --out file.
+      workers: Number of worker processes; 0 runs in this process [default: cores / threads].
+      threads: Cores per worker [default: 1].
+      ray: Run workers as Ray actors: local starts Ray here, ADDRESS joins a cluster.
+      batch_size: Rows per batch in a worker.
+      group: Rows sent to a worker, and saved, at once.
+      timeout: Time limit in seconds for a group or a single row, compiling included. The worker is
+        killed and its rows retried once, one by one; a row that times out again fails.
     """
     from jaxllm.batch_inference.job import BatchJob
     from jaxllm.batch_inference.output import format_answer

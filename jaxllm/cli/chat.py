@@ -5,13 +5,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from jaxllm.cli import terminal
 from jaxllm.cli.console import log
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
 from jaxllm.cli.options import Model, Overflow, read_extra_options, read_options
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
 from jaxllm.runtime.multihost import broadcast_from_zero
@@ -74,14 +74,10 @@ COMMANDS = {
 }
 
 
-@with_options
 def chat(
     model: Model = "demo:llama",
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file to use instead of the checkpoint's chat template."),
-    ] = None,
+    system: str | None = None,
+    chat_template: Path | None = None,
     overflow: Overflow = None,
     *,
     sampling: SamplingOptions,
@@ -94,6 +90,10 @@ def chat(
     paste is one turn. Lines are saved in ~/.local/state/jaxllm/chat_history, readable by you only;
     JAXLLM_CHAT_HISTORY names another file, 0 saves nothing. If a conversation outgrows the context,
     further lines are an error; with --overflow slide the oldest turns are dropped instead.
+
+    Args:
+      system: System message.
+      chat_template: Jinja file to use instead of the checkpoint's chat template.
     """
     with terminal.buffer_keys():
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}

@@ -1,11 +1,16 @@
-"""Command classes: MODEL as an argument or as `-m MODEL`, and readable usage errors.
+"""Commands: flags from a function, MODEL as an argument or as `-m MODEL`, readable usage errors.
 
 A missing model is an error before the command runs, hence before JAX is imported.
 """
 
+import copy
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
@@ -21,6 +26,69 @@ _EXPECTED = {
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
 }
+
+
+def make_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose flags are the parameters of a function.
+
+    The Args of the function's docstring are the help of its flags. Each parameter of a dataclass
+    type is replaced by that dataclass's fields, in their order.
+    """
+    hints = get_type_hints(function)
+    groups: dict[str, Any] = {
+        x: kind for x, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+
+    @functools.wraps(function)
+    def command(**flags: Any) -> None:
+        options = {
+            name: kind(**{field.name: flags.pop(field.name) for field in dataclasses.fields(kind)})
+            for name, kind in groups.items()
+        }
+        function(**flags, **options)
+
+    flags = _read_flags(function)
+    command.__doc__ = _split_docstring(function)[0]
+    command.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return command
+
+
+def _read_flags(source: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function or dataclass, annotated with their flags and help."""
+    help_texts: dict[str, str] = {}
+    for part in getattr(source, "__mro__", [source]):  # a dataclass inherits fields
+        help_texts = _split_docstring(part)[1] | help_texts
+    hints, flags = get_type_hints(source, include_extras=True), []
+    for parameter in inspect.signature(source).parameters.values():
+        name, hint = parameter.name, hints[parameter.name]
+        if dataclasses.is_dataclass(hint):
+            flags += _read_flags(hint)
+            continue
+        if name in help_texts:
+            hint = _add_help(name, hint, help_texts[name])
+        flags.append(parameter.replace(annotation=hint, kind=parameter.KEYWORD_ONLY))
+    return flags
+
+
+def _add_help(name: str, hint: Any, text: str) -> Any:
+    """Return a flag's annotation with its help; a plain bool gets no second flag `--no-NAME`."""
+    if get_origin(hint) is Annotated:
+        hint, option = hint.__origin__, copy.copy(hint.__metadata__[0])
+    else:
+        names = [f"--{name.replace('_', '-')}"] if hint is bool else []
+        option = typer.Option(*names)
+    option.help = text
+    return Annotated[hint, option]
+
+
+def _split_docstring(source: Any) -> tuple[str, dict[str, str]]:
+    """Return a docstring without its Args or Attributes, and the text of each of these."""
+    text, *sections = re.split(
+        r"\n+(?:Args|Attributes):\n", inspect.cleandoc(source.__doc__ or ""), maxsplit=1
+    )
+    rows = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", "".join(sections), re.MULTILINE)
+    return text, {name: " ".join(text.split()) for name, text in rows}
 
 
 class Command(TyperCommand):

@@ -59,75 +59,27 @@ def _refuse_mesh(mesh: str | None) -> None:
 def compress(
     model: Model,
     target: Out,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Recipe file: one step per line; # starts a comment.")
-    ] = None,
-    step: Annotated[
-        list[str] | None,
-        typer.Option(help='Recipe step, for example "prune: wanda 2:4"; repeatable.'),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|@FILE|-",
-            help="Calibration text; its last tenth is held out unless --eval is given.",
-        ),
-    ] = None,
-    documents: Annotated[
-        Path | None,
-        typer.Option(help='Calibration text from JSON lines with "text" or "tokens", joined.'),
-    ] = None,
-    wikitext: Annotated[
-        Path | None,
-        typer.Option(help="Calibration text from WikiText as published: .raw or .parquet."),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Number of calibration rows to sample from the model itself.")
-    ] = None,
-    calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows.")] = 128,
-    length: Annotated[
-        int | None,
-        typer.Option(help="Tokens per calibration row [default: 512, or the context if shorter]."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the calibration rows.")] = 0,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval",
-            help="Evaluation text file [default: the last tenth of the calibration text, which the"
-            " steps then do not see; with --samples, other samples].",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens per evaluation window, as for perplexity.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of evaluation windows.")] = 40,
-    no_speed: Annotated[bool, typer.Option("--no-speed", help="Do not time decoding.")] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="JSON file to write: the output of --json.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: quality against bytes.")
-    ] = None,
+    recipe: Path | None = None,
+    step: list[str] | None = None,
+    text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
+    documents: Path | None = None,
+    wikitext: Path | None = None,
+    samples: int | None = None,
+    calibration_rows: int = 128,
+    length: int | None = None,
+    seed: int = 0,
+    eval_data: Annotated[Path | None, typer.Option("--eval")] = None,
+    window: int | None = None,
+    limit: int = 40,
+    no_speed: bool = False,
+    report: Path | None = None,
+    plot: Path | None = None,
     dtype: Dtype = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            callback=_refuse_mesh,
-            help="Not supported: recipes run on one device, layer by layer. Commands that run the"
-            " result take --mesh.",
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Repeat steps that this model's recipe already has.")
-    ] = False,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", callback=_refuse_mesh)] = None,
+    again: bool = False,
     as_json: AsJson = False,
     list_steps: Annotated[
-        bool,
-        typer.Option(
-            "--list", callback=_list_steps, is_eager=True, help="List all steps and exit."
-        ),
+        bool, typer.Option("--list", callback=_list_steps, is_eager=True)
     ] = False,
 ) -> None:
     """Apply a compression recipe to a model.
@@ -136,6 +88,28 @@ def compress(
 
     The result has its own configuration and formats, and records the recipe. Finished work stays in
     OUT.parts until the result is written: the same command resumes from it.
+
+    Args:
+      recipe: Recipe file: one step per line; # starts a comment.
+      step: Recipe step, for example "prune: wanda 2:4"; repeatable.
+      text: Calibration text; its last tenth is held out unless --eval is given.
+      documents: Calibration text from JSON lines with "text" or "tokens", joined.
+      wikitext: Calibration text from WikiText as published: .raw or .parquet.
+      samples: Number of calibration rows to sample from the model itself.
+      calibration_rows: Number of calibration rows.
+      length: Tokens per calibration row [default: 512, or the context if shorter].
+      seed: Random seed of the calibration rows.
+      eval_data: Evaluation text file [default: the last tenth of the calibration text, which the
+        steps then do not see; with --samples, other samples].
+      window: Tokens per evaluation window, as for perplexity.
+      limit: Maximum number of evaluation windows.
+      no_speed: Do not time decoding.
+      report: JSON file to write: the output of --json.
+      plot: PNG file to draw: quality against bytes.
+      mesh: Not supported: recipes run on one device, layer by layer. Commands that run the result
+        take --mesh.
+      again: Repeat steps that this model's recipe already has.
+      list_steps: List all steps and exit.
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.checkpoints.native import check_output_directory

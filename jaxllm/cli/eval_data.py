@@ -19,46 +19,6 @@ Text = Annotated[
         metavar="TEXT|@FILE|-", help="Text, @FILE to read a file, or - for stdin; one document."
     ),
 ]
-Documents = Annotated[
-    Path | None,
-    typer.Option(
-        help='JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).'
-    ),
-]
-Separate = Annotated[bool, typer.Option("--separate", help="Score each of --documents separately.")]
-Window = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens per window [default: 512, or fewer if the context or the text is shorter]."
-    ),
-]
-Stride = Annotated[
-    int | None,
-    typer.Option(help="Tokens from one window to the next [default: the window, no overlap]."),
-]
-Protocol = Annotated[
-    str,
-    typer.Option(
-        help="Tokens to score: strided: those not in an earlier window (Hugging Face's guide);"
-        " second-half: the second half of each window (llama-perplexity); rolling: all, the last"
-        " window overlaps (lm-evaluation-harness)."
-    ),
-]
-Bos = Annotated[
-    str,
-    typer.Option(
-        help="Begin-of-text token: first (once, before a text), each (it also replaces every"
-        " window's first token), none; auto: none if the tokenizer adds none, each for"
-        " second-half, else first."
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", "--batch", help="Windows per batch [default: as many as 256 MB allow]."
-    ),
-]
-Limit = Annotated[int | None, typer.Option(help="Maximum number of windows.")]
 
 Corpus = list[str] | list[list[int]]
 BOS = ("auto", "first", "each", "none")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, read_stdin, spinner, write
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed
 from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
 from jaxllm.runtime import multihost
@@ -22,48 +22,35 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 80"
 
 
-@with_options
 def generate(
     model: Model = "demo:llama",
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="Text to continue; - reads stdin."),
-    ] = None,
-    prompt_option: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text to continue, as an option.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="File with the text to continue.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--file", "-f")] = None,
     stop: Stop = None,
     overflow: Overflow = None,
-    prompt_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Cache file of prompt and answer: read if it exists, to reuse a shared prefix, and"
-            " written at the end."
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft model for speculative decoding: smaller, with the same vocabulary."
-        ),
-    ] = None,
-    echo: Annotated[
-        bool, typer.Option("--echo", help="Print the prompt before its continuation.")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
-    ] = False,
+    prompt_cache: Path | None = None,
+    draft: str | None = None,
+    echo: bool = False,
+    chat: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     sampling: SamplingOptions,
     loading: LoadingOptions,
 ) -> None:
-    """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    """Continue a text. It streams to stdout; progress, speed and errors go to stderr.
+
+    Args:
+      prompt: Text to continue; - reads stdin.
+      prompt_option: Text to continue, as an option.
+      prompt_file: File with the text to continue.
+      prompt_cache: Cache file of prompt and answer: read if it exists, to reuse a shared prefix,
+        and written at the end.
+      draft: Draft model for speculative decoding: smaller, with the same vocabulary.
+      echo: Print the prompt before its continuation.
+      chat: Apply the model's chat template to the prompt.
+      as_json: Print one JSON object with text, tokens and timings.
+    """
     start = time.perf_counter()
     text = _read_prompt(prompt, prompt_option, prompt_file)
     options = read_options(

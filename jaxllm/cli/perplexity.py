@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.eval_data import Bos, Limit, Protocol, Separate, describe_text, encode_corpus
-from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions, with_options
+from jaxllm.cli.eval_data import describe_text, encode_corpus
+from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions
 from jaxllm.cli.options import (
     AsJson,
     Model,
@@ -37,47 +37,22 @@ Examples:
 """
 
 
-@with_options
 def perplexity(
     eval_text: EvalTextOptions,
     loading: AdapterOptions,
     model: Model = "demo:llama",
-    separate: Separate = False,
-    protocol: Protocol = "strided",
-    bos: Bos = "auto",
-    limit: Limit = None,
+    separate: bool = False,
+    protocol: str = "strided",
+    bos: str = "auto",
+    limit: int | None = None,
     self_extend: SelfExtend = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Other model, compared with MODEL as the reference [default: MODEL]."),
-    ] = None,
-    other_dtype: Annotated[
-        str | None,
-        typer.Option(callback=parse_dtype, help="Dtype of the other model [default: --dtype]."),
-    ] = None,
-    other_quantize: Annotated[
-        str | None, typer.Option(help="Weight format of the other model.")
-    ] = None,
-    journal: Annotated[
-        Path | None,
-        typer.Option(
-            help="File that stores the numbers of every batch; a second run resumes from it."
-        ),
-    ] = None,
-    by_position: Annotated[
-        bool,
-        typer.Option(
-            "--by-position",
-            help="Report the loss by position in the window, too.",
-        ),
-    ] = False,
-    buckets: Annotated[
-        int | None,
-        typer.Option(help="Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...]."),
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: the loss by position.")
-    ] = None,
+    compare: str | None = None,
+    other_dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
+    other_quantize: str | None = None,
+    journal: Path | None = None,
+    by_position: bool = False,
+    buckets: int | None = None,
+    picture: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a text: perplexity, KL divergence.
@@ -86,6 +61,22 @@ def perplexity(
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
+
+    Args:
+      separate: Score each of --documents separately.
+      protocol: Tokens to score: strided: those not in an earlier window (Hugging Face's guide);
+        second-half: the second half of each window (llama-perplexity); rolling: all, the last
+        window overlaps (lm-evaluation-harness).
+      bos: Begin-of-text token: first (once, before a text), each (it also replaces every window's
+        first token), none; auto: none if the tokenizer adds none, each for second-half, else first.
+      limit: Maximum number of windows.
+      compare: Other model, compared with MODEL as the reference [default: MODEL].
+      other_dtype: Dtype of the other model [default: --dtype].
+      other_quantize: Weight format of the other model.
+      journal: File that stores the numbers of every batch; a second run resumes from it.
+      by_position: Report the loss by position in the window, too.
+      buckets: Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...].
+      picture: PNG file to draw: the loss by position.
     """
     from jaxllm.files import finite_json
 

@@ -16,37 +16,14 @@ EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024
 
 def plan(
     model: Model = "demo:llama",
-    mesh: Annotated[
-        str | None, typer.Option(help="Device mesh, as in data=2,tensor=4 [default: one device].")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Number of devices to propose meshes for, best first.")
-    ] = None,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="Rows, in total over all devices.")
-    ] = 1,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens per row [default: the model's].")
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            help="Device: h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,"
-            "bandwidth=20g,link=10g (optionally node=, across=, latency=)."
-        ),
-    ] = "h100",
-    goal: Annotated[
-        str,
-        typer.Option(
-            help="Goal of --devices: latency (per token), throughput, or prompt (prefill time)."
-        ),
-    ] = "latency",
-    microbatches: Annotated[
-        int | None, typer.Option(help="Pipeline microbatches [default: the number of stages].")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option(help="The exact sums of one device, without partial sums.")
-    ] = False,
+    mesh: str | None = None,
+    devices: int | None = None,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 1,
+    context: int | None = None,
+    hardware: str = "h100",
+    goal: str = "latency",
+    microbatches: int | None = None,
+    exact: Annotated[bool, typer.Option("--exact/--no-exact")] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
     as_json: AsJson = False,
@@ -55,6 +32,17 @@ def plan(
 
     Prints bytes, communication, idle time, and what fits. Reads no weights; MODEL may be just a
     Hugging Face config.json, or a directory with only that file.
+
+    Args:
+      mesh: Device mesh, as in data=2,tensor=4 [default: one device].
+      devices: Number of devices to propose meshes for, best first.
+      batch: Rows, in total over all devices.
+      context: Tokens per row [default: the model's].
+      hardware: Device: h100, a100, rtx4090, tpu-v5e, ... or numbers:
+        flops=1t,memory=16g,bandwidth=20g,link=10g (optionally node=, across=, latency=).
+      goal: Goal of --devices: latency (per token), throughput, or prompt (prefill time).
+      microbatches: Pipeline microbatches [default: the number of stages].
+      exact: The exact sums of one device, without partial sums.
     """
     with spinner("starting"):
         from jaxllm.plan.estimate import PlanQuery, plan as planned

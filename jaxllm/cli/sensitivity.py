@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.console import log, write
 from jaxllm.cli.eval_data import describe_text
-from jaxllm.cli.option_groups import EvalTextOptions, with_options
+from jaxllm.cli.option_groups import EvalTextOptions
 from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
 
 if TYPE_CHECKING:
@@ -17,24 +15,16 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
 
-@with_options
 def sensitivity(
     eval_text: EvalTextOptions,
     model: Model = "demo:llama",
-    format: Annotated[
-        str, typer.Option(help="Format to lower to: int8, int4, int4-g32, bfloat16, ...")
-    ] = "int4",
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix)."
-        ),
-    ] = "layer",
-    limit: Annotated[int, typer.Option(help="Maximum number of windows.")] = 8,
+    format: str = "int4",
+    by: str = "layer",
+    limit: int = 8,
     dtype: Dtype = None,
     mesh: Mesh = None,
     exact: Exact = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the ranking.")] = None,
+    plot: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank groups of matrices by the cost of lower precision.
@@ -43,6 +33,12 @@ def sensitivity(
 
     The cost is the mean KL divergence from the unchanged model, with its standard error. A group's
     regex, as --json prints it, is a rule for `jaxllm.quantize`.
+
+    Args:
+      format: Format to lower to: int8, int4, int4-g32, bfloat16, ...
+      by: Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix).
+      limit: Maximum number of windows.
+      plot: PNG file to draw: the ranking.
     """
     check_writable("--plot", plot)
     corpus = eval_text.read()

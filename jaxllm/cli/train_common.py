@@ -31,125 +31,69 @@ Target = Out
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The options of every training command: the annotation of a field is its flag."""
+    """The options of every training command: the annotation of a field is its flag.
 
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl)"
-            ' with "text", "prompt" and "completion", or "messages".'
-        ),
-    ]
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(help="Evaluation data [default: --eval-split of the training data]."),
-    ] = None
-    eval_split: Annotated[
-        float,
-        typer.Option(
-            help="Share of the examples held out for evaluation, chosen by the seed (of a single"
-            " text its end); 0 for none."
-        ),
-    ] = 0.05
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of optimizer steps [default: by --epochs].")
-    ] = None
-    epochs: Annotated[float, typer.Option(help="Number of epochs.")] = 1.0
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8
-    gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Batches per optimizer step.")
-    ] = 1
-    length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens per row [default: 512, or the context if shorter]."),
-    ] = None
-    no_pack: Annotated[
-        bool,
-        typer.Option("--no-pack", help="One document per row, padded, instead of packed rows."),
-    ] = False
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4]."
-        ),
-    ] = None
-    schedule: Annotated[
-        str, typer.Option(help="Learning rate after warmup: cosine, linear or constant.")
-    ] = "cosine"
-    warmup: Annotated[
-        float, typer.Option(help="Share of steps with learning rate warmup, 0 to 1.")
-    ] = 0.05
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = 0.01
-    max_grad_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 for no limit.")] = (
-        1.0
-    )
-    eval_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations [default: a tenth of all].")
-    ] = None
-    patience: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Evaluations without improvement before early stopping; the best step is written.",
-        ),
-    ] = None
-    sample: Annotated[
-        str | None, typer.Option(help="Prompt to continue after each evaluation.")
-    ] = None
-    save_steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps between checkpoints OUT.step-N, in OUT's format."),
-    ] = None
-    keep_state: Annotated[
-        bool,
-        typer.Option(
-            "--keep-state", help="Keep OUT.parts at the end, so that --resume can extend the run."
-        ),
-    ] = False
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue from OUT.parts even if OUT exists, and replace OUT."
-        ),
-    ] = False
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient-checkpointing",
-            help="Recompute activations: less memory for a third more arithmetic.",
-        ),
-    ] = False
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            help="Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers;"
-            " tensor heads, MLPs and vocabulary.",
-        ),
-    ] = None
-    fsdp: Annotated[
-        bool,
-        typer.Option(
-            "--fsdp",
-            help="Shard weights, gradients and optimizer state over --mesh data=N; each weight is"
-            " gathered when it is used.",
-        ),
-    ] = False
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
-    dtype: Annotated[
-        str,
-        typer.Option(
-            callback=parse_dtype,
-            help="Compute dtype: float32, or bfloat16 (trained weights stay float32).",
-        ),
-    ] = "float32"
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file to write: the numbers of every step, updated at each evaluation."
-        ),
-    ] = None
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the losses.")] = None
+    Attributes:
+      data: Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl) with
+        "text", "prompt" and "completion", or "messages".
+      eval_data: Evaluation data [default: --eval-split of the training data].
+      eval_split: Share of the examples held out for evaluation, chosen by the seed (of a single
+        text its end); 0 for none.
+      steps: Number of optimizer steps [default: by --epochs].
+      epochs: Number of epochs.
+      batch_size: Rows per batch.
+      gradient_accumulation_steps: Batches per optimizer step.
+      length: Tokens per row [default: 512, or the context if shorter].
+      no_pack: One document per row, padded, instead of packed rows.
+      lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4].
+      schedule: Learning rate after warmup: cosine, linear or constant.
+      warmup: Share of steps with learning rate warmup, 0 to 1.
+      weight_decay: Weight decay of matrices.
+      max_grad_norm: Maximum gradient norm; 0 for no limit.
+      eval_steps: Steps between evaluations [default: a tenth of all].
+      patience: Evaluations without improvement before early stopping; the best step is written.
+      sample: Prompt to continue after each evaluation.
+      save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
+      keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
+      resume: Continue from OUT.parts even if OUT exists, and replace OUT.
+      gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
+      mesh: Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers; tensor
+        heads, MLPs and vocabulary.
+      fsdp: Shard weights, gradients and optimizer state over --mesh data=N; each weight is gathered
+        when it is used.
+      seed: Random seed.
+      dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
+      report: JSON file to write: the numbers of every step, updated at each evaluation.
+      plot: PNG file to draw: the losses.
+    """
+
+    data: Path
+    eval_data: Path | None = None
+    eval_split: float = 0.05
+    steps: Annotated[int | None, typer.Option(min=1)] = None
+    epochs: float = 1.0
+    batch_size: Annotated[int, typer.Option(min=1)] = 8
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1
+    length: Annotated[int | None, typer.Option(min=2)] = None
+    no_pack: bool = False
+    lr: float | None = None
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    eval_steps: Annotated[int | None, typer.Option(min=1)] = None
+    patience: Annotated[int | None, typer.Option(min=1)] = None
+    sample: str | None = None
+    save_steps: Annotated[int | None, typer.Option(min=1)] = None
+    keep_state: bool = False
+    resume: bool = False
+    gradient_checkpointing: bool = False
+    mesh: Annotated[str | None, typer.Option(metavar="AXES")] = None
+    fsdp: bool = False
+    seed: Annotated[int, typer.Option(min=0)] = 0
+    dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
+    report: Path | None = None
+    plot: Path | None = None
 
 
 class RunSetup(NamedTuple):
