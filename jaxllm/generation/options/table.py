@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from jaxllm.generation.sampling.sampler import Processor, Sampler
 
 Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
 Function = TypeVar("Function", bound=Callable[..., Any])
+OverflowName = Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
 SAMPLERS = tuple(decoder for decoder in DECODERS if decoder.samples)
 
 
@@ -65,68 +66,18 @@ class Option(NamedTuple):
         return decoder in self.decoders and kind in self.calls
 
 
-_AT_LEAST_ONE = "a whole number from 1 up"
-
-
 class GenerateOptions(TypedDict, total=False):
-    """Options of `LM.generate`, `LM.stream` and `LM.serve`, for editors, mypy and `OPTIONS`."""
+    """Types of the options of `LM.generate`, `LM.stream` and `LM.serve`, for editors and mypy.
 
-    max_new_tokens: Annotated[
-        Ids | None,
-        Option(
-            per_prompt_checker(lambda n: n if n is None else int_checker(1, MAX_TOKENS)(n)),
-            f"a whole number from 1 to {MAX_TOKENS}, or one for each prompt",
-            "maximum number of new tokens (256, or fewer if the context is shorter)",
-            per_row=True,
-        ),
-    ]
-    eos_token_id: Annotated[
-        Ids | None,
-        Option(
-            check_ids,
-            "a token id or a list of them",
-            "token ids that end the text; included in the tokens",
-        ),
-    ]
-    stop_strings: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            check_texts,
-            "a text or a list of them, none empty",
-            "strings that end the text; the text excludes them",
-            (),
-        ),
-    ]
-    stopping_criteria: Annotated[
-        StoppingCriterion | Sequence[StoppingCriterion] | None,
-        Option(
-            check_criteria,
-            "a function of (text, token ids) so far, or a list of them",
-            "Python functions (text, ids) -> bool, called after every token; True ends the text",
-            from_file=False,
-        ),
-    ]
-    do_sample: Annotated[
-        bool | None,
-        Option(
-            check_bool,
-            "true or false",
-            "sample tokens; the default is greedy, unless a temperature is given",
-            decoders=SAMPLERS,
-        ),
-    ]
-    seed: Annotated[
-        Ids | Literal["random"] | None,
-        Option(
-            per_prompt_checker(check_seed),
-            'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
-            "random seed; the same seed gives the same text",
-            0,
-            per_row=True,
-            from_file=False,
-        ),
-    ]
-    # Logits processors; each is described next to its class.
+    Those from `logit_bias` to `mirostat_eta` are described next to their processors.
+    """
+
+    max_new_tokens: Ids | None
+    eos_token_id: Ids | None
+    stop_strings: str | Sequence[str] | None
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None
+    do_sample: bool | None
+    seed: Ids | Literal["random"] | None
     logit_bias: Mapping[Any, float] | Lists | None
     sequence_bias: Mapping[Any, float] | Lists | None
     repetition_penalty: Numbers | None
@@ -157,201 +108,181 @@ class GenerateOptions(TypedDict, total=False):
     xtc_threshold: Numbers | None
     mirostat_tau: Numbers | None
     mirostat_eta: Numbers | None
-    sampler: Annotated[
-        Sampler | None,
-        Option(
-            instance_checker(Sampler),
-            "a jaxllm.Sampler",
-            "a custom sampler, instead of all sampling options",
-            from_file=False,
-            decoders=SAMPLERS,
-        ),
-    ]
-    logits_processor: Annotated[
-        Sequence[Processor | ScoreFunction] | None,
-        Option(
-            check_processors,
-            "a list of Processors and functions of (scores [B, V], Context) in JAX",
-            "more processors, applied before temperature and the ones after it",
-            from_file=False,
-            decoders=SAMPLERS,
-        ),
-    ]
-    num_return_sequences: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "number of texts per prompt",
-            1,
-            decoders=(PlainGeneration, BeamSearch),
-            calls=("generate",),
-        ),
-    ]
-    num_beams: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "beam search: number of beams",
-            1,
-            selects_decoder=True,
-        ),
-    ]
-    length_penalty: Annotated[
-        float | None,
-        Option(
-            number_checker(),
-            "a finite number",
-            "beam search: values above 0 favor long texts",
-            1.0,
-        ),
-    ]
-    early_stopping: Annotated[
-        bool | Literal["never"] | None,
-        Option(
-            check_early_stopping,
-            'false, true or "never"',
-            "beam search: when to stop",
-            False,
-        ),
-    ]
-    assistant_model: Annotated[
-        LanguageModel | None,
-        Option(
-            instance_checker(LanguageModel),
-            "a jaxllm.LM",
-            "speculative decoding: a smaller draft model with the same vocabulary",
-            from_file=False,
-            selects_decoder=True,
-        ),
-    ]
-    num_assistant_tokens: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: tokens that assistant_model drafts per step",
-            4,
-        ),
-    ]
-    prompt_lookup_num_tokens: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: tokens drafted per step by lookup in the text itself",
-            selects_decoder=True,
-        ),
-    ]
-    max_matching_ngram_size: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: longest n-gram to look up, in tokens",
-            3,
-        ),
-    ]
-    penalty_alpha: Annotated[
-        float | None,
-        Option(
-            number_checker(0, 1),
-            "a number from 0 to 1",
-            "contrastive search: weight of the penalty for similarity to the text",
-            selects_decoder=True,
-        ),
-    ]
-    guidance_scale: Annotated[
-        float | None,
-        Option(
-            number_checker(),
-            "a finite number, 1 is off",
-            "classifier-free guidance: strength of the push away from negative_prompt",
-            1.0,
-            selects_decoder=True,
-        ),
-    ]
-    negative_prompt: Annotated[
-        str | Sequence[int] | None,
-        Option(
-            instance_checker(str | Sequence | np.ndarray),
-            "a text or token ids",
-            "classifier-free guidance: the prompt to steer away from",
-            from_file=False,
-        ),
-    ]
-    top_logprobs: Annotated[
-        int | None,
-        Option(
-            int_checker(0),
-            "a whole number from 0 (off) up",
-            "number of likeliest tokens to report per step",
-            0,
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    overflow: Annotated[
-        Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
-        | OverflowPolicy
-        | None,
-        Option(
-            check_overflow,
-            f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
-            "when the context is full: refuse, restart from the recent half (slide), keep the first"
-            " tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks and"
-            " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
-            " finished segments that the model's memory holds (segments)",
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    cache: Annotated[
-        KVCache | None,
-        Option(
-            instance_checker(KVCache),
-            "a jaxllm.KVCache",
-            "a cache of one row; a prefix shared with the prompt is not recomputed",
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    chunk: Annotated[
-        int | None,
-        Option(int_checker(1), _AT_LEAST_ONE, "prefill chunk, in tokens", 256, from_file=False),
-    ]
-    adapter: Annotated[
-        str | Sequence[str | None] | None,
-        Option(
-            per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
-            "a text, or one for each prompt",
-            'name of a loaded adapter; "base" for none; the default is the first',
-            per_row=True,
-            from_file=False,
-        ),
-    ]
-    batch_invariant: Annotated[
-        bool | None,
-        Option(
-            check_bool,
-            "true or false",
-            "run each prompt separately, so that rounding does not depend on the other prompts",
-            False,
-            from_file=False,
-        ),
-    ]
-    pad_token_id: Annotated[
-        int | None,
-        Option(
-            int_checker(-1),
-            "a token id",
-            "accepted but ignored: padding is marked by position -1, not by an id",
-        ),
-    ]
+    sampler: Sampler | None
+    logits_processor: Sequence[Processor | ScoreFunction] | None
+    num_return_sequences: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    assistant_model: LanguageModel | None
+    num_assistant_tokens: int | None
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
+    penalty_alpha: float | None
+    guidance_scale: float | None
+    negative_prompt: str | Sequence[int] | None
+    top_logprobs: int | None
+    overflow: OverflowName | OverflowPolicy | None
+    cache: KVCache | None
+    chunk: int | None
+    adapter: str | Sequence[str | None] | None
+    batch_invariant: bool | None
+    pad_token_id: int | None
+
+
+_COUNT = int_checker(1), "a whole number from 1 up"
+_ROWS: dict[str, Option] = {
+    "max_new_tokens": Option(
+        per_prompt_checker(lambda n: n if n is None else int_checker(1, MAX_TOKENS)(n)),
+        f"a whole number from 1 to {MAX_TOKENS}, or one for each prompt",
+        "maximum number of new tokens (256, or fewer if the context is shorter)",
+        per_row=True,
+    ),
+    "eos_token_id": Option(
+        check_ids,
+        "a token id or a list of them",
+        "token ids that end the text; included in the tokens",
+    ),
+    "stop_strings": Option(
+        check_texts,
+        "a text or a list of them, none empty",
+        "strings that end the text; the text excludes them",
+        (),
+    ),
+    "stopping_criteria": Option(
+        check_criteria,
+        "a function of (text, token ids) so far, or a list of them",
+        "Python functions (text, ids) -> bool, called after every token; True ends the text",
+        from_file=False,
+    ),
+    "do_sample": Option(
+        check_bool,
+        "true or false",
+        "sample tokens; the default is greedy, unless a temperature is given",
+        decoders=SAMPLERS,
+    ),
+    "seed": Option(
+        per_prompt_checker(check_seed),
+        'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
+        "random seed; the same seed gives the same text",
+        0,
+        per_row=True,
+        from_file=False,
+    ),
+    "sampler": Option(
+        instance_checker(Sampler),
+        "a jaxllm.Sampler",
+        "a custom sampler, instead of all sampling options",
+        from_file=False,
+        decoders=SAMPLERS,
+    ),
+    "logits_processor": Option(
+        check_processors,
+        "a list of Processors and functions of (scores [B, V], Context) in JAX",
+        "more processors, applied before temperature and the ones after it",
+        from_file=False,
+        decoders=SAMPLERS,
+    ),
+    "num_return_sequences": Option(
+        *_COUNT,
+        "number of texts per prompt",
+        1,
+        decoders=(PlainGeneration, BeamSearch),
+        calls=("generate",),
+    ),
+    "num_beams": Option(*_COUNT, "beam search: number of beams", 1, selects_decoder=True),
+    "length_penalty": Option(
+        number_checker(), "a finite number", "beam search: values above 0 favor long texts", 1.0
+    ),
+    "early_stopping": Option(
+        check_early_stopping, 'false, true or "never"', "beam search: when to stop", False
+    ),
+    "assistant_model": Option(
+        instance_checker(LanguageModel),
+        "a jaxllm.LM",
+        "speculative decoding: a smaller draft model with the same vocabulary",
+        from_file=False,
+        selects_decoder=True,
+    ),
+    "num_assistant_tokens": Option(
+        *_COUNT, "speculative decoding: tokens that assistant_model drafts per step", 4
+    ),
+    "prompt_lookup_num_tokens": Option(
+        *_COUNT,
+        "speculative decoding: tokens drafted per step by lookup in the text itself",
+        selects_decoder=True,
+    ),
+    "max_matching_ngram_size": Option(
+        *_COUNT, "speculative decoding: longest n-gram to look up, in tokens", 3
+    ),
+    "penalty_alpha": Option(
+        number_checker(0, 1),
+        "a number from 0 to 1",
+        "contrastive search: weight of the penalty for similarity to the text",
+        selects_decoder=True,
+    ),
+    "guidance_scale": Option(
+        number_checker(),
+        "a finite number, 1 is off",
+        "classifier-free guidance: strength of the push away from negative_prompt",
+        1.0,
+        selects_decoder=True,
+    ),
+    "negative_prompt": Option(
+        instance_checker(str | Sequence | np.ndarray),
+        "a text or token ids",
+        "classifier-free guidance: the prompt to steer away from",
+        from_file=False,
+    ),
+    "top_logprobs": Option(
+        int_checker(0),
+        "a whole number from 0 (off) up",
+        "number of likeliest tokens to report per step",
+        0,
+        from_file=False,
+        decoders=(PlainGeneration,),
+        calls=("generate", "stream"),
+    ),
+    "overflow": Option(
+        check_overflow,
+        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
+        "when the context is full: refuse, restart from the recent half (slide), keep the first"
+        " tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks and"
+        " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
+        " finished segments that the model's memory holds (segments)",
+        from_file=False,
+        decoders=(PlainGeneration,),
+        calls=("generate", "stream"),
+    ),
+    "cache": Option(
+        instance_checker(KVCache),
+        "a jaxllm.KVCache",
+        "a cache of one row; a prefix shared with the prompt is not recomputed",
+        from_file=False,
+        decoders=(PlainGeneration,),
+        calls=("generate", "stream"),
+    ),
+    "chunk": Option(*_COUNT, "prefill chunk, in tokens", 256, from_file=False),
+    "adapter": Option(
+        per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
+        "a text, or one for each prompt",
+        'name of a loaded adapter; "base" for none; the default is the first',
+        per_row=True,
+        from_file=False,
+    ),
+    "batch_invariant": Option(
+        check_bool,
+        "true or false",
+        "run each prompt separately, so that rounding does not depend on the other prompts",
+        False,
+        from_file=False,
+    ),
+    "pad_token_id": Option(
+        int_checker(-1),
+        "a token id",
+        "accepted but ignored: padding is marked by position -1, not by an id",
+    ),
+}
 
 
 def _sampling_option(name: str) -> Option:
@@ -372,10 +303,8 @@ def _add_decoders(name: str, option: Option) -> Option:
 
 
 OPTIONS: dict[str, Option] = {
-    name: _add_decoders(
-        name, _sampling_option(name) if name in PROCESSORS else hint.__metadata__[0]
-    )
-    for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
+    name: _add_decoders(name, _sampling_option(name) if name in PROCESSORS else _ROWS[name])
+    for name in GenerateOptions.__annotations__
 }
 
 
