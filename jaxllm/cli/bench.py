@@ -6,7 +6,7 @@ import typer
 
 from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.option_groups import LoadingOptions
-from jaxllm.cli.options import AsJson, Model
+from jaxllm.cli.options import AsJson, Model, split_commas
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
@@ -99,6 +99,6 @@ def bench(
 
 def _parse_ints(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part]
+        return [int(part) for part in split_commas(text)]
     except ValueError:
         raise ConfigError(f"expected numbers separated by commas, got {text!r}") from None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.cli.eval_data import bos_id, read_text_option
+from jaxllm.cli.eval_data import bos_id, join_documents, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
@@ -150,7 +150,5 @@ def _read_document(option: str, value: str | Path) -> Document:
         return SEPARATOR.join(read_wikitext(path))
     if option == "--text":
         return read_text_option(str(value), MAX_BYTES)
-    found: Any = read_documents(path)
-    if isinstance(found[0], str):
-        return SEPARATOR.join(found)
-    return [token for document in found for token in document]
+    document: Document = join_documents(read_documents(path))
+    return document

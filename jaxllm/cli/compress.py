@@ -1,7 +1,6 @@
 """`jaxllm compress`: a recipe of compression steps, and the cost of each."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,16 @@ from jaxllm.cli.calibration import (
 )
 from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.eval_data import describe_text, make_loader
-from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_model
+from jaxllm.cli.options import (
+    AsJson,
+    Dtype,
+    Model,
+    Out,
+    check_plot_file,
+    check_writable,
+    load_model,
+    parts_dir,
+)
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
@@ -116,15 +124,12 @@ def compress(
         from jaxllm.compress import pipeline, plots
         from jaxllm.compress.report import StepEvaluator, as_json as as_report, as_table, summarize
         from jaxllm.files import atomic_file
-        from jaxllm.files.plots import check_plot
         from jaxllm.weights.paths import flatten
 
     lines = _read_recipe(recipe, step)
     check_output_directory(target)  # before the work, not after it
-    for option, path in (("--report", report), ("--plot", plot)):
-        check_writable(option, path)
-    if plot is not None:
-        check_plot()
+    check_writable("--report", report)
+    check_plot_file("--plot", plot)
     files = {"--documents": documents, "--wikitext": wikitext}
     source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
@@ -137,7 +142,7 @@ def compress(
     loader, facts = _make_eval_loader(lm, source, measured, window, limit)
     wanted = any(line.step.needs_calibration for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
-    parts = _parts_dir(target)
+    parts = parts_dir(target)
     journal = pipeline.make_journal(lm, calibration, parts, log)
     scale, subject = StepEvaluator(lm, loader, not no_speed), pipeline.initial_state(lm)
     _log_low_disk(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
@@ -201,12 +206,6 @@ def _make_eval_loader(
         return None, None
     corpus: Any = [eval_document]
     return make_loader(lm, corpus, window=window, limit=limit)
-
-
-def _parts_dir(target: Path) -> Path:
-    """Return the directory of finished work: OUT.parts, next to the result."""
-    whole = Path(os.path.realpath(target))
-    return whole.with_name(f"{whole.name}.parts")
 
 
 def _log_low_disk(parts: Path, size: int) -> None:

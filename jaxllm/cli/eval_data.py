@@ -63,11 +63,14 @@ def _read_documents(text: str | None, documents: Path | None, separate: bool) ->
         return [read_text_option(text)]
     assert documents is not None
     found: Any = read_documents(documents)
-    if separate:
-        return found
-    if isinstance(found[0], str):
-        return ["\n\n".join(found)]
-    return [[token for document in found for token in document]]
+    return found if separate else [join_documents(found)]
+
+
+def join_documents(documents: Any) -> Any:
+    """Return documents as one: texts with blank lines between them, or lists of token ids."""
+    if isinstance(documents[0], str):
+        return "\n\n".join(documents)
+    return [token for document in documents for token in document]
 
 
 def make_loader(

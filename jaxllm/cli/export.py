@@ -15,6 +15,7 @@ from jaxllm.cli.options import (
     Quantize,
     check_folder,
     load_model,
+    split_commas,
 )
 from jaxllm.errors import ConfigError
 
@@ -69,12 +70,12 @@ def export(
         lm.model,
         lm.params,
         directory,
-        step_names=_split_words(what),
+        step_names=split_commas(what),
         signature=StepSignature(**inputs),
         num_tokens=num_tokens,
         max_tokens=lm.config.context_length if max_tokens is None else max_tokens,
         batch=batch,
-        platforms=_split_words(platforms) if platforms else None,
+        platforms=split_commas(platforms) if platforms else None,
         native=native,  # type: ignore[arg-type]
         write_mlir=mlir,
     )
@@ -115,14 +116,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def _parse_form(text: str) -> dict[str, Any]:
     form: dict[str, Any] = {}
-    for word in _split_words(text):
+    for word in split_commas(text):
         if word not in FORMS:
             raise ConfigError(f"--form must be words of {', '.join(FORMS)}: got {word!r:.40}")
         for name, value in FORMS[word].items():
             if form.setdefault(name, value) != value:
                 raise ConfigError(f"--form {text!r:.60}: {word} contradicts an earlier word")
     return form
-
-
-def _split_words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -162,9 +162,6 @@ class EvalTextOptions:
         self, lm: "LM", corpus: Corpus, **kwargs: Any
     ) -> "tuple[Loader, dict[str, Any]]":
         """Call `eval_data.make_loader` with these options and `kwargs`."""
-        windows: dict[str, Any] = {
-            "window": self.window,
-            "stride": self.stride,
-            "batch": self.batch,
-        }
-        return make_loader(lm, corpus, **windows, **kwargs)
+        return make_loader(
+            lm, corpus, window=self.window, stride=self.stride, batch=self.batch, **kwargs
+        )

@@ -255,6 +255,29 @@ def _check_writable(option: str, path: Path) -> None:
         raise CheckpointError(f"{option} {path}: no write permission")
 
 
+def check_plot_file(option: str, path: Path | None) -> None:
+    """Check before the work that an option's PNG file can be drawn and written.
+
+    Raises ConfigError if matplotlib is missing, and what `check_writable` raises.
+    """
+    check_writable(option, path)
+    if path is not None:
+        from jaxllm.files.plots import check_plot
+
+        check_plot(option)
+
+
+def parts_dir(target: Path) -> Path:
+    """Return the directory of the finished work of a run: OUT.parts, next to the result."""
+    result = Path(os.path.realpath(target))
+    return result.with_name(f"{result.name}.parts")
+
+
+def split_commas(text: str) -> list[str]:
+    """Return the parts of a comma-separated text, without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def read_options(
     extra: list[str] | None, kind: "Kind" = "generate", **flags: Any
 ) -> dict[str, Any]:

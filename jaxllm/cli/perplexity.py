@@ -13,6 +13,7 @@ from jaxllm.cli.options import (
     AsJson,
     Model,
     SelfExtend,
+    check_plot_file,
     check_writable,
     load_model,
     parse_dtype,
@@ -22,7 +23,6 @@ from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
     from jaxllm.cli.eval_data import Corpus
-    from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.evaluate.likelihood.divergence import Divergence
     from jaxllm.evaluate.likelihood.loss_by_position import Bucket
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
@@ -88,25 +88,29 @@ def perplexity(
     corpus = eval_text.read(separate)
     lm = loading.load(model, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
-    from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
+    from jaxllm.evaluate.likelihood.loss_by_position import (
+        bucket_edges,
+        bucket_losses,
+        plot,
+        token_positions,
+    )
+    from jaxllm.evaluate.likelihood.perplexity import Perplexity, measures_to_json, token_logprobs
 
     loader, facts = eval_text.make_loader(lm, corpus, protocol=protocol, bos=bos, limit=limit)
     dtype, quantize = loading.dtype, loading.quantize
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
     if alone:
-        borders = _bucket_edges(loader.width, buckets) if by_position else []
+        edges = bucket_edges(loader.width, buckets) if by_position else []
         logprob_N = token_logprobs(lm.model, lm.params, loader, journal=journal)
-        found = Perplexity.from_logprobs(logprob_N)
-        report |= _perplexity_json(found)
-        rows = [("text", describe_text(facts)), *_perplexity_lines(found)]
+        result = Perplexity.from_logprobs(logprob_N)
+        report |= measures_to_json(result)
+        rows = [("text", describe_text(facts)), *_perplexity_lines(result)]
         if by_position:
-            each = _loss_by_position(logprob_N, loader, borders)
-            report["by_position"] = [_bucket_json(b) for b in each]
-            rows += [("position", "tokens   nats per token"), *map(_bucket_line, each)]
+            losses = bucket_losses(logprob_N, token_positions(loader), edges)
+            report["by_position"] = [_bucket_json(bucket) for bucket in losses]
+            rows += [("position", "tokens   nats per token"), *map(_bucket_line, losses)]
             if picture is not None:
-                from jaxllm.evaluate.likelihood.loss_by_position import plot
-
-                plot(each, found.nll.mean, picture, f"{model}: loss by position")
+                plot(losses, result.nll.mean, picture, f"{model}: loss by position")
                 log(f"{picture} written")
     else:
         other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
@@ -114,9 +118,9 @@ def perplexity(
         _check_tokenizers(lm, other, corpus)
         both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)
         names = {"model": compare or model, "dtype": other_dtype or dtype}
-        report |= _perplexity_json(both.reference)
-        report["other"] = {**names, "quantize": other_quantize, **_perplexity_json(both.other)}
-        report["divergence"] = divergence_json(both)
+        report |= measures_to_json(both.reference)
+        report["other"] = {**names, "quantize": other_quantize, **measures_to_json(both.other)}
+        report["divergence"] = measures_to_json(both)
         rows = [
             ("text", describe_text(facts)),
             *_perplexity_lines(both.reference),
@@ -141,23 +145,7 @@ def _check_by_position(
             "--by-position measures one model: run it once for each, and leave out --compare and"
             " --other-*"
         )
-    check_writable("--picture", picture)
-    if picture is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot("--picture")
-
-
-def _bucket_edges(width: int, buckets: int | None) -> list[int]:
-    from jaxllm.evaluate.likelihood.loss_by_position import bucket_edges
-
-    return bucket_edges(width, buckets)
-
-
-def _loss_by_position(logprob_N: Any, loader: "Loader", edges: list[int]) -> "list[Bucket]":
-    from jaxllm.evaluate.likelihood.loss_by_position import bucket_losses, token_positions
-
-    return bucket_losses(logprob_N, token_positions(loader), edges)
+    check_plot_file("--picture", picture)
 
 
 def _bucket_json(bucket: "Bucket") -> dict[str, Any]:
@@ -187,33 +175,6 @@ def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
         raise TokenError(f"{lm.path} and {other.path} encode the text to different tokens")
 
 
-def _perplexity_json(result: "Perplexity") -> dict[str, Any]:
-    return {
-        "tokens": result.tokens,
-        "perplexity": result.perplexity.mean,
-        "perplexity_error": result.perplexity.error,
-        "nll": result.nll.mean,
-        "nll_error": result.nll.error,
-    }
-
-
-def divergence_json(result: "Divergence") -> dict[str, Any]:
-    return {
-        "kl": result.kl.mean,
-        "kl_error": result.kl.error,
-        "kl_median": result.kl_median,
-        "kl_p99": result.kl_p99,
-        "kl_max": result.kl_max,
-        "same_top": result.same_top.mean,
-        "same_top_error": result.same_top.error,
-        "perplexity_ratio": result.ratio.mean,
-        "perplexity_ratio_error": result.ratio.error,
-        "delta_p": result.delta_p.mean,
-        "delta_p_error": result.delta_p.error,
-        "delta_p_rms": result.delta_p_rms,
-    }
-
-
 def _perplexity_lines(result: "Perplexity", suffix: str = "") -> list[tuple[str, str]]:
     return [
         (f"tokens scored{suffix}", f"{result.tokens:,}"),
@@ -226,7 +187,7 @@ def _divergence_lines(result: "Divergence") -> list[tuple[str, str]]:
     quantiles = f"median {result.kl_median:.3g}, p99 {result.kl_p99:.3g}, max {result.kl_max:.3g}"
     return [
         _perplexity_lines(result.other, ", other")[-1],
-        ("perplexity ratio", _format_estimate(result.ratio)),
+        ("perplexity ratio", _format_estimate(result.perplexity_ratio)),
         ("KL divergence", f"{result.kl.mean:.3g} +/- {result.kl.error:.2g} nats; {quantiles}"),
         ("same top-1", f"{result.same_top.mean:.2%} +/- {result.same_top.error:.2%}"),
         ("change of p", f"{_format_estimate(result.delta_p)}; RMS {result.delta_p_rms:.5f}"),

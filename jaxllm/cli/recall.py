@@ -12,8 +12,10 @@ from jaxllm.cli.options import (
     CacheDtype,
     Model,
     SelfExtend,
+    check_plot_file,
     check_writable,
     parse_self_extend,
+    split_commas,
 )
 from jaxllm.errors import ConfigError, TokenError
 
@@ -66,16 +68,12 @@ def recall(
     from jaxllm.files import finite_json
 
     check_writable("--out", out)
-    check_writable("--picture", picture)
-    chosen = [name.strip() for name in policies.split(",") if name.strip()]
+    chosen = split_commas(policies)
     if self_extend is not None and "self-extend" not in chosen:
         raise ConfigError("--self-extend requires --policies self-extend")
     asked_lengths = _parse_numbers("--lengths", lengths, int)
     asked_depths = _parse_numbers("--depths", depths, float)
-    if picture is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot("--picture")
+    check_plot_file("--picture", picture)
     lm = loading.load(model, cache_dtype=cache_dtype)
     from jaxllm.evaluate.needle import grid, report
 
@@ -130,9 +128,9 @@ def recall(
 def _parse_numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Parse comma-separated numbers, without duplicates."""
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        numbers = dict.fromkeys(kind(part) for part in split_commas(text))
     except ValueError:
-        found = []
-    if not found:
+        numbers = {}
+    if not numbers:
         raise ConfigError(f"{option} must be comma-separated numbers: got {text!r:.60}")
-    return list(dict.fromkeys(found))
+    return list(numbers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from jaxllm.cli.console import log, write
 from jaxllm.cli.eval_data import describe_text
 from jaxllm.cli.option_groups import EvalTextOptions
-from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_plot_file, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -40,7 +40,7 @@ def sensitivity(
       limit: Maximum number of windows.
       plot: PNG file to draw: the ranking.
     """
-    check_writable("--plot", plot)
+    check_plot_file("--plot", plot)
     corpus = eval_text.read()
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
@@ -65,17 +65,17 @@ def sensitivity(
         d, saved = row.divergence, row.bytes_before - row.bytes_after
         write(
             f"{row.group:{width}}  {d.kl.mean:9.3g} {d.kl.error:8.2g} {d.kl_p99:8.3g}"
-            f"  {d.same_top.mean:10.2%}  {d.ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
+            f"  {d.same_top.mean:10.2%}  {d.perplexity_ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
         )
 
 
 def _group_json(row: "Sensitivity") -> dict[str, Any]:
-    from jaxllm.cli.perplexity import divergence_json
+    from jaxllm.evaluate.likelihood.perplexity import measures_to_json
 
     return {
         "group": row.group,
         "regex": row.regex,
         "bytes_before": row.bytes_before,
         "bytes_after": row.bytes_after,
-        **divergence_json(row.divergence),
+        **measures_to_json(row.divergence),
     }

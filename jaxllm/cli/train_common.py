@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.options import Out, check_writable, load_model, parse_dtype
+from jaxllm.cli.options import (
+    Out,
+    check_plot_file,
+    check_writable,
+    load_model,
+    parse_dtype,
+    parts_dir,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.runtime import multihost
 
@@ -197,12 +203,8 @@ def _check_target(target: Path, options: TrainOptions, result: str | None) -> No
     if not done or not options.resume:
         name = target.parent if result is None else target
         check_vacant(name, result or target.name, "a result")
-    for option, path in (("--report", options.report), ("--plot", options.plot)):
-        check_writable(option, path)
-    if options.plot is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot()
+    check_writable("--report", options.report)
+    check_plot_file("--plot", options.plot)
 
 
 def run_training(
@@ -290,12 +292,6 @@ def load_training_model(
 ) -> "LM":
     """Load a model on the mesh of the options, by default in their compute dtype."""
     return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **kwargs)
-
-
-def parts_dir(target: Path) -> Path:
-    """Return the directory of a run's state: OUT.parts, next to the result."""
-    whole = Path(os.path.realpath(target))
-    return whole.with_name(f"{whole.name}.parts")
 
 
 def _read_data(

@@ -125,8 +125,8 @@ class StepEvaluator:
             "kl_error": found.kl.error,
             "kl_p99": found.kl_p99,
             "same_top": found.same_top.mean,
-            "ratio": found.ratio.mean,
-            "ratio_error": found.ratio.error,
+            "ratio": found.perplexity_ratio.mean,
+            "ratio_error": found.perplexity_ratio.error,
         }
 
 

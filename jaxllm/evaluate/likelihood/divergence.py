@@ -43,9 +43,10 @@ class Divergence:
     """Measures over all scored tokens.
 
     kl, with quantiles and maximum: in nats. same_top: a share; its error is the binomial
-    sqrt(p (1 - p) / (N - 1)). ratio: perplexity of Q over that of P; its error is that of the mean
-    paired difference of log-probabilities, in which the difficulty of the text cancels. delta_p:
-    mean of q - p, the probabilities of the text's tokens; delta_p_rms: its root mean square.
+    sqrt(p (1 - p) / (N - 1)). perplexity_ratio: perplexity of Q over that of P; its error is that
+    of the mean paired difference of log-probabilities, in which the difficulty of the text cancels.
+    delta_p: mean of q - p, the probabilities of the text's tokens; delta_p_rms: its root mean
+    square.
     """
 
     kl: Estimate
@@ -53,7 +54,7 @@ class Divergence:
     kl_p99: float
     kl_max: float
     same_top: Estimate
-    ratio: Estimate
+    perplexity_ratio: Estimate
     delta_p: Estimate
     delta_p_rms: float
     reference: Perplexity
@@ -71,7 +72,7 @@ class Divergence:
             kl_p99=float(p99),
             kl_max=float(largest),
             same_top=Estimate.from_values(same_N),
-            ratio=Estimate.from_values(p_N - q_N).exp(),
+            perplexity_ratio=Estimate.from_values(p_N - q_N).exp(),
             delta_p=Estimate.from_values(delta_N),
             delta_p_rms=math.sqrt(float(np.mean(delta_N**2))),
             reference=Perplexity.from_logprobs(p_N),

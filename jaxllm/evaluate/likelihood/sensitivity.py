@@ -23,7 +23,7 @@ from jaxllm.evaluate.likelihood.divergence import (
     token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files.plots import save_figure
+from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
@@ -142,12 +142,9 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     Raises ConfigError if matplotlib is not installed, CheckpointError if the file cannot be
     written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "--plot requires matplotlib: pip install 'jaxllm[notebooks]', or drop --plot"
-        ) from None
+    check_plot()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 1.2 + 0.22 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     names, means = [s.group for s in rows], [s.divergence.kl.mean for s in rows]
