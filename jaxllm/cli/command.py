@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -16,6 +15,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from jaxllm.errors import CheckpointError, suggest_name
+from jaxllm.runtime.docstrings import split_docstring
 
 MODEL = "model"  # the argument that -m and --model can set
 _OPTION = "-m"  # the key of their value in the parser; not a parameter name
@@ -48,7 +48,7 @@ def make_command(function: Callable[..., None]) -> Callable[..., None]:
         function(**flags, **options)
 
     flags = _read_flags(function)
-    command.__doc__ = _split_docstring(function)[0]
+    command.__doc__ = split_docstring(function)[0]
     command.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     command.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return command
@@ -58,7 +58,7 @@ def _read_flags(source: Any) -> list[inspect.Parameter]:
     """Return the parameters of a function or dataclass, annotated with their flags and help."""
     help_texts: dict[str, str] = {}
     for part in getattr(source, "__mro__", [source]):  # a dataclass inherits fields
-        help_texts = _split_docstring(part)[1] | help_texts
+        help_texts = split_docstring(part)[1] | help_texts
     hints, flags = get_type_hints(source, include_extras=True), []
     for parameter in inspect.signature(source).parameters.values():
         name, hint = parameter.name, hints[parameter.name]
@@ -80,15 +80,6 @@ def _add_help(name: str, hint: Any, text: str) -> Any:
         option = typer.Option(*names)
     option.help = text
     return Annotated[hint, option]
-
-
-def _split_docstring(source: Any) -> tuple[str, dict[str, str]]:
-    """Return a docstring without its Args or Attributes, and the text of each of these."""
-    text, *sections = re.split(
-        r"\n+(?:Args|Attributes):\n", inspect.cleandoc(source.__doc__ or ""), maxsplit=1
-    )
-    rows = re.findall(r"^  (\w+): (.*(?:\n    .*)*)", "".join(sections), re.MULTILINE)
-    return text, {name: " ".join(text.split()) for name, text in rows}
 
 
 class Command(TyperCommand):

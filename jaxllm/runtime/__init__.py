@@ -2,5 +2,5 @@
 
 signals: interrupts and the cleanup of temporary files. multihost: broadcast and agreement between
 processes. supervisor: the parent of a distributed command. progress: progress bars. validation:
-checks of integers, arrays and token ids.
+checks of integers, arrays and token ids. docstrings: a docstring's arguments as data.
 """
