@@ -110,7 +110,7 @@ class StepEvaluator:
 
         parts = []
         with steps_bar("measuring", len(loader), self.show_progress) as done:
-            for batch, _ in loader.batches():
+            for batch in loader.batches():
                 arrays = batch.token_BT, batch.position_BT
                 p_BTV = _logits(ours.model, ours.params, *arrays)
                 q_BTV = _logits(theirs, state.params, *arrays)

@@ -105,14 +105,13 @@ def _score_spans(
         spans=spans,
         batch=batch,
         width=max_length + 1,
-        order="length",
-        use_buckets=True,
+        by_length=True,
     )
     check_loader(model, loader)
 
     def run() -> Iterator[tuple[int, Likelihood]]:
         with steps_bar("likelihoods", len(loader), show_progress) as done:
-            for rows, _ in loader.batches():
+            for rows in loader.batches():
                 logprob_BT, greedy_BT = score(model, params, rows)
                 logprob_B = logprob_BT.sum(axis=1, dtype=np.float64)
                 greedy_B = (greedy_BT == rows.scored_BT).all(axis=1)

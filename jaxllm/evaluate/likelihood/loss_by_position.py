@@ -38,7 +38,7 @@ def token_positions(loader: Loader) -> np.ndarray:
 
     In the order of `perplexity.token_logprobs`. Runs no model.
     """
-    found = [batch.position_BT[batch.scored_BT] for batch, _ in loader.batches()]
+    found = [batch.position_BT[batch.scored_BT] for batch in loader.batches()]
     return np.concatenate(found).astype(np.int32)
 
 

@@ -115,7 +115,7 @@ def measure_sensitivity(
         for batch in batches:
             yield _logits(model, sharded, batch.token_BT, batch.position_BT)
 
-    batches = [batch for batch, _ in loader.batches()]
+    batches = list(loader.batches())
     found = []
     with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1, show_progress) as done:
         references = list(run_batches(wide))
