@@ -25,13 +25,8 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 
 NAME = "jaxllm"
-_SAMPLING_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-)  # ignored in greedy decoding
+# Ignored in greedy decoding.
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -252,7 +247,7 @@ def register() -> type:
         return registry.get_model(NAME)
 
     class JaxllmLM(JaxLM, base):
-        def _keep(self, kind: str, args: tuple[Any, ...], answer: Any) -> None:
+        def _cache_answer(self, kind: str, args: tuple[Any, ...], answer: Any) -> None:
             self.cache_hook.add_partial(kind, args, answer)
 
     registry.register_model(NAME)(JaxllmLM)

@@ -88,7 +88,6 @@ def divergence(
     loader: Loader,
     *,
     journal: Path | None = None,
-    show_progress: bool | None = None,
 ) -> Divergence:
     """Compare a model (Q, the `other`) with a reference (P) on the loader's scored tokens.
 
@@ -112,7 +111,6 @@ def divergence(
         models={"model": (model, params), "other": (other_model, other_params)},
         journal=journal,
         description="divergence",
-        show_progress=show_progress,
     )
     return Divergence.from_differences(Differences(**columns))
 

@@ -85,7 +85,6 @@ def measure_sensitivity(
     format: str,
     *,
     group_by: str = "layer",
-    show_progress: bool | None = None,
 ) -> list[Sensitivity]:
     """Quantize each group of matrices in turn, and sort the groups by mean KL, worst first.
 
@@ -117,7 +116,7 @@ def measure_sensitivity(
 
     batches = list(loader.batches())
     found = []
-    with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1, show_progress) as done:
+    with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1) as done:
         references = list(run_batches(wide))
         done()
         for name, regex in names.items():

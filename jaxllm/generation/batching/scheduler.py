@@ -23,6 +23,7 @@ from jaxllm.generation.batching.requests import Event, RejectedRequest, Request,
 from jaxllm.generation.batching.slots import (
     TokenRun,
     pack_microbatch,
+    row_adapters,
     run_microbatch,
     split_microbatches,
 )
@@ -34,7 +35,6 @@ from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.lora import NO_ADAPTER
 
 MAX_BURST = 4096
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
@@ -256,7 +256,7 @@ def _run_burst(
         eos_BE,
         burst,
         np.int32(min(burst, left)),
-        _adapter_numbers(state),
+        row_adapters({row: seat.request.adapter for row, seat in seats.items()}, rows),
     )
     count, arrays = to_host((done, results))
     steps = [
@@ -264,17 +264,6 @@ def _run_burst(
     ]
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
-
-
-def _adapter_numbers(state: _ServeState) -> np.ndarray | None:
-    """Return each row's adapter index, or None if no request sets one."""
-    asked = {row: seat.request.adapter for row, seat in state.active.items()}
-    if all(number is None for number in asked.values()):
-        return None
-    adapter_B = np.full(state.cache.batch, NO_ADAPTER, np.int32)
-    for row, number in asked.items():
-        adapter_B[row] = NO_ADAPTER if number is None else number
-    return adapter_B
 
 
 def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:

@@ -4,7 +4,7 @@ Sequences are independent, so those with a similar number of tokens are grouped:
 one token is not padded to the width of another row's prompt. Used by `batch.decode` and `serve`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -139,17 +139,18 @@ def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np
         length_R,
         None if several else column_R,
         member_RB if len(runs[0].rows) > 1 else None,
-        _adapter_numbers(runs, at, R),
+        row_adapters({r: run.adapter for r, run in zip(at, runs, strict=True)}, R),
     )
     return places, at
 
 
-def _adapter_numbers(runs: Sequence[TokenRun], at: np.ndarray, rows: int) -> np.ndarray | None:
-    if all(run.adapter is None for run in runs):
+def row_adapters(adapters: Mapping[int, int | None], rows: int) -> np.ndarray | None:
+    """Return each row's adapter index, int32 `[rows]`, or None if no row has one."""
+    if all(adapter is None for adapter in adapters.values()):
         return None
     adapter_R = np.full(rows, NO_ADAPTER, np.int32)
-    for r, run in zip(at, runs, strict=True):
-        adapter_R[r] = NO_ADAPTER if run.adapter is None else run.adapter
+    for row, adapter in adapters.items():
+        adapter_R[row] = NO_ADAPTER if adapter is None else adapter
     return adapter_R
 
 

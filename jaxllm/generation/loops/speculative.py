@@ -31,6 +31,7 @@ from jaxllm.generation.loops.finish import (
     finish_reasons,
     is_eos,
     pad_eos_ids,
+    select_rows,
     token_budgets,
 )
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
@@ -306,7 +307,7 @@ def _accept_tokens(
             token_B, agreed_B = accept_or_resample(scores_BV, draft_B, q_BV, accept_B, draw_B)
         finite_B = jnp.isfinite(logits_BV).all(axis=1)
         taken_B = alive_B & finite_B
-        memory = _select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        memory = select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
         text = text.append(token_B, taken_B).replace(sampler=memory)
         finish_B = finish_reasons(token_B, text.length_B, inputs.limit_B, inputs.eos_E, finite_B)
         text = text.replace(finish_B=jnp.where(alive_B, finish_B, text.finish_B))
@@ -397,12 +398,3 @@ def _position_keys(
 
 def _context(inputs: LoopInputs, text: TextState, key_B: jax.Array) -> Context:
     return Context(text.token_BL, inputs.prompt_B, text.length_B, key_B)
-
-
-def _select_rows(where_B: jax.Array, new: Any, old: Any) -> Any:
-    """Take the new values in these rows and the old ones elsewhere; unchanged leaves stay."""
-
-    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
-        return y if x is y else jnp.where(where_B.reshape(-1, *[1] * (y.ndim - 1)), x, y)
-
-    return jax.tree.map(pick, new, old)
