@@ -4,9 +4,9 @@ Subcommands: generate, chat, batch, embed; convert, quantize, merge, compress, u
 export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (one command per
 training method). Shared: options (single flags), option_groups (sampling, loading), eval_data
 (evaluation text), calibration (calibration data of a recipe), command (flags of a function, MODEL
-in two spellings, usage errors), train_common (flags of every training command), renamed_options
-(their old names), lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal
-and conversation (input and state of chat), distributed (several processes).
+in two spellings, usage errors), train_common (flags of every training command), lora (adapter
+modules and patterns), console (stdin, stdout, stderr), terminal and conversation (input and state
+of chat), distributed (several processes).
 """
 
 import contextlib

@@ -101,7 +101,8 @@ def chat(
         read_options(None, kind="stream", **asked)  # raises before the model is loaded
         talk = _start_conversation(loading.load(model), asked, system, chat_template)
         if terminal.is_interactive():
-            log(f"{_describe_model(talk)}\n/help lists the commands, Ctrl-D leaves")
+            about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
+            log(f"{about}, seed {talk.seed}\n/help lists the commands, Ctrl-D leaves")
         failed, status = False, terminal.EXIT_OK
         for line in _read_lines():
             if isinstance(line, int):
@@ -136,12 +137,6 @@ def _start_conversation(
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
     return Conversation(lm, options, system)
-
-
-def _describe_model(talk: "Conversation") -> str:
-    """Return a line about the model and the seed."""
-    about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
-    return f"{about}, seed {talk.seed}"
 
 
 def _format_help() -> str:

@@ -133,7 +133,9 @@ def compress(
     files = {"--documents": documents, "--wikitext": wikitext}
     source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
-    _check_calibration(lines, calibrated)
+    for line in lines:
+        if line.step.needs_calibration and not calibrated:
+            raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
     seen, measured = read_source(source, eval_data)
     if plot is not None and measured is None and samples is None:
         raise ConfigError("--plot requires evaluation data: give --eval FILE")
@@ -181,13 +183,6 @@ def _read_recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
     return (
         read_recipe(file, STEPS) if file is not None else parse_lines(steps or [], STEPS, "--step")
     )
-
-
-def _check_calibration(lines: "Recipe", has_calibration: bool) -> None:
-    """Raise ConfigError for a step that needs calibration data if there is none."""
-    for line in lines:
-        if line.step.needs_calibration and not has_calibration:
-            raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
 
 
 def _make_eval_loader(

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxllm.cli.command import make_command
+from jaxllm.cli.command import Command, make_command
 from jaxllm.cli.console import spinner
-from jaxllm.cli.renamed_options import TrainCommand
 from jaxllm.cli.train_common import (
     ModelToTrain,
     Target,
@@ -330,6 +329,47 @@ def distill(
 
     how = None if written is None else read_teacher_texts
     run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
+
+
+# Old and foreign names of options: each error names the current option.
+RENAMED = {
+    "--rate": "--lr",
+    "--learning-rate": "--lr",
+    "--decay": "--weight-decay",
+    "--clip": "--max-grad-norm",
+    "--eval": "--eval-data",
+    "--held-out": "--eval-split",
+    "--evaluate-every": "--eval-steps",
+    "--save-every": "--save-steps",
+    "--batch": "--batch-size",
+    "--per-device-train-batch-size": "--batch-size",
+    "--accumulate": "--gradient-accumulation-steps",
+    "--grad-accum": "--gradient-accumulation-steps",
+    "--remat": "--gradient-checkpointing",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--epochs",
+    "--warmup-ratio": "--warmup",
+    "--max-length": "--length",
+    "--gate-rate": "--gate-lr",
+    "--target": "--target-modules",
+    "--alpha": "--lora-alpha",
+    "--dropout": "--lora-dropout",
+    "--layers": "--layers-to-transform",
+}
+
+
+class TrainCommand(Command):
+    """A command whose errors for old option names give the new ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            option = getattr(error, "option_name", "")
+            name = RENAMED.get(option)
+            if name is not None and any(name in parameter.opts for parameter in self.params):
+                raise ConfigError(f"no such option: {option}. Use {name}") from None
+            raise
 
 
 # Command name -> function, and the example at the end of its --help.

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
@@ -278,12 +279,7 @@ _ROWS: dict[str, Option] = {
 
 def _sampling_option(name: str) -> Option:
     """Convert a row of `PROCESSORS` to a row of this table."""
-    row = PROCESSORS[name]
-
-    def check(value: Any) -> Any:
-        check_option_value(name, value)
-        return value
-
+    row, check = PROCESSORS[name], partial(check_option_value, name)
     return Option(check, row.meaning, per_row=not row.is_list, decoders=SAMPLERS)
 
 

@@ -78,9 +78,10 @@ def make_sampler(
     return Sampler((*text, *added, *made.values()))
 
 
-def check_option_value(name: str, value: Any) -> None:
-    """Raise SamplingError for a value that is invalid for every vocabulary and text."""
+def check_option_value(name: str, value: Any) -> Any:
+    """Return a value; raise SamplingError if it is invalid for every vocabulary and text."""
     _parse_option(name, value, PROCESSORS[name], ParseContext(None, (), 1, -1))
+    return value
 
 
 def _parse_option(
