@@ -70,12 +70,11 @@ def batch(
     if out is None and resume:
         raise ConfigError("--resume requires --out FILE: name the file to resume")
     check_writable("--out", out)
+    seed = sampling.parse_seed(0) if task == "generate" else None
+    if seed == "random":
+        raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
     options = _read_task_options(
-        task,
-        sampling.more,
-        **sampling.options,
-        stop_strings=stop,
-        seed=_parse_seed(sampling) if task == "generate" else None,
+        task, sampling.more, **sampling.options, stop_strings=stop, seed=seed
     )
     check_task(task, options)
     found = _read_rows(file, field)
@@ -116,13 +115,6 @@ def _read_task_options(task: str, extra: list[str] | None, **flags: Any) -> dict
             flag = name.removesuffix("_strings").replace("_", "-")
             raise ConfigError(f"--task {task} does not generate text: leave out --{flag}")
     return read_extra_options(extra)
-
-
-def _parse_seed(sampling: SamplingOptions) -> int:
-    """Return the seed of a batch, 0 by default. Raises ConfigError for --seed random."""
-    if (seed := sampling.parse_seed(0)) == "random":
-        raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
-    return int(seed)
 
 
 def _read_rows(file: str, field: str | None) -> "list[Row]":

@@ -34,6 +34,10 @@ class CalibrationSource(NamedTuple):
     length: int | None
     seed: int
 
+    def row_length(self, lm: "LM") -> int:
+        """Return the number of tokens per row."""
+        return min(512, lm.config.context_length) if self.length is None else self.length
+
 
 def choose_source(
     files: Mapping[str, str | Path | None],
@@ -84,7 +88,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     from jaxllm.compress.calibration import from_texts, from_tokens
     from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
 
-    length = _row_length(lm, source)
+    length = source.row_length(lm)
     if source.samples is not None:
         return _sample_rows(lm, source, source.samples, source.seed)
     cut = ChunkSpec(width=length, rows=source.rows, seed=source.seed)
@@ -118,16 +122,11 @@ def sample_eval_rows(lm: "LM", source: CalibrationSource, maximum: int) -> list[
     return found
 
 
-def _row_length(lm: "LM", source: CalibrationSource) -> int:
-    """Return the number of tokens per row."""
-    return min(512, lm.config.context_length) if source.length is None else source.length
-
-
 def _sample_rows(lm: "LM", source: CalibrationSource, rows: int, seed: int) -> "Calibration":
     """Sample rows from the model."""
     from jaxllm.compress.calibration import from_samples
 
-    width = _row_length(lm, source)
+    width = source.row_length(lm)
     made = from_samples(lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed)
     made.check(lm.config)
     return made

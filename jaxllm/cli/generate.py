@@ -71,10 +71,15 @@ def generate(
     text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # typing does not count as load time
     lm = loading.load(model).with_adapter(options.pop("adapter", None))
+    from jaxllm.cache import save_cache
+    from jaxllm.generation.options.resolve import uses_sampling
+    from jaxllm.ops.compile_cache import time_compiling
+
     tokens = _encode_prompt(lm, text, chat)
     if prompt_cache:
         options["cache"] = _read_cache(lm, tokens, prompt_cache)
-    seed = options["seed"] if _uses_seed(lm, options) else None
+    draws = uses_sampling(options, lm.generation) and options.get("temperature") != 0
+    seed = options["seed"] if draws else None
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
@@ -82,8 +87,6 @@ def generate(
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _can_stream(options):
         return _print_completions(lm, text, tokens, options, seed, as_json)
-    from jaxllm.ops.compile_cache import time_compiling
-
     pieces: list[StreamChunk] = []
     with spinner("compiling and reading the prompt") as ready, time_compiling() as compiling:
         for piece in lm.stream(tokens, **options):
@@ -94,15 +97,29 @@ def generate(
             if not as_json:
                 # Without a tokenizer there is no text: the ids are the output.
                 write(piece.text if lm.tokenizer else f"{piece.token} ")
+    last = pieces[-1]
     if prompt_cache:
-        _write_cache(lm, pieces[-1].cache, prompt_cache)
+        save_cache(prompt_cache, last.cache, lm.model, lm.params)
+        log(f"{prompt_cache}: {len(last.cache.tokens())} tokens written")
     if as_json:
-        _print_json(lm, text, pieces, seed, loaded - start, first, compiled)
+        report = {
+            "prompt": text,
+            "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
+            "tokens": [p.token for p in pieces],
+            "logprobs": [round(p.logprob, 6) for p in pieces],
+            "finish_reason": last.finish_reason,
+            "seed": seed,
+            "load_s": round(loaded - start, 3),
+            "first_token_s": round(first, 3),
+            "compile_s": round(compiled, 3),
+            "tokens_per_second": round(last.tokens_per_second, 2),
+        }
+        write(json.dumps(report, ensure_ascii=False) + "\n")
     elif sys.stdout.isatty():
         write("\n")
     drawn = "" if seed is None else f"; seed {seed}"
     log(
-        f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
+        f"{len(pieces)} tokens ({last.finish_reason}), {last.tokens_per_second:.1f}"
         f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
         + _describe_compiling(compiled)
     )
@@ -154,13 +171,6 @@ def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
     return tokens
 
 
-def _uses_seed(lm: "LM", options: dict[str, Any]) -> bool:
-    """Return whether the text depends on the seed."""
-    from jaxllm.generation.options.resolve import uses_sampling
-
-    return uses_sampling(options, lm.generation) and options.get("temperature") != 0
-
-
 def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     """Load the cache file, if it exists; it must share a prefix with the prompt."""
     from jaxllm.cache import load_cache
@@ -177,13 +187,6 @@ def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
         " the last prompt and its answer"
     )
     return cache
-
-
-def _write_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
-    from jaxllm.cache import save_cache
-
-    save_cache(file, cache, lm.model, lm.params)
-    log(f"{file}: {len(cache.tokens())} tokens written")
 
 
 def _can_stream(options: dict[str, Any]) -> bool:
@@ -227,27 +230,3 @@ def _print_completions(
         write(f"{text}\n")
     if seed is not None and not as_json:
         log(f"seed {seed}")
-
-
-def _print_json(
-    lm: "LM",
-    prompt: str,
-    pieces: "list[StreamChunk]",
-    seed: int | None,
-    load_s: float,
-    first_token_s: float,
-    compile_s: float,
-) -> None:
-    report = {
-        "prompt": prompt,
-        "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
-        "tokens": [p.token for p in pieces],
-        "logprobs": [round(p.logprob, 6) for p in pieces],
-        "finish_reason": pieces[-1].finish_reason,
-        "seed": seed,
-        "load_s": round(load_s, 3),
-        "first_token_s": round(first_token_s, 3),
-        "compile_s": round(compile_s, 3),
-        "tokens_per_second": round(pieces[-1].tokens_per_second, 2),
-    }
-    write(json.dumps(report, ensure_ascii=False) + "\n")

@@ -45,8 +45,8 @@ def plan(
       exact: The exact sums of one device, without partial sums.
     """
     with spinner("starting"):
-        from jaxllm.plan.estimate import PlanQuery, plan as planned
-        from jaxllm.plan.hardware import parse_hardware as named
+        from jaxllm.plan.estimate import PlanQuery, plan as estimate_plan
+        from jaxllm.plan.hardware import parse_hardware
         from jaxllm.plan.open_model import open_for_planning
         from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
         from jaxllm.plan.search import check_goal, propose_meshes
@@ -58,12 +58,14 @@ def plan(
     if mesh is not None and devices is not None:
         raise ConfigError("--mesh and --devices cannot be combined: leave one out")
     check_int("--batch", batch, 1, error=ConfigError)
-    wanted = None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
+    device_count = (
+        None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
+    )
     if context is not None:
         check_int("--context", context, 1, error=ConfigError)
     check_goal(goal)
-    spread = None if mesh is None else parse_mesh(mesh)
-    kind = named(hardware)
+    mesh_axes = None if mesh is None else parse_mesh(mesh)
+    device = parse_hardware(hardware)
     opened = open_for_planning(Path(model) if model.endswith(".json") else model)
     precision = opened.precision
     if dtype is not None:
@@ -71,13 +73,13 @@ def plan(
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
     context = context if context is not None else opened.config.default_cache_size
-    axes = MeshSpec() if spread is None else fit_mesh(spread, opened.config)
-    asked = PlanQuery(opened, precision, kind, axes, batch, context, exact, microbatches)
-    if wanted is None:
-        found = planned(asked)
-        write(json.dumps(plan_to_dict(found)) + "\n" if as_json else format_plan(found))
+    axes = MeshSpec() if mesh_axes is None else fit_mesh(mesh_axes, opened.config)
+    query = PlanQuery(opened, precision, device, axes, batch, context, exact, microbatches)
+    if device_count is None:
+        estimate = estimate_plan(query)
+        write(json.dumps(plan_to_dict(estimate)) + "\n" if as_json else format_plan(estimate))
         return
-    plans = propose_meshes(asked, wanted, goal)
+    plans = propose_meshes(query, device_count, goal)
     if as_json:
         write(json.dumps([plan_to_dict(plan) for plan in plans]) + "\n")
         return
