@@ -204,7 +204,7 @@ def _admit_request(
     return state._replace(
         cache=state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS)),
         context=context,
-        samplers=_sort_samplers({**_drop_unused(state), kind: stacked}),
+        samplers=_add_sampler(state, kind, stacked),
         active={**state.active, row: _ActiveRequest(request, prompt_T, kind)},
     )
 
@@ -348,16 +348,15 @@ def _empty_context(rows: int, capacity: int) -> Context:
     return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
 
 
-def _drop_unused(state: _ServeState) -> dict[Hashable, Sampler]:
-    """Drop unused samplers once there are many kinds: each set of kinds compiles a program."""
-    held = {seat.kind for seat in state.active.values()}
-    few = len(state.samplers) < _MAX_KINDS
-    return {kind: stacked for kind, stacked in state.samplers.items() if few or kind in held}
-
-
-def _sort_samplers(samplers: dict[Hashable, Sampler]) -> dict[Hashable, Sampler]:
-    """Sort sampler kinds, so that the order of arrival does not compile another program."""
-    return {kind: samplers[kind] for kind in sorted(samplers, key=str)}
+def _add_sampler(state: _ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
+    """Return the samplers by kind with one more. Each set and order of kinds compiles a program:
+    so unused ones are dropped once there are many, and the order is not that of arrival.
+    """
+    samplers = {**state.samplers, kind: stacked}
+    if len(state.samplers) >= _MAX_KINDS:
+        used = {kind, *(seat.kind for seat in state.active.values())}
+        samplers = {name: sampler for name, sampler in samplers.items() if name in used}
+    return {name: samplers[name] for name in sorted(samplers, key=str)}
 
 
 def _stack_sampler(sampler: Sampler, rows: int) -> Sampler:
