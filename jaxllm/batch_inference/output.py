@@ -62,8 +62,8 @@ def _write_parquet(out: Path, answers: Iterable[Answer], task: str, rows: Sequen
 def _id_type(rows: Sequence[Row]) -> str:
     """Return the type of the id column: int64 if all ids are integers, else string or JSON."""
     ids = [row.id for row in rows]
-    whole = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
-    return "int64" if whole else "string"
+    are_integers = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
+    return "int64" if are_integers else "string"
 
 
 def _format_id(name: Any) -> str:

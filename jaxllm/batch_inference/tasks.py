@@ -53,10 +53,10 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
 
 def generate(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
     """Generate continuations by continuous batching. A row without a seed gets one from its id."""
-    found = dict(
+    results = dict(
         lm.serve([_make_request(job, n, row) for n, row in enumerate(rows)], rows=job.rows)
     )
-    return [format_completion(found[n]) for n in range(len(rows))]
+    return [format_completion(results[n]) for n in range(len(rows))]
 
 
 def _make_request(job: BatchJob, number: int, row: Row) -> dict[str, Any]:

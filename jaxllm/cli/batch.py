@@ -77,9 +77,9 @@ def batch(
         task, sampling.more, **sampling.options, stop_strings=stop, seed=seed
     )
     check_task(task, options)
-    found = _read_rows(file, field)
+    rows = _read_rows(file, field)
     load = partial(loading.load, model, show_progress=False if workers != 0 else None)
-    where, threads = _choose_workers(load, workers, threads, ray, -(-len(found) // group))
+    where, threads = _choose_workers(load, workers, threads, ray, -(-len(rows) // group))
     if timeout is not None and not isinstance(where, ProcessWorkers):
         raise ConfigError(
             "--timeout requires worker processes on this machine: give --workers N with N >= 1,"
@@ -91,11 +91,11 @@ def batch(
         metadata={"model": model, **loading.facts()},
     )  # fmt: skip
     if out is not None:
-        ran = run_job(found, job, where, out, resume=resume, log=log)
+        ran = run_job(rows, job, where, out, resume=resume, log=log)
         answered, failed = ran.rows, ran.failed
     else:
         answered = failed = 0
-        for answer in stream(found, job, where):
+        for answer in stream(rows, job, where):
             write(format_answer(answer))
             answered, failed = answered + 1, failed + ("error" in answer)
     log(

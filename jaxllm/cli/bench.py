@@ -70,9 +70,9 @@ def bench(
         lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
         log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
     context = lm.config.context_length
-    asked = timing.make_tests(lengths, decode, levels, rows_at_once)
-    fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]
-    for test in asked:
+    tests = timing.make_tests(lengths, decode, levels, rows_at_once)
+    fits = [t for t in tests if (t.prompt or t.depth + t.decode) <= context]
+    for test in tests:
         if test not in fits:
             log(f"{test.name}: skipped, longer than the model's context of {context} tokens")
     rows = []

@@ -97,9 +97,9 @@ def chat(
     """
     with terminal.buffer_keys():
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}
-        asked = named | read_extra_options(sampling.more)
-        read_options(None, kind="stream", **asked)  # raises before the model is loaded
-        talk = _start_conversation(loading.load(model), asked, system, chat_template)
+        options = named | read_extra_options(sampling.more)
+        read_options(None, kind="stream", **options)  # raises before the model is loaded
+        talk = _start_conversation(loading.load(model), options, system, chat_template)
         if terminal.is_interactive():
             about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
             log(f"{about}, seed {talk.seed}\n/help lists the commands, Ctrl-D leaves")
@@ -111,10 +111,10 @@ def chat(
             try:
                 if not line.startswith("/"):
                     talk.answer(line)
-                elif (said := _run_command(talk, line)) is None:
+                elif (message := _run_command(talk, line)) is None:
                     break
-                elif said:
-                    log(said)
+                elif message:
+                    log(message)
             except JaxllmError as error:  # the conversation is unchanged
                 log(f"jaxllm: {error}")
                 failed = True

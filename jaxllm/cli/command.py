@@ -98,11 +98,11 @@ class Command(TyperCommand):
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
             values, rest, order = parse(args)
             if _OPTION in values:
-                given = [values[name] for name in names if values.get(name) is not None] + rest
-                given += [None] * (place - len(given))
-                given.insert(place, values.pop(_OPTION))
-                values |= dict(zip(names, given, strict=False))
-                rest = given[len(names) :]
+                words = [values[name] for name in names if values.get(name) is not None] + rest
+                words += [None] * (place - len(words))
+                words.insert(place, values.pop(_OPTION))
+                values |= dict(zip(names, words, strict=False))
+                rest = words[len(names) :]
             return values, rest, order
 
         parser.parse_args = parse_args
@@ -150,13 +150,13 @@ def describe_error(error: typer.TyperException, name: str) -> str:
     """Return a usage error as one line: what was written, what was expected, which --help."""
     context = getattr(error, "ctx", None)
     where = context.command_path if context else name
-    said = error.format_message()
+    message = error.format_message()
     if type(error).__name__ == "NoSuchOption":  # not exported by typer
-        said = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
-        said += _suggest_option(option, context.command.params) if context else ""
+        message = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
+        message += _suggest_option(option, context.command.params) if context else ""
     elif isinstance(error, typer.BadParameter) and (expected := _describe_bad_value(error)):
-        said = expected
-    return f"{said} (see {where} --help)"
+        message = expected
+    return f"{message} (see {where} --help)"
 
 
 def _suggest_option(option: str, params: list[Any]) -> str:
@@ -180,7 +180,7 @@ def _describe_bad_value(error: typer.BadParameter) -> str:
     complaints: list[Any] = getattr(error.__cause__, "errors", list)()
     if len(complaints) != 1 or complaints[0]["type"] not in _EXPECTED or error.param is None:
         return ""
-    (found,) = complaints
+    (complaint,) = complaints
     name = max(error.param.opts, key=len)
-    expected = _EXPECTED[found["type"]].format(**found.get("ctx", {}))
-    return f"{name} must be {expected}, got {found['input']!r:.60}"
+    expected = _EXPECTED[complaint["type"]].format(**complaint.get("ctx", {}))
+    return f"{name} must be {expected}, got {complaint['input']!r:.60}"

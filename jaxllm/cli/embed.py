@@ -51,12 +51,12 @@ def embed(
     texts = _read_texts(text, file)
     multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = loading.load(model)
-    found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
+    vectors = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
-        _save_rows(out, found)
-        log(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
+        _save_rows(out, vectors)
+        log(f"{out}: {vectors.shape[0]} rows of {vectors.shape[1]}")
         return
-    for row in found.tolist():
+    for row in vectors.tolist():
         write((json.dumps(row) if as_json else " ".join(f"{x:.6g}" for x in row)) + "\n")
 
 
@@ -65,7 +65,7 @@ def _read_texts(text: list[str] | None, file: str | None) -> list[str]:
     if bool(text) == (file is not None):
         raise ConfigError("give either --text (repeatable) or --file")
     if file is None:
-        return [read_text_option(given) for given in text or []]
+        return [read_text_option(value) for value in text or []]
     from jaxllm.files import read_text, split_lines
 
     lines = split_lines(read_stdin() if file == "-" else read_text(Path(file)))

@@ -62,8 +62,8 @@ def _read_documents(text: str | None, documents: Path | None, separate: bool) ->
     if text is not None:
         return [read_text_option(text)]
     assert documents is not None
-    found: Any = read_documents(documents)
-    return found if separate else [join_documents(found)]
+    corpus: Any = read_documents(documents)
+    return corpus if separate else [join_documents(corpus)]
 
 
 def join_documents(documents: Any) -> Any:
@@ -98,7 +98,7 @@ def make_loader(
     if window is None:
         window = max(2, min(512, lm.config.context_length, max(map(len, documents))))
     stride = window if stride is None else stride
-    made = loader(
+    batches = loader(
         documents,
         window=window,
         stride=stride,
@@ -107,14 +107,14 @@ def make_loader(
         batch=default_batch(lm.config.vocab_size, window) if batch is None else batch,
         limit=limit,
     )
-    return made, {
+    return batches, {
         "documents": len(corpus),
-        "text_tokens": sum(map(len, made.documents)),
+        "text_tokens": sum(map(len, batches.documents)),
         "protocol": protocol,
         "window": window,
         "stride": stride if protocol == "strided" else None,
         "bos": bos,
-        "windows": len(made.spans),
+        "windows": len(batches.spans),
     }
 
 

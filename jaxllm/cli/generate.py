@@ -63,8 +63,8 @@ def generate(
     if options["seed"] == "random":  # -o seed=random
         options["seed"] = draw_seed()
     if multihost.is_multiprocess():
-        for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
-            if given:
+        for option, value in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if value:
                 raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
@@ -137,14 +137,14 @@ def _describe_compiling(seconds: float) -> str:
 
 def _read_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
     """Return the prompt, or "" if none is given. Raises ConfigError if it is given twice."""
-    given = [way for way in (argument, option, file) if way is not None]
-    if len(given) > 1:
+    prompts = [way for way in (argument, option, file) if way is not None]
+    if len(prompts) > 1:
         raise ConfigError("more than one prompt: give PROMPT, --prompt TEXT or --file FILE")
     if file is not None:
         from jaxllm.files import read_text
 
         return read_text(file).removesuffix("\n")
-    return str(given[0]) if given else ""
+    return str(prompts[0]) if prompts else ""
 
 
 def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
@@ -208,8 +208,8 @@ def _print_completions(
 ) -> None:
     """Print several continuations, or the result of a search; neither can be streamed."""
     with spinner("generating"):
-        found = lm.generate(tokens, **options)
-    for number, completion in enumerate(found if isinstance(found, list) else [found]):
+        result = lm.generate(tokens, **options)
+    for number, completion in enumerate(result if isinstance(result, list) else [result]):
         if as_json:
             report = {
                 "prompt": prompt,

@@ -38,6 +38,7 @@ def infini(
 
     rule = check_update(update)
     check_output_directory(target)  # before the work, not after it
-    made = with_memory(load_model(model, dtype, quantize=quantize), segment, update=rule, gate=gate)
-    made.save(target)
+    lm = load_model(model, dtype, quantize=quantize)
+    converted = with_memory(lm, segment, update=rule, gate=gate)
+    converted.save(target)
     log(f"{target}: segments of {segment} tokens, with a memory of earlier ones ({update})")

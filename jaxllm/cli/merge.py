@@ -53,13 +53,13 @@ def merge(
     from jaxllm.train.jobs import shard_like, to_one_device
 
     made = merge_into_weights(to_one_device(lm), format)
-    there = shard_like(made, lm)
+    sharded = shard_like(made, lm)
     if corpus is None:
         loader, measured = _sample_loader(lm), f"{ROWS} texts sampled from it"
     else:
         loader, facts = make_loader(lm, corpus, window=None)
         measured = describe_text(facts)
-    both = divergence(lm.model, lm.params, there.model, there.params, loader)
+    both = divergence(lm.model, lm.params, sharded.model, sharded.params, loader)
     made.save(target)
     log(
         f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the"

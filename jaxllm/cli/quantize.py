@@ -48,17 +48,17 @@ def quantize(
         from jaxllm.lm import load
         from jaxllm.weights.quantize import resolve_rules
 
-    wanted = (
+    chosen = (
         read_rules(rules) if rules else name or _format_name(bits, group, zero_point, half_scales)
     )
-    resolve_rules(wanted)
+    resolve_rules(chosen)
     check_output_directory(target)  # before the work, not after it
-    load(model, dtype=dtype, quantize=wanted).save(target)
-    opened, made = open_checkpoint(model), open_checkpoint(target)
-    before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
+    load(model, dtype=dtype, quantize=chosen).save(target)
+    opened, result = open_checkpoint(model), open_checkpoint(target)
+    before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, result))
     log(
-        f"{target}: {len(made.formats)} matrices in"
-        f" {', '.join(sorted(set(made.formats.values())))}; {before / 1e6:.1f} MB to"
+        f"{target}: {len(result.formats)} matrices in"
+        f" {', '.join(sorted(set(result.formats.values())))}; {before / 1e6:.1f} MB to"
         f" {after / 1e6:.1f} MB"
     )
 

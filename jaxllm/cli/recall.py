@@ -102,19 +102,19 @@ def recall(
         extended_model=extended,
     )
     facts: dict[str, Any] = {"model": model, "texts": texts, "slots": slots, "seed": seed}
-    told = json.dumps(finite_json({**facts, "cells": report.to_records(cells)}))
+    content = json.dumps(finite_json({**facts, "cells": report.to_records(cells)}))
     if out is not None:
         from jaxllm.files import atomic_file
 
         with atomic_file(out, "w") as file:
-            file.write(told + "\n")
+            file.write(content + "\n")
         log(f"{out} written")
     if picture is not None:
         maps = report.group_by_policy(cells)
         report.plot(maps, picture, f"{model}: {texts} recalled, {slots} slots (except full)")
         log(f"{picture} written")
     if as_json:
-        write(told + "\n")
+        write(content + "\n")
         return
     log(
         f"{texts}: % of {tries} texts whose right answer is the most likely of {cells[0].choices}"

@@ -187,20 +187,20 @@ def _check_target(target: Path, options: TrainOptions, result: str | None) -> No
     facts = multihost.broadcast_from_zero(
         lambda: f"{int(path_exists(parts))}{int(path_exists(there))}"
     )
-    kept, done = (letter == "1" for letter in facts)
-    if options.resume and not kept:
+    has_state, has_result = (letter == "1" for letter in facts)
+    if options.resume and not has_state:
         raise ConfigError(
             f"--resume requires the state of a run: {parts.name} does not exist next to"
             f" {target.name}. A run with --keep-state keeps it."
         )
-    if done and kept and not options.resume:
+    if has_result and has_state and not options.resume:
         raise CheckpointError(
             f"{target} already holds a result, and {parts.name} the state of its run: give --resume"
             " to continue the run and replace the result, or name another OUT"
         )
-    if done and result is None and not options.resume:
+    if has_result and result is None and not options.resume:
         raise CheckpointError(f"{target} exists: name another file")
-    if not done or not options.resume:
+    if not has_result or not options.resume:
         name = target.parent if result is None else target
         check_vacant(name, result or target.name, "a result")
     check_writable("--report", options.report)
@@ -238,7 +238,7 @@ def run_training(
     )
     eval_steps = options.eval_steps or max(1, steps // 10)
     parts = parts_dir(target)
-    made = job(data, held_out) if callable(job) else job
+    training = job(data, held_out) if callable(job) else job
 
     def write_report(records: "Sequence[StepRecord]", before: float | None) -> None:
         if options.report is not None:
@@ -249,19 +249,19 @@ def run_training(
 
     def save_checkpoint(params: Any, step: int) -> None:
         name = target.with_name(f"{target.name}.step-{step}")
-        _write_result(made, params, name)
+        _write_result(training, params, name)
         log(f"step {step}: {name}")
 
     run = jobs.run_job(
-        made, data, dataclasses.replace(setup.optimizer, steps=steps),
+        training, data, dataclasses.replace(setup.optimizer, steps=steps),
         dataclasses.replace(setup.plan, steps=steps, eval_steps=eval_steps),
         eval_data=held_out, directory=parts, remat=options.gradient_checkpointing,
         report=write_report,
         checkpoint=save_checkpoint, log=log,
-        sample=None if options.sample is None else jobs.make_sampler(made.lm, options.sample),
+        sample=None if options.sample is None else jobs.make_sampler(training.lm, options.sample),
     )  # fmt: skip
     with spinner("writing"):
-        _write_result(made, run.params, target)
+        _write_result(training, run.params, target)
     if not options.keep_state:
         jobs.delete_state(parts)
     if options.plot is not None:
@@ -317,19 +317,19 @@ def _read_data(
     def read(path: Path) -> "Examples":
         return read_examples(path, writing) if examples is None else examples(path)
 
-    found = read(options.data)
+    examples_read = read(options.data)
     measured = None if options.eval_data is None else read(options.eval_data)
     if measured is None and options.eval_split:
-        if len(found) == 1:
+        if len(examples_read) == 1:
             log(
                 f"{options.data} is one text: its last {options.eval_split:.0%} is held out"
                 " (--eval-split) and may differ from the rest; --eval-data FILE uses other data"
             )
-        found, measured = split_examples(found, options.eval_split, options.seed)
+        examples_read, measured = split_examples(examples_read, options.eval_split, options.seed)
 
     def make_dataset(some: "Examples") -> Dataset:
         data = Dataset(some, width, options.batch_size, options.seed, not options.no_pack)
         data.check(lm.config)
         return data
 
-    return make_dataset(found), None if measured is None else make_dataset(measured)
+    return make_dataset(examples_read), None if measured is None else make_dataset(measured)

@@ -36,6 +36,7 @@ def upcycle(
         from jaxllm.train.upcycle import upcycle_model
 
     check_output_directory(target)  # before the work, not after it
-    made = upcycle_model(load_model(model, dtype, quantize=quantize), experts, per_token, seed=seed)
-    made.save(target)
-    log(f"{target}: {made.config.model_type} with {experts} experts, {per_token} per token")
+    dense = load_model(model, dtype, quantize=quantize)
+    mixture = upcycle_model(dense, experts, per_token, seed=seed)
+    mixture.save(target)
+    log(f"{target}: {mixture.config.model_type} with {experts} experts, {per_token} per token")

@@ -79,11 +79,11 @@ def embeddings(
         raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
     layer = _check_options(model, layer, pooling, batch)
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    found = np.zeros((len(ids), model.config.hidden_size), np.float32)
+    vectors_ND = np.zeros((len(ids), model.config.hidden_size), np.float32)
     groups = _group_by_length(ids, batch)
     with steps_bar("embedding", len(groups), show_progress) as advance:
         for members in groups:
-            found_BD = embed_batch(
+            vectors_BD = embed_batch(
                 model,
                 params,
                 *_pad_batch([ids[member] for member in members], batch),
@@ -91,12 +91,12 @@ def embeddings(
                 pooling=pooling,
                 normalize=normalize,
             )
-            found[members] = np.asarray(found_BD)[: len(members)]
+            vectors_ND[members] = np.asarray(vectors_BD)[: len(members)]
             advance()
-    if not np.isfinite(found).all():
-        bad = int(np.argmin(np.isfinite(found).all(axis=1)))
+    if not np.isfinite(vectors_ND).all():
+        bad = int(np.argmin(np.isfinite(vectors_ND).all(axis=1)))
         raise NonFiniteError(f"the hidden states of text {bad} are NaN or infinite")
-    return found
+    return vectors_ND
 
 
 def log_probs(
@@ -109,15 +109,15 @@ def log_probs(
     Raises what `embeddings` raises.
     """
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    found = [np.zeros(0, np.float32)] * len(ids)
+    logprobs = [np.zeros(0, np.float32)] * len(ids)
     for members in _group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
         arrays = _pad_batch([ids[member] for member in members], batch)
         logprob_BT = np.asarray(_log_probs(model, params, *arrays))
         for row, member in enumerate(members):
-            found[member] = logprob_BT[row, : len(ids[member]) - 1]
-            if not np.isfinite(found[member]).all():
+            logprobs[member] = logprob_BT[row, : len(ids[member]) - 1]
+            if not np.isfinite(logprobs[member]).all():
                 raise NonFiniteError("the model returned NaN or infinite logits")
-    return found
+    return logprobs
 
 
 @partial(jax.jit, static_argnums=0)

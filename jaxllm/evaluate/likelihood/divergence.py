@@ -102,8 +102,8 @@ def divergence(
 
     def compare_batch(batch: Batch) -> Columns:
         arrays = batch.token_BT, batch.position_BT
-        found = _compare(model, other_model, params, other_params, *arrays)
-        return select_scored(found, batch)._asdict()
+        differences = _compare(model, other_model, params, other_params, *arrays)
+        return select_scored(differences, batch)._asdict()
 
     columns = run_batches(
         loader,
@@ -128,10 +128,10 @@ def check_pair(model: Model, other: Model) -> None:
 def select_scored(differences: Differences, batch: Batch) -> Differences:
     """Select the scored tokens, `[N]`. Raises NonFiniteError if a value is NaN or infinite."""
     differences = Differences(*map(np.asarray, to_host(tuple(differences))))
-    kept = Differences(*(x[batch.scored_BT] for x in differences))
+    scored = Differences(*(x[batch.scored_BT] for x in differences))
     for x_BT in (differences.reference, differences.other, differences.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
-    return kept
+    return scored
 
 
 def concatenate(parts: list[Differences]) -> Differences:

@@ -66,13 +66,13 @@ def measures_to_json(measures: Any) -> dict[str, Any]:
 
     An estimate `x` becomes two numbers, `x` and `x_error`.
     """
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in vars(measures).items():
         if isinstance(value, Estimate):
-            found |= {name: value.mean, f"{name}_error": value.error}
+            numbers |= {name: value.mean, f"{name}_error": value.error}
         elif not isinstance(value, Perplexity):
-            found[name] = value
-    return found
+            numbers[name] = value
+    return numbers
 
 
 def perplexity(
@@ -127,5 +127,5 @@ def token_logprobs(
 
 
 def _describe_progress(columns: Columns) -> str:
-    found = Perplexity.from_logprobs(columns["logprob"])
-    return f"perplexity {found.perplexity.mean:.5f} over {found.tokens:,} tokens"
+    result = Perplexity.from_logprobs(columns["logprob"])
+    return f"perplexity {result.perplexity.mean:.5f} over {result.tokens:,} tokens"

@@ -64,18 +64,18 @@ def matrix_groups(params: Params, group_by: str) -> dict[str, str]:
     """
     if group_by not in GROUPINGS:
         raise ConfigError(f"by must be one of {', '.join(GROUPINGS)}, got {group_by!r}")
-    found = {}
+    groups = {}
     for path, leaf in flatten(params):
         if leaf.ndim != 2:
             continue
         module, inside = path.removesuffix(".weight"), _IN_LAYER.fullmatch(path)
         if group_by == "layer" and inside:
-            found[f"{inside[1]}.{inside[2]}"] = rf"{inside[1]}\.{inside[2]}\..*"
+            groups[f"{inside[1]}.{inside[2]}"] = rf"{inside[1]}\.{inside[2]}\..*"
         elif group_by == "kind" and inside:
-            found[inside[3]] = rf"{inside[1]}\.\d+\.{re.escape(inside[3])}\.weight"
+            groups[inside[3]] = rf"{inside[1]}\.\d+\.{re.escape(inside[3])}\.weight"
         else:
-            found[module] = re.escape(path)
-    return found
+            groups[module] = re.escape(path)
+    return groups
 
 
 def measure_sensitivity(
@@ -115,7 +115,7 @@ def measure_sensitivity(
             yield _logits(model, sharded, batch.token_BT, batch.position_BT)
 
     batches = list(loader.batches())
-    found = []
+    results = []
     with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1) as done:
         references = list(run_batches(wide))
         done()
@@ -126,13 +126,13 @@ def measure_sensitivity(
                 rows = model.num_data_shards(len(batch.token_BT))
                 each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
                 parts.append(select_scored(each, batch))
-            found.append(
+            results.append(
                 Sensitivity(
                     name, regex, Divergence.from_differences(concatenate(parts)), before, after
                 )
             )
             done()
-    return sorted(found, key=lambda s: -s.divergence.kl.mean)
+    return sorted(results, key=lambda s: -s.divergence.kl.mean)
 
 
 def plot(rows: list[Sensitivity], path: Path, title: str) -> None:

@@ -23,11 +23,11 @@ def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Has
     """
     leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
     kind = (shape, tuple((x.shape, x.dtype) for x in leaves))
-    kept = [
+    fitted = [
         jnp.broadcast_to(x, like.shape).astype(like.dtype)
         for x, like in zip(leaves, _leaf_shapes(kind, vocab_size, text_width), strict=True)
     ]
-    return kind, jax.tree.unflatten(shape, kept)
+    return kind, jax.tree.unflatten(shape, fitted)
 
 
 @lru_cache(maxsize=256)

@@ -116,7 +116,7 @@ def decode(
         return Status(StatusCode.NO_ROOM, str(error)), None, state
     if pooling != "none":
         stages = [[run._replace(output_T=run.output_T | True) for run in s] for s in stages]
-    found: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
+    results: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
     ours: set[bool] = set()  # segments copied by this call (shared or not) may be donated
     for runs in (group for stage in stages for group in split_microbatches(stage, n_ubatch)):
         places, at = pack_microbatch(runs, state.batch)
@@ -131,9 +131,9 @@ def decode(
             donate=donate or shared in ours,
         )
         ours.add(shared)
-        found.append((out, runs, at))
+        results.append((out, runs, at))
     state = with_positions(state, _update_positions(now, stages))
-    outputs = _gather_outputs(found)
+    outputs = _gather_outputs(results)
     if output == "embeddings":
         outputs = _pool_outputs(outputs, stages, pooling)
         if normalize:

@@ -214,7 +214,7 @@ def _run_step(
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run the token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, found = tuple(state.samplers.values()), []
+    samplers, results = tuple(state.samplers.values()), []
     for group in split_microbatches(runs, rows + chunk):
         places, at = pack_microbatch(group, rows)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
@@ -224,9 +224,9 @@ def _run_step(
             take_B[list(take)] = list(take.values())
             kind_KB = _kind_mask(state, take)
             result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
-            found.append((take, result))
+            results.append((take, result))
     drawn: _StepSamples = {}
-    for take, result in found:  # read only after everything has been dispatched
+    for take, result in results:  # read only after everything has been dispatched
         arrays = to_host(result)
         drawn.update({row: _Sampled(*(x[row].item() for x in arrays)) for row in take})
     held = dict(zip(state.samplers, samplers, strict=True))
@@ -375,8 +375,8 @@ def _fill_row(
 ) -> tuple[jax.Array, Context, Sampler]:
     """Clear a row of the cache and give it a new text and sampler."""
     token_L, length, key = text
-    own = Context(token_L, length, length, key)
+    filled = Context(token_L, length, length, key)
     context, stacked = jax.tree.map(
-        lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
+        lambda old, new: old.at[row].set(new), (context, stacked), (filled, sampler)
     )
     return position_BS.at[row].set(EMPTY), context, stacked

@@ -115,9 +115,9 @@ def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np
     """
     width = _padded_width(max(run.index_T.size for run in runs))
     few = next_power_of_two(len(runs))
-    whole = width == 1 or few >= rows
-    R = rows if whole else few
-    at = np.array([run.rows[0] for run in runs]) if whole else np.arange(len(runs))
+    uses_all_rows = width == 1 or few >= rows
+    R = rows if uses_all_rows else few
+    at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
     row_R = np.zeros(R, np.int32)
     token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
     slot_RT = np.full((R, width), NO_SLOT, np.int32)
@@ -132,7 +132,7 @@ def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np
         member_RB[r, run.rows] = True
     several = any(np.count_nonzero(run.output_T) > 1 for run in runs)
     places = Microbatch(
-        None if whole else row_R,
+        None if uses_all_rows else row_R,
         token_RT,
         position_RT,
         slot_RT,

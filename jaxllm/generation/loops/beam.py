@@ -164,10 +164,10 @@ def beam_search(
         np.bool_(early_stopping == "never"),
     )
     criteria = StopCriteria(*jax.device_put(values))
-    found = _run_search(model, params, out.cache, criteria, sampler, out.logits, num_beams, width)
+    result = _run_search(model, params, out.cache, criteria, sampler, out.logits, num_beams, width)
     # On the host: a JAX slice would compile.
-    n, found = num_return_sequences, to_host(found)
-    cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
+    n, result = num_return_sequences, to_host(result)
+    cut: BeamResult = jax.tree.map(lambda x: x[:, :n], result)
     return jax.device_put(cut.replace(token_BNT=cut.token_BNT[:, :, :max_new_tokens]))
 
 

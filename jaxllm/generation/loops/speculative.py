@@ -248,8 +248,8 @@ def _run_round(
     if isinstance(draft, PromptLookup):
         rest, draft_BK, q_KBV = [], look_up_draft(text, draft.ngram, width), None
     else:
-        found = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
-        rest, draft_BK, q_KBV = [found[0]], *found[1:]
+        proposal = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
+        rest, draft_BK, q_KBV = [proposal[0]], *proposal[1:]
     draft_BK = _mask_draft(draft_BK, room_B, inputs.eos_E)
     token_BT = jnp.concatenate([text.last_tokens(1), draft_BK], axis=1)
     real_BT = (token_BT >= 0) & running_B[:, None]

@@ -285,8 +285,8 @@ def _sampling_option(name: str) -> Option:
 
 def _add_decoders(name: str, option: Option) -> Option:
     """Fill in the decoders that have the option as a field."""
-    own = tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
-    return option._replace(decoders=option.decoders + own or DECODERS)
+    owners = tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
+    return option._replace(decoders=option.decoders + owners or DECODERS)
 
 
 OPTIONS: dict[str, Option] = {
