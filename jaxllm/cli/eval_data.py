@@ -31,7 +31,12 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
     """
     if (text is None) == (documents is None):
         raise ConfigError("give either --text (TEXT, @FILE or -) or --documents FILE")
-    corpus = _read_documents(text, documents, separate)
+    corpus: Corpus = [read_text_option(text)] if text is not None else []
+    if documents is not None:
+        from jaxllm.evaluate.likelihood.data import read_documents
+
+        corpus = read_documents(documents)
+        corpus = corpus if separate else [join_documents(corpus)]
     multihost.check_processes_agree({"texts": multihost.digest(map(str, corpus))})
     return corpus
 
@@ -54,16 +59,6 @@ def read_text_option(value: str, max_bytes: int | None = None) -> str:
     if path_exists(value):
         raise ConfigError(f"--text {value} names a file: write @{value} to read it")
     return value
-
-
-def _read_documents(text: str | None, documents: Path | None, separate: bool) -> Corpus:
-    from jaxllm.evaluate.likelihood.data import read_documents
-
-    if text is not None:
-        return [read_text_option(text)]
-    assert documents is not None
-    corpus: Any = read_documents(documents)
-    return corpus if separate else [join_documents(corpus)]
 
 
 def join_documents(documents: Any) -> Any:
