@@ -195,6 +195,9 @@ class GenerateOptions(TypedDict, total=False):
     pad_token_id: int | None
 
 
+_plain_option = partial(
+    Option, from_file=False, decoders=(PlainGeneration,), calls=("generate", "stream")
+)
 _COUNT = int_checker(1), "a whole number from 1 up"
 _ROWS: dict[str, Option] = {
     "max_new_tokens": Option(
@@ -243,28 +246,12 @@ _ROWS: dict[str, Option] = {
     "negative_prompt": Option(
         instance_checker(str | Sequence | np.ndarray), "a text or token ids", from_file=False
     ),
-    "top_logprobs": Option(
-        int_checker(0),
-        "a whole number from 0 (off) up",
-        0,
-        from_file=False,
-        decoders=(PlainGeneration,),
-        calls=("generate", "stream"),
-    ),
-    "overflow": Option(
+    "top_logprobs": _plain_option(int_checker(0), "a whole number from 0 (off) up", 0),
+    "overflow": _plain_option(
         check_overflow,
         f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
-        from_file=False,
-        decoders=(PlainGeneration,),
-        calls=("generate", "stream"),
     ),
-    "cache": Option(
-        instance_checker(KVCache),
-        "a jaxllm.KVCache",
-        from_file=False,
-        decoders=(PlainGeneration,),
-        calls=("generate", "stream"),
-    ),
+    "cache": _plain_option(instance_checker(KVCache), "a jaxllm.KVCache"),
     "chunk": Option(*_COUNT, 256, from_file=False),
     "adapter": Option(
         per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
