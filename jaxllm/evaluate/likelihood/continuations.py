@@ -77,7 +77,7 @@ def document_logprobs(
     """Return the log-probability of each document, in windows of `max_length` tokens.
 
     documents: token ids; the first is a prefix token, which is conditioned on but not scored. Every
-    other token is scored once (`resolve_windows.rolling_spans`). Raises as
+    other token is scored once (`windows.rolling_spans`). Raises as
     `continuation_likelihoods`.
     """
     arrays = [as_token_array(f"document {number}", ids) for number, ids in enumerate(documents)]

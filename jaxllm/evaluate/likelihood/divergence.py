@@ -158,8 +158,8 @@ def token_differences(
 ) -> Differences:
     """Return the measures `[B, T]` of two models' float32 logits `[B, T - 1, V]`, first column 0.
 
-    Each device computes one row at a time, so only the logits themselves take `[B, T, V]`. among:
-    as for `map_rows`.
+    Each device computes one row at a time, so only the logits themselves take `[B, T, V]`.
+    data_shards: as for `map_rows`.
     """
 
     def compare_rows(arrays: tuple[jax.Array, ...]) -> Differences:

@@ -63,7 +63,7 @@ def bucket_losses(
 ) -> list[Bucket]:
     """Group losses by position, in float64.
 
-    logprob_N: natural logarithms, in the order of position_N. borders: ascending, as from
+    logprob_N: natural logarithms, in the order of position_N. edges: ascending, as from
         `bucket_edges`.
     """
     logprob_N = np.asarray(logprob_N, np.float64)

@@ -86,7 +86,7 @@ def perplexity(
     """Compute perplexity over the loader's scored tokens.
 
     Args:
-        journal: File from which an interrupted evaluation resumes (see `make_pipeline_loss`).
+        journal: File from which an interrupted evaluation resumes (see `run.run_batches`).
 
     Raises:
         TokenError: For ids outside the vocabulary.

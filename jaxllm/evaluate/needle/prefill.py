@@ -137,7 +137,7 @@ def score_answers(
 ) -> AnswerScores:
     """Score answers against a cache, without changing it.
 
-    answers: token ids, by row and answer. policy, room: as passed to `prefill_texts`.
+    answers: token ids, by row and answer. policy, answer_tokens: as passed to `prefill_texts`.
     """
     B, C = len(answers), len(answers[0])
     length_BC = np.array([[len(ids) for ids in row] for row in answers])

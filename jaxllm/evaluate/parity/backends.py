@@ -1,7 +1,7 @@
 """Backends of the parity check, and the cases that they run.
 
 A backend is this library with weights in some format, or another implementation
-(`reference.TransformersBackend`). All return numpy arrays with the same layouts and names.
+(`transformers_backend`). All return numpy arrays with the same layouts and names.
 """
 
 import dataclasses

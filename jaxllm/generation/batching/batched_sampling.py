@@ -19,7 +19,7 @@ def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Has
     """Return a sampler's kind and the sampler with leaf shapes that stay fixed between draws.
 
     The kind is the tree structure with the original shapes and dtypes; each set of kinds compiles
-    once. places: width of the token buffer.
+    once. text_width: width of the token buffer.
     """
     leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
     kind = (shape, tuple((x.shape, x.dtype) for x in leaves))

@@ -1,7 +1,8 @@
 """Microbatches of tokens from many sequences, and the compiled programs that run them.
 
 Sequences are independent, so those with a similar number of tokens are grouped: a row that decodes
-one token is not padded to the width of another row's prompt. Used by `batch.decode` and `serve`.
+one token is not padded to the width of another row's prompt. Used by `llama_batch.decode` and
+`serve`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ class TokenRun(NamedTuple):
 
 
 class Microbatch(struct.PyTreeNode):
-    """A microbatch of R rows of T tokens; padding has position -1 and slot NOWHERE.
+    """A microbatch of R rows of T tokens; padding has position -1 and slot NO_SLOT.
 
     Attributes:
         row_R: Cache rows; None for all rows in order, which avoids a gather.

@@ -22,7 +22,7 @@ def decode_pipelined(
     state: DecodeState,
     attention_mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
-    """Run `state.decode_pipelined` pipelined, for a model with `Model.row_groups`.
+    """Run `state.decode_until_done` pipelined, for a model with `Model.row_groups`.
 
     The tail must have room for all tokens. The attention mass is not supported.
     """

@@ -87,7 +87,7 @@ class RoundState(struct.PyTreeNode):
     """State at the start of a round.
 
     caches: the target's, which holds the text but its last token, and the draft model's, which
-    lacks one more if all of its proposals were accepted. alone_B: rows whose last pass was not
+    lacks one more if all of its proposals were accepted. retry_B: rows whose last pass was not
     finite; because a rejected draft token may have caused that, they repeat it without a draft.
     """
 
