@@ -66,13 +66,8 @@ from jaxllm.weights.quantize import Rules
 from jaxllm.weights.replica_check import check_replicas
 from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 
-_EMBED_OPTIONS = (
-    "layer",
-    "pooling",
-    "normalize",
-    "batch",
-    "show_progress",
-)  # options of `embeddings`
+# Options of `embeddings`.
+_EMBED_OPTIONS = ("layer", "pooling", "normalize", "batch", "show_progress")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,7 +111,7 @@ class StepEvaluator:
 
         parts = []
         with steps_bar("measuring", len(loader), self.show_progress) as done:
-            for batch, _ in loader.batches():
+            for batch in loader.batches():
                 arrays = batch.token_BT, batch.position_BT
                 p_BTV = _logits(ours.model, ours.params, *arrays)
                 q_BTV = _logits(theirs, state.params, *arrays)
@@ -126,8 +126,8 @@ class StepEvaluator:
             "kl_error": found.kl.error,
             "kl_p99": found.kl_p99,
             "same_top": found.same_top.mean,
-            "ratio": found.ratio.mean,
-            "ratio_error": found.ratio.error,
+            "ratio": found.perplexity_ratio.mean,
+            "ratio_error": found.perplexity_ratio.error,
         }
 
 

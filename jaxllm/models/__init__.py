@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.runtime.schema import as_schema
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
 from jaxllm.ops.compile_cache import load_or_make

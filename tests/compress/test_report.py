@@ -66,8 +66,8 @@ def test_evaluator_row_equals_divergence(lm: LM, text: Loader, one_layer: ModelS
         row.kl_error: found.kl.error,
         row.kl_p99: found.kl_p99,
         row.same_top: found.same_top.mean,
-        row.ratio: found.ratio.mean,
-        row.ratio_error: found.ratio.error,
+        row.ratio: found.perplexity_ratio.mean,
+        row.ratio_error: found.perplexity_ratio.error,
         row.perplexity: found.other.perplexity.mean,
         row.perplexity_error: found.other.perplexity.error,
     }

@@ -82,8 +82,8 @@ def test_divergence_measures_equal_transformers_in_float64(twin: Twin, changed: 
     assert found.same_top.mean == pytest.approx(same, abs=1e-12)
     binomial = np.sqrt(same * (1 - same) / (N - 1))
     assert found.same_top.error == pytest.approx(binomial, abs=1e-12)
-    assert found.ratio.mean == pytest.approx(ratio, rel=1e-5)
-    assert found.ratio.error == pytest.approx(ratio * log_error, **near)
+    assert found.perplexity_ratio.mean == pytest.approx(ratio, rel=1e-5)
+    assert found.perplexity_ratio.error == pytest.approx(ratio * log_error, **near)
     delta_N = np.exp(q_N) - np.exp(p_N)
     assert found.delta_p.mean == pytest.approx(delta_N.mean(), abs=1e-6)
     assert found.delta_p_rms == pytest.approx(np.sqrt((delta_N**2).mean()), **near)
@@ -102,8 +102,8 @@ def test_divergence_statistics_equal_hand_values() -> None:
     assert found.same_top.error == pytest.approx(np.sqrt(0.75 * 0.25 / 3))
     assert (found.kl_median, found.kl_max) == (0.75, 2.5)
     assert found.kl_p99 == pytest.approx(1.0 + 0.97 * 1.5)  # at 0.99 * (N - 1) = 2.97
-    assert found.ratio.mean == pytest.approx(np.e)
-    assert found.ratio.error == 0.0
+    assert found.perplexity_ratio.mean == pytest.approx(np.e)
+    assert found.perplexity_ratio.error == 0.0
 
 
 def test_divergence_of_model_from_itself_is_zero(twin: Twin) -> None:
@@ -111,7 +111,7 @@ def test_divergence_of_model_from_itself_is_zero(twin: Twin) -> None:
     made = loader([tokens(1, 90, seed=90)[0].tolist()], window=WINDOW, batch=3)
     found = divergence(twin.model, twin.params, twin.model, twin.params, made)
     assert found.kl.mean == found.kl_max == 0.0
-    assert found.same_top.mean == found.ratio.mean == 1.0
+    assert found.same_top.mean == found.perplexity_ratio.mean == 1.0
 
 
 @pytest.mark.parametrize("spread", [1e-5, 1e-3, 1e-1, 3.0])

@@ -201,7 +201,7 @@ def _numbers(batch: Batch) -> Columns:
 def _use_journal(directory: Path) -> None:
     data = loader([list(range(40))], window=8, stride=4, batch=3)
     columns = run_batches(data, _numbers, models={}, journal=directory / "journal.jsonl")
-    expected = [_numbers(batch)["logprob"] for batch, _ in data.batches()]
+    expected = [_numbers(batch)["logprob"] for batch in data.batches()]
     assert np.array_equal(columns["logprob"], np.concatenate(expected))
 
 

@@ -140,7 +140,7 @@ def test_source_is_read_only_when_row_is_free(lm: Any) -> None:
     events = serve(*lm, source(), **SHAPE)
     first = next(events)
     assert pulled == [0, 1, 2]  # three rows
-    assert first.step.busy_rows == 3 and first.step.occupancy == 1.0
+    assert first.step.busy_rows == first.step.rows == 3
     rest = list(events)
     assert pulled == [0, 1, 2, 3, 4]
     assert rest[-1].step.generated_tokens == 20
