@@ -162,6 +162,27 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
     return store
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file of a writer that has all its keys and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def overwrite(change: Callable[[gguf.GGUFWriter], object]) -> Callable[[gguf.GGUFWriter], None]:
+    """Return `also` for `write` with a change whose keys replace those of the checkpoint."""
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        kept = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()  # the writer refuses a key that it has
+        change(writer)
+        for key, value in kept.items():
+            writer.kv_data[0].setdefault(key, value)
+
+    return also
+
+
 def write(
     path: Path,
     directory: Path,
@@ -179,11 +200,16 @@ def write(
     for name, array in hf_tensors(directory).items():
         data, kind = raw(name, array)
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return type, shape and bytes of a file's tensors, as the package reads them."""
+    return {
+        t.name: (t.tensor_type.name, tuple(map(int, t.shape)), np.asarray(t.data).tobytes())
+        for t in gguf.GGUFReader(path).tensors
+    }
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:
