@@ -166,18 +166,23 @@ def theirs(family: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
 
 
+def random_torch_model(config: Any, seed: int = 0, spread: float = 0.3) -> Any:
+    """Return a transformers model with every tensor random, including norms and biases."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    gemma = config.model_type.startswith("gemma")
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            norm = ("norm" in path or ".ln_" in path) and not gemma
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
+    return model.eval()
+
+
 def save_random(
     directory: Path, family: str, seed: int = 0, spread: float = 0.3, **changes: Any
 ) -> None:
-    """Write a Hugging Face directory with every tensor random, including norms and biases."""
-    config = theirs(family, **changes)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            norm = ("norm" in path or ".ln_" in path) and not family.startswith("gemma")
-            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
-    model.save_pretrained(directory)
+    """Write a Hugging Face directory with every tensor random."""
+    random_torch_model(theirs(family, **changes), seed, spread).save_pretrained(directory)
 
 
 def saved_once(

@@ -16,7 +16,15 @@ from jaxllm.errors import ConfigError, UnusedSettingsWarning
 from jaxllm.ops import ACTIVATIONS
 from tests.conftest import Run
 from tests.convert.published_configs import PUBLISHED, REFUSED, Row
-from tests.tiny_models import VOCAB, assert_close, load_twin, save_random, theirs, tokens
+from tests.tiny_models import (
+    VOCAB,
+    assert_close,
+    load_twin,
+    random_torch_model,
+    save_random,
+    theirs,
+    tokens,
+)
 
 # Fields of published files that no conversion table lists.
 UNREAD = {
@@ -105,13 +113,7 @@ def shrink(row: Row) -> Row:
 def test_shrunk_published_model_equals_transformers(name: str, tmp_path: Path) -> None:
     """A tiny random model with a published file's settings has the same logits as transformers."""
     row = shrink(PUBLISHED[name])
-    model = transformers.AutoModelForCausalLM.from_config(config_class(row)(**row))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in path and "gemma" not in row["model_type"] else 0.0
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + centre)
-    model.save_pretrained(tmp_path)
+    random_torch_model(config_class(row)(**row), spread=0.2).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(row))
     twin, ids = load_twin(tmp_path), tokens(1, 19)
     found = jaxllm.forward(twin.model, twin.params, None, ids).logits

@@ -16,6 +16,7 @@ from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from tests.conftest import Run
 from tests.convert import hub
+from tests.convert.test_convert import edit_config, edit_tensors
 
 LAYER = {"num_hidden_layers": 1, "vocab_size": 136}
 
@@ -204,8 +205,7 @@ def write_int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict
         "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": group}, "kv_cache_scheme": None, "sparsity_config": {},
     }  # fmt: skip
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    edit_config(directory, quantization_config=settings)
     return expected
 
 
@@ -231,8 +231,8 @@ def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
     name them.
     """
     write_int_quantized(tmp_path, True, "channel")
-    config = json.loads((tmp_path / "config.json").read_text())
-    good = json.dumps(config["quantization_config"])
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    good = json.dumps(config)
     for old, new, message in (
         ('"int-quantized"', '"float-quantized"', "format 'float-quantized' is not supported"),
         ('"num_bits": 8, "type": "int", "strategy": "channel"', '"num_bits": 8, "type": "float"',
@@ -241,17 +241,14 @@ def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
         ('"kv_cache_scheme": null', '"kv_cache_scheme": {"num_bits": 8}', "kv_cache_scheme is not"),
     ):  # fmt: skip
         assert old in good
-        settings = json.loads(good.replace(old, new))
-        (tmp_path / "config.json").write_text(
-            json.dumps({**config, "quantization_config": settings})
-        )
+        edit_config(tmp_path, quantization_config=json.loads(good.replace(old, new)))
         with pytest.raises(ConfigError, match=message):
             open_hf(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    state = load_file(tmp_path / "model.safetensors")
-    del state["model.layers.0.mlp.up_proj.weight_scale"]
-    state["model.layers.0.mlp.gate_proj.weight_scale"] = torch.ones(7, 1)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config=config)
+    mlp = "model.layers.0.mlp."
+    edit_tensors(tmp_path, lambda state: state.pop(f"{mlp}up_proj.weight_scale"))
+    wrong = {f"{mlp}gate_proj.weight_scale": torch.ones(7, 1)}
+    edit_tensors(tmp_path, lambda state: state.update(wrong))
     with pytest.raises(CheckpointError) as caught:
         open_hf(tmp_path)
     assert "up_proj.weight_scale is missing" in str(caught.value)
