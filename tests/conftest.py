@@ -148,6 +148,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return command
 
 
+def assert_refused(run: Run, message: str, *arguments: object, **options: str | bytes) -> None:
+    """Check that `jaxllm ARGS` exits with status 1 and one line that contains a message."""
+    status, out, err = run(*arguments, **options)
+    assert (status, out) == (1, ""), (arguments, err)
+    assert message in err, arguments
+    assert err.count("\n") == 1, err
+
+
 @pytest.fixture(scope="session")
 def data() -> Callable[[str], Path]:
     """Return the path of a shared test data folder; skip the test if it is missing."""

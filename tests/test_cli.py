@@ -20,7 +20,7 @@ from jaxllm.checkpoints import resolve
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.cli.options import parse_dtype
 from jaxllm.text.chat import ChatTemplate
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, assert_refused
 from tests.tiny_models import save_random
 
 
@@ -110,9 +110,7 @@ def test_prompt_cache_is_reused_and_extended(run: Run, tmp_path: Path) -> None:
         "model_type": ("-p", text, "-m", "demo:gpt2"),
         "has weights 'float16', the model's 'float32'": ("-p", text, "--dtype", "float32"),
     }.items():
-        status, out, err = run("generate", *options, "--prompt-cache", file)
-        assert (status, out) == (1, "")
-        assert refused in err
+        assert_refused(run, refused, "generate", *options, "--prompt-cache", file)
     assert file.read_bytes() == whole
 
 
@@ -138,9 +136,7 @@ def test_generate_accepts_any_option(run: Run) -> None:
         ("--overflow", "wrap"): "overflow must be one of",
         ("-o", "min_p=7"): "min_p must be",
     }.items():
-        status, _, err = run(*base, *options)
-        assert status == 1
-        assert message in err
+        assert_refused(run, message, *base, *options)
 
 
 def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow: Any) -> None:
@@ -177,9 +173,7 @@ def test_batch_processes_prompts_line_by_line(run: Run, tmp_path: Path, shallow:
     assert "vocabulary" in answers["outside"]["error"]
     assert "temperature must be" in answers[8]["error"]
     assert "does not take num_beams" in answers[9]["error"]
-    status, _, err = run(*batch)
-    assert status == 1
-    assert f"{out} exists: name another file" in err
+    assert_refused(run, f"{out} exists: name another file", *batch)
     status, output, _ = run("batch", "-", *options, "-n", 12, "--workers", 0, stdin='"One day"')
     assert status == 0
     assert json.loads(output)["finish_reason"] == "length"
@@ -189,9 +183,7 @@ def test_cache_dtype_accepts_int8(run: Run) -> None:
     status, out, _ = run("generate", "-p", "Once upon a time", "-n", 20, "--cache-dtype", "int8")
     assert status == 0
     assert len(out.strip()) > 20
-    status, _, err = run("generate", "--cache-dtype", "int3")
-    assert status == 1
-    assert "a dtype must be one of" in err
+    assert_refused(run, "a dtype must be one of", "generate", "--cache-dtype", "int3")
 
 
 def test_chat_replies_to_each_line(run: Run) -> None:
@@ -271,10 +263,7 @@ def test_invalid_arguments_are_refused_before_loading(run: Run, tmp_path: Path) 
         ("export", none, story): "is not a directory",
         ("vectors", "make", none, story): "is not a directory",
     }.items():
-        status, out, err = run(*arguments)
-        assert (status, out) == (1, ""), arguments
-        assert message in err, arguments
-        assert err.count("\n") == 1, err
+        assert_refused(run, message, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -283,16 +272,14 @@ def test_invalid_arguments_are_refused_before_loading(run: Run, tmp_path: Path) 
     ids=lambda arguments: arguments[0],
 )
 def test_invalid_utf8_stdin_is_one_line(run: Run, arguments: tuple[str, ...]) -> None:
-    status, out, err = run(*arguments, stdin=b"One d\xe9y\n")
-    assert (status, out, err) == (1, "", "jaxllm: stdin is not UTF-8 text (byte 5)\n")
+    assert_refused(run, "stdin is not UTF-8 text (byte 5)", *arguments, stdin=b"One d\xe9y\n")
 
 
 def test_dtype_aliases_are_accepted(run: Run) -> None:
     for name, full in {"fp16": "float16", "bf16": "bfloat16", "float32": "float32"}.items():
         assert parse_dtype(name) == full
-    status, _, err = run("generate", "--dtype", "int3")
-    assert status == 1
-    assert "a dtype must be one of float32, bfloat16, float16" in err
+    message = "a dtype must be one of float32, bfloat16, float16"
+    assert_refused(run, message, "generate", "--dtype", "int3")
 
 
 def test_usage_errors_are_one_line(run: Run) -> None:
@@ -392,10 +379,7 @@ def test_quantize_refuses_before_writing(run: Run, tmp_path: Path) -> None:
         ("demo:llama", small, "--rules", broken): f"--rules {broken}",
         ("demo:llama", small, "--rules", "nowhere.json"): "--rules: cannot read nowhere.json",
     }.items():
-        status, out, err = run("quantize", *arguments)
-        assert (status, out) == (1, ""), arguments
-        assert message in err
-        assert err.count("\n") == 1
+        assert_refused(run, message, "quantize", *arguments)
         assert not small.exists()
     assert [file.read_text() for file in taken.iterdir()] == ["mine"]
 
@@ -425,10 +409,7 @@ def test_format_from_file_option_and_table_agree(run: Run, tmp_path: Path) -> No
         ("--precision", tmp_path / "none.json"): "--precision",
         ("--quantize", "int5"): "got 'int5'",
     }.items():
-        status, out, err = run("generate", *options_)
-        assert (status, out) == (1, "")
-        assert message in err
-        assert err.count("\n") == 1
+        assert_refused(run, message, "generate", *options_)
 
 
 @pytest.mark.usefixtures("whole_demos")
@@ -500,12 +481,7 @@ def test_convert_round_trip_keeps_dtype(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_gives_one_line_error(run: Run, arguments: list[str], reason: str) -> None:
-    status, out, err = run(*arguments)
-    assert status == 1
-    assert out == ""
-    assert err.startswith("jaxllm: ")
-    assert reason in err
-    assert err.count("\n") == 1
+    assert_refused(run, reason, *arguments)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

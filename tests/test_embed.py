@@ -17,7 +17,7 @@ from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
 from jaxllm.evaluate.verify import transformers_directory
 from jaxllm.generation.embeddings import embeddings
 from jaxllm.ops.pooling import l2_normalize, pool
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 TEXTS = [tokens(1, n, seed=n)[0].tolist() for n in (5, 1, 13, 8, 3)]
@@ -216,15 +216,10 @@ def test_embed_accepts_quantized_weights(run: Run, tmp_path: Path) -> None:
     ],
 )
 def test_embed_refuses_in_one_line(run: Run, options: Any, message: str) -> None:
-    status, out, err = run(*options)
-    assert (status, out) == (1, "")
-    assert message in err
-    assert err.count("\n") == 1
+    assert_refused(run, message, *options)
 
 
 def test_embed_refuses_to_overwrite(run: Run, tmp_path: Path) -> None:
     (tmp_path / "e.npy").write_bytes(b"mine")
-    status, _, err = run("--text", "a", "--out", tmp_path / "e.npy")
-    assert status == 1
-    assert "exists; name another file" in err
+    assert_refused(run, "exists; name another file", "--text", "a", "--out", tmp_path / "e.npy")
     assert (tmp_path / "e.npy").read_bytes() == b"mine"

@@ -20,7 +20,7 @@ from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, assert_refused
 from tests.tiny_models import random_model, save_random, tokens
 
 N, M = 4, 13
@@ -290,7 +290,4 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
         ("--quantize", "int5"): "int5",
     }.items():
         there = base if not options else (base[0], tmp_path / "c", *base[2:])
-        status, out, err = run(*there, *options)
-        assert (status, out) == (1, ""), options
-        assert message in err
-        assert err.count("\n") == 1
+        assert_refused(run, message, *there, *options)

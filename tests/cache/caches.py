@@ -1,5 +1,6 @@
 """Helpers of the cache tests: filled caches, their logits, and runs without a cache."""
 
+import math
 from typing import Any
 
 import jax
@@ -55,6 +56,19 @@ def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
     """Assert equality within the tolerance for two ways of one computation."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
+
+
+def rotated(x: np.ndarray, by: float, theta: float) -> np.ndarray:
+    """Rotate each pair (x[i], x[i + F]) by `by * theta^(-2i/H)`, in float64."""
+    H = x.shape[-1]
+    F = H // 2
+    out = np.array(x, np.float64)
+    for i in range(F):
+        angle = by * theta ** (-2 * i / H)
+        a, b = x[..., i], x[..., i + F]
+        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
+        out[..., i + F] = b * math.cos(angle) + a * math.sin(angle)
+    return out
 
 
 def buffers(segment: jaxllm.Segment) -> list[int]:

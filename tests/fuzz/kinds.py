@@ -14,7 +14,7 @@ from jaxllm.adapters import LoraConfig, init_adapter, write_adapter, write_gguf_
 from jaxllm.adapters.load import with_loaded_adapters
 from jaxllm.batch_inference.rows import read_rows
 from jaxllm.cache import fork, load_cache, save_cache
-from jaxllm.checkpoints.native import save, with_params
+from jaxllm.checkpoints.native import Checkpoint, save, with_params
 from jaxllm.cli.options import override_precision, read_json_option
 from jaxllm.cli.quantize import read_rules
 from jaxllm.config.model import ModelConfig
@@ -84,19 +84,11 @@ def _random(name: str) -> tuple[Any, Params]:
 def _checkpoint(name: str) -> Any:
     _, params = _random(name)
     tensors = {path: LazyTensor.from_array(np.asarray(x)) for path, x in flatten(params)}
-    from jaxllm.checkpoints.native import Checkpoint
-
     return Checkpoint(Path(), CONFIGS[name], tensors, GENERATION, Precision())
 
 
 def _make_hf(name: str) -> Callable[[Path], object]:
-    def made(directory: Path) -> None:
-        write_hf(directory / "made", _checkpoint(name))
-        for file in (directory / "made").iterdir():
-            file.rename(directory / file.name)
-        (directory / "made").rmdir()
-
-    return made
+    return lambda directory: write_hf(directory, _checkpoint(name))
 
 
 def _make_shards(directory: Path) -> None:
@@ -281,10 +273,7 @@ def _make_adapter(directory: Path) -> None:
         use_dora=True,
     )
     made = init_adapter(CONFIGS["llama"], params, lora, jax.random.key(0))
-    write_adapter(directory / "made", made, CONFIGS["llama"], base="somewhere")
-    for file in (directory / "made").iterdir():
-        file.rename(directory / file.name)
-    (directory / "made").rmdir()
+    write_adapter(directory, made, CONFIGS["llama"], base="somewhere")
 
 
 def _use_adapter(directory: Path) -> None:

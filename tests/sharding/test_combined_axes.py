@@ -1,5 +1,5 @@
-"""Split tokens combined with pipeline stages or experts: logits, caches, texts and training equal
-those of one device.
+"""Split tokens, alone and combined with pipeline stages or experts: logits, caches, texts and
+training equal those of one device.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from jaxllm.train.partition import ALL_PARAMS, partition
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from tests.sharding import mesh_matrix
-from tests.sharding.context_parallel.test_model import LENGTHS, packed, prompt
+from tests.sharding.context_parallel.test_model import LENGTHS, MORE, QUICK, packed, prompt
 from tests.sharding.test_pipeline import check_caches, of_layers
 from tests.sharding.test_pipeline_training import numbers, plain, summed
 from tests.sharding.tiny_models import largest_difference, shard_model
@@ -58,9 +58,11 @@ EXPERTS = [
     ("qwen3_moe", "stage=2,sequence=2,expert=2"),
     ("qwen3_moe", "stage=2,sequence=2:heads,expert=2"),
 ]
+TOKENS = ("sequence=4", "sequence=2:heads")  # without other axes
 EVERY_DAY = ("stage=2,sequence=2,tensor=2:tokens", "expert=2,sequence=2")
 CASES = [
-    case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL) for case in STAGES + EXPERTS
+    case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL)
+    for case in STAGES + EXPERTS + QUICK + MORE
 ]
 ROWS = 4
 
@@ -106,7 +108,7 @@ def test_generated_texts_equal_single_device(family: str, mesh: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["stage=2,sequence=2", "stage=2,sequence=2:heads"])
+@pytest.mark.parametrize("mesh", ["stage=2,sequence=2", "stage=2,sequence=2:heads", *TOKENS])
 def test_indivisible_slots_are_replicated(mesh: str) -> None:
     """If the cache size does not divide, every device holds all slots, with unchanged results."""
     check("llama", mesh, 55)
@@ -142,10 +144,7 @@ def test_matrix_cell_equals_single_device(family: str, mesh: str) -> None:
     """Logits and a train step are within rounding, and generated, sampled and served tokens are
     equal.
     """
-    found = mesh_matrix.cell(family, mesh, "float32")
-    assert found.logits < mesh_matrix.CLOSE
-    assert found.trained < mesh_matrix.TRAINED
-    assert (found.generated, found.sampled, found.served) == (True, True, True)
+    mesh_matrix.check_cell(family, mesh, "float32")
 
 
 def batch() -> Rows:
@@ -154,7 +153,9 @@ def batch() -> Rows:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "mesh"), STAGES + EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "mesh"), STAGES + EXPERTS + [("llama", mesh) for mesh in TOKENS]
+)
 def test_train_step_equals_single_device(family: str, mesh: str) -> None:
     """AdamW on packed rows gives the parameters, loss and gradient norm of one device."""
     model, params, over, shared = make_pair(family, mesh, fsdp="data" in mesh)

@@ -47,7 +47,6 @@ def test_symbols_to_bytes_inverts_byte_level_alphabet() -> None:
 def test_byte_level_bpe_round_trips_any_text(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -61,7 +60,6 @@ def test_encode_never_produces_special_tokens(name: str, request: pytest.Fixture
     control = tokenizer.special_ids - {tokenizer.unk_id}
     assert control
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         assert control.isdisjoint(tokenizer.encode(text))
