@@ -8,45 +8,7 @@ import pytest
 import torch
 
 import jaxllm
-from tests.tiny_models import assert_close, load_twin, save_random, tokens
-
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e3,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 40,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-    },
-    "yarn, every setting": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.3,
-        "truncate": False,
-    },
-    "yarn, attention factor": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "attention_factor": 1.3,
-    },
-}
+from tests.tiny_models import ROPES, assert_close, load_twin, save_random, tokens
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, grouped queries": ("llama", {}),
@@ -66,7 +28,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2, reordered": ("gpt2", {"reorder_and_upcast_attn": True}),
     **{f"llama, rope {name}": ("llama", {"rope_parameters": r}) for name, r in ROPES.items()},
-}
+    "llama, rope yarn, every setting": ("llama", {"rope_parameters": {
+        **ROPES["yarn"], "beta_fast": 20.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3,
+        "truncate": False,
+    }}),
+    "llama, rope yarn, attention factor": (
+        "llama", {"rope_parameters": {**ROPES["yarn"], "attention_factor": 1.3}},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

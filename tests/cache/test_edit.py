@@ -27,7 +27,7 @@ from jaxllm.cache import (
 from jaxllm.cache.kv import EMPTY, cull_mark
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
 from tests.cache.caches import KINDS, buffers, close, entries, filled, fresh, keys, lm_of, peek
-from tests.tiny_models import random_model, tokens
+from tests.tiny_models import ROPES, random_model, tokens
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -165,15 +165,8 @@ def test_culled_attention_equals_brute_force() -> None:
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
 def test_shift_equals_run_at_shifted_positions(rope: str) -> None:
     """Shifted keys and logits equal a run at the shifted positions, for every RoPE scaling."""
-    scaling = {
-        "default": {},
-        "linear": {"factor": 3.0},
-        "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        "yarn": {"factor": 4.0},
-    }[rope]
-    more = {} if rope in ("default", "linear") else {"original_max_position_embeddings": 24}
-    parameters = {"rope_type": rope, "rope_theta": 100.0, **scaling, **more}
-    model, params = lm = random_model("llama", rope_parameters=parameters)
+    scaling = {**ROPES[rope], "rope_theta": 100.0}
+    model, params = lm = random_model("llama", rope_parameters=scaling)
     ids, m = tokens(1, 9), 30
     moved = shift(filled(lm, ids), m)
     there = jaxllm.init_cache(model.config, 1, 24)
@@ -390,26 +383,3 @@ def test_shift_refuses_dynamic_rope() -> None:
     lm = random_model("llama", rope_parameters=rope)
     with pytest.raises(ConfigError, match="dynamic"):
         shift(filled(lm, tokens(1, 9)), 1)
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda c: rewind(c, 2.5),
-        lambda c: rewind(c, to=[1.0, 2.0]),
-        lambda c: rewind(c, True),
-        lambda c: rewind(c, 2**40),
-        lambda c: rewind(c, [[1], [2, 3]]),
-        lambda c: drop_range(c, 0.5, 2),
-        lambda c: drop_range(c, 0, jnp.ones(2)),
-        lambda c: shift(c, "1"),
-        lambda c: shift(c, 1, start=None),
-        lambda c: find_slots(c, [[1.5], [2.0]]),
-        lambda c: compact(c, capacity=7.5),
-        lambda c: compact(c, capacity=-1),
-    ],
-)  # fmt: skip
-def test_non_integer_arguments_are_refused(operation: Callable[[KVCache], Any]) -> None:
-    cache = filled(lm_of(("llama", "float32")), tokens(2, 5))
-    with pytest.raises((TokenError, CapacityError), match=r"whole number|integers|32 bits"):
-        operation(cache)

@@ -24,16 +24,9 @@ from jaxllm.convert.tables import REQUIRED
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
-from tests.tiny_models import assert_close, load_twin, save_random, tokens
+from tests.tiny_models import ROPES, assert_close, load_twin, save_random, tokens
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 40,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 20.0, "truncate": False,
-    "original_max_position_embeddings": 24,
-}  # fmt: skip
+LLAMA3 = ROPES["llama3"]
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -41,7 +34,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     ),
-    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "llama, yarn": (
+        "llama",
+        {"rope_parameters": {**ROPES["yarn"], "beta_fast": 20.0, "truncate": False}},
+    ),
     "mistral": ("mistral", {"sliding_window": 7}),
     "gpt2": ("gpt2", {}),
     "gpt2, untied": ("gpt2", {"tie_word_embeddings": False}),

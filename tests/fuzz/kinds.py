@@ -39,6 +39,7 @@ from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import resolve_rules
 from tests.convert.flax_twin import as_flax
 from tests.fuzz.mutate import redigest_cache, redigest_export
+from tests.text.conftest import train_byte_level, train_sentencepiece
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -139,31 +140,12 @@ def _use_tokenizer(directory: Path) -> None:
 
 
 def _make_byte_level(directory: Path) -> None:
-    from tokenizers import Tokenizer as Library, models, pre_tokenizers, trainers
-
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
-        show_progress=False,
-    )  # fmt: skip
-    library.train_from_iterator([TEXT], trainer)
-    library.model.save(str(directory))
+    train_byte_level([TEXT], 300).model.save(str(directory))
 
 
 def _make_sentencepiece(directory: Path) -> None:
-    import io
-
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 8), model_writer=model, minloglevel=3, model_type="bpe",
-        vocab_size=300, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, hard_vocab_limit=False,
-    )  # fmt: skip
-    (directory / "tokenizer.model").write_bytes(model.getvalue())
+    model = train_sentencepiece([TEXT] * 8, vocab_size=300)
+    (directory / "tokenizer.model").write_bytes(model)
 
 
 def _use_template(directory: Path) -> None:

@@ -12,7 +12,6 @@ from jaxllm import steps
 from jaxllm.cache import init_cache
 from jaxllm.errors import ConfigError
 from jaxllm.generation.loops.generate import generate
-from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, sum_loss
 from jaxllm.train.data.rows import Rows
@@ -23,9 +22,9 @@ from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from tests.sharding import mesh_matrix
 from tests.sharding.context_parallel.test_model import LENGTHS, MORE, QUICK, packed, prompt
-from tests.sharding.test_pipeline import check_caches, of_layers
+from tests.sharding.test_pipeline import check_caches, error_message, of_layers
 from tests.sharding.test_pipeline_training import numbers, plain, summed
-from tests.sharding.tiny_models import largest_difference, shard_model
+from tests.sharding.tiny_models import check_trace, largest_difference, shard_model
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
@@ -129,10 +128,7 @@ def test_hidden_states_equal_single_device(family: str, mesh: str) -> None:
         steps.forward(m, p, None, prompt(rows=ROWS), hidden_states=True)
         for m, p in ((over, shared), (model, params))
     )
-    assert ours.hidden_states is not None and theirs.hidden_states is not None
-    for mine, whole in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert largest_difference(mine, whole) < mesh_matrix.CLOSE
-    assert largest_difference(ours.logits, theirs.logits) < mesh_matrix.CLOSE
+    check_trace(ours, theirs, mesh_matrix.CLOSE)
 
 
 @pytest.mark.full
@@ -204,16 +200,9 @@ def test_scheduled_gradients_equal_single_device(
         assert largest_difference(a, b) < 1e-4
 
 
-def error_message(family: str, mesh: str, **options: Any) -> str:
-    model, _ = of_layers(family, 4)
-    with pytest.raises(ConfigError) as caught:
-        make_sharded_model(model.config, model.precision, parse_mesh(mesh), **options)
-    return str(caught.value)
-
-
 def test_ring_with_uneven_stages_is_refused() -> None:
     """A collective-permute needs all devices at once, so that stages must run the same layers."""
-    message = error_message("llama", "stage=2,sequence=2", chunks=2)
+    message = error_message("llama", 4, "stage=2,sequence=2", chunks=2)
     assert "a ring needs all devices at once, but the stages run different layers" in message
     assert "Use sequence=2:heads, or one chunk" in message
     model, params = of_layers("llama", 2)

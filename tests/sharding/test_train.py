@@ -246,6 +246,15 @@ def test_adapter_training_equals_single_device(
     assert_close_params(mine, expected)
 
 
+def step_arguments(model: Any, params: Params, fsdp: bool) -> tuple[Any, ...]:
+    """Return the arguments of a train step on eight devices, and its set-up."""
+    many = on_mesh(model, "data=8", fsdp)
+    trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
+    setup = Setup(many, NextToken(), Optimizer(steps=3))
+    rows = jax.tree.map(lambda x: x[None], texts(8))
+    return (init_state(trained, setup), rest, None, rows, jax.random.key(0)), setup
+
+
 @pytest.mark.parametrize("fsdp", [True, pytest.param(False, marks=FULL)])
 def test_fsdp_communication_and_state_follow_formulas(fsdp: bool) -> None:
     """The state takes 1/n; each weight is gathered for product and gradient, which is scattered
@@ -257,14 +266,9 @@ def test_fsdp_communication_and_state_follow_formulas(fsdp: bool) -> None:
     )
     sizes = {path: x.nbytes for path, x in flatten(params) if x.ndim > 1}
     vectors = sum(x.nbytes for _, x in flatten(params) if x.ndim == 1)
-    rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
-    many = on_mesh(model, "data=8", fsdp)
-    trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
-    setup = Setup(many, NextToken(), Optimizer(steps=3))
-    state = init_state(trained, setup)
+    (state, *args), setup = step_arguments(model, params, fsdp)
     state_bytes = 3 * (sum(sizes.values()) // (8 if fsdp else 1) + vectors)
     assert set(bytes_per_device(state).values()) == {state_bytes + 3 * 4}  # plus three counters
-    args = (rest, None, rows, jax.random.key(0))
     compiled = train_step.lower(state, *args, setup=setup).compile()
     stats = count_collectives(compiled.as_text())
     before = train_step._cache_size()
@@ -289,14 +293,10 @@ def test_fsdp_holds_few_full_weights() -> None:
     twice them.
     """
     model, params = make_model("llama", num_hidden_layers=6, hidden_size=64, intermediate_size=512)
-    rows = jax.tree.map(lambda x: x[None], Texts(rows=8).batch(0))
     peaks = []
     for fsdp in (False, True):
-        many = on_mesh(model, "data=8", fsdp)
-        trained, rest = partition(many.shard(params), ALL_PARAMS, None, many.unsharded_paths)
-        setup = Setup(many, NextToken(), Optimizer(steps=3))
-        state, key = init_state(trained, setup), jax.random.key(0)
-        lowered = train_step.lower(state, rest, None, rows, key, setup=setup)
+        args, setup = step_arguments(model, params, fsdp)
+        lowered = train_step.lower(*args, setup=setup)
         peaks.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     matrices = sum(x.nbytes for x in jax.tree.leaves(params) if x.ndim > 1)
     assert peaks[0] > 2 * matrices  # gradients and updates

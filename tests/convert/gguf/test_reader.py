@@ -21,7 +21,7 @@ from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision
 from tests.convert.gguf.gguf_files import ARCHS, CONV1D, dequantized, finish, raw_of, write
-from tests.tiny_models import assert_close, save_random, saved_once, tokens
+from tests.tiny_models import ROPES, assert_close, save_random, saved_once, tokens
 
 TYPES = [gguf.GGMLQuantizationType[name] for name in BY_NAME]
 SMALL: dict[str, Any] = {
@@ -174,13 +174,7 @@ def test_gguf_variants_equal_transformers(
     assert lm.config == hf.config  # and so everything derived from it
 
 
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
-}  # fmt: skip
+LLAMA3 = {**ROPES["llama3"], "rope_theta": 5e5}
 
 
 def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
@@ -200,10 +194,9 @@ def test_rope_scaling_equals_transformers(which: str, tmp_path: Path) -> None:
     origin are read as divisors.
     """
     rope: dict[str, Any] = {
-        "llama3": LLAMA3,
-        "another llama3": {**LLAMA3, "original_max_position_embeddings": 40},
-        "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-        "yarn": YARN,
+        **ROPES,
+        "llama3": {**LLAMA3, "original_max_position_embeddings": 8192},
+        "another llama3": LLAMA3,
     }[which]
     save_random(tmp_path / "hf", "llama", **SMALL, rope_parameters=rope)
 
