@@ -148,6 +148,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return command
 
 
+def succeed(run: Run, *arguments: object, **options: str | bytes) -> tuple[str, str]:
+    """Run `jaxllm ARGS`, check that it exits with status 0, and return stdout and stderr."""
+    status, out, err = run(*arguments, **options)
+    assert status == 0, (arguments, out, err)
+    return out, err
+
+
 def assert_refused(run: Run, message: str, *arguments: object, **options: str | bytes) -> None:
     """Check that `jaxllm ARGS` exits with status 1 and one line that contains a message."""
     status, out, err = run(*arguments, **options)

@@ -71,7 +71,7 @@ INVALID: dict[str, list[Any]] = {
 INVALID |= {f"{kind}?": INVALID[kind][1:] for kind in ("positions", "tokens", "mass")}
 INVALID["cache?"] = [0, 5, "cache", object()]
 INVALID["ids?"] = [[[-9]], *INVALID["ids"][1:]]
-INVALID["names"] = [[x] for x in INVALID["name"]]
+INVALID["names"] = ["heads", *([x] for x in INVALID["name"])]
 INVALID["caches"] = [*INVALID["cache"], *([x] for x in INVALID["cache"])]
 INVALID["list of requests"] = [*INVALID["requests"], [5], ["llama"], [object()]]
 

@@ -16,15 +16,14 @@ import jaxllm
 from jaxllm import cache
 from jaxllm.cli import terminal
 from jaxllm.generation import completion
-from tests.conftest import ROOT, Run, assert_refused
+from tests.conftest import ROOT, Run, assert_refused, succeed
 
 DEMO = "demo:llama"
 CHAT = ("chat", "-m", DEMO, "-n", 8, "--seed", 3)
 
 
 def answers(run: Run, *lines: str, options: tuple[object, ...] = ()) -> list[str]:
-    status, out, err = run(*CHAT, *options, stdin="\n".join(lines))
-    assert status == 0, err
+    out, _ = succeed(run, *CHAT, *options, stdin="\n".join(lines))
     return out.splitlines()
 
 
@@ -174,8 +173,7 @@ def test_conversation_continues_after_cache_slides(run: Run) -> None:
     still answered.
     """
     options = ("--overflow", "slide", "-n", 500)
-    status, out, err = run("chat", *options, stdin="Once upon a time\nTom\n")
-    assert status == 0, err
+    out, _ = succeed(run, "chat", *options, stdin="Once upon a time\nTom\n")
     assert out.count("\n") >= 2
 
 

@@ -14,7 +14,7 @@ import typer
 import jaxllm
 from jaxllm import cli
 from jaxllm.errors import SamplingError
-from tests.conftest import ROOT, Run, assert_refused
+from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import save_random
 
 
@@ -150,8 +150,7 @@ def test_stop_is_also_generic_option(run: Run) -> None:
 def test_seed_is_random_and_printed(run: Run, shallow: Callable[[str], Path]) -> None:
     """Sampling prints its random seed, which reproduces the text; greedy decoding prints none."""
     sampled = ("generate", shallow("llama"), "Once", "-n", 8, "-t", 1.5)
-    status, out, err = run(*sampled)
-    assert status == 0
+    out, err = succeed(run, *sampled)
     (seed,) = re.findall(r"; seed (\d+);", err)
     report = json.loads(run(*sampled, "--seed", seed, "--json")[1])
     assert (report["text"], report["seed"]) == (out, int(seed))
@@ -159,8 +158,7 @@ def test_seed_is_random_and_printed(run: Run, shallow: Callable[[str], Path]) ->
         json.loads(run(*sampled, *more, "--json")[1])["seed"] for more in ((), RANDOM, OPTION)
     ]
     assert len({int(seed), *others}) == 4
-    status, _, err = run(*sampled[:-2])
-    assert "seed" not in err
+    assert "seed" not in run(*sampled[:-2])[2]
     assert_refused(run, "--seed must be", *sampled, "--seed", "x")
 
 

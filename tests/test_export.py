@@ -20,7 +20,7 @@ from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from tests.conftest import ROOT, Run, assert_refused
+from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import random_model, save_random, tokens
 
 N, M = 4, 13
@@ -261,21 +261,21 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     run = partial(run, "export")
     save_random(tmp_path / "model", "gpt2", n_layer=1)
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)
-    status, out, _ = run(
+    out, _ = succeed(
+        run,
         *base, "--what", "prefill", "--form", "boolean", "--quantize", "int8", "--dtype", "float32",
         "--check", "--json", "--mlir",
     )  # fmt: skip
-    assert status == 0
     report = json.loads(out)
     assert report["difference"]["prefill"] < 1e-5
     assert report["weights"] == (tmp_path / "a" / "weights.safetensors").stat().st_size
     table = tmp_path / "formats.json"
     table.write_text(json.dumps([["h.0.mlp.c_fc", {"weights": "int4"}]]))
-    status, out, _ = run(
+    out, _ = succeed(
+        run,
         base[0], tmp_path / "b", *base[2:], "--what", "decode", "--precision", table, "--check",
         "--json",
     )  # fmt: skip
-    assert status == 0
     assert json.loads(out)["difference"]["decode"] < 1e-5
     kinds = {name: x.dtype for name, x in load_file(tmp_path / "b/weights.safetensors").items()}
     assert [name for name, kind in kinds.items() if kind == np.uint8] == [

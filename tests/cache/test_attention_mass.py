@@ -11,7 +11,7 @@ import torch
 import jaxllm
 from jaxllm.cache import fork, heavy_hitters, rewind, sinks_and_window, slot_order
 from jaxllm.cache.edit import close_gaps, compact
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.errors import CacheMismatchError, CapacityError
 from tests.cache.caches import close, filled, fresh, lm_of
 from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
 
@@ -187,9 +187,3 @@ def test_eviction_policies_count_positions() -> None:
     assert left(sinks_and_window(cache, sinks=0, window=1)) == [[8]] * 2
     assert left(heavy_hitters(cache, mass_BS, heavy=2, recent=3))[0] == [4, 5, 6, 7, 8]
     assert left(heavy_hitters(cache, mass_BS, heavy=0, recent=2)) == [[7, 8]] * 2
-
-
-def test_unknown_attention_mass_option_is_refused() -> None:
-    model, params = random_model("llama")
-    with pytest.raises(ConfigError, match="attention_mass must be"):
-        jaxllm.forward(model, params, None, [[1]], attention_mass="heads")  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import weight_format
 from jaxllm.weights.paths import flatten
+from tests.conftest import succeed
 from tests.convert import hub
 from tests.convert.test_convert import edit_config, edit_tensors
 from tests.tiny_models import tokens
@@ -135,8 +136,7 @@ def test_commands_accept_quantized_directories(
     expected = hub.write(theirs, model, method, act_order=method == "gptq")
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / file, theirs)
-    status, out, _ = run("info", theirs, "--json")
-    assert status == 0
+    out, _ = succeed(run, "info", theirs, "--json")
     name = "ordered/int4-g32-zp-f16" if method == "gptq" else "int4-g32-zp-f16"
     assert dict(json.loads(out)["quantized"])[r"layers\.\d+\.mlp\.up_proj\.weight"] == name
 
@@ -144,8 +144,7 @@ def test_commands_accept_quantized_directories(
     tokenizer = Tokenizer.from_directory(source)
     ids = torch.tensor([tokenizer.encode(prompt, bos=True)])
     greedy = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
-    status, text, _ = run("generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
-    assert status == 0
+    text, _ = succeed(run, "generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
     assert text.strip() == tokenizer.decode(greedy).strip()
 
     assert run("convert", theirs, ours)[0] == 0
@@ -154,8 +153,7 @@ def test_commands_accept_quantized_directories(
     for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(first.params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
-    status, _, log = run("convert", theirs, back, "--to-hf")
-    assert status == 0
+    _, log = succeed(run, "convert", theirs, back, "--to-hf")
     assert "float32" in log
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     written = load_file(back / "model.safetensors")

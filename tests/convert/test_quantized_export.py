@@ -14,7 +14,7 @@ from jaxllm.convert.hf import open_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.convert import hub
 from tests.convert.test_convert import edit_config, edit_tensors
 
@@ -95,8 +95,7 @@ def test_exported_integers_equal_original_values(case: str, tmp_path: Path, run:
     if family == "llama":
         rules = format  # embeddings and head too, which are exported as floats
     ours, back = write_quantized(tmp_path, family, rules, **sizes), tmp_path / "back"
-    status, _, log = run("convert", ours, back, "--to-hf", "--keep-quantized", method)
-    assert status == 0, log
+    succeed(run, "convert", ours, back, "--to-hf", "--keep-quantized", method)
     assert assert_equal_params(ours, back) == {format}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
     state, expected = load_file(back / "model.safetensors"), {}
@@ -124,10 +123,9 @@ def test_column_order_round_trips_through_gptq(tmp_path: Path, run: Run) -> None
     same values.
     """
     expected = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
-    status, _, log = run(
-        "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
+    succeed(
+        run, "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
     )
-    assert status == 0, log
     state = load_file(tmp_path / "back/model.safetensors")
     settings = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
     assert settings["desc_act"] is True
@@ -146,8 +144,7 @@ def test_mixed_bit_widths_become_compressed_tensors_groups(tmp_path: Path, run: 
     convert = ("convert", ours, back, "--to-hf", "--keep-quantized")
     status, _, log = run(*convert, "gptq")
     assert status and "expected 4 bits in groups of" in log
-    status, _, log = run(*convert, "compressed-tensors")
-    assert status == 0, log
+    succeed(run, *convert, "compressed-tensors")
     assert assert_equal_params(ours, back) == {"int4-g32", "int8", "float32"}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
     groups = settings["config_groups"].values()

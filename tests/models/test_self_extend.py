@@ -23,7 +23,7 @@ from jaxllm.models import build
 from jaxllm.ops import Part, attend
 from jaxllm.ops.self_extend import attend_self_extend
 from tests.cache.caches import rotated
-from tests.conftest import Run, assert_refused
+from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 THETA, H = 100.0, 6
@@ -284,13 +284,12 @@ def test_self_extend_is_saved_only_natively(shallow: Any, tmp_path: Path) -> Non
 def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path: Path) -> None:
     """Both commands run with --self-extend, and bad values are refused."""
     demo = shallow("llama")
-    status, out, _ = run(
-        "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
+    out, _ = succeed(
+        run, "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
     )
-    assert status == 0 and len(json.loads(out)["tokens"]) == 4
+    assert len(json.loads(out)["tokens"]) == 4
     asked = ("--lengths", 60, "--depths", 0, "--tries", 1, "--texts", "story", "--json")
-    status, out, err = run("recall", demo, *asked, "--policies", "self-extend")
-    assert status == 0, err
+    out, _ = succeed(run, "recall", demo, *asked, "--policies", "self-extend")
     assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
     for given, message in {
         ("generate", "-m", demo, "--self-extend", "8"): "for example 8,512: got '8'",

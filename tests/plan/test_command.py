@@ -10,7 +10,7 @@ from jaxllm import models
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.plan.open_model import open_for_planning
 from scripts.benchmarks.simulate_serving import SHAPE
-from tests.conftest import Run, assert_refused
+from tests.conftest import Run, assert_refused, succeed
 
 NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
 
@@ -78,8 +78,7 @@ def test_plan_accepts_directory_with_only_config(run: Run, tmp_path: Path) -> No
     """
     shutil.copy(DEMO_DIR / "llama" / "config.json", tmp_path)
     options = ("--devices", 2, "--json")
-    status, out, _ = run("plan", tmp_path, *options)
-    assert status == 0
+    out, _ = succeed(run, "plan", tmp_path, *options)
     assert out == run("plan", tmp_path / "config.json", *options)[1]
     (tmp_path / "config.json").write_text("{}")
     for options, message in (

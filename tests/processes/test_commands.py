@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.processes.conftest import Start, ended, kill, start_both, together
 from tests.tiny_models import save_random
 
@@ -30,8 +30,8 @@ def test_chat_over_two_processes_equals_single_process(
     stdin and prints nothing.
     """
     command = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
-    status, out_text, err = run(*command, stdin=TALK)
-    assert status == 0 and out_text.count("\n") == 3, err
+    out_text, _ = succeed(run, *command, stdin=TALK)
+    assert out_text.count("\n") == 3
     both = start_both(start, *command, "--mesh", "tensor=2")
     assert both[1].stdin is not None
     both[1].stdin.write("Something else\n")
@@ -123,8 +123,7 @@ def test_sensitivity_over_two_processes_equals_single_process(
     text.write_text("Once upon a time there was a boat. " * 12)
     command = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
     arguments = *command, "--dtype", "float32", "--format", "int3-g32", "--json"
-    status, out_text, err = run(*arguments)
-    assert status == 0, err
+    out_text, err = succeed(run, *arguments)
     (status, found, err), other = together(
         start, *arguments, "--mesh", "stage=2", "--plot", str(plot)
     )
@@ -146,8 +145,7 @@ def test_recall_over_two_processes_equals_single_process(
     command = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
     options = "--dtype float32 --texts story --policies full,heavy,pooled --depths 0,1 --slots 32"
     command = *command, *options.split(), "--json"
-    status, out_text, err = run(*command)
-    assert status == 0, err
+    out_text, err = succeed(run, *command)
     expected = json.loads(out_text)["cells"]
     (status, out_text, err), other = together(
         start, *command, "--mesh", "data=2", "--out", str(out)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.processes import training
 from tests.processes.conftest import (
     Start,
@@ -147,8 +147,7 @@ def test_train_writes_once_and_refuses_existing_output(
     assert first.status == 0, first.err
     assert first.out.startswith(f"{out}: loss ") and "  Once" in first.err
     assert second == (0, "", "")
-    status, _, err = run(train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
-    assert status == 0, err
+    succeed(run, train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
     mine, theirs = (json.loads(file.read_text())["steps"] for file in (report, other))
     losses = [[step["loss"] for step in steps] for steps in (mine, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -27,7 +27,7 @@ from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.paths import Params, flatten
 from jaxllm.weights.precision import Precision
-from tests.conftest import Run as Command, assert_refused
+from tests.conftest import Run as Command, assert_refused, succeed
 from tests.sharding.mesh_matrix import texts
 from tests.sharding.tiny_models import WIDE, load_weights, make_model
 from tests.tiny_models import KINDS
@@ -316,8 +316,7 @@ def test_train_command_runs_on_three_axes(
     found = []
     for name, more in (("one", ()), ("many", (*MESH_OPTIONS, "--fsdp"))):
         out = tmp_path / name
-        status, _, err = run("train", "full", "demo:llama", out, *given, *more)
-        assert status == 0, err
+        succeed(run, "train", "full", "demo:llama", out, *given, *more)
         found.append({p: np.asarray(x) for p, x in flatten(jaxllm.load(out).params)})
     assert_close_params(found[1], found[0], off=3e-4)  # two Adam steps of 1e-4 in either direction
     command = "train", "full", "demo:llama", tmp_path / "p", *given

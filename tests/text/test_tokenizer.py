@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -279,12 +278,6 @@ def test_malformed_tokenizer_file_is_refused(
     with pytest.raises(CheckpointError) as error:
         Tokenizer.from_directory(tmp_path)
     assert tmp_path.name in str(error.value)
-
-
-def test_fifo_tokenizer_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        Tokenizer.from_directory(tmp_path)
 
 
 def test_missing_tokenizer_error_names_searched_files(tmp_path: Path) -> None:

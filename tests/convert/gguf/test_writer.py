@@ -19,7 +19,7 @@ from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError
 from jaxllm.weights.formats import to_dense
 from jaxllm.weights.paths import flatten
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.convert.gguf.gguf_files import dequantized, raw_of, raw_tensors, write
 from tests.convert.gguf.test_reader import SMALL
 from tests.convert.gguf.test_tokenizer import LINES, PUBLISHED, ours, trained
@@ -107,8 +107,7 @@ def test_mixed_types_equal_llama_quantize(family: str, kind: str, tmp_path: Path
     }[family]
     save_random(tmp_path / "hf", family, **sizes)
     file = tmp_path / "a.gguf"
-    status, _, message = run("convert", tmp_path / "hf", file, "--to-gguf", kind.lower())
-    assert status == 0, message
+    _, message = succeed(run, "convert", tmp_path / "hf", file, "--to-gguf", kind.lower())
     kinds = {n.removesuffix(".weight"): kind for n, (kind, *_) in raw_tensors(file).items()}
     assert MIXED[family, kind].items() <= kinds.items()
     assert ("1 matrices are Q8_0, as in llama-quantize" in message) is (family == "qwen3")
@@ -177,8 +176,8 @@ def test_byte_level_tokenizer_converts_both_ways(name: str, tmp_path: Path, run:
     }  # fmt: skip
     (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
     file = tmp_path / "a.gguf"
-    status, _, message = run("convert", tmp_path / "hf", file, "--to-gguf", "q8_0")
-    assert status == 0 and "with its tokenizer" in message, message
+    _, message = succeed(run, "convert", tmp_path / "hf", file, "--to-gguf", "q8_0")
+    assert "with its tokenizer" in message, message
     keys = gguf.GGUFReader(file).fields
     assert keys["tokenizer.ggml.pre"].contents() == name
     mine = ours(file)
@@ -188,8 +187,8 @@ def test_byte_level_tokenizer_converts_both_ways(name: str, tmp_path: Path, run:
     assert mine.adds_bos and mine.eos_id == 0
     if name not in ("llama-bpe", "qwen2"):
         return
-    status, _, message = run("convert", file, tmp_path / "back", "--to-hf")
-    assert status == 0 and "with its tokenizer" in message, message
+    _, message = succeed(run, "convert", file, tmp_path / "back", "--to-hf")
+    assert "with its tokenizer" in message, message
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
     for text in LINES:
         assert theirs.encode(text, add_special_tokens=False) == library.encode(text).ids, text
@@ -266,13 +265,12 @@ def test_commands_accept_gguf_file(
     assert run("convert", shallow(family), file, "--to-gguf", "F32")[0] == 0
     outputs = {}
     for model in (file, shallow(family)):
-        status, out, error = run(
-            "generate", "-m", model, "-p", "One day", "-n", 12, "--dtype", "float32"
+        out, _ = succeed(
+            run, "generate", "-m", model, "-p", "One day", "-n", 12, "--dtype", "float32"
         )
-        assert status == 0, error
         outputs[model] = out
     assert outputs[file] == outputs[shallow(family)] != ""
-    status, out, _ = run("info", file, "--json")
+    _, out, _ = run("info", file, "--json")
     facts = json.loads(out)
     assert facts["form"] == "GGUF" and facts["tokenizer"] is True
     lm, hf = jaxllm.load(file), jaxllm.load(shallow(family))
