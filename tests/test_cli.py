@@ -431,30 +431,6 @@ def test_convert_round_trip_keeps_dtype(run: Run, tmp_path: Path) -> None:
     assert json.loads(run("info", tmp_path / "back", "--json")[1])["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["generate", "-m", "nowhere"], "nowhere is not a directory"),
-        (["generate", "-m", "owner/name"], "write hf:owner/name"),
-        (["generate", "-m", "demo:bert"], "expected one of demo:gpt2, demo:llama"),
-        (["generate", "-n", "0"], "max_new_tokens"),
-        (["generate", "-n", "100000"], "exceed the model's context"),
-        (["generate", "--temperature", "-1"], "temperature must be"),
-        (["generate", "--top-p", "2"], "top_p must be"),
-        (["generate", "--seed", "-1"], "seed must be"),
-        (["generate", "--dtype", "int3"], "must be one of"),
-        (["info", "/dev/null"], "is not a checkpoint directory or file"),
-        (["convert", "nowhere", "elsewhere"], "nowhere is not a directory"),
-        (["bench", "--json", "--csv"], "--json and --csv cannot be combined"),
-        (["bench", "-r", "0"], "--repetitions must be at least 1"),
-        (["bench", "--prompts", "x"], "numbers separated by commas"),
-        (["bench", "--decode", "0"], "bench: decode must be at least 1"),
-    ],
-)
-def test_bad_input_gives_one_line_error(run: Run, arguments: list[str], reason: str) -> None:
-    assert_refused(run, reason, *arguments)
-
-
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_has_parsable_example(run: Run, command: str) -> None:
     out, _ = succeed(run, command, "--help")

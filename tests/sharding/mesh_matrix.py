@@ -14,7 +14,7 @@ from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, Rules, partition
 from jaxllm.train.sharded_state import StateLayout
-from jaxllm.train.step import Setup, init_state, train_step
+from jaxllm.train.step import Metrics, Setup, init_state, train_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
 from tests.sharding.tiny_models import (
@@ -106,11 +106,19 @@ def trained(model: Any, params: Params) -> dict[str, np.ndarray]:
         adapter = init_adapter(model.config, params, lora, jax.random.key(1))
         rules = ADAPTERS
         whole = model.attach_adapter(params, make_attacher(model.config, adapter))
-    some, rest = partition(whole, rules, None, model.unsharded_paths)
+    return train_once(model, whole, texts(), rules)[0]
+
+
+def train_once(
+    model: Any, params: Params, rows: Rows, rules: Rules = ALL_PARAMS
+) -> tuple[dict[str, np.ndarray], Metrics]:
+    """Return the trained weights after an AdamW step, in one device's form, and its metrics."""
+    some, rest = partition(params, rules, None, model.unsharded_paths)
     setup = Setup(model, NextToken(), Optimizer(steps=2, lr=0.01, eps=EPS))
-    rows = jax.tree.map(lambda x: x[None], texts())
-    state, _ = train_step(init_state(some, setup), rest, None, rows, jax.random.key(7), setup=setup)
-    return load_weights(StateLayout.from_model(model, rest).gather_lazy(state.trained))
+    args = init_state(some, setup), rest, None, jax.tree.map(lambda x: x[None], rows)
+    state, metrics = train_step(*args, jax.random.key(7), setup=setup)
+    layout = StateLayout.from_model(model, rest)
+    return load_weights(layout.gather_lazy(state.trained)), metrics
 
 
 @cache

@@ -15,11 +15,6 @@ from jaxllm.generation.loops.generate import generate
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, sum_loss
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.partition import ALL_PARAMS, partition
-from jaxllm.train.sharded_state import StateLayout
-from jaxllm.train.step import Setup, init_state, train_step
 from tests.sharding import mesh_matrix
 from tests.sharding.context_parallel.test_model import LENGTHS, MORE, QUICK, packed, prompt
 from tests.sharding.test_pipeline import check_caches, error_message, of_layers
@@ -155,16 +150,8 @@ def batch() -> Rows:
 def test_train_step_equals_single_device(family: str, mesh: str) -> None:
     """AdamW on packed rows gives the parameters, loss and gradient norm of one device."""
     model, params, over, shared = make_pair(family, mesh, fsdp="data" in mesh)
-    found = []
-    for m, p in ((over, shared), (model, params)):
-        trained, rest = partition(p, ALL_PARAMS, None, m.unsharded_paths)
-        setup = Setup(m, NextToken(), Optimizer(steps=2, lr=0.01, eps=mesh_matrix.EPS))
-        rows = jax.tree.map(lambda x: x[None], batch())
-        state, metrics = train_step(
-            init_state(trained, setup), rest, None, rows, jax.random.key(7), setup=setup
-        )
-        found.append((StateLayout.from_model(m, rest).gather_lazy(state.trained), metrics))
-    (ours, metrics), (theirs, expected) = found
+    ours, metrics = mesh_matrix.train_once(over, shared, batch())
+    theirs, expected = mesh_matrix.train_once(model, params, batch())
     assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=1e-5)
     assert float(metrics.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-4)
     assert ours.keys() == theirs.keys()

@@ -69,41 +69,47 @@ def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
 
 
+# A setting of GGUF, and its names in config.json.
+SETTINGS = {
+    "context_length": ("n_positions", "max_position_embeddings"),
+    "embedding_length": ("n_embd", "hidden_size"),
+    "feed_forward_length": ("n_inner", "intermediate_size"),
+    "block_count": ("n_layer", "num_hidden_layers"),
+    "head_count": ("n_head", "num_attention_heads"),
+    "head_count_kv": ("num_key_value_heads",),
+    "layer_norm_eps": ("layer_norm_epsilon", "layer_norm_eps"),
+    "layer_norm_rms_eps": ("rms_norm_eps",),
+    "parallel_residual": ("use_parallel_residual",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention_scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling",),
+}
+
+
 def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    if config["model_type"] == "gpt2":
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    kind = config["model_type"]
+    for setting, names in SETTINGS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            getattr(writer, f"add_{setting}")(value)
+    if kind == "gpt2":
+        if config["n_inner"] is None:
+            writer.add_feed_forward_length(4 * config["n_embd"])
         return
-    if config["model_type"] == "gpt_neox":
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
-        rope = config["rope_parameters"]
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
-        writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_parallel_residual(config["use_parallel_residual"])
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-        return
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    kind, rope = config["model_type"], config["rope_parameters"]
+    rope = config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if kind == "gemma3_text":
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "phi3":
+    if kind == "gpt_neox":
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    elif kind == "phi3":
         add_longrope(writer, config, head_dim)
     elif config.get("head_dim"):
         writer.add_key_length(head_dim)
@@ -113,19 +119,6 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_vocab_size(config["vocab_size"])
     if config.get("sliding_window") and kind in ("mistral", "phi3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
-    if experts := config.get("num_local_experts", config.get("num_experts")):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind == "qwen3_moe":
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if kind == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
 
 
 def add_longrope(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: int) -> None:
