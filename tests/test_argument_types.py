@@ -39,7 +39,7 @@ INVALID: dict[str, list[Any]] = {
              np.array([0.0, 1.0])],
     "lengths": [[1.7, 1.0], ["1", "1"], [True, True], [1, BIG], 1, [], [1, 2], [0, 1], object()],
     "positions": [None, 1.5, True, "1", BIG, [None], np.array([1, 1, 1]), np.array([[1]]),
-                  [1.0, 2.0], jnp.ones(2), [[1], [2, 3]]],
+                  [1.0, 2.0], jnp.ones(2)],
     "grid": [None, 1.5, True, "1", BIG, [None], np.array([1, 1, 1]), [[1.5]], [[1], [2], [3]]],
     "ids": [None, 5, "text", [[1.5]], [["a"]], [[BIG]], [[2**70]], [[None]], [5, 6], [[5], [6, 7]],
             [[True]], np.zeros((1, 2)), {"input_ids": [[5]]}, object()],
@@ -69,6 +69,7 @@ INVALID: dict[str, list[Any]] = {
 }  # fmt: skip
 # Where None is valid: other values in its place.
 INVALID |= {f"{kind}?": INVALID[kind][1:] for kind in ("positions", "tokens", "mass")}
+INVALID["counts"] = [*INVALID["positions"], [[1], [2, 3]]]
 INVALID["cache?"] = [0, 5, "cache", object()]
 INVALID["ids?"] = [[[-9]], *INVALID["ids"][1:]]
 INVALID["names"] = ["heads", *([x] for x in INVALID["name"])]
@@ -212,7 +213,7 @@ CACHES: dict[str, Call] = {
         caches.fork, "cache whole", lambda m: (caches.branch(m[2], 0), 2), {"capacity": "whole?"}
     ),
     "merge_rows": Call(caches.merge_rows, "caches", lambda m: ([m[2]],), {"capacity": "whole?"}),
-    "rewind": Call(caches.rewind, "cache positions", lambda m: (m[2], 1)),
+    "rewind": Call(caches.rewind, "cache counts", lambda m: (m[2], 1)),
     "rewind to": Call(caches.rewind, "-", lambda m: (m[2],), {"to": "positions"}),
     "drop_range": Call(caches.drop_range, "- positions positions?", lambda m: (m[2], 0, 3)),
     "shift": Call(caches.shift, "- positions positions", lambda m: (m[2], 1, 0)),
