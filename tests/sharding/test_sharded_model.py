@@ -177,7 +177,7 @@ def test_served_texts_equal_single_device(stories: Any) -> None:
 @pytest.mark.parametrize("mesh", ["data=2,tensor=4", pytest.param("sequence=4", marks=FULL)])
 def test_sharded_cache_edits_equal_single_device(mesh: str, tmp_path: Path) -> None:
     """Cache edits, saving and loading give the logits of one device; a model without a mesh refuses
-    the file.
+    a file with repeated heads.
     """
     model, params = make_model("llama")
     over, shares = shard_model(model, params, mesh)
@@ -205,8 +205,9 @@ def test_sharded_cache_edits_equal_single_device(mesh: str, tmp_path: Path) -> N
         if m is over and "tensor" in mesh:
             assert k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
     assert max(map(largest_difference, *ends)) < (CLOSE if "tensor" in mesh else 1e-5)
-    with pytest.raises(CacheMismatchError):
-        load_cache(tmp_path / "kept", model, params)
+    if "tensor" in mesh:  # key/value heads are repeated
+        with pytest.raises(CacheMismatchError):
+            load_cache(tmp_path / "kept", model, params)
 
 
 def test_device_holds_only_its_share(tmp_path: Path) -> None:
