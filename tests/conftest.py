@@ -129,6 +129,20 @@ def shallow(shallow_demos: Path) -> Callable[[str], Path]:
     return lambda family: shallow_demos / family
 
 
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with the exported steps of a tiny Llama, the model and its parameters.
+
+    The steps take two rows of 4 new tokens, of 13 in total.
+    """
+    from jaxllm.export.command_line import export
+    from tests.tiny_models import random_model
+
+    directory, lm = tmp_path_factory.mktemp("export") / "plain", random_model("llama")
+    export(*lm, directory, num_tokens=4, max_tokens=13, batch=2, write_mlir=True)
+    return directory, *lm
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 

@@ -59,24 +59,15 @@ print(*sorted(foreign))
 """
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Return a directory with both steps, the model and its parameters."""
-    directory = tmp_path_factory.mktemp("export") / "plain"
-    model, params = random_model("llama")
-    export(model, params, directory, batch=2, write_mlir=True)
-    return directory, model, params
-
-
 def export(model: Any, params: Any, directory: Path, *steps: str, **options: Any) -> Any:
     """Export the given steps, or both, for four new tokens of thirteen."""
     lengths = {"num_tokens": N, "max_tokens": M, "step_names": list(steps) or ["prefill", "decode"]}
     return exporting.export(model, params, directory, **{**lengths, **options})
 
 
-def test_exported_steps_run_without_model_code(plain: Any, tmp_path: Path) -> None:
+def test_exported_steps_run_without_model_code(exported: Any, tmp_path: Path) -> None:
     """A new process that imports only the runtime modules gives the logits of forward."""
-    _, model, params = plain
+    _, model, params = exported
     rules = [("layers.0.*down_proj.*", "int4-g32"), ("layers.1.*o_proj.*", "int8"), (".*", None)]
     params, directory = quantize(params, rules), tmp_path / "mixed"
     export(model, params, directory, batch=2)
@@ -118,11 +109,11 @@ def test_compare_logits_detects_different_weights(tmp_path: Path) -> None:
     assert min(differences.values()) > 0.1
 
 
-def test_manifest_matches_program(plain: Any) -> None:
+def test_manifest_matches_program(exported: Any) -> None:
     """The StableHLO arguments are those of the manifest, in order and type, and no weight is a
     constant.
     """
-    directory, _, params = plain
+    directory, _, params = exported
     manifest = json.loads((directory / "manifest.json").read_text())
     names = {"float32": "f32", "int32": "i32", "bool": "i1"}
     weights = manifest["weights"]["tensors"]
@@ -140,33 +131,33 @@ def test_manifest_matches_program(plain: Any) -> None:
         assert len(text) < 400_000
 
 
-def test_weights_are_stored_under_parameter_names(plain: Any) -> None:
-    directory, _, params = plain
+def test_weights_are_stored_under_parameter_names(exported: Any) -> None:
+    directory, _, params = exported
     stored = load_file(directory / "weights.safetensors")
     for path, leaf in flatten(params):
         np.testing.assert_array_equal(stored[path], np.asarray(leaf))
 
 
-def test_export_supports_multiple_platforms(plain: Any, tmp_path: Path) -> None:
-    _, model, params = plain
+def test_export_supports_multiple_platforms(exported: Any, tmp_path: Path) -> None:
+    _, model, params = exported
     export(model, params, tmp_path, "decode", platforms=["cpu", "cuda", "tpu"])
     assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
-def test_export_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
-    _, model, params = plain
+def test_export_for_another_platform_is_refused(exported: Any, tmp_path: Path) -> None:
+    _, model, params = exported
     export(model, params, tmp_path, "decode", platforms=["tpu"])
     with pytest.raises(CheckpointError, match="was exported for tpu; this process runs on cpu"):
         runtime.load(tmp_path)
 
 
 def test_export_overwrites_nothing_and_is_atomic(
-    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed or interrupted export leaves no files, existing files stay, and a folder without
     manifest does not load.
     """
-    directory, model, params = plain
+    directory, model, params = exported
     with pytest.raises(CheckpointError, match="already holds an export"):
         export(model, params, directory, "decode")
 
@@ -194,12 +185,12 @@ def test_export_overwrites_nothing_and_is_atomic(
     assert list(runtime.load(tmp_path / "half").steps) == ["decode"]
 
 
-def test_native_kernels_are_omitted_or_listed(plain: Any, tmp_path: Path) -> None:
+def test_native_kernels_are_omitted_or_listed(exported: Any, tmp_path: Path) -> None:
     """By default the program has no native calls; with native=keep, the manifest lists them."""
-    _, model, params = plain
-    left = json.loads((plain[0] / "manifest.json").read_text())
+    _, model, params = exported
+    left = json.loads((exported[0] / "manifest.json").read_text())
     assert left["custom_calls"] == []
-    assert "custom_call @jaxllm" not in (plain[0] / "decode.mlir").read_text()
+    assert "custom_call @jaxllm" not in (exported[0] / "decode.mlir").read_text()
     if native.load_kernels() is None:
         pytest.skip("no native kernels were built")
     manifest = export(model, params, tmp_path, "decode", native="keep", write_mlir=True)
@@ -210,9 +201,9 @@ def test_native_kernels_are_omitted_or_listed(plain: Any, tmp_path: Path) -> Non
 
 
 def test_unknown_custom_call_is_refused(
-    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, model, params = plain
+    _, model, params = exported
 
     def step(model: Any, form: Any, params: Any, inputs: Any) -> Any:
         slots = inputs["slots"]
@@ -236,9 +227,9 @@ def test_unknown_custom_call_is_refused(
     ],
 )
 def test_export_refuses_invalid_options(
-    plain: Any, tmp_path: Path, options: dict[str, Any], message: str
+    exported: Any, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    _, model, params = plain
+    _, model, params = exported
     with pytest.raises(ConfigError, match=message):
         export(model, params, tmp_path / "x", **options)
     assert not (tmp_path / "x").exists()

@@ -1,8 +1,9 @@
 """The config.json files of published checkpoints, as data.
 
-Rows of one kind share a base and state what differs. `RECONSTRUCTED` are put together from fields
-that public pages quote; all others are copies of whole files, or of transformers' prints of them,
-in public code and on pages of the Hub. `_name_or_path`, which nothing reads, is left out.
+Rows of one kind share a base and state what differs; a file with the fields of another and other
+sizes is left out. SmolLM3-3B is put together from fields that public pages quote; all others are
+copies of whole files, or of transformers' prints of them, in public code and on pages of the Hub.
+`_name_or_path`, which nothing reads, is left out.
 """
 
 from typing import Any
@@ -517,22 +518,3 @@ FAMILIES = (
     GPT_NEOX,
 )  # fmt: skip
 PUBLISHED: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.items()}
-# Assembled from fields quoted on public pages.
-RECONSTRUCTED = frozenset({"HuggingFaceTB/SmolLM3-3B"})
-# Model types related to the supported ones, and why each is refused.
-REFUSED: dict[str, tuple[Row, str]] = {
-    "google/gemma-3-12b-it": (
-        {
-            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-            "text_config": {"model_type": "gemma3_text"}, "vision_config": {},
-        },
-        "model_type 'gemma3' is not supported",
-    ),
-    "microsoft/Phi-3.5-vision-instruct": (
-        {"architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v"},
-        "model_type 'phi3_v' is not supported",
-    ),
-    "a draft that sees what follows, as MiMo-V2.6-Flash-RL has one": (
-        {**QWEN3["Qwen/Qwen3-0.6B"], "is_causal": False}, "is_causal must be True, got False",
-    ),
-}  # fmt: skip
