@@ -170,7 +170,7 @@ def test_train_ends_if_peer_is_killed(
     """
     train, kind, model, *more = command
     given = train, kind, model, str(tmp_path / "out"), *more
-    every = start_both(start, *given, "--steps", "100000", "--evaluate-every", "1")
+    every = start_both(start, *given, "--steps", "100000", "--eval-steps", "1")
     assert every[0].stderr is not None
     while not every[0].stderr.readline().startswith("step 1:"):
         assert every[0].poll() is None
