@@ -129,6 +129,14 @@ def shallow(shallow_demos: Path) -> Callable[[str], Path]:
     return lambda family: shallow_demos / family
 
 
+@pytest.fixture
+def demo_names(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the first two layers of the demo models under their names, such as demo:llama."""
+    from jaxllm.checkpoints import resolve
+
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 

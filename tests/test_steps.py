@@ -313,6 +313,7 @@ def test_steps_refuse_out_of_range_positions() -> None:
         jaxllm.forward(model, params, None, tokens(1, 1), positions_BT=np.array([[-2]]))
     with pytest.raises(CapacityError, match="97 positions"):
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
+    jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is not run
 
 
 def test_steps_refuse_wrong_shapes_and_mismatched_caches(lm: Any) -> None:

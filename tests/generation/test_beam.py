@@ -1,7 +1,6 @@
 """Beam search against transformers, and against brute force where that is feasible."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxllm.generation.sampling.sampler import Context, Processor, Sampler
 from tests.tiny_models import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
 
 BEAMS = 4
-DEMO = Path(jaxllm.__file__).parent / "demo"
 EOS_SETS = [[], [7], list(range(3, VOCAB, 9))]
 MODES = [False, True, "never"]
 PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
@@ -31,15 +29,6 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(request.param)
     save_random(directory, request.param, spread=0.2, num_hidden_layers=2)
     return _without_defaults(load_twin(directory))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run PyTorch in one thread: for tiny models, threads cost more than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -135,33 +124,6 @@ def test_beam_search_equals_transformers(twin: Any, early_stopping: Any) -> None
         assert_equal(result, expected, eos, new)
         ended += np.asarray(result.finish_BN).ravel().tolist()
     assert set(ended) == {Finish.EOS, Finish.LENGTH}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_beam_search_equals_transformers_on_demo_models(family: str) -> None:
-    lm = jaxllm.load(f"demo:{family}", dtype="float32")
-    twin = _without_defaults(load_twin(DEMO / family))
-    text = "Once upon a time there was a little girl who"
-    ids = lm.tokenizer.encode(text)
-    lengths = np.array([len(ids), 4])
-    prompts = np.zeros((2, len(ids)), np.int64)
-    prompts[0], prompts[1, :4] = ids, ids[:4]
-    stop = lm.tokenizer.encode(".")[-1]
-    for early_stopping in MODES:
-        for penalty, eos in itertools.product([0.0, 1.0, 2.0], [[2], [2, stop]]):
-            options: Any = {
-                "num_beams": BEAMS,
-                "num_return_sequences": BEAMS,
-                "length_penalty": penalty,
-                "early_stopping": early_stopping,
-                "eos_token_ids": eos,
-            }
-            expected = reference(twin.torch_model, prompts, lengths, 20, **options)
-            result = beam_search(
-                lm.model, lm.params, prompts, lengths_B=lengths, max_new_tokens=20, **options
-            )
-            assert_equal(result, expected, eos, 20)
 
 
 class RepeatPenalty(Processor):
@@ -311,19 +273,6 @@ def test_exhaustive_beams_find_global_optimum(penalty: float) -> None:
     )  # fmt: skip
     assert [tuple(text) for text in sequences(result)[0]] == [text for text, _ in best]
     np.testing.assert_allclose(result.score_BN[0], [score for _, score in best], atol=1e-4)
-
-
-def test_batched_prompts_equal_single_row_search(lm: Any) -> None:
-    """Prompts of unequal length in a batch have the sequences and scores of separate searches."""
-    model, params = lm
-    prompts, lengths = random_prompts([2, 9, 5], seed=2)
-    options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 10}
-    options["eos_token_ids"] = EOS_SETS[-1]
-    batched = beam_search(model, params, prompts, lengths_B=lengths, **options)
-    for b, n in enumerate(lengths):
-        single = beam_search(model, params, prompts[b : b + 1, :n], **options)
-        assert sequences(single)[0] == sequences(batched)[b]
-        np.testing.assert_allclose(single.score_BN[0], batched.score_BN[b], atol=1e-5)
 
 
 @pytest.mark.parametrize("early_stopping", MODES)

@@ -25,6 +25,7 @@ from jaxllm.generation.sampling.sampler import (
     sample_next,
 )
 from jaxllm.generation.sampling.truncation import TopK, TopP
+from tests.generation.processors import logits
 
 TOP_K, TOP_P = jax.jit(TopK.__call__), jax.jit(TopP.__call__)
 PROCESS = jax.jit(process_in)
@@ -101,10 +102,6 @@ def process(logits_BV: jax.Array, sampler: Sampler) -> jax.Array:
     return PROCESS(logits_BV, sampler, Context.empty(jax.random.key(0), logits_BV.shape[0]))
 
 
-def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
-
-
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("top_k", [0, 1, 7, 131, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
@@ -148,14 +145,6 @@ def test_top_k_and_top_p_equal_brute_force(values: list[float], k: int, p: float
     assert (kept_p == (above < p))[certain].all()
 
 
-def test_sampler_settings_apply_per_row() -> None:
-    x = jnp.asarray(logits(3, 131))
-    mixed = process(x, make_sampler(temperature=[0.5, 1.0, 0.0], top_k=[3, 0, 9]))
-    for row, (temperature, top_k) in enumerate([(0.5, 3), (1.0, 0), (0.0, 9)]):
-        single = process(x[row : row + 1], make_sampler(temperature=temperature, top_k=top_k))
-        np.testing.assert_array_equal(np.asarray(mixed[row]), np.asarray(single[0]))
-
-
 def test_temperature_zero_takes_first_maximum() -> None:
     """A temperature of 0 is greedy for every seed, and ties go to the lowest token id."""
     x = jnp.array([[1.0, 5.0, 5.0], [0.0, 0.0, 0.0]])
@@ -178,15 +167,6 @@ def test_draws_follow_softmax(dtype: jnp.dtype) -> None:
     expected = np.asarray(jax.nn.softmax(x.astype(jnp.float32) / 1.3), np.float64)
     counts = np.bincount(np.asarray(tokens), minlength=6)
     assert stats.chisquare(counts, expected / expected.sum() * draws).pvalue > 1e-3
-
-
-def test_row_draws_are_independent_of_batch() -> None:
-    x = jnp.asarray(logits(5, 131))
-    keys = row_keys(7, 5)
-    batched = sample(keys, x, make_sampler(temperature=1.0))
-    for row in range(5):
-        single = sample(keys[row : row + 1], x[row : row + 1], make_sampler(temperature=1.0))
-        assert int(single[0]) == int(batched[row])
 
 
 def test_row_keys_are_unique_and_prefix_stable() -> None:
@@ -251,22 +231,6 @@ def test_make_sampler_refuses_invalid_settings(options: dict[str, object]) -> No
 def test_row_keys_refuse_invalid_seeds(seed: object) -> None:
     with pytest.raises(SamplingError, match="seed"):
         row_keys(seed, 1)  # type: ignore[arg-type]
-
-
-def test_sampler_values_do_not_recompile() -> None:
-    """Other values of temperature, top_k and top_p reuse one trace."""
-    traces = 0
-
-    @jax.jit
-    def draw(key: jax.Array, x: jax.Array, sampler: jaxllm.Sampler) -> jax.Array:
-        nonlocal traces
-        traces += 1
-        return sample(key, x, sampler)
-
-    for temperature, top_k, top_p in [(0.0, 0, 1.0), (0.7, 40, 0.9), (1.5, 10**6, 0.0)]:
-        sampler = make_sampler(temperature=temperature, top_k=top_k, top_p=top_p)
-        draw(jax.random.key(0), jnp.asarray(logits(2, 131)), sampler)
-    assert traces == 1
 
 
 def test_settings_cover_every_sampler_option() -> None:

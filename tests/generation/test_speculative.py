@@ -386,14 +386,3 @@ def test_speculative_refuses_invalid_arguments() -> None:
     dynamic = random_model("llama", rope_parameters=scaling)
     with pytest.raises(ConfigError, match="draft uses dynamic RoPE"):
         call(prompt=90, max_new_tokens=9, draft=dynamic)
-
-
-@pytest.mark.usefixtures("afresh")
-def test_chi_square_detects_wrong_residual(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the residual is replaced with the target's own distribution, the chi-square test fails."""
-    target, _ = pair
-    sampler = SAMPLERS["temperature, top-k"]
-    monkeypatch.setattr(rejection_sampling, "residual", lambda p_BV, q_BV: p_BV)
-    wrong = draw(target, PromptLookup(ngram=2), sampler)
-    monkeypatch.undo()
-    assert p_value(wrong, joint_probs(target, sampler, NEW)) < 1e-6

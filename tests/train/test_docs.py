@@ -1,20 +1,16 @@
 """docs/training.md: its example runs."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from jaxllm.checkpoints import resolve
 from tests.conftest import ROOT
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
 
 
-def test_training_page_example_runs_and_lowers_loss(
-    shallow_demos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+@pytest.mark.usefixtures("demo_names")
+def test_training_page_example_runs_and_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = BLOCKS
     exec(compile(code, "training.md", "exec"), {"__name__": "__main__"})
     losses = [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out)]
