@@ -109,19 +109,6 @@ def test_svd_llm_minimizes_output_error(weight: np.ndarray, inputs: np.ndarray) 
             assert best <= np.linalg.norm((weight - left @ moved) @ inputs.T)
 
 
-def test_methods_agree_on_uncorrelated_equal_inputs(weight: np.ndarray) -> None:
-    plain = truncated(decompose_svd(weight), 6)
-    ones = np.full(COLUMNS, 3.0)
-    np.testing.assert_allclose(truncated(decompose_asvd(weight, ones, alpha=0.5), 6), plain)
-    np.testing.assert_allclose(
-        truncated(decompose_svd_llm(weight, 4 * np.eye(COLUMNS)), 6), plain, atol=1e-12
-    )
-    size_I = np.geomspace(1, 9, COLUMNS)
-    np.testing.assert_allclose(
-        truncated(decompose_asvd(weight, size_I, alpha=0.0), 6), plain, atol=1e-12
-    )
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_svd_llm_handles_rank_deficient_inputs(
     weight: np.ndarray, inputs: np.ndarray, dtype: type

@@ -29,6 +29,7 @@ from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.divergence import divergence
 from jaxllm.lm import LM
 from jaxllm.models import build
+from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import quantize
 from tests.compress.models import tiny
 from tests.tiny_models import tokens
@@ -77,7 +78,7 @@ def test_evaluator_row_equals_divergence(lm: LM, text: Loader, one_layer: ModelS
 def test_reported_bytes_equal_array_sizes(lm: LM) -> None:
     scale = StepEvaluator(lm, None, speed=False)
     row = scale.measure("", initial_state(lm))
-    assert row.bytes == 4 * sum(int(np.prod(x.shape)) for x in leaves(lm.params))
+    assert row.bytes == 4 * sum(int(np.prod(x.shape)) for _, x in flatten(lm.params))
     assert row.kl is None
 
 
@@ -189,9 +190,3 @@ def test_plot_without_quality_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to plot"):
         plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
     assert not (tmp_path / "costs.png").exists()
-
-
-def leaves(params: Any) -> list[Any]:
-    from jaxllm.weights.paths import flatten
-
-    return [leaf for _, leaf in flatten(params)]

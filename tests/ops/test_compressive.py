@@ -91,21 +91,6 @@ def test_run_segments_equals_loops_by_hand(qkv: Any, update: Update) -> None:
         np.testing.assert_allclose(memory.z_BKH[row], z, rtol=1e-5)
 
 
-def test_linear_update_equals_kernel_attention(qkv: Any) -> None:
-    """The linear memory is kernel attention over all finished segments, independent of the token
-    order.
-    """
-    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    out = RUN(empty_memory(B, K, H, "linear"), *qkv, at, "linear", L)[0]
-    q, k, v = (np.asarray(sigma(x)) if i < 2 else x for i, x in enumerate(qkv))
-    past = (T - 1) // L * L
-    order = np.random.default_rng(1).permutation(past)
-    for head in range(N):
-        weight = q[:, past:, head] @ np.swapaxes(k[:, order, head // (N // K)], 1, 2)
-        theirs = weight / weight.sum(-1, keepdims=True) @ v[:, order, head // (N // K)]
-        np.testing.assert_allclose(out[:, past:, head], theirs, atol=1e-5)
-
-
 @pytest.mark.parametrize("update", ["delta_once"])
 def test_chunked_runs_equal_one_run(qkv: Any, update: Update) -> None:
     """Chunks of 1 and of 7 tokens, which cross segment boundaries, give the outputs and memory of
@@ -154,17 +139,6 @@ def test_delta_once_retains_repeated_bindings_unlike_delta() -> None:
     np.testing.assert_allclose(recall(after("delta_once", v, v, v)), v, atol=1e-5)
     np.testing.assert_allclose(recall(after("delta_once", v, other)), other, atol=1e-5)
     np.testing.assert_allclose(recall(after("linear", v, other)), (v + other) / 2, atol=1e-5)
-
-
-def test_delta_once_retains_disjoint_keys() -> None:
-    """Values of two keys that share no feature are both read back."""
-    k = jnp.asarray([[1.0, 1.0, -200.0, -200.0], [-200.0, -200.0, 2.0, 0.5]])[:, None, None, None]
-    v = jnp.asarray([[1.0, 2.0, 3.0, 4.0], [-5.0, 0.0, 1.0, 9.0]])[:, None, None, None]
-    memory = empty_memory(1, 1, 4, "delta_once")
-    for i in range(2):
-        memory = finished(write(memory, k[i], v[i], jnp.ones((1, 1), bool), "delta_once"))
-    for i in range(2):
-        np.testing.assert_allclose(read(memory, k[i])[0], v[i], atol=1e-5)
 
 
 def test_delta_once_does_not_diverge() -> None:

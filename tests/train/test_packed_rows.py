@@ -1,4 +1,4 @@
-"""Packed rows equal separate documents: logits of transformers, gradients of torch."""
+"""Packed rows equal separate documents: losses and gradients of torch; rematerialization."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 from jaxllm.weights.paths import Params, flatten
-from tests.tiny_models import Twin, assert_close, make_twin, our_arrays, tokens
+from tests.tiny_models import Twin, assert_close, make_twin, our_arrays, random_model, tokens
 
 LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns with padding in both
 WIDTH = 12
@@ -78,3 +78,14 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_pat
     assert found.keys() == theirs.keys()
     for path, gradient in found.items():
         assert_close(gradient, theirs[path])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_remat_gradients_equal_plain(family: str) -> None:
+    model, params = random_model(family)
+    rows = Dataset(from_examples(examples()), width=WIDTH, batch_size=2).batch(0)
+    plain, remat = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, model.clone(remat=on), rows)
+        for on in (False, True)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, remat)
