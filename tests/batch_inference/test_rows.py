@@ -17,7 +17,6 @@ from jaxllm.batch_inference.runner import run_job, stream
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import split_lines
 from jaxllm.generation import embeddings
-from tests.tiny_models import save_random
 
 LINES = [
     '{"prompt": [5], "id": 1}',
@@ -46,10 +45,8 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("models") / "m"
-    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
-    return jaxllm.load(directory)
+def lm(model: Path) -> Any:
+    return jaxllm.load(model)
 
 
 def job(task: str = "generate", **changes: Any) -> BatchJob:

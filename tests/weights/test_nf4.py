@@ -11,6 +11,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import as_format, parse_format
 from jaxllm.weights.linear import linear
 from jaxllm.weights.types.nf4 import ABSMAX_BLOCK, BLOCK, DYNAMIC, LEVELS, NF4
+from tests.weights.products import assert_products_equal
 
 SHAPE = (7, 150)  # 1050 weights: 16 blocks and 26 weights; blocks continue across rows
 
@@ -117,14 +118,8 @@ def test_nf4_and_int4_errors_on_normal_weights() -> None:
 def test_nf4_rows_and_products_equal_dense(name: str, shape: tuple[int, int]) -> None:
     weight = quantize_nf4(numbers(shape), name)
     dense = np.asarray(weight.to_dense())
-    rows = jnp.array([[3, 0], [shape[0] - 1, 3]])
-    np.testing.assert_array_equal(weight.take(rows), dense[np.asarray(rows)])
-    assert np.isnan(np.asarray(weight.take(jnp.array([shape[0]])))).all()
-    x = numbers((17, shape[1]), 1) * 100
-    for few in (1, 17):
-        y = np.asarray(linear(jnp.asarray(x[:few]), weight))
-        np.testing.assert_allclose(y, x[:few].astype(np.float64) @ dense.T, rtol=2e-5, atol=1e-5)
-    half = jnp.asarray(x).astype(jnp.bfloat16)
+    assert_products_equal(weight, dense, rows=(1, 17))
+    half = jnp.asarray(numbers((17, shape[1]), 1) * 100).astype(jnp.bfloat16)
     exact = np.asarray(half.astype(jnp.float32)).astype(np.float64) @ dense.T
     np.testing.assert_allclose(linear(half, weight), exact, rtol=0.02, atol=0.02)
 

@@ -162,11 +162,11 @@ def test_quantized_checkpoint_round_trips_bitwise(
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
     if quantize in ("int2", "nf4"):
         assert weight_format(again.params["embed_tokens"]["weight"]) == "int8"
-    again = jaxllm.load(tmp_path / "q", dtype="float32")  # changes the activations only
-    assert again.model.precision.activations == "float32"
-    assert weight_format(again.params["embed_tokens"]["weight"]) == weight_format(
-        lm.params["embed_tokens"]["weight"]
-    )
+    if isinstance(quantize, str):  # another dtype changes the activations only
+        again = jaxllm.load(tmp_path / "q", dtype="float32")
+        assert again.model.precision.activations == "float32"
+        found, wanted = (x.params["embed_tokens"]["weight"] for x in (again, lm))
+        assert weight_format(found) == weight_format(wanted)
 
 
 def test_crafted_quantized_tensors_are_refused(tmp_path: Path, shallow: Any) -> None:
