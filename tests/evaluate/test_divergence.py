@@ -18,16 +18,14 @@ from jaxllm.evaluate.likelihood.divergence import Differences, Divergence, diver
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import dequantize, quantize
 from tests.conftest import Run
-from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, load_twin, make_twin, random_model, tokens
 
 WINDOW = 40
 
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    directory = tmp_path_factory.mktemp("twin")
-    save_random(directory, "llama", num_hidden_layers=2)
-    return load_twin(directory)
+    return make_twin(tmp_path_factory.mktemp("twin"), "llama", layers=2)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "int8", "int4-g32"])

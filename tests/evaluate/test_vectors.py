@@ -16,7 +16,7 @@ import jaxllm
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
 from jaxllm.evaluate.parity.activations import activation_names
-from jaxllm.evaluate.parity.backends import DecodeOutput, JaxBackend, ParityCase, pad_case
+from jaxllm.evaluate.parity.backends import JaxBackend, ParityCase, pad_case
 from jaxllm.evaluate.parity.golden import check, make, read
 from jaxllm.evaluate.parity.tolerance import Tolerance
 from jaxllm.evaluate.parity.transformers_backend import TransformersBackend
@@ -152,11 +152,6 @@ class Shifted(JaxBackend):
         B, T = case.token_BT.shape
         everything = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
         return super().activations(dataclasses.replace(case, position_BT=everything))
-
-    def decode(
-        self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
-    ) -> DecodeOutput:
-        return super().decode(case, steps, forced_BN)
 
 
 def test_padding_error_is_detected_only_in_left_case(tiny: JaxBackend, frozen: Path) -> None:
