@@ -84,15 +84,32 @@ def sequences(result: BeamResult) -> list[list[list[int]]]:
     return [[[t for t in row if t >= 0] for row in prompt] for prompt in result.token_BNT.tolist()]
 
 
-def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
-    """Assert equal tokens and scores, and lengths and finish reasons that agree with them."""
-    found, scores = expected
+def assert_equals_transformers(
+    twin: Any,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    new: int,
+    ours: tuple[Processor, ...] = (),
+    theirs: tuple[transformers.LogitsProcessor, ...] = (),
+    **options: Any,
+) -> BeamResult:
+    """Assert that sequences, scores, lengths and finish reasons equal transformers'."""
+    processors = transformers.LogitsProcessorList(theirs)
+    found, scores = reference(
+        twin.torch_model, prompts, lengths, new, logits_processor=processors, **options
+    )
+    result = beam_search(
+        twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
+        sampler=Sampler(ours), **options,
+    )  # fmt: skip
     assert sequences(result) == found
     np.testing.assert_allclose(result.score_BN, scores, atol=1e-4, rtol=1e-5)
     assert result.length_BN.tolist() == [[len(row) for row in prompt] for prompt in found]
+    eos = options["eos_token_ids"]
     ends = [[Finish.EOS if row[-1] in eos else Finish.LENGTH for row in p] for p in found]
     assert result.finish_BN.tolist() == ends
     assert result.token_BNT.shape[-1] == new
+    return result
 
 
 @in_both("twin", early_stopping=MODES)
@@ -110,18 +127,10 @@ def test_beam_search_equals_transformers(twin: Any, early_stopping: Any) -> None
     ended = []
     combinations = itertools.product(PENALTIES, eos_sets, [3, 12])
     for i, (penalty, eos, new) in enumerate(combinations):
-        options: Any = {
-            "num_beams": BEAMS,
-            "num_return_sequences": 1 + i % BEAMS,
-            "length_penalty": penalty,
-            "early_stopping": early_stopping,
-            "eos_token_ids": eos,
-        }
-        expected = reference(twin.torch_model, prompts, lengths, new, **options)
-        result = beam_search(
-            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new, **options
-        )
-        assert_equal(result, expected, eos, new)
+        result = assert_equals_transformers(
+            twin, prompts, lengths, new, num_beams=BEAMS, num_return_sequences=1 + i % BEAMS,
+            length_penalty=penalty, early_stopping=early_stopping, eos_token_ids=eos,
+        )  # fmt: skip
         ended += np.asarray(result.finish_BN).ravel().tolist()
     assert set(ended) == {Finish.EOS, Finish.LENGTH}
 
@@ -204,22 +213,11 @@ def test_early_stopping_equals_transformers(tmp_path: Path) -> None:
         table = logits.astype(np.float32)
         found = []
         for early_stopping in MODES:
-            options: Any = {
-                "num_beams": 3,
-                "num_return_sequences": 3,
-                "length_penalty": penalty,
-                "early_stopping": early_stopping,
-                "eos_token_ids": eos,
-            }
-            theirs = transformers.LogitsProcessorList([TorchTableScores(table, 6)])
-            expected = reference(
-                twin.torch_model, prompts, lengths, new, logits_processor=theirs, **options
-            )
-            result = beam_search(
-                twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
-                sampler=Sampler((TableScores(jnp.asarray(table)),)), **options,
+            result = assert_equals_transformers(
+                twin, prompts, lengths, new, (TableScores(jnp.asarray(table)),),
+                (TorchTableScores(table, 6),), num_beams=3, num_return_sequences=3,
+                length_penalty=penalty, early_stopping=early_stopping, eos_token_ids=eos,
             )  # fmt: skip
-            assert_equal(result, expected, eos, new)
             found.append(sequences(result))
         if penalty == 1.0:
             assert found[0] != found[1] != found[2] != found[0]
@@ -240,15 +238,9 @@ def test_processors_track_state_per_beam(twin: Any) -> None:
         (CountPenalty(jnp.zeros((3, vocab), jnp.float32)), TorchCountPenalty(9)),
     ]
     for ours, theirs in pairs:
-        expected = reference(
-            twin.torch_model, prompts, lengths, 10,
-            logits_processor=transformers.LogitsProcessorList([theirs]), **options,
-        )  # fmt: skip
-        result = beam_search(
-            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10,
-            sampler=Sampler((ours,)), **options,
-        )  # fmt: skip
-        assert_equal(result, expected, [7, 9], 10)
+        result = assert_equals_transformers(
+            twin, prompts, lengths, 10, (ours,), (theirs,), **options
+        )
         assert sequences(result) != sequences(plain)
 
 

@@ -177,35 +177,20 @@ def test_forced_token_overrides_ban() -> None:
     "options",
     [
         {"logit_bias": {7: 1.0}},
-        {"logit_bias": {1: 101}},
-        {"logit_bias": {"one": 1}},
-        {"logit_bias": [1, 2]},
-        {"sequence_bias": {(): 1.0}},
         {"sequence_bias": {(1, 9): 1.0}},
-        {"sequence_bias": {(1,): INF}},
-        {"sequence_bias": 3},
-        {"no_repeat_ngram_size": -1},
-        {"no_repeat_ngram_size": 1.5},
-        {"bad_words_ids": [[]]},
-        {"bad_words_ids": [1, 2]},
         {"bad_words_ids": [[7]]},
-        {"bad_words_ids": [[1], [-1]]},
         {"suppress_tokens": [7]},
-        {"suppress_tokens": [0.5]},
-        {"suppress_tokens": "abc"},
-        {"begin_suppress_tokens": [True]},
-        {"min_length": -1},
-        {"min_new_tokens": 0.5},
         {"forced_bos_token_id": 7},
-        {"forced_bos_token_id": -2},
         {"forced_eos_token_id": 7, "max_new_tokens": 4},
-        {"forced_eos_token_id": 1},
+        {"forced_eos_token_id": 1},  # without a number of new tokens
         {"eos_token_ids": [7]},
         {"dry_sequence_breakers": [[7]]},
+        {"top_z": 1},
     ],
 )
-def test_make_sampler_refuses_invalid_constraints(options: dict[str, Any]) -> None:
-    """Each invalid value raises a SamplingError that names the option."""
-    name = next(iter(options))
-    with pytest.raises(SamplingError, match=name):
+def test_make_sampler_refuses_tokens_outside_vocabulary(options: dict[str, Any]) -> None:
+    """Token ids outside the vocabulary raise a SamplingError that names the option, as unknown
+    options do; tests/test_options.py has the other invalid values.
+    """
+    with pytest.raises(SamplingError, match=next(iter(options))):
         make_sampler(vocab_size=7, **options)
