@@ -134,18 +134,6 @@ def test_forward_copies_no_cache(lm: Any) -> None:
     assert temporary(1 << 16) - temporary(1 << 12) < 0.01 * cache_grows_by
 
 
-def test_cache_supports_two_continuations(lm: Any) -> None:
-    model, params = lm
-    ids = tokens(1, 9)
-    cache = filled(lm, ids)
-    for token in (5, 77):
-        logits, grown = jaxllm.decode_step(model, params, cache, np.array([token]))
-        fresh = np.append(ids, [[token]], axis=1)
-        close(logits, jaxllm.forward(model, params, None, fresh).logits[:, -1])
-        assert grown.length_B.tolist() == [10]
-    assert cache.length_B.tolist() == [9]
-
-
 def test_forward_then_commit_equals_decode_step(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(2, 9))
@@ -309,13 +297,6 @@ def test_steps_refuse_wrong_shapes_and_mismatched_caches(lm: Any) -> None:
     with pytest.raises(CacheMismatchError, match="another model"):
         foreign = jaxllm.init_cache(other.config, 2, 8)
         jaxllm.forward(model, params, foreign, tokens(2, 1))
-
-
-def test_forward_accepts_list_of_lists(lm: Any) -> None:
-    model, params = lm
-    a = jaxllm.forward(model, params, None, [[1, 2, 3]]).logits
-    b = jaxllm.forward(model, params, None, np.array([[1, 2, 3]])).logits
-    assert bits(a) == bits(b)
 
 
 def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:

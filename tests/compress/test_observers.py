@@ -227,16 +227,6 @@ def test_streamed_grid_search_equals_single_batch() -> None:
     np.testing.assert_allclose(together.error_K[jnp.array([0, 50, 79])], errors, rtol=1e-3)
 
 
-def test_vmap_makes_a_histogram_per_channel() -> None:
-    x = stream()[0]
-    each = jax.vmap(lambda x: observe(histogram(64), x), in_axes=2)(x)
-    for channel in range(SHAPE[-1]):
-        separate: HistogramObserver = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
-        np.testing.assert_array_equal(
-            separate.count_B, np.histogram(x[..., channel], 64)[0].astype(np.float32)
-        )
-
-
 def test_quantized_codes_equal_torch() -> None:
     """Codes equal torch's except at ties, because torch multiplies by the inverse scale."""
     x = stream()[0]

@@ -46,7 +46,11 @@ class Pair:
     theirs: TransformersBackend
 
 
-def _pair(directory: Path, dtype: str = "float32") -> Pair:
+def _pair(
+    folders: pytest.TempPathFactory, family: str, dtype: str = "float32", spread: float = 0.3
+) -> Pair:
+    directory = folders.mktemp(family)
+    save_random(directory, family, spread=spread)
     twin = load_twin(directory, dtype)
     ours = JaxBackend("ours", twin.model, twin.params)
     return Pair(twin, ours, TransformersBackend.load(directory, dtype))
@@ -54,16 +58,12 @@ def _pair(directory: Path, dtype: str = "float32") -> Pair:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_random(directory, request.param)
-    return _pair(directory)
+    return _pair(tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp("llama")
-    save_random(directory, "llama")
-    return _pair(directory)
+    return _pair(tmp_path_factory, "llama")
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +304,7 @@ def test_wrong_cache_entry_is_located(llama: Pair) -> None:
 
 @pytest.fixture(scope="module")
 def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp("halves")
-    save_random(directory, "llama", spread=0.06)
-    return _pair(directory, "bfloat16")
+    return _pair(tmp_path_factory, "llama", "bfloat16", spread=0.06)
 
 
 def test_bfloat16_is_judged_by_drift_from_float32(bfloat16_pair: Pair) -> None:

@@ -342,34 +342,11 @@ def test_processor_order_is_fixed() -> None:
     forward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in names})
     backward = make_sampler(**FIXED, **{name: SETTINGS[name][1] for name in reversed(names)})
     assert [type(p).__name__ for p in forward.processors] == [
-        *(
-            "LogitBias",
-            "SequenceBias",
-            "RepetitionPenalty",
-            "FrequencyPenalty",
-            "DryPenalty",
-            "NoRepeatNGram",
-        ),
-        *(
-            "BadWords",
-            "SuppressTokens",
-            "BeginSuppressTokens",
-            "MinLength",
-            "ForcedBos",
-            "ForcedEos",
-        ),
-        *(
-            "Temperature",
-            "TopNSigma",
-            "TopK",
-            "TopP",
-            "MinP",
-            "TypicalP",
-            "EpsilonCutoff",
-            "EtaCutoff",
-        ),
-        *("XTC", "Mirostat"),
-    ]
+        "LogitBias", "SequenceBias", "RepetitionPenalty", "FrequencyPenalty", "DryPenalty",
+        "NoRepeatNGram", "BadWords", "SuppressTokens", "BeginSuppressTokens", "MinLength",
+        "ForcedBos", "ForcedEos", "Temperature", "TopNSigma", "TopK", "TopP", "MinP", "TypicalP",
+        "EpsilonCutoff", "EtaCutoff", "XTC", "Mirostat",
+    ]  # fmt: skip
     assert jax.tree.structure(forward) == jax.tree.structure(backward)
 
 

@@ -217,16 +217,6 @@ def test_converted_model_equals_qat_forward_bitwise(
     assert np.isfinite(np.asarray(ours)).all()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4-g32-f16", "int3-g64-zp", "int2-g128-zp-f16"])
-def test_untrained_qat_conversion_equals_round_to_nearest(name: str) -> None:
-    params = {"a": {"weight": jnp.asarray(numbers(513, 150))}, "b": jnp.ones(3)}
-    expected = quantize(params, [(".*", name)])
-    for learned in (False, True):
-        fake = prepare(params, [(".*", name)], learn_scales=learned)
-        assert isinstance(fake["a"]["weight"], FakeQuantWeight)
-        same(convert(fake), expected)
-
-
 def test_qat_start_step_delays_quantization() -> None:
     """Before start_step, products and rows use the float weights, with straight gradients; from
     then on the quantized ones.
