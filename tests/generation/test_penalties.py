@@ -46,27 +46,6 @@ def dry_by_hand(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "after", "repeat", "frequency", "presence"),
-    [
-        ([0], [0, 0.25, 0.25, 0.25, 0.25], 50.0, 0.0, 0.0),
-        ([0, 1, 2], [0, 0, 0, 0.5, 0.5], 50.0, 0.0, 0.0),
-        ([0, 1, 2, 0, 0], [0, 0, 0, 0.5, 0.5], 50.0, 0.0, 0.0),
-        ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997], 1.0, 5.0, 5.0),
-        ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966], 1.0, 5.0, 5.0),
-        ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977], 1.0, 5.0, 5.0),
-    ],
-)
-def test_penalties_equal_llama_cpp_vectors(
-    tokens: list[int], after: list[float], repeat: float, frequency: float, presence: float
-) -> None:
-    """Probabilities equal the vectors of test_penalties, tests/test-sampling.cpp."""
-    scores = np.log(np.full((1, 5), 0.2, np.float32))
-    scores = apply(RepetitionPenalty(repeat), scores, make_context([tokens]))
-    scores = apply(FrequencyPenalty(presence, frequency), scores, make_context([tokens]))
-    np.testing.assert_allclose(softmax(scores), [after], atol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("tokens", "after", "multiplier", "allowed", "last_n", "breaker"),
     [
         ([0, 1], [0.25] * 4, 1.0, 2, 4, -1),

@@ -84,21 +84,6 @@ def test_processors_equal_llama_cpp_vectors(
     np.testing.assert_allclose(left[0] / left.sum(), after, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "after"),
-    [
-        (0.09, [0.0, 0.0, 0.0, 0.1]),
-        (0.19, [0.0, 0.0, 0.2, 0.1]),
-        (0.29, [0.0, 0.3, 0.2, 0.1]),
-        (0.39, [0.4, 0.3, 0.2, 0.1]),
-    ],
-)
-def test_xtc_equals_llama_cpp_vectors(threshold: float, after: list[float]) -> None:
-    """Probabilities equal the vectors of test_xtc, tests/test-sampling.cpp."""
-    left = np.exp(apply(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
-    np.testing.assert_allclose(left, [after], atol=1e-5)
-
-
 @pytest.mark.parametrize("value", [0.02, 0.2, 0.7, 0.95])
 @pytest.mark.parametrize(
     ("ours", "warper"),

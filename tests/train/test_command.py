@@ -1,6 +1,7 @@
 """`jaxllm train` end to end; the README test also runs each kind of training once."""
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -12,7 +13,7 @@ from peft import LoraConfig
 import jaxllm
 from jaxllm.checkpoints import native, resolve
 from jaxllm.cli.lora import parse_layers, parse_modules
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
 pytestmark = pytest.mark.usefixtures("demo_names")
@@ -250,3 +251,13 @@ def test_train_resume_extends_finished_run(run: Run, text: Path, tmp_path: Path)
 
 def _names(content: bytes, part: str) -> list[str]:
     return [name for name in safetensors.numpy.load(content) if part in name]
+
+
+def test_training_page_example_runs_and_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of docs/training.md runs."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "training.md", "exec"), {"__name__": "__main__"})
+    losses = [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

@@ -183,14 +183,6 @@ def test_int3_gradient_and_vmap_equal_dense() -> None:
     np.testing.assert_allclose(np.asarray(weight.matmul(x[0])), expected[0], rtol=1e-5, atol=1e-6)
 
 
-def test_int_stack_equals_single_matrices() -> None:
-    stack = np.stack([numbers(seed=1), numbers(seed=2)])
-    weight: Any = as_format(jnp.asarray(stack), "int3-g32-zp")
-    for matrix, array in zip(weight.to_dense(), stack, strict=True):
-        _, single = quantize_to("int3-g32-zp", array)
-        np.testing.assert_array_equal(np.asarray(matrix), np.asarray(single.to_dense()))
-
-
 @pytest.mark.parametrize("inner", ["int3-g32", "int4-g32-zp", "float32"])
 def test_permuted_weight_restores_column_order(inner: str) -> None:
     """Dense values, rows, products and saved arrays of an act-order weight equal the unpermuted

@@ -110,7 +110,7 @@ def test_record_refuses_other_settings_and_damage(tmp_path: Path) -> None:
     data.digest = "other"
     with pytest.raises(ConfigError, match="recorded with another data"):
         make_record(tmp_path, data)
-    for changes, name in (({"k": 3}, r"k \(5, not 3\)"), ({"temperature": 1.0}, r"temperature \(2")):
+    for changes, name in (({"k": 3}, r"k \(5, not 3"), ({"temperature": 1.0}, r"temperature \(2")):
         with pytest.raises(ConfigError, match=f"recorded with another {name}"):
             make_record(tmp_path, Texts(), **changes)
     with pytest.raises(ConfigError, match="top_k must be 1 to 131, the vocabulary size: got 132"):
