@@ -23,7 +23,7 @@ from jaxllm.weights.formats import as_format, as_weight, to_dense
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.quantize import quantize
-from jaxllm.weights.types.lora import LoraSite, keep_chosen_adapter
+from jaxllm.weights.types.lora import LoraSite
 from tests.adapters.random_adapters import random_adapter
 from tests.tiny_models import assert_close, random_model, tokens
 from tests.weights.products import plain_product
@@ -211,29 +211,6 @@ def test_batch_rows_select_their_own_adapter(tiny: tuple[Any, Any], three: dict[
             single_BTV = np.asarray(forward(model, own, None, TOKENS).logits)
             assert_close(found[row], single_BTV[row])
             assert np.abs(found[row] - base[row]).max() > 0.1
-
-
-def test_fingerprint_depends_on_chosen_adapter_only(
-    tiny: tuple[Any, Any], three: dict[str, Any]
-) -> None:
-    """The fingerprint identifies the chosen adapter, whichever other adapters are loaded."""
-    from jaxllm.cache.files import fingerprint
-
-    model, params = tiny
-    several = with_adapters(model.config, params, three)
-    prints = {
-        name: fingerprint(choose_adapters(several, jnp.array([number])))
-        for number, name in enumerate((*three, "base"), start=0)
-        if name != "base"
-    }
-    prints["base"] = fingerprint(several)
-    assert len(set(prints.values())) == 4
-    assert prints["base"] == fingerprint(params)
-    only = with_adapters(model.config, params, {"y": three["y"]})
-    assert prints["y"] == fingerprint(choose_adapters(only, jnp.array([0])))
-    own = keep_chosen_adapter(choose_adapters(several, jnp.array([1])))
-    leaf = own["layers.0"]["self_attn"]["q_proj"]["weight"]
-    np.testing.assert_array_equal(leaf.a, three["y"].matrices["layers.0.self_attn.q_proj"].a)
 
 
 @pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])

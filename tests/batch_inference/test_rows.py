@@ -111,19 +111,6 @@ def test_rows_with_equal_ids_get_distinct_seeds(lm: Any) -> None:
     assert [a["id"] for a in found] == ["a", "b", "a", "a"]
 
 
-def test_group_size_does_not_change_samples(lm: Any) -> None:
-    rows = read_lines([json.dumps([5 + i, 6]) for i in range(7)])
-    options = {"max_new_tokens": 5, "temperature": 1.5}
-    each = [
-        [
-            a["tokens"]
-            for a in stream(rows, job(options=options, group=n), InProcessWorkers(lambda: lm))
-        ]
-        for n in (1, 3, 8)
-    ]
-    assert each[0] == each[1] == each[2]
-
-
 def test_score_and_embed_equal_model_results(lm: Any) -> None:
     """Batch scores and embeddings equal log_probs and embed, and invalid rows get an error."""
     texts = [[5, 6, 7], [8], [9] * 12, [10**6]]

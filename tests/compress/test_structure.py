@@ -125,30 +125,6 @@ def _uncached(twin: Twin, token_BT: np.ndarray) -> np.ndarray:
     return twin.logits(token_BT, use_cache=False)
 
 
-@pytest.mark.parametrize("by", salience.SALIENCES)
-def test_zero_channel_is_dropped_first_without_loss(by: salience.Salience) -> None:
-    """The channel of zeros has the least salience by every measure, and dropping it preserves the
-    logits.
-    """
-    model, params = random_model("llama")
-    dead = {"layers.0": 13, "layers.1": 50}
-
-    def without(path: str, x: jax.Array) -> jax.Array:
-        channel = next((c for layer, c in dead.items() if path.startswith(f"{layer}.mlp")), None)
-        if channel is None:
-            return x
-        return x.at[:, channel].set(0) if "down" in path else x.at[channel].set(0)
-
-    params = map_leaves(without, params)
-    token_BT = tokens(2, 24)
-    found = salience.measure_salience(model, params, "channels", by, token_BT)
-    kept = salience.keep_most_salient(found, 1)
-    assert [set(range(56)) - set(layer.tolist()) for layer in kept] == [{13}, {50}]
-    smaller = structured_pruning.cut_groups(model.config, params, "channels", kept)
-    before = np.asarray(jaxllm.forward(model, params, None, token_BT).logits)
-    np.testing.assert_allclose(ours(smaller, token_BT), before, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
 def test_salience_equals_torch(family: str, twins: Any) -> None:
     """Every salience of heads and channels equals the sum over weights, gradients and inputs taken

@@ -65,17 +65,6 @@ def test_router_loss_equals_transformers_and_ignores_padding() -> None:
     assert by_layer == pytest.approx(np.mean(single_expert), rel=1e-5)
 
 
-def test_router_loss_by_layer_detects_opposite_imbalances() -> None:
-    """One layer uses experts 0 and 1, the other 2 and 3: pooled the loss looks balanced, by layer
-    it does not.
-    """
-    first = np.full((1, 8, 4), -9.0, np.float32)
-    first[..., :2] = 9.0
-    both, real = [jnp.asarray(first), jnp.asarray(-first)], jnp.ones((1, 8), bool)
-    assert float(router_loss(both, real, 2)) == pytest.approx(2.0, rel=1e-3)  # k, as if balanced
-    assert float(router_loss(both, real, 2, by_layer=True)) == pytest.approx(4.0, rel=1e-3)
-
-
 def test_balanced_loss_gradient_equals_torch(twin: Twin) -> None:
     rows = BATCHES[0]
     ids = torch.tensor(np.asarray(rows.token_BT, np.int64))
