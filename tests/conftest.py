@@ -167,3 +167,19 @@ def data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The matplotlib figures that are saved."""
+    from matplotlib.figure import Figure
+
+    found: list[Any] = []
+    real = Figure.savefig
+
+    def savefig(self: Any, *arguments: Any, **options: Any) -> None:
+        found.append(self)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found

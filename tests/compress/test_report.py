@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from matplotlib.figure import Figure
 
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.pipeline import StepResult, initial_state
@@ -164,15 +163,8 @@ def test_pareto_front_equals_brute_force(points: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("runs", [{"one": ROWS}, {"one": ROWS, "other": ROWS[:2]}])
-def test_plot_draws_one_or_several_runs(
-    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_draws_one_or_several_runs(runs: Any, tmp_path: Path, figures: list[Any]) -> None:
     """Zero is on the axis, the original is marked there, and labels lie inside the frame."""
-    figures: list[Figure] = []
-    real = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (figures.append(self), real(self, *a, **k))
-    )
     plot(runs, tmp_path / "costs.png", "costs")
     (axes,) = figures[0].axes
     assert 0 in axes.get_yticks()

@@ -244,29 +244,6 @@ def test_processors_track_state_per_beam(twin: Any) -> None:
         assert sequences(result) != sequences(plain)
 
 
-@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
-def test_exhaustive_beams_find_global_optimum(penalty: float) -> None:
-    """With a beam for each prefix, the ten best sequences equal brute force over all texts."""
-    vocab, new, eos = 5, 4, 3
-    model, params = random_model("llama", vocab_size=vocab, num_hidden_layers=1)
-    prompt = np.array([[1, 4, 2]])
-    every = np.array(list(itertools.product(range(vocab), repeat=new)))
-    whole = np.concatenate([np.repeat(prompt, len(every), 0), every], axis=1)
-    logprobs = jax.nn.log_softmax(jaxllm.forward(model, params, None, whole).logits[:, 2:-1])
-    each = np.take_along_axis(np.asarray(logprobs), every[:, :, None], axis=2)[:, :, 0]
-    scores: dict[tuple[int, ...], float] = {}
-    for text, logprob in zip(every.tolist(), each, strict=True):
-        n = text.index(eos) + 1 if eos in text else new
-        scores[tuple(text[:n])] = float(logprob[:n].sum() / n**penalty)
-    best = sorted(scores.items(), key=lambda item: -item[1])[:10]
-    result = beam_search(
-        model, params, prompt, num_beams=vocab ** (new - 1), num_return_sequences=10,
-        max_new_tokens=new, length_penalty=penalty, early_stopping="never", eos_token_ids=[eos],
-    )  # fmt: skip
-    assert [tuple(text) for text in sequences(result)[0]] == [text for text, _ in best]
-    np.testing.assert_allclose(result.score_BN[0], [score for _, score in best], atol=1e-4)
-
-
 @pytest.mark.parametrize("early_stopping", MODES)
 def test_single_beam_equals_greedy(lm: Any, early_stopping: Any) -> None:
     """One beam gives greedy tokens and finish reasons, with the mean log-probability

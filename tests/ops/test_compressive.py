@@ -90,28 +90,6 @@ def test_run_segments_equals_loops_by_hand(qkv: Any, update: Update) -> None:
         np.testing.assert_allclose(memory.z_BKH[row], z, rtol=1e-5)
 
 
-@pytest.mark.parametrize("update", ["delta_once"])
-def test_chunked_runs_equal_one_run(qkv: Any, update: Update) -> None:
-    """Chunks of 1 and of 7 tokens, which cross segment boundaries, give the outputs and memory of
-    one run.
-    """
-    at = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    whole = RUN(empty_memory(B, K, H, update), *qkv, at, update, L)
-    for width in (1, 7):
-        memory, parts = empty_memory(B, K, H, update), []
-        for start in range(0, T, width):
-            cut = slice(start, start + width)
-            given = [np.pad(x[:, cut], ((0, 0), (0, max(0, start + width - T)), (0, 0), (0, 0)))
-                     for x in qkv]  # fmt: skip
-            places = jnp.pad(at[:, cut], ((0, 0), (0, max(0, start + width - T))),
-                             constant_values=-1)  # fmt: skip
-            found, _, memory = RUN(memory, *given, places, update, L)
-            parts.append(np.asarray(found)[:, : T - start])
-        np.testing.assert_allclose(np.concatenate(parts, axis=1), whole[0], atol=1e-5)
-        for ours, theirs in zip(*map(jax.tree.leaves, (memory, whole[2])), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
 def test_delta_once_retains_repeated_bindings_unlike_delta() -> None:
     """The published delta rule halves a value that is written twice; delta_once returns it, and
     replaces it if it changes.

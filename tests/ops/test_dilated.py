@@ -217,21 +217,6 @@ def test_scattered_positions_equal_papers_loops() -> None:
     np.testing.assert_allclose(run_attend(q, k, v, at)[0], expected, atol=1e-5)
 
 
-def test_packed_documents_equal_separate_rows() -> None:
-    q, k, v = draw(1, 27)
-    lengths, at = (13, 5, 7), np.full(27, -1)
-    document, first = np.full(27, -1), 0
-    for number, length in enumerate(lengths):
-        at[first : first + length] = np.arange(length)
-        document[first : first + length] = number
-        first += length
-    out = run_attend(q, k, v, at[None], document_BT=jnp.asarray(document[None]))
-    for number in range(3):
-        own = document == number
-        expected = paper_loops(q[0, own], k[0, own], v[0, own], at[own], PAIRS)
-        np.testing.assert_allclose(out[0, own], expected, atol=1e-5)
-
-
 # Errors in the reference code (torchscale, dilated_attention.py) and points the paper leaves open.
 
 
