@@ -138,6 +138,20 @@ def test_dry_equals_brute_force(
     np.testing.assert_allclose(ours[0], expected, rtol=1e-4)
 
 
+def test_dry_settings_and_breakers_apply_per_row() -> None:
+    tokens = [1, 2, 3, 1, 2, 3, 1, 2]
+    breakers = np.array([[-1, -1], [2, -1], [3, 1], [-1, -1]], np.int32)
+    each = [(0.5, 1.75, 2, -1), (0.5, 2.0, 1, -1), (1.0, 1.5, 1, -1), (1.0, 1.5, 1, 4)]
+    columns = [jnp.array(values, jnp.float32) for values in zip(*each, strict=True)]
+    x = logits(4, 5)
+    ours = apply(DryPenalty(*columns, breakers), x, make_context([tokens] * 4))
+    for row, (multiplier, base, allowed, last_n) in enumerate(each):
+        gone = dry_by_hand(
+            tokens, 5, multiplier, base, allowed, last_n, set(breakers[row].tolist())
+        )
+        np.testing.assert_allclose(ours[row], x[row] - gone, rtol=1e-5)
+
+
 def test_dry_penalty_stays_finite_for_long_repetition() -> None:
     x = logits(1, 5)
     ours = apply(DryPenalty(5.0, 4.0, 2, -1, NO_BREAKERS), x, make_context([[1] * 500], slots=512))
