@@ -76,6 +76,12 @@ def test_dataset_padding_values() -> None:
     assert {x.dtype.name for x in jax_leaves(rows)} == {"int32"}
 
 
+def test_dataset_ignores_prompt_labels() -> None:
+    rows = Dataset(from_examples([prompted(2, 3, first=10)]), width=4).batch(0)
+    assert rows.token_BT.tolist() == [[10, 11, 12, 13]]
+    assert rows.label_BT.tolist() == [[-100, 12, 13, 14]]
+
+
 def test_dataset_batches_are_reproducible_and_epochs_differ() -> None:
     """Batches and digest depend only on the data and the seed, and every epoch has
     another order.
