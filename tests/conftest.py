@@ -143,6 +143,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     return directory, *lm
 
 
+@pytest.fixture
+def demo_names(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the first two layers of the demo models under their names, such as demo:llama."""
+    from jaxllm.checkpoints import resolve
+
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -188,3 +196,19 @@ def data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The matplotlib figures that are saved."""
+    from matplotlib.figure import Figure
+
+    found: list[Any] = []
+    real = Figure.savefig
+
+    def savefig(self: Any, *arguments: Any, **options: Any) -> None:
+        found.append(self)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found

@@ -294,3 +294,20 @@ def assert_close(ours: Any, theirs: np.ndarray) -> None:
     """Check the float32 tolerance: atol 1e-5 x max(1, max abs), rtol 1e-4."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5 * scale, rtol=1e-4)
+
+
+def make_twin(directory: Path, family: str, layers: int = 1, **changes: Any) -> Twin:
+    """Write a random model of a few layers and load it in transformers and jaxllm."""
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    save_random(directory, family, **{name: layers}, **changes)
+    return load_twin(directory)
+
+
+def our_arrays(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return torch tensors under our names as [out, in]; GPT-2 stores linears as [in, out]."""
+    found = {}
+    for name, tensor in tensors.items():
+        path = name.removeprefix("model.").removeprefix("transformer.")
+        transposed = twin.config.model_type == "gpt2" and tensor.ndim == 2 and ".c_" in path
+        found[path] = (tensor.T if transposed else tensor).detach().numpy().copy()
+    return found

@@ -69,16 +69,6 @@ def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
     assert with_bos.tolist() == [[tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["stories260K", "llama_tokenizer", "gpt2_tokenizer"])
-def test_first_rows_ignore_remaining_file(data: Any, name: str) -> None:
-    """The first rows of a long file equal those of tokenizing only its beginning."""
-    reads = Tokenizer.from_directory(data(name))
-    text = (data("corpora") / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    made = from_texts(text, reads, ChunkSpec(width=64, rows=40))
-    assert made.token_NT.ravel().tolist() == reads.encode(text[:40_000])[: 64 * 40]
-    assert made.source["bytes"] == len(text.encode())
-
-
 def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
     """Random rows are distinct substrings of the text, and the seed determines them."""
     text = story(60)

@@ -1,6 +1,5 @@
 """Recipes: parsing, checks before any work, and results that load again exactly."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +270,5 @@ def test_stored_recipe_is_validated(tmp_path: Path) -> None:
 def test_compress_leaves_original_model_unchanged() -> None:
     lm = tiny("llama")
     before = jax.tree.map(lambda x: x.copy(), lm.params)
-    made = compress(lm, ["quantize: rtn int8"])
+    compress(lm, ["quantize: rtn int8"])
     same(lm.params, before)
-    assert dataclasses.replace(made, recipe=()) != lm

@@ -213,17 +213,6 @@ def test_nan_request_does_not_affect_batch() -> None:
     assert {i: text for i, text in tokens_by_id(found).items() if i != 9} == expected
 
 
-def test_until_callback_stops_request(lm: Any) -> None:
-    request = make_request(3, max_new_tokens=9, sampler=jaxllm.GREEDY)
-    ids = run_generate(lm, request)[0]
-    stopping = make_request(
-        3, max_new_tokens=9, sampler=jaxllm.GREEDY, until=lambda token: token == ids[2]
-    )
-    events = events_by_id(serve(*lm, [stopping], **SHAPE))[3]
-    assert [e.token for e in events] == ids[: ids.index(ids[2]) + 1]
-    assert events[-1].finish == Finish.STOP
-
-
 def test_serve_refuses_invalid_sizes(lm: Any) -> None:
     for wrong in ({"rows": 0}, {"capacity": 0}, {"chunk": 0}, {"burst": 0}):
         with pytest.raises(CapacityError):

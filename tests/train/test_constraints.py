@@ -67,14 +67,16 @@ class Regression:
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """Plain gradient descent."""
+    """Plain gradient descent: a step shows the gradient."""
+
+    rate: float
 
     def build(self) -> Any:
-        return optax.sgd(RATE)
+        return optax.sgd(self.rate)
 
 
 def regress(weight: Any, constraint: Any = None, steps: int = 4) -> tuple[Any, list[float]]:
-    setup = Setup(Model(), Regression(), Descent(), constraint)
+    setup = Setup(Model(), Regression(), Descent(RATE), constraint)
     params, losses = train({"w": {"weight": weight}}, setup, steps)
     return params["w"]["weight"], losses
 

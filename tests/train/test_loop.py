@@ -65,6 +65,12 @@ def bits(params: Any) -> dict[str, bytes]:
     return {path: np.asarray(x).tobytes() for path, x in flatten(params)}
 
 
+@pytest.fixture
+def save_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
+
+
 def test_train_lowers_validation_loss_and_keeps_inputs() -> None:
     """Training leaves the given parameters unchanged, records every step, evaluates as planned and
     lowers the validation loss.
@@ -80,15 +86,12 @@ def test_train_lowers_validation_loss_and_keeps_inputs() -> None:
     assert found.best is None
 
 
-def test_train_resumes_bit_identically_after_interruptions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("save_each_step")
+def test_train_resumes_bit_identically_after_interruptions(tmp_path: Path) -> None:
     """After three interruptions, the resumed run has the parameters and records of an uninterrupted
     one.
     """
     whole = run()
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     directory = tmp_path / "parts"
 
     class Stopped(Exception):
@@ -215,12 +218,11 @@ def test_patience_stops_run_and_returns_best() -> None:
     assert bits(until.params) == bits(found.params)
 
 
+@pytest.mark.usefixtures("save_each_step")
 def test_failed_state_write_keeps_previous_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed write raises an error, and the run resumes from the previous state."""
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     calls: list[int] = []
     real = loop.save_state
 

@@ -81,19 +81,6 @@ def test_distill_loss_and_gradient_equal_torch() -> None:
         assert not np.asarray(gradient)[LABEL == IGNORED].any()
 
 
-def test_distill_loss_with_identical_teacher_is_cross_entropy() -> None:
-    """With equal logits the divergence is zero, and the gradient is that of the cross-entropy
-    share.
-    """
-    for mix, (gradient, found) in zip(MIXES, losses(TEACHER, TEACHER, LABEL), strict=True):
-        assert found.divergence == 0
-        student = torch.tensor(TEACHER, requires_grad=True)
-        label = torch.tensor(LABEL).long().reshape(-1)
-        F.cross_entropy(student.reshape(-1, V), label, reduction="sum").backward()
-        assert student.grad is not None
-        np.testing.assert_allclose(gradient, (1 - mix.alpha) * student.grad.numpy(), atol=1e-7)
-
-
 def test_distill_loss_without_labels_is_zero() -> None:
     for gradient, found in losses(STUDENT, TEACHER, np.full_like(LABEL, IGNORED)):
         assert (float(found.loss), float(found.tokens)) == (0, 0)
