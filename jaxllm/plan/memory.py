@@ -20,17 +20,10 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
-from jaxllm.plan.communication import rows_per_device
+from jaxllm.plan.collective import Step
 from jaxllm.sharding.context_parallel import sequence_parallel
-from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.mesh_spec import MeshSpec
-from jaxllm.sharding.partition_rules import (
-    HEAD_AXES,
-    REPLICATED,
-    PartitionRule,
-    find_rule,
-    local_config,
-)
+from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule
 from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import plan_split
 from jaxllm.weights.experts import plan_blocks
@@ -130,17 +123,15 @@ def _tree_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def cache_bytes(
-    config: ModelConfig, precision: Precision, axes: MeshSpec, rows: int, capacity: int
-) -> int:
-    """Return the bytes of one device's part of a cache of `rows` rows of `capacity` tokens."""
-    rows = rows_per_device(axes, rows)
-    slot, memory = _slot_bytes(local_config(config, axes), precision.cache)
-    slot = slot // config.num_hidden_layers * len(assign_layers(config, axes.stage)[0])
-    described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
-    apart = axes.sequence if axes.use_ulysses or capacity % axes.sequence == 0 else 1
-    keys = -(-slot * rows * capacity // apart)
-    return keys + memory * rows + described
+def cache_bytes(step: Step) -> int:
+    """Return the bytes of one device's part of a cache with the rows and slots of a step."""
+    axes = step.axes
+    slot, memory = _slot_bytes(step.share, step.precision.cache)
+    slot = slot // step.config.num_hidden_layers * len(assign_layers(step.config, axes.stage)[0])
+    described = 9 * step.rows * step.slots  # a slot's position, its token, whether it was patched
+    apart = axes.sequence if axes.use_ulysses or step.slots % axes.sequence == 0 else 1
+    keys = -(-slot * step.rows * step.slots // apart)
+    return keys + memory * step.rows + described
 
 
 @functools.cache
@@ -150,16 +141,8 @@ def _slot_bytes(share: ModelConfig, dtype: str) -> tuple[int, int]:
     return _tree_bytes((made.tail.k, made.tail.v)), _tree_bytes(made.memory)
 
 
-def working_bytes(
-    config: ModelConfig,
-    precision: Precision,
-    axes: MeshSpec,
-    rows: int,
-    tokens: int,
-    slots: int,
-    groups: int = 1,
-) -> int:
-    """Estimate the temporary bytes of a step of `tokens` new tokens per row, without our kernels.
+def working_bytes(step: Step) -> int:
+    """Estimate the temporary bytes of a step, without our kernels.
 
     The terms follow the `memory_analysis` of compiled programs. XLA:CPU widens types narrower than
     float32. The terms are:
@@ -170,28 +153,24 @@ def working_bytes(
       - the larger of attention (scores and weights of a block of slots, and the block itself) and
         the hidden activations of an MLP.
       - the buffers of experts.
-
-    groups: microbatches of a pipeline.
     """
-    local, share = rows_per_device(axes, rows), local_config(config, axes)
-    here = ContextParallel(tokens, axes.sequence, axes.use_ulysses).local_columns
-    at_once = -(-local // groups)  # rows that a layer runs
-    slot, _ = _slot_bytes(share, precision.cache)
-    places = len(assign_layers(config, axes.stage)[0])
-    kept = slot // config.num_hidden_layers * places * local * here
-    unordered = tokens > 1 and (axes.sequence > 1 or axes.sequence_parallel)
-    copied = cache_bytes(config, precision, axes, rows, slots) if unordered else 0
-    stream = 4 * local * here * config.hidden_size
-    own = (
+    config, axes, share, here = step.config, step.axes, step.share, step.local_tokens
+    slot, _ = _slot_bytes(share, step.precision.cache)
+    layers = len(assign_layers(config, axes.stage)[0])
+    new_keys = slot // config.num_hidden_layers * layers * step.rows * here
+    unordered = step.tokens > 1 and (axes.sequence > 1 or axes.sequence_parallel)
+    copied = cache_bytes(step) if unordered else 0
+    stream = 4 * step.rows * here * config.hidden_size
+    shards = (
         1 if sequence_parallel.make_token_slice(axes, here) is None else axes.num_shards(HEAD_AXES)
     )
-    seen = max(_block_size(slots), _block_size(tokens))
+    seen = max(_block_size(step.slots), _block_size(step.tokens))
     heads, keys = share.num_attention_heads, share.num_key_value_heads
-    scores = 2 * 4 * at_once * heads * here * seen
-    scores += 4 * 4 * at_once * seen * keys * config.head_dim
-    hidden = 2 * 4 * at_once * here * share.intermediate_size
-    layer = max(scores, hidden) + _expert_bytes(share, axes, at_once * here)
-    return copied + kept + 4 * stream + 4 * stream // own + layer
+    scores = 2 * 4 * step.tick_rows * heads * here * seen
+    scores += 4 * 4 * step.tick_rows * seen * keys * config.head_dim
+    hidden = 2 * 4 * step.tick_tokens * share.intermediate_size
+    layer = max(scores, hidden) + _expert_bytes(share, axes, step.tick_tokens)
+    return copied + new_keys + 4 * stream + 4 * stream // shards + layer
 
 
 def _block_size(slots: int) -> int:
