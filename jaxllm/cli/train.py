@@ -96,8 +96,8 @@ def full(
     with spinner("starting"):
         from jaxllm.train import jobs
         from jaxllm.train.moe_losses import add_router_loss, check_experts
+        from jaxllm.train.objective import ScheduledLoss
         from jaxllm.train.partition import ALL_PARAMS, check_rules
-        from jaxllm.train.pipeline_loss import ScheduledLoss
 
         checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
         check_experts(checked.checkpoint.config, router_loss, capacity)
@@ -282,8 +282,7 @@ def qat(
     """
     with spinner("starting"):
         from jaxllm.cli.quantize import read_rules
-        from jaxllm.train.qat.job import qat as job_of
-        from jaxllm.train.qat.prepare import check_formats
+        from jaxllm.train.qat.job import check_formats, qat as job_of
 
         if options.fsdp:
             raise ConfigError(

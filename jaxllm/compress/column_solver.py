@@ -24,7 +24,7 @@ from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.sparsity import Sparsity, lowest_in_groups
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_weight import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 COLUMN_BLOCK = 128  # columns
 MAX_DAMPING = 1.0
@@ -113,6 +113,12 @@ class OBSResult(NamedTuple):
     zero_OG: jax.Array | None
     group_I: np.ndarray
     error: float
+
+    def to_weight(self, target: IntFormat, order_I: jax.Array | None = None) -> IntWeight:
+        """Return the integer weight, with its columns in another order if there is one."""
+        assert self.codes_OI is not None and self.scale_OG is not None
+        codes_OI = self.codes_OI if order_I is None else self.codes_OI[:, order_I]
+        return target.from_codes(codes_OI, self.scale_OG, self.zero_OG)
 
 
 def solve_columns(

@@ -29,8 +29,7 @@ from jaxllm.models import get_family
 from jaxllm.ops import cast
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.losses import cross_entropy
-from jaxllm.train.objective import LossOutput, forward
+from jaxllm.train.objective import LossOutput, cross_entropy, forward
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.model import Model

@@ -19,8 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.losses import cross_entropy
-from jaxllm.train.objective import LossOutput, NextToken, forward
+from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 

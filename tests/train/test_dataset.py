@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.dataset import Dataset, best_fit
 from jaxllm.train.data.examples import Examples, from_examples, from_ids
-from jaxllm.train.data.packing import best_fit
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 
 

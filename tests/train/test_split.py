@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.train.data.examples import Examples, from_examples
+from jaxllm.train.data.examples import Examples, from_examples, split_examples
 from jaxllm.train.data.rows import Example
-from jaxllm.train.data.split import split_examples
 
 
 def examples(*texts: list[int]) -> Examples:

@@ -45,8 +45,7 @@ def sparsegpt(
             solved = solve_columns(array, factor, target=to, sparsity=sparsity)
             if to is None:
                 return solved.value_OI.astype(to_dense(weight).dtype)
-            assert solved.codes_OI is not None and solved.scale_OG is not None
-            return to.from_codes(solved.codes_OI, solved.scale_OG, solved.zero_OG)
+            return solved.to_weight(to)
 
         return change
 

@@ -32,8 +32,7 @@ from jaxllm.evaluate.likelihood.divergence import kl_divergence
 from jaxllm.ops.token_logprobs import map_rows
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
-from jaxllm.train.losses import log_likelihoods
-from jaxllm.train.objective import LossOutput, forward
+from jaxllm.train.objective import LossOutput, forward, log_likelihoods
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
