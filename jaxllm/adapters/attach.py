@@ -100,17 +100,14 @@ def make_attacher(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any],
 
     It raises ConfigError for a weight that already has an adapter.
     """
-    lows = [
-        (low, adapter.matrices[name])
-        for name, low in resolve_targets(config, adapter.config).items()
-    ]
+    specs = resolve_targets(config, adapter.config)
 
     def attach_leaf(path: str, weight: Any) -> Any:
         if isinstance(weight, LoraWeight):
             raise ConfigError(f"{path} has an adapter already: train it, or merge it first")
-        for low, matrices in lows:
-            if low.target.path == path:
-                weight = make_leaf(weight, low, matrices, adapter.config)
+        for module, spec in specs.items():
+            if spec.target.path == path:
+                weight = make_leaf(weight, spec, adapter.matrices[module], adapter.config)
         return weight
 
     return attach_leaf

@@ -39,15 +39,15 @@ class FusedGroup(NamedTuple):
 def list_groups(config: ModelConfig) -> list[FusedGroup]:
     """Return the fused modules of all layers."""
     _, table = FAMILY_MODULES[config.model_type].write_config(config)
-    layers, found = models.get_family(config.model_type).layers, []
+    layers, groups = models.get_family(config.model_type).layers, []
     for layout in table.layouts:
         if isinstance(layout, FusedLayout):
             spans = layout.row_spans(config)
             for number in range(config.num_hidden_layers):
                 path = f"{layers}.{number}."
                 modules = tuple(f"{path}{name}" for name in layout.ours)
-                found.append(FusedGroup(f"{table.prefix}{path}{layout.theirs}", modules, spans))
-    return found
+                groups.append(FusedGroup(f"{table.prefix}{path}{layout.theirs}", modules, spans))
+    return groups
 
 
 def split_fused(

@@ -8,7 +8,6 @@ scale is alpha / r, or 1 if alpha is 0.
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -88,20 +87,18 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     architecture, row, _, _ = write_config(config)
     if adapter.config.use_dora:
         raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
-    lows, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha)
-    if not alpha:
-        alpha = 1.0
+    specs, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha) or 1.0
     tensors: dict[str, np.ndarray] = {}
     for found in _named_targets(row.modules, list_targets(config)):
         module = found.path.removesuffix(".weight")
-        if module not in lows:
+        if module not in specs:
             continue
         if found.module.row_range is not None:
             raise ConfigError(f"{found.name} is fused in GGUF and separate here: not supported")
-        low, (a, b, _) = lows[module], adapter.matrices[module]
-        times = np.float32(low.scale * low.rank / alpha)
+        spec, (a, b, _) = specs[module], adapter.matrices[module]
+        times = np.float32(spec.scale * spec.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))
-        if low.target.site == "rows":  # GGUF has the transpose
+        if spec.target.site == "rows":  # GGUF has the transpose
             first, second = second, np.ascontiguousarray(first.T)
         if found.module.row_order is not None:
             second = second[found.module.row_order(config)]
@@ -151,10 +148,9 @@ def _read_array(
 ) -> np.ndarray:
     entry, order = header.tensor_infos[name], None
     if module is not None and module.row_order is not None:
-        back = np.argsort(module.row_order(config))
-        order = (
-            back if entry.shape[0] == len(back) else None
-        )  # else `_make_matrices` reports the shape
+        order = np.argsort(module.row_order(config))
+        if entry.shape[0] != len(order):  # `_make_matrices` reports the shape
+            order = None
     return np.asarray(GGUFTensor(header.buffer, entry, order).to_plain().read())
 
 
@@ -178,8 +174,8 @@ def _make_matrices(
     for array in (a, b):
         if first_non_finite(np.ascontiguousarray(array)) is not None:
             complaints.append(f"{target.path}: the adapter holds NaN or infinity")
-    kept: Any = np.ascontiguousarray
-    return LoraMatrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
+    a_KI, b_OK = jax.device_put((np.ascontiguousarray(a), np.ascontiguousarray(b)))
+    return LoraMatrices(a_KI, b_OK, None)
 
 
 def _infer_config(
@@ -187,15 +183,12 @@ def _infer_config(
 ) -> LoraConfig:
     """Return the configuration of an adapter with these ranks."""
     ((rank, _),) = Counter(ranks.values()).most_common(1)
-    called = {module: targets[module].name for module in ranks}
-    others = {called[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
-    names_of = shorten_names(called.values(), targets.values())
-    if alpha:
-        return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names_of, rank_pattern=others)
+    hf_names = {module: targets[module].name for module in ranks}
+    others = {hf_names[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
     return LoraConfig(
         r=rank,
-        lora_alpha=float(rank),
-        target_modules=names_of,
+        lora_alpha=alpha or float(rank),
+        target_modules=shorten_names(hf_names.values(), targets.values()),
         rank_pattern=others,
-        alpha_pattern={name: float(r) for name, r in others.items()},
+        alpha_pattern={} if alpha else {name: float(r) for name, r in others.items()},
     )

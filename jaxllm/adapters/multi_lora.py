@@ -5,7 +5,7 @@ other adapters are masked to zero. So a row's result does not depend on the othe
 differ in rank and target modules, and changing the choice does not recompile.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,22 +50,17 @@ def with_adapters(config: ModelConfig, params: Params, adapters: Mapping[str, Ad
 
 def _stack_leaves(weight: Any, leaves: Mapping[int, LoraWeight], count: int) -> LoraWeight:
     """Combine the leaves of a module's adapters into one; count: number of adapters in all."""
-    kept = list(leaves.values())
-    dtypes = {leaf.a.dtype for leaf in kept}
+    each = list(leaves.values())
+    dtypes = {leaf.a.dtype for leaf in each}
     dtype = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(jnp.float32)
-
-    def concatenate(
-        arrays: Sequence[Any], axis: int = 0
-    ) -> np.ndarray:  # in numpy: JAX would compile
-        return np.concatenate([np.asarray(x) for x in arrays], axis=axis)
-
-    a_KI = concatenate([np.asarray(leaf.a).astype(dtype) for leaf in kept])
-    b_OK = concatenate([np.asarray(leaf.b).astype(dtype) for leaf in kept], axis=1)
-    owner_K = concatenate([np.full(leaf.scale.shape, n, np.int32) for n, leaf in leaves.items()])
-    scale_K = concatenate([leaf.scale for leaf in kept])
+    # In numpy: JAX would compile.
+    a_KI = np.concatenate([np.asarray(leaf.a).astype(dtype) for leaf in each])
+    b_OK = np.concatenate([np.asarray(leaf.b).astype(dtype) for leaf in each], axis=1)
+    owner_K = np.concatenate([np.full(leaf.scale.shape, n, np.int32) for n, leaf in leaves.items()])
+    scale_K = np.concatenate([np.asarray(leaf.scale) for leaf in each])
     a_KI, b_OK, scale_K, owner_K = jax.device_put((a_KI, b_OK, scale_K, owner_K))
     lengths = _stack_magnitudes(leaves, count)
-    return LoraWeight(weight, a_KI, b_OK, scale_K, *lengths, owner_K, site=kept[0].site)
+    return LoraWeight(weight, a_KI, b_OK, scale_K, *lengths, owner_K, site=each[0].site)
 
 
 def _stack_magnitudes(

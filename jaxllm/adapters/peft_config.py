@@ -3,25 +3,18 @@
 PEFT itself only warns of unknown fields and ignores them, which may change the adapter.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.errors import CheckpointError, ConfigError
 
-# Fields of `LoraConfig` with the same name.
-READ_FIELDS = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "use_rslora",
-    "use_dora",
+# Fields of `LoraConfig` with the same name and meaning.
+READ_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(LoraConfig)
+    if field.name not in ("rules", "init_lora_weights")
 )
 # Fields without effect on the trained adapter: provenance, runtime and initialization.
 IGNORED_FIELDS = frozenset(
@@ -79,11 +72,11 @@ def parse_peft_config(data: Mapping[str, Any], where: str) -> LoraConfig:
         complaints.append("target_modules is missing")
     if complaints:
         raise CheckpointError(f"{where}: {'; '.join(complaints)}; {_REMEDY}")
-    given = {name: data[name] for name in READ_FIELDS if data.get(name) is not None}
+    fields = {name: data[name] for name in READ_FIELDS if data.get(name) is not None}
     if init == "gaussian":
-        given["init_lora_weights"] = "gaussian"
+        fields["init_lora_weights"] = "gaussian"
     try:
-        return LoraConfig(**given)
+        return LoraConfig(**fields)
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
 

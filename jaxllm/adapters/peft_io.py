@@ -20,7 +20,6 @@ from jaxllm.adapters.peft_config import make_peft_config, parse_peft_config
 from jaxllm.adapters.targets import LoraSpec, list_targets, resolve_targets, shorten_names
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.hf import FAMILY_MODULES
-from jaxllm.convert.tables import Architecture
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
     as_path,
@@ -76,10 +75,12 @@ def read_adapter(
     for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
         _check_base_table(directory, name, tensors.pop(name), config, params)
     pieces = {m: _tensor_specs(low, dora=lora.use_dora) for m, low in lows.items()}
-    older = {f"{p.name}.weight": p.name for ps in pieces.values() for p in ps if _is_magnitude(p)}
+    wanted = {spec.name: spec.shape for specs in pieces.values() for spec in specs}
+    # Older files name DoRA's magnitudes `lora_magnitude_vector.weight`.
+    older = {f"{name}.weight": name for name in wanted if name.endswith("magnitude_vector")}
     tensors = {older.get(name, name): tensor for name, tensor in tensors.items()}
-    _check_tensors(directory, tensors, [piece for each in pieces.values() for piece in each])
-    return Adapter(lora, {m: _read_matrices(tensors, each) for m, each in pieces.items()})
+    _check_tensors(directory, tensors, wanted)
+    return Adapter(lora, {m: _read_matrices(tensors, specs) for m, specs in pieces.items()})
 
 
 def write_adapter(
@@ -94,10 +95,10 @@ def write_adapter(
     directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
     lora, tensors = adapter.config, {}
-    beside = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
-    lows = [low for low, _ in beside]
-    for low, matrices in beside:
-        for piece in _tensor_specs(low, dora=lora.use_dora):
+    modules = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
+    specs = [spec for spec, _ in modules]
+    for spec, matrices in modules:
+        for piece in _tensor_specs(spec, dora=lora.use_dora):
             array = np.asarray(getattr(matrices, piece.matrix))
             array = np.ascontiguousarray(array.T) if piece.transposed else array
             tensors[piece.name] = LazyTensor.from_array(array)
@@ -105,10 +106,10 @@ def write_adapter(
     theirs = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
     data = make_peft_config(
         lora,
-        shorten_names([low.target.name for low in lows], theirs),
-        {low.target.name: low.rank for low in lows if low.rank != lora.r},
-        {low.target.name: low.alpha for low in lows if low.alpha != lora.lora_alpha},
-        transposed=any(_is_transposed(table, low.target.path) for low in lows),
+        shorten_names([s.target.name for s in specs], theirs),
+        {s.target.name: s.rank for s in specs if s.rank != lora.r},
+        {s.target.name: s.alpha for s in specs if s.alpha != lora.lora_alpha},
+        transposed=any(re.fullmatch(regex, s.target.path) for regex in table.conv1d for s in specs),
         base=base,
     )
     with atomic_directory(directory, CONFIG) as made:
@@ -120,28 +121,19 @@ def _tensor_specs(spec: LoraSpec, *, dora: bool) -> list[_TensorSpec]:
     (rows, columns), site = spec.target.shape, spec.target.site
     name = f"{PREFIX}{spec.target.name}."
     if site == "rows":
-        found = [
+        specs = [
             _TensorSpec(f"{name}lora_embedding_A", (spec.rank, rows), "b", True),
             _TensorSpec(f"{name}lora_embedding_B", (columns, spec.rank), "a", True),
         ]
     else:
-        found = [
+        specs = [
             _TensorSpec(f"{name}lora_A.weight", (spec.rank, columns), "a", False),
             _TensorSpec(f"{name}lora_B.weight", (rows, spec.rank), "b", False),
         ]
     if dora:
         length = columns if site == "rows" else rows
-        found.append(_TensorSpec(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
-    return found
-
-
-def _is_transposed(table: Architecture, path: str) -> bool:
-    return any(re.fullmatch(regex, path) for regex in table.conv1d)
-
-
-def _is_magnitude(spec: _TensorSpec) -> bool:
-    """Return whether older files name this tensor `lora_magnitude_vector.weight`."""
-    return spec.matrix == "magnitude"
+        specs.append(_TensorSpec(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
+    return specs
 
 
 def _open(directory: Path) -> dict[str, LazyTensor]:
@@ -156,10 +148,9 @@ def _open(directory: Path) -> dict[str, LazyTensor]:
 
 
 def _check_tensors(
-    directory: Path, tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]
+    directory: Path, tensors: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise CheckpointError with every missing, unexpected, misshapen or broken tensor."""
-    wanted = {piece.name: piece.shape for piece in specs}
     if not wanted.keys() & tensors.keys():
         found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
         raise CheckpointError(

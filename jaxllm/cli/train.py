@@ -95,9 +95,10 @@ def full(
     """
     with spinner("starting"):
         from jaxllm.train import jobs
+        from jaxllm.train.constraints import keep_zeros as find_zeros
         from jaxllm.train.moe_losses import add_router_loss, check_experts
         from jaxllm.train.objective import ScheduledLoss
-        from jaxllm.train.partition import ALL_PARAMS, check_rules
+        from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
         checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
         check_experts(checked.checkpoint.config, router_loss, capacity)
@@ -109,7 +110,7 @@ def full(
     scheduled = None if pipeline is None else ScheduledLoss(pipeline, microbatches)
     if scheduled is not None:
         scheduled.pipeline_loss(lm.model)
-    kept = jobs.zeros_constraint(lm, rules) if keep_zeros else None
+    kept = find_zeros(trainable_params(lm.params), rules) if keep_zeros else None
     job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")

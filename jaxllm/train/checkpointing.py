@@ -59,10 +59,10 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
     return {"version": __version__} | {name: repr(value) for name, value in (named | extra).items()}
 
 
-def open_journal(
+def open_store(
     params: Params, extra_inputs: Any, settings: Mapping[str, str], directory: Path
 ) -> TensorStore:
-    """Return the journal of a run's states. Reads all weights once.
+    """Return the store of a run's states. Reads all weights once.
 
     Args:
       params, given: the parameters at the start, and the arrays of the objective. settings: as
@@ -85,14 +85,14 @@ def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: b
     return found
 
 
-def check_unused(journal: TensorStore, settings: Mapping[str, str]) -> None:
+def check_unused(store: TensorStore, settings: Mapping[str, str]) -> None:
     """Raise CheckpointError if the directory holds the state of a run with other settings."""
 
     def list_differences() -> str:
-        if not journal.part_paths():
+        if not store.part_paths():
             return ""
         try:
-            saved = journal.read_facts(_STATE)["settings"]
+            saved = store.read_facts(_STATE)["settings"]
         except (CheckpointError, KeyError):
             return "its file is not readable"
         changes = differences(saved, settings, changeable=False)
@@ -100,47 +100,47 @@ def check_unused(journal: TensorStore, settings: Mapping[str, str]) -> None:
 
     if what := broadcast_from_zero(list_differences):
         raise CheckpointError(
-            f"{journal.directory} holds the state of another run: {what}. Use the same settings"
+            f"{store.directory} holds the state of another run: {what}. Use the same settings"
             f" (only {', '.join(sorted(CHANGEABLE))} may change), write elsewhere, or remove it."
         )
 
 
 def save_state(
-    journal: TensorStore, state: TrainState, facts: dict[str, Any], layout: StateLayout
+    store: TensorStore, state: TrainState, facts: dict[str, Any], layout: StateLayout
 ) -> None:
     """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
 
     The previous state stays until `drop_previous` or `restore_previous`.
     """
-    journal.move(_STATE, _PREVIOUS)
+    store.move(_STATE, _PREVIOUS)
     floats, whole = {}, {}
     for path, array in list_arrays(layout.map_trained(layout.gather_lazy, state))[0]:
         if jnp.issubdtype(peek_weight(array).dtype, jnp.floating):
             floats[path] = array
         else:  # counters
             whole[path] = np.asarray(to_host(load_weight(array))).tolist()
-    journal.put(_STATE, floats, {**facts, "whole": whole})
+    store.put(_STATE, floats, {**facts, "whole": whole})
 
 
-def drop_previous(journal: TensorStore) -> None:
+def drop_previous(store: TensorStore) -> None:
     """Remove the previous state: a step from the last one was finite."""
-    journal.remove(_PREVIOUS)
+    store.remove(_PREVIOUS)
 
 
-def restore_previous(journal: TensorStore) -> None:
+def restore_previous(store: TensorStore) -> None:
     """Replace the last state by the previous one: no learning rate makes its next step finite."""
-    if not journal.move(_PREVIOUS, _STATE):
-        journal.remove(_STATE)
+    if not store.move(_PREVIOUS, _STATE):
+        store.remove(_STATE)
 
 
 def load_state(
-    journal: TensorStore, template: TrainState, layout: StateLayout
+    store: TensorStore, template: TrainState, layout: StateLayout
 ) -> tuple[TrainState, dict[str, Any]] | None:
     """Load the saved state and its facts; None if there is none.
 
     template: a state with the same shapes and shardings.
     """
-    found = _load_arrays(journal, _STATE) or _load_arrays(journal, _PREVIOUS)
+    found = _load_arrays(store, _STATE) or _load_arrays(store, _PREVIOUS)
     if found is None:
         return None
     floats, facts = found
@@ -151,21 +151,21 @@ def load_state(
     return layout.shard(there, template), facts
 
 
-def save_best(journal: TensorStore, trained: TrainedParams, layout: StateLayout) -> None:
+def save_best(store: TensorStore, trained: TrainedParams, layout: StateLayout) -> None:
     """Save the best trained arrays so far."""
-    journal.put(_BEST, layout.gather_lazy(trained))
+    store.put(_BEST, layout.gather_lazy(trained))
 
 
 def load_best(
-    journal: TensorStore, template: TrainState, layout: StateLayout
+    store: TensorStore, template: TrainState, layout: StateLayout
 ) -> TrainedParams | None:
     """Load the best trained arrays; None if none are saved."""
-    found = _load_arrays(journal, _BEST)
+    found = _load_arrays(store, _BEST)
     return None if found is None else layout.shard(found[0], template.trained)
 
 
 def _load_arrays(
-    journal: TensorStore, key: str
+    store: TensorStore, key: str
 ) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
     """Return the arrays in the first process's file, to be read by all processes together, and the
     facts; None if there is no file.
@@ -173,7 +173,7 @@ def _load_arrays(
     there: dict[str, Any] = {}
 
     def describe_arrays() -> str:
-        if (found := journal.open_tensors(key)) is None:
+        if (found := store.open_tensors(key)) is None:
             return "null"
         there.update(found[0])
         forms = {name: (x.shape, x.dtype.name) for name, x in there.items()}

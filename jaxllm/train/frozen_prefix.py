@@ -13,7 +13,7 @@ cache.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,11 +88,9 @@ class PrefixLoss:
             raise ConfigError("an int8 cache has no gradient: train with a float cache")
         segments: steps.Segments = tuple(extra_inputs or ())
         if PROMPT_KEY in params:
-            made = _run_prompt(model, params, segments)
-            segments = (
-                *segments,
-                Segment(**{name: getattr(made, name) for name in _SEGMENT_FIELDS}),
-            )
+            prompt = _run_prompt(model, params, segments)
+            fields = {name: getattr(prompt, name) for name in _SEGMENT_FIELDS}
+            segments = (*segments, Segment(**fields))
         begin, position_BT = next_position(segments), jnp.asarray(rows.position_BT)
         position_BT = jnp.where(position_BT < 0, position_BT, position_BT + begin)
         moved = rows.replace(position_BT=position_BT)
@@ -127,19 +125,14 @@ def with_trained_prefix(model: Model, params: Params, tokens: Sequence[int]) -> 
     """
     (segment,) = run_prefix(model, params, tokens)
 
-    def to_float_dict(entries: tuple[Any, ...]) -> dict[str, jax.Array]:
-        return {str(i): as_float(x)[0] for i, x in enumerate(entries)}
+    def to_float_dict(entries: tuple[Any, ...]) -> dict[str, Any]:
+        floats: Iterator[Any] = (
+            cast(x, jnp.dtype("float32")) if x.dtype == jnp.int8 else x for x in entries
+        )
+        return {str(i): x[0] for i, x in enumerate(floats)}
 
-    def as_float(x: Any) -> jax.Array:
-        found: Any = cast(x, jnp.dtype(jnp.float32)) if x.dtype == jnp.int8 else x
-        return found
-
-    prompt = {
-        "k": to_float_dict(segment.k),
-        "v": to_float_dict(segment.v),
-        "tokens": segment.token_BS[0],
-    }
-    return {**params, PROMPT_KEY: prompt}
+    entries = {"k": to_float_dict(segment.k), "v": to_float_dict(segment.v)}
+    return {**params, PROMPT_KEY: {**entries, "tokens": segment.token_BS[0]}}
 
 
 def remove_prompt(params: Params) -> Params:
@@ -182,19 +175,14 @@ def _run_prompt(model: Model, params: Params, prefix: steps.Segments) -> Delta:
     token_1P = prompt["tokens"][None]
     position_1P = next_position(prefix) + jnp.arange(token_1P.shape[1], dtype=jnp.int32)[None]
     if "embeddings" in prompt:
-        embeddings_1PD = prompt["embeddings"][None]
+        embeddings = {"embeddings_BTD": prompt["embeddings"][None]}
         _, delta, _ = steps.run_model(
-            model,
-            remove_prompt(params),
-            prefix,
-            token_1P,
-            position_1P,
-            embeddings_BTD=embeddings_1PD,
+            model, remove_prompt(params), prefix, token_1P, position_1P, **embeddings
         )
     else:
-        kept = prefix[0].k[0].dtype if prefix else jnp.dtype(model.precision.cache)
+        dtype = prefix[0].k[0].dtype if prefix else jnp.dtype(model.precision.cache)
         k, v = (
-            tuple(cast(prompt[name][str(i)][None], kept) for i in range(len(prompt[name])))
+            tuple(cast(prompt[name][str(i)][None], dtype) for i in range(len(prompt[name])))
             for name in ("k", "v")
         )
         delta = Delta(k, v, position_1P, token_1P, token_1P)

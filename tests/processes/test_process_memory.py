@@ -82,10 +82,10 @@ def measured(path, out):
     trained, rest = partition(lm.params, names=lm.model.unsharded_paths)
     form = StateLayout.from_model(lm.model, rest)
     setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
-    state, journal = init_state(trained, setup), TensorStore(out)
-    with journal.lock():
-        save_growth = peak_growth(lambda: save_state(journal, state, {}, form))[1]
-        found, load_growth = peak_growth(lambda: load_state(journal, state, form))
+    state, store = init_state(trained, setup), TensorStore(out)
+    with store.lock():
+        save_growth = peak_growth(lambda: save_state(store, state, {}, form))[1]
+        found, load_growth = peak_growth(lambda: load_state(store, state, form))
         again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
         del found
     export_growth = peak_growth(lambda: lm.save(out / "model"))[1]

@@ -123,9 +123,7 @@ def prepare(
         name = find_format(rules, path, leaf.ndim)
         if name is None:
             return leaf
-        to, present = parse_format(name), weight_format(leaf)
-        if not (isinstance(to, IntFormat) and to.is_plain):
-            raise ConfigError(f"{path}: {name} is not an integer format, as QAT needs")
+        to, present = _parse_integer_format(name, f"{path}: "), weight_format(leaf)
         if present not in DTYPES:
             raise ConfigError(
                 f"{path} is {present}: QAT starts from float weights, so dequantize it"
@@ -158,9 +156,14 @@ def check_formats(rules: Rules) -> None:
     """Raise ConfigError for rules with a format that is not an integer format."""
     names = [rules] if isinstance(rules, str) else [name for _, name in rules if name is not None]
     for name in names:
-        to = parse_format(name)
-        if not (isinstance(to, IntFormat) and to.is_plain):
-            raise ConfigError(f"{name} is not an integer format, as QAT needs")
+        _parse_integer_format(name)
+
+
+def _parse_integer_format(name: str, prefix: str = "") -> IntFormat:
+    format = parse_format(name)
+    if not (isinstance(format, IntFormat) and format.is_plain):
+        raise ConfigError(f"{prefix}{name} is not an integer format, as QAT needs")
+    return format
 
 
 def convert(params: Params) -> Params:
