@@ -71,7 +71,7 @@ class LoraConfig:
             compile_pattern(regex, "rules")
         patterns: dict[str, Iterable[str]] = {
             "target_modules": [x] if isinstance(x := self.target_modules, str) else [],
-            "exclude_modules": [x] if isinstance(x := self.exclude_modules, str) else [],
+            "exclude_modules": [y] if isinstance(y := self.exclude_modules, str) else [],
             "rank_pattern": self.rank_pattern,
             "alpha_pattern": self.alpha_pattern,
         }

@@ -82,7 +82,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
       document: the calibration text from `read_source`; None for samples.
     """
     from jaxllm.compress.calibration import from_texts, from_tokens
-    from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
+    from jaxllm.data.chunking import ChunkSpec, chunk_rows
 
     length = _row_length(lm, source)
     if source.samples is not None:
@@ -96,7 +96,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     else:
         import numpy as np
 
-        made = from_tokens(chunk_rows(Pieces([np.array(document, np.int32)]), length, cut))
+        made = from_tokens(chunk_rows([np.array(document, np.int32)], length, cut))
     made = dataclasses.replace(made, source={**made.source, **about, "seed": source.seed})
     made.check(lm.config)
     return made

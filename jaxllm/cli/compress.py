@@ -164,7 +164,7 @@ def compress(
     wanted = any(line.step.needs_calibration for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
     parts = _parts_dir(target)
-    journal = pipeline.make_journal(lm, calibration, parts, log)
+    journal = pipeline.make_store(lm, calibration, parts, log)
     scale, subject = StepEvaluator(lm, loader, not no_speed), pipeline.initial_state(lm)
     _log_low_disk(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
     with _keep_journal(journal):

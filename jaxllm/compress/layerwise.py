@@ -139,12 +139,12 @@ def map_layers(
 def run_layerwise(
     state: ModelState, context: StepContext, name: str, change: Callable[[LayerInputs], Params]
 ) -> ModelState:
-    """Change each layer once, and save it in the journal as soon as it is finished."""
+    """Change each layer once, and save it in the store as soon as it is finished."""
     assert context.calibration is not None
 
     def change_and_save(layer: LayerInputs) -> Params:
         params = change(layer)
-        context.journal.put(f"layer{layer.number}", params)
+        context.store.put(f"layer{layer.number}", params)
         return params
 
     params = map_layers(
@@ -153,7 +153,7 @@ def run_layerwise(
         context.calibration.token_NT,
         change_and_save,
         name=name,
-        load_finished=lambda number: context.journal.get(f"layer{number}"),
+        load_finished=lambda number: context.store.get(f"layer{number}"),
         show_progress=context.show_progress,
     )
     return dataclasses.replace(state, params=params)

@@ -51,12 +51,12 @@ class ModelState:
 class StepContext:
     """What a step needs besides the model.
 
-    calibration: None only for a step that needs none. journal: this step's own, for finished
-    layers. say: called with each log line.
+    calibration: None only for a step that needs none. store: this step's own, for finished
+    layers. log: called with each log line.
     """
 
     calibration: Calibration | None
-    journal: TensorStore
+    store: TensorStore
     show_progress: bool | None
     log: Callable[[str], None]
 

@@ -6,6 +6,7 @@ An expert's are those of the tokens that are routed to it.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -91,16 +92,14 @@ def change_experts(
     stacks = {name: get_module(params, f"{EXPERTS}.{name}")["weight"] for name in STACK_NAMES}
     changed: dict[str, list[Weight]] = {name: [] for name in chosen}
     for expert in range(config.num_experts):
-        weights = {name: _expert_weight(stack, expert) for name, stack in stacks.items()}
+        weights = {name: jax.tree.map(itemgetter(expert), w) for name, w in stacks.items()}
         where = f"{layer.path}.{EXPERTS}.{expert}"
         for names in (STACK_NAMES[:2], STACK_NAMES[2:]):
             mine = [name for name in names if name in chosen]
             if not mine:
                 continue
-            if names == STACK_NAMES[:2]:
-                stats = tokens.stats(expert)
-            else:
-                stats = tokens.hidden_stats(expert, weights["gate_proj"], weights["up_proj"])
+            before = () if names == STACK_NAMES[:2] else (weights["gate_proj"], weights["up_proj"])
+            stats = tokens.stats(expert, *before)
             change_weight = prepare(stats, f"{where}.{mine[0]}")
             for name in mine:
                 weights[name] = change_weight(f"{where}.{name}.weight", weights[name])
@@ -133,21 +132,11 @@ class ExpertInputs:
         """Return the number of tokens routed to an expert."""
         return int((self.expert_Rk == expert).any(axis=1).sum())
 
-    def stats(self, expert: int) -> InputStats:
-        """Return the input statistics of an expert's gate and up. Raises what `check_finite`
-        raises.
-        """
-        return self._accumulate(expert, ())
-
-    def hidden_stats(self, expert: int, gate: Weight, up: Weight) -> InputStats:
-        """Return the input statistics of its down, given gate and up `[F, D]`."""
-        return self._accumulate(expert, (to_dense(gate, self.dtype), to_dense(up, self.dtype)))
-
-    def _accumulate(self, expert: int, gate_up: tuple[jax.Array, ...]) -> InputStats:
-        """Accumulate an expert's statistics.
+    def stats(self, expert: int, *gate_up: Weight) -> InputStats:
+        """Return the input statistics of an expert's gate and up, or given these `[F, D]`, of down.
 
         Without any token they are those of uncorrelated inputs of equal size, so columns are
-        rounded independently.
+        rounded independently. Raises what `check_finite` raises.
         """
         columns = gate_up[0].shape[0] if gate_up else self.x_RD.shape[1]
         x_RD = self.x_RD[(self.expert_Rk == expert).any(axis=1)]
@@ -155,11 +144,12 @@ class ExpertInputs:
             ones = jnp.ones(columns)
             return InputStats(jnp.float32(1), jnp.eye(columns), ones, ones)
         stats, act = InputStats.empty(columns), self.config.hidden_act
+        dense = tuple(to_dense(weight, self.dtype) for weight in gate_up)
         size = min(BATCH, len(self.x_RD))
         for begin in range(0, len(x_RD), size):
             batch = x_RD[begin : begin + size]  # always the same size, to compile once
             batch = np.pad(batch, ((0, size - len(batch)), (0, 0)))
-            stats = _add_batch(stats, jnp.asarray(batch, self.dtype), gate_up, act)
+            stats = _add_batch(stats, jnp.asarray(batch, self.dtype), dense, act)
         stats = stats.replace(count=jnp.float32(len(x_RD)))  # without the rows of padding
         return check_finite(stats, f"{self.path}.mlp.experts.{expert}")
 
@@ -181,8 +171,3 @@ def _add_batch(
         gate_RF, up_RF = (linear(x_RD, weight).astype(x_RD.dtype) for weight in gate_up)
         x_RD = ops.ACTIVATIONS[act](gate_RF) * up_RF
     return stats.add(x_RD)
-
-
-def _expert_weight(stack: Weight, expert: int) -> Weight:
-    weight: Weight = jax.tree.map(lambda x: x[expert], stack)
-    return weight

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from jaxllm import ops
-from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.export.runner_inputs import RunnerInput, read_input
 from jaxllm.export.static_cache import StaticCache, assign_slots, empty_cache, fit_cache, make_past
@@ -173,7 +172,13 @@ class FixedShapeRunner:
         if self.mask == "positions" or not self.rotary:
             inputs["position_ids"] = position_BT
         if self.rotary:
-            cos_BTF, sin_BTF = _angles(config, position_BT, length_B)
+            cos_BTF, sin_BTF = _ROPE(
+                config.ropes[0],
+                position_BT,
+                length_B,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.max_position_embeddings,
+            )
             inputs["cos"], inputs["sin"] = cos_BTF[:, None], sin_BTF[:, None]
         elif config.rope_depends_on_length:
             inputs["length"] = length_B
@@ -235,16 +240,6 @@ def _positions(past: StaticCache, mask_BL: np.ndarray) -> np.ndarray:
     next_B = np.maximum(past.position_BS.max(axis=1), -1) + 1
     count_BL = np.cumsum(mask_BL, axis=1, dtype=np.int32)
     return np.where(mask_BL, next_B[:, None] + count_BL - 1, -1).astype(np.int32)
-
-
-def _angles(config: ModelConfig, position_BT: np.ndarray, length_B: np.ndarray) -> Any:
-    return _ROPE(
-        config.ropes[0],
-        position_BT,
-        length_B,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-    )
 
 
 _STEP = jax.jit(run_step, static_argnums=(0, 1))

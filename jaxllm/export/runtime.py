@@ -112,14 +112,10 @@ class ExportedStep:
             if name not in self.inputs:
                 complaints.append(f"{name} is not an input")
                 continue
-            want, got = (
-                self.inputs[name],
-                (np.shape(x), np.dtype(getattr(x, "dtype", np.asarray(x).dtype))),
-            )
-            if (want.shape, want.dtype) != got:
-                complaints.append(
-                    f"{name} must be {want.dtype} {want.shape}, got {got[1]} {got[0]}"
-                )
+            want = self.inputs[name]
+            shape, dtype = np.shape(x), np.dtype(getattr(x, "dtype", np.asarray(x).dtype))
+            if (want.shape, want.dtype) != (shape, dtype):
+                complaints.append(f"{name} must be {want.dtype} {want.shape}, got {dtype} {shape}")
         if complaints:
             raise ConfigError(f"step {self.name}: {'; '.join(complaints)}")
         return self.run(dict(self.weights), dict(inputs))
@@ -236,14 +232,14 @@ def _check_file(directory: Path, entry: _FileEntry) -> Path:
 
 
 def _parse_shapes(entries: list[_ArrayEntry], where: str) -> Shapes:
-    found = {
+    shapes = {
         f.name: jax.ShapeDtypeStruct(tuple(f.shape), jax.numpy.dtype(f.dtype)) for f in entries
     }
-    if len(found) != len(entries):
+    if len(shapes) != len(entries):
         raise CheckpointError(f"{where}: two arrays have the same name")
-    nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in found.values())
+    nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
     check_memory(nbytes, f"{where}: its arrays", CheckpointError)
-    return found
+    return shapes
 
 
 def _load_weights(directory: Path, entry: _WeightsEntry) -> dict[str, jax.Array]:

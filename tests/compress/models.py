@@ -39,10 +39,10 @@ def halve(subject: ModelState, argument: str, options: Any, work: StepContext) -
     assert work.calibration is not None
     params = dict(subject.params)
     for name in [name for name in params if name.startswith("layers.")]:
-        if (found := work.journal.get(name)) is None:
+        if (found := work.store.get(name)) is None:
             work.log(name)
             found = map_leaves(lambda _, leaf: leaf * 0.5, params[name])
-            work.journal.put(name, found)
+            work.store.put(name, found)
         params[name] = found
     return dataclasses.replace(subject, params=params)
 

@@ -12,7 +12,7 @@ import pytest
 import jaxllm
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
-from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
+from jaxllm.compress.pipeline import build_model, initial_state, make_store, run_steps
 from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
@@ -165,7 +165,7 @@ def compress_and_save(
 ) -> list[str]:
     """Compress and save a model; return the layers that had to be computed."""
     done: list[str] = []
-    journal = TensorStore() if parts is None else make_journal(lm, calibration, parts, done.append)
+    journal = TensorStore() if parts is None else make_store(lm, calibration, parts, done.append)
     subject = initial_state(lm)
     with journal.lock():
         for stage in run_steps(lm, recipe(), calibration, journal, log=done.append):

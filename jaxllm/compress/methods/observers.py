@@ -93,6 +93,12 @@ class Observer(struct.PyTreeNode):
         """Return the state after the float32 array x."""
         raise NotImplementedError
 
+    def count_non_finite(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a mask of the finite elements, and `non_finite` with the others added."""
+        finite = jnp.isfinite(x)
+        more = (~finite).sum(dtype=jnp.int32)
+        return finite, jnp.minimum(self.non_finite, MAX_COUNT) + jnp.minimum(more, MAX_COUNT)
+
 
 State = TypeVar("State", bound=Observer)
 
@@ -114,7 +120,7 @@ class MinMaxObserver(Observer):
         return Range(self.low, self.high)
 
     def update(self, x: jax.Array) -> "MinMaxObserver":
-        finite, non_finite = finite_mask(x)
+        finite, non_finite = self.count_non_finite(x)
         low = jnp.where(finite, x, jnp.inf).min()
         high = jnp.where(finite, x, -jnp.inf).max()
         if self.averaging_constant is None:
@@ -122,7 +128,6 @@ class MinMaxObserver(Observer):
         else:
             low = _update_average(self.low, low, self.averaging_constant)
             high = _update_average(self.high, high, self.averaging_constant)
-        non_finite = add_saturating(self.non_finite, non_finite)
         return self.replace(low=low, high=high, non_finite=non_finite)
 
 
@@ -147,7 +152,7 @@ class GridObserver(Observer):
         return Range(shrink * self.low, shrink * self.high)
 
     def update(self, x: jax.Array) -> "GridObserver":
-        finite, non_finite = finite_mask(x)
+        finite, non_finite = self.count_non_finite(x)
         x = jnp.where(finite, x, 0.0)
 
         def error(k: jax.Array) -> jax.Array:
@@ -158,7 +163,7 @@ class GridObserver(Observer):
 
         return self.replace(
             error_K=self.error_K + jax.lax.map(error, jnp.arange(self.error_K.shape[0])),
-            non_finite=add_saturating(self.non_finite, non_finite),
+            non_finite=non_finite,
         )
 
 
@@ -205,17 +210,6 @@ def check_finite(state: Observer, path: str) -> None:
     """Raise NonFiniteError, naming `path`, if NaN or infinity was observed."""
     if count := int(state.non_finite):
         raise NonFiniteError(f"{path}: {count:,} NaN or infinite numbers were observed")
-
-
-def finite_mask(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a mask of the finite elements, and the count of others, int32."""
-    finite = jnp.isfinite(x)
-    return finite, (~finite).sum(dtype=jnp.int32)
-
-
-def add_saturating(before: jax.Array, more: jax.Array) -> jax.Array:
-    """Add counts, saturating instead of overflowing."""
-    return jnp.minimum(before, MAX_COUNT) + jnp.minimum(more, MAX_COUNT)
 
 
 def _update_average(old: jax.Array, new: jax.Array, constant: float) -> jax.Array:

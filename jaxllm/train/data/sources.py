@@ -51,7 +51,7 @@ class TextEncoder(NamedTuple):
             pieces = EncodedPieces(text.encode(), self.required_tokenizer, ChunkSpec(width=1))
         except UnicodeEncodeError:
             raise TokenError("the text has lone surrogates, which are not characters") from None
-        return np.concatenate(list(pieces.iter_from(0)))
+        return np.concatenate(list(pieces))
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -127,9 +127,7 @@ def _encode_bytes(content: Any, encoder: TextEncoder, path: Path, kind: str) -> 
     growing = ExampleBuilder()
     growing.extend(encoder.bos_ids)
     try:
-        for ids in EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1)).iter_from(
-            0
-        ):
+        for ids in EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1)):
             growing.extend(ids)
     except TokenError as error:
         raise TokenError(f"{path}: {error}") from None
