@@ -1,4 +1,4 @@
-"""Attach an adapter to parameters for training, and extract it again.
+"""Attach an adapter to parameters for training, extract it again, or merge it into the weights.
 
 A new adapter does not change the model's output: one of its two matrices is zero.
 """
@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import models
 from jaxllm.adapters.lora_config import LoraConfig
-from jaxllm.adapters.targets import LoraSpec, resolve_targets
+from jaxllm.adapters.targets import HEAD, LoraSpec, resolve_targets
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_dtype
+from jaxllm.weights.formats import as_format
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.lora import LoraWeight
@@ -178,3 +181,44 @@ def make_leaf(weight: Any, spec: LoraSpec, matrices: LoraMatrices, lora: LoraCon
     return LoraWeight(
         weight, *matrices[:2], scale, matrices.magnitude, site=site, dropout=lora.lora_dropout
     )
+
+
+def merge_adapter(
+    config: ModelConfig, params: Params, format: str = "float32"
+) -> tuple[ModelConfig, Params]:
+    """Merge the adapter into the weights; return the configuration and parameters.
+
+    format: format of the merged matrices (any of `weights.formats`); those narrower than float32
+    round the sum, so the output changes slightly. Other weights keep their format. A tied embedding
+    with an adapter is untied, because its two uses differ.
+
+    Raises ConfigError if there is no adapter, or if there are several and none is selected.
+    """
+    leaves = dict(flatten(params))
+    if not any(isinstance(leaf, LoraWeight) for leaf in leaves.values()):
+        raise ConfigError("no adapter to merge: the parameters have none attached")
+    tokens = f"{models.get_family(config.model_type).token_table}.weight"
+    untied = config.tie_word_embeddings and isinstance(leaves[tokens], LoraWeight)
+
+    def merge_leaf(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, LoraWeight):
+            return leaf
+        if leaf.idle:
+            raise ConfigError("several adapters are attached. Choose the one to merge")
+        return as_format(leaf.to_dense(jnp.float32), format)
+
+    def merge_site(leaf: Any, site: str) -> Any:
+        """Merge a tied embedding for one of its two uses."""
+        while isinstance(leaf, LoraWeight) and leaf.site != site:
+            leaf = leaf.weight
+        return merge_leaf(tokens, leaf)
+
+    if not untied:
+        return config, map_leaves(merge_leaf, params)
+    rest = {path: node for path, node in params.items() if f"{path}.weight" != tokens}
+    changed = map_leaves(merge_leaf, rest)
+    both = {tokens.removesuffix(".weight"): "rows", HEAD: "head"}
+    changed |= {m: {"weight": merge_site(leaves[tokens], site)} for m, site in both.items()}
+    config = dataclasses.replace(config, tie_word_embeddings=False)
+    order = models.param_shapes(models.build(config))
+    return config, {name: changed[name] for name in order}

@@ -187,7 +187,7 @@ def lora(
         from jaxllm.adapters.targets import resolve_targets
         from jaxllm.cli.lora import parse_layers, parse_modules, parse_patterns
         from jaxllm.files import read_text
-        from jaxllm.train import jobs, prompt_jobs
+        from jaxllm.train import frozen_prefix, jobs
         from jaxllm.train.moe_losses import add_router_loss, check_experts
 
         config = LoraConfig(
@@ -210,7 +210,7 @@ def lora(
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if text is None else lm.encode(text)
     job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    job = prompt_jobs.with_prefix(job, before) if before else job
+    job = frozen_prefix.with_prefix(job, before) if before else job
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(
         lm, job, target, options, checked, f"an adapter of {model}", reserved_tokens=len(before)
@@ -236,12 +236,12 @@ def prompt(
     generate --prompt-cache OUT -p TEXT continues from it if TEXT starts with the text of --begin.
     """
     with spinner("starting"):
-        from jaxllm.train import prompt_jobs
+        from jaxllm.train import frozen_prefix
 
         checked = check_run(model, target, options, 3e-3, None)
     lm = load_training_model(model, options)
     tokens = lm.encode(begin)
-    job = prompt_jobs.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
+    job = frozen_prefix.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
     run_training(
         lm, job, target, options, checked, f"a prompt for {model}", reserved_tokens=len(tokens)
     )

@@ -178,17 +178,12 @@ def solve_columns(
         columns=columns,
     )
     back_I = np.argsort(hessian.order_I)
+    integers: tuple[Any, Any, Any] = None, None, None
+    if target is not None:
+        codes_OI = state.codes_IO[:columns][back_I].T
+        integers = codes_OI, state.scale_GO[:count].T, state.zero_GO[:count].T
     value_OI = state.w_IO[:columns][back_I].T
-    if target is None:
-        return OBSResult(value_OI, None, None, None, group_I[back_I], float(state.error))
-    return OBSResult(
-        value_OI,
-        state.codes_IO[:columns][back_I].T,
-        state.scale_GO[:count].T,
-        state.zero_GO[:count].T,
-        group_I[back_I],
-        float(state.error),
-    )
+    return OBSResult(value_OI, *integers, group_I[back_I], float(state.error))
 
 
 class _State(NamedTuple):

@@ -8,12 +8,14 @@ cached prefix. Otherwise running the prefix again gives another loss and another
 
 A trained prompt is also a segment of one row: of embeddings (prompt tuning, Lester et al. 2021,
 arXiv 2104.08691), run once per step for all rows, or of keys and values (prefix tuning, Li and
-Liang 2021, arXiv 2101.00190). It is in the parameters under `prompt`; the result is an ordinary
-cache.
+Liang 2021, arXiv 2101.00190). It is in the parameters under `prompt`; the result is written as an
+ordinary cache file. `load_cache` reads it; `LM.generate(cache=...)` and `jaxllm generate
+--prompt-cache` continue from it, for texts that start with its initial tokens.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,14 +24,18 @@ import numpy as np
 
 from jaxllm import steps
 from jaxllm.cache.edit import compact
+from jaxllm.cache.files import save_cache
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.lm import LM
 from jaxllm.models import get_family
 from jaxllm.ops import cast
+from jaxllm.runtime.multihost import run_on_process_zero
 from jaxllm.runtime.validation import check_token_ids
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.objective import LossOutput, cross_entropy, forward
+from jaxllm.train.jobs import TrainJob, to_one_device
+from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.model import Model
@@ -199,3 +205,68 @@ def _check_prefix_ids(model: Model, tokens: Sequence[int]) -> np.ndarray:
         raise TokenError(f"a prefix must be a list of at least one token id, got {tokens!r:.60}")
     check_token_ids(token_P, model.config.vocab_size, "the prefix: ")
     return token_P.astype(np.int32)[None]
+
+
+# The kinds of trained prompts: embeddings, or keys and values ("entries").
+PROMPT_KINDS = {"embeddings": with_soft_prompt, "entries": with_trained_prefix}
+
+
+def with_prefix(job: TrainJob, prefix: Sequence[int]) -> TrainJob:
+    """Return the job with all rows after a prefix, which is run once, by the model before training.
+
+    Use the result with that cache: make the cache with the original model, without an adapter, and
+    generate from it with the trained one.
+
+    Raises ConfigError for losses other than `NextToken`, and what `run_prefix` raises.
+    """
+    if not isinstance(job.objective, NextToken):
+        raise ConfigError(f"a prefix needs the next-token loss, got {job.objective!r:.60}")
+    params = job.lm.params if job.compute_params is None else job.compute_params
+    given = run_prefix(job.lm.model, params, prefix)
+    return dataclasses.replace(job, objective=PrefixLoss(), extra_inputs=given)
+
+
+def prompt_tuning(
+    lm: LM, tokens: Sequence[int], *, kind: str = "embeddings", prefix: KVCache | None = None
+) -> TrainJob:
+    """Train a prompt that is initialized with `tokens`; the model is frozen.
+
+    The result is a cache file.
+
+    Args:
+      kind: a name in `PROMPT_KINDS`.
+      prefix: a committed cache of one row that the prompt comes after.
+
+    Raises ConfigError for another kind, and what `with_soft_prompt` and `to_segments` raise.
+    """
+    if kind not in PROMPT_KINDS:
+        raise ConfigError(
+            f"the kind of a prompt must be {' or '.join(PROMPT_KINDS)}, got {kind!r:.40}"
+        )
+    before = 0 if prefix is None else int(prefix.length_B[0])
+    if lm.model.is_sharded and prefix is not None:
+        raise ConfigError("a prompt after a prefix cannot be trained on a mesh: drop --mesh")
+    if kind == "entries" and lm.model.stage_layers:
+        raise ConfigError(
+            "a prompt of keys and values cannot be trained in pipeline stages: train embeddings, or"
+            " use a mesh with stage=1"
+        )
+    params = PROMPT_KINDS[kind](lm.model, lm.params, tokens)
+
+    def finish(params: Params, file: Path) -> None:
+        room, one = before + len(tokens), to_one_device(dataclasses.replace(lm, params=params))
+
+        def write_cache() -> None:
+            cache = prompt_cache(one.model, one.params, capacity=room, prefix=prefix)
+            save_cache(file, cache, one.model, remove_prompt(one.params))
+
+        run_on_process_zero(write_cache)
+
+    return TrainJob(
+        lm=lm,
+        params={**params, PROMPT_KEY: lm.model.replicate(params[PROMPT_KEY])},
+        objective=PrefixLoss(),
+        extra_inputs=None if prefix is None else to_segments(prefix),
+        rules=PROMPT_RULES,
+        finish=finish,
+    )

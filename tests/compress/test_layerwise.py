@@ -184,11 +184,10 @@ def test_awq_beats_rounding_and_protects_large_channels(
         )
         moments = stage.input_stats(params, site)
         widened.clear()
-        found = search_scale(stage, params, site, moments, to)
+        best_I = search_scale(stage, params, site, moments, to)
         assert widened.count(8) == 1  # once for all that is tried
-        assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
-        scale_I = found.scale_I[None]
+        scale_I = best_I[None]
         plain, guarded = (
             np.abs(np.asarray(q - weight))[:, 7].mean()
             for q in (
@@ -196,7 +195,7 @@ def test_awq_beats_rounding_and_protects_large_channels(
                 to.quantize(weight * scale_I).to_dense() / scale_I,
             )
         )
-        assert found.ratio > 0 and guarded < plain
+        assert (best_I != 1).any() and guarded < plain
         checked.append(stage.number)
         return stage.params
 

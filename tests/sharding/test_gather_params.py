@@ -13,9 +13,9 @@ from jaxllm.adapters import LoraConfig
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
 from jaxllm.train.checkpointing import collect_settings, open_journal
+from jaxllm.train.frozen_prefix import prompt_tuning
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.prompt_jobs import prompt_tuning
 from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxllm.adapters import LoraConfig, attach_new_lora
-from jaxllm.train.frozen import FrozenWeight, freeze_params
 from jaxllm.train.objective import NextToken
 from jaxllm.train.partition import combine, partition
+from jaxllm.train.step import FrozenWeight, freeze_params
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
