@@ -22,14 +22,11 @@ from jaxllm.convert.gguf.architecture import GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES
 from jaxllm.convert.gguf.header import Header, read_header
 from jaxllm.convert.gguf.names import MatchedParam, ModuleRow
-from jaxllm.convert.gguf.reader import recognizes
 from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.writer import check_absent, write_arrays
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.safetensors import first_non_finite
-
-__all__ = ["read_gguf_adapter", "recognizes", "write_gguf_adapter"]
 
 _ALPHA = "adapter.lora.alpha"
 _MATRIX_NAMES = ("lora_a", "lora_b")

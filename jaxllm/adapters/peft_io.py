@@ -10,19 +10,20 @@ itself only warns of unknown fields and ignores them, which may change the adapt
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxllm.adapters import gguf
 from jaxllm.adapters.attach import Adapter, LoraMatrices
 from jaxllm.adapters.fused_modules import fuse_modules, split_fused
+from jaxllm.adapters.gguf import read_gguf_adapter
 from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.adapters.targets import LoraSpec, list_targets, resolve_targets, shorten_names
 from jaxllm.config.model import ModelConfig
+from jaxllm.convert.gguf.reader import recognizes
 from jaxllm.convert.hf import FAMILY_MODULES
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
@@ -99,8 +100,8 @@ def read_adapter(
     of another model, other shapes, or values that are not finite.
     """
     directory = as_path(directory)
-    if gguf.recognizes(directory):
-        return gguf.read_gguf_adapter(directory, config)
+    if recognizes(directory):
+        return read_gguf_adapter(directory, config)
     if not path_exists(directory / CONFIG):
         if not path_exists(directory):
             raise CheckpointError(f"no adapter {directory}: no such file or directory")
@@ -128,8 +129,7 @@ def write_adapter(
     """Write a PEFT directory atomically; PEFT can load it for the same model.
 
     base: name or directory of the base model, for PEFT. Raises CheckpointError if the directory
-    already holds an adapter or cannot be written, and ConfigError as `fused_name.fuse_modules`
-    does.
+    already holds an adapter or cannot be written, and ConfigError as `fuse_modules` does.
     """
     directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
@@ -141,19 +141,9 @@ def write_adapter(
             array = np.asarray(getattr(matrices, piece.matrix))
             array = np.ascontiguousarray(array.T) if piece.transposed else array
             tensors[piece.name] = LazyTensor.from_array(array)
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
-    theirs = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
-    data = make_peft_config(
-        lora,
-        shorten_names([s.target.name for s in specs], theirs),
-        {s.target.name: s.rank for s in specs if s.rank != lora.r},
-        {s.target.name: s.alpha for s in specs if s.alpha != lora.lora_alpha},
-        transposed=any(re.fullmatch(regex, s.target.path) for regex in table.conv1d for s in specs),
-        base=base,
-    )
-    with atomic_directory(directory, CONFIG) as made:
-        write_tensors(made / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
-        write_json(made / CONFIG, data)
+    with atomic_directory(directory, CONFIG) as path:
+        write_tensors(path / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
+        write_json(path / CONFIG, _make_config(lora, specs, config, base))
 
 
 def _tensor_specs(spec: LoraSpec, *, dora: bool) -> list[_TensorSpec]:
@@ -273,27 +263,23 @@ def parse_peft_config(data: Mapping[str, Any], where: str) -> LoraConfig:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def make_peft_config(
-    lora: LoraConfig,
-    target_modules: list[str],
-    ranks: Mapping[str, int],
-    alphas: Mapping[str, float],
-    *,
-    transposed: bool,
-    base: str | None,
+def _make_config(
+    lora: LoraConfig, specs: Sequence[LoraSpec], config: ModelConfig, base: str | None
 ) -> dict[str, Any]:
-    """Return the contents of adapter_config.json for PEFT.
-
-    ranks, alphas: by module name, where they differ from the common ones. transposed: whether the
-    base's linear layers are Conv1D. base: name or directory of the base model.
-    """
+    """Return the contents of adapter_config.json for PEFT."""
+    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    targets = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
+    alphas = {s.target.name: s.alpha for s in specs if s.alpha != lora.lora_alpha}
     return {
         "alpha_pattern": {name: _as_json_number(alpha) for name, alpha in alphas.items()},
         "auto_mapping": None,
         "base_model_name_or_path": base,
         "bias": "none",
         "exclude_modules": None,
-        "fan_in_fan_out": transposed,
+        # Whether the base's linear layers are Conv1D.
+        "fan_in_fan_out": any(
+            re.fullmatch(regex, s.target.path) for regex in table.conv1d for s in specs
+        ),
         "inference_mode": True,
         "init_lora_weights": "gaussian" if lora.init_lora_weights == "gaussian" else True,
         "layers_pattern": None,
@@ -304,9 +290,9 @@ def make_peft_config(
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.r,
-        "rank_pattern": dict(ranks),
+        "rank_pattern": {s.target.name: s.rank for s in specs if s.rank != lora.r},
         "revision": None,
-        "target_modules": target_modules,
+        "target_modules": shorten_names([s.target.name for s in specs], targets),
         "task_type": "CAUSAL_LM",
         "use_dora": lora.use_dora,
         "use_rslora": lora.use_rslora,

@@ -22,18 +22,7 @@ from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
 from jaxllm.runtime.progress import status_bar
 from jaxllm.runtime.validation import check_int, check_seed
-from jaxllm.train.checkpointing import (
-    check_unused,
-    collect_settings,
-    differences,
-    drop_previous,
-    load_best,
-    load_state,
-    open_store,
-    restore_previous,
-    save_best,
-    save_state,
-)
+from jaxllm.train.checkpointing import StateStore, collect_settings, differences, open_store
 from jaxllm.train.data.rows import Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
 from jaxllm.train.sharded_state import StateLayout
@@ -173,7 +162,7 @@ def train(
     if directory is not None:
         store = open_store(setup.model.gather_lazy(params), extra_inputs, settings, directory)
     trained, rest = partition(params, rules, compute_params, setup.model.unsharded_paths)
-    form = StateLayout.from_model(setup.model, rest)
+    states = StateStore(store, StateLayout.from_model(setup.model, rest), settings)
     key, state = jax.random.key(plan.seed), init_state(trained, setup)
     del trained
 
@@ -187,8 +176,7 @@ def train(
         return total / (weight or 1.0)
 
     def save_now() -> None:
-        facts = {"records": [list(r) for r in records], "before": before, "settings": settings}
-        save_state(store, state, facts, form)
+        states.save(state, {"records": [list(r) for r in records], "before": before})
         saved[0] = len(records)
         report(records, before)
 
@@ -200,7 +188,7 @@ def train(
         return f"{done}; {where}: the same command resumes from it"
 
     with store.lock():
-        state, records, before, best = _resume(store, state, form, plan, settings, log)
+        state, records, before, best = _resume(states, state, plan, log)
         if eval_data is not None and before is None:
             before = eval_loss(state.trained)
             log(f"before training: held-out loss {before:.4f}")
@@ -220,10 +208,10 @@ def train(
                 if not bool(metrics.finite):
                     report(records, before)
                     if saved[0] == len(records):
-                        restore_previous(store)
+                        states.restore_previous()
                     raise NonFiniteError(_divergence_message(record, store))
                 if saved[0] == len(records):
-                    drop_previous(store)
+                    states.drop_previous()
                 is_last = record.step == plan.steps
                 is_due = is_last or (plan.eval_steps and record.step % plan.eval_steps == 0)
                 if eval_data is not None and is_due:
@@ -235,7 +223,7 @@ def train(
                     report(records, before)
                     if plan.patience is not None and _best_record(records) is record:
                         best = {path: jnp.copy(x) for path, x in state.trained.items()}
-                        save_best(store, best, form)
+                        states.save_best(best)
                     if sample is not None:
                         log(sample(combine(state.trained, rest)))
                 if plan.save_steps and record.step % plan.save_steps == 0:
@@ -252,12 +240,7 @@ def train(
 
 
 def _resume(
-    store: TensorStore,
-    state: TrainState,
-    layout: StateLayout,
-    plan: TrainPlan,
-    settings: dict[str, str],
-    log: Log,
+    states: StateStore, state: TrainState, plan: TrainPlan, log: Log
 ) -> tuple[TrainState, list[StepRecord], float | None, TrainedParams | None]:
     """Return the saved state, the records so far, the initial validation loss, and the best arrays;
     if nothing is saved, the given state.
@@ -265,20 +248,21 @@ def _resume(
     Raises CheckpointError for the state of another run, ConfigError if it has more steps than the
     plan.
     """
-    found = load_state(store, state, layout)
-    if found is None:
-        check_unused(store, settings)
+    saved = states.load(state)
+    if saved is None:
+        states.check_unused()
         return state, [], None, None
-    state, facts = found
+    state, facts = saved
     records = [StepRecord(*row) for row in facts["records"]]
     if len(records) > plan.steps:
         raise ConfigError(
             f"steps must be at least {len(records)}, got {plan.steps}: the state in"
-            f" {store.directory} has that many. Ask for more, or remove it."
+            f" {states.store.directory} has that many. Ask for more, or remove it."
         )
-    changed = "".join(f"; {x}" for x in differences(facts["settings"], settings, changeable=True))
+    changes = differences(facts["settings"], states.settings, changeable=True)
+    changed = "".join(f"; {x}" for x in changes)
     log(f"resuming after step {len(records)} of {plan.steps}{changed}")
-    return state, records, facts["before"], load_best(store, state, layout)
+    return state, records, facts["before"], states.load_best(state)
 
 
 def _stack_batches(data: Data, step: int, num_batches: int) -> Rows:

@@ -18,7 +18,7 @@ from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.shard_params import bytes_per_device
 from jaxllm.train import jobs, loop
-from jaxllm.train.checkpointing import collect_settings, open_journal
+from jaxllm.train.checkpointing import collect_settings, open_store
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.loop import TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken
@@ -210,7 +210,7 @@ def test_training_digest_is_equal_on_every_mesh(tmp_path: Path) -> None:
             lm.model.gather(job.params),
             collect_settings(setup, TrainPlan(steps=1)),
         )
-        found.add(open_journal(params, None, settings, tmp_path).digest)
+        found.add(open_store(params, None, settings, tmp_path).digest)
     assert len(found) == 1
 
 
