@@ -180,24 +180,21 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         return with_derivative(y_RO, surrogate(x_RI, self))
 
     def _wrap_static(self, weight: IntWeight) -> IntWeight:
-        if self.input_qparams is None:
-            return weight
-        grid = self.input_qparams
-        return weight.with_input_grid(self._input_step(grid), grid.zero)
+        grid = self._input_grid
+        return weight if grid is None else weight.with_input_grid(grid.step, grid.zero)
 
-    def _input_step(self, grid: InputQParams) -> jax.Array:
-        return grid.step if self.step is None else self.step
+    @property
+    def _input_grid(self) -> InputQParams | None:
+        """`input_qparams` with the learned scale, if there is one."""
+        grid = self.input_qparams
+        return grid if grid is None or self.step is None else grid.replace(step=self.step)
 
     def _fake_quantize_inputs(self, x_RI: jax.Array) -> jax.Array:
         """Return the inputs as quantized for the product, with straight-through gradients."""
-        if self.input_qparams is not None:
-            step, zero = (
-                x.reshape(1, 1)
-                for x in (self._input_step(self.input_qparams), self.input_qparams.zero)
-            )
-            return fake_quantize(
-                x_RI, step, zero, (MIN_INPUT, MAX_INPUT), (x_RI.shape[1] * MAX_INPUT) ** -0.5
-            )
+        if (grid := self._input_grid) is not None:
+            step, zero = grid.step.reshape(1, 1), grid.zero.reshape(1, 1)
+            factor = (x_RI.shape[1] * MAX_INPUT) ** -0.5
+            return fake_quantize(x_RI, step, zero, (MIN_INPUT, MAX_INPUT), factor)
         if self.dynamic_inputs:
             return with_derivative(round_to_int8(x_RI), x_RI.astype(jnp.float32))
         return x_RI
@@ -227,9 +224,8 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         2.2).
         """
         w_OGg, scale, zero = self._split_groups()
-        most = self.target_format.code_range[1] - (
-            0 if self.target_format.zero_point else self.target_format.zero_code
-        )
+        format = self.target_format
+        most = format.code_range[1] - (0 if format.zero_point else format.zero_code)
         factor = (w_OGg.shape[-1] * most) ** -0.5
         values = fake_quantize(w_OGg, scale, zero, self.target_format.code_range, factor)
         return values.reshape(*values.shape[:-2], -1)[..., : self.weight.shape[-1]]
