@@ -66,16 +66,16 @@ def init_adapter(
     dtype = check_dtype("an adapter's dtype", dtype)
     weights = dict(flatten(params))
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).reshape(-1))
-    made = {}
+    adapted = {}
     for module, low in resolve_targets(config, lora).items():
-        (rows, columns), rank, kept = low.target.shape, low.rank, DTYPES[dtype]
+        (rows, columns), rank, array_type = low.target.shape, low.rank, DTYPES[dtype]
         if low.target.site == "rows":
             a_KI = rng.standard_normal((rank, columns))
         elif lora.init_lora_weights == "gaussian":
             a_KI = rng.standard_normal((rank, columns)) / rank
         else:
             a_KI = rng.uniform(-1.0, 1.0, (rank, columns)) / columns**0.5
-        a_KI, b_OK = jax.device_put((a_KI.astype(kept), np.zeros((rows, rank), kept)))
+        a_KI, b_OK = jax.device_put((a_KI.astype(array_type), np.zeros((rows, rank), array_type)))
         matrices = LoraMatrices(a_KI, b_OK, None)
         if lora.use_dora:
             weight = weights.get(low.target.path)
@@ -86,8 +86,8 @@ def init_adapter(
                 )
             leaf = make_leaf(weight, low, matrices, lora)
             matrices = matrices._replace(magnitude=row_norms(leaf))
-        made[module] = matrices
-    return Adapter(lora, made)
+        adapted[module] = matrices
+    return Adapter(lora, adapted)
 
 
 def attach_adapter(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
@@ -160,15 +160,15 @@ def _describe(planned: tuple[Mapping[str, LoraSpec], bool], name: str) -> str:
 
 def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
     """Extract the adapter from parameters. Raises ConfigError if they do not have it."""
-    leaves, found = dict(flatten(params)), {}
+    leaves, extracted = dict(flatten(params)), {}
     for module, low in resolve_targets(config, lora).items():
         leaf = leaves[low.target.path]
         while isinstance(leaf, LoraWeight) and leaf.site != low.target.site:
             leaf = leaf.weight
         if not isinstance(leaf, LoraWeight) or leaf.owner is not None:
             raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
-        found[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
-    return Adapter(lora, found)
+        extracted[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
+    return Adapter(lora, extracted)
 
 
 row_norms = jax.jit(LoraWeight.norms)  # one program per shape, not one per operation

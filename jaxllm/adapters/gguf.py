@@ -43,28 +43,28 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     targets, complaints = list_targets(config), list[str]()
     pieces: dict[str, dict[str, np.ndarray]] = {}
     stems = dict.fromkeys(name.rpartition(".")[0] for name in header.tensor_infos)
-    for found in names.match_names(row.modules, stems):
-        if isinstance(found, str) or found.path.removesuffix(".weight") not in targets:
-            what = found if isinstance(found, str) else found.name
+    for param in names.match_names(row.modules, stems):
+        if isinstance(param, str) or param.path.removesuffix(".weight") not in targets:
+            what = param if isinstance(param, str) else param.name
             complaints.append(f"{what} cannot have an adapter here")
     known = {
-        f"{found.name}.{piece}": (found, piece)
-        for found in _named_targets(row.modules, targets)
+        f"{param.name}.{piece}": (param, piece)
+        for param in _named_targets(row.modules, targets)
         for piece in _MATRIX_NAMES
-        if found.module.row_range is None
+        if param.module.row_range is None
     }
     for name in header.tensor_infos:
         if name in known:
-            found, piece = known[name]
-            array = _read_array(header, name, found.module if piece == "lora_b" else None, config)
-            pieces.setdefault(found.path.removesuffix(".weight"), {})[piece] = array
+            param, piece = known[name]
+            array = _read_array(header, name, param.module if piece == "lora_b" else None, config)
+            pieces.setdefault(param.path.removesuffix(".weight"), {})[piece] = array
         elif not complaints:
             complaints.append(f"{name} is not a LoRA tensor")
     matrices, ranks = {}, {}
     for module, pair in pieces.items():
-        made = _make_matrices(targets[module], pair, complaints)
-        if made is not None:
-            matrices[module], ranks[module] = made, made.a.shape[0]
+        module_matrices = _make_matrices(targets[module], pair, complaints)
+        if module_matrices is not None:
+            matrices[module], ranks[module] = module_matrices, module_matrices.a.shape[0]
     if not pieces:
         complaints.append("no matrix has lora_a and lora_b")
     if complaints:
@@ -86,21 +86,21 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
         raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
     specs, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha) or 1.0
     tensors: dict[str, np.ndarray] = {}
-    for found in _named_targets(row.modules, list_targets(config)):
-        module = found.path.removesuffix(".weight")
+    for param in _named_targets(row.modules, list_targets(config)):
+        module = param.path.removesuffix(".weight")
         if module not in specs:
             continue
-        if found.module.row_range is not None:
-            raise ConfigError(f"{found.name} is fused in GGUF and separate here: not supported")
+        if param.module.row_range is not None:
+            raise ConfigError(f"{param.name} is fused in GGUF and separate here: not supported")
         spec, (a, b, _) = specs[module], adapter.matrices[module]
         times = np.float32(spec.scale * spec.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))
         if spec.target.site == "rows":  # GGUF has the transpose
             first, second = second, np.ascontiguousarray(first.T)
-        if found.module.row_order is not None:
-            second = second[found.module.row_order(config)]
-        tensors[f"{found.name}.lora_a"] = first
-        tensors[f"{found.name}.lora_b"] = second if times == 1 else second * times
+        if param.module.row_order is not None:
+            second = second[param.module.row_order(config)]
+        tensors[f"{param.name}.lora_a"] = first
+        tensors[f"{param.name}.lora_b"] = second if times == 1 else second * times
     settings = {
         "general.architecture": architecture,
         "general.type": "adapter",
@@ -137,7 +137,7 @@ def _named_targets(
 ) -> list[MatchedParam]:
     """Return the targets that have a name in GGUF; a tied head has none."""
     paths = [f"{module}.weight" for module, target in targets.items() if target.site != "head"]
-    return [found for found in names.match_paths(modules, paths) if isinstance(found, MatchedParam)]
+    return [param for param in names.match_paths(modules, paths) if isinstance(param, MatchedParam)]
 
 
 def _read_array(

@@ -70,12 +70,12 @@ def _stack_magnitudes(
     leaves: Mapping[int, LoraWeight], count: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Return DoRA's magnitudes and row norms, `[n, O]` each; both are 1 for LoRA adapters."""
-    given = {n: leaf for n, leaf in leaves.items() if leaf.magnitude is not None}
-    if not given:
+    dora = {n: leaf for n, leaf in leaves.items() if leaf.magnitude is not None}
+    if not dora:
         return None, None
-    (length,) = {np.asarray(leaf.magnitude).shape for leaf in given.values()}
+    (length,) = {np.asarray(leaf.magnitude).shape for leaf in dora.values()}
     magnitude, norm = np.ones((count, *length), np.float32), np.ones((count, *length), np.float32)
-    for n, leaf in given.items():
+    for n, leaf in dora.items():
         magnitude[n], norm[n] = np.asarray(leaf.magnitude), np.asarray(row_norms(leaf))
     return jax.device_put(magnitude), jax.device_put(norm)
 

@@ -225,8 +225,8 @@ def _read_matrices(tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]) 
         array = tensors[piece.name].read()
         return jax.device_put(np.ascontiguousarray(array.T) if piece.transposed else array)
 
-    found = {piece.matrix: read(piece) for piece in specs}
-    return LoraMatrices(found["a"], found["b"], found.get("magnitude"))
+    matrices = {piece.matrix: read(piece) for piece in specs}
+    return LoraMatrices(matrices["a"], matrices["b"], matrices.get("magnitude"))
 
 
 def parse_peft_config(data: Mapping[str, Any], where: str) -> LoraConfig:

@@ -204,11 +204,11 @@ def _run_step(
 def _check_shapes(state: ModelState, step: str) -> None:
     """Raise ConfigError if shapes do not match the configuration: the result would not load."""
     wanted = shapes_by_path(models.param_shapes(models.build(state.config)))
-    found = shapes_by_path(state.params)
-    for path in wanted.keys() | found.keys():
-        if wanted.get(path) != found.get(path):
+    shapes = shapes_by_path(state.params)
+    for path in wanted.keys() | shapes.keys():
+        if wanted.get(path) != shapes.get(path):
             raise ConfigError(
-                f"{step}: result has the wrong shape at {path}: got {found.get(path)}, expected"
+                f"{step}: result has the wrong shape at {path}: got {shapes.get(path)}, expected"
                 f" {wanted.get(path)} by its configuration"
             )
 
@@ -227,8 +227,8 @@ def _save_result(store: TensorStore, state: ModelState, seconds: float) -> None:
 def _find_resume_point(stores: Sequence[TensorStore]) -> tuple[int, ModelState | None, float]:
     """Return the number of finished steps, the last one's result, and its seconds."""
     for number in range(len(stores), 0, -1):
-        if (found := stores[number - 1].get_with_facts(_PARAMS_KEY)) is not None:
-            params, facts = found
+        if (part := stores[number - 1].get_with_facts(_PARAMS_KEY)) is not None:
+            params, facts = part
             config = models.config_from_dict(facts["config"])
             state = ModelState(config, params, Precision.from_dict(facts["precision"]))
             return number, state, float(facts["seconds"])

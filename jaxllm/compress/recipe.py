@@ -124,8 +124,10 @@ class RecipeStep:
 
     def __str__(self) -> str:
         """The line in canonical form: without defaults, options in the order of their fields."""
-        plain, given = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
-        options = [f"{n}={_format_value(value)}" for n, value in given.items() if value != plain[n]]
+        plain, values = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
+        options = [
+            f"{n}={_format_value(value)}" for n, value in values.items() if value != plain[n]
+        ]
         return " ".join(filter(None, [self.step.name, self.argument, *options]))
 
 
@@ -192,8 +194,8 @@ def check_recipe(recipe: Recipe, config: ModelConfig, *, has_calibration: bool) 
 def check_step(line: RecipeStep, shapes: Shapes) -> None:
     """Raise ConfigError for a step that does not apply to parameters of these shapes."""
     if isinstance(line.options, RuleOptions):
-        found = match_paths(shapes, line.options.on, str(line))
-        stacks = [path for path in found if len(shapes[path]) > 2]
+        paths = match_paths(shapes, line.options.on, str(line))
+        stacks = [path for path in paths if len(shapes[path]) > 2]
         if stacks and not line.step.supports_experts:
             raise ConfigError(
                 f"{str(line)!r} does not support experts, whose inputs differ: got {stacks[0]}."
@@ -228,12 +230,12 @@ def check_repeats(recipe: Recipe, applied: Sequence[str]) -> None:
 def match_paths(shapes: Shapes, rule: str, where: str) -> list[str]:
     """Return the paths of the matrices that match a rule. Raises ConfigError if none does."""
     matrices = [path for path, shape in shapes.items() if len(shape) >= 2]
-    found = [path for path in matrices if first_match([(rule, True)], path)]
-    if not found:
+    paths = [path for path in matrices if first_match([(rule, True)], path)]
+    if not paths:
         raise ConfigError(
             f"{where}: on={rule} matches no matrix of this model; one of them is {matrices[-1]}"
         )
-    return found
+    return paths
 
 
 def _find_method(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
@@ -286,9 +288,9 @@ def _options(step: Step, words: Sequence[str]) -> Any:
 def _explain_type(message: str) -> str:
     """Rewrite msgspec's message about a value without type names."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    found = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
+    match = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
     return (
-        f"must be {words.get(found[1], found[1])}{found[2]}" if found else message.replace("`", "")
+        f"must be {words.get(match[1], match[1])}{match[2]}" if match else message.replace("`", "")
     )
 
 

@@ -168,8 +168,8 @@ def _piece_ends(content: Any, start: int, size: int) -> Iterator[int]:
     while len(content) - start > 2 * size:
         end = start + size
         for mark in (b"\n", b" "):
-            if (found := content.rfind(mark, start, end)) >= 0:
-                end = found + 1
+            if (at := content.rfind(mark, start, end)) >= 0:
+                end = at + 1
                 break
         else:
             while end > start + 1 and content[end] & 0xC0 == 0x80:  # inside a UTF-8 character

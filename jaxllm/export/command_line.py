@@ -90,19 +90,19 @@ def export(
     capacity = max_tokens - num_tokens
     weights, tree = _name_arrays(params)
     steps, calls = {}, set()
-    with atomic_directory(directory, MANIFEST) as made:
+    with atomic_directory(directory, MANIFEST) as folder:
         with steps_bar(f"exporting to {directory.name}", len(step_names), show_progress) as advance:
             for name in step_names:
                 width = num_tokens if name == "prefill" else 1
                 shapes = input_shapes(
                     model, signature, batch=batch, num_tokens=width, capacity=capacity
                 )
-                program, found = _export_step(
+                program, step_calls = _export_step(
                     model, signature, weights, tree, shapes, platforms, native
                 )
-                calls |= found
+                calls |= step_calls
                 steps[name] = {
-                    **_write_file(made / f"{name}.stablehlo", program.mlir_module_serialized),
+                    **_write_file(folder / f"{name}.stablehlo", program.mlir_module_serialized),
                     "inputs": _array_entries(dict(sorted(shapes.items()))),
                     "outputs": _array_entries(
                         jax.tree.unflatten(program.out_tree, program.out_avals)
@@ -110,7 +110,7 @@ def export(
                     "feeds": output_feeds(signature, model.config.num_hidden_layers),
                 }
                 if write_mlir:
-                    _write_file(made / f"{name}.mlir", program.mlir_module().encode())
+                    _write_file(folder / f"{name}.mlir", program.mlir_module().encode())
                 advance()
         manifest = {
             "format": FORMAT,
@@ -126,9 +126,9 @@ def export(
             "num_tokens": num_tokens,
             "capacity": capacity,
             "steps": steps,
-            "weights": _write_weights(made / WEIGHTS, weights, show_progress),
+            "weights": _write_weights(folder / WEIGHTS, weights, show_progress),
         }
-        write_json(made / MANIFEST, manifest)
+        write_json(folder / MANIFEST, manifest)
     return manifest
 
 
@@ -196,8 +196,8 @@ def _export_step(
         try:
             program = exporter(abstract, shapes)
         except ValueError as error:  # a custom call that jax.export does not guarantee
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"this step cannot be exported: {said}") from None
+            message = " ".join(str(error).split())[:300]
+            raise ConfigError(f"this step cannot be exported: {message}") from None
     return program, calls
 
 

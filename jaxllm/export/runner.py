@@ -132,17 +132,17 @@ class FixedShapeRunner:
             CacheMismatchError: If `past` belongs to another model or batch size.
         """
         config = self.model.config
-        given = read_input(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
-        nothing = empty_cache(config, self.model.precision.cache, given.batch, self.capacity)
+        source = read_input(config, self.tokenizer, self.padding, text, tokens, embeddings, mask)
+        nothing = empty_cache(config, self.model.precision.cache, source.batch, self.capacity)
         past = nothing if past is None else fit_cache(past, nothing, self.padding)
-        form = self.signature(embeddings=given.vector_BLD is not None)
-        position_BL = _positions(past, given.mask_BL)
+        form = self.signature(embeddings=source.vector_BLD is not None)
+        position_BL = _positions(past, source.mask_BL)
         length_B = position_BL.max(axis=1, initial=-1) + 1
         self._check_room(past, position_BL)
         pieces = []
-        for columns in self._chunk_columns(given.length):
+        for columns in self._chunk_columns(source.length):
             inputs, after_BS, missing = self._make_inputs(
-                given, past, position_BL, columns, length_B
+                source, past, position_BL, columns, length_B
             )
             if self.step is not None:
                 outputs = self.step(inputs)
@@ -150,7 +150,7 @@ class FixedShapeRunner:
                 outputs = _STEP(self.model, form, self.params, inputs)
             past = make_past(past, outputs, after_BS, missing)
             pieces.append(np.asarray(outputs["logits"])[:, self._step_columns(columns)])
-        return FixedOutput(np.concatenate(pieces, axis=1), past, given.mask_BL)
+        return FixedOutput(np.concatenate(pieces, axis=1), past, source.mask_BL)
 
     def _chunk_columns(self, length: int) -> Iterator[slice]:
         """Yield the columns of each piece, the short one first: the last piece needs no slots."""

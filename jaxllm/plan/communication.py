@@ -30,10 +30,12 @@ def step_collectives(step: Step) -> list[Collective]:
 def _all_traffic(step: Step) -> Iterator[Collective]:
     # XLA combines "is any slot filled" with this collective. With stages it does not: it writes
     # the groups of the two in different forms.
-    alone = gathers_slots(step) and step.axes.stage > 1
-    said = step.tokens + (gathers_slots(step) and not alone)
-    yield Collective("padding mask", "all-reduce", "data", step.data_shards, 1, said)
-    yield Collective("is any slot filled", "all-reduce", "data", step.data_shards, int(alone), 1)
+    is_separate = gathers_slots(step) and step.axes.stage > 1
+    mask_bytes = step.tokens + (gathers_slots(step) and not is_separate)
+    yield Collective("padding mask", "all-reduce", "data", step.data_shards, 1, mask_bytes)
+    yield Collective(
+        "is any slot filled", "all-reduce", "data", step.data_shards, int(is_separate), 1
+    )
     yield from _embedding_traffic(step)
     yield from _layer_traffic(step)
     if step.axes.stage > 1:
@@ -51,15 +53,15 @@ def _embedding_traffic(step: Step) -> Iterator[Collective]:
     table = parse_format(
         step.precision.param_format(f"{get_family(c.model_type).token_table}.weight", 2)
     ).lossless_dtype
-    whole = step.rows * step.local_tokens * c.hidden_size * np.dtype(DTYPES[table]).itemsize
+    total = step.rows * step.local_tokens * c.hidden_size * np.dtype(DTYPES[table]).itemsize
     if step.splits_tokens:
-        own = whole // step.tensor_devices
-        yield Collective("embeddings", "reduce-scatter", "tensor", step.tensor_devices, 1, own)
-        yield Collective("embeddings over stages", "all-reduce", "stage", p, 1, own)
+        shard = total // step.tensor_devices
+        yield Collective("embeddings", "reduce-scatter", "tensor", step.tensor_devices, 1, shard)
+        yield Collective("embeddings over stages", "all-reduce", "stage", p, 1, shard)
         norm = step.rows * step.local_tokens * c.hidden_size * step.activation_bytes
         yield Collective("final norm", "all-gather", "tensor", step.tensor_devices, 1, norm)
     else:
-        yield Collective("embeddings", "all-reduce", axis, over, 1, whole)
+        yield Collective("embeddings", "all-reduce", axis, over, 1, total)
     logits = step.rows * -(-c.vocab_size // over) * over * 4
     yield Collective("logits", "all-gather", axis, over, 1, logits)
 
@@ -71,14 +73,14 @@ def _layer_traffic(step: Step) -> Iterator[Collective]:
     out = step.tick_tokens * c.hidden_size * 4
     if step.deterministic_sums:
         expert_size = c.expert_size if isinstance(c, MoEConfig) else 0
-        for what, number, features, some in (
+        for what, number, features, rows in (
             ("attention", count, c.num_attention_heads * c.head_dim, step.tick_tokens),
             ("MLP", count - routed, c.intermediate_size, step.tick_tokens),
             ("experts", routed, expert_size, _expert_capacity(step)),
         ):
-            given, whole = some * features * step.activation_bytes, some * c.hidden_size * 4
-            yield _layer_collective(step, f"{what}: inputs", "all-gather", number, given)
-            yield _layer_collective(step, f"{what}: outputs", "all-gather", number, whole)
+            inputs, outputs = rows * features * step.activation_bytes, rows * c.hidden_size * 4
+            yield _layer_collective(step, f"{what}: inputs", "all-gather", number, inputs)
+            yield _layer_collective(step, f"{what}: outputs", "all-gather", number, outputs)
     elif step.splits_tokens:
         read = step.tick_tokens * c.hidden_size * step.activation_bytes
         yield _layer_collective(step, "attention, MLP: inputs", "all-gather", 2 * count, read)
@@ -103,8 +105,8 @@ def _norm_traffic(step: Step, count: int) -> Iterator[Collective]:
         features = heads * c.head_dim
         what = "norm of keys" if member.kv_heads_only else "norm of queries"
         if step.deterministic_sums:
-            kept = step.precision.param_format("norm.weight", 1)
-            weights = features * np.dtype(DTYPES[kept]).itemsize
+            dtype = step.precision.param_format("norm.weight", 1)
+            weights = features * np.dtype(DTYPES[dtype]).itemsize
             wide = step.tick_tokens * features * step.activation_bytes
             yield _layer_collective(step, what, "all-gather", count, wide, over)
             yield _layer_collective(step, f"{what}: weights", "all-gather", count, weights, over)
@@ -122,12 +124,12 @@ def _layer_collective(
 
 
 def _stage_traffic(step: Step) -> Iterator[Collective]:
-    p, own = step.axes.stage, step.tensor_devices if step.splits_tokens else 1
+    p, shards = step.axes.stage, step.tensor_devices if step.splits_tokens else 1
     token = step.config.hidden_size * step.activation_bytes
-    block = step.tick_tokens // own * token
+    block = step.tick_tokens // shards * token
     yield Collective("stage outputs", "collective-permute", "stage", p, 1, block, step.ticks)
-    whole = step.rows * step.local_tokens // own * token
-    yield Collective("last stage's output", "all-reduce", "stage", p, 1, whole)
+    output = step.rows * step.local_tokens // shards * token
+    yield Collective("last stage's output", "all-reduce", "stage", p, 1, output)
 
 
 def _expert_traffic(step: Step) -> Iterator[Collective]:
@@ -140,9 +142,9 @@ def _expert_traffic(step: Step) -> Iterator[Collective]:
     if step.data_shards < step.axes.data * e:
         yield Collective("expert outputs", "all-reduce", "expert", e, count, sum_, step.ticks)
         return
-    given = _expert_capacity(step) * c.hidden_size * step.activation_bytes
+    inputs = _expert_capacity(step) * c.hidden_size * step.activation_bytes
     for what, size in (
-        ("to experts", given),
+        ("to experts", inputs),
         ("expert ids", 4 * _expert_capacity(step)),
         ("from experts", sum_),
     ):

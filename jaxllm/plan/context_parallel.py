@@ -53,9 +53,9 @@ def _stage_layers(step: Step) -> int:
 def _cache_bytes(step: Step, tokens: int) -> list[int]:
     """Return the bytes of the arrays that store the keys, or the values, of `tokens` tokens."""
     heads = step.share.num_key_value_heads
-    one = jax.ShapeDtypeStruct((tokens, 1, heads, step.config.head_dim), jnp.float32)
-    made = jax.eval_shape(lambda x: cast(x, jnp.dtype(step.precision.cache)), one)
-    return [x.size * x.dtype.itemsize for x in jax.tree.leaves(made)]
+    keys = jax.ShapeDtypeStruct((tokens, 1, heads, step.config.head_dim), jnp.float32)
+    arrays = jax.eval_shape(lambda x: cast(x, jnp.dtype(step.precision.cache)), keys)
+    return [x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)]
 
 
 def _split_cache(step: Step) -> Iterator[Collective]:

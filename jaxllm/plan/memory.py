@@ -59,8 +59,8 @@ def weight_bytes(
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.get_family(config.model_type).embedding_tables
     prefix = f"{models.get_family(config.model_type).layers}."
-    own = assign_layers(config, axes.stage)[0]  # no stage has more layers than the first
-    held = read = 0
+    stage_layers = assign_layers(config, axes.stage)[0]  # no stage has more layers than the first
+    total = read = 0
     alike: dict[Any, int] = {}  # sizes by format and shape, since layers are alike
     for path, shape in shapes.items():
         split = find_rule(config, deterministic_sums, path)
@@ -70,14 +70,17 @@ def weight_bytes(
             count = _param_bytes(checkpoint, name, path, shape, split, axes)
             if path not in checkpoint.formats:  # else the size may depend on the values
                 alike[name, split, shape.shape] = count
-        if path.startswith(prefix) and int(path.removeprefix(prefix).split(".")[0]) not in own:
+        if (
+            path.startswith(prefix)
+            and int(path.removeprefix(prefix).split(".")[0]) not in stage_layers
+        ):
             continue
-        held += count
+        total += count
         table = path.removesuffix(".weight") in tables
         head = config.tie_word_embeddings and path == f"{tables[0]}.weight"
         if head or not table:
             read += round(count * max_read_fraction(config, shape.ndim, rows))
-    return WeightBytes(held, read)
+    return WeightBytes(total, read)
 
 
 def _param_bytes(
@@ -89,18 +92,20 @@ def _param_bytes(
     axes: MeshSpec,
 ) -> int:
     """Return the bytes of one device's shard of a parameter in a format."""
-    kept = list(shape.shape)
+    sizes = list(shape.shape)
     if split.is_expert_stack:
-        kept[0] //= axes.expert
-    cut = None if split is REPLICATED else plan_split(path, tuple(kept), split, axes)
-    whole = abstract_weight(name, tuple(kept))
-    if whole is not None:
+        sizes[0] //= axes.expert
+    cut = None if split is REPLICATED else plan_split(path, tuple(sizes), split, axes)
+    weight = abstract_weight(name, tuple(sizes))
+    if weight is not None:
         return _tree_bytes(
-            whole if cut is None else jax.eval_shape(lambda x: cut.take_shard(x, 0), whole)
+            weight if cut is None else jax.eval_shape(lambda x: cut.take_shard(x, 0), weight)
         )
     if cut is not None:
-        kept[-1 if split.axis else -2] = cut.shard_size * split.fused_parts
-    return _rebuilt_bytes(checkpoint, path, name, tuple(kept), 1 if cut is None else cut.num_shards)
+        sizes[-1 if split.axis else -2] = cut.shard_size * split.fused_parts
+    return _rebuilt_bytes(
+        checkpoint, path, name, tuple(sizes), 1 if cut is None else cut.num_shards
+    )
 
 
 def _rebuilt_bytes(
@@ -137,8 +142,8 @@ def cache_bytes(step: Step) -> int:
 @functools.cache
 def _slot_bytes(share: ModelConfig, dtype: str) -> tuple[int, int]:
     """Return the bytes of a slot's keys and values in all layers, and of a row's memory."""
-    made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
-    return _tree_bytes((made.tail.k, made.tail.v)), _tree_bytes(made.memory)
+    cache = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
+    return _tree_bytes((cache.tail.k, cache.tail.v)), _tree_bytes(cache.memory)
 
 
 def working_bytes(step: Step) -> int:
@@ -182,6 +187,6 @@ def _expert_bytes(share: ModelConfig, axes: MeshSpec, tokens: int) -> int:
     """Return the bytes of a layer's expert buffers: routed rows, and the rows padded to blocks."""
     if not isinstance(share, MoEConfig):
         return 0
-    rows, own = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
-    width, count = plan_blocks(rows, own)
+    rows, experts = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
+    width, count = plan_blocks(rows, experts)
     return 4 * (rows + width * count) * (2 * share.hidden_size + 3 * share.expert_size)

@@ -75,13 +75,13 @@ def open_store(
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: bool) -> list[str]:
     """Return the changed settings as text: those in `CHANGEABLE`, or the others."""
-    found = []
+    changes = []
     for name in (n for n in {**old, **new} if (n in CHANGEABLE) == changeable):
         pair = old.get(name, "missing"), new.get(name, "missing")
         if pair[0] != pair[1]:
             short = max(map(len, pair)) <= _MAX_SHOWN
-            found.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
-    return found
+            changes.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
+    return changes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -222,8 +222,8 @@ def with_prefix(job: TrainJob, prefix: Sequence[int]) -> TrainJob:
     if not isinstance(job.objective, NextToken):
         raise ConfigError(f"a prefix needs the next-token loss, got {job.objective!r:.60}")
     params = job.lm.params if job.compute_params is None else job.compute_params
-    given = run_prefix(job.lm.model, params, prefix)
-    return dataclasses.replace(job, objective=PrefixLoss(), extra_inputs=given)
+    segments = run_prefix(job.lm.model, params, prefix)
+    return dataclasses.replace(job, objective=PrefixLoss(), extra_inputs=segments)
 
 
 def prompt_tuning(

@@ -200,8 +200,9 @@ def train(
                 pace.start_step()
                 rows = _stack_batches(data, len(records), plan.gradient_accumulation_steps)
                 if prepare is not None:
-                    own = jax.random.fold_in(jax.random.fold_in(key, len(records)), _PREPARE_SALT)
-                    rows = prepare(combine(state.trained, rest), rows, own)
+                    step_key = jax.random.fold_in(key, len(records))
+                    row_key = jax.random.fold_in(step_key, _PREPARE_SALT)
+                    rows = prepare(combine(state.trained, rest), rows, row_key)
                 state, metrics = train_step(state, rest, extra_inputs, rows, key, setup=setup)
                 record = _make_record(len(records) + 1, metrics)
                 pace.end_step(record)

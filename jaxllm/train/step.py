@@ -82,8 +82,8 @@ def init_state(trained: TrainedParams, setup: Setup) -> TrainState:
 
     On a mesh the optimizer state of an array has the sharding of the array.
     """
-    own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
-    state = TrainState(own, setup.optimizer.build().init(own), jnp.zeros((), jnp.int32))
+    arrays = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
+    state = TrainState(arrays, setup.optimizer.build().init(arrays), jnp.zeros((), jnp.int32))
     place = setup.model.cache_sharding
     if place is None:
         return state
@@ -95,17 +95,17 @@ def _canonical_sharding(x: jax.Array) -> jax.sharding.Sharding:
 
     Any other form of the same sharding would make the second step compile again.
     """
-    where = x.sharding
-    if not isinstance(where, NamedSharding):
-        return where
-    sizes = where.mesh.shape
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in where.spec]
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    sizes = sharding.mesh.shape
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
     entries = [tuple(name for name in e if sizes[name] > 1) for e in entries]
     if not any(entries):
-        return NamedSharding(where.mesh, P())
+        return NamedSharding(sharding.mesh, P())
     entries += [()] * (x.ndim - len(entries))
-    said = [None if not e else e[0] if len(e) == 1 else e for e in entries]
-    return NamedSharding(where.mesh, P(*said))
+    axes = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+    return NamedSharding(sharding.mesh, P(*axes))
 
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)
@@ -137,15 +137,15 @@ def train_step(
     def compute_loss(
         trained: TrainedParams, rows: Rows, key: jax.Array
     ) -> tuple[jax.Array, LossOutput]:
-        used, own = jax.random.split(key)
-        params = prepare_weights(combine(trained, still), used, state.step)
-        measured = setup.objective(setup.model, params, extra_inputs, rows, own)
+        weight_key, loss_key = jax.random.split(key)
+        params = prepare_weights(combine(trained, still), weight_key, state.step)
+        measured = setup.objective(setup.model, params, extra_inputs, rows, loss_key)
         return measured.total, measured
 
     def batch_gradient(rows: Rows, number: jax.Array) -> tuple[LossOutput, TrainedParams]:
-        own = jax.random.fold_in(key, number)
+        batch_key = jax.random.fold_in(key, number)
         (_, measured), gradient = jax.value_and_grad(compute_loss, has_aux=True)(
-            state.trained, rows, own
+            state.trained, rows, batch_key
         )
         return measured, gradient
 
@@ -251,8 +251,8 @@ def _freeze(leaf: Any, ndim: int) -> Any:
 
 
 def _has_holes(leaf: Any) -> bool:
-    found = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Placeholder))
-    return any(isinstance(x, Placeholder) for x in found)
+    leaves = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Placeholder))
+    return any(isinstance(x, Placeholder) for x in leaves)
 
 
 def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
@@ -273,10 +273,10 @@ def _multiply(linear: LinearFn, x_RI: jax.Array, weight: Any) -> jax.Array:
     def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
         weight = add_dependency(slope_RO, weight) if isinstance(weight, WeightBase) else weight
         half = x_RI.dtype == jnp.bfloat16
-        kept = jnp.bfloat16 if half else jnp.float32
+        dtype = jnp.bfloat16 if half else jnp.float32
         slope_RI = jax.lax.dot_general(
-            slope_RO.astype(kept),
-            as_weight(weight).to_dense(kept),
+            slope_RO.astype(dtype),
+            as_weight(weight).to_dense(dtype),
             (((1,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )

@@ -147,9 +147,9 @@ def _check_iterable(documents: Any) -> Iterable[Any]:
 
 def _as_array(numbers: "array[int]") -> np.ndarray:
     """View an `array` as a read-only numpy array, without a copy."""
-    found = np.frombuffer(numbers, np.dtype(numbers.typecode))
-    found.setflags(write=False)
-    return found
+    array_N = np.frombuffer(numbers, np.dtype(numbers.typecode))
+    array_N.setflags(write=False)
+    return array_N
 
 
 def split_examples(examples: Examples, fraction: float, seed: int = 0) -> tuple[Examples, Examples]:

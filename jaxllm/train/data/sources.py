@@ -192,13 +192,13 @@ def _messages_example(line: _Line, encoder: TextEncoder, where: str) -> tuple[Ex
     tools = {} if line.tools is None else {"tools": line.tools}
     assert line.messages is not None
     try:
-        found = encode_conversation(template, encoder.required_tokenizer, line.messages, **tools)
+        example = encode_conversation(template, encoder.required_tokenizer, line.messages, **tools)
     except JaxllmError as error:
         raise type(error)(f"{where}: {error}") from None
     if encoder.eos:
         end = np.array(encoder.eos_ids, np.int32)
-        found = Example(np.append(found.token_T, end), np.append(found.loss_mask_T, True))
-    return found, 0
+        example = Example(np.append(example.token_T, end), np.append(example.loss_mask_T, True))
+    return example, 0
 
 
 def _make_example(ids: list[int] | np.ndarray, num_prompt: int) -> Example:
@@ -257,11 +257,11 @@ def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
 
 
 def _line_kind(line: _Line, where: str) -> _Kind:
-    given = {name for name in line.__struct_fields__ if getattr(line, name) is not None}
+    names = {name for name in line.__struct_fields__ if getattr(line, name) is not None}
     for kind in _KINDS:
-        if kind.fields <= given <= kind.fields | kind.optional:
+        if kind.fields <= names <= kind.fields | kind.optional:
             return kind
-    raise TokenError(f"{where} must be {_WANTED}: got {', '.join(sorted(given)) or 'none'}")
+    raise TokenError(f"{where} must be {_WANTED}: got {', '.join(sorted(names)) or 'none'}")
 
 
 def _kind_name(kind: _Kind) -> str:

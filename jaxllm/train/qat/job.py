@@ -56,7 +56,7 @@ def qat(
     floats = dataclasses.replace(lm.model.precision, quantize=None, int8_inputs=dynamic_inputs)
     floats = floats.with_dtype(dtype)
     # `quantize` does not affect training, but it makes the rules part of the run's settings.
-    ran = dataclasses.replace(floats, quantize=freeze_rules(rules))
+    precision = dataclasses.replace(floats, quantize=freeze_rules(rules))
 
     if dynamic_inputs and lm.model.is_sharded:
         raise ConfigError(
@@ -65,21 +65,21 @@ def qat(
     start = lm.model.gather(lm.params)
 
     def prepare_params(params: Params) -> Params:
-        made = prepare(
+        prepared = prepare(
             params, rules, learn_scales=learn_scales, dynamic_inputs=dynamic_inputs,
             observed_params=observed_params,
             learn_input_scales=learn_input_scales, start_step=start_step,
         )  # fmt: skip
-        return lm.model.shard(made)
+        return lm.model.shard(prepared)
 
     def finish(params: Params, directory: Path) -> None:
-        made = convert(lm.model.gather_lazy(params))
-        model = models.build(lm.config, match_precision(made, floats))
+        integers = convert(lm.model.gather_lazy(params))
+        model = models.build(lm.config, match_precision(integers, floats))
         recipe = (*lm.recipe, f"train: qat {rules if isinstance(rules, str) else 'by rules'}")
-        dataclasses.replace(lm, params=made, model=model, recipe=recipe).save(directory)
+        dataclasses.replace(lm, params=integers, model=model, recipe=recipe).save(directory)
 
     return TrainJob(
-        lm=dataclasses.replace(lm, model=lm.model.clone(precision=ran)),
+        lm=dataclasses.replace(lm, model=lm.model.clone(precision=precision)),
         params=prepare_params(start),
         compute_params=None if dtype == "float32" else prepare_params(cast(start, floats)),
         objective=objective or NextToken(),
@@ -186,13 +186,13 @@ def _to_inference(leaf: FakeQuantWeight) -> Weight:
 
 def _observed_qparams(observed_params: Params) -> dict[str, InputQParams]:
     """Return the input scales and zero points by path. Raises ConfigError if there are none."""
-    found = {
+    qparams = {
         path: InputQParams(leaf.input_step, leaf.input_zero)
         for path, leaf in flatten(observed_params)
         if isinstance(leaf, IntWeight)
         and leaf.input_step is not None
         and leaf.input_zero is not None
     }
-    if not found:
+    if not qparams:
         raise ConfigError("no input ranges were observed: use a recipe with activations: static")
-    return found
+    return qparams
