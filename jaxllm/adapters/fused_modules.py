@@ -111,7 +111,8 @@ def _fuse_group(
     if lora.use_dora and len(members) < len(group.modules):
         raise ConfigError(
             f"DoRA on {', '.join(members)} alone cannot be written for PEFT, where {group.name}"
-            f" also contains other rows. Train all of {', '.join(group.modules)}, or merge the adapter"
+            f" also contains other rows. Train all of {', '.join(group.modules)}, or merge the"
+            " adapter"
         )
     scales = [specs[m].scale for m in members]
     one = len(set(scales)) == 1 and all(np.array_equal(m.a, parts[0].a) for m in parts)
