@@ -135,11 +135,8 @@ def map_layers(
     return changed
 
 
-def run_layerwise(
-    state: ModelState, context: StepContext, name: str, change: Callable[[LayerInputs], Params]
-) -> ModelState:
+def run_layerwise(context: StepContext[Any], name: str, change: Change) -> ModelState:
     """Change each layer once, and save it in the store as soon as it is finished."""
-    assert context.calibration is not None
 
     def change_and_save(layer: LayerInputs) -> Params:
         params = change(layer)
@@ -147,15 +144,15 @@ def run_layerwise(
         return params
 
     params = map_layers(
-        state.model,
-        state.params,
-        context.calibration.token_NT,
+        context.state.model,
+        context.state.params,
+        context.token_NT,
         change_and_save,
         name=name,
         load_finished=lambda number: context.store.get(f"layer{number}"),
         show_progress=context.show_progress,
     )
-    return dataclasses.replace(state, params=params)
+    return dataclasses.replace(context.state, params=params)
 
 
 def match_linears(layer: LayerInputs, rule: str) -> list[tuple[LinearGroup, list[str]]]:

@@ -194,8 +194,9 @@ def _run_step(
 ) -> tuple[ModelState, float]:
     check_step(line, shapes_by_path(state.params))  # earlier steps may have removed its matrices
     start = time.perf_counter()
-    work = StepContext(calibration, store, show_progress, log)
-    result = line.step.run(state, line.argument, line.options, work)
+    result = line.step.run(
+        StepContext(state, line.argument, line.options, calibration, store, show_progress, log)
+    )
     jax.block_until_ready(result.params)
     _check_shapes(result, str(line))
     return result, time.perf_counter() - start

@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from jaxllm import models
 from jaxllm.checkpoints.resume import TensorStore
@@ -47,20 +48,6 @@ class ModelState:
         return models.build(self.config, self.precision)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepContext:
-    """What a step needs besides the model.
-
-    calibration: None only for a step that needs none. store: this step's own, for finished
-    layers. log: called with each log line.
-    """
-
-    calibration: Calibration | None
-    store: TensorStore
-    show_progress: bool | None
-    log: Callable[[str], None]
-
-
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No options; the base class of every method's options."""
 
@@ -71,8 +58,34 @@ class RuleOptions(Options, frozen=True):
     on: str = r"(layers|h)\..*"
 
 
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext(Generic[OptionsT]):
+    """What a step takes.
+
+    argument, options: of its line. calibration: None only for a step that needs none. store: this
+    step's own, for finished layers. log: called with each log line.
+    """
+
+    state: ModelState
+    argument: str
+    options: OptionsT
+    calibration: Calibration | None = None
+    store: TensorStore = dataclasses.field(default_factory=TensorStore)
+    show_progress: bool | None = None
+    log: Callable[[str], None] = lambda _: None
+
+    @property
+    def token_NT(self) -> np.ndarray:
+        """The calibration rows."""
+        assert self.calibration is not None
+        return self.calibration.token_NT
+
+
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter, by path
-Run = Callable[[ModelState, str, Any, StepContext], ModelState]
+Run = Callable[[StepContext[Any]], ModelState]
 
 
 class Argument(NamedTuple):
@@ -85,10 +98,10 @@ class Argument(NamedTuple):
 class Step(NamedTuple):
     """A row of the table: a method, and how its lines are parsed.
 
-    method: "" if the verb has a single method. run: returns the new model from the old one, the
-    argument and the options. argument: None if it takes none. calibrated: whether it needs
-    calibration data. experts: whether it accepts stacks of matrices. check: takes the shapes of the
-    model's parameters, the argument and the options; raises ConfigError if the step does not apply.
+    method: "" if the verb has a single method. run: returns the new model. argument: None if it
+    takes none. supports_experts: whether it accepts stacks of matrices. check: takes the shapes of
+    the model's parameters, the argument and the options; raises ConfigError if the step does not
+    apply.
     """
 
     verb: str

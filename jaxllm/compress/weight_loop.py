@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxllm.compress.layerwise import (
     replace_leaves,
     run_layerwise,
 )
-from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext
+from jaxllm.compress.recipe import ModelState, StepContext
 from jaxllm.models.moe import MoEConfig, route
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.linear import linear
@@ -35,29 +36,23 @@ EXPERTS = "mlp.experts"
 STACK_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def change_by_inputs(
-    state: ModelState,
-    options: RuleOptions,
-    context: StepContext,
-    name: str,
-    prepare: Prepare,
-) -> ModelState:
-    """Change every matrix that the rule matches, given the statistics of its inputs."""
+def change_by_inputs(context: StepContext[Any], name: str, prepare: Prepare) -> ModelState:
+    """Change every matrix that the options' rule matches, given the statistics of its inputs."""
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
-        for site, chosen in match_linears(layer, options.on):
+        for site, chosen in match_linears(layer, context.options.on):
             stats = layer.input_stats(params, site)
             change_weight = prepare(stats, f"{layer.path}.{chosen[0]}")
             for name in chosen:
                 weight = get_module(params, name)["weight"]
                 weight = change_weight(f"{layer.path}.{name}.weight", weight)
                 params = replace_leaves(params, name, weight=weight)
-        if stacks := match_expert_stacks(layer, options.on):
+        if stacks := match_expert_stacks(layer, context.options.on):
             params = change_experts(layer, params, stacks, prepare, context.log)
         return params
 
-    return run_layerwise(state, context, name, change)
+    return run_layerwise(context, name, change)
 
 
 def match_expert_stacks(layer: LayerInputs, rule: str) -> list[str]:

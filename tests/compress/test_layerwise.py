@@ -51,9 +51,8 @@ def run_step(
     read = parse_line(line, STEPS)
     log = (lambda _: None) if messages is None else messages.append
     subject = ModelState(lm.config, lm.params, lm.model.precision)
-    return read.step.run(
-        subject, read.argument, read.options, StepContext(rows, TensorStore(), False, log)
-    )
+    store = TensorStore()
+    return read.step.run(StepContext(subject, read.argument, read.options, rows, store, False, log))
 
 
 def mean_kl(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
@@ -229,8 +228,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
     pruned = run_step(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = run_step(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
     read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    work = StepContext(rows, TensorStore(), False, print)
-    after = read.step.run(pruned, read.argument, read.options, work)
+    after = read.step.run(StepContext(pruned, read.argument, read.options, rows))
     family = models.get_family(lm.config.model_type)
     for made in (pruned, joint, after):
         linear = family.linear_groups[1].linears[0]
@@ -238,7 +236,9 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
             to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
         )
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
-    stored = formats.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
+    stored = formats.store(
+        StepContext(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")))
+    )
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
         np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
         assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
@@ -256,8 +256,7 @@ def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any)
     base = mean_kl(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
         read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
-        work = StepContext(rows, TensorStore(), False, print)
-        made = read.step.run(plain, "", read.options, work)
+        made = read.step.run(StepContext(plain, "", read.options, rows))
         assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
     with pytest.raises(ConfigError, match="is not int8"):

@@ -13,7 +13,7 @@ import jaxllm
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
 from jaxllm.compress.pipeline import build_model, initial_state, make_store, run_steps
-from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
+from jaxllm.compress.recipe import ModelState, Recipe, Step, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import lock_file
@@ -137,10 +137,9 @@ class Killed(BaseException):
     """An interrupt that no handler catches."""
 
 
-def drop_last_layer(
-    subject: ModelState, argument: str, options: Any, work: StepContext
-) -> ModelState:
+def drop_last_layer(work: StepContext[Any]) -> ModelState:
     """Drop the last layer, so that the journal has to store another configuration."""
+    subject = work.state
     count = subject.config.num_hidden_layers - 1
     config = dataclasses.replace(subject.config, num_hidden_layers=count)
     params = {name: x for name, x in subject.params.items() if name != f"layers.{count}"}
@@ -298,10 +297,8 @@ def test_rule_matching_dropped_layer_is_refused(lm: LM) -> None:
 def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
     """A step whose parameters do not match its configuration raises an error."""
 
-    def broken(
-        subject: ModelState, argument: str, options: Options, work: StepContext
-    ) -> ModelState:
-        return dataclasses.replace(subject, params=drop_last_layer(subject, "", None, work).params)
+    def broken(work: StepContext[Any]) -> ModelState:
+        return dataclasses.replace(work.state, params=drop_last_layer(work).params)
 
     lines = parse_lines(
         ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)

@@ -43,9 +43,9 @@ class AwqOptions(RuleOptions, frozen=True):
     keep: str = r".*(q_proj|k_proj|c_attn)"
 
 
-def awq(state: ModelState, argument: str, options: AwqOptions, context: StepContext) -> ModelState:
+def awq(context: StepContext[AwqOptions]) -> ModelState:
     """Quantize to integers, with channels scaled so that important ones lose less."""
-    to = parse_integer_format(argument)
+    to, options = parse_integer_format(context.argument), context.options
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
@@ -62,7 +62,7 @@ def awq(state: ModelState, argument: str, options: AwqOptions, context: StepCont
                 params = replace_leaves(params, linear, weight=leaf)
         return params
 
-    return run_layerwise(state, context, f"AWQ, {to.name}", change)
+    return run_layerwise(context, f"AWQ, {to.name}", change)
 
 
 def search_scale(

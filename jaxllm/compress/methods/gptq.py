@@ -36,11 +36,9 @@ class GptqOptions(RuleOptions, frozen=True):
     damping: Fraction = 0.01
 
 
-def gptq(
-    state: ModelState, argument: str, options: GptqOptions, context: StepContext
-) -> ModelState:
+def gptq(context: StepContext[GptqOptions]) -> ModelState:
     """Quantize to integers column by column; later columns compensate earlier errors."""
-    to = parse_integer_format(argument)
+    to, options = parse_integer_format(context.argument), context.options
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
         factor = factor_inputs(stats, where, options.damping, context.log, options.act_order)
@@ -55,7 +53,7 @@ def gptq(
 
         return change
 
-    return change_by_inputs(state, options, context, f"GPTQ, {to.name}", prepare)
+    return change_by_inputs(context, f"GPTQ, {to.name}", prepare)
 
 
 def check_gptq(shapes: Shapes, argument: str, options: GptqOptions) -> None:

@@ -87,12 +87,11 @@ class AsvdOptions(FactorOptions, frozen=True):
     alpha: Fraction = 0.5
 
 
-def svd(
-    state: ModelState, argument: str, options: FactorOptions, context: StepContext
-) -> ModelState:
+def svd(context: StepContext[FactorOptions]) -> ModelState:
     """Replace matrices by the low-rank factors nearest to the weights."""
+    state, options = context.state, context.options
     leaves = match_weights(state.params, options.on, "factor: svd")
-    budget = parse_rank_budget(argument)
+    budget = parse_rank_budget(context.argument)
     with steps_bar("SVD", len(leaves), context.show_progress) as done:
 
         def decompose(weight: Weight) -> SVDResult:
@@ -110,7 +109,7 @@ def svd(
                 return leaf
             spectrum = decompose(leaf)
             rank = ranks[path] if ranks else budget.rank_for(spectrum.sigma_R, spectrum.shape)
-            return _factor_weight(path, leaf, spectrum, rank, options, context)
+            return _factor_weight(path, leaf, spectrum, rank, context)
 
         return dataclasses.replace(state, params=map_leaves(change, state.params))
 
@@ -137,39 +136,30 @@ def check_factors(shapes: Shapes, argument: str, options: FactorOptions) -> None
 
 
 def factor_by_inputs(
-    name: str,
-    decompose: Decompose,
-    state: ModelState,
-    argument: str,
-    options: FactorOptions,
-    context: StepContext,
+    name: str, decompose: Decompose, context: StepContext[FactorOptions]
 ) -> ModelState:
     """Replace matrices by the low-rank factors that `decompose` finds, given their inputs."""
-    budget, ranks = parse_rank_budget(argument), None
-    if options.ranks == "spread":
-        sigmas = _collect_sigmas(name, decompose, state, options, context)
-        ranks = budget.allocate(sigmas, shapes_by_path(state.params))
+    budget, ranks = parse_rank_budget(context.argument), None
+    if context.options.ranks == "spread":
+        sigmas = _collect_sigmas(name, decompose, context)
+        ranks = budget.allocate(sigmas, shapes_by_path(context.state.params))
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
         def change(path: str, weight: Weight) -> Weight:
-            spectrum = decompose(_array(weight), stats, options)
+            spectrum = decompose(_array(weight), stats, context.options)
             rank = ranks[path] if ranks else budget.rank_for(spectrum.sigma_R, spectrum.shape)
-            return _factor_weight(path, weight, spectrum, rank, options, context)
+            return _factor_weight(path, weight, spectrum, rank, context)
 
         return change
 
-    return change_by_inputs(state, options, context, name, prepare)
+    return change_by_inputs(context, name, prepare)
 
 
 def _collect_sigmas(
-    name: str,
-    decompose: Decompose,
-    state: ModelState,
-    options: FactorOptions,
-    context: StepContext,
+    name: str, decompose: Decompose, context: StepContext[FactorOptions]
 ) -> dict[str, np.ndarray]:
     """Return the singular values by path, with inputs computed by the unchanged model."""
-    assert context.calibration is not None
+    state, options = context.state, context.options
     sigmas: dict[str, np.ndarray] = {}
 
     def record_spectra(layer: LayerInputs) -> Params:
@@ -183,7 +173,7 @@ def _collect_sigmas(
     map_layers(
         state.model,
         state.params,
-        context.calibration.token_NT,
+        context.token_NT,
         record_spectra,
         name=f"{name}: ranks",
         show_progress=context.show_progress,
@@ -196,8 +186,7 @@ def _factor_weight(
     weight: Weight,
     spectrum: SVDResult,
     rank: int | None,
-    options: FactorOptions,
-    context: StepContext,
+    context: StepContext[FactorOptions],
 ) -> Weight:
     """Return the factors; or the weight itself, with a log line, if they would not be smaller."""
     if rank is None:
@@ -205,7 +194,7 @@ def _factor_weight(
     if not saves_numbers(spectrum.shape, rank):
         context.log(f"{path}: rank {rank} of {spectrum.shape} saves nothing, kept dense")
         return weight
-    return as_factored(spectrum, rank, options.format or weight_format(weight))
+    return as_factored(spectrum, rank, context.options.format or weight_format(weight))
 
 
 def _array(weight: Weight) -> np.ndarray:

@@ -30,11 +30,9 @@ class SparseGptOptions(RuleOptions, frozen=True):
     damping: Fraction = 0.01
 
 
-def sparsegpt(
-    state: ModelState, argument: str, options: SparseGptOptions, context: StepContext
-) -> ModelState:
+def sparsegpt(context: StepContext[SparseGptOptions]) -> ModelState:
     """Zero the weights that cost least; later columns compensate."""
-    sparsity = parse_sparsity(argument)
+    sparsity, options = parse_sparsity(context.argument), context.options
     to = parse_integer_format(options.quantize) if options.quantize else None
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
@@ -49,7 +47,7 @@ def sparsegpt(
 
         return change
 
-    return change_by_inputs(state, options, context, f"SparseGPT, {sparsity.name}", prepare)
+    return change_by_inputs(context, f"SparseGPT, {sparsity.name}", prepare)
 
 
 def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGptOptions) -> None:

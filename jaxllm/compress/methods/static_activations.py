@@ -47,10 +47,9 @@ class StaticInputOptions(RuleOptions, frozen=True):
 RANGES = ("minmax", "average", "percentile", "histogram", "grid")
 
 
-def static_inputs(
-    state: ModelState, argument: str, options: StaticInputOptions, context: StepContext
-) -> ModelState:
+def static_inputs(context: StepContext[StaticInputOptions]) -> ModelState:
     """Round inputs of int8 weights to int8, with one scale and zero point per linear."""
+    options = context.options
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
@@ -67,7 +66,7 @@ def static_inputs(
                 params = replace_leaves(params, linear, weight=weight)
         return params
 
-    return run_layerwise(state, context, f"input ranges, {options.range}", change)
+    return run_layerwise(context, f"input ranges, {options.range}", change)
 
 
 def check_static(shapes: object, argument: str, options: StaticInputOptions) -> None:

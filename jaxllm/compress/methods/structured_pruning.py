@@ -34,20 +34,18 @@ class GroupOptions(Options, frozen=True):
     by: Salience = "inputs"
 
 
-def drop_groups(
-    kind: Kind, state: ModelState, argument: str, options: GroupOptions, context: StepContext
-) -> ModelState:
+def drop_groups(kind: Kind, context: StepContext[GroupOptions]) -> ModelState:
     """Drop key/value heads with the query heads that share them, or channels of the MLPs."""
-    assert context.calibration is not None
+    state = context.state
     total = group_count(state.config, kind)
-    count = count_removed(total, parse_amount(argument), kind)
+    count = count_removed(total, parse_amount(context.argument), kind)
     narrow_config(state.config, kind, total - count)  # raises before the work
     salience_LG = measure_salience(
         state.model,
         state.params,
         kind,
-        options.by,
-        context.calibration.token_NT,
+        context.options.by,
+        context.token_NT,
         show_progress=context.show_progress,
     )
     keep = keep_most_salient(salience_LG, count)
