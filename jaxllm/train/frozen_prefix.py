@@ -82,7 +82,7 @@ class PrefixLoss:
     with the begin-of-text token, documents should not.
 
     Args of a call:
-      given: the segments of the prefix (`run_prefix`), or None.
+      extra_inputs: the segments of the prefix (`run_prefix`), or None.
 
     Raises ConfigError, at compile time, for int8 caches, which have no gradient.
     """

@@ -41,12 +41,13 @@ class TrainJob:
     """A training job.
 
     Attributes:
-      lm, params: the model, and its parameters at the start. compute_params: the parameters in the
-      compute dtype, if it differs; master weights are float32 anyway.
+      lm, params: the model, and its parameters at the start.
+      compute_params: the parameters in the compute dtype, if it differs; master weights are float32
+        anyway.
       rules: which parameters are trained.
       extra_inputs: further arrays for the objective.
       finish: writes the result into a directory.
-      data, held_out: replace those of `run_job`, if a teacher's outputs were added to them.
+      data, eval_data: replace those of `run_job`, if a teacher's outputs were added to them.
     """
 
     lm: LM

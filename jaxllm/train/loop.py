@@ -129,8 +129,7 @@ def train(
     """Train parameters on data; the given arrays are not modified.
 
     Args:
-      rules, like: which parameters are trained and their compute dtype, as in
-      `partition.partition`.
+      rules, compute_params: as in `partition.partition`.
       extra_inputs: further arrays for the objective.
       eval_data: validation data.
       prepare: a pure function that changes rows on the host before a step (on-policy samples, say).

@@ -36,7 +36,7 @@ class Objective(Protocol):
     """A frozen dataclass, whose fields are static in the compiled step.
 
     Args of a call:
-      given: further arrays that it needs, an argument of the compiled step.
+      extra_inputs: further arrays that it needs, an argument of the compiled step.
       key: for its random numbers.
     """
 
@@ -59,9 +59,9 @@ def forward(
     Models with a compressive memory need one document a row (`Dataset.check`).
 
     Args:
-      segments: cache segments that all documents attend to. gather_logits: on a mesh, gather the
-      logits of the whole vocabulary on every device. Losses do not
-        need it: they sum over sharded logits.
+      segments: cache segments that all documents attend to.
+      gather_logits: on a mesh, gather the logits of the whole vocabulary on every device. Losses do
+        not need it: they sum over sharded logits.
       options: other arguments of `steps.forward`.
     """
     if model.config.segment_length is None:

@@ -45,7 +45,7 @@ def identity_path(path: str) -> tuple[str | None, ...]:
 def trainable_params(params: Mapping[str, Any]) -> TrainedParams:
     """Return the arrays that training can change, by path and in their own dtypes.
 
-    These are all float arrays; of a weight type only the fields that its `trained` lists.
+    These are all float arrays; of a weight type only its `trainable_fields`.
     """
     arrays = dict(_iter_trainable(params, ""))
     return {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
@@ -74,8 +74,7 @@ def partition(
 
     Args:
       rules: rows `(regex, train)` over the paths of `trainable_params`, as in `weights.paths`. The
-          first
-        match decides; parameters without a match are frozen.
+        first match decides; parameters without a match are frozen.
       compute_params: the same parameters in the compute dtype, if it differs from that of `params`.
       names: on a mesh, maps a path to the paths that the rules match.
 

@@ -151,7 +151,7 @@ def _lazy_unsharded(
 
 
 def _place_like(array: Any, like: jax.Array) -> jax.Array:
-    """Put a host array where `sharded` is, with its dtype."""
+    """Put a host array where `like` is, with its dtype."""
     mine = array.astype(like.dtype)
     if is_multiprocess():
         return jax.make_array_from_callback(mine.shape, like.sharding, lambda index: mine[index])

@@ -61,7 +61,7 @@ class ExampleBuilder:
         self._counts: bytearray | None = None
 
     def extend(self, token_T: Any, loss_mask_T: Any = None) -> None:
-        """Append tokens to the current example. counts_T: which are learned; default: all."""
+        """Append tokens to the current example. loss_mask_T: which are learned; default: all."""
         ids = as_token_array(f"example {len(self._begin) - 1}", token_T)
         if loss_mask_T is not None and self._counts is None:
             self._counts = bytearray(b"\1") * len(self._tokens)

@@ -42,9 +42,7 @@ class TextEncoder(NamedTuple):
         return self.required_tokenizer.encode(text)
 
     def encode_long(self, text: str) -> np.ndarray:
-        """Encode a text of any length as a file is: beyond `cutting.MAX_PIECE_BYTES` bytes in
-        pieces, to bound memory.
-        """
+        """Encode a text as a file is: beyond `MAX_PIECE_BYTES` bytes in pieces, to bound memory."""
         if len(text) <= MAX_PIECE_BYTES:
             return np.array(self.encode(text), np.int32)
         try:
@@ -207,9 +205,10 @@ def _make_example(ids: list[int] | np.ndarray, num_prompt: int) -> Example:
 
 
 class _Kind(NamedTuple):
-    """A kind of line, with required and optional (`optional`) fields.
+    """A kind of line.
 
-    `num_prompt` returns the example, and 1 if prompt and completion share a token.
+    fields, optional: required and optional fields. read: returns the example, and 1 if prompt and
+    completion share a token.
     """
 
     fields: frozenset[str]

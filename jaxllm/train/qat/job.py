@@ -104,13 +104,12 @@ def prepare(
     """Replace each matrix that `rules` quantize by a `FakeQuantWeight`.
 
     Args:
-      rules: as in `weights.quantize.quantize`, with integer formats. learn_scales: train the
-      scales, starting from those of rounding to nearest; otherwise each step
-        computes them from the weights.
+      rules: as in `weights.quantize.quantize`, with integer formats.
+      learn_scales: train the scales, starting from those of rounding to nearest; otherwise each
+        step computes them from the weights.
       dynamic_inputs: the model quantizes inputs dynamically (`Precision.int8_inputs`).
       observed_params: the same model quantized with `activations: static` (`jaxllm.compress`); its
-      input
-        scales and zero points are used.
+        input scales and zero points are used.
       learn_input_scales: also train these input scales.
       start_step: the first training step that rounds; earlier ones train the float weights.
 

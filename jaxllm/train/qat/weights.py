@@ -79,8 +79,9 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     Attributes:
       scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
       zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
-      learned. input_qparams: scale and zero point of the inputs, if they are quantized statically
-      (`IntWeight.with_input_grid`).
+        learned.
+      input_qparams: scale and zero point of the inputs, if they are quantized statically
+        (`IntWeight.with_input_grid`).
       step: the scale of `input_qparams`, if it is learned.
       start_step: the first training step that rounds, int32 scalar; None: the first of all.
       is_active: whether to round in this step, a bool scalar; None: yes.
