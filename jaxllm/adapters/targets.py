@@ -25,8 +25,8 @@ class TargetModule(NamedTuple):
     """A module that can have an adapter.
 
     path: parameter path of its weight; for a tied head, that of the token embedding. name: Hugging
-    Face's name. site: which use of the weight the adapter changes. shape: `(O, I)`. fused_name: Hugging
-    Face's name of the fused module that contains this one, or "".
+    Face's name. site: which use of the weight the adapter changes. shape: `(O, I)`. fused_name:
+    Hugging Face's name of the fused module that contains this one, or "".
     """
 
     path: str
