@@ -45,8 +45,8 @@ class Settings(RuleOptions, frozen=True):
     scale: float = 1.0
 
 
-def unchanged(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
-    return subject
+def unchanged(work: StepContext[Any]) -> ModelState:
+    return work.state
 
 
 TABLE = (
