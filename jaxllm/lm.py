@@ -12,7 +12,7 @@ from typing import Any, Unpack, overload
 import jax
 import numpy as np
 
-from jaxllm.adapters.load import AdapterPaths, with_loaded_adapters
+from jaxllm.adapters.multi_lora import AdapterPaths, with_loaded_adapters
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.checkpoints import native
 from jaxllm.config.model import ModelConfig

@@ -86,7 +86,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
       document: the calibration text from `read_source`; None for samples.
     """
     from jaxllm.compress.calibration import from_texts, from_tokens
-    from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
+    from jaxllm.data.chunking import ChunkSpec, chunk_rows
 
     length = source.row_length(lm)
     if source.samples is not None:
@@ -100,7 +100,7 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
     else:
         import numpy as np
 
-        calibration = from_tokens(chunk_rows(Pieces([np.array(document, np.int32)]), length, cut))
+        calibration = from_tokens(chunk_rows([np.array(document, np.int32)], length, cut))
     calibration = dataclasses.replace(
         calibration, source={**calibration.source, **about, "seed": source.seed}
     )

@@ -145,17 +145,17 @@ def compress(
     wanted = any(line.step.needs_calibration for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
     parts = parts_dir(target)
-    journal = pipeline.make_journal(lm, calibration, parts, log)
+    store = pipeline.make_store(lm, calibration, parts, log)
     scale, subject = StepEvaluator(lm, loader, not no_speed), pipeline.initial_state(lm)
     _log_low_disk(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
-    with _keep_journal(journal):
-        table = [scale.original_row(journal)]
-        for stage in pipeline.run_steps(lm, lines, calibration, journal, log=log):
+    with _keep_store(store):
+        table = [scale.original_row(store)]
+        for stage in pipeline.run_steps(lm, lines, calibration, store, log=log):
             subject = stage.state or subject
             table.append(scale.step_row(stage))
             log(f"{len(table) - 1} of {len(lines)}: {summarize(table[-1])}")
         pipeline.build_model(lm, lines, subject).save(target)
-        journal.clear()
+        store.clear()
     about = {
         "model": model,
         "dtype": dtype,
@@ -212,13 +212,13 @@ def _log_low_disk(parts: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _keep_journal(journal: "TensorStore") -> Iterator[None]:
+def _keep_store(store: "TensorStore") -> Iterator[None]:
     """Keep finished work if the block fails, and name it in the error; not measurements alone."""
-    with journal.lock():
+    with store.lock():
         try:
             yield
         except JaxllmError as error:
-            if all(".row." in path.name for path in journal.part_paths()):
-                journal.clear()
+            if all(".row." in path.name for path in store.part_paths()):
+                store.clear()
                 raise
-            raise type(error)(f"{error}; finished work is in {journal.directory}") from None
+            raise type(error)(f"{error}; finished work is in {store.directory}") from None

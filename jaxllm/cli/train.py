@@ -84,9 +84,10 @@ def full(
     """
     with spinner("starting"):
         from jaxllm.train import jobs
+        from jaxllm.train.constraints import keep_zeros as find_zeros
         from jaxllm.train.moe_losses import add_router_loss, check_experts
-        from jaxllm.train.partition import ALL_PARAMS, check_rules
-        from jaxllm.train.pipeline_loss import ScheduledLoss
+        from jaxllm.train.objective import ScheduledLoss
+        from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
         checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
         check_experts(checked.checkpoint.config, router_loss, capacity)
@@ -98,7 +99,7 @@ def full(
     scheduled = None if pipeline is None else ScheduledLoss(pipeline, microbatches)
     if scheduled is not None:
         scheduled.pipeline_loss(lm.model)
-    kept = jobs.zeros_constraint(lm, rules) if keep_zeros else None
+    kept = find_zeros(trainable_params(lm.params), rules) if keep_zeros else None
     job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")
@@ -151,7 +152,7 @@ def lora(
         from jaxllm.adapters.targets import resolve_targets
         from jaxllm.cli.lora import parse_layers, parse_modules, parse_patterns
         from jaxllm.files import read_text
-        from jaxllm.train import jobs, prompt_jobs
+        from jaxllm.train import frozen_prefix, jobs
         from jaxllm.train.moe_losses import add_router_loss, check_experts
 
         config = LoraConfig(
@@ -174,7 +175,7 @@ def lora(
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if text is None else lm.encode(text)
     job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    job = prompt_jobs.with_prefix(job, before) if before else job
+    job = frozen_prefix.with_prefix(job, before) if before else job
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(
         lm, job, target, options, checked, f"an adapter of {model}", reserved_tokens=len(before)
@@ -199,12 +200,12 @@ def prompt(
       entries: Train keys and values (prefix tuning), not embeddings.
     """
     with spinner("starting"):
-        from jaxllm.train import prompt_jobs
+        from jaxllm.train import frozen_prefix
 
         checked = check_run(model, target, options, 3e-3, None)
     lm = load_training_model(model, options)
     tokens = lm.encode(begin)
-    job = prompt_jobs.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
+    job = frozen_prefix.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
     run_training(
         lm, job, target, options, checked, f"a prompt for {model}", reserved_tokens=len(tokens)
     )
@@ -235,8 +236,7 @@ def qat(
     """
     with spinner("starting"):
         from jaxllm.cli.quantize import read_rules
-        from jaxllm.train.qat.job import qat as job_of
-        from jaxllm.train.qat.prepare import check_formats
+        from jaxllm.train.qat.job import check_formats, qat as job_of
 
         if options.fsdp:
             raise ConfigError(

@@ -302,8 +302,8 @@ def _read_data(
 ) -> tuple[Any, Any]:
     """Return the training rows, and the evaluation rows or None."""
     from jaxllm.train.data.dataset import Dataset
+    from jaxllm.train.data.examples import split_examples
     from jaxllm.train.data.sources import TextEncoder, read_examples
-    from jaxllm.train.data.split import split_examples
     from jaxllm.train.frozen_prefix import check_context
 
     writing = TextEncoder(lm.tokenizer, lm.chat_template)

@@ -78,7 +78,7 @@ class StepEvaluator:
 
     def step_row(self, result: StepResult) -> Row:
         """Return the row of a step; an earlier run's measurements on the same data are reused."""
-        return self._load_or_measure(str(result.line), result.state, result.seconds, result.journal)
+        return self._load_or_measure(str(result.line), result.state, result.seconds, result.store)
 
     def measure(self, step: str, state: ModelState, seconds: float | None = None) -> Row:
         """Measure a model. Raises what `divergence` raises.

@@ -85,12 +85,12 @@ def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
 def test_random_rows_start_uniformly(tokenizer: Tokenizer) -> None:
     """Each possible start of a row is equally likely, also if the text consists of pieces."""
     ids = list(range(300, 330))
-    source = chunking.Pieces([np.array(ids, np.int32)])
+    source = [np.array(ids, np.int32)]
     rows = chunking.chunk_rows(source, 27, ChunkSpec(width=27, rows=400, seed=0))
     counts = np.bincount(rows[:, 0] - 300)
     assert len(counts) == 4
     assert np.abs(counts - 100).max() < 4 * np.sqrt(400 * 0.25 * 0.75)
-    split = chunking.Pieces([np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)])
+    split = [np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)]
     rows = chunking.chunk_rows(split, 27, ChunkSpec(width=27, rows=50, seed=0))
     assert sorted({int(row[0]) for row in rows}) == [300, 301, 302, 303]
 

@@ -12,7 +12,7 @@ from jaxllm.cli.calibration import CalibrationSource, calibrate, read_source, sa
 from jaxllm.compress import registry
 from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.pipeline import compress
-from jaxllm.compress.recipe import ModelState, Step
+from jaxllm.compress.recipe import ModelState, Step, StepContext
 from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
@@ -33,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("demo_names")
 SEEN: list[Calibration] = []
 
 
-def calibrated(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
+def calibrated(work: StepContext[Any]) -> ModelState:
     SEEN.append(work.calibration)
-    return halve(subject, argument, options, work)
+    return halve(work)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_failed_step_leaves_no_files(
 ) -> None:
     """A step that fails before anything is finished leaves no files."""
 
-    def fails(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
+    def fails(work: StepContext[Any]) -> ModelState:
         raise NonFiniteError("layers.0 makes NaN of the text")
 
     command = ("compress", "demo:llama", tmp_path / "o", "--no-speed", "--step")

@@ -19,7 +19,7 @@ from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
-from jaxllm.train.qat.prepare import prepare
+from jaxllm.train.qat.job import prepare
 from jaxllm.weights.formats import as_format, to_dense, weight_format
 from jaxllm.weights.paths import flatten, map_leaves
 from jaxllm.weights.types.int_weight import parse

@@ -47,8 +47,9 @@ def run_step(lm: jaxllm.LM, line: str, rows: Any, subject: ModelState | None = N
     """Run a step of a recipe on a model, or on the state that another step has left."""
     read = parse_line(line, STEPS)
     subject = subject or ModelState(lm.config, lm.params, lm.model.precision)
-    work = StepContext(rows, TensorStore(), False, print)
-    return read.step.run(subject, read.argument, read.options, work)
+    return read.step.run(
+        StepContext(subject, read.argument, read.options, rows, TensorStore(), False, print)
+    )
 
 
 def mean_kl(lm: jaxllm.LM, made: ModelState, tokens: np.ndarray) -> float:
@@ -179,11 +180,10 @@ def test_awq_beats_rounding_and_protects_large_channels(
         )
         moments = stage.input_stats(params, site)
         widened.clear()
-        found = search_scale(stage, params, site, moments, to)
+        best_I = search_scale(stage, params, site, moments, to)
         assert widened.count(8) == 1  # once for all that is tried
-        assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
-        scale_I = found.scale_I[None]
+        scale_I = best_I[None]
         plain, guarded = (
             np.abs(np.asarray(q - weight))[:, 7].mean()
             for q in (
@@ -191,7 +191,7 @@ def test_awq_beats_rounding_and_protects_large_channels(
                 to.quantize(weight * scale_I).to_dense() / scale_I,
             )
         )
-        assert found.ratio > 0 and guarded < plain
+        assert (best_I != 1).any() and guarded < plain
         checked.append(stage.number)
         return stage.params
 

@@ -20,6 +20,7 @@ from jaxllm.compress.recipe import (
     Options,
     RuleOptions,
     Step,
+    StepContext,
     check_repeats,
     parse_line,
     parse_lines,
@@ -43,8 +44,8 @@ class Settings(RuleOptions, frozen=True):
     scale: float = 1.0
 
 
-def unchanged(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
-    return subject
+def unchanged(work: StepContext[Any]) -> ModelState:
+    return work.state
 
 
 TABLE = (
@@ -173,7 +174,7 @@ def test_rtn_quantizes_inside_composite_weights() -> None:
     params = {"layers.0": {"mlp": {"up_proj": {"weight": WrappedWeight(dense)}}}}
     subject = ModelState(lm.config, params, Precision())
     step = parse_line("quantize: rtn int8", STEPS)
-    made = step.step.run(subject, "int8", step.options, None)  # type: ignore[arg-type]
+    made = step.step.run(StepContext(subject, "int8", step.options))
     leaf = made.params["layers.0"]["mlp"]["up_proj"]["weight"]
     assert isinstance(leaf, WrappedWeight)
     same({"weight": leaf.inner}, jaxllm.quantize({"weight": dense}, "int8"))

@@ -11,8 +11,8 @@ import pytest
 
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration, from_tokens
-from jaxllm.compress.pipeline import build_model, initial_state, make_journal, run_steps
-from jaxllm.compress.recipe import ModelState, Options, Recipe, Step, StepContext, parse_lines
+from jaxllm.compress.pipeline import build_model, initial_state, make_store, run_steps
+from jaxllm.compress.recipe import ModelState, Recipe, Step, StepContext, parse_lines
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import lock_file
@@ -128,10 +128,9 @@ class Killed(BaseException):
     """An interrupt that no handler catches."""
 
 
-def drop_last_layer(
-    subject: ModelState, argument: str, options: Any, work: StepContext
-) -> ModelState:
+def drop_last_layer(work: StepContext[Any]) -> ModelState:
     """Drop the last layer, so that the journal has to store another configuration."""
+    subject = work.state
     count = subject.config.num_hidden_layers - 1
     config = dataclasses.replace(subject.config, num_hidden_layers=count)
     params = {name: x for name, x in subject.params.items() if name != f"layers.{count}"}
@@ -156,7 +155,7 @@ def compress_and_save(
 ) -> list[str]:
     """Compress and save a model; return the layers that had to be computed."""
     done: list[str] = []
-    journal = TensorStore() if parts is None else make_journal(lm, calibration, parts, done.append)
+    journal = TensorStore() if parts is None else make_store(lm, calibration, parts, done.append)
     subject = initial_state(lm)
     with journal.lock():
         for stage in run_steps(lm, recipe(), calibration, journal, log=done.append):
@@ -262,10 +261,8 @@ def test_rule_matching_dropped_layer_is_refused(lm: LM) -> None:
 def test_step_with_inconsistent_parameters_is_refused(lm: LM) -> None:
     """A step whose parameters do not match its configuration raises an error."""
 
-    def broken(
-        subject: ModelState, argument: str, options: Options, work: StepContext
-    ) -> ModelState:
-        return dataclasses.replace(subject, params=drop_last_layer(subject, "", None, work).params)
+    def broken(work: StepContext[Any]) -> ModelState:
+        return dataclasses.replace(work.state, params=drop_last_layer(work).params)
 
     lines = parse_lines(
         ["drop: badly"], (Step("drop", "badly", broken, "", needs_calibration=False),)

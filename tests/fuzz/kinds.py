@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig, init_adapter, write_adapter, write_gguf_adapter
-from jaxllm.adapters.load import with_loaded_adapters
+from jaxllm.adapters.multi_lora import with_loaded_adapters
 from jaxllm.batch_inference.rows import read_rows
 from jaxllm.cache import fork, load_cache, save_cache
 from jaxllm.checkpoints.native import Checkpoint, save, with_params

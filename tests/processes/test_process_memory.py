@@ -67,7 +67,7 @@ join_group(Group(address, 2, int(number)))
 import jax, jaxllm
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.train import jobs
-from jaxllm.train.checkpointing import load_state, save_state
+from jaxllm.train.checkpointing import StateStore
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.sharded_state import StateLayout
@@ -77,12 +77,13 @@ from jaxllm.train.partition import partition
 def measured(path, out):
     lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
     trained, rest = partition(lm.params, names=lm.model.unsharded_paths)
-    form = StateLayout.from_model(lm.model, rest)
+    layout = StateLayout.from_model(lm.model, rest)
     setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
-    state, journal = init_state(trained, setup), TensorStore(out)
-    with journal.lock():
-        save_growth = peak_growth(lambda: save_state(journal, state, {}, form))[1]
-        found, load_growth = peak_growth(lambda: load_state(journal, state, form))
+    state, store = init_state(trained, setup), TensorStore(out)
+    states = StateStore(store, layout, {})
+    with store.lock():
+        save_growth = peak_growth(lambda: states.save(state, {}))[1]
+        found, load_growth = peak_growth(lambda: states.load(state))
         again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
         del found
     export_growth = peak_growth(lambda: lm.save(out / "model"))[1]

@@ -12,10 +12,10 @@ import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
-from jaxllm.train.checkpointing import collect_settings, open_journal
+from jaxllm.train.checkpointing import collect_settings, open_store
+from jaxllm.train.frozen_prefix import prompt_tuning
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.prompt_jobs import prompt_tuning
 from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
@@ -126,5 +126,5 @@ def test_training_digest_is_equal_on_every_mesh(kind: str, tmp_path: Path) -> No
         setup = Setup(job.model, job.objective, Optimizer(steps=1))
         params = job.model.gather(job.params)
         settings = collect_settings(setup, TrainPlan(steps=1))
-        found.add(open_journal(params, job.extra_inputs, settings, tmp_path).digest)
+        found.add(open_store(params, job.extra_inputs, settings, tmp_path).digest)
     assert len(found) == 1

@@ -13,7 +13,7 @@ from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, make_schedu
 from jaxllm.sharding.pipeline.schedule import SCHEDULES
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.losses import cross_entropy
+from jaxllm.train.objective import cross_entropy
 from tests.sharding.test_pipeline import of_layers
 from tests.sharding.test_sharded_logits import texts
 from tests.sharding.tiny_models import largest_difference, shard_model

@@ -17,10 +17,9 @@ from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import build_mesh, parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
-from jaxllm.train.objective import NextToken
+from jaxllm.train.objective import NextToken, ScheduledLoss
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, combine, partition
-from jaxllm.train.pipeline_loss import ScheduledLoss
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.precision import Precision

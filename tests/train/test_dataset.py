@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import Examples, from_examples, from_ids
-from jaxllm.train.data.packing import best_fit
+from jaxllm.train.data.dataset import Dataset, best_fit
+from jaxllm.train.data.examples import Examples, from_examples, from_ids, split_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
-from jaxllm.train.data.split import split_examples
 
 
 def documents(count: int, longest: int, seed: int = 0) -> list[np.ndarray]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.train import loop
+from jaxllm.train.checkpointing import StateStore
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.loop import TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken
@@ -224,18 +224,18 @@ def test_failed_state_write_keeps_previous_state(
 ) -> None:
     """A failed write raises an error, and the run resumes from the previous state."""
     calls: list[int] = []
-    real = loop.save_state
+    real = StateStore.save
 
-    def full(journal: TensorStore, state: Any, *stored: Any) -> None:
+    def full(states: StateStore, state: Any, facts: Any) -> None:
         calls.append(1)
         if len(calls) > 2:
             raise CheckpointError("cannot write state.part: No space left on device")
-        real(journal, state, *stored)
+        real(states, state, facts)
 
-    monkeypatch.setattr(loop, "save_state", full)
+    monkeypatch.setattr(StateStore, "save", full)
     with pytest.raises(CheckpointError, match="No space left"):
         run(tmp_path)
-    monkeypatch.setattr(loop, "save_state", real)
+    monkeypatch.setattr(StateStore, "save", real)
     messages: list[str] = []
     assert bits(run(tmp_path, log=messages.append).params) == bits(run().params)
     assert messages[0] == "resuming after step 2 of 6"

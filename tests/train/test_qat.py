@@ -15,9 +15,8 @@ from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import combine, partition
-from jaxllm.train.qat.gradient import fake_quantize
-from jaxllm.train.qat.prepare import convert, prepare
-from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams
+from jaxllm.train.qat.job import convert, prepare
+from jaxllm.train.qat.weights import FakeQuantWeight, InputQParams, fake_quantize
 from jaxllm.train.step import Setup, eval_step, init_state, train_step
 from jaxllm.weights.formats import as_format, parse_format
 from jaxllm.weights.linear import linear, round_to_int8

@@ -13,11 +13,10 @@ import torch
 from jaxllm.adapters import LoraConfig, attach_new_lora
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows
-from jaxllm.train.frozen import FrozenWeight, freeze_params
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer, decay_mask
 from jaxllm.train.partition import combine, partition, trainable_params
-from jaxllm.train.step import Setup, init_state, train_step
+from jaxllm.train.step import FrozenWeight, Setup, freeze_params, init_state, train_step
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
