@@ -79,7 +79,8 @@ def test_exported_steps_run_without_model_code(exported: Any, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     needed = (
         "errors", "export", "export.runtime", "files", "runtime", "runtime.multihost",
-        "runtime.signals", "runtime.validation", "weights", "weights.lazy", "weights.safetensors",
+        "runtime.schema", "runtime.signals", "runtime.validation", "weights", "weights.lazy",
+        "weights.safetensors",
     )  # fmt: skip
     assert {n for n in done.stdout.split() if not n.startswith("jaxllm.files.")} == {
         f"jaxllm.{name}" for name in needed
