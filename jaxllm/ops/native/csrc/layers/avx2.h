@@ -44,15 +44,19 @@ constexpr int kOffset = 128;
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // as an intrinsic GCC 12 copies the sums
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 }
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
+  add_bytes(sum, w, x);
+  add_bytes(sum, w2, x2);
+}
 #else
 constexpr int kOffset = 0;
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) {
-  const __m256i pairs = _mm256_maddubs_epi16(__m256i(w), __m256i(x));
-  sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
+JAXLLM_INLINE void add_shorts(Ints& sum, __m256i pairs) { sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
-  add_nibbles(sum, Bytes(_mm256_abs_epi8(__m256i(w))), Bytes(_mm256_sign_epi8(__m256i(x), __m256i(w))));
+  add_shorts(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(__m256i(w)), _mm256_sign_epi8(__m256i(x), __m256i(w))));
+}
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
+  add_shorts(sum, _mm256_add_epi16(_mm256_maddubs_epi16(__m256i(w), __m256i(x)),
+                                   _mm256_maddubs_epi16(__m256i(w2), __m256i(x2))));
 }
 #endif
 
@@ -145,10 +149,6 @@ struct Spread {
     if (!two) return _mm256_broadcast_ss(p);
     const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), index);
-  }
-  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
-    const __m128i bits = two ? _mm_insert_epi16(_mm_cvtsi32_si128(p[0]), p[1], 1) : _mm_cvtsi32_si128(p[0]);
-    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(bits)), index);
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     const int first = p[0], second = two ? p[1] : first;
