@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 
 from jaxllm.convert.gptq_packing import unpack_gptq
+from jaxllm.convert.int_pieces import SCALE_DTYPES, make_pieces
 from jaxllm.errors import ConfigError
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
 
 COMPRESSED_TENSORS = "compressed-tensors"
 PACKED_FORMATS, INT_FORMATS = ("pack-quantized",), ("int-quantized", "naive-quantized")
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point")
-_SCALES = ("float16", "bfloat16", "float32")
 _STRATEGIES = ("group", "channel", "tensor")
 
 
@@ -151,8 +150,10 @@ def _choose_format(
     wrong = []
     if scale.shape not in ((rows, groups), (1,), (), (1, 1)) or size * groups != columns:
         wrong.append(f"{stem}.weight_scale has shape {scale.shape}, which does not divide {shape}")
-    if scale.dtype.name not in _SCALES:
-        wrong.append(f"{stem}.weight_scale is {scale.dtype.name}, expected {' or '.join(_SCALES)}")
+    if scale.dtype.name not in SCALE_DTYPES:
+        wrong.append(
+            f"{stem}.weight_scale is {scale.dtype.name}, expected {' or '.join(SCALE_DTYPES)}"
+        )
     ours = [group for group in reversed(GROUP_SIZES) if size % group == 0]
     if groups > 1 and not ours:
         wrong.append(f"{stem}: the group size is {size}, expected a multiple of {GROUP_SIZES}")
@@ -174,48 +175,27 @@ def _make_pieces(
 ) -> dict[str, LazyTensor]:
     """Return the pieces of the leaf, computed when they are read."""
     rows, columns = shape
-    expected = kind.array_specs(shape)
     middle = np.uint8(2 ** (kind.bits - 1))
 
-    def zeros() -> np.ndarray:
+    def read_rows(piece: str) -> np.ndarray:
+        """Read a number for each row and group, or one for all."""
+        stored = found[piece].read()
+        return stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1)
+
+    def read_zeros() -> np.ndarray:
+        if not scheme.is_packed:
+            return read_rows("weight_zero_point").view(np.uint8) ^ middle
         stored = found["weight_zero_point"].read()
-        if scheme.is_packed:
-            numbers = unpack_gptq(np.ascontiguousarray(stored.T), kind.bits)[:, :rows].T
-        else:
-            numbers = stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1)
-            numbers = numbers.view(np.uint8) ^ middle
-        return repeat_groups(numbers, ".zero")
+        return unpack_gptq(np.ascontiguousarray(stored.T), kind.bits)[:, :rows].T
 
-    def data() -> np.ndarray:
+    def read_codes() -> np.ndarray:
         stored = found["weight_packed"].read()
-        codes = unpack_gptq(stored, kind.bits)[:, :columns] if scheme.is_packed else stored
-        if kind.code_dtype == np.int8 and scheme.is_packed:
-            codes = (codes ^ middle).view(np.int8)
-        elif kind.code_dtype == np.uint8 and not scheme.is_packed:
-            codes = codes.view(np.uint8) ^ middle
-        whole = np.full((rows, round_up(columns, bitpack.CHUNK)), kind.zero_code, codes.dtype)
-        if kind.zero_point:  # pad with the code of zero
-            whole = np.repeat(zeros(), kind.group_size(columns), axis=1)
-        whole[:, :columns] = codes
-        packed: np.ndarray = bitpack.pack_codes(whole, kind.bits)
-        return packed
+        if scheme.is_packed:
+            return unpack_gptq(stored, kind.bits)[:, :columns]
+        return stored.view(np.uint8) ^ middle
 
-    def scales() -> np.ndarray:
-        stored = found["weight_scale"].read()
-        return repeat_groups(
-            stored.reshape(-1, stored.shape[-1] if stored.ndim > 1 else 1), ".scale"
-        )
-
-    def repeat_groups(numbers: np.ndarray, name: str) -> np.ndarray:
-        """Repeat the values of the checkpoint's groups for ours."""
-        size, dtype = expected[name]
-        whole = np.zeros([n or 0 for n in size], dtype)
-        count = -(-columns // kind.group_size(columns))
-        whole[:, :count] = np.repeat(numbers, -(-count // numbers.shape[1]), axis=1)[:, :count]
-        return whole
-
-    reads = {".data": data, ".scale": scales, ".zero": zeros}
-    return {
-        name: LazyTensor(np.dtype(dtype), tuple(n or 0 for n in size), reads[name])
-        for name, (size, dtype) in expected.items()
-    }
+    scale = found["weight_scale"]
+    group = columns // (scale.shape[1] if scale.ndim == 2 else 1)
+    return make_pieces(
+        kind, shape, group, read_codes, lambda: read_rows("weight_scale"), read_zeros
+    )

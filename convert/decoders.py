@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxllm.config.model import COMMON_ROPE_FIELDS, ROPE_FIELDS, Rope
 from jaxllm.convert.tables import (
@@ -14,12 +14,9 @@ from jaxllm.convert.tables import (
     divide_exactly,
     read_fields,
     refuse,
-    write_fields,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import DecoderConfig
-
-Config = TypeVar("Config", bound=DecoderConfig)
 
 FIELDS = (
     Field("vocab_size", "vocab_size", REQUIRED),
@@ -53,26 +50,91 @@ ROPE_ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderArchitecture(Architecture):
+    """The table of a family of `jaxllm.models.decoder`.
+
+    Attributes:
+        theta: The default of `rope_theta`.
+        prepare: Changes config.json before its fields are read.
+        derive: Converts fields that differ from ours in more than their names. Called with our
+            fields, the complaints so far, and config.json.
+        finish: Converts fields back. Called with our configuration and config.json's fields.
+    """
+
+    config: type[DecoderConfig]
+    theta: float = 10000.0
+    prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda data: data
+    derive: Callable[[dict[str, Any], list[str], Mapping[str, Any]], None] = lambda *_: None
+    finish: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda config, data: data
+
+    def read_config(self, data: Mapping[str, Any]) -> DecoderConfig:
+        prepared = self.prepare(data)
+        fields, complaints = read_fields(self, prepared)
+        context = fields.get("max_position_embeddings")
+        rope = read_rope(prepared, context, complaints, theta=self.theta)
+        if (
+            rope is not None
+            and rope.partial_rotary_factor
+            and PARTIAL_ROTARY_FACTOR not in self.ignored_fields
+        ):
+            complaints.append(
+                f"{PARTIAL_ROTARY_FACTOR} must be 1 or null, got {rope.partial_rotary_factor}:"
+                " transformers rotates whole heads in this family"
+            )
+        fields["rope"] = rope
+        refuse("config.json", complaints)
+        if fields.get("num_key_value_heads") is None:
+            fields["num_key_value_heads"] = fields["num_attention_heads"]
+        if fields.get("head_dim") is None:
+            fields["head_dim"] = divide_exactly("hidden_size", fields, "num_attention_heads")
+        self.derive(fields, complaints, data)
+        refuse("config.json", complaints)
+        made = self.config(**fields)
+        if "layer_types" not in fields and (stated := data.get("layer_types")) is not None:
+            kinds = ("full_attention", "sliding_attention")
+            meant = [kinds[made.window(i) is not None] for i in range(made.num_hidden_layers)]
+            if stated != meant:
+                complaints.append(
+                    f"layer_types must be null or {meant[0]!r} in every layer, got {stated!r:.60}"
+                )
+        refuse("config.json", complaints)
+        return made
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Return config.json's fields in a spelling that every version of transformers reads.
+
+        Raises ConfigError for head counts that transformers' class refuses.
+        """
+        check_heads(config, self)
+        rope = write_rope(config.rope, config.max_position_embeddings)
+        return self.finish(config, {**super().write_config(config), **rope})
+
+
 def make_table(
     architecture: str,
+    config: type[DecoderConfig],
     *fields: Field,
     allowed_values: Mapping[str, tuple[Any, ...]] | None = None,
     ignored_fields: frozenset[str] = frozenset(),
     omit: tuple[str, ...] = (),
     prefix: str = "model.",
     **options: Any,
-) -> Architecture:
+) -> DecoderArchitecture:
     """Return a family's table.
 
     Args:
         architecture: The prefix of its class names.
+        config: The class of its configurations.
         fields: Fields that extend or replace the common ones.
         omit: Common fields that the family lacks.
-        options: Other arguments of `Architecture`.
+        options: Other arguments of `DecoderArchitecture`.
     """
     own = {f.theirs for f in fields} | {f.ours for f in fields} | set(omit)
     common = tuple(f for f in FIELDS if f.theirs not in own and f.ours not in own)
-    return Architecture(
+    options.setdefault("model_type", config.model_type)
+    return DecoderArchitecture(
+        config=config,
         architectures=(f"{architecture}ForCausalLM", f"{architecture}Model"),
         fields=(*common, *fields),
         allowed_values={**COMMON_ALLOWED, **(allowed_values or {})},
@@ -89,69 +151,7 @@ def make_table(
     )
 
 
-def read_decoder(
-    config: type[Config],
-    table: Architecture,
-    data: Mapping[str, Any],
-    *,
-    theta: float = 10000.0,
-    finish: Callable[[dict[str, Any], list[str]], None] = lambda fields, complaints: None,
-) -> Config:
-    """Return the configuration in a config.json.
-
-    Args:
-        theta: The default of `rope_theta`.
-        finish: Converts fields that differ from ours in more than their names.
-
-    Raises:
-        ConfigError: With everything that is wrong.
-    """
-    fields, complaints = read_fields(table, data)
-    rope = read_rope(data, fields.get("max_position_embeddings"), complaints, theta=theta)
-    if (
-        rope is not None
-        and rope.partial_rotary_factor
-        and PARTIAL_ROTARY_FACTOR not in table.ignored_fields
-    ):
-        complaints.append(
-            f"{PARTIAL_ROTARY_FACTOR} must be 1 or null, got {rope.partial_rotary_factor}:"
-            " transformers rotates whole heads in this family"
-        )
-    fields["rope"] = rope
-    refuse("config.json", complaints)
-    if fields.get("num_key_value_heads") is None:
-        fields["num_key_value_heads"] = fields["num_attention_heads"]
-    if fields.get("head_dim") is None:
-        fields["head_dim"] = divide_exactly("hidden_size", fields, "num_attention_heads")
-    finish(fields, complaints)
-    refuse("config.json", complaints)
-    made = config(**fields)
-    if "layer_types" not in fields and (stated := data.get("layer_types")) is not None:
-        kinds = ("full_attention", "sliding_attention")
-        meant = [kinds[made.window(i) is not None] for i in range(made.num_hidden_layers)]
-        if stated != meant:
-            refuse(
-                "config.json",
-                [f"layer_types must be null or {meant[0]!r} in every layer, got {stated!r:.60}"],
-            )
-    return made
-
-
-def write_decoder(config: DecoderConfig, table: Architecture, model_type: str) -> dict[str, Any]:
-    """Return config.json's fields in a spelling that every version of transformers reads.
-
-    Raises ConfigError for head counts that transformers' class refuses.
-    """
-    check_heads(config, table)
-    return {
-        "architectures": [table.architectures[0]],
-        "model_type": model_type,
-        **write_fields(table, config),
-        **write_rope(config.rope, config.max_position_embeddings),
-    }
-
-
-def check_heads(config: DecoderConfig, table: Architecture) -> None:
+def check_heads(config: DecoderConfig, table: DecoderArchitecture) -> None:
     """Raise ConfigError for a head count that transformers' class refuses.
 
     It requires hidden_size to be a multiple of the head count or, if the table has no head_dim,
@@ -174,19 +174,13 @@ def check_heads(config: DecoderConfig, table: Architecture) -> None:
     )
 
 
-def resolve_layer_types(
-    slides: Callable[[dict[str, Any], int], bool],
-) -> Callable[[dict[str, Any], list[str]], None]:
-    """Return a `finish` for `read_decoder` that derives missing layer_types from `slides`."""
-
-    def finish(fields: dict[str, Any], complaints: list[str]) -> None:
-        count = fields["num_hidden_layers"]
-        if fields["layer_types"] is None and type(count) is int:
-            names = ("full_attention", "sliding_attention")
-            fields["layer_types"] = [names[slides(fields, i)] for i in range(count)]
-        fields["layer_types"] = tuple(fields["layer_types"])
-
-    return finish
+def resolve_layer_types(fields: dict[str, Any], slides: Callable[[int], bool]) -> None:
+    """Derive missing layer_types. slides: whether a layer has a sliding window."""
+    count = fields["num_hidden_layers"]
+    if fields["layer_types"] is None and type(count) is int:
+        names = ("full_attention", "sliding_attention")
+        fields["layer_types"] = [names[slides(i)] for i in range(count)]
+    fields["layer_types"] = tuple(fields["layer_types"])
 
 
 def write_rope(rope: Rope, context: int) -> dict[str, Any]:

@@ -146,3 +146,8 @@ def qkv_rows(config: ModelConfig) -> tuple[int, int, int]:
     """Return the row counts of the query, key and value projections."""
     K = config.num_key_value_heads * config.head_dim
     return (config.num_attention_heads * config.head_dim, K, K)
+
+
+def gate_up_rows(config: ModelConfig) -> tuple[int, int]:
+    """Return the row counts of the gate and up projections."""
+    return config.intermediate_size, config.intermediate_size

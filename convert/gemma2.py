@@ -1,17 +1,14 @@
 """Gemma 2 checkpoints: the table, and fields shared with Gemma 3."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxllm.convert.decoders import (
     ATTENTION_BIAS,
     LAYER_TYPES,
     make_table,
-    read_decoder,
     resolve_layer_types,
-    write_decoder,
 )
-from jaxllm.convert.tables import Architecture, Field
+from jaxllm.convert.tables import Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.gemma2 import Gemma2Config, GemmaConfig
 
@@ -26,32 +23,15 @@ GEMMA_FIELDS = (
 )
 # hidden_act: early files have it besides hidden_activation, but transformers does not read it.
 IGNORED = frozenset({"cache_implementation", "hidden_act"})
-GEMMA2 = make_table(
-    "Gemma2",
-    *GEMMA_FIELDS,
-    Field("max_position_embeddings", "max_position_embeddings", 8192),
-    Field("attn_logit_softcapping", "attn_logit_softcapping", None),
-    Field("final_logit_softcapping", "final_logit_softcapping", None),
-    ignored_fields=IGNORED,
-    heads_divide_width=True,
-)
 SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
-READS = {"gemma2": GEMMA2}
 
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> Gemma2Config:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    every_other = resolve_layer_types(lambda _, i: i % 2 == 0)
-    return read_decoder(Gemma2Config, table, {**SOFT_CAPS, **data}, finish=every_other)
-
-
-def write_gemma(config: GemmaConfig, table: Architecture, model_type: str) -> dict[str, Any]:
-    """Return config.json's fields, with `query_pre_attn_scalar` as the int transformers requires.
+def write_scalar(config: GemmaConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Write `query_pre_attn_scalar` as the int that transformers requires.
 
     Native files of older versions have a float. Raises ConfigError if it is not a whole number.
     """
-    data, scalar = write_decoder(config, table, model_type), config.query_pre_attn_scalar
+    scalar = config.query_pre_attn_scalar
     if int(scalar) != scalar:
         raise ConfigError(
             f"query_pre_attn_scalar is invalid in the Hugging Face format: got {scalar}, expected"
@@ -60,6 +40,17 @@ def write_gemma(config: GemmaConfig, table: Architecture, model_type: str) -> di
     return {**data, "query_pre_attn_scalar": int(scalar)}
 
 
-def write_config(config: Gemma2Config) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    return write_gemma(config, GEMMA2, "gemma2"), GEMMA2
+GEMMA2 = make_table(
+    "Gemma2",
+    Gemma2Config,
+    *GEMMA_FIELDS,
+    Field("max_position_embeddings", "max_position_embeddings", 8192),
+    Field("attn_logit_softcapping", "attn_logit_softcapping", None),
+    Field("final_logit_softcapping", "final_logit_softcapping", None),
+    ignored_fields=IGNORED,
+    heads_divide_width=True,
+    prepare=lambda data: {**SOFT_CAPS, **data},
+    derive=lambda fields, complaints, data: resolve_layer_types(fields, lambda i: i % 2 == 0),
+    finish=write_scalar,
+)
+TABLES = (GEMMA2,)

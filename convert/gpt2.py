@@ -12,7 +12,6 @@ from jaxllm.convert.tables import (
     divide_exactly,
     read_fields,
     refuse,
-    write_fields,
 )
 from jaxllm.models.gpt2 import GPT2Config
 
@@ -30,7 +29,27 @@ FIELDS = (
     Field("scale_attn_by_inverse_layer_idx", "scale_attn_by_inverse_layer_idx", False),
 )
 
-GPT2 = Architecture(
+
+class GPT2Architecture(Architecture):
+    """The table of GPT-2."""
+
+    def read_config(self, data: Mapping[str, Any]) -> GPT2Config:
+        fields, complaints = read_fields(self, data)
+        if data.get("n_ctx") not in (None, data.get("n_positions")):
+            complaints.append(
+                f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}"
+            )
+        refuse("config.json", complaints)
+        head_dim = divide_exactly("hidden_size", fields, "num_attention_heads")
+        if fields["intermediate_size"] is None:
+            fields["intermediate_size"] = 4 * fields["hidden_size"]
+        heads = fields["num_attention_heads"]
+        return GPT2Config(num_key_value_heads=heads, head_dim=head_dim, **fields)
+
+
+GPT2 = GPT2Architecture(
+    model_type="gpt2",
+    config=GPT2Config,
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     fields=FIELDS,
     allowed_values={**COMMON_ALLOWED, "layer_types": ()},
@@ -60,29 +79,4 @@ GPT2 = Architecture(
     prefix="transformer.",
     writes_prefix=False,  # like the published files
 )
-
-
-READS = {"gpt2": GPT2}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> GPT2Config:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    fields, complaints = read_fields(table, data)
-    if data.get("n_ctx") not in (None, data.get("n_positions")):
-        complaints.append(f"n_ctx {data['n_ctx']} differs from n_positions {data['n_positions']}")
-    refuse("config.json", complaints)
-    head_dim = divide_exactly("hidden_size", fields, "num_attention_heads")
-    if fields["intermediate_size"] is None:
-        fields["intermediate_size"] = 4 * fields["hidden_size"]
-    heads = fields["num_attention_heads"]
-    return GPT2Config(num_key_value_heads=heads, head_dim=head_dim, **fields)
-
-
-def write_config(config: GPT2Config) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    data = {
-        "architectures": [GPT2.architectures[0]],
-        "model_type": "gpt2",
-        **write_fields(GPT2, config),
-    }
-    return data, GPT2
+TABLES = (GPT2,)

@@ -3,17 +3,43 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.convert.decoders import make_table, read_decoder, write_decoder
+from jaxllm.convert.decoders import make_table
 from jaxllm.convert.fused_layouts import FusedLayout, qkv_rows
-from jaxllm.convert.tables import Architecture, Field, refuse
+from jaxllm.convert.tables import Field, refuse
 from jaxllm.models.gpt_neox import GPTNeoXConfig
 
 ROPE_ALIASES = {
     "rotary_emb_base": "rope_theta",
     "rotary_pct": "partial_rotary_factor",
 }  # to common names
+
+
+def _rename_rope_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    own = {name: value for name, value in data.items() if name not in ROPE_ALIASES}
+    for theirs, name in ROPE_ALIASES.items():
+        if (value := data.get(theirs)) is None:
+            continue
+        if own.get(name) is None:
+            own[name] = value
+        elif own[name] != value:
+            refuse("config.json", [f"{theirs} {value!r:.40} differs from {name} {own[name]!r:.40}"])
+    settings = [own, own.get("rope_scaling"), own.get("rope_parameters")]
+    if not any(isinstance(s, Mapping) and s.get("partial_rotary_factor") for s in settings):
+        own["partial_rotary_factor"] = 0.25
+    return own
+
+
+def _write_rope_fields(config: GPTNeoXConfig, data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in data.items() if name not in ROPE_ALIASES.values()},
+        "rotary_emb_base": config.rope.rope_theta,
+        "rotary_pct": config.rope.partial_rotary_factor or 1.0,
+    }
+
+
 GPT_NEOX = make_table(
     "GPTNeoX",
+    GPTNeoXConfig,
     Field("hidden_act", "hidden_act", "gelu"),
     Field("layer_norm_eps", "norm_eps", 1e-5),
     Field("attention_bias", "attention_bias", True),
@@ -31,32 +57,7 @@ GPT_NEOX = make_table(
     ),
     prefix="gpt_neox.",
     head="embed_out.weight",
+    prepare=_rename_rope_fields,
+    finish=_write_rope_fields,
 )
-
-READS = {"gpt_neox": GPT_NEOX}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> GPTNeoXConfig:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    own = {name: value for name, value in data.items() if name not in ROPE_ALIASES}
-    for theirs, name in ROPE_ALIASES.items():
-        if (value := data.get(theirs)) is None:
-            continue
-        if own.get(name) is None:
-            own[name] = value
-        elif own[name] != value:
-            refuse("config.json", [f"{theirs} {value!r:.40} differs from {name} {own[name]!r:.40}"])
-    settings = [own, own.get("rope_scaling"), own.get("rope_parameters")]
-    if not any(isinstance(s, Mapping) and s.get("partial_rotary_factor") for s in settings):
-        own["partial_rotary_factor"] = 0.25
-    return read_decoder(GPTNeoXConfig, table, own)
-
-
-def write_config(config: GPTNeoXConfig) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    data = write_decoder(config, GPT_NEOX, "gpt_neox")
-    return {
-        **{name: value for name, value in data.items() if name not in ROPE_ALIASES.values()},
-        "rotary_emb_base": config.rope.rope_theta,
-        "rotary_pct": config.rope.partial_rotary_factor or 1.0,
-    }, GPT_NEOX
+TABLES = (GPT_NEOX,)

@@ -18,16 +18,14 @@ import numpy as np
 
 from jaxllm.convert import compressed_tensors
 from jaxllm.convert.gptq_packing import unpack_awq, unpack_gptq
+from jaxllm.convert.int_pieces import SCALE_DTYPES, make_pieces
 from jaxllm.convert.quantization_config import Scheme
 from jaxllm.weights.formats import Format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.types import bitpack
 from jaxllm.weights.types.act_order import PermutedFormat
-from jaxllm.weights.types.base import round_up
 from jaxllm.weights.types.int_weight import GROUP_SIZES, IntFormat
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-_SCALES = ("float16", "bfloat16", "float32")
 
 
 def list_tensor_names(linears: Iterable[str]) -> set[str]:
@@ -129,7 +127,7 @@ class _Matrix:
         wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
             "qweight": (packed, ("int32",)),
             "qzeros": ((groups, rows * bits // 32), ("int32",)),
-            "scales": ((groups, rows), _SCALES),
+            "scales": ((groups, rows), SCALE_DTYPES),
         }
         needs_groups = self.scheme.act_order and groups > 1
         if not awq and (needs_groups or "g_idx" in self.tensors):
@@ -178,51 +176,27 @@ class _Matrix:
         """Return the pieces of the leaf, computed when they are read."""
         kind = format.inner if isinstance(format, PermutedFormat) else format
         assert isinstance(kind, IntFormat)
-        expected = kind.array_specs(self.shape)
+        columns = self.shape[1]
 
-        def data() -> np.ndarray:
-            codes = self.read_codes()
-            if order is not None:
-                codes = np.take(codes, order, axis=1)  # ten times as fast as indexing
-            rows, columns = self.shape
-            if kind.code_dtype == np.int8:  # code 128 becomes 0
-                codes = (codes ^ np.uint8(128)).view(np.int8)
-            zeros = np.full((rows, round_up(columns, bitpack.CHUNK)), kind.zero_code, codes.dtype)
-            if kind.zero_point:  # pad with the code of zero
-                zeros = np.repeat(zero(), kind.group_size(columns), axis=1)
-            zeros[:, :columns] = codes
-            packed: np.ndarray = bitpack.pack_codes(zeros, kind.bits)
-            return packed
+        def read_codes() -> np.ndarray:
+            words = self.tensors["qweight"].read()
+            awq = self.scheme.method == "awq"
+            codes = unpack_awq(words).T if awq else unpack_gptq(words.T, self.scheme.bits)
+            # np.take is ten times as fast as indexing.
+            return codes if order is None else np.take(codes, order, axis=1)
 
-        def scale() -> np.ndarray:
-            return pad_groups(self._repeat_groups(self.tensors["scales"].read().T, kind), ".scale")
-
-        def zero() -> np.ndarray:
-            return pad_groups(self._repeat_groups(self.read_zeros(), kind), ".zero")
-
-        def pad_groups(some: np.ndarray, name: str) -> np.ndarray:
-            """Pad with groups for the padding columns."""
-            shape, dtype = expected[name]
-            whole = np.zeros([n or 0 for n in shape], dtype)
-            whole[:, : some.shape[1]] = some
-            return whole
-
-        reads = {".data": data, ".scale": scale, ".zero": zero}
-        made = {
-            name: LazyTensor(np.dtype(dtype), tuple(n or 0 for n in shape), reads[name])
-            for name, (shape, dtype) in expected.items()
-        }
+        made = make_pieces(
+            kind,
+            self.shape,
+            min(self.scheme.group_size or columns, columns),
+            read_codes,
+            lambda: self.tensors["scales"].read().T,
+            self.read_zeros,
+        )
         if order is None:
             return made
         pieces = {f".weight{name}": tensor for name, tensor in made.items()}
         return {".order": LazyTensor.from_array(order.astype(np.int32)), **pieces}
-
-    def read_codes(self) -> np.ndarray:
-        """Return the integers, uint8 `[O, I]`."""
-        words = self.tensors["qweight"].read()
-        if self.scheme.method == "awq":
-            return unpack_awq(words).T
-        return unpack_gptq(words.T, self.scheme.bits)
 
     def read_zeros(self) -> np.ndarray:
         """Return the zero points, uint8 `[O, G]`."""
@@ -264,9 +238,3 @@ class _Matrix:
         if group is not None and group < self.shape[1]:
             return 0
         return None if self.scheme.bits == 8 else GROUP_SIZES[-1]
-
-    def _repeat_groups(self, x_OG: np.ndarray, kind: IntFormat) -> np.ndarray:
-        """Repeat the values of the checkpoint's groups for ours, without padding groups."""
-        columns = self.shape[1]
-        size, theirs = kind.group_size(columns), min(self.scheme.group_size or columns, columns)
-        return np.repeat(x_OG, -(-theirs // size), axis=1)[:, : -(-columns // size)]

@@ -39,8 +39,9 @@ from jaxllm.convert.quantization_config import CONFIG_KEY, Scheme, read_scheme
 from jaxllm.convert.quantized_export import export_integers
 from jaxllm.convert.tables import HEAD, Architecture, unknown_fields
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import as_schema, path_exists, path_inside, read_json
+from jaxllm.files import path_exists, path_inside, read_json
 from jaxllm.models import FAMILIES, build, get_family, param_shapes
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors
@@ -63,13 +64,11 @@ class _ModelKind(msgspec.Struct):
     architectures: list[str] | None = None
 
 
-# Each family has a module of the same name with `READS` (tables by model_type), `read_config` and
-# `write_config`.
-FAMILY_MODULES: dict[str, Any] = {name: import_module(f"{__package__}.{name}") for name in FAMILIES}
-READERS: dict[str, tuple[Any, Architecture]] = {
-    theirs: (module.read_config, table)
-    for module in FAMILY_MODULES.values()
-    for theirs, table in module.READS.items()
+# By model_type. Each family has a module of the same name with `TABLES`.
+TABLES: dict[str, Architecture] = {
+    table.model_type: table
+    for name in FAMILIES
+    for table in import_module(f"{__package__}.{name}").TABLES
 }
 
 FORMAT_NAME = "Hugging Face"
@@ -136,7 +135,7 @@ def unread_fields(data: Mapping[str, Any]) -> tuple[str, ...]:
 
     Fields that are known to have no effect are not listed.
     """
-    _, table = READERS[data["model_type"]]
+    table = TABLES[data["model_type"]]
     names = unknown_fields(
         table, {name: value for name, value in data.items() if name != CONFIG_KEY}
     )
@@ -162,10 +161,10 @@ def read_config(
         ConfigError: With every field that is missing or has an unsupported value.
     """
     kind: _ModelKind = as_schema(data, _ModelKind, "config.json", ConfigError)
-    if kind.model_type not in READERS:
+    if kind.model_type not in TABLES:
         raise ConfigError(
             f"config.json: model_type {kind.model_type!r:.40} is not supported"
-            f" (known: {', '.join(READERS)})"
+            f" (known: {', '.join(TABLES)})"
         )
     if data.get(CONFIG_KEY) is not None:  # first, since it may explain other complaints
         _read_quantization(data[CONFIG_KEY])
@@ -173,7 +172,7 @@ def read_config(
         raise ConfigError(
             f"config.json: unknown fields {', '.join(names)}. Drop strict to ignore them"
         )
-    read, table = READERS[kind.model_type]
+    table = TABLES[kind.model_type]
     for name in kind.architectures or ():
         if name not in table.architectures:
             raise ConfigError(
@@ -181,7 +180,19 @@ def read_config(
                 f" causal model ({', '.join(table.architectures)} for {kind.model_type}). If the"
                 " tensors belong to one, write its name there"
             )
-    return read(table, {name: value for name, value in data.items() if name != CONFIG_KEY}), table
+    own = {name: value for name, value in data.items() if name != CONFIG_KEY}
+    return table.read_config(own), table
+
+
+def write_config(config: ModelConfig) -> tuple[dict[str, Any], Architecture]:
+    """Return config.json's fields, and the table that writes the weights.
+
+    Raises ConfigError for a configuration that the format cannot express.
+    """
+    family = config.model_type
+    found = (t for t in TABLES.values() if t.config.model_type == family and t.writes(config))
+    table = next(found)
+    return table.write_config(config), table
 
 
 def write_hf(
@@ -190,7 +201,6 @@ def write_hf(
     *,
     files: Iterable[Path] = (),
     keep: tuple[str, Checkpoint] | None = None,
-    show_progress: bool | None = None,
 ) -> None:
     """Write a Hugging Face directory that transformers loads, atomically.
 
@@ -208,12 +218,9 @@ def write_hf(
     """
     check_output_directory(directory)
     config = checkpoint.config
-    if (
-        config.model_type not in FAMILY_MODULES
-        or type(config) is not get_family(config.model_type).config
-    ):
+    if type(config) not in {table.config for table in TABLES.values()}:
         raise ConfigError(f"{type(config).__name__} cannot be written in the Hugging Face format")
-    data, table = FAMILY_MODULES[config.model_type].write_config(config)
+    data, table = write_config(config)
     export = None
     if keep is not None:
         export = export_integers(keep[1], keep[0], table, _linear_shapes(config))
@@ -237,7 +244,6 @@ def write_hf(
         metadata={"format": "pt"},
         aligned=False,
         files=files,
-        show_progress=show_progress,
     )
 
 

@@ -1,15 +1,13 @@
 """Mixtral checkpoints: the table."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from jaxllm.convert.decoders import SLIDING_WINDOW, make_table, read_decoder, write_decoder
+from jaxllm.convert.decoders import SLIDING_WINDOW, make_table
 from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
-from jaxllm.convert.tables import Architecture, Field
+from jaxllm.convert.tables import Field
 from jaxllm.models.mixtral import MixtralConfig
 
 MIXTRAL = make_table(
     "Mixtral",
+    MixtralConfig,
     SLIDING_WINDOW,
     Field("num_key_value_heads", "num_key_value_heads", 8),
     Field("max_position_embeddings", "max_position_embeddings", 4096 * 32),
@@ -19,16 +17,6 @@ MIXTRAL = make_table(
     ignored_fields=ROUTER_FIELDS,
     aliases={"num_experts": "num_local_experts"},
     layouts=(ExpertLayout("block_sparse_moe", ("w1", "w3", "w2")),),
+    theta=1e6,
 )
-
-READS = {"mixtral": MIXTRAL}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> MixtralConfig:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    return read_decoder(MixtralConfig, table, data, theta=1e6)
-
-
-def write_config(config: MixtralConfig) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    return write_decoder(config, MIXTRAL, "mixtral"), MIXTRAL
+TABLES = (MIXTRAL,)

@@ -1,47 +1,15 @@
 """Phi-3 checkpoints: the table, and its fused linears."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.convert.decoders import SLIDING_WINDOW, make_table, read_decoder, write_decoder
-from jaxllm.convert.fused_layouts import FusedLayout, qkv_rows
-from jaxllm.convert.tables import Architecture, Field
+from jaxllm.convert.decoders import SLIDING_WINDOW, make_table
+from jaxllm.convert.fused_layouts import FusedLayout, gate_up_rows, qkv_rows
+from jaxllm.convert.tables import Field
 from jaxllm.errors import ConfigError
 from jaxllm.models.phi3 import Phi3Config
 
-PHI3 = make_table(
-    "Phi3",
-    SLIDING_WINDOW,
-    Field("max_position_embeddings", "max_position_embeddings", 4096),
-    Field("rms_norm_eps", "norm_eps", 1e-5),
-    ignored_fields=frozenset(
-        {"embd_pdrop", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop"}
-    ),
-    layouts=(
-        FusedLayout(
-            "self_attn.qkv_proj",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            qkv_rows,
-        ),
-        FusedLayout(
-            "mlp.gate_up_proj",
-            ("mlp.gate_proj", "mlp.up_proj"),
-            lambda config: (config.intermediate_size,) * 2,
-        ),
-    ),
-)
 
-READS = {"phi3": PHI3}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> Phi3Config:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    return read_decoder(Phi3Config, table, data)
-
-
-def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    data = write_decoder(config, PHI3, "phi3")
+def _finish_fields(config: Phi3Config, data: dict[str, Any]) -> dict[str, Any]:
     # transformers' class expects divisors for hidden_size / heads, whatever head_dim is.
     divisors = (data["rope_scaling"] or {}).get("short_factor")
     size = config.hidden_size // config.num_attention_heads
@@ -54,4 +22,26 @@ def write_config(config: Phi3Config) -> tuple[dict[str, Any], Architecture]:
         )
     if config.rope.original_max_position_embeddings is not None:
         data["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
-    return data, PHI3
+    return data
+
+
+PHI3 = make_table(
+    "Phi3",
+    Phi3Config,
+    SLIDING_WINDOW,
+    Field("max_position_embeddings", "max_position_embeddings", 4096),
+    Field("rms_norm_eps", "norm_eps", 1e-5),
+    ignored_fields=frozenset(
+        {"embd_pdrop", "original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop"}
+    ),
+    layouts=(
+        FusedLayout(
+            "self_attn.qkv_proj",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            qkv_rows,
+        ),
+        FusedLayout("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), gate_up_rows),
+    ),
+    finish=_finish_fields,
+)
+TABLES = (PHI3,)

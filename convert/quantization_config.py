@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.convert.tables import REQUIRED, Architecture, Field, read_fields, refuse, unknown_fields
+from jaxllm.convert.tables import REQUIRED, Field, FieldTable, read_fields, refuse, unknown_fields
 from jaxllm.errors import ConfigError
 
 CONFIG_KEY = "quantization_config"
@@ -72,42 +72,32 @@ _IGNORED = frozenset(
 
 _FORMATS = ("gptq", "gptq_v2")
 _COMMON = (Field("bits", "bits", REQUIRED), Field("group_size", "group", REQUIRED))
-
-
-def _table(fields: tuple[Field, ...], allowed: Mapping[str, tuple[Any, ...]]) -> Architecture:
-    return Architecture(
-        architectures=(),
-        fields=(*_COMMON, *fields),
-        allowed_values=allowed,
-        ignored_fields=_IGNORED,
-        prefix="",
-        writes_prefix=False,
-    )
-
-
-_GPTQ = _table(
-    (
+_GPTQ = FieldTable(
+    fields=(
+        *_COMMON,
         Field("sym", "symmetric", True),
         Field("desc_act", "act_order", False),
         Field("checkpoint_format", "version", None),
         Field("format", "same_version", None),  # newer files' second name
         Field("dynamic", "dynamic", None),
     ),
-    {
+    allowed_values={
         "awq_gemm_checkpoint": (False,),
         "is_marlin_format": (False,),
         "pack_dtype": ("int32",),
     },
+    ignored_fields=_IGNORED,
 )
-_AWQ = _table(
-    (),
-    {
+_AWQ = FieldTable(
+    fields=_COMMON,
+    allowed_values={
         "version": ("gemm", "GEMM"),
         "format": ("gemm", "GEMM"),
         "zero_point": (True, False),  # the stored zero points decide
         "sym": (True, False),  # transformers writes it for every method
         "desc_act": (False,),
     },
+    ignored_fields=_IGNORED,
 )
 _METHODS = {"gptq": (_GPTQ, (2, 3, 4, 8)), "awq": (_AWQ, (4,))}
 

@@ -3,46 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxllm.convert.decoders import (
-    ATTENTION_BIAS,
-    SLIDING_WINDOW,
-    make_table,
-    read_decoder,
-    write_decoder,
-)
+from jaxllm.convert.decoders import ATTENTION_BIAS, SLIDING_WINDOW, make_table
 from jaxllm.convert.experts import ROUTER_FIELDS, ExpertLayout
 from jaxllm.convert.qwen2 import CONTEXT
-from jaxllm.convert.tables import Architecture, Field
+from jaxllm.convert.tables import Field
 from jaxllm.models.qwen3_moe import Qwen3MoeConfig
 
-QWEN3_MOE = make_table(
-    "Qwen3Moe",
-    CONTEXT,
-    ATTENTION_BIAS,
-    SLIDING_WINDOW,
-    Field("num_key_value_heads", "num_key_value_heads", 4),
-    Field("use_sliding_window", "use_sliding_window", False),
-    Field("num_experts", "num_experts", 128),
-    Field("num_experts_per_tok", "num_experts_per_tok", 8),
-    Field("moe_intermediate_size", "moe_intermediate_size", 768),
-    Field("norm_topk_prob", "norm_topk_prob", False),
-    # Read into mlp_layer_types.
-    Field("decoder_sparse_step", "decoder_sparse_step", 1),
-    Field("mlp_only_layers", "mlp_only_layers", ()),
-    ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
-    aliases={"num_local_experts": "num_experts"},
-    layouts=(ExpertLayout("mlp"),),
-)
 
-READS = {"qwen3_moe": QWEN3_MOE}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> Qwen3MoeConfig:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    return read_decoder(Qwen3MoeConfig, table, data, finish=_finish)
-
-
-def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
+def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
     """Give each `decoder_sparse_step`th layer experts, except for `mlp_only_layers`."""
     if not fields.pop("use_sliding_window"):
         fields["sliding_window"] = None
@@ -59,12 +27,36 @@ def _finish(fields: dict[str, Any], complaints: list[str]) -> None:
         )
 
 
-def write_config(config: Qwen3MoeConfig) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    dense = [i for i in range(config.num_hidden_layers) if not config.is_moe_layer(i)]
+def _write_layers(config: Qwen3MoeConfig, data: dict[str, Any]) -> dict[str, Any]:
     return {
-        **write_decoder(config, QWEN3_MOE, "qwen3_moe"),
+        **data,
         "use_sliding_window": config.sliding_window is not None,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
-    }, QWEN3_MOE
+        "mlp_only_layers": [
+            i for i in range(config.num_hidden_layers) if not config.is_moe_layer(i)
+        ],
+    }
+
+
+QWEN3_MOE = make_table(
+    "Qwen3Moe",
+    Qwen3MoeConfig,
+    CONTEXT,
+    ATTENTION_BIAS,
+    SLIDING_WINDOW,
+    Field("num_key_value_heads", "num_key_value_heads", 4),
+    Field("use_sliding_window", "use_sliding_window", False),
+    Field("num_experts", "num_experts", 128),
+    Field("num_experts_per_tok", "num_experts_per_tok", 8),
+    Field("moe_intermediate_size", "moe_intermediate_size", 768),
+    Field("norm_topk_prob", "norm_topk_prob", False),
+    # Read into mlp_layer_types.
+    Field("decoder_sparse_step", "decoder_sparse_step", 1),
+    Field("mlp_only_layers", "mlp_only_layers", ()),
+    ignored_fields=ROUTER_FIELDS | {"max_window_layers"},
+    aliases={"num_local_experts": "num_experts"},
+    layouts=(ExpertLayout("mlp"),),
+    derive=_resolve_layers,
+    finish=_write_layers,
+)
+TABLES = (QWEN3_MOE,)

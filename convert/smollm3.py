@@ -9,15 +9,36 @@ from jaxllm.convert.decoders import (
     MLP_BIAS,
     SLIDING_WINDOW,
     make_table,
-    read_decoder,
     resolve_layer_types,
-    write_decoder,
 )
-from jaxllm.convert.tables import Architecture, Field
+from jaxllm.convert.tables import Field
 from jaxllm.models.smollm3 import SmolLM3Config
+
+
+def _resolve_layers(fields: dict[str, Any], complaints: list[str], data: Mapping[str, Any]) -> None:
+    count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
+    if fields["turns"] is None:
+        if type(count) is not int or type(interval) is not int or interval < 1:
+            complaints.append(f"no_rope_layer_interval must be positive, got {interval!r:.40}")
+            return
+        fields["turns"] = [(i + 1) % interval != 0 for i in range(count)]
+    turns = fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 in the file
+    if not fields.pop("use_sliding_window"):
+        fields["sliding_window"] = None
+    resolve_layer_types(fields, lambda i: fields["sliding_window"] is not None and not turns[i])
+
+
+def _write_layers(config: SmolLM3Config, data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **data,
+        "no_rope_layers": [int(turns) for turns in config.turns],
+        "use_sliding_window": config.sliding_window is not None,
+    }
+
 
 SMOLLM3 = make_table(
     "SmolLM3",
+    SmolLM3Config,
     ATTENTION_BIAS,
     MLP_BIAS,
     SLIDING_WINDOW,
@@ -28,38 +49,8 @@ SMOLLM3 = make_table(
     Field("no_rope_layers", "turns", None),
     Field("no_rope_layer_interval", "no_rope_layer_interval", 4),
     ignored_fields=frozenset({"max_window_layers"}),
+    theta=2000000.0,
+    derive=_resolve_layers,
+    finish=_write_layers,
 )
-
-READS = {"smollm3": SMOLLM3}
-
-
-def read_config(table: Architecture, data: Mapping[str, Any]) -> SmolLM3Config:
-    """Return the configuration; raise ConfigError with everything that is wrong."""
-    return read_decoder(SmolLM3Config, table, data, theta=2000000.0, finish=_resolve_layers)
-
-
-def _resolve_layers(fields: dict[str, Any], complaints: list[str]) -> None:
-    count, interval = fields["num_hidden_layers"], fields.pop("no_rope_layer_interval")
-    if fields["turns"] is None:
-        if type(count) is not int or type(interval) is not int or interval < 1:
-            complaints.append(f"no_rope_layer_interval must be positive, got {interval!r:.40}")
-            return
-        fields["turns"] = [(i + 1) % interval != 0 for i in range(count)]
-    fields["turns"] = tuple(map(bool, fields["turns"]))  # 0 and 1 in the file
-    if not fields.pop("use_sliding_window"):
-        fields["sliding_window"] = None
-    turns = fields["turns"]
-    resolve_layer_types(lambda f, i: f["sliding_window"] is not None and not turns[i])(
-        fields, complaints
-    )
-
-
-def write_config(config: SmolLM3Config) -> tuple[dict[str, Any], Architecture]:
-    """Return config.json's fields, and the table."""
-    data = write_decoder(config, SMOLLM3, "smollm3")
-    sliding = config.sliding_window is not None
-    return {
-        **data,
-        "no_rope_layers": [int(turns) for turns in config.turns],
-        "use_sliding_window": sliding,
-    }, SMOLLM3
+TABLES = (SMOLLM3,)

@@ -1,8 +1,9 @@
 """Conversion tables, one per architecture, and the reader and writer of config.json's fields."""
 
+import abc
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jaxllm.config.model import ModelConfig
@@ -23,18 +24,34 @@ class Field(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """The table of one architecture: how its checkpoints are read and written.
+class FieldTable:
+    """The fields of a JSON object in a checkpoint.
+
+    Attributes:
+        fields: The rows.
+        allowed_values: Fields that may only have these values, or null, since others change
+            results.
+        ignored_fields: Fields without effect on inference, or read by `read_config`.
+        aliases: Other names of fields, with the name in the table.
+    """
+
+    fields: tuple[Field, ...]
+    allowed_values: Mapping[str, tuple[Any, ...]]
+    ignored_fields: frozenset[str]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture(FieldTable, abc.ABC):
+    """The table of one `model_type`: how its checkpoints are read and written.
 
     A tensor has our parameter's name after a prefix, and its shape, except as listed here.
 
     Attributes:
+        config: The class of our configurations.
+        writes: Whether a configuration of this class is written as this `model_type`.
         architectures: Supported classes; the first one is written. Other classes may have another
             head or attend bidirectionally.
-        fields: The configuration table. allowed_values: Fields that may only have these values, or
-        null, since others change results.
-        ignored_fields: Fields without effect on inference, or read by `read_config`.
-        aliases: Other names of fields, with the name in the table.
         conv1d: Regexes of matrices that the checkpoint stores as `[in, out]` (Conv1D).
         layouts: Matrices that are fused in the checkpoint and separate here, or vice versa.
         buffers: Regexes of buffers, which are not weights.
@@ -45,11 +62,10 @@ class Architecture:
         head: The checkpoint's name of the output matrix; `HEAD` is read too.
     """
 
+    model_type: str
+    config: type[ModelConfig]
+    writes: Callable[[Any], bool] = lambda config: True
     architectures: tuple[str, ...]
-    fields: tuple[Field, ...]
-    allowed_values: Mapping[str, tuple[Any, ...]]
-    ignored_fields: frozenset[str]
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     conv1d: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
     buffers: tuple[str, ...] = ()
@@ -57,6 +73,19 @@ class Architecture:
     writes_prefix: bool
     heads_divide_width: bool = False
     head: str = HEAD
+
+    @abc.abstractmethod
+    def read_config(self, data: Mapping[str, Any]) -> ModelConfig:
+        """Return the configuration; raise ConfigError with everything that is wrong."""
+
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """Return config.json's fields. Raises ConfigError for what the format cannot express."""
+        fields = (field for field in self.fields if hasattr(config, field.ours))
+        return {
+            "architectures": [self.architectures[0]],
+            "model_type": self.model_type,
+            **{field.theirs: getattr(config, field.ours) for field in fields},
+        }
 
     def orient_tensor(self, path: str, tensor: LazyTensor) -> LazyTensor:
         """Convert a tensor from the checkpoint's orientation to ours, or back."""
@@ -140,7 +169,7 @@ COMMON_ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_fields(table: Architecture, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def read_fields(table: FieldTable, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Read the table's fields from a config.json.
 
     Returns:
@@ -172,7 +201,7 @@ def read_fields(table: Architecture, data: Mapping[str, Any]) -> tuple[dict[str,
     return result, complaints
 
 
-def unknown_fields(table: Architecture, data: Mapping[str, Any]) -> list[str]:
+def unknown_fields(table: FieldTable, data: Mapping[str, Any]) -> list[str]:
     """Return the names in a config.json that the table does not know.
 
     Names with a leading underscore are transformers' bookkeeping and are left out.
@@ -194,9 +223,3 @@ def refuse(what: str, complaints: list[str]) -> None:
     """Raise ConfigError with all complaints, if there are any."""
     if complaints:
         raise ConfigError(f"{what}: {'; '.join(complaints)}")
-
-
-def write_fields(table: Architecture, config: ModelConfig) -> dict[str, Any]:
-    """Return the fields by the checkpoint's names, without those that `config` does not have."""
-    fields = (field for field in table.fields if hasattr(config, field.ours))
-    return {field.theirs: getattr(config, field.ours) for field in fields}

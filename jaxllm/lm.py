@@ -12,7 +12,7 @@ from typing import Any, Unpack, overload
 import jax
 import numpy as np
 
-from jaxllm.adapters.load import AdapterPaths, with_loaded_adapters
+from jaxllm.adapters.multi_lora import AdapterPaths, with_loaded_adapters
 from jaxllm.cache.kv import KVCache, init_cache
 from jaxllm.checkpoints import native
 from jaxllm.config.model import ModelConfig
@@ -54,6 +54,7 @@ from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
 from jaxllm.runtime.validation import Dtype
 from jaxllm.sharding import MeshSpec, build_model
+from jaxllm.sharding.sharded_model import shard_model_like, unshard_model
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import as_weight
@@ -65,13 +66,8 @@ from jaxllm.weights.quantize import Rules
 from jaxllm.weights.replica_check import check_replicas
 from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 
-_EMBED_OPTIONS = (
-    "layer",
-    "pooling",
-    "normalize",
-    "batch",
-    "show_progress",
-)  # options of `embeddings`
+# Options of `embeddings`.
+_EMBED_OPTIONS = ("layer", "pooling", "normalize", "batch", "show_progress")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,6 +508,17 @@ load.__doc__ = str(load.__doc__).replace(
         subsequent_indent="    ",
     ),
 )
+
+
+def to_one_device(lm: LM) -> LM:
+    """Return the model for one device, with its parameters gathered on the host of each process."""
+    return dataclasses.replace(lm, model=unshard_model(lm.model), params=lm.model.gather(lm.params))
+
+
+def shard_like(lm: LM, other: LM) -> LM:
+    """Shard a single-device model like another model, if that is on a mesh."""
+    model = shard_model_like(lm.model, other.model)
+    return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 
 
 def _describe_checkpoint(opened: native.Checkpoint, *options: Any) -> dict[str, str]:

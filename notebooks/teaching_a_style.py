@@ -34,9 +34,9 @@ import jaxllm
 from jaxllm.adapters import LoraConfig, extract_adapter, merge_adapter
 from jaxllm.train import jobs
 from jaxllm.train.data.dataset import Dataset
+from jaxllm.train.data.examples import split_examples
 from jaxllm.train.data.rows import IGNORED
 from jaxllm.train.data.sources import TextEncoder, from_texts
-from jaxllm.train.data.split import split_examples
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.weights.formats import to_dense

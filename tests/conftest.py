@@ -129,6 +129,28 @@ def shallow(shallow_demos: Path) -> Callable[[str], Path]:
     return lambda family: shallow_demos / family
 
 
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A directory with the exported steps of a tiny Llama, the model and its parameters.
+
+    The steps take two rows of 4 new tokens, of 13 in total.
+    """
+    from jaxllm.export.command_line import export
+    from tests.tiny_models import random_model
+
+    directory, lm = tmp_path_factory.mktemp("export") / "plain", random_model("llama")
+    export(*lm, directory, num_tokens=4, max_tokens=13, batch=2, write_mlir=True)
+    return directory, *lm
+
+
+@pytest.fixture
+def demo_names(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the first two layers of the demo models under their names, such as demo:llama."""
+    from jaxllm.checkpoints import resolve
+
+    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -148,6 +170,21 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return command
 
 
+def succeed(run: Run, *arguments: object, **options: str | bytes) -> tuple[str, str]:
+    """Run `jaxllm ARGS`, check that it exits with status 0, and return stdout and stderr."""
+    status, out, err = run(*arguments, **options)
+    assert status == 0, (arguments, out, err)
+    return out, err
+
+
+def assert_refused(run: Run, message: str, *arguments: object, **options: str | bytes) -> None:
+    """Check that `jaxllm ARGS` exits with status 1 and one line that contains a message."""
+    status, out, err = run(*arguments, **options)
+    assert (status, out) == (1, ""), (arguments, err)
+    assert message in err, arguments
+    assert err.count("\n") == 1, err
+
+
 @pytest.fixture(scope="session")
 def data() -> Callable[[str], Path]:
     """Return the path of a shared test data folder; skip the test if it is missing."""
@@ -159,3 +196,19 @@ def data() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The matplotlib figures that are saved."""
+    from matplotlib.figure import Figure
+
+    found: list[Any] = []
+    real = Figure.savefig
+
+    def savefig(self: Any, *arguments: Any, **options: Any) -> None:
+        found.append(self)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found

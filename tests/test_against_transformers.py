@@ -3,53 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
 import jaxllm
-from jaxllm.weights.paths import flatten, map_leaves
-from tests.tiny_models import assert_close, load_twin, save_random, tokens
-
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 500.0},
-    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e3,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 40,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-    },
-    "yarn, every setting": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "beta_fast": 20.0,
-        "beta_slow": 2.0,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.3,
-        "truncate": False,
-    },
-    "yarn, attention factor": {
-        "rope_type": "yarn",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "original_max_position_embeddings": 24,
-        "attention_factor": 1.3,
-    },
-}
+from tests.tiny_models import ROPES, assert_close, load_twin, save_random, tokens
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, grouped queries": ("llama", {}),
@@ -69,7 +28,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
     "gpt2, reordered": ("gpt2", {"reorder_and_upcast_attn": True}),
     **{f"llama, rope {name}": ("llama", {"rope_parameters": r}) for name, r in ROPES.items()},
-}
+    "llama, rope yarn, every setting": ("llama", {"rope_parameters": {
+        **ROPES["yarn"], "beta_fast": 20.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3,
+        "truncate": False,
+    }}),
+    "llama, rope yarn, attention factor": (
+        "llama", {"rope_parameters": {**ROPES["yarn"], "attention_factor": 1.3}},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -117,28 +83,6 @@ def test_dynamic_rope_equals_transformers_beyond_trained_length(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("dtype", "bar"), [("bfloat16", 1e-2), ("float16", 5e-3)])
-def test_half_precision_error_is_close_to_transformers(
-    family: str, dtype: str, bar: float, tmp_path: Path
-) -> None:
-    """The error to float32 is at most 1.5 times that of transformers."""
-    save_random(tmp_path, family, spread=0.06)
-    ids = tokens(2, 61)
-    exact = load_twin(tmp_path, "float32").logits(ids)
-    twin = load_twin(tmp_path, dtype)
-    theirs = twin.logits(ids)
-    ours = np.asarray(jaxllm.forward(twin.model, twin.params, None, ids).logits)
-
-    def rms(x: np.ndarray) -> float:
-        return float(np.sqrt(np.mean(np.square(x - exact))))
-
-    scale = max(1.0, float(np.abs(exact).max()))
-    print(dtype, np.abs(ours - theirs).max() / scale, rms(ours), rms(theirs), scale)
-    assert np.abs(ours - theirs).max() <= bar * scale
-    assert rms(ours) <= 1.5 * rms(theirs)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_greedy_64_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     """64 greedy tokens, from generate and from stream, equal transformers."""
     save_random(tmp_path, family)
@@ -157,35 +101,6 @@ def test_greedy_64_tokens_equal_transformers(family: str, tmp_path: Path) -> Non
         step.token_BT for step in jaxllm.stream(twin.model, twin.params, prompt, max_new_tokens=64)
     ]
     np.testing.assert_array_equal(np.concatenate(streamed, axis=1), theirs.numpy())
-
-
-@pytest.mark.parametrize("variant", ["llama, biases", "llama, tied", "gpt2", "gpt2, untied"])
-def test_every_single_tensor_affects_logits(variant: str, tmp_path: Path) -> None:
-    """Perturbing any single parameter tensor changes the logits."""
-    family, changes = VARIANTS[variant]
-    save_random(tmp_path, family, **changes)
-    twin = load_twin(tmp_path)
-    ids = tokens(2, 61)
-    before = jaxllm.forward(twin.model, twin.params, None, ids).logits
-
-    def perturbed_logits(target: str) -> jax.Array:
-        def perturb(path: str, leaf: jax.Array) -> jax.Array:
-            if path != target:
-                return leaf
-            noise = jax.random.normal(jax.random.key(1), leaf.shape, leaf.dtype)
-            return leaf + 0.1 * noise
-
-        params = map_leaves(perturb, twin.params)
-        return jaxllm.forward(twin.model, params, None, ids).logits
-
-    # A key bias adds a constant to all scores of a query (without rotary positions), so GPT-2's
-    # has no effect; it is one tensor with the query and value biases, which have one.
-    unaffected = [
-        path
-        for path, _ in flatten(twin.params)
-        if float(jnp.abs(perturbed_logits(path) - before).max()) < 1e-3
-    ]
-    assert unaffected == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,13 +1,14 @@
 """Arguments of the wrong type, for each public function: an immediate JaxllmError.
 
-A table row is a call with one argument left open, and the kind of that argument. Each kind has a
-list of invalid values. No call gets far enough to compile a step.
+A table row is a valid call and the kinds of its arguments, which invalid values of that kind
+replace one at a time. No call gets far enough to compile a step.
 """
 
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ BIG = np.int64(2**40)
 INVALID: dict[str, list[Any]] = {
     "whole": [None, 1.5, True, "1", BIG, object(), jnp.float32(1)],
     "whole?": [1.5, True, "1", BIG, object(), -1],
+    "count": [None, 1.5, True, "1", 0, object(), jnp.float32(1)],
     "row": [None, 1.5, True, "1", BIG, [0], -1, 9],
     "number": [True, "1", "x", object(), math.nan],
     "rows": [None, [1.7], ["1"], [True, False], [BIG], [2**70], [None], 0, [],
              np.array([0.0, 1.0])],
     "lengths": [[1.7, 1.0], ["1", "1"], [True, True], [1, BIG], 1, [], [1, 2], [0, 1], object()],
-    "positions": [None, 1.5, True, "1", BIG, [None], np.array([1, 1, 1]), np.array([[1]])],
+    "positions": [None, 1.5, True, "1", BIG, [None], np.array([1, 1, 1]), np.array([[1]]),
+                  [1.0, 2.0], jnp.ones(2)],
     "grid": [None, 1.5, True, "1", BIG, [None], np.array([1, 1, 1]), [[1.5]], [[1], [2], [3]]],
     "ids": [None, 5, "text", [[1.5]], [["a"]], [[BIG]], [[2**70]], [[None]], [5, 6], [[5], [6, 7]],
             [[True]], np.zeros((1, 2)), {"input_ids": [[5]]}, object()],
@@ -51,7 +54,6 @@ INVALID: dict[str, list[Any]] = {
     "prompt": [None, 5, 1.5, object(), [1.5], [{"role": "user", "content": "Hi"}], {"a": 1},
                [[BIG]], [True], [None], np.zeros((1, 2)), b"text"],
     "tokens": [None, 5, "text", 1.5, [1.5], [BIG], [[5, 6]], [None], object()],
-    "tokens?": [5, "text", 1.5, [1.5], [BIG], [[5, 6]], [None], object()],
     "texts": [None, 5, "text", [None], [[BIG]], [[1.5]], object()],
     "path": [None, 5, b"x", True, object(), ["demo:llama"]],
     "dtype": [5, True, "int9", float, np.int32, object(), [], b"bf16"],
@@ -65,6 +67,14 @@ INVALID: dict[str, list[Any]] = {
     "documents": [None, 5, [5], ["a"], [[1.5]], [[BIG]], [[[1, 2]]], [None], object()],
     "requests": [5, None],
 }  # fmt: skip
+# Where None is valid: other values in its place.
+INVALID |= {f"{kind}?": INVALID[kind][1:] for kind in ("positions", "tokens", "mass")}
+INVALID["counts"] = [*INVALID["positions"], [[1], [2, 3]]]
+INVALID["cache?"] = [0, 5, "cache", object()]
+INVALID["ids?"] = [[[-9]], *INVALID["ids"][1:]]
+INVALID["names"] = ["heads", *([x] for x in INVALID["name"])]
+INVALID["caches"] = [*INVALID["cache"], *([x] for x in INVALID["cache"])]
+INVALID["list of requests"] = [*INVALID["requests"], [5], ["llama"], [object()]]
 
 
 @pytest.fixture(scope="module")
@@ -80,327 +90,231 @@ def tiny_model() -> Any:
     return model, params, jaxllm.init_cache(model, 2, 16)
 
 
-def _delta(m: Any, rows: int = 2) -> Any:
+def _delta(m: Any) -> Any:
     tail = m[2].tail
     one = {name: getattr(tail, name)[:, :1] for name in ("position_BS", "token_BS", "patched_BS")}
     k, v = (tuple(x[:, :1] for x in y) for y in (tail.k, tail.v))
     return caches.Delta(k=k, v=v, **one)
 
 
-def _next(x: Any) -> Any:
-    return next(iter(x))
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A valid call of `function`, and the kinds of the arguments that are replaced one by one.
+
+    kinds: of the positional arguments, "-" for one that is not replaced.
+    given: returns the positional arguments.
+    named: the kinds of keyword arguments.
+    options: keyword arguments of every call.
+    """
+
+    function: Callable[..., Any]
+    kinds: str
+    given: Callable[[Any], tuple[Any, ...]]
+    named: dict[str, str] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# Steps and functions on top of them: ((model, params, cache), value).
-STEPS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "forward model": ("model", lambda m, x: jaxllm.forward(x, m[1], None, [[5]])),
-    "forward params": ("params", lambda m, x: jaxllm.forward(m[0], x, None, [[5]])),
-    "forward cache": ("cache", lambda m, x: jaxllm.forward(m[0], m[1], x or 0, [[5]])),
-    "forward tokens": ("ids", lambda m, x: jaxllm.forward(m[0], m[1], None, x)),
-    "forward positions": (
-        "ids",
-        lambda m, x: jaxllm.forward(
-            m[0], m[1], None, [[5]], positions_BT=[[-9]] if x is None else x
-        ),
-    ),
-    "forward attention_mass": (
-        "name",
-        lambda m, x: jaxllm.forward(m[0], m[1], None, [[5]], attention_mass=[x]),
-    ),
-    "decode_step model": ("model", lambda m, x: jaxllm.decode_step(x, m[1], m[2], [5, 6])),
-    "decode_step cache": ("cache", lambda m, x: jaxllm.decode_step(m[0], m[1], x, [5, 6])),
-    "decode_step token": ("token", lambda m, x: jaxllm.decode_step(m[0], m[1], m[2], x)),
-    "prefill params": ("params", lambda m, x: jaxllm.prefill(m[0], x, m[2], [[5], [6]])),
-    "prefill cache": ("cache", lambda m, x: jaxllm.prefill(m[0], m[1], x, [[5], [6]])),
-    "prefill tokens": ("ids", lambda m, x: jaxllm.prefill(m[0], m[1], m[2], x)),
-    "prefill lengths": (
-        "lengths",
-        lambda m, x: jaxllm.prefill(m[0], m[1], m[2], [[5], [6]], lengths_B=x),
-    ),
-    "prefill chunk": (
-        "whole",
-        lambda m, x: jaxllm.prefill(m[0], m[1], m[2], [[5], [6]], chunk=0 if x is BIG else x),
-    ),
-    "init_cache model": ("model", lambda m, x: jaxllm.init_cache(x, 1, 8)),
-    "init_cache batch": ("whole", lambda m, x: jaxllm.init_cache(m[0], x, 8)),
-    "init_cache capacity": ("whole", lambda m, x: jaxllm.init_cache(m[0], 1, x)),
-    "init_cache dtype": ("dtype", lambda m, x: jaxllm.init_cache(m[0], 1, 8, dtype=x)),
-    "init_cache place": ("function", lambda m, x: jaxllm.init_cache(m[0], 1, 8, place=x)),
-    "generate model": ("model", lambda m, x: jaxllm.generate(x, m[1], [[5]], max_new_tokens=1)),
-    "generate params": ("params", lambda m, x: jaxllm.generate(m[0], x, [[5]], max_new_tokens=1)),
-    "generate tokens": ("ids", lambda m, x: jaxllm.generate(m[0], m[1], x, max_new_tokens=1)),
-    "generate max_new_tokens": (
-        "whole",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=x),
-    ),
-    "generate sampler": (
-        "function",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, sampler=x),
-    ),
-    "generate seed": (
-        "seed",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, seed=x),
-    ),
-    "generate cache": (
-        "cache",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, cache=x or 0),
-    ),
-    "generate until": (
-        "function",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, until=x),
-    ),
-    "generate overflow": (
-        "function",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, overflow=x),
-    ),
-    "generate eos_token_ids": (
-        "token",
-        lambda m, x: jaxllm.generate(m[0], m[1], [[5]], max_new_tokens=1, eos_token_ids=x),
-    ),
-    "stream tokens": ("ids", lambda m, x: _next(jaxllm.stream(m[0], m[1], x, max_new_tokens=1))),
-    "beam_search model": (
-        "model",
-        lambda m, x: jaxllm.beam_search(x, m[1], [[5]], num_beams=2, max_new_tokens=1),
-    ),
-    "beam_search tokens": (
-        "ids",
-        lambda m, x: jaxllm.beam_search(m[0], m[1], x, num_beams=2, max_new_tokens=1),
-    ),
-    "beam_search num_beams": (
-        "whole",
-        lambda m, x: jaxllm.beam_search(m[0], m[1], [[5]], num_beams=x, max_new_tokens=1),
-    ),
-    "beam_search max_new_tokens": (
-        "whole",
-        lambda m, x: jaxllm.beam_search(m[0], m[1], [[5]], num_beams=2, max_new_tokens=x),
-    ),
-    "beam_search cache": (
-        "cache",
-        lambda m, x: jaxllm.beam_search(
-            m[0], m[1], [[5]], num_beams=2, max_new_tokens=1, cache=x or 0
-        ),
-    ),
-    "beam_search sampler": (
-        "function",
-        lambda m, x: jaxllm.beam_search(
-            m[0], m[1], [[5]], num_beams=2, max_new_tokens=1, sampler=x
-        ),
-    ),
-    "speculative_generate draft": (
-        "model",
-        lambda m, x: jaxllm.speculative_generate(m[0], m[1], [[5]], draft=x, max_new_tokens=1),
-    ),
-    "speculative_generate draft's params": (
-        "params",
-        lambda m, x: jaxllm.speculative_generate(
-            m[0], m[1], [[5]], draft=(m[0], x), max_new_tokens=1
-        ),
-    ),
-    "PromptLookup": ("whole", lambda m, x: jaxllm.PromptLookup(ngram=0 if x is BIG else x)),
-    "serve model": ("model", lambda m, x: _next(jaxllm.serve(x, m[1], []))),
-    "serve requests": ("requests", lambda m, x: _next(jaxllm.serve(m[0], m[1], x))),
-    "serve rows": ("whole", lambda m, x: _next(jaxllm.serve(m[0], m[1], [], rows=x))),
-    "serve request": ("model", lambda m, x: _next(jaxllm.serve(m[0], m[1], [x or 5]))),
-    "sample key": ("seed", lambda m, x: jaxllm.sample(x, jnp.zeros((1, 9)), jaxllm.GREEDY)),
-    "sample logits": (
-        "number",
-        lambda m, x: jaxllm.sample(jax.random.key(0), x, jaxllm.GREEDY),
-    ),
-    "sample sampler": (
-        "function",
-        lambda m, x: jaxllm.sample(jax.random.key(0), jnp.zeros((1, 9)), x),
-    ),
-    "recompute start": ("whole", lambda m, x: jaxllm.recompute(m[0], m[1], m[2], x, 2)),
-    "recompute cache": ("cache", lambda m, x: jaxllm.recompute(m[0], m[1], x, 0, 2)),
-    "recompute model": ("model", lambda m, x: jaxllm.recompute(x, m[1], m[2], 0, 2)),
-    "insert position": ("whole", lambda m, x: jaxllm.insert(m[0], m[1], m[2], x, [[5], [6]])),
-    "insert tokens": ("ids", lambda m, x: jaxllm.insert(m[0], m[1], m[2], 0, x)),
-    "embeddings texts": ("texts", lambda m, x: jaxllm.embeddings(m[0], m[1], x)),
-    "embeddings model": ("model", lambda m, x: jaxllm.embeddings(x, m[1], [[5]])),
-    "embeddings layer": ("whole", lambda m, x: jaxllm.embeddings(m[0], m[1], [[5]], layer=x)),
-    "embeddings pooling": ("name", lambda m, x: jaxllm.embeddings(m[0], m[1], [[5]], pooling=x)),
-    "stages tokens": ("ids", lambda m, x: jaxllm.activations(m[0], m[1], None, x)),
-    "stages model": ("model", lambda m, x: jaxllm.activations(x, m[1], None, [[5]])),
-    "stages cache": ("cache", lambda m, x: jaxllm.activations(m[0], m[1], x or 0, [[5]])),
-    "perplexity loader": ("loader", lambda m, x: jaxllm.perplexity(m[0], m[1], x)),
-    "perplexity model": ("model", lambda m, x: jaxllm.perplexity(x, m[1], None)),  # type: ignore[arg-type]
-    "divergence loader": ("loader", lambda m, x: jaxllm.divergence(m[0], m[1], m[0], m[1], x)),
-    "divergence other": ("model", lambda m, x: jaxllm.divergence(m[0], m[1], x, m[1], None)),  # type: ignore[arg-type]
-    "sensitivity loader": (
-        "loader",
-        lambda m, x: jaxllm.measure_sensitivity(m[0], m[1], x, "int8"),
-    ),
-    "sensitivity format": ("name", lambda m, x: jaxllm.measure_sensitivity(m[0], m[1], None, x)),  # type: ignore[arg-type]
-    "loader documents": ("documents", lambda m, x: loader(x, window=4)),
-    "FixedShapeRunner model": ("model", lambda m, x: jaxllm.FixedShapeRunner(x, m[1], 4, 16)),
-    "FixedShapeRunner params": ("params", lambda m, x: jaxllm.FixedShapeRunner(m[0], x, 4, 16)),
-    "FixedShapeRunner num_tokens": (
-        "whole",
-        lambda m, x: jaxllm.FixedShapeRunner(m[0], m[1], x, 16),
-    ),
-    "FixedShapeRunner mask": (
-        "name",
-        lambda m, x: jaxllm.FixedShapeRunner(m[0], m[1], 4, 16, mask=x),
-    ),
-    "FixedShapeRunner mask_value": (
-        "number",
-        lambda m, x: jaxllm.FixedShapeRunner(m[0], m[1], 4, 16, mask_value=x),
-    ),
-    "build config": ("model", lambda m, x: jaxllm.build(x)),
-    "build precision": ("dtype", lambda m, x: jaxllm.build(m[0].config, x)),
-    "param_shapes": ("hashable model", lambda m, x: jaxllm.param_shapes(x)),
-    "cast params": ("params", lambda m, x: jaxllm.cast(x, jaxllm.Precision())),
-    "cast precision": ("dtype", lambda m, x: jaxllm.cast(m[1], x)),
-    "quantize params": ("params", lambda m, x: jaxllm.quantize(x, "int8")),
-    "quantize rules": ("rules", lambda m, x: jaxllm.quantize(m[1], x)),
-    "dequantize": ("params", lambda m, x: jaxllm.dequantize(x)),
-    "row_keys seed": ("seed", lambda m, x: jaxllm.row_keys(x, 2)),
-    "row_keys rows": ("whole", lambda m, x: jaxllm.row_keys(0, x)),
-    "make_sampler temperature": ("number", lambda m, x: jaxllm.make_sampler(temperature=x)),
-    "make_sampler logits_processor": (
-        "function",
-        lambda m, x: jaxllm.make_sampler(logits_processor=x),
-    ),
-}
-
-CACHES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "tokens row": ("row", lambda m, x: m[2].tokens(x)),
-    "show tokenizer": ("model", lambda m, x: m[2].show(x)),
-    "branch row": ("row", lambda m, x: caches.branch(m[2], x)),
-    "branch cache": ("cache", lambda m, x: caches.branch(x, 0)),
-    "select rows": ("rows", lambda m, x: caches.select(m[2], x)),
-    "select cache": ("cache", lambda m, x: caches.select(x, [0])),
-    "fork n": ("whole", lambda m, x: caches.fork(caches.branch(m[2], 0), x)),
-    "fork capacity": ("whole?", lambda m, x: caches.fork(caches.branch(m[2], 0), 2, capacity=x)),
-    "fork cache": ("cache", lambda m, x: caches.fork(x, 2)),
-    "merge_rows": ("cache", lambda m, x: caches.merge_rows(x)),
-    "merge_rows one": ("cache", lambda m, x: caches.merge_rows([x])),
-    "merge_rows capacity": ("whole?", lambda m, x: caches.merge_rows([m[2]], capacity=x)),
-    "rewind n": ("positions", lambda m, x: caches.rewind(m[2], x)),
-    "rewind to": ("positions", lambda m, x: caches.rewind(m[2], to=x)),
-    "rewind cache": ("cache", lambda m, x: caches.rewind(x, 1)),
-    "drop_range start": ("positions", lambda m, x: caches.drop_range(m[2], x, 3)),
-    "drop_range stop": (
-        "positions",
-        lambda m, x: caches.drop_range(m[2], 0, 1.5 if x is None else x),
-    ),
-    "shift by": ("positions", lambda m, x: caches.shift(m[2], x)),
-    "shift start": ("positions", lambda m, x: caches.shift(m[2], 1, x)),
-    "keep": ("mask", lambda m, x: caches.keep(m[2], x)),
-    "keep cache": ("cache", lambda m, x: caches.keep(x, [[True]])),
-    "compact capacity": ("whole?", lambda m, x: caches.compact(m[2], capacity=x)),
-    "compact cache": ("cache", lambda m, x: caches.compact(x)),
-    "close_gaps": ("cache", lambda m, x: caches.close_gaps(x)),
-    "slot_order": ("cache", lambda m, x: caches.slot_order(x)),
-    "slots_at positions": ("grid", lambda m, x: caches.find_slots(m[2], x)),
-    "slots_at cache": ("cache", lambda m, x: caches.find_slots(x, [[0]])),
-    "patch slots": ("positions", lambda m, x: caches.patch(m[2], x, _delta(m))),
-    "patch delta": ("delta", lambda m, x: caches.patch(m[2], [[0], [0]], x)),
-    "commit delta": ("delta", lambda m, x: caches.commit(m[2], x)),
-    "commit cache": ("cache", lambda m, x: caches.commit(x, _delta(m))),
-    "sinks_and_window sinks": (
-        "whole",
-        lambda m, x: caches.sinks_and_window(m[2], sinks=x, window=2),
-    ),
-    "sinks_and_window window": (
-        "whole",
-        lambda m, x: caches.sinks_and_window(m[2], sinks=1, window=x),
-    ),
-    "sinks_and_window cache": ("cache", lambda m, x: caches.sinks_and_window(x, sinks=1, window=2)),
-    "heavy_hitters mass": ("mass", lambda m, x: caches.heavy_hitters(m[2], x, heavy=1, recent=1)),
-    "heavy_hitters heavy": (
-        "whole",
-        lambda m, x: caches.heavy_hitters(m[2], np.zeros((2, 16)), heavy=x, recent=1),
-    ),
-    "heavy_hitters recent": (
-        "whole",
-        lambda m, x: caches.heavy_hitters(m[2], np.zeros((2, 16)), heavy=1, recent=x),
-    ),
-    "segment_in_hand": ("cache", lambda m, x: caches.current_segment(x)),
-    "pool ratio": ("whole", lambda m, x: caches.pool(m[2], ratio=x, sinks=0, recent=0)),
-    "pool mass": (
-        "mass",
-        lambda m, x: caches.pool(m[2], ratio=2, sinks=0, recent=0, mass_BS=[5] if x is None else x),
-    ),
-    "save_cache path": ("path", lambda m, x: caches.save_cache(x, m[2], m[0], m[1])),
-    "load_cache capacity": (
-        "whole?",
-        lambda m, x: caches.load_cache("nosuch", m[0], m[1], capacity=x),
-    ),
-    "load_cache prefix": (
-        "tokens?",
-        lambda m, x: caches.load_cache("nosuch", m[0], m[1], prefix=x),
-    ),
-    "load_cache path": ("path", lambda m, x: caches.load_cache(x, m[0], m[1])),
-    "save_cache cache": ("cache", lambda m, x: caches.save_cache(Path("x"), x, m[0], m[1])),
-    "fingerprint": ("params", lambda m, x: caches.fingerprint(x)),
-}
-
-LMS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "load path": ("path", lambda m, x: jaxllm.load(x)),
-    "load dtype": ("dtype", lambda m, x: jaxllm.load("demo:llama", dtype=x)),
-    "load mesh": ("mesh", lambda m, x: jaxllm.load("demo:llama", mesh=x)),
-    "load adapters": ("adapters", lambda m, x: jaxllm.load("demo:llama", adapters=x)),
-    "load place": ("function", lambda m, x: jaxllm.load("demo:llama", place=x)),
-    "load quantize": ("rules", lambda m, x: jaxllm.load("demo:llama", quantize=x)),
-    "verify model": ("path", lambda m, x: jaxllm.verify(x)),
-    "LM.generate": ("prompt", lambda m, x: m.generate(x, max_new_tokens=1)),
-    "LM.generate max_new_tokens": ("whole?", lambda m, x: m.generate([5], max_new_tokens=x)),
-    "LM.generate logits_processor": (
-        "function",
-        lambda m, x: m.generate([5], max_new_tokens=1, logits_processor=x),
-    ),
-    "LM.generate stopping_criteria": (
-        "function",
-        lambda m, x: m.generate([5], max_new_tokens=1, stopping_criteria=x),
-    ),
-    "LM.generate cache": ("cache", lambda m, x: m.generate([5], max_new_tokens=1, cache=x or 0)),
-    "LM.stream": ("prompt", lambda m, x: m.stream(x, max_new_tokens=1)),
-    "LM.encode": ("prompt", lambda m, x: m.encode(x)),
-    "LM.decode": ("tokens", lambda m, x: m.decode(x)),
-    "LM.log_probs": ("prompt", lambda m, x: m.log_probs(x)),
-    "LM.embed": ("texts", lambda m, x: m.embed(x)),
-    "LM.embed adapter": ("name", lambda m, x: m.embed([[5]], adapter=x)),
-    "LM.embed pooling": ("name", lambda m, x: m.embed([[5]], pooling=x)),
-    "LM.embed pool": ("name", lambda m, x: m.embed([[5]], pool=x)),
-    "LM.using": ("name", lambda m, x: m.with_adapter(x)),
-    "LM.init_cache batch": ("whole", lambda m, x: m.init_cache(x, 8)),
-    "LM.init_cache capacity": ("whole?", lambda m, x: m.init_cache(1, x)),
-    "LM.serve rows": ("whole", lambda m, x: _next(m.serve([], rows=x))),
-    "LM.serve requests": ("requests", lambda m, x: _next(m.serve(x))),
-    "LM.chat_prompt": ("texts", lambda m, x: m.chat_prompt(x)),
-    "LM.save": ("path", lambda m, x: m.save(x)),
-    "LM.self_extended group": (
-        "whole",
-        lambda m, x: m.with_self_extend(group_size=x, neighbor_window=8),
-    ),
-    "LM.self_extended window": (
-        "whole",
-        lambda m, x: m.with_self_extend(group_size=2, neighbor_window=x),
-    ),
-    "jobs.lora seed": ("seed", lambda m, x: jobs.lora(m, LoraConfig(r=1), seed=x)),
-    "jobs.lora start": ("cache", lambda m, x: jobs.lora(m, LoraConfig(r=1), start=x or 0)),
-    "jobs.full dtype": ("dtype", lambda m, x: jobs.full_finetune(m, x)),
-    "adapters.fresh dtype": (
-        "dtype",
-        lambda m, x: adapters.init_adapter(m.config, m.params, LoraConfig(r=1), None, dtype=x),  # type: ignore[arg-type]
-    ),
-}
+ONE = {"max_new_tokens": 1}
+BEAMS = {"num_beams": 2, **ONE}
 
 
-def unexpected_outcomes(call: Callable[[Any, Any], Any], subject: Any, kind: str) -> list[str]:
+def _model(m: Any) -> tuple[Any, ...]:
+    return m[0], m[1]
+
+
+def _text(m: Any) -> tuple[Any, ...]:
+    return m[0], m[1], [[5]]
+
+
+def _uncached(m: Any) -> tuple[Any, ...]:
+    return m[0], m[1], None, [[5]]
+
+
+# Steps and functions on top of them, of (model, params, cache).
+STEPS: dict[str, Call] = {
+    "forward": Call(
+        jaxllm.forward, "model params cache? ids", _uncached,
+        {"positions_BT": "ids?", "attention_mass": "names"},
+    ),
+    "decode_step": Call(jaxllm.decode_step, "model - cache token", lambda m: (*m, [5, 6])),
+    "prefill": Call(
+        jaxllm.prefill, "- params cache ids", lambda m: (*m, [[5], [6]]),
+        {"lengths_B": "lengths", "chunk": "count"},
+    ),
+    "init_cache": Call(
+        jaxllm.init_cache, "model whole whole", lambda m: (m[0], 1, 8),
+        {"dtype": "dtype", "place": "function"},
+    ),
+    "generate": Call(
+        jaxllm.generate, "model params ids", _text,
+        {
+            "max_new_tokens": "whole", "sampler": "function", "seed": "seed", "cache": "cache?",
+            "until": "function", "overflow": "function", "eos_token_ids": "token",
+        },
+        ONE,
+    ),
+    "stream": Call(jaxllm.stream, "- - ids", _text, {}, ONE),
+    "beam_search": Call(
+        jaxllm.beam_search, "model - ids", _text,
+        {"num_beams": "whole", "max_new_tokens": "whole", "cache": "cache?", "sampler": "function"},
+        BEAMS,
+    ),
+    "speculative_generate": Call(
+        jaxllm.speculative_generate, "", _text, {"draft": "model"}, ONE
+    ),
+    "speculative_generate's draft": Call(
+        lambda m, x: jaxllm.speculative_generate(*_text(m), draft=(m[0], x), **ONE),
+        "- params", lambda m: (m, None),
+    ),
+    "PromptLookup": Call(jaxllm.PromptLookup, "", lambda m: (), {"ngram": "count"}),
+    "serve": Call(
+        jaxllm.serve, "model - list of requests", lambda m: (*_model(m), []), {"rows": "whole"}
+    ),
+    "sample": Call(
+        jaxllm.sample, "seed number function",
+        lambda m: (jax.random.key(0), jnp.zeros((1, 9)), jaxllm.GREEDY),
+    ),
+    "recompute": Call(jaxllm.recompute, "model - cache whole", lambda m: (*m, 0, 2)),
+    "insert": Call(jaxllm.insert, "- - - whole ids", lambda m: (*m, 0, [[5], [6]])),
+    "embeddings": Call(
+        jaxllm.embeddings, "model - texts", _text, {"layer": "whole", "pooling": "name"}
+    ),
+    "activations": Call(jaxllm.activations, "model - cache? ids", _uncached),
+    "perplexity": Call(jaxllm.perplexity, "model - loader", lambda m: (*_model(m), None)),
+    "divergence": Call(
+        jaxllm.divergence, "- - model - loader", lambda m: (*_model(m), *_model(m), None)
+    ),
+    "measure_sensitivity": Call(
+        jaxllm.measure_sensitivity, "- - loader name", lambda m: (*_model(m), None, "int8")
+    ),
+    "loader": Call(loader, "documents", lambda m: (None,), {}, {"window": 4}),
+    "FixedShapeRunner": Call(
+        jaxllm.FixedShapeRunner, "model params whole", lambda m: (*_model(m), 4, 16),
+        {"mask": "name", "mask_value": "number"},
+    ),
+    "build": Call(jaxllm.build, "model dtype", lambda m: (m[0].config, jaxllm.Precision())),
+    "param_shapes": Call(jaxllm.param_shapes, "hashable model", lambda m: (m[0],)),
+    "cast": Call(jaxllm.cast, "params dtype", lambda m: (m[1], jaxllm.Precision())),
+    "quantize": Call(jaxllm.quantize, "params rules", lambda m: (m[1], "int8")),
+    "dequantize": Call(jaxllm.dequantize, "params", lambda m: (m[1],)),
+    "row_keys": Call(jaxllm.row_keys, "seed whole", lambda m: (0, 2)),
+    "make_sampler": Call(
+        jaxllm.make_sampler, "", lambda m: (),
+        {"temperature": "number", "logits_processor": "function"},
+    ),
+}  # fmt: skip
+
+CACHES: dict[str, Call] = {
+    "tokens": Call(jaxllm.KVCache.tokens, "- row", lambda m: (m[2], 0)),
+    "show": Call(jaxllm.KVCache.show, "- model", lambda m: (m[2], None)),
+    "branch": Call(caches.branch, "cache row", lambda m: (m[2], 0)),
+    "select": Call(caches.select, "cache rows", lambda m: (m[2], [0])),
+    "fork": Call(
+        caches.fork, "cache whole", lambda m: (caches.branch(m[2], 0), 2), {"capacity": "whole?"}
+    ),
+    "merge_rows": Call(caches.merge_rows, "caches", lambda m: ([m[2]],), {"capacity": "whole?"}),
+    "rewind": Call(caches.rewind, "cache counts", lambda m: (m[2], 1)),
+    "rewind to": Call(caches.rewind, "-", lambda m: (m[2],), {"to": "positions"}),
+    "drop_range": Call(caches.drop_range, "- positions positions?", lambda m: (m[2], 0, 3)),
+    "shift": Call(caches.shift, "- positions positions", lambda m: (m[2], 1, 0)),
+    "keep": Call(caches.keep, "cache mask", lambda m: (m[2], [[True]])),
+    "compact": Call(caches.compact, "cache", lambda m: (m[2],), {"capacity": "whole?"}),
+    "close_gaps": Call(caches.close_gaps, "cache", lambda m: (m[2],)),
+    "slot_order": Call(caches.slot_order, "cache", lambda m: (m[2],)),
+    "find_slots": Call(caches.find_slots, "cache grid", lambda m: (m[2], [[0]])),
+    "patch": Call(caches.patch, "- positions delta", lambda m: (m[2], [[0], [0]], _delta(m))),
+    "commit": Call(caches.commit, "cache delta", lambda m: (m[2], _delta(m))),
+    "sinks_and_window": Call(
+        caches.sinks_and_window, "cache", lambda m: (m[2],), {"sinks": "whole", "window": "whole"},
+        {"sinks": 1, "window": 2},
+    ),
+    "heavy_hitters": Call(
+        caches.heavy_hitters, "- mass", lambda m: (m[2], np.zeros((2, 16))),
+        {"heavy": "whole", "recent": "whole"}, {"heavy": 1, "recent": 1},
+    ),
+    "current_segment": Call(caches.current_segment, "cache", lambda m: (m[2],)),
+    "pool": Call(
+        caches.pool, "", lambda m: (m[2],), {"ratio": "whole", "mass_BS": "mass?"},
+        {"ratio": 2, "sinks": 0, "recent": 0},
+    ),
+    "save_cache": Call(caches.save_cache, "path cache", lambda m: (Path("x"), m[2], m[0], m[1])),
+    "load_cache": Call(
+        caches.load_cache, "path", lambda m: ("nosuch", m[0], m[1]),
+        {"capacity": "whole?", "prefix": "tokens?"},
+    ),
+    "fingerprint": Call(caches.fingerprint, "params", lambda m: (m[1],)),
+}  # fmt: skip
+
+LM = jaxllm.LM
+LMS: dict[str, Call] = {
+    "load": Call(
+        jaxllm.load, "path", lambda m: ("demo:llama",),
+        {
+            "dtype": "dtype", "mesh": "mesh", "adapters": "adapters", "place": "function",
+            "quantize": "rules",
+        },
+    ),
+    "verify": Call(jaxllm.verify, "path", lambda m: ("demo:llama",)),
+    "LM.generate": Call(
+        LM.generate, "- prompt", lambda m: (m, [5]),
+        {
+            "max_new_tokens": "whole?", "logits_processor": "function",
+            "stopping_criteria": "function", "cache": "cache?",
+        },
+        ONE,
+    ),
+    "LM.stream": Call(LM.stream, "- prompt", lambda m: (m, [5])),
+    "LM.encode": Call(LM.encode, "- prompt", lambda m: (m, [5])),
+    "LM.decode": Call(LM.decode, "- tokens", lambda m: (m, [5])),
+    "LM.log_probs": Call(LM.log_probs, "- prompt", lambda m: (m, [5])),
+    "LM.embed": Call(
+        LM.embed, "- texts", lambda m: (m, [[5]]),
+        {"adapter": "name", "pooling": "name", "pool": "name"},
+    ),
+    "LM.with_adapter": Call(LM.with_adapter, "- name", lambda m: (m, None)),
+    "LM.init_cache": Call(LM.init_cache, "- whole whole?", lambda m: (m, 1, 8)),
+    "LM.serve": Call(LM.serve, "- requests", lambda m: (m, []), {"rows": "whole"}),
+    "LM.chat_prompt": Call(LM.chat_prompt, "- texts", lambda m: (m, None)),
+    "LM.save": Call(LM.save, "- path", lambda m: (m, None)),
+    "LM.with_self_extend": Call(
+        LM.with_self_extend, "", lambda m: (m,),
+        {"group_size": "whole", "neighbor_window": "whole"},
+        {"group_size": 2, "neighbor_window": 8},
+    ),
+    "jobs.lora": Call(
+        jobs.lora, "", lambda m: (m, LoraConfig(r=1)), {"seed": "seed", "start": "cache?"}
+    ),
+    "jobs.full_finetune": Call(jobs.full_finetune, "- dtype", lambda m: (m, None)),
+    "adapters.init_adapter": Call(
+        adapters.init_adapter, "", lambda m: (m.config, m.params, LoraConfig(r=1), None),
+        {"dtype": "dtype"},
+    ),
+}  # fmt: skip
+
+
+def unexpected_outcomes(call: Call, subject: Any) -> list[str]:
     """Return the invalid values that were accepted or raised an error of another library."""
     wrong = []
-    for value in INVALID[kind]:
-        try:
-            call(subject, value)
-        except JaxllmError as error:
-            if len(str(error)) < 10:
-                wrong.append(f"{value!r}: no message: {error}")
-        except Exception as error:
-            wrong.append(f"{value!r}: {type(error).__name__}: {error!s:.120}")
-        else:
-            wrong.append(f"{value!r}: accepted")
+    kinds = re.findall(r"-|hashable model|list of requests|\S+", call.kinds)
+    places: list[tuple[int | str, str]] = [*enumerate(kinds), *call.named.items()]
+    for place, kind in places:
+        for value in INVALID[kind] if kind != "-" else ():
+            given, named = [*call.given(subject)], dict(call.options)
+            if isinstance(place, int):
+                given[place] = value
+            else:
+                named[place] = value
+            try:
+                found = call.function(*given, **named)
+                if isinstance(found, Iterator):
+                    next(found)
+            except JaxllmError as error:
+                if len(str(error)) < 10:
+                    wrong.append(f"{place} {value!r}: no message: {error}")
+            except Exception as error:
+                wrong.append(f"{place} {value!r}: {type(error).__name__}: {error!s:.120}")
+            else:
+                wrong.append(f"{place} {value!r}: accepted")
     return wrong
 
 
@@ -409,15 +323,13 @@ def test_steps_refuse_wrong_argument_types(tiny_model: Any, name: str) -> None:
     """Functions of steps, decoding and evaluation raise a JaxllmError with a message for any wrong
     argument.
     """
-    kind, call = STEPS[name]
-    assert unexpected_outcomes(call, tiny_model, kind) == []
+    assert unexpected_outcomes(STEPS[name], tiny_model) == []
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_cache_functions_refuse_wrong_argument_types(tiny_model: Any, name: str) -> None:
     """Cache functions raise a JaxllmError with a message for any wrong argument."""
-    kind, call = CACHES[name]
-    assert unexpected_outcomes(call, tiny_model, kind) == []
+    assert unexpected_outcomes(CACHES[name], tiny_model) == []
 
 
 @pytest.mark.parametrize("name", LMS)
@@ -425,12 +337,7 @@ def test_lm_methods_refuse_wrong_argument_types(lm: Any, name: str) -> None:
     """load, verify, LM methods and train jobs raise a JaxllmError with a message for any wrong
     argument.
     """
-    kind, call = LMS[name]
-    assert unexpected_outcomes(call, lm, kind) == []
-
-
-def _chat(lm: Any) -> Any:
-    return lm.generate([{"role": "user", "content": "Hi"}])
+    assert unexpected_outcomes(LMS[name], lm) == []
 
 
 def _job_with(lm: Any, **changes: Any) -> Any:
@@ -472,7 +379,10 @@ REMEDIES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda lm: jaxllm.prefill(lm.model, lm.params, lm.init_cache(1, 8), [5, 6, 7]),
         r"Wrap a single row: \[ids\]",
     ),
-    "messages of a chat": (_chat, r"lm.chat_prompt\(messages\)"),
+    "messages of a chat": (
+        lambda lm: lm.generate([{"role": "user", "content": "Hi"}]),
+        r"lm.chat_prompt\(messages\)",
+    ),
     "pool for pooling": (lambda lm: lm.embed(["a"], pool="mean"), "did you mean pooling"),
     "a mesh as a dict": (
         lambda lm: jaxllm.load("demo:llama", mesh={"tensor": 2}),

@@ -116,27 +116,22 @@ def test_param_shapes_are_cached(folder: Path) -> None:
     assert models.param_shapes(model) == traced
 
 
-def change_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "__version__", "0.0.0")
+CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "JAX": lambda patch: patch.setattr(jax, "__version__", "0.0.0"),
+    "processors": lambda patch: patch.setattr(os, "sched_getaffinity", lambda _: range(7)),
+    "flags": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false"),
+}
 
 
-def change_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
-
-
-def change_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-
-
-@pytest.mark.parametrize("change", [change_python, change_processors, change_flags])
+@pytest.mark.parametrize("name", CHANGES)
 def test_cached_program_of_other_environment_is_ignored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Another JAX version, CPU count or XLA_FLAGS value traces the function again."""
     fresh()(X, 2.0, ())
     compile_cache._code_versions.cache_clear()
     try:
-        change(monkeypatch)
+        CHANGES[name](monkeypatch)
         fresh()(X, 2.0, ())
         assert len(traced) == 2
     finally:

@@ -16,15 +16,14 @@ import jaxllm
 from jaxllm import cache
 from jaxllm.cli import terminal
 from jaxllm.generation import completion
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, assert_refused, succeed
 
 DEMO = "demo:llama"
 CHAT = ("chat", "-m", DEMO, "-n", 8, "--seed", 3)
 
 
 def answers(run: Run, *lines: str, options: tuple[object, ...] = ()) -> list[str]:
-    status, out, err = run(*CHAT, *options, stdin="\n".join(lines))
-    assert status == 0, err
+    out, _ = succeed(run, *CHAT, *options, stdin="\n".join(lines))
     return out.splitlines()
 
 
@@ -152,9 +151,7 @@ def test_commands_refuse_wrong_arguments(run: Run) -> None:
         "/undo": "the conversation has no answer yet",
         "/regenerate": "the conversation has no answer yet",
     }.items():
-        status, out, err = run(*CHAT, stdin=f"{line}\n")
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert message in err
+        assert_refused(run, message, *CHAT, stdin=f"{line}\n")
 
 
 def test_overlong_line_is_dropped_with_its_length(run: Run) -> None:
@@ -176,8 +173,7 @@ def test_conversation_continues_after_cache_slides(run: Run) -> None:
     still answered.
     """
     options = ("--overflow", "slide", "-n", 500)
-    status, out, err = run("chat", *options, stdin="Once upon a time\nTom\n")
-    assert status == 0, err
+    out, _ = succeed(run, "chat", *options, stdin="Once upon a time\nTom\n")
     assert out.count("\n") >= 2
 
 
@@ -191,14 +187,12 @@ def test_missing_template_error_names_remedy(run: Run, tmp_path: Path) -> None:
     template.write_text(config.pop("chat_template"))
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     command = ("chat", "-m", model, "-n", 8)
-    status, _, err = run(*command, stdin="Tom\n")
-    assert status == 1
-    assert "jaxllm chat --chat-template FILE" in err
+    assert_refused(run, "jaxllm chat --chat-template FILE", *command, stdin="Tom\n")
     assert (
         run(*command, "--chat-template", template, stdin="Tom\n")[1] == run(*CHAT, stdin="Tom\n")[1]
     )
     (model / "tokenizer.json").unlink()
-    assert "has no tokenizer, which chat requires" in run(*command, stdin="Tom\n")[2]
+    assert_refused(run, "has no tokenizer, which chat requires", *command, stdin="Tom\n")
 
 
 @pytest.fixture

@@ -35,10 +35,16 @@ def cache_folder() -> Path | None:
     return compile_cache._folder
 
 
-def test_cache_folder_is_private(home: Path) -> None:
+@pytest.fixture
+def folder(home: Path) -> Path:
+    """The folder that is used at first."""
+    found = cache_folder()
+    assert found is not None
+    return found
+
+
+def test_cache_folder_is_private(home: Path, folder: Path) -> None:
     """The folder has mode 0700 and is used again."""
-    folder = cache_folder()
-    assert folder is not None
     assert folder.parent == home
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "one.program").write_bytes(b"")
@@ -46,12 +52,10 @@ def test_cache_folder_is_private(home: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o500])
-def test_writable_cache_folder_is_not_used(home: Path, mode: int) -> None:
+def test_writable_cache_folder_is_not_used(folder: Path, mode: int) -> None:
     """A folder that other users may write, or this user may not, is not used until its mode is
     fixed.
     """
-    folder = cache_folder()
-    assert folder is not None
     folder.chmod(mode)
     if mode != 0o500 or os.getuid() != 0:  # the superuser may write anywhere
         assert cache_folder() is None
@@ -60,11 +64,9 @@ def test_writable_cache_folder_is_not_used(home: Path, mode: int) -> None:
 
 
 def test_cache_folder_with_foreign_content_is_not_used(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that contains a link, or belongs to another user, is not used."""
-    folder = cache_folder()
-    assert folder is not None
     (folder / "link.program").symlink_to(__file__)  # the target may belong to another user
     assert cache_folder() is None
     (folder / "link.program").unlink()
@@ -74,17 +76,14 @@ def test_cache_folder_with_foreign_content_is_not_used(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only the superuser gives files away")
-def test_cache_folder_with_foreign_file_is_not_used(home: Path) -> None:
-    folder = cache_folder()
-    assert folder is not None
+def test_cache_folder_with_foreign_file_is_not_used(folder: Path) -> None:
     (folder / "theirs.program").write_bytes(b"")
     os.chown(folder / "theirs.program", 12345, -1)
     assert cache_folder() is None
 
 
-def test_cpu_features_select_cache_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_features_select_cache_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with other features has its own folder."""
-    here = cache_folder()
     read = Path.read_text
 
     def without_avx(path: Path, **options: str) -> str:
@@ -95,8 +94,8 @@ def test_cpu_features_select_cache_folder(home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "read_text", without_avx)
     there = cache_folder()
     assert there is not None
-    assert there != here
-    assert there.parent == home
+    assert there != folder
+    assert there.parent == folder.parent
 
 
 def test_named_cache_folder_is_used_or_refused(home: Path, tmp_path: Path) -> None:

@@ -72,19 +72,6 @@ def _shapes(model: Any) -> dict[str, Any]:
     return {path: leaf.shape for path, leaf in flatten(models.param_shapes(model))}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_config_round_trips_through_json(family: str) -> None:
-    import json
-
-    config = random_model(family)[0].config
-    assert models.config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert hash(models.config_from_dict(config.to_dict())) == hash(config)
-    with pytest.raises(ConfigError, match="unknown colour"):
-        models.config_from_dict({**config.to_dict(), "colour": 3})
-    with pytest.raises(ConfigError, match="model_type"):
-        models.config_from_dict({})
-
-
 def test_dynamic_scaling_extends_context_length() -> None:
     config = random_model("llama")[0].config
     assert config.context_length == 97

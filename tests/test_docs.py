@@ -11,7 +11,7 @@ import pytest
 
 import jaxllm
 from jaxllm.cli.chat import COMMANDS
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, succeed
 from tests.convert.flax_twin import as_flax
 from tests.tiny_models import cut_demo
 
@@ -99,8 +99,7 @@ def test_flax_page_runs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             exec(compile(snippet.text, FLAX, "exec"), names)
             continue
         for command in snippet.text.splitlines():
-            status, _, err = run(*shlex.split(command)[1:])
-            assert status == 0, err
+            succeed(run, *shlex.split(command)[1:])
     assert "KVCache(" in repr(names["cache"])
     assert (tmp_path / "my-gpt2-jaxllm" / "config.json").exists()
     assert (tmp_path / "my-gpt2-hf" / "model.safetensors").exists()

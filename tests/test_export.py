@@ -20,7 +20,7 @@ from jaxllm.ops import native
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
 from jaxllm.weights.quantize import quantize
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, assert_refused, succeed
 from tests.tiny_models import random_model, save_random, tokens
 
 N, M = 4, 13
@@ -59,21 +59,18 @@ print(*sorted(foreign))
 """
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Return a directory with both steps, the model and its parameters."""
-    directory = tmp_path_factory.mktemp("export") / "plain"
-    model, params = random_model("llama")
-    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2, write_mlir=True)
-    return directory, model, params
+def export(model: Any, params: Any, directory: Path, *steps: str, **options: Any) -> Any:
+    """Export the given steps, or both, for four new tokens of thirteen."""
+    lengths = {"num_tokens": N, "max_tokens": M, "step_names": list(steps) or ["prefill", "decode"]}
+    return exporting.export(model, params, directory, **{**lengths, **options})
 
 
-def test_exported_steps_run_without_model_code(plain: Any, tmp_path: Path) -> None:
+def test_exported_steps_run_without_model_code(exported: Any, tmp_path: Path) -> None:
     """A new process that imports only the runtime modules gives the logits of forward."""
-    _, model, params = plain
+    _, model, params = exported
     rules = [("layers.0.*down_proj.*", "int4-g32"), ("layers.1.*o_proj.*", "int8"), (".*", None)]
     params, directory = quantize(params, rules), tmp_path / "mixed"
-    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2)
+    export(model, params, directory, batch=2)
     np.save(tmp_path / "ids.npy", IDS)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, directory, tmp_path / "ids.npy", tmp_path / "logits.npy"],
@@ -98,26 +95,25 @@ def test_every_signature_equals_forward(name: str, tmp_path: Path) -> None:
     layers: dict[str, Any] = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
     model, params = random_model(family, precision=Precision.uniform(dtype), **layers)
     params = quantize(params, weights) if weights else cast(params, model.precision)
-    lengths = {"num_tokens": N, "max_tokens": M}
-    exporting.export(model, params, tmp_path, signature=form, step_names=[what], **lengths)
+    export(model, params, tmp_path, what, signature=form)
     bar = 2e-2 if dtype == "bfloat16" else 1e-5
     assert exporting.compare_logits(model, params, tmp_path)[what] < bar
 
 
 def test_compare_logits_detects_different_weights(tmp_path: Path) -> None:
     model, params = random_model("llama", num_hidden_layers=1)
-    exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M)
+    export(model, params, tmp_path)
     other = random_model("llama", seed=1, num_hidden_layers=1)[1]
     differences = exporting.compare_logits(model, other, tmp_path)
     assert set(differences) == {"prefill", "decode"}
     assert min(differences.values()) > 0.1
 
 
-def test_manifest_matches_program(plain: Any) -> None:
+def test_manifest_matches_program(exported: Any) -> None:
     """The StableHLO arguments are those of the manifest, in order and type, and no weight is a
     constant.
     """
-    directory, _, params = plain
+    directory, _, params = exported
     manifest = json.loads((directory / "manifest.json").read_text())
     names = {"float32": "f32", "int32": "i32", "bool": "i1"}
     weights = manifest["weights"]["tensors"]
@@ -135,47 +131,35 @@ def test_manifest_matches_program(plain: Any) -> None:
         assert len(text) < 400_000
 
 
-def test_weights_are_stored_under_parameter_names(plain: Any) -> None:
-    directory, _, params = plain
+def test_weights_are_stored_under_parameter_names(exported: Any) -> None:
+    directory, _, params = exported
     stored = load_file(directory / "weights.safetensors")
     for path, leaf in flatten(params):
         np.testing.assert_array_equal(stored[path], np.asarray(leaf))
 
 
-def test_export_supports_multiple_platforms(plain: Any, tmp_path: Path) -> None:
-    _, model, params = plain
-    exporting.export(
-        model, params, tmp_path, num_tokens=N, max_tokens=M, step_names=["decode"],
-        platforms=["cpu", "cuda", "tpu"],
-    )  # fmt: skip
+def test_export_supports_multiple_platforms(exported: Any, tmp_path: Path) -> None:
+    _, model, params = exported
+    export(model, params, tmp_path, "decode", platforms=["cpu", "cuda", "tpu"])
     assert exporting.compare_logits(model, params, tmp_path)["decode"] < 1e-5
 
 
-def test_export_for_another_platform_is_refused(plain: Any, tmp_path: Path) -> None:
-    _, model, params = plain
-    exporting.export(
-        model,
-        params,
-        tmp_path,
-        num_tokens=N,
-        max_tokens=M,
-        step_names=["decode"],
-        platforms=["tpu"],
-    )
+def test_export_for_another_platform_is_refused(exported: Any, tmp_path: Path) -> None:
+    _, model, params = exported
+    export(model, params, tmp_path, "decode", platforms=["tpu"])
     with pytest.raises(CheckpointError, match="was exported for tpu; this process runs on cpu"):
         runtime.load(tmp_path)
 
 
 def test_export_overwrites_nothing_and_is_atomic(
-    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed or interrupted export leaves no files, existing files stay, and a folder without
     manifest does not load.
     """
-    directory, model, params = plain
-    again = {"num_tokens": N, "max_tokens": M, "batch": 2, "step_names": ["decode"]}
+    directory, model, params = exported
     with pytest.raises(CheckpointError, match="already holds an export"):
-        exporting.export(model, params, directory, **again)
+        export(model, params, directory, "decode")
 
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -186,31 +170,30 @@ def test_export_overwrites_nothing_and_is_atomic(
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "write_tensors", stop)
         with pytest.raises(KeyboardInterrupt):
-            exporting.export(model, params, tmp_path / "half", **again)
+            export(model, params, tmp_path / "half", "decode")
     assert not (tmp_path / "half").exists()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "mine").write_text("mine")
     with monkeypatch.context() as patch:
         patch.setattr(exporting, "write_tensors", full)
         with pytest.raises(CheckpointError, match=r"cannot write .*: No space left"):
-            exporting.export(model, params, tmp_path / "half", **again)
+            export(model, params, tmp_path / "half", "decode")
     assert [f.name for f in (tmp_path / "half").iterdir()] == ["mine"]
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: not an export"):
         runtime.load(tmp_path / "half")
-    exporting.export(model, params, tmp_path / "half", **again)
+    export(model, params, tmp_path / "half", "decode")
     assert list(runtime.load(tmp_path / "half").steps) == ["decode"]
 
 
-def test_native_kernels_are_omitted_or_listed(plain: Any, tmp_path: Path) -> None:
+def test_native_kernels_are_omitted_or_listed(exported: Any, tmp_path: Path) -> None:
     """By default the program has no native calls; with native=keep, the manifest lists them."""
-    _, model, params = plain
-    lengths = {"num_tokens": N, "max_tokens": M, "step_names": ["decode"]}
-    left = json.loads((plain[0] / "manifest.json").read_text())
+    _, model, params = exported
+    left = json.loads((exported[0] / "manifest.json").read_text())
     assert left["custom_calls"] == []
-    assert "custom_call @jaxllm" not in (plain[0] / "decode.mlir").read_text()
+    assert "custom_call @jaxllm" not in (exported[0] / "decode.mlir").read_text()
     if native.load_kernels() is None:
         pytest.skip("no native kernels were built")
-    manifest = exporting.export(model, params, tmp_path, native="keep", write_mlir=True, **lengths)
+    manifest = export(model, params, tmp_path, "decode", native="keep", write_mlir=True)
     assert "jaxllm_linear" in manifest["custom_calls"]
     text = (tmp_path / "decode.mlir").read_text()
     assert set(re.findall(r"custom_call @(jaxllm_\w+)", text)) == set(manifest["custom_calls"])
@@ -218,9 +201,9 @@ def test_native_kernels_are_omitted_or_listed(plain: Any, tmp_path: Path) -> Non
 
 
 def test_unknown_custom_call_is_refused(
-    plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, model, params = plain
+    _, model, params = exported
 
     def step(model: Any, form: Any, params: Any, inputs: Any) -> Any:
         slots = inputs["slots"]
@@ -228,7 +211,7 @@ def test_unknown_custom_call_is_refused(
 
     monkeypatch.setattr(exporting, "run_step", step)
     with pytest.raises(ConfigError, match=r"cannot be exported.*a_stranger"):
-        exporting.export(model, params, tmp_path, num_tokens=N, max_tokens=M, step_names=["decode"])
+        export(model, params, tmp_path, "decode")
 
 
 @pytest.mark.parametrize(
@@ -244,13 +227,11 @@ def test_unknown_custom_call_is_refused(
     ],
 )
 def test_export_refuses_invalid_options(
-    plain: Any, tmp_path: Path, options: dict[str, Any], message: str
+    exported: Any, tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    _, model, params = plain
+    _, model, params = exported
     with pytest.raises(ConfigError, match=message):
-        exporting.export(
-            model, params, tmp_path / "x", **{"num_tokens": N, "max_tokens": M, **options}
-        )
+        export(model, params, tmp_path / "x", **options)
     assert not (tmp_path / "x").exists()
 
 
@@ -261,21 +242,21 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
     run = partial(run, "export")
     save_random(tmp_path / "model", "gpt2", n_layer=1)
     base = (tmp_path / "model", tmp_path / "a", "--num-tokens", 4, "--max-tokens", 12)
-    status, out, _ = run(
+    out, _ = succeed(
+        run,
         *base, "--what", "prefill", "--form", "boolean", "--quantize", "int8", "--dtype", "float32",
         "--check", "--json", "--mlir",
     )  # fmt: skip
-    assert status == 0
     report = json.loads(out)
     assert report["difference"]["prefill"] < 1e-5
     assert report["weights"] == (tmp_path / "a" / "weights.safetensors").stat().st_size
     table = tmp_path / "formats.json"
     table.write_text(json.dumps([["h.0.mlp.c_fc", {"weights": "int4"}]]))
-    status, out, _ = run(
+    out, _ = succeed(
+        run,
         base[0], tmp_path / "b", *base[2:], "--what", "decode", "--precision", table, "--check",
         "--json",
     )  # fmt: skip
-    assert status == 0
     assert json.loads(out)["difference"]["decode"] < 1e-5
     kinds = {name: x.dtype for name, x in load_file(tmp_path / "b/weights.safetensors").items()}
     assert [name for name, kind in kinds.items() if kind == np.uint8] == [
@@ -290,7 +271,4 @@ def test_export_command_exports_and_checks(run: Run, tmp_path: Path) -> None:
         ("--quantize", "int5"): "int5",
     }.items():
         there = base if not options else (base[0], tmp_path / "c", *base[2:])
-        status, out, err = run(*there, *options)
-        assert (status, out) == (1, ""), options
-        assert message in err
-        assert err.count("\n") == 1
+        assert_refused(run, message, *there, *options)

@@ -20,18 +20,9 @@ from tests.tiny_models import random_model
 N, M = 4, 13
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """Return an export directory with both steps, and its model and parameters."""
-    directory = tmp_path_factory.mktemp("export") / "plain"
-    model, params = random_model("llama")
-    exporting.export(model, params, directory, num_tokens=N, max_tokens=M, batch=2)
-    return directory, model, params
-
-
 @pytest.fixture
-def copy(plain: Any, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(plain[0], tmp_path / "copy"))
+def copy(exported: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported[0], tmp_path / "copy"))
 
 
 def flip(path: Path) -> None:
@@ -153,11 +144,11 @@ def test_load_refuses_damaged_or_foreign_files(
         runtime.load(copy)
 
 
-def test_step_refuses_missing_unknown_and_misshapen_inputs(plain: Any) -> None:
+def test_step_refuses_missing_unknown_and_misshapen_inputs(exported: Any) -> None:
     """A step reports every missing, unknown or wrongly shaped input in one error; blank inputs
     write to no slot.
     """
-    steps = runtime.load(plain[0])
+    steps = runtime.load(exported[0])
     with pytest.raises(ConfigError, match="no step 'generate' was exported"):
         steps["generate"]
     step = steps["decode"]
@@ -178,12 +169,12 @@ def test_step_refuses_missing_unknown_and_misshapen_inputs(plain: Any) -> None:
 
 
 def test_token_inputs_refuses_invalid_tokens_start_and_signature(
-    plain: Any, tmp_path: Path
+    exported: Any, tmp_path: Path
 ) -> None:
     """token_inputs refuses invalid ids and shapes, a start beyond the past slots, and steps with
     another signature.
     """
-    directory, model, _ = plain
+    directory, model, _ = exported
     step = runtime.load(directory)["prefill"]
     for tokens, start, message in (
         ([1, 2], 0, r"tokens must be \[2, 1 to 4\], got \[2\]"),

@@ -13,19 +13,17 @@ from tests.conftest import ROOT
 LAYERS = """
     errors
     runtime
-    files
-    config text
-    ops data
-    weights
+    files config
+    ops text
+    weights data
     cache
     models
     checkpoints steps sharding
     convert export generation
-    adapters
+    adapters plan
     lm
-    evaluate batch_inference plan
-    compress
-    train
+    evaluate batch_inference
+    compress train
     cli
 """
 # The same within subpackages; None: the inner packages do not import each other.

@@ -1,12 +1,15 @@
 """LM: options, prompts, batches, defaults, downloads and errors."""
 
 import ast
+import dataclasses
 import importlib
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -230,16 +233,6 @@ def test_completion_text_continues_prompt(demo: jaxllm.LM) -> None:
     assert prompt + completion.text == demo.tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("family", BOTH)
-def test_demo_story_ends_with_eos(family: str) -> None:
-    demo = jaxllm.load(f"demo:{family}", dtype="float32")
-    completion = demo.generate("", max_new_tokens=400)
-    assert completion.finish_reason == "eos"
-    assert completion.text.rstrip().endswith((".", "!", '"'))
-    assert completion.tokens[-1] == demo.generation["eos_token_id"]
-    assert len(completion.tokens) == len(completion.logprobs) < 400
-
-
 def test_token_id_prompts_are_accepted(plain: Path) -> None:
     """Token ids work without a tokenizer, text does not, and an empty prompt is the bos token."""
     lm = jaxllm.load(plain)
@@ -253,14 +246,17 @@ def test_token_id_prompts_are_accepted(plain: Path) -> None:
     assert lm.generate("", max_new_tokens=1).prompt_tokens == 1  # the bos token
 
 
+def with_settings(source: Path, target: Path, settings: dict[str, Any]) -> Path:
+    """Copy a checkpoint and give it generation settings."""
+    shutil.copytree(source, target)
+    (target / "generation_config.json").write_text(json.dumps(settings))
+    return target
+
+
 def test_generation_config_gives_defaults(plain: Path, tmp_path: Path) -> None:
     """generation_config.json gives the defaults, and options of the call override them."""
-    import shutil
-
-    shutil.copytree(plain, tmp_path / "m")
     settings = {"do_sample": True, "temperature": 5.0, "eos_token_id": [], "max_new_tokens": 7}
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(settings))
-    lm = jaxllm.load(tmp_path / "m")
+    lm = jaxllm.load(with_settings(plain, tmp_path / "m", settings))
     greedy = jaxllm.load(plain).generate([5], max_new_tokens=7, eos_token_id=[]).tokens
     sampled = lm.generate([5]).tokens
     assert len(sampled) == 7
@@ -274,12 +270,8 @@ def test_generation_config_gives_defaults(plain: Path, tmp_path: Path) -> None:
 
 
 def test_unsupported_generation_config_fields_warn(plain: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(plain, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text('{"num_beam_groups": 2}')
     with pytest.warns(UserWarning, match="num_beam_groups is not supported"):
-        jaxllm.load(tmp_path / "m")
+        jaxllm.load(with_settings(plain, tmp_path / "m", {"num_beam_groups": 2}))
 
 
 def test_unsupported_requests_are_refused_by_name(plain: Path) -> None:
@@ -304,10 +296,6 @@ def test_unsupported_requests_are_refused_by_name(plain: Path) -> None:
 
 
 def test_nan_logits_raise_with_row_and_step(plain: Path) -> None:
-    import dataclasses
-
-    import jax.numpy as jnp
-
     lm = jaxllm.load(plain)
     weight = lm.params["embed_tokens"]["weight"].at[130].set(jnp.nan)
     broken = dataclasses.replace(lm, params={**lm.params, "embed_tokens": {"weight": weight}})
@@ -326,63 +314,51 @@ def test_repr_is_one_line(demo: jaxllm.LM) -> None:
     assert "M parameters" in repr(demo)
 
 
-def test_load_downloads_only_with_hf_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    requests = []
-
-    def offline(repo: str, **_: Any) -> str:
-        requests.append(repo)
-        raise OSError("no network in tests")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(CheckpointError, match="not a directory"):
-        jaxllm.load("owner/name")
-    assert requests == []
-    with pytest.raises(CheckpointError, match="no network in tests"):
-        jaxllm.load("hf:owner/name")
-    assert requests == ["owner/name"]
-
-
-def test_flax_files_are_downloaded_as_fallback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Flax weights are downloaded only if the repository has no other weights."""
-    import huggingface_hub
-
-    requests = []
-
-    def hub(repo: str, allow_patterns: list[str]) -> str:
-        requests.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        jaxllm.load("hf:owner/name")
-    assert requests[1:] == [["flax_model*.msgpack"]]
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        jaxllm.load("hf:owner/name")
-    assert len(requests) == 3
-
-
-def test_gguf_file_is_downloaded_with_its_parts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One GGUF file of a repository is downloaded, with all parts if it is split."""
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
+    """The repositories and patterns that are asked of the hub, whose snapshots are `tmp_path`."""
     import huggingface_hub
 
     requests = []
 
     def hub(repo: str, allow_patterns: list[str]) -> str:
         requests.append((repo, *allow_patterns))
+        if repo == "owner/offline":
+            raise OSError("no network in tests")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    return requests
+
+
+def test_load_downloads_only_with_hf_prefix(downloads: list[tuple[str, ...]]) -> None:
+    with pytest.raises(CheckpointError, match="not a directory"):
+        jaxllm.load("owner/offline")
+    assert downloads == []
+    with pytest.raises(CheckpointError, match="no network in tests"):
+        jaxllm.load("hf:owner/offline")
+    assert [repo for repo, *_ in downloads] == ["owner/offline"]
+
+
+def test_flax_files_are_downloaded_as_fallback(
+    downloads: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    """Flax weights are downloaded only if the repository has no other weights."""
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        jaxllm.load("hf:owner/name")
+    assert downloads[1:] == [("owner/name", "flax_model*.msgpack")]
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        jaxllm.load("hf:owner/name")
+    assert len(downloads) == 3
+
+
+def test_gguf_file_is_downloaded_with_its_parts(downloads: list[tuple[str, ...]]) -> None:
+    """One GGUF file of a repository is downloaded, with all parts if it is split."""
     for name in ("m.Q4_0.gguf", "Q8_0/m-00001-of-00002.gguf"):
         with pytest.raises(CheckpointError, match=name):
             jaxllm.load(f"hf:owner/name/{name}")
-    assert requests == [("owner/name", "m.Q4_0.gguf"), ("owner/name", "Q8_0/m-*-of-00002.gguf")]
+    assert downloads == [("owner/name", "m.Q4_0.gguf"), ("owner/name", "Q8_0/m-*-of-00002.gguf")]
     with pytest.raises(CheckpointError, match="does not name a repository"):
         jaxllm.load("hf:owner/name/file.bin")
 

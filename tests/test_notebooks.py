@@ -48,17 +48,6 @@ def test_every_notebook_has_paired_script() -> None:
     assert names == {source.stem for source in SOURCES} != set()
 
 
-@pytest.mark.full  # the next test runs the cells of the .py file in every test run
-@each_notebook
-def test_notebook_equals_paired_script(source: Path, tmp_path: Path) -> None:
-    converted = run("-m", "jupytext", "--to", "ipynb", "--output", "-", source, cwd=tmp_path)
-
-    def text(notebook: Any) -> list[tuple[str, str]]:
-        return [(cell["cell_type"], "".join(cell["source"])) for cell in notebook["cells"]]
-
-    assert text(json.loads(converted)) == text(stored(source))
-
-
 @each_notebook
 def test_notebook_execution_reproduces_stored_outputs(source: Path, tmp_path: Path) -> None:
     """Running a notebook gives its stored cells and outputs; images are ignored and rounding errors

@@ -17,6 +17,7 @@ from jaxllm.generation.options import OPTIONS, GenerateOptions, check_options
 from jaxllm.generation.sampling.aliases import HINTS
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.penalties import RepetitionPenalty
+from jaxllm.runtime.docstrings import split_docstring
 from tests.tiny_models import save_random
 
 
@@ -34,47 +35,70 @@ def lm(plain: Path) -> jaxllm.LM:
 
 def test_options_table_matches_types_and_docstring() -> None:
     assert set(typing.get_type_hints(GenerateOptions)) == set(OPTIONS)
+    assert list(split_docstring(GenerateOptions)[1]) == list(OPTIONS)
     documented = set(re.findall(r"[a-z_]+", jaxllm.LM.generate.__doc__ or ""))
     assert set(OPTIONS) <= documented
     for name, option in OPTIONS.items():
         assert option.meaning, name
-        assert option.help, name
     assert not set(HINTS) & set(OPTIONS)
 
 
 WRONG: dict[str, list[Any]] = {
     "adapter": [5, {}, [5], True],
     "assistant_model": ["x", 5],
+    "bad_words_ids": [[[]], [1, 2], [[1], [-1]]],
     "batch_invariant": [1, "yes"],
+    "begin_suppress_tokens": [[True]],
     "cache": ["x", {}],
     "chunk": [0, 2.5, "x", True],
     "do_sample": [1, "true"],
+    "dry_allowed_length": [0],
+    "dry_base": [0.9],
+    "dry_multiplier": [-1],
+    "dry_penalty_last_n": [-2],
     "early_stopping": [1, "x", []],
     "eos_token_id": ["12", 2.5, -1, [1.5], True, {}, 2**70],
+    "epsilon_cutoff": [1.0],
+    "eta_cutoff": [-0.1],
+    "forced_bos_token_id": [-2],
     "forced_eos_token_id": ["12", 1.5],
+    "frequency_penalty": ["often"],
     "guidance_scale": ["x", float("nan"), [], True],
     "length_penalty": ["x", float("inf")],
-    "logit_bias": ["x", {"a": 1}, {1: "x"}],
+    "logit_bias": ["x", {"a": 1}, {1: "x"}, {1: 101}, {"one": 1}, [1, 2]],
     "logits_processor": [5, [5], "x", {}],
     "max_matching_ngram_size": [0, 1.5],
     "max_new_tokens": [0, -1, 2.5, "5", 2**40, True, [1.5]],
+    "min_length": [-1],
+    "min_new_tokens": [0.5],
+    "min_p": [1.05, -0.1, [[0.1]]],
+    "mirostat_eta": [[0.1, -0.1]],
+    "mirostat_tau": [-1],
     "negative_prompt": [5, {}],
+    "no_repeat_ngram_size": [-1, 1.5],
     "num_assistant_tokens": [0, "x"],
     "num_beams": [0, 2.5, "2"],
     "num_return_sequences": [0, -3, "x", 1.0],
     "overflow": [5, [], "shift", {}],
     "pad_token_id": ["x", 1.5],
     "penalty_alpha": ["x", -1, 2, []],
+    "presence_penalty": [float("inf")],
     "prompt_lookup_num_tokens": [0, "x"],
     "repetition_penalty": ["1.5", 0, True],
     "sampler": ["x", 5],
     "seed": [1.5, -1, 2**64, "x", True, [1.5]],
+    "sequence_bias": [{(): 1.0}, {(1,): float("inf")}, 3],
     "stop_strings": [5, "", [5], [""], {}],
     "stopping_criteria": [5, ["x"]],
-    "suppress_tokens": ["12", [1.5], {"a": 1}],
-    "temperature": ["0.5", -1, float("nan"), True, {}, [[1.0]], 10**400],
-    "top_k": [1.5, -1, "x"],
+    "suppress_tokens": ["12", "abc", [0.5], [1.5], {"a": 1}],
+    "temperature": ["0.5", "hot", -1, 1e39, float("nan"), True, {}, [[1.0]], 10**400],
+    "top_k": [1.5, -1, "x", 10**400],
     "top_logprobs": [-1, 1.5, "x"],
+    "top_n_sigma": [-1],
+    "top_p": [1.1, [0.5, -0.5]],
+    "typical_p": [0.0, 1.1],
+    "xtc_probability": [1.1],
+    "xtc_threshold": [-0.1],
 }
 
 
@@ -189,8 +213,7 @@ def test_generate_accepts_id_sequences_and_arrays(lm: jaxllm.LM) -> None:
     for several in (np.array([ids, ids]), jnp.array([ids, ids]), [jnp.array(ids), ids]):
         assert [c.tokens for c in lm.generate(several, **options)] == [single.tokens] * 2
     assert lm.generate([]) == []
-    for wrong in (None, 5, {"a": 1}, [10**30], [None], [[1.5]], b"abc", [2**31 + 5], [-(2**40)],
-                  np.zeros((1, 1, 1), int), np.float32(3), [True], jnp.array(5)):  # fmt: skip
+    for wrong in ([10**30], [2**31 + 5], [-(2**40)], np.zeros((1, 1, 1), int), jnp.array(5)):
         with pytest.raises(TokenError):
             lm.generate(wrong)
     with pytest.raises(TokenError, match="one prompt"):

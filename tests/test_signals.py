@@ -49,17 +49,23 @@ def _default_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-Program = Callable[[str, Path], "subprocess.Popen[bytes]"]
+Program = Callable[..., "subprocess.Popen[bytes]"]
+SETUP = "from pathlib import Path\nfrom jaxllm.runtime import signals\nsignals.setup_process()\n"
 
 
 @pytest.fixture
-def started() -> Iterator[Program]:
-    """Start programs that call setup_process and run some code; kill them after the test."""
-    programs = []
+def started(tmp_path: Path) -> Iterator[Program]:
+    """Start Python in a temporary folder, whose modules it can import; kill it after the test."""
+    programs: list[subprocess.Popen[bytes]] = []
 
-    def start(code: str, folder: Path) -> "subprocess.Popen[bytes]":
-        programs.append(_started(code, folder))
-        return programs[-1]
+    def start(*arguments: str) -> "subprocess.Popen[bytes]":
+        path = os.pathsep.join([str(tmp_path), str(ROOT)])
+        program = subprocess.Popen(
+            [sys.executable, *arguments], cwd=tmp_path, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        programs.append(program)
+        return program
 
     yield start
     for program in programs:
@@ -67,25 +73,13 @@ def started() -> Iterator[Program]:
         program.communicate()
 
 
-def _started(code: str, folder: Path) -> "subprocess.Popen[bytes]":
-    busy = "\n    ".join(WORKS["sleeping"].splitlines())
-    whole = (
-        "from pathlib import Path\nfrom jaxllm.runtime import signals\nsignals.setup_process()\n"
-        + code.replace("{busy}", busy)
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", whole],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("work", WORKS)
 def test_sigint_prints_one_line_and_leaves_nothing(
     work: str, started: Program, tmp_path: Path
 ) -> None:
     """SIGINT ends any program with exit code 130, one line on stderr and no file."""
-    process = started(WORKS[work], tmp_path)
+    busy = "\n    ".join(WORKS["sleeping"].splitlines())
+    process = started("-c", SETUP + WORKS[work].replace("{busy}", busy))
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGINT)
@@ -95,11 +89,9 @@ def test_sigint_prints_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sigterm_exits_cleanly_and_ignored_sigint_stays_ignored(
-    started: Program, tmp_path: Path
-) -> None:
+def test_sigterm_exits_cleanly_and_ignored_sigint_stays_ignored(started: Program) -> None:
     """SIGTERM exits with code 143 and one line; a process that ignored SIGINT before still does."""
-    process = started(WORKS["sleeping"], tmp_path)
+    process = started("-c", SETUP + WORKS["sleeping"])
     assert process.stdout is not None
     process.stdout.readline()
     process.terminate()
@@ -126,7 +118,7 @@ def test_sigint_at_exit_keeps_successful_status() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"done\n", b"")
 
 
-def test_deferred_interrupt_sets_flag_and_second_exits(started: Program, tmp_path: Path) -> None:
+def test_deferred_interrupt_sets_flag_and_second_exits(started: Program) -> None:
     """The first SIGINT sets a flag and prints a message; the second ends the process."""
     code = """
 import time
@@ -137,7 +129,7 @@ with signals.defer_interrupt("a moment") as asked:
     print("asked", flush=True)
     time.sleep(99)
 """
-    process = started(code, tmp_path)
+    process = started("-c", SETUP + code)
     assert process.stdout is not None
     assert process.stderr is not None
     for expected in (b"ready\n", b"asked\n"):
@@ -150,14 +142,10 @@ with signals.defer_interrupt("a moment") as asked:
     assert process.returncode == 130
 
 
-def test_sigint_during_imports_exits_cleanly(tmp_path: Path) -> None:
+def test_sigint_during_imports_exits_cleanly(started: Program, tmp_path: Path) -> None:
     """A signal handler that raised during an import could become an ImportError or be lost."""
     (tmp_path / "typer.py").write_text("print('ready', flush=True)\nimport time\ntime.sleep(99)\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxllm", "info"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-    )  # fmt: skip
+    process = started("-m", "jaxllm", "info")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -252,17 +240,17 @@ def test_chat_terminal_edits_lines_and_stops_on_interrupt(tmp_path: Path) -> Non
         os.close(ours)
 
 
-def test_interrupted_perplexity_reports_progress_and_journals_batches(tmp_path: Path) -> None:
+def test_interrupted_perplexity_reports_progress_and_journals_batches(
+    started: Program, tmp_path: Path
+) -> None:
     """SIGINT prints the batches done, the perplexity and how to resume; the journal holds the
     finished batches.
     """
     journal = tmp_path / "journal"
     (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 400)
-    arguments = ["perplexity", "demo:llama", "--text", "@story.txt", "--window", "16"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxllm", *arguments, "--batch", "1", "--journal", "journal"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    process = started(
+        "-m", "jaxllm", "perplexity", "demo:llama", "--text", "@story.txt", "--window", "16",
+        "--batch", "1", "--journal", "journal",
     )  # fmt: skip
     while process.poll() is None and (
         not journal.exists() or journal.read_bytes().count(b"\n") < 3

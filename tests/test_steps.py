@@ -58,16 +58,6 @@ def test_prefill_across_attention_blocks_equals_uncached_forward() -> None:
         close(logits, whole[:, column])
 
 
-def test_decode_steps_equal_uncached_forward(lm: Any) -> None:
-    model, params = lm
-    ids = tokens(2, 23)
-    whole = jaxllm.forward(model, params, None, ids).logits
-    cache = jaxllm.init_cache(model.config, 2, 23)
-    for column in range(23):
-        logits, cache = jaxllm.decode_step(model, params, cache, ids[:, column])
-        close(logits, whole[:, column])
-
-
 @in_both("lm", side=["left", "right", "both", "scattered"])
 def test_prefill_padded_rows_equal_single_rows(lm: Any, side: str) -> None:
     """With padding on any side or scattered, prefill and the next decode step equal forward on each
@@ -144,18 +134,6 @@ def test_forward_copies_no_cache(lm: Any) -> None:
     assert temporary(1 << 16) - temporary(1 << 12) < 0.01 * cache_grows_by
 
 
-def test_cache_supports_two_continuations(lm: Any) -> None:
-    model, params = lm
-    ids = tokens(1, 9)
-    cache = filled(lm, ids)
-    for token in (5, 77):
-        logits, grown = jaxllm.decode_step(model, params, cache, np.array([token]))
-        fresh = np.append(ids, [[token]], axis=1)
-        close(logits, jaxllm.forward(model, params, None, fresh).logits[:, -1])
-        assert grown.length_B.tolist() == [10]
-    assert cache.length_B.tolist() == [9]
-
-
 def test_forward_then_commit_equals_decode_step(lm: Any) -> None:
     model, params = lm
     cache = filled(lm, tokens(2, 9))
@@ -221,18 +199,6 @@ def test_forward_gradient_is_causal(lm: Any) -> None:
         gradient = jax.grad(state)(params[table]["weight"], column)
         moved = np.abs(np.asarray(gradient)).max(axis=1) > 0
         assert moved.tolist() == [i <= column for i in range(VOCAB)]
-
-
-def test_forward_perturbation_is_causal(lm: Any) -> None:
-    """Changing one token changes the logits from its position on, and none before."""
-    model, params = lm
-    ids = tokens(1, 12)
-    before = jaxllm.forward(model, params, None, ids).logits
-    for column in (0, 4, 11):
-        changed = ids.copy()
-        changed[0, column] = (changed[0, column] + 1) % VOCAB
-        moved = jnp.abs(jaxllm.forward(model, params, None, changed).logits - before).max(axis=2)
-        assert (np.asarray(moved[0]) > 0).tolist() == [i >= column for i in range(12)]
 
 
 def test_forward_permuting_rows_permutes_logits(lm: Any) -> None:
@@ -313,6 +279,7 @@ def test_steps_refuse_out_of_range_positions() -> None:
         jaxllm.forward(model, params, None, tokens(1, 1), positions_BT=np.array([[-2]]))
     with pytest.raises(CapacityError, match="97 positions"):
         jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=9)
+    jaxllm.generate(model, params, tokens(1, 90), max_new_tokens=8)  # the last is not run
 
 
 def test_steps_refuse_wrong_shapes_and_mismatched_caches(lm: Any) -> None:
@@ -330,13 +297,6 @@ def test_steps_refuse_wrong_shapes_and_mismatched_caches(lm: Any) -> None:
     with pytest.raises(CacheMismatchError, match="another model"):
         foreign = jaxllm.init_cache(other.config, 2, 8)
         jaxllm.forward(model, params, foreign, tokens(2, 1))
-
-
-def test_forward_accepts_list_of_lists(lm: Any) -> None:
-    model, params = lm
-    a = jaxllm.forward(model, params, None, [[1, 2, 3]]).logits
-    b = jaxllm.forward(model, params, None, np.array([[1, 2, 3]])).logits
-    assert bits(a) == bits(b)
 
 
 def test_steps_run_under_jit_vmap_and_grad(lm: Any) -> None:
@@ -408,41 +368,6 @@ def test_attention_weights_with_gqa_reproduce_head_outputs() -> None:
     close(jnp.einsum("NTS,SNH->TNH", weight_NTS, v_SNH), layer["layers.0.heads"][0])
 
 
-RAGGED = [[1, 2, 3], [4, 5]]
-OUTSIDE = [2**31 + 5, -(2**40), 2**70]
-
-
-def test_steps_refuse_invalid_token_arrays(lm: Any) -> None:
-    """Ragged, non-integer, missing or too large tokens raise TokenError in every step
-    and decoder.
-    """
-    model, params = lm
-    cache = filled(lm, tokens(2, 5))
-    for wrong in (RAGGED, [[1.5, 2], [3, 4]], [["1"], ["2"]], [[True], [False]], None, 5, {}):
-        for call in (
-            lambda x: jaxllm.forward(model, params, cache, x),
-            lambda x: jaxllm.prefill(model, params, cache, x),
-            lambda x: jaxllm.prefill(model, params, cache, x, lengths_B=[1, 1]),
-            lambda x: jaxllm.generate(model, params, x, max_new_tokens=2),
-            lambda x: jaxllm.beam_search(model, params, x, num_beams=2, max_new_tokens=2),
-            lambda x: jaxllm.speculative_generate(
-                model, params, x, draft=jaxllm.PromptLookup(), max_new_tokens=2
-            ),
-        ):
-            with pytest.raises(TokenError):
-                call(wrong)
-    for token in OUTSIDE:
-        for call in (jaxllm.forward, jaxllm.prefill):
-            with pytest.raises(
-                TokenError, match=r"outside the vocabulary|more than 64 bits|object"
-            ):
-                call(model, params, cache, [[1], [token]])
-        with pytest.raises(TokenError, match=r"outside the vocabulary|more than 64 bits|object"):
-            jaxllm.decode_step(model, params, cache, [1, token])
-        with pytest.raises(TokenError, match=r"outside the vocabulary|more than 64 bits"):
-            jaxllm.generate(model, params, [[1, token]], max_new_tokens=2)
-
-
 def test_steps_refuse_invalid_sizes_and_lengths(lm: Any) -> None:
     model, params = lm
     cache, ids = filled(lm, tokens(2, 5)), tokens(2, 5)
@@ -479,14 +404,3 @@ def test_generate_accepts_numpy_and_jax_scalars(lm: Any) -> None:
     assert sample(np.int64(4), np.int64(5), np.array([2])) == plain
     assert sample(jnp.int32(4), jnp.int32(5), jnp.array([2])) == plain
     assert sample(4, np.uint64(5), (np.int32(2),)) == plain
-
-
-def test_steps_refuse_objects_other_than_kvcache(lm: Any) -> None:
-    model, params = lm
-    for wrong in ({}, "x", 5, lm):
-        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
-            jaxllm.decode_step(model, params, wrong, [1])
-        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
-            jaxllm.prefill(model, params, wrong, [[1]], lengths_B=[1])
-        with pytest.raises(CacheMismatchError, match="must be a KVCache"):
-            jaxllm.generate(model, params, [[1]], max_new_tokens=1, cache=wrong)

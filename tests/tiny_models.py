@@ -64,6 +64,20 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+# RoPE settings of config.json.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "rope_theta": 1e3, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 40,
+    },
+    "yarn": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+        "original_max_position_embeddings": 24,
+    },
+}  # fmt: skip
 SQUARE = {**{k: v for k, v in LLAMA.items() if k != "head_dim"}, "hidden_size": 48}
 GEMMA = {**LLAMA, "query_pre_attn_scalar": 9, "sliding_window": 5, "pad_token_id": 0}
 # model_type -> (class name prefix in transformers, tiny configuration).
@@ -166,18 +180,23 @@ def theirs(family: str, **changes: Any) -> Any:
     return getattr(transformers, f"{kind}{text}Config")(**{**base, **changes})
 
 
+def random_torch_model(config: Any, seed: int = 0, spread: float = 0.3) -> Any:
+    """Return a transformers model with every tensor random, including norms and biases."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    gemma = config.model_type.startswith("gemma")
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            norm = ("norm" in path or ".ln_" in path) and not gemma
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
+    return model.eval()
+
+
 def save_random(
     directory: Path, family: str, seed: int = 0, spread: float = 0.3, **changes: Any
 ) -> None:
-    """Write a Hugging Face directory with every tensor random, including norms and biases."""
-    config = theirs(family, **changes)
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            norm = ("norm" in path or ".ln_" in path) and not family.startswith("gemma")
-            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if norm else 0.0))
-    model.save_pretrained(directory)
+    """Write a Hugging Face directory with every tensor random."""
+    random_torch_model(theirs(family, **changes), seed, spread).save_pretrained(directory)
 
 
 def saved_once(
@@ -275,3 +294,20 @@ def assert_close(ours: Any, theirs: np.ndarray) -> None:
     """Check the float32 tolerance: atol 1e-5 x max(1, max abs), rtol 1e-4."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), theirs, atol=1e-5 * scale, rtol=1e-4)
+
+
+def make_twin(directory: Path, family: str, layers: int = 1, **changes: Any) -> Twin:
+    """Write a random model of a few layers and load it in transformers and jaxllm."""
+    name = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    save_random(directory, family, **{name: layers}, **changes)
+    return load_twin(directory)
+
+
+def our_arrays(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return torch tensors under our names as [out, in]; GPT-2 stores linears as [in, out]."""
+    found = {}
+    for name, tensor in tensors.items():
+        path = name.removeprefix("model.").removeprefix("transformer.")
+        transposed = twin.config.model_type == "gpt2" and tensor.ndim == 2 and ".c_" in path
+        found[path] = (tensor.T if transposed else tensor).detach().numpy().copy()
+    return found

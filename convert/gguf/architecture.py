@@ -8,6 +8,7 @@ from jaxllm.convert.gguf.names import ModuleRow
 from jaxllm.convert.tables import REQUIRED, Field
 from jaxllm.models.family import Family
 
+SILU = {"hidden_act": "silu"}
 # From fields and from keys (without the architecture) to derived fields.
 DeriveFields = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
@@ -23,7 +24,6 @@ class GGUFArchitecture:
         constants: Fields that llama.cpp supports with one value only.
         tensor_flags: Fields that are true if a tensor is present.
         allowed_values: Keys that may only have these values.
-        ignored_keys: Keys without effect on results.
         uses_rope: Whether it uses RoPE.
         partial_rotary: Whether RoPE may rotate only a part of each head.
         derive: Derives fields from other fields and, when reading, from the keys in `derive_keys`.
@@ -33,10 +33,9 @@ class GGUFArchitecture:
     family: Family
     modules: tuple[ModuleRow, ...]
     fields: tuple[Field, ...]
-    constants: Mapping[str, Any]
-    tensor_flags: Mapping[str, str]
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=lambda: SILU)
+    tensor_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     allowed_values: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    ignored_keys: frozenset[str] = frozenset()
     uses_rope: bool = True
     partial_rotary: bool = False
     derive: DeriveFields = lambda fields, data: {}

@@ -1,8 +1,9 @@
 """The table of GGUF's tensor types, with dequantization and quantization of blocks.
 
 A tensor row is a sequence of blocks, each with a fixed number of columns and bytes, little endian
-(ggml's `ggml-common.h`). Dequantization computes in float32 in ggml's order, so the numbers are bit
-for bit those of ggml. So are the bytes of types that ggml's Python package can write.
+(ggml's `ggml-common.h`). A block has one or more runs of columns; a code c of a run stands for
+`c scale + offset`, computed in float32. So the numbers are bit for bit those of ggml, and so are
+the bytes of types that ggml's Python package can write.
 """
 
 from collections.abc import Callable
@@ -17,24 +18,31 @@ SUPER_BLOCK_SIZE = 256  # columns per block of the K types
 BLOCK_SIZE = 32  # columns per block of the other quantized types
 
 
+ReadBlocks = Callable[[np.ndarray], np.ndarray]
+
+
 class BlockType(NamedTuple):
     """A tensor type.
 
     Attributes:
         type_id: ggml's number of the type.
         columns, nbytes: The size of a block.
-        dtype: The dtype if the type is not quantized.
-        dequantize_blocks: Dequantizes blocks uint8 `[n, nbytes]` to float32 `[n, columns]`.
+        read_codes: Reads the codes of blocks uint8 `[n, nbytes]`, int8 or uint8 `[n, columns]`.
+        read_scales: Reads the scale of each run, float32 `[n, runs]`.
+        read_offsets: Reads the offset of each run, float32 `[n, runs]`; None: there are none.
         quantize_blocks: Quantizes float32 `[n, columns]` to blocks, if the type can be written.
+        dtype: The dtype if the type is not quantized.
     """
 
     type_id: int
     name: str
     columns: int
     nbytes: int
+    read_codes: ReadBlocks | None = None
+    read_scales: ReadBlocks | None = None
+    read_offsets: ReadBlocks | None = None
+    quantize_blocks: ReadBlocks | None = None
     dtype: np.dtype | None = None
-    dequantize_blocks: Callable[[np.ndarray], np.ndarray] | None = None
-    quantize_blocks: Callable[[np.ndarray], np.ndarray] | None = None
 
     def row_bytes(self, columns: int) -> int:
         """Return the size in bytes of a row of `columns` columns, a multiple of the block size."""
@@ -44,9 +52,14 @@ class BlockType(NamedTuple):
         """Dequantize rows of bytes `[R, row_bytes]` to float32 `[R, I]`."""
         if self.dtype is not None:
             return np.ascontiguousarray(rows).view(self.dtype).astype(np.float32)
-        assert self.dequantize_blocks is not None
+        assert self.read_codes is not None
+        assert self.read_scales is not None
         blocks = np.ascontiguousarray(rows).reshape(-1, self.nbytes)
-        return self.dequantize_blocks(blocks).reshape(len(rows), -1)
+        scales, codes = self.read_scales(blocks), self.read_codes(blocks)
+        numbers = codes.reshape(*scales.shape, -1).astype(np.float32) * scales[..., None]
+        if self.read_offsets is not None:
+            numbers += self.read_offsets(blocks)[..., None]
+        return numbers.reshape(len(rows), -1)
 
     def quantize(self, rows: np.ndarray) -> np.ndarray:
         """Quantize rows of numbers `[R, I]` to bytes `[R, row_bytes]`."""
@@ -58,50 +71,31 @@ class BlockType(NamedTuple):
         return self.quantize_blocks(blocks).reshape(len(rows), -1)
 
 
-def _read_half(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """Read a float16 at byte `begin` of each block, as float32 `[n, 1]`."""
-    pair = np.ascontiguousarray(blocks[:, begin : begin + 2])
-    return pair.view(np.float16).astype(np.float32)
-
-
-def _unpack_nibbles(qs: np.ndarray) -> np.ndarray:
-    """Unpack the low nibbles, then the high nibbles: `[n, B]` to `[n, 2 B]`."""
-    return np.concatenate([qs & 15, qs >> 4], axis=1)
-
-
-def _read_fifth_bits(blocks: np.ndarray, begin: int) -> np.ndarray:
-    """Read the fifth bits of 32 codes from four bytes of each block, as 16 or 0."""
-    bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
-    return bits << 4
-
-
-def _dequantize_q8_0(blocks: np.ndarray) -> np.ndarray:
-    codes = np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
-    return codes * _read_half(blocks, 0)
-
-
-def _dequantize_q4_0(blocks: np.ndarray) -> np.ndarray:
-    codes = _unpack_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8)
-    return codes * _read_half(blocks, 0)
-
-
-def _dequantize_q4_1(blocks: np.ndarray) -> np.ndarray:
-    return _unpack_nibbles(blocks[:, 4:]).astype(np.float32) * _read_half(blocks, 0) + _read_half(
-        blocks, 2
+def _half_at(begin: int) -> ReadBlocks:
+    """Return a reader of a float16 at byte `begin` of each block, as float32 `[n, 1]`."""
+    return lambda blocks: (
+        np.ascontiguousarray(blocks[:, begin : begin + 2]).view(np.float16).astype(np.float32)
     )
 
 
-def _dequantize_q5_0(blocks: np.ndarray) -> np.ndarray:
-    codes = (_unpack_nibbles(blocks[:, 6:]) | _read_fifth_bits(blocks, 2)).astype(np.float32)
-    return (codes - np.float32(16)) * _read_half(blocks, 0)
+def _nibbles_at(begin: int, less: int) -> ReadBlocks:
+    """Return a reader of 32 4-bit codes minus `less`: all low nibbles, then the high ones."""
+    return lambda blocks: (
+        np.concatenate([blocks[:, begin:] & 15, blocks[:, begin:] >> 4], axis=1) - np.uint8(less)
+    ).view(np.int8)
 
 
-def _dequantize_q5_1(blocks: np.ndarray) -> np.ndarray:
-    codes = (_unpack_nibbles(blocks[:, 8:]) | _read_fifth_bits(blocks, 4)).astype(np.float32)
-    return codes * _read_half(blocks, 0) + _read_half(blocks, 2)
+def _five_bits_at(begin: int, less: int) -> ReadBlocks:
+    """Return a reader of 32 5-bit codes minus `less`; four bytes of fifth bits come first."""
+
+    def read(blocks: np.ndarray) -> np.ndarray:
+        bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
+        return _nibbles_at(begin + 4, less)(blocks) + (bits << 4).view(np.int8)
+
+    return read
 
 
-def unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Unpack 12 bytes to the scales and minima of 8 runs of 32 columns, uint8 `[n, 8]` each."""
     first, second, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate([first & 63, (high & 15) | (first >> 6 << 4)], axis=1)
@@ -109,53 +103,42 @@ def unpack_six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, minima
 
 
-def unpack_runs(qs: np.ndarray) -> np.ndarray:
+def _read_run_scales(blocks: np.ndarray) -> np.ndarray:
+    return _unpack_six_bits(blocks[:, 4:16])[0] * _half_at(0)(blocks)
+
+
+def _read_run_offsets(blocks: np.ndarray) -> np.ndarray:
+    return -(_unpack_six_bits(blocks[:, 4:16])[1] * _half_at(2)(blocks))
+
+
+def _unpack_runs(qs: np.ndarray) -> np.ndarray:
     """Unpack 128 bytes to 8 runs of 32 4-bit codes `[n, 8, 32]`, per 32 bytes low nibbles first."""
     bytes_ = qs.reshape(-1, 4, 1, 32)
     return np.concatenate([bytes_ & 15, bytes_ >> 4], axis=2).reshape(-1, 8, 32)
 
 
-def unpack_fifth_bits(qh: np.ndarray) -> np.ndarray:
-    """Unpack fifth bits of runs, as 16 or 0: bit r of byte i belongs to code i of run r."""
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    return (qh[:, None, :] >> shifts & 1) << 4
+def read_q4_k(blocks: np.ndarray) -> np.ndarray:
+    """Read the codes of Q4_K's 8 runs of 32, uint8 `[n, 256]`, 0 to 15."""
+    return _unpack_runs(blocks[:, 16:]).reshape(-1, SUPER_BLOCK_SIZE)
 
 
-def read_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scales and minima of 8 runs, float32 `[n, 8]`, exact: c stands for c s - m."""
-    scales, minima = unpack_six_bits(blocks[:, 4:16])
-    return scales * _read_half(blocks, 0), minima * _read_half(blocks, 2)
+def _read_q5_k(blocks: np.ndarray) -> np.ndarray:
+    shifts = np.arange(8, dtype=np.uint8)[:, None]  # bit r of byte i belongs to code i of run r
+    fifth = (blocks[:, None, 16:48] >> shifts & 1) << 4
+    return (_unpack_runs(blocks[:, 48:]) | fifth).reshape(-1, SUPER_BLOCK_SIZE)
 
 
-def _dequantize_runs(codes: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    scale, minimum = read_scales(blocks)
-    numbers = codes.astype(np.float32) * scale[..., None] - minimum[..., None]
-    return numbers.reshape(len(blocks), -1)
-
-
-def _dequantize_q4_k(blocks: np.ndarray) -> np.ndarray:
-    return _dequantize_runs(unpack_runs(blocks[:, 16:]), blocks)
-
-
-def _dequantize_q5_k(blocks: np.ndarray) -> np.ndarray:
-    return _dequantize_runs(
-        unpack_runs(blocks[:, 48:]) | unpack_fifth_bits(blocks[:, 16:48]), blocks
-    )
-
-
-def unpack_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Unpack the codes of Q6_K's 16 runs of 16, uint8 `[n, 256]`, 0 to 63."""
+def _read_q6_k(blocks: np.ndarray) -> np.ndarray:
+    """Read the codes of Q6_K's 16 runs of 16, int8 `[n, 256]`, -32 to 31."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=2).reshape(-1, 2, 4, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
-    return (low | high << 4).reshape(-1, SUPER_BLOCK_SIZE)
+    return ((low | high << 4).reshape(-1, SUPER_BLOCK_SIZE) - np.uint8(32)).view(np.int8)
 
 
-def _dequantize_q6_k(blocks: np.ndarray) -> np.ndarray:
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _read_half(blocks, 208)
-    codes = unpack_q6_k(blocks).astype(np.float32) - np.float32(32)
-    return (codes.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, SUPER_BLOCK_SIZE)
+def _read_q6_k_scales(blocks: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _half_at(208)(blocks)
 
 
 def _quantize_q8_0(blocks: np.ndarray) -> np.ndarray:
@@ -207,66 +190,19 @@ def _as_half(scale: np.ndarray) -> np.ndarray:
 
 
 _ROWS = (
-    BlockType(0, "F32", 1, 4, np.dtype("<f4")),
-    BlockType(1, "F16", 1, 2, np.dtype("<f2")),
-    BlockType(30, "BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    BlockType(0, "F32", 1, 4, dtype=np.dtype("<f4")),
+    BlockType(1, "F16", 1, 2, dtype=np.dtype("<f2")),
+    BlockType(30, "BF16", 1, 2, dtype=np.dtype(ml_dtypes.bfloat16)),
     BlockType(
-        8,
-        "Q8_0",
-        BLOCK_SIZE,
-        34,
-        dequantize_blocks=_dequantize_q8_0,
-        quantize_blocks=_quantize_q8_0,
+        8, "Q8_0", 32, 34, lambda b: b[:, 2:].view(np.int8), _half_at(0), None, _quantize_q8_0
     ),
-    BlockType(
-        2,
-        "Q4_0",
-        BLOCK_SIZE,
-        18,
-        dequantize_blocks=_dequantize_q4_0,
-        quantize_blocks=_quantize_q4_0,
-    ),
-    BlockType(3, "Q4_1", BLOCK_SIZE, 20, dequantize_blocks=_dequantize_q4_1),
-    BlockType(
-        6,
-        "Q5_0",
-        BLOCK_SIZE,
-        22,
-        dequantize_blocks=_dequantize_q5_0,
-        quantize_blocks=_quantize_q5_0,
-    ),
-    BlockType(
-        7,
-        "Q5_1",
-        BLOCK_SIZE,
-        24,
-        dequantize_blocks=_dequantize_q5_1,
-        quantize_blocks=_quantize_q5_1,
-    ),
-    BlockType(
-        12,
-        "Q4_K",
-        SUPER_BLOCK_SIZE,
-        144,
-        dequantize_blocks=_dequantize_q4_k,
-        quantize_blocks=quantize_q4_k,
-    ),
-    BlockType(
-        13,
-        "Q5_K",
-        SUPER_BLOCK_SIZE,
-        176,
-        dequantize_blocks=_dequantize_q5_k,
-        quantize_blocks=quantize_q5_k,
-    ),
-    BlockType(
-        14,
-        "Q6_K",
-        SUPER_BLOCK_SIZE,
-        210,
-        dequantize_blocks=_dequantize_q6_k,
-        quantize_blocks=quantize_q6_k,
-    ),
+    BlockType(2, "Q4_0", 32, 18, _nibbles_at(2, 8), _half_at(0), None, _quantize_q4_0),
+    BlockType(3, "Q4_1", 32, 20, _nibbles_at(4, 0), _half_at(0), _half_at(2)),
+    BlockType(6, "Q5_0", 32, 22, _five_bits_at(2, 16), _half_at(0), None, _quantize_q5_0),
+    BlockType(7, "Q5_1", 32, 24, _five_bits_at(4, 0), _half_at(0), _half_at(2), _quantize_q5_1),
+    BlockType(12, "Q4_K", 256, 144, read_q4_k, _read_run_scales, _read_run_offsets, quantize_q4_k),
+    BlockType(13, "Q5_K", 256, 176, _read_q5_k, _read_run_scales, _read_run_offsets, quantize_q5_k),
+    BlockType(14, "Q6_K", 256, 210, _read_q6_k, _read_q6_k_scales, None, quantize_q6_k),
 )
 BLOCKS = {row.type_id: row for row in _ROWS}
 BY_NAME = {row.name: row for row in _ROWS}

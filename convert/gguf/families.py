@@ -5,23 +5,9 @@ from typing import Any
 
 from jaxllm.config.model import Rope
 from jaxllm.convert.gguf import names
-from jaxllm.convert.gguf.architecture import SIZE_FIELDS, GGUFArchitecture
+from jaxllm.convert.gguf.architecture import SILU, SIZE_FIELDS, GGUFArchitecture
 from jaxllm.convert.tables import REQUIRED, Field
-from jaxllm.models import (
-    gemma2,
-    gemma3_text,
-    gpt2,
-    gpt_neox,
-    granite,
-    llama,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
+from jaxllm.models import FAMILIES
 
 MAX_LAYERS = 1024
 RMS_NORM = (*SIZE_FIELDS, Field("attention.layer_norm_rms_epsilon", "norm_eps", REQUIRED))
@@ -31,7 +17,6 @@ EXPERTS = (
     Field("expert_count", "num_experts", REQUIRED),
     Field("expert_used_count", "num_experts_per_tok", REQUIRED),
 )
-SILU = {"hidden_act": "silu"}
 BIAS_TENSORS = {"attention_bias": "blk.0.attn_q.bias"}
 MLP_BIAS_TENSORS = {**BIAS_TENSORS, "mlp_bias": "blk.0.ffn_gate.bias"}
 # Keys of expert routing, with the values that match what llama.cpp computes.
@@ -103,147 +88,128 @@ def _derive_qwen3_moe(fields: Mapping[str, Any], data: Mapping[str, Any]) -> dic
     return {"mlp_layer_types": tuple("sparse" for _ in _layer_range(count))}
 
 
-LLAMA = GGUFArchitecture(
-    family=llama.FAMILY,
-    modules=names.LLAMA,
-    fields=(*RMS_NORM, SLIDING_WINDOW),
-    constants=SILU,
-    tensor_flags=MLP_BIAS_TENSORS,
-)
-MIXTRAL = GGUFArchitecture(
-    family=mixtral.FAMILY,
-    modules=names.MIXTRAL,
-    fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
-    constants=SILU,
-    tensor_flags={},
-    allowed_values=ROUTING,
-)
-GPT2 = GGUFArchitecture(
-    family=gpt2.FAMILY,
-    modules=names.GPT2,
-    fields=LAYER_NORM,
-    constants={
-        "hidden_act": "gelu_new",  # ggml's GELU is the tanh approximation
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    },
-    tensor_flags={},
-    uses_rope=False,
-)
-QWEN2 = GGUFArchitecture(
-    family=qwen2.FAMILY,
-    modules=names.QWEN2,
-    fields=RMS_NORM,
-    constants={**SILU, "sliding_window": None},
-    derive=_full_attention,
-    tensor_flags={},
-)
-QWEN3 = GGUFArchitecture(
-    family=qwen3.FAMILY,
-    modules=names.QWEN3,
-    fields=RMS_NORM,
-    constants={**SILU, "sliding_window": None},
-    derive=_full_attention,
-    tensor_flags=BIAS_TENSORS,
-)
-QWEN3_MOE = GGUFArchitecture(
-    family=qwen3_moe.FAMILY,
-    modules=names.QWEN3_MOE,
-    fields=(
-        *RMS_NORM,
-        *EXPERTS,
-        Field("expert_feed_forward_length", "moe_intermediate_size", REQUIRED),
-    ),
-    constants={**SILU, "sliding_window": None, "norm_topk_prob": True},
-    derive=_derive_qwen3_moe,
-    tensor_flags=BIAS_TENSORS,
-    allowed_values=ROUTING,
-)
-GEMMA2 = GGUFArchitecture(
-    family=gemma2.FAMILY,
-    modules=names.GEMMA2,
-    fields=(
-        *RMS_NORM,
-        Field("attention.sliding_window", "sliding_window", 4096),
-        Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
-        Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    ),
-    constants={"hidden_act": "gelu_pytorch_tanh"},
-    derive=_derive_gemma2,
-    tensor_flags=BIAS_TENSORS,
-)
-GEMMA3 = GGUFArchitecture(
-    family=gemma3_text.FAMILY,
-    modules=names.GEMMA3,
-    fields=(
-        *RMS_NORM,
-        Field("attention.sliding_window", "sliding_window", REQUIRED),
-        Field("final_logit_softcapping", "final_logit_softcapping", None),
-    ),
-    constants={"hidden_act": "gelu_pytorch_tanh"},
-    derive=_derive_gemma3,
-    derive_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
-    tensor_flags=BIAS_TENSORS,
-)
-PHI3 = GGUFArchitecture(
-    family=phi3.FAMILY,
-    modules=names.PHI3,
-    fields=(*RMS_NORM, SLIDING_WINDOW),
-    constants=SILU,
-    tensor_flags={},
-    partial_rotary=True,
-)
-OLMO2 = GGUFArchitecture(
-    family=olmo2.FAMILY,
-    modules=names.OLMO2,
-    fields=RMS_NORM,
-    constants=SILU,
-    tensor_flags=BIAS_TENSORS,
-)
-SMOLLM3 = GGUFArchitecture(
-    family=smollm3.FAMILY,
-    modules=names.LLAMA,
-    fields=RMS_NORM,
-    constants={**SILU, "sliding_window": None},
-    derive=_derive_smollm3,
-    tensor_flags=MLP_BIAS_TENSORS,
-)
-GRANITE = GGUFArchitecture(
-    family=granite.FAMILY,
-    modules=names.LLAMA,
-    fields=(
-        *RMS_NORM,
-        Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
-        Field("embedding_scale", "embedding_multiplier", 1.0),
-        Field("residual_scale", "residual_multiplier", 1.0),
-        Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
-    ),
-    constants=SILU,
-    tensor_flags=MLP_BIAS_TENSORS,
-    # For Granite this is a switch: without it llama.cpp applies no RoPE.
-    allowed_values={"rope.scaling.finetuned": (True,)},
-)
-GPT_NEOX = GGUFArchitecture(
-    family=gpt_neox.FAMILY,
-    modules=names.GPT_NEOX,
-    fields=(*LAYER_NORM, Field("use_parallel_residual", "use_parallel_residual", True)),
-    # Pythia's activation, which no key names; llama.cpp uses the tanh approximation.
-    constants={"hidden_act": "gelu"},
-    tensor_flags={"attention_bias": "blk.0.attn_qkv.bias"},
-    partial_rotary=True,
-)
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
-    "llama": LLAMA,
-    "gpt2": GPT2,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3moe": QWEN3_MOE,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
-    "phi3": PHI3,
-    "olmo2": OLMO2,
-    "smollm3": SMOLLM3,
-    "granite": GRANITE,
-    "gptneox": GPT_NEOX,
+    "llama": GGUFArchitecture(
+        family=FAMILIES["llama"],
+        modules=names.LLAMA,
+        fields=(*RMS_NORM, SLIDING_WINDOW),
+        tensor_flags=MLP_BIAS_TENSORS,
+    ),
+    "gpt2": GGUFArchitecture(
+        family=FAMILIES["gpt2"],
+        modules=names.GPT2,
+        fields=LAYER_NORM,
+        constants={
+            "hidden_act": "gelu_new",  # ggml's GELU is the tanh approximation
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        uses_rope=False,
+    ),
+    "qwen2": GGUFArchitecture(
+        family=FAMILIES["qwen2"],
+        modules=names.QWEN2,
+        fields=RMS_NORM,
+        constants={**SILU, "sliding_window": None},
+        derive=_full_attention,
+    ),
+    "qwen3": GGUFArchitecture(
+        family=FAMILIES["qwen3"],
+        modules=names.QWEN3,
+        fields=RMS_NORM,
+        constants={**SILU, "sliding_window": None},
+        derive=_full_attention,
+        tensor_flags=BIAS_TENSORS,
+    ),
+    "qwen3moe": GGUFArchitecture(
+        family=FAMILIES["qwen3_moe"],
+        modules=names.QWEN3_MOE,
+        fields=(
+            *RMS_NORM,
+            *EXPERTS,
+            Field("expert_feed_forward_length", "moe_intermediate_size", REQUIRED),
+        ),
+        constants={**SILU, "sliding_window": None, "norm_topk_prob": True},
+        derive=_derive_qwen3_moe,
+        tensor_flags=BIAS_TENSORS,
+        allowed_values=ROUTING,
+    ),
+    "gemma2": GGUFArchitecture(
+        family=FAMILIES["gemma2"],
+        modules=names.GEMMA2,
+        fields=(
+            *RMS_NORM,
+            Field("attention.sliding_window", "sliding_window", 4096),
+            Field("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+            Field("final_logit_softcapping", "final_logit_softcapping", 30.0),
+        ),
+        constants={"hidden_act": "gelu_pytorch_tanh"},
+        derive=_derive_gemma2,
+        tensor_flags=BIAS_TENSORS,
+    ),
+    "gemma3": GGUFArchitecture(
+        family=FAMILIES["gemma3_text"],
+        modules=names.GEMMA3,
+        fields=(
+            *RMS_NORM,
+            Field("attention.sliding_window", "sliding_window", REQUIRED),
+            Field("final_logit_softcapping", "final_logit_softcapping", None),
+        ),
+        constants={"hidden_act": "gelu_pytorch_tanh"},
+        derive=_derive_gemma3,
+        derive_keys=frozenset({"attention.sliding_window_pattern", "rope.freq_base_swa"}),
+        tensor_flags=BIAS_TENSORS,
+    ),
+    "phi3": GGUFArchitecture(
+        family=FAMILIES["phi3"],
+        modules=names.PHI3,
+        fields=(*RMS_NORM, SLIDING_WINDOW),
+        partial_rotary=True,
+    ),
+    "olmo2": GGUFArchitecture(
+        family=FAMILIES["olmo2"],
+        modules=names.OLMO2,
+        fields=RMS_NORM,
+        tensor_flags=BIAS_TENSORS,
+    ),
+    "smollm3": GGUFArchitecture(
+        family=FAMILIES["smollm3"],
+        modules=names.LLAMA,
+        fields=RMS_NORM,
+        constants={**SILU, "sliding_window": None},
+        derive=_derive_smollm3,
+        tensor_flags=MLP_BIAS_TENSORS,
+    ),
+    "granite": GGUFArchitecture(
+        family=FAMILIES["granite"],
+        modules=names.LLAMA,
+        fields=(
+            *RMS_NORM,
+            Field("attention.scale", "attention_multiplier", None),  # 1 / sqrt(head_dim)
+            Field("embedding_scale", "embedding_multiplier", 1.0),
+            Field("residual_scale", "residual_multiplier", 1.0),
+            Field("logit_scale", "logits_scaling", 1.0),  # what logits are divided by
+        ),
+        tensor_flags=MLP_BIAS_TENSORS,
+        # For Granite this is a switch: without it llama.cpp applies no RoPE.
+        allowed_values={"rope.scaling.finetuned": (True,)},
+    ),
+    "gptneox": GGUFArchitecture(
+        family=FAMILIES["gpt_neox"],
+        modules=names.GPT_NEOX,
+        fields=(*LAYER_NORM, Field("use_parallel_residual", "use_parallel_residual", True)),
+        # Pythia's activation, which no key names; llama.cpp uses the tanh approximation.
+        constants={"hidden_act": "gelu"},
+        tensor_flags={"attention_bias": "blk.0.attn_qkv.bias"},
+        partial_rotary=True,
+    ),
 }
-MOE_ARCHITECTURES: dict[str, GGUFArchitecture] = {"llama": MIXTRAL}  # for files with experts
+# For files with experts.
+MOE_ARCHITECTURES: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(
+        family=FAMILIES["mixtral"],
+        modules=names.MIXTRAL,
+        fields=(*RMS_NORM, SLIDING_WINDOW, *EXPERTS),
+        allowed_values=ROUTING,
+    ),
+}

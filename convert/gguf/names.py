@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.config.model import ModelConfig
+from jaxllm.convert.fused_layouts import gate_up_rows, qkv_rows
 
 RowOrder = Callable[[ModelConfig], np.ndarray]  # our row for each of GGUF's
 RowRange = Callable[[ModelConfig], tuple[int, int, int]]  # a tensor's rows: first, end, total
@@ -60,24 +61,22 @@ def interleave_rows(heads: str) -> RowOrder:
     return order
 
 
-def make_row_range(rows: Callable[[ModelConfig], tuple[int, ...]], number: int) -> RowRange:
-    """Return the rows of module `number` in a fused tensor. rows: the row count of each module."""
+def _fuse_rows(
+    rows: Callable[[ModelConfig], tuple[int, ...]], theirs: str, *ours: str
+) -> tuple[ModuleRow, ...]:
+    """Return modules that GGUF fuses in one tensor. rows: the row count of each module."""
 
-    def part(config: ModelConfig) -> tuple[int, int, int]:
-        counts = rows(config)
-        begin = sum(counts[:number])
-        return begin, begin + counts[number], sum(counts)
+    def make_row_range(number: int) -> RowRange:
+        def part(config: ModelConfig) -> tuple[int, int, int]:
+            counts = rows(config)
+            begin = sum(counts[:number])
+            return begin, begin + counts[number], sum(counts)
 
-    return part
+        return part
 
-
-def _qkv_rows(config: ModelConfig) -> tuple[int, ...]:
-    K = config.num_key_value_heads * config.head_dim
-    return (config.num_attention_heads * config.head_dim, K, K)
-
-
-def _gate_up_rows(config: ModelConfig) -> tuple[int, ...]:
-    return (config.intermediate_size,) * 2
+    return tuple(
+        ModuleRow(name, theirs, row_range=make_row_range(i)) for i, name in enumerate(ours)
+    )
 
 
 _ATTENTION, _MLP = "layers.*.self_attn", "layers.*.mlp"
@@ -152,17 +151,9 @@ OLMO2 = (*_EMBEDDINGS, *_POST_NORMS, *_QKVO, *_QK_NORMS, *_GATED_MLP)
 PHI3 = (
     *_EMBEDDINGS,
     *_NORMS,
-    *(
-        ModuleRow(
-            f"{_ATTENTION}.{x}_proj", "blk.*.attn_qkv", row_range=make_row_range(_qkv_rows, i)
-        )
-        for i, x in enumerate("qkv")
-    ),
+    *_fuse_rows(qkv_rows, "blk.*.attn_qkv", *(f"{_ATTENTION}.{x}_proj" for x in "qkv")),
     _QKVO[3],
-    *(
-        ModuleRow(f"{_MLP}.{name}", "blk.*.ffn_up", row_range=make_row_range(_gate_up_rows, i))
-        for i, name in enumerate(("gate_proj", "up_proj"))
-    ),
+    *_fuse_rows(gate_up_rows, "blk.*.ffn_up", f"{_MLP}.gate_proj", f"{_MLP}.up_proj"),
     _GATED_MLP[2],
 )
 GPT_NEOX = (  # QKV rows are per head in Hugging Face's files, concatenated in GGUF
@@ -170,12 +161,7 @@ GPT_NEOX = (  # QKV rows are per head in Hugging Face's files, concatenated in G
     ModuleRow("final_layer_norm", "output_norm"),
     ModuleRow("lm_head", "output"),
     *_NORMS,
-    *(
-        ModuleRow(
-            f"layers.*.attention.{x}_proj", "blk.*.attn_qkv", row_range=make_row_range(_qkv_rows, i)
-        )
-        for i, x in enumerate("qkv")
-    ),
+    *_fuse_rows(qkv_rows, "blk.*.attn_qkv", *(f"layers.*.attention.{x}_proj" for x in "qkv")),
     ModuleRow("layers.*.attention.dense", "blk.*.attn_output"),
     ModuleRow("layers.*.mlp.dense_h_to_4h", "blk.*.ffn_up"),
     ModuleRow("layers.*.mlp.dense_4h_to_h", "blk.*.ffn_down"),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxllm.errors import CheckpointError
+from jaxllm.text.byte_level import byte_level_step
 
 GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _BEGIN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -124,9 +125,3 @@ def pre_tokenizer_json(pre: PreTokenizer) -> dict[str, Any]:
         for regex in pre.regexes
     ]
     return {"type": "Sequence", "pretokenizers": [*splits, byte_level_step(use_regex=False)]}
-
-
-def byte_level_step(*, use_regex: bool) -> dict[str, Any]:
-    """Return the step that maps bytes to symbols (pre-tokenizer) or back (decoder)."""
-    flags = {"add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
-    return {"type": "ByteLevel", **flags}

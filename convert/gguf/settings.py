@@ -51,9 +51,7 @@ def unknown_keys(header: Header) -> tuple[str, ...]:
 def _is_known(row: GGUFArchitecture, key: str) -> bool:
     """Return whether a key (without the architecture) is read, allowed or refused."""
     named = {field.theirs for field in row.fields} | {*ALLOWED, *row.allowed_values}
-    return (
-        key.startswith(MATH_PREFIXES) or key in named | IGNORED | row.ignored_keys | row.derive_keys
-    )
+    return key.startswith(MATH_PREFIXES) or key in named | IGNORED | row.derive_keys
 
 
 def read_config(
@@ -91,7 +89,7 @@ def read_config(
         fields[ours] = default if value == 0 and default in (None, 1.0) else value
     if TOKEN_TABLE not in entries or len(entries[TOKEN_TABLE].shape) != 2:
         complaints.append(f"{TOKEN_TABLE} is missing or not a matrix")
-    known = {field.theirs for field in row.fields} | IGNORED | row.ignored_keys | row.derive_keys
+    known = {field.theirs for field in row.fields} | IGNORED | row.derive_keys
     allowed = {**ALLOWED, **row.allowed_values}
     for key, value in data.items():
         if key in known or (row.uses_rope and key in ROPE_KEYS and key not in row.allowed_values):

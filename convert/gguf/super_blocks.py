@@ -6,6 +6,7 @@ range of the run, fits scale and minimum to the codes of each by least squares, 
 with the least squared error, weighted by magnitude.
 """
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,36 +16,33 @@ _CHUNK_SIZE = 128  # super-blocks per chunk, which fits into a CPU cache
 _MIN_MAGNITUDE = np.float32(1e-15)  # runs with smaller magnitudes become zeros
 
 
+def _by_chunks(quantize: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that quantizes chunks of super-blocks on several threads."""
+
+    def quantize_chunk(chunk: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return quantize(chunk)
+
+    @functools.wraps(quantize)
+    def quantize_all(blocks: np.ndarray) -> np.ndarray:
+        begins = range(0, max(len(blocks), 1), _CHUNK_SIZE)
+        chunks = (blocks[begin : begin + _CHUNK_SIZE] for begin in begins)
+        with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
+            return np.concatenate([*threads.map(quantize_chunk, chunks)])
+
+    return quantize_all
+
+
+@_by_chunks
 def quantize_q4_k(blocks: np.ndarray) -> np.ndarray:
     """Return super-blocks float32 `[n, 256]` as Q4_K's bytes `[n, 144]`."""
-    return _map_chunks(_quantize_q4_chunk, blocks)
-
-
-def quantize_q5_k(blocks: np.ndarray) -> np.ndarray:
-    """Return super-blocks float32 `[n, 256]` as Q5_K's bytes `[n, 176]`."""
-    return _map_chunks(_quantize_q5_chunk, blocks)
-
-
-def quantize_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Return super-blocks float32 `[n, 256]` as Q6_K's bytes `[n, 210]`."""
-    return _map_chunks(_quantize_q6_chunk, blocks)
-
-
-def _map_chunks(quantize: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
-    def part(begin: int) -> np.ndarray:
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            return quantize(blocks[begin : begin + _CHUNK_SIZE])
-
-    with ThreadPoolExecutor() as threads:  # NumPy releases the GIL
-        return np.concatenate([*threads.map(part, range(0, max(len(blocks), 1), _CHUNK_SIZE))])
-
-
-def _quantize_q4_chunk(blocks: np.ndarray) -> np.ndarray:
     head, codes = _quantize_affine(blocks, 15, np.arange(-1.0, 1.05, 0.1))
     return np.concatenate([head, _pack_pairs(codes)], axis=1)
 
 
-def _quantize_q5_chunk(blocks: np.ndarray) -> np.ndarray:
+@_by_chunks
+def quantize_q5_k(blocks: np.ndarray) -> np.ndarray:
+    """Return super-blocks float32 `[n, 256]` as Q5_K's bytes `[n, 176]`."""
     head, codes = _quantize_affine(blocks, 31, np.arange(-0.5, 1.05, 0.1))
     fifth = np.packbits(codes >> 4, axis=1, bitorder="little")[:, 0]  # bit r belongs to run r
     return np.concatenate([head, fifth, _pack_pairs(codes & 15)], axis=1)
@@ -126,7 +124,9 @@ def _pack_scales(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second, scales[:, 4:] & 15 | minima[:, 4:] << 4], axis=1)
 
 
-def _quantize_q6_chunk(blocks: np.ndarray) -> np.ndarray:
+@_by_chunks
+def quantize_q6_k(blocks: np.ndarray) -> np.ndarray:
+    """Return super-blocks float32 `[n, 256]` as Q6_K's bytes `[n, 210]`."""
     x = blocks.reshape(-1, 16)
     scale = _search_symmetric(x).reshape(-1, 16)
     largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)

@@ -8,20 +8,12 @@ Q6_K has a scale per 16 columns (`int8-g16`).
 
 import dataclasses
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxllm.convert.gguf.blocks import (
-    BLOCK_SIZE,
-    SUPER_BLOCK_SIZE,
-    BlockType,
-    read_scales,
-    unpack_fifth_bits,
-    unpack_q6_k,
-    unpack_runs,
-)
+from jaxllm.convert.gguf.blocks import BLOCK_SIZE, BlockType, ReadBlocks, read_q4_k
 from jaxllm.convert.gguf.header import TensorInfo
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import ALIGNMENT, empty_aligned, view_mapped_tensor
@@ -29,110 +21,67 @@ from jaxllm.weights.types.base import BLOCK_ROWS, Format, PartialShape, round_up
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.int_weight import OFFSET, IntFormat
 
-_HALF = np.dtype(np.float16)
 _EIGHT, _FOUR = (
     IntFormat(8, BLOCK_SIZE, scale_dtype="float16"),
     IntFormat(4, BLOCK_SIZE, scale_dtype="float16"),
 )
-ReadPiece = Callable[
-    [np.ndarray], np.ndarray
-]  # blocks [n, nbytes] to the numbers of a piece [n, k]
 
 
 class LeafRecipe(NamedTuple):
-    """The format of an exact leaf for a type, and the functions that compute its pieces.
+    """The format of an exact leaf for a type.
 
-    padding_byte: The byte of codes in padding columns, which stand for zero.
+    Attributes:
+        read_packed: Reads the bytes of 4-bit codes as the leaf packs them: columns i and i + 16 of
+            32 share one. None: the leaf has a byte per code.
+        padding_byte: The byte of codes in padding columns, which stand for zero.
     """
 
     format: Format
-    read_pieces: Mapping[str, ReadPiece]
+    read_packed: ReadBlocks | None = None
     padding_byte: int = 0
 
+    def read_piece(self, block: BlockType, name: str, blocks: np.ndarray) -> np.ndarray:
+        """Return the numbers of a piece `[n, k]`, from blocks uint8 `[n, nbytes]`."""
+        assert block.read_codes is not None
+        assert block.read_scales is not None
+        match name.rpartition(".")[2]:
+            case "data":
+                packed = self.read_packed
+                return packed(blocks) if packed else block.read_codes(blocks).view(np.uint8)
+            case "offset":
+                assert block.read_offsets is not None
+                return block.read_offsets(blocks)
+            case "first":  # of every two runs
+                return block.read_scales(blocks)[:, 0::2]
+            case "second":
+                return block.read_scales(blocks)[:, 1::2]
+            case "zero":
+                return np.zeros(block.read_scales(blocks).shape, np.uint8)
+        return block.read_scales(blocks)
 
-def _read_scale(begin: int) -> ReadPiece:
-    return lambda blocks: np.ascontiguousarray(blocks[:, begin : begin + 2]).view(_HALF)
 
-
-def _read_five_bits(begin: int, offset: int) -> ReadPiece:
-    """Return a reader of 5-bit codes minus `offset`; four bytes of fifth bits come first."""
-
-    def part(blocks: np.ndarray) -> np.ndarray:
-        bits = np.unpackbits(blocks[:, begin : begin + 4], axis=1, bitorder="little")
-        low = blocks[:, begin + 4 :]
-        codes = np.concatenate([low & 15, low >> 4], axis=1) | bits << 4
-        return codes - np.uint8(offset)  # modulo 256: the bytes of int8
-
-    return part
-
-
-def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Pack 4-bit codes `[n, 8, 32]` into bytes: columns i and i + 16 share one."""
+def _pack_nibbles(blocks: np.ndarray) -> np.ndarray:
+    codes = read_q4_k(blocks).reshape(-1, 8, 32)
     return (codes[..., :16] | codes[..., 16:] << 4).reshape(len(codes), -1)
 
 
-def _zeros(count: int) -> ReadPiece:
-    return lambda blocks: np.zeros((len(blocks), count), np.uint8)
-
-
-def _read_q6_k_scales(first: int) -> ReadPiece:
-    """Return a reader of every other one of Q6_K's 16 scales."""
-
-    def part(blocks: np.ndarray) -> np.ndarray:
-        whole = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)[:, first::2]
-        return whole * np.ascontiguousarray(blocks[:, 208:]).view(_HALF).astype(np.float32)
-
-    return part
-
-
-def _offset_recipe(
-    integer: IntFormat, data: ReadPiece, scale: ReadPiece, offset: ReadPiece, count: int
-) -> LeafRecipe:
-    parts = {".offset": offset, ".weight.data": data, ".weight.scale": scale}
-    if integer.zero_point:
-        parts[".weight.zero"] = _zeros(count)
-    return LeafRecipe(dataclasses.replace(integer, variant=OFFSET), parts)
+def _with_offset(integer: IntFormat) -> IntFormat:
+    return dataclasses.replace(integer, variant=OFFSET)
 
 
 _FOUR_UP = IntFormat(4, BLOCK_SIZE, zero_point=True)  # codes from 0; the offset does the rest
 LEAVES: Mapping[str, LeafRecipe] = {
-    "Q8_0": LeafRecipe(_EIGHT, {".data": lambda blocks: blocks[:, 2:], ".scale": _read_scale(0)}),
-    "Q4_0": LeafRecipe(
-        _FOUR, {".data": lambda blocks: blocks[:, 2:], ".scale": _read_scale(0)}, 0x88
+    "Q8_0": LeafRecipe(_EIGHT),
+    "Q4_0": LeafRecipe(_FOUR, lambda blocks: blocks[:, 2:], 0x88),
+    "Q5_0": LeafRecipe(_EIGHT),
+    "Q4_1": LeafRecipe(
+        _with_offset(dataclasses.replace(_FOUR_UP, scale_dtype="float16")),
+        lambda blocks: blocks[:, 4:],
     ),
-    "Q5_0": LeafRecipe(_EIGHT, {".data": _read_five_bits(2, 16), ".scale": _read_scale(0)}),
-    "Q4_1": _offset_recipe(
-        dataclasses.replace(_FOUR_UP, scale_dtype="float16"),
-        lambda b: b[:, 4:],
-        _read_scale(0),
-        _read_scale(2),
-        1,
-    ),
-    "Q5_1": _offset_recipe(_EIGHT, _read_five_bits(4, 0), _read_scale(0), _read_scale(2), 1),
-    "Q4_K": _offset_recipe(
-        _FOUR_UP,
-        lambda blocks: _pack_nibbles(unpack_runs(blocks[:, 16:])),
-        lambda blocks: read_scales(blocks)[0],
-        lambda blocks: -read_scales(blocks)[1],
-        8,
-    ),
-    "Q5_K": _offset_recipe(
-        IntFormat(8, BLOCK_SIZE),
-        lambda blocks: (unpack_runs(blocks[:, 48:]) | unpack_fifth_bits(blocks[:, 16:48])).reshape(
-            -1, SUPER_BLOCK_SIZE
-        ),
-        lambda blocks: read_scales(blocks)[0],
-        lambda blocks: -read_scales(blocks)[1],
-        8,
-    ),
-    "Q6_K": LeafRecipe(
-        IntFormat(8, 16),
-        {
-            ".data": lambda blocks: unpack_q6_k(blocks) - np.uint8(32),
-            ".first": _read_q6_k_scales(0),
-            ".second": _read_q6_k_scales(1),
-        },
-    ),
+    "Q5_1": LeafRecipe(_with_offset(_EIGHT)),
+    "Q4_K": LeafRecipe(_with_offset(_FOUR_UP), _pack_nibbles),
+    "Q5_K": LeafRecipe(_with_offset(IntFormat(8, BLOCK_SIZE))),
+    "Q6_K": LeafRecipe(IntFormat(8, 16)),
 }
 
 
@@ -219,9 +168,7 @@ class GGUFTensor:
                 rows = rows.view(np.uint8)
             for raw in self._read_raw_rows(BLOCK_ROWS):
                 blocks = np.ascontiguousarray(raw).reshape(-1, self.block.nbytes)
-                made = kept.read_pieces[name](
-                    blocks
-                )  # per block; often a view, so copied only once
+                made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
                 into[:, : made.shape[1]], into[:, made.shape[1] :] = made, empty

@@ -12,14 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.convert.gguf.pre_tokenizers import (
-    byte_level_step,
-    find_pre_tokenizer,
-    pre_tokenizer_json,
-)
+from jaxllm.convert.gguf.pre_tokenizers import find_pre_tokenizer, pre_tokenizer_json
 from jaxllm.errors import CheckpointError, TemplateError
 from jaxllm.text import sentencepiece_model
-from jaxllm.text.byte_level import BYTE_OF_SYMBOL
+from jaxllm.text.byte_level import BYTE_OF_SYMBOL, byte_level_step
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.formats import ROLES, TokenizerTree
 from jaxllm.text.sentencepiece_model import build_tree, make_added_token
@@ -204,7 +200,7 @@ def _build_byte_level(
             if kind in (sentencepiece_model.CONTROL, sentencepiece_model.USER_DEFINED)
         ],
         "post_processor": None,
-        "decoder": byte_level_step(use_regex=True),
+        "decoder": byte_level_step(),
         "model": {"type": "BPE", "vocab": vocab, "merges": merges},
     }
 

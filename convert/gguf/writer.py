@@ -24,9 +24,11 @@ from jaxllm.convert.gguf.tensors import LEAVES, pack_blocks
 from jaxllm.convert.gguf.tokenizer_write import make_tokenizer_keys
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import atomic_file, path_exists
+from jaxllm.models import build, param_shapes
 from jaxllm.runtime.progress import bytes_bar
 from jaxllm.text.formats import TokenizerTree
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.paths import flatten
 from jaxllm.weights.types.base import BLOCK_ROWS
 from jaxllm.weights.types.int_weight import IntFormat
 
@@ -56,7 +58,6 @@ def write_gguf(
     *,
     tokenizer: TokenizerTree | None = None,
     template: str | None = None,
-    show_progress: bool | None = None,
 ) -> dict[str, int]:
     """Write a GGUF file that llama.cpp loads, atomically.
 
@@ -111,7 +112,7 @@ def write_gguf(
         for each in parts.values()
     ]
     tensors += [_float_vector(name, vector) for name, vector in divisors.items()]
-    _write_file(path, settings, tensors, show_progress)
+    _write_file(path, settings, tensors)
     return dict(Counter(replaced.values()))
 
 
@@ -138,7 +139,7 @@ def _copy_codes(
         return None
     data, scale = (checkpoint.tensors[f"{found.path}.{piece}"] for piece in ("data", "scale"))
     order, lead = _row_order(found, checkpoint.config), data.shape[:-1]
-    columns = _column_count(checkpoint.config, found.path)
+    columns = dict(flatten(param_shapes(build(checkpoint.config))))[found.path].shape[-1]
 
     def rows() -> Iterator[np.ndarray]:
         codes, scales = (x.read().reshape(-1, x.shape[-1]) for x in (data, scale))
@@ -209,19 +210,11 @@ def _row_slices(count: int, order: np.ndarray | None) -> Iterator[Any]:
         yield slice(begin, end) if order is None else order[begin:end]
 
 
-def _column_count(config: ModelConfig, path: str) -> int:
-    from jaxllm.models import build, param_shapes
-    from jaxllm.weights.paths import flatten
-
-    columns: int = dict(flatten(param_shapes(build(config))))[path].shape[-1]
-    return columns
-
-
 def _write_file(
     path: Path,
     settings: Mapping[str, Any],
     tensors: list[OutputTensor],
-    show_progress: bool | None,
+    show_progress: bool | None = None,
 ) -> None:
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(settings))
     header += b"".join(_pack_text(key) + _pack_value(key, value) for key, value in settings.items())

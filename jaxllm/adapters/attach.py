@@ -1,4 +1,4 @@
-"""Attach an adapter to parameters for training, and extract it again.
+"""Attach an adapter to parameters for training, extract it again, or merge it into the weights.
 
 A new adapter does not change the model's output: one of its two matrices is zero.
 """
@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxllm import models
 from jaxllm.adapters.lora_config import LoraConfig
-from jaxllm.adapters.targets import LoraSpec, resolve_targets
+from jaxllm.adapters.targets import HEAD, LoraSpec, resolve_targets
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_dtype
+from jaxllm.weights.formats import as_format
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.lora import LoraWeight
@@ -63,16 +66,16 @@ def init_adapter(
     dtype = check_dtype("an adapter's dtype", dtype)
     weights = dict(flatten(params))
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).reshape(-1))
-    made = {}
+    adapted = {}
     for module, low in resolve_targets(config, lora).items():
-        (rows, columns), rank, kept = low.target.shape, low.rank, DTYPES[dtype]
+        (rows, columns), rank, array_type = low.target.shape, low.rank, DTYPES[dtype]
         if low.target.site == "rows":
             a_KI = rng.standard_normal((rank, columns))
         elif lora.init_lora_weights == "gaussian":
             a_KI = rng.standard_normal((rank, columns)) / rank
         else:
             a_KI = rng.uniform(-1.0, 1.0, (rank, columns)) / columns**0.5
-        a_KI, b_OK = jax.device_put((a_KI.astype(kept), np.zeros((rows, rank), kept)))
+        a_KI, b_OK = jax.device_put((a_KI.astype(array_type), np.zeros((rows, rank), array_type)))
         matrices = LoraMatrices(a_KI, b_OK, None)
         if lora.use_dora:
             weight = weights.get(low.target.path)
@@ -83,8 +86,8 @@ def init_adapter(
                 )
             leaf = make_leaf(weight, low, matrices, lora)
             matrices = matrices._replace(magnitude=row_norms(leaf))
-        made[module] = matrices
-    return Adapter(lora, made)
+        adapted[module] = matrices
+    return Adapter(lora, adapted)
 
 
 def attach_adapter(config: ModelConfig, params: Params, adapter: Adapter) -> Params:
@@ -100,17 +103,14 @@ def make_attacher(config: ModelConfig, adapter: Adapter) -> Callable[[str, Any],
 
     It raises ConfigError for a weight that already has an adapter.
     """
-    lows = [
-        (low, adapter.matrices[name])
-        for name, low in resolve_targets(config, adapter.config).items()
-    ]
+    specs = resolve_targets(config, adapter.config)
 
     def attach_leaf(path: str, weight: Any) -> Any:
         if isinstance(weight, LoraWeight):
             raise ConfigError(f"{path} has an adapter already: train it, or merge it first")
-        for low, matrices in lows:
-            if low.target.path == path:
-                weight = make_leaf(weight, low, matrices, adapter.config)
+        for module, spec in specs.items():
+            if spec.target.path == path:
+                weight = make_leaf(weight, spec, adapter.matrices[module], adapter.config)
         return weight
 
     return attach_leaf
@@ -160,15 +160,15 @@ def _describe(planned: tuple[Mapping[str, LoraSpec], bool], name: str) -> str:
 
 def extract_adapter(config: ModelConfig, params: Params, lora: LoraConfig) -> Adapter:
     """Extract the adapter from parameters. Raises ConfigError if they do not have it."""
-    leaves, found = dict(flatten(params)), {}
+    leaves, extracted = dict(flatten(params)), {}
     for module, low in resolve_targets(config, lora).items():
         leaf = leaves[low.target.path]
         while isinstance(leaf, LoraWeight) and leaf.site != low.target.site:
             leaf = leaf.weight
         if not isinstance(leaf, LoraWeight) or leaf.owner is not None:
             raise ConfigError(f"{low.target.path} has no trainable adapter in these parameters")
-        found[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
-    return Adapter(lora, found)
+        extracted[module] = LoraMatrices(leaf.a, leaf.b, leaf.magnitude)
+    return Adapter(lora, extracted)
 
 
 row_norms = jax.jit(LoraWeight.norms)  # one program per shape, not one per operation
@@ -181,3 +181,44 @@ def make_leaf(weight: Any, spec: LoraSpec, matrices: LoraMatrices, lora: LoraCon
     return LoraWeight(
         weight, *matrices[:2], scale, matrices.magnitude, site=site, dropout=lora.lora_dropout
     )
+
+
+def merge_adapter(
+    config: ModelConfig, params: Params, format: str = "float32"
+) -> tuple[ModelConfig, Params]:
+    """Merge the adapter into the weights; return the configuration and parameters.
+
+    format: format of the merged matrices (any of `weights.formats`); those narrower than float32
+    round the sum, so the output changes slightly. Other weights keep their format. A tied embedding
+    with an adapter is untied, because its two uses differ.
+
+    Raises ConfigError if there is no adapter, or if there are several and none is selected.
+    """
+    leaves = dict(flatten(params))
+    if not any(isinstance(leaf, LoraWeight) for leaf in leaves.values()):
+        raise ConfigError("no adapter to merge: the parameters have none attached")
+    tokens = f"{models.get_family(config.model_type).token_table}.weight"
+    untied = config.tie_word_embeddings and isinstance(leaves[tokens], LoraWeight)
+
+    def merge_leaf(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, LoraWeight):
+            return leaf
+        if leaf.idle:
+            raise ConfigError("several adapters are attached. Choose the one to merge")
+        return as_format(leaf.to_dense(jnp.float32), format)
+
+    def merge_site(leaf: Any, site: str) -> Any:
+        """Merge a tied embedding for one of its two uses."""
+        while isinstance(leaf, LoraWeight) and leaf.site != site:
+            leaf = leaf.weight
+        return merge_leaf(tokens, leaf)
+
+    if not untied:
+        return config, map_leaves(merge_leaf, params)
+    rest = {path: node for path, node in params.items() if f"{path}.weight" != tokens}
+    changed = map_leaves(merge_leaf, rest)
+    both = {tokens.removesuffix(".weight"): "rows", HEAD: "head"}
+    changed |= {m: {"weight": merge_site(leaves[tokens], site)} for m, site in both.items()}
+    config = dataclasses.replace(config, tie_word_embeddings=False)
+    order = models.param_shapes(models.build(config))
+    return config, {name: changed[name] for name in order}

@@ -17,7 +17,7 @@ from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.adapters.targets import LoraSpec
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import FusedLayout, Span
-from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.hf import write_config
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.lazy import LazyTensor, concat_tensors
 
@@ -38,16 +38,16 @@ class FusedGroup(NamedTuple):
 
 def list_groups(config: ModelConfig) -> list[FusedGroup]:
     """Return the fused modules of all layers."""
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
-    layers, found = models.get_family(config.model_type).layers, []
+    _, table = write_config(config)
+    layers, groups = models.get_family(config.model_type).layers, []
     for layout in table.layouts:
         if isinstance(layout, FusedLayout):
             spans = layout.row_spans(config)
             for number in range(config.num_hidden_layers):
                 path = f"{layers}.{number}."
                 modules = tuple(f"{path}{name}" for name in layout.ours)
-                found.append(FusedGroup(f"{table.prefix}{path}{layout.theirs}", modules, spans))
-    return found
+                groups.append(FusedGroup(f"{table.prefix}{path}{layout.theirs}", modules, spans))
+    return groups
 
 
 def split_fused(
@@ -57,14 +57,14 @@ def split_fused(
 
     prefix: prefix of PEFT's names. Raises CheckpointError for a wrong number of rows.
     """
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
+    _, table = write_config(config)
     groups = {f"{prefix}{group.name}": group for group in list_groups(config)}
-    made = {}
+    split = {}
     for name, tensor in tensors.items():
         module, _, rest = name.partition(".lora_")
         group, what = groups.get(module), f"lora_{rest}"
         if group is None or what not in ("lora_A.weight", *_ROW_TENSORS):
-            made[name] = tensor
+            split[name] = tensor
             continue
         if what in _ROW_TENSORS and tensor.shape[:1] != (group.num_rows,):
             raise CheckpointError(
@@ -74,8 +74,8 @@ def split_fused(
             part = tensor
             if what in _ROW_TENSORS:
                 part = concat_tensors([tensor.rows(*span) for span in spans])
-            made[f"{prefix}{table.prefix}{ours}.{what}"] = part
-    return made
+            split[f"{prefix}{table.prefix}{ours}.{what}"] = part
+    return split
 
 
 def fuse_modules(
@@ -89,15 +89,15 @@ def fuse_modules(
     matrices: by our module paths. Raises ConfigError for DoRA on only a part of a fused module.
     """
     groups = {module: group for group in list_groups(config) for module in group.modules}
-    made, done = [], set[str]()
+    fused, done = [], set[str]()
     for module, low in specs.items():
         group = groups.get(module)
         if group is None:
-            made.append((low, matrices[module]))
+            fused.append((low, matrices[module]))
         elif group.name not in done:
             done.add(group.name)
-            made.append(_fuse_group(group, specs, matrices, lora))
-    return made
+            fused.append(_fuse_group(group, specs, matrices, lora))
+    return fused
 
 
 def _fuse_group(
@@ -106,20 +106,21 @@ def _fuse_group(
     matrices: Mapping[str, LoraMatrices],
     lora: LoraConfig,
 ) -> tuple[LoraSpec, LoraMatrices]:
-    there = [module for module in group.modules if module in matrices]
-    first, found = specs[there[0]], [jax.tree.map(np.asarray, matrices[m]) for m in there]
-    if lora.use_dora and len(there) < len(group.modules):
+    members = [module for module in group.modules if module in matrices]
+    first, parts = specs[members[0]], [jax.tree.map(np.asarray, matrices[m]) for m in members]
+    if lora.use_dora and len(members) < len(group.modules):
         raise ConfigError(
-            f"DoRA on {', '.join(there)} alone cannot be written for PEFT, where {group.name} also"
-            f" contains other rows. Train all of {', '.join(group.modules)}, or merge the adapter"
+            f"DoRA on {', '.join(members)} alone cannot be written for PEFT, where {group.name}"
+            f" also contains other rows. Train all of {', '.join(group.modules)}, or merge the"
+            " adapter"
         )
-    scales = [specs[m].scale for m in there]
-    one = len(set(scales)) == 1 and all(np.array_equal(m.a, found[0].a) for m in found)
-    a_KI = found[0].a if one else np.concatenate([m.a for m in found])
-    b_OK = np.zeros((group.num_rows, len(a_KI)), found[0].b.dtype)
-    magnitude = np.zeros(group.num_rows, found[0].b.dtype) if lora.use_dora else None
+    scales = [specs[m].scale for m in members]
+    one = len(set(scales)) == 1 and all(np.array_equal(m.a, parts[0].a) for m in parts)
+    a_KI = parts[0].a if one else np.concatenate([m.a for m in parts])
+    b_OK = np.zeros((group.num_rows, len(a_KI)), parts[0].b.dtype)
+    magnitude = np.zeros(group.num_rows, parts[0].b.dtype) if lora.use_dora else None
     column = 0
-    for module, each, scale in zip(there, found, scales, strict=True):
+    for module, each, scale in zip(members, parts, scales, strict=True):
         spans = group.spans[group.modules.index(module)]
         rows = np.concatenate([np.arange(*span) for span in spans])
         width = each.b.shape[1]

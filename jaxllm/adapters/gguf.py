@@ -8,7 +8,6 @@ scale is alpha / r, or 1 if alpha is 0.
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,14 +22,11 @@ from jaxllm.convert.gguf.architecture import GGUFArchitecture
 from jaxllm.convert.gguf.families import ARCHITECTURES
 from jaxllm.convert.gguf.header import Header, read_header
 from jaxllm.convert.gguf.names import MatchedParam, ModuleRow
-from jaxllm.convert.gguf.reader import recognizes
 from jaxllm.convert.gguf.settings import write_config
 from jaxllm.convert.gguf.tensors import GGUFTensor
 from jaxllm.convert.gguf.writer import check_absent, write_arrays
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.safetensors import first_non_finite
-
-__all__ = ["read_gguf_adapter", "recognizes", "write_gguf_adapter"]
 
 _ALPHA = "adapter.lora.alpha"
 _MATRIX_NAMES = ("lora_a", "lora_b")
@@ -47,28 +43,28 @@ def read_gguf_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     targets, complaints = list_targets(config), list[str]()
     pieces: dict[str, dict[str, np.ndarray]] = {}
     stems = dict.fromkeys(name.rpartition(".")[0] for name in header.tensor_infos)
-    for found in names.match_names(row.modules, stems):
-        if isinstance(found, str) or found.path.removesuffix(".weight") not in targets:
-            what = found if isinstance(found, str) else found.name
+    for param in names.match_names(row.modules, stems):
+        if isinstance(param, str) or param.path.removesuffix(".weight") not in targets:
+            what = param if isinstance(param, str) else param.name
             complaints.append(f"{what} cannot have an adapter here")
     known = {
-        f"{found.name}.{piece}": (found, piece)
-        for found in _named_targets(row.modules, targets)
+        f"{param.name}.{piece}": (param, piece)
+        for param in _named_targets(row.modules, targets)
         for piece in _MATRIX_NAMES
-        if found.module.row_range is None
+        if param.module.row_range is None
     }
     for name in header.tensor_infos:
         if name in known:
-            found, piece = known[name]
-            array = _read_array(header, name, found.module if piece == "lora_b" else None, config)
-            pieces.setdefault(found.path.removesuffix(".weight"), {})[piece] = array
+            param, piece = known[name]
+            array = _read_array(header, name, param.module if piece == "lora_b" else None, config)
+            pieces.setdefault(param.path.removesuffix(".weight"), {})[piece] = array
         elif not complaints:
             complaints.append(f"{name} is not a LoRA tensor")
     matrices, ranks = {}, {}
     for module, pair in pieces.items():
-        made = _make_matrices(targets[module], pair, complaints)
-        if made is not None:
-            matrices[module], ranks[module] = made, made.a.shape[0]
+        module_matrices = _make_matrices(targets[module], pair, complaints)
+        if module_matrices is not None:
+            matrices[module], ranks[module] = module_matrices, module_matrices.a.shape[0]
     if not pieces:
         complaints.append("no matrix has lora_a and lora_b")
     if complaints:
@@ -88,25 +84,23 @@ def write_gguf_adapter(path: str | Path, adapter: Adapter, config: ModelConfig) 
     architecture, row, _, _ = write_config(config)
     if adapter.config.use_dora:
         raise ConfigError("GGUF adapters do not support DoRA. Merge the adapter into its model")
-    lows, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha)
-    if not alpha:
-        alpha = 1.0
+    specs, alpha = resolve_targets(config, adapter.config), float(adapter.config.lora_alpha) or 1.0
     tensors: dict[str, np.ndarray] = {}
-    for found in _named_targets(row.modules, list_targets(config)):
-        module = found.path.removesuffix(".weight")
-        if module not in lows:
+    for param in _named_targets(row.modules, list_targets(config)):
+        module = param.path.removesuffix(".weight")
+        if module not in specs:
             continue
-        if found.module.row_range is not None:
-            raise ConfigError(f"{found.name} is fused in GGUF and separate here: not supported")
-        low, (a, b, _) = lows[module], adapter.matrices[module]
-        times = np.float32(low.scale * low.rank / alpha)
+        if param.module.row_range is not None:
+            raise ConfigError(f"{param.name} is fused in GGUF and separate here: not supported")
+        spec, (a, b, _) = specs[module], adapter.matrices[module]
+        times = np.float32(spec.scale * spec.rank / alpha)
         first, second = (np.asarray(x, np.float32) for x in (a, b))
-        if low.target.site == "rows":  # GGUF has the transpose
+        if spec.target.site == "rows":  # GGUF has the transpose
             first, second = second, np.ascontiguousarray(first.T)
-        if found.module.row_order is not None:
-            second = second[found.module.row_order(config)]
-        tensors[f"{found.name}.lora_a"] = first
-        tensors[f"{found.name}.lora_b"] = second if times == 1 else second * times
+        if param.module.row_order is not None:
+            second = second[param.module.row_order(config)]
+        tensors[f"{param.name}.lora_a"] = first
+        tensors[f"{param.name}.lora_b"] = second if times == 1 else second * times
     settings = {
         "general.architecture": architecture,
         "general.type": "adapter",
@@ -143,7 +137,7 @@ def _named_targets(
 ) -> list[MatchedParam]:
     """Return the targets that have a name in GGUF; a tied head has none."""
     paths = [f"{module}.weight" for module, target in targets.items() if target.site != "head"]
-    return [found for found in names.match_paths(modules, paths) if isinstance(found, MatchedParam)]
+    return [param for param in names.match_paths(modules, paths) if isinstance(param, MatchedParam)]
 
 
 def _read_array(
@@ -151,10 +145,9 @@ def _read_array(
 ) -> np.ndarray:
     entry, order = header.tensor_infos[name], None
     if module is not None and module.row_order is not None:
-        back = np.argsort(module.row_order(config))
-        order = (
-            back if entry.shape[0] == len(back) else None
-        )  # else `_make_matrices` reports the shape
+        order = np.argsort(module.row_order(config))
+        if entry.shape[0] != len(order):  # `_make_matrices` reports the shape
+            order = None
     return np.asarray(GGUFTensor(header.buffer, entry, order).to_plain().read())
 
 
@@ -178,8 +171,8 @@ def _make_matrices(
     for array in (a, b):
         if first_non_finite(np.ascontiguousarray(array)) is not None:
             complaints.append(f"{target.path}: the adapter holds NaN or infinity")
-    kept: Any = np.ascontiguousarray
-    return LoraMatrices(jax.device_put(kept(a)), jax.device_put(kept(b)), None)
+    a_KI, b_OK = jax.device_put((np.ascontiguousarray(a), np.ascontiguousarray(b)))
+    return LoraMatrices(a_KI, b_OK, None)
 
 
 def _infer_config(
@@ -187,15 +180,12 @@ def _infer_config(
 ) -> LoraConfig:
     """Return the configuration of an adapter with these ranks."""
     ((rank, _),) = Counter(ranks.values()).most_common(1)
-    called = {module: targets[module].name for module in ranks}
-    others = {called[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
-    names_of = shorten_names(called.values(), targets.values())
-    if alpha:
-        return LoraConfig(r=rank, lora_alpha=alpha, target_modules=names_of, rank_pattern=others)
+    hf_names = {module: targets[module].name for module in ranks}
+    others = {hf_names[module].replace(".", r"\."): r for module, r in ranks.items() if r != rank}
     return LoraConfig(
         r=rank,
-        lora_alpha=float(rank),
-        target_modules=names_of,
+        lora_alpha=alpha or float(rank),
+        target_modules=shorten_names(hf_names.values(), targets.values()),
         rank_pattern=others,
-        alpha_pattern={name: float(r) for name, r in others.items()},
+        alpha_pattern={} if alpha else {name: float(r) for name, r in others.items()},
     )

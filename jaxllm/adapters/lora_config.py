@@ -1,13 +1,14 @@
 """LoRA configuration, with the field names of `peft.LoraConfig` (version 0.21)."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import check_name_pattern, compile_pattern, field_errors
+from jaxllm.files import check_name_pattern, compile_pattern
+from jaxllm.runtime.schema import field_errors
 
 Names = str | Sequence[str]
 Rank = Annotated[int, Meta(ge=1, le=1 << 16)]
@@ -69,18 +70,16 @@ class LoraConfig:
             raise ConfigError("layers_pattern requires layers_to_transform, which is missing")
         for regex, _ in self.rules or ():
             compile_pattern(regex, "rules")
-        for name, pattern in self._patterns():
-            check_name_pattern(pattern, name)
+        patterns: dict[str, Iterable[str]] = {
+            "target_modules": [x] if isinstance(x := self.target_modules, str) else [],
+            "exclude_modules": [y] if isinstance(y := self.exclude_modules, str) else [],
+            "rank_pattern": self.rank_pattern,
+            "alpha_pattern": self.alpha_pattern,
+        }
+        for name, regexes in patterns.items():
+            for regex in regexes:
+                check_name_pattern(regex, name)
 
     def scale(self, rank: int, alpha: float) -> float:
         """Return the factor of the product of the two matrices."""
         return alpha / rank**0.5 if self.use_rslora else alpha / rank
-
-    def _patterns(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
-        if isinstance(self.target_modules, str):
-            found.append(("target_modules", self.target_modules))
-        if isinstance(self.exclude_modules, str):
-            found.append(("exclude_modules", self.exclude_modules))
-        found += [("rank_pattern", regex) for regex in self.rank_pattern]
-        return found + [("alpha_pattern", regex) for regex in self.alpha_pattern]

@@ -3,24 +3,28 @@
 A tensor name consists of `base_model.model.`, the module name in transformers, and a suffix:
 `lora_A.weight` `[r, I]`, `lora_B.weight` `[O, r]`; for a token embedding `lora_embedding_A`
 `[r, V]` and `lora_embedding_B` `[D, r]`, transposed here; for DoRA `lora_magnitude_vector`.
+
+Every field of adapter_config.json (version 0.21) is read, known as harmless, or rejected. PEFT
+itself only warns of unknown fields and ignores them, which may change the adapter.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxllm.adapters import gguf
 from jaxllm.adapters.attach import Adapter, LoraMatrices
 from jaxllm.adapters.fused_modules import fuse_modules, split_fused
-from jaxllm.adapters.peft_config import make_peft_config, parse_peft_config
+from jaxllm.adapters.gguf import read_gguf_adapter
+from jaxllm.adapters.lora_config import LoraConfig
 from jaxllm.adapters.targets import LoraSpec, list_targets, resolve_targets, shorten_names
 from jaxllm.config.model import ModelConfig
-from jaxllm.convert.hf import FAMILY_MODULES
-from jaxllm.convert.tables import Architecture
+from jaxllm.convert.gguf.reader import recognizes
+from jaxllm.convert.hf import write_config
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files import (
     as_path,
@@ -40,6 +44,41 @@ from jaxllm.weights.types.lora import strip_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+# Fields of `LoraConfig` with the same name and meaning.
+READ_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(LoraConfig)
+    if field.name not in ("rules", "init_lora_weights")
+)
+# Fields without effect on the trained adapter: provenance, runtime and initialization.
+IGNORED_FIELDS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "corda_config",
+        "ephemeral_gpu_offload",
+        "eva_config",
+        "fan_in_fan_out",  # the layout of the base checkpoint, known from its table
+        "inference_mode",
+        "init_lora_weights",  # see _INITS
+        "loftq_config",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "runtime_config",
+    }
+)
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+}
+# Initializations that leave the base unchanged. Others (pissa, olora, corda, loftq, lora_ga) modify
+# the base weights too, so the adapter does not fit the original base.
+_PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+_EMPTY_VALUES: tuple[Any, ...] = (None, False, [], {})
+_REMEDY = "merge it with PEFT (merge_and_unload) and load the merged model"
 
 
 class _TensorSpec(NamedTuple):
@@ -61,8 +100,8 @@ def read_adapter(
     of another model, other shapes, or values that are not finite.
     """
     directory = as_path(directory)
-    if gguf.recognizes(directory):
-        return gguf.read_gguf_adapter(directory, config)
+    if recognizes(directory):
+        return read_gguf_adapter(directory, config)
     if not path_exists(directory / CONFIG):
         if not path_exists(directory):
             raise CheckpointError(f"no adapter {directory}: no such file or directory")
@@ -76,10 +115,12 @@ def read_adapter(
     for name in [name for name in tensors if name.endswith(".base_layer.weight")]:
         _check_base_table(directory, name, tensors.pop(name), config, params)
     pieces = {m: _tensor_specs(low, dora=lora.use_dora) for m, low in lows.items()}
-    older = {f"{p.name}.weight": p.name for ps in pieces.values() for p in ps if _is_magnitude(p)}
+    wanted = {spec.name: spec.shape for specs in pieces.values() for spec in specs}
+    # Older files name DoRA's magnitudes `lora_magnitude_vector.weight`.
+    older = {f"{name}.weight": name for name in wanted if name.endswith("magnitude_vector")}
     tensors = {older.get(name, name): tensor for name, tensor in tensors.items()}
-    _check_tensors(directory, tensors, [piece for each in pieces.values() for piece in each])
-    return Adapter(lora, {m: _read_matrices(tensors, each) for m, each in pieces.items()})
+    _check_tensors(directory, tensors, wanted)
+    return Adapter(lora, {m: _read_matrices(tensors, specs) for m, specs in pieces.items()})
 
 
 def write_adapter(
@@ -88,60 +129,40 @@ def write_adapter(
     """Write a PEFT directory atomically; PEFT can load it for the same model.
 
     base: name or directory of the base model, for PEFT. Raises CheckpointError if the directory
-    already holds an adapter or cannot be written, and ConfigError as `fused_name.fuse_modules`
-    does.
+    already holds an adapter or cannot be written, and ConfigError as `fuse_modules` does.
     """
     directory = as_path(directory)
     check_vacant(directory, CONFIG, "an adapter")
     lora, tensors = adapter.config, {}
-    beside = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
-    lows = [low for low, _ in beside]
-    for low, matrices in beside:
-        for piece in _tensor_specs(low, dora=lora.use_dora):
+    modules = fuse_modules(config, resolve_targets(config, lora), adapter.matrices, lora)
+    specs = [spec for spec, _ in modules]
+    for spec, matrices in modules:
+        for piece in _tensor_specs(spec, dora=lora.use_dora):
             array = np.asarray(getattr(matrices, piece.matrix))
             array = np.ascontiguousarray(array.T) if piece.transposed else array
             tensors[piece.name] = LazyTensor.from_array(array)
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
-    theirs = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
-    data = make_peft_config(
-        lora,
-        shorten_names([low.target.name for low in lows], theirs),
-        {low.target.name: low.rank for low in lows if low.rank != lora.r},
-        {low.target.name: low.alpha for low in lows if low.alpha != lora.lora_alpha},
-        transposed=any(_is_transposed(table, low.target.path) for low in lows),
-        base=base,
-    )
-    with atomic_directory(directory, CONFIG) as made:
-        write_tensors(made / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
-        write_json(made / CONFIG, data)
+    with atomic_directory(directory, CONFIG) as path:
+        write_tensors(path / WEIGHTS, tensors, aligned=False, metadata={"format": "pt"})
+        write_json(path / CONFIG, _make_config(lora, specs, config, base))
 
 
 def _tensor_specs(spec: LoraSpec, *, dora: bool) -> list[_TensorSpec]:
     (rows, columns), site = spec.target.shape, spec.target.site
     name = f"{PREFIX}{spec.target.name}."
     if site == "rows":
-        found = [
+        specs = [
             _TensorSpec(f"{name}lora_embedding_A", (spec.rank, rows), "b", True),
             _TensorSpec(f"{name}lora_embedding_B", (columns, spec.rank), "a", True),
         ]
     else:
-        found = [
+        specs = [
             _TensorSpec(f"{name}lora_A.weight", (spec.rank, columns), "a", False),
             _TensorSpec(f"{name}lora_B.weight", (rows, spec.rank), "b", False),
         ]
     if dora:
         length = columns if site == "rows" else rows
-        found.append(_TensorSpec(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
-    return found
-
-
-def _is_transposed(table: Architecture, path: str) -> bool:
-    return any(re.fullmatch(regex, path) for regex in table.conv1d)
-
-
-def _is_magnitude(spec: _TensorSpec) -> bool:
-    """Return whether older files name this tensor `lora_magnitude_vector.weight`."""
-    return spec.matrix == "magnitude"
+        specs.append(_TensorSpec(f"{name}lora_magnitude_vector", (length,), "magnitude", False))
+    return specs
 
 
 def _open(directory: Path) -> dict[str, LazyTensor]:
@@ -156,10 +177,9 @@ def _open(directory: Path) -> dict[str, LazyTensor]:
 
 
 def _check_tensors(
-    directory: Path, tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]
+    directory: Path, tensors: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Raise CheckpointError with every missing, unexpected, misshapen or broken tensor."""
-    wanted = {piece.name: piece.shape for piece in specs}
     if not wanted.keys() & tensors.keys():
         found, expected = (next(iter(x), "nothing") for x in (tensors, wanted))
         raise CheckpointError(
@@ -205,5 +225,80 @@ def _read_matrices(tensors: Mapping[str, LazyTensor], specs: list[_TensorSpec]) 
         array = tensors[piece.name].read()
         return jax.device_put(np.ascontiguousarray(array.T) if piece.transposed else array)
 
-    found = {piece.matrix: read(piece) for piece in specs}
-    return LoraMatrices(found["a"], found["b"], found.get("magnitude"))
+    matrices = {piece.matrix: read(piece) for piece in specs}
+    return LoraMatrices(matrices["a"], matrices["b"], matrices.get("magnitude"))
+
+
+def parse_peft_config(data: Mapping[str, Any], where: str) -> LoraConfig:
+    """Parse adapter_config.json. Raises CheckpointError with all unsupported fields."""
+    complaints = []
+    for name, values in ALLOWED_VALUES.items():
+        if name in data and data[name] not in values:
+            known = " or ".join(map(repr, values))
+            complaints.append(f"{name} must be {known}, got {data[name]!r:.60}")
+    init = data.get("init_lora_weights")
+    if not any(
+        init is value or (isinstance(init, str) and init == value) for value in _PLAIN_INITS
+    ):
+        complaints.append(
+            f"init_lora_weights {init!r:.60} requires a modified base model; save the adapter as"
+            " plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    for name, value in data.items():
+        known_name = name in READ_FIELDS or name in IGNORED_FIELDS or name in ALLOWED_VALUES
+        if not known_name and not any(value is x or value == x for x in _EMPTY_VALUES):
+            complaints.append(f"{name} is not supported (got {value!r:.60})")
+    if "peft_type" not in data:
+        complaints.append("peft_type is missing")
+    if data.get("target_modules") is None:
+        complaints.append("target_modules is missing")
+    if complaints:
+        raise CheckpointError(f"{where}: {'; '.join(complaints)}; {_REMEDY}")
+    fields = {name: data[name] for name in READ_FIELDS if data.get(name) is not None}
+    if init == "gaussian":
+        fields["init_lora_weights"] = "gaussian"
+    try:
+        return LoraConfig(**fields)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _make_config(
+    lora: LoraConfig, specs: Sequence[LoraSpec], config: ModelConfig, base: str | None
+) -> dict[str, Any]:
+    """Return the contents of adapter_config.json for PEFT."""
+    _, table = write_config(config)
+    targets = [t._replace(name=t.fused_name or t.name) for t in list_targets(config).values()]
+    alphas = {s.target.name: s.alpha for s in specs if s.alpha != lora.lora_alpha}
+    return {
+        "alpha_pattern": {name: _as_json_number(alpha) for name, alpha in alphas.items()},
+        "auto_mapping": None,
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "exclude_modules": None,
+        # Whether the base's linear layers are Conv1D.
+        "fan_in_fan_out": any(
+            re.fullmatch(regex, s.target.path) for regex in table.conv1d for s in specs
+        ),
+        "inference_mode": True,
+        "init_lora_weights": "gaussian" if lora.init_lora_weights == "gaussian" else True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": _as_json_number(lora.lora_alpha),
+        "lora_bias": False,
+        "lora_dropout": lora.lora_dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.r,
+        "rank_pattern": {s.target.name: s.rank for s in specs if s.rank != lora.r},
+        "revision": None,
+        "target_modules": shorten_names([s.target.name for s in specs], targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": lora.use_dora,
+        "use_rslora": lora.use_rslora,
+    }
+
+
+def _as_json_number(alpha: float) -> float | int:
+    """Return whole numbers as int, as PEFT writes them."""
+    return int(alpha) if float(alpha).is_integer() else alpha

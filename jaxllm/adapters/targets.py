@@ -10,7 +10,7 @@ from jaxllm import models
 from jaxllm.adapters.lora_config import ALL_LINEAR, LoraConfig, Names
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.fused_layouts import FusedLayout
-from jaxllm.convert.hf import FAMILY_MODULES
+from jaxllm.convert.hf import write_config
 from jaxllm.convert.tables import Architecture
 from jaxllm.errors import ConfigError
 from jaxllm.files import match_names
@@ -25,8 +25,8 @@ class TargetModule(NamedTuple):
     """A module that can have an adapter.
 
     path: parameter path of its weight; for a tied head, that of the token embedding. name: Hugging
-    Face's name. site: which use of the weight the adapter changes. shape: `(O, I)`. fused: Hugging
-    Face's name of the fused module that contains this one, or "".
+    Face's name. site: which use of the weight the adapter changes. shape: `(O, I)`. fused_name:
+    Hugging Face's name of the fused module that contains this one, or "".
     """
 
     path: str
@@ -53,18 +53,18 @@ class LoraSpec(NamedTuple):
 def list_targets(config: ModelConfig) -> dict[str, TargetModule]:
     """Return a model's linear layers and embeddings by module path, including a tied head."""
     row = models.get_family(config.model_type)
-    _, table = FAMILY_MODULES[config.model_type].write_config(config)
-    found = {}
+    _, table = write_config(config)
+    targets = {}
     for path, leaf in flatten(models.param_shapes(models.build(config))):
         module = path.removesuffix(".weight")
         routes = row.router is not None and module.endswith(f".{row.router}")
         if len(leaf.shape) == 2 and module != path and not routes:  # PEFT does not adapt routers
             name = module if module == HEAD else f"{table.prefix}{module}"
             site: LoraSite = "rows" if module in row.embedding_tables else "product"
-            found[module] = TargetModule(path, name, site, leaf.shape, _fused_name(table, module))
+            targets[module] = TargetModule(path, name, site, leaf.shape, _fused_name(table, module))
     if config.tie_word_embeddings:
-        found[HEAD] = found[row.token_table]._replace(name=HEAD, site="head")
-    return found
+        targets[HEAD] = targets[row.token_table]._replace(name=HEAD, site="head")
+    return targets
 
 
 def _fused_name(table: Architecture, module: str) -> str:
@@ -101,12 +101,12 @@ def resolve_targets(config: ModelConfig, lora: LoraConfig) -> dict[str, LoraSpec
         )
     ranks = _match_patterns(lora.rank_pattern, names, "rank_pattern")
     alphas = _match_patterns(lora.alpha_pattern, names, "alpha_pattern")
-    found = {}
+    specs = {}
     for module in (m for m in targets if m in chosen):
         rank = _pattern_value(ranks, targets[module].names, lora.r)
         alpha = _pattern_value(alphas, targets[module].names, lora.lora_alpha)
-        found[module] = LoraSpec(targets[module], rank, lora.scale(rank, alpha), alpha)
-    return found
+        specs[module] = LoraSpec(targets[module], rank, lora.scale(rank, alpha), alpha)
+    return specs
 
 
 def shorten_names(names: Iterable[str], targets: Iterable[TargetModule]) -> list[str]:

@@ -28,17 +28,11 @@ class Replica:
 
     async def generate(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield `{"text": piece}` for each piece, then the whole answer, or `{"error": ...}`."""
+        from jaxllm.batch_inference.tasks import format_completion
+
         try:
             async for item in self._live.stream(_check_request(request)):
-                if isinstance(item, str):
-                    yield {"text": item}
-                else:
-                    yield {
-                        "text": item.text,
-                        "tokens": item.tokens,
-                        "finish_reason": item.finish_reason,
-                        "seed": item.seed,
-                    }
+                yield {"text": item} if isinstance(item, str) else format_completion(item)
         except JaxllmError as error:
             yield {"error": str(error)}
 

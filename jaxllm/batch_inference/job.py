@@ -67,7 +67,7 @@ class BatchJob:
 
     def facts(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Return all that the answers depend on, except the weights, as JSON values by name."""
-        said = json.dumps(rows, ensure_ascii=False, sort_keys=True)
+        content = json.dumps(rows, ensure_ascii=False, sort_keys=True)
         facts = {
             "task": self.task,
             **{f"option {name}": value for name, value in sorted(self.options.items())},
@@ -75,14 +75,14 @@ class BatchJob:
             "group": self.group,
             "threads": self.threads,
             **self.metadata,
-            "input": hashlib.sha256(said.encode()).hexdigest(),
+            "input": hashlib.sha256(content.encode()).hexdigest(),
             "jaxllm": version("jaxllm"),
         }
         try:
-            kept: dict[str, Any] = json.loads(json.dumps(facts, allow_nan=False))
+            plain: dict[str, Any] = json.loads(json.dumps(facts, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"an option is not a JSON value: {error}") from None
-        return kept
+        return plain
 
 
 def row_seed(run_seed: int, row_id: Any, copy: int = 0) -> int:
@@ -91,5 +91,5 @@ def row_seed(run_seed: int, row_id: Any, copy: int = 0) -> int:
     copy: number of earlier rows with the same id.
     """
     key = [run_seed, row_id, copy] if copy else [run_seed, row_id]
-    said = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
-    return int.from_bytes(said[:8], "big") >> (64 - SEED_BITS)
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)

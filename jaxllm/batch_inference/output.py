@@ -55,18 +55,18 @@ def _write_parquet(out: Path, answers: Iterable[Answer], task: str, rows: Sequen
     with atomic_file(out) as file, parquet.ParquetWriter(file, schema) as written:
         for some in _row_groups(answers):
             if kind == "string":
-                some = [{**a, "id": _format_id(a["id"], rows)} for a in some]
+                some = [{**a, "id": _format_id(a["id"])} for a in some]
             written.write_table(pyarrow.Table.from_pylist(some, schema=schema))
 
 
 def _id_type(rows: Sequence[Row]) -> str:
     """Return the type of the id column: int64 if all ids are integers, else string or JSON."""
     ids = [row.id for row in rows]
-    whole = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
-    return "int64" if whole else "string"
+    are_integers = all(type(x) is int and -(1 << 63) <= x < 1 << 63 for x in ids)
+    return "int64" if are_integers else "string"
 
 
-def _format_id(name: Any, rows: Sequence[Row]) -> str:
+def _format_id(name: Any) -> str:
     return name if isinstance(name, str) else json.dumps(name, ensure_ascii=False)
 
 

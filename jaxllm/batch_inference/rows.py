@@ -58,12 +58,12 @@ def read_lines(lines: Iterable[str], field: str | None = None) -> list[Row]:
 def _count_duplicates(rows: Iterable[Row]) -> list[Row]:
     """Set `duplicate` of each row."""
     seen: Counter[str] = Counter()
-    found = []
+    counted = []
     for row in rows:
         name = json.dumps(row.id, sort_keys=True)
-        found.append(row._replace(duplicate=seen[name]))
+        counted.append(row._replace(duplicate=seen[name]))
         seen[name] += 1
-    return found
+    return counted
 
 
 def import_pyarrow(path: Path) -> Any:

@@ -53,10 +53,10 @@ def check_task(task: str, options: Mapping[str, Any]) -> None:
 
 def generate(lm: LM, job: BatchJob, rows: Sequence[Row]) -> list[Answer]:
     """Generate continuations by continuous batching. A row without a seed gets one from its id."""
-    found = dict(
+    results = dict(
         lm.serve([_make_request(job, n, row) for n, row in enumerate(rows)], rows=job.rows)
     )
-    return [_format_completion(found[n]) for n in range(len(rows))]
+    return [format_completion(results[n]) for n in range(len(rows))]
 
 
 def _make_request(job: BatchJob, number: int, row: Row) -> dict[str, Any]:
@@ -66,7 +66,8 @@ def _make_request(job: BatchJob, number: int, row: Row) -> dict[str, Any]:
     return request
 
 
-def _format_completion(result: Completion | JaxllmError) -> Answer:
+def format_completion(result: Completion | JaxllmError) -> Answer:
+    """Return a completion, or the error in its place, as an answer."""
     if isinstance(result, JaxllmError):
         return {"error": str(result)}
     return {

@@ -80,20 +80,20 @@ class Worker:
 
     def answer_group(self, group: Group) -> GroupResult:
         """Answer a group; rows that fail have an error as their answer."""
-        whole, answers = str(group.number), {n: _row_error(row) for n, row in enumerate(group.rows)}
+        name, answers = str(group.number), {n: _row_error(row) for n, row in enumerate(group.rows)}
         left = [n for n, answer in answers.items() if answer is None]
-        found = self._try_rows(whole, [group.rows[n] for n in left])
-        if found is None:
-            alone = {n: self._try_row(f"{whole}.{n}", group.rows[n]) for n in left}
+        results = self._try_rows(name, [group.rows[n] for n in left])
+        if results is None:
+            alone = {n: self._try_row(f"{name}.{n}", group.rows[n]) for n in left}
             answers |= {n: answer for n, answer in alone.items() if "error" in answer}
             left = [n for n in left if "error" not in alone[n]]
-            found = self._try_rows(f"{whole}.rest", [group.rows[n] for n in left])
-            if found is None:  # they crash together, but not one by one
-                found = [self._run_task([group.rows[n]])[0] for n in left]
-            for what in (f"{whole}.rest", *(f"{whole}.{n}" for n in alone)):
+            results = self._try_rows(f"{name}.rest", [group.rows[n] for n in left])
+            if results is None:  # they crash together, but not one by one
+                results = [self._run_task([group.rows[n]])[0] for n in left]
+            for what in (f"{name}.rest", *(f"{name}.{n}" for n in alone)):
                 self._tries.end(what)
-        self._tries.end(whole)
-        answers |= dict(zip(left, found, strict=True))
+        self._tries.end(name)
+        answers |= dict(zip(left, results, strict=True))
         named = [
             {"id": row.id, "line": row.line, **(answers[n] or {})}
             for n, row in enumerate(group.rows)
@@ -142,12 +142,12 @@ def model_identity(lm: "LM") -> str:
     from jaxllm.cache.files import fingerprint
     from jaxllm.ops import native
 
-    said = (
+    facts = (
         fingerprint(lm.params), lm.config, lm.model.precision, lm.adapters, lm.adapter,
         sorted(lm.generation.items()), native.isa() if native.is_enabled() else None,
         jax.default_backend(), jax.__version__,
     )  # fmt: skip
-    return hashlib.sha256(repr(said).encode()).hexdigest()
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _row_error(row: Row) -> dict[str, Any] | None:

@@ -157,7 +157,7 @@ def merge_rows(caches: Sequence[KVCache], *, capacity: int | None = None) -> KVC
         (i for i, column in enumerate(columns) if not _is_same_segment(column)), len(columns)
     )
     rest = [_concat_segments([*c.frozen[common:], c.tail], c.batch) for c in caches]
-    before = [c.slots - c.capacity - _count_slots(c.frozen[:common]) for c in caches]
+    before = [sum(s.position_BS.shape[1] for s in c.frozen[common:]) for c in caches]
     cursor = jnp.stack([n + c.cursor for n, c in zip(before, caches, strict=True)]).max()
     if not isinstance(cursor, jax.core.Tracer):
         room = max(c.capacity - int(c.cursor) for c in caches)
@@ -225,7 +225,3 @@ def _resize_segment(segment: Segment, slots: int) -> Segment:
     resized: Segment = jax.tree.map(resize, segment)
     inside = jnp.arange(slots) < slots - room
     return resized.replace(position_BS=jnp.where(inside[None], resized.position_BS, EMPTY))
-
-
-def _count_slots(segments: Sequence[Segment]) -> int:
-    return sum(s.position_BS.shape[1] for s in segments)

@@ -30,9 +30,10 @@ from jaxllm.cache.kv import (
 )
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CacheMismatchError, CapacityError, CheckpointError
-from jaxllm.files import as_path, as_schema, check_memory, parse_json
+from jaxllm.files import as_path, check_memory, parse_json
 from jaxllm.ops import Int8Entries
 from jaxllm.runtime.multihost import is_multiprocess, to_host
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import as_token_array, check_int, check_token_ids
 from jaxllm.weights import safetensors
 from jaxllm.weights.lazy import LazyTensor

@@ -111,7 +111,8 @@ def _weights(group_BS: jax.Array, size_BS: jax.Array, mass_BS: jax.Array | None)
     if mass_BS is None:
         return plain_BS
     mass_BS = mass_BS.astype(jnp.float32)
-    total_BS = _take_by_slot(_sum_by_slot(mass_BS, group_BS), group_BS)
+    slot_BS = jnp.minimum(group_BS, mass_BS.shape[1] - 1)
+    total_BS = jnp.take_along_axis(_sum_by_slot(mass_BS, group_BS), slot_BS, axis=1)
     return jnp.where(total_BS > 0, mass_BS / jnp.where(total_BS > 0, total_BS, 1.0), plain_BS)
 
 
@@ -119,10 +120,6 @@ def _sum_by_slot(x_BSX: jax.Array, group_BS: jax.Array) -> jax.Array:
     """Sum by new slot, `[B, S, ...]`; tokens of slot S are dropped."""
     row_B1 = jnp.arange(group_BS.shape[0])[:, None]
     return jnp.zeros_like(x_BSX).at[row_B1, group_BS].add(x_BSX, mode="drop")
-
-
-def _take_by_slot(x_BS: jax.Array, group_BS: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x_BS, jnp.minimum(group_BS, x_BS.shape[1] - 1), axis=1)
 
 
 def _take_last(x_BSX: jax.Array, group_BS: jax.Array) -> jax.Array:

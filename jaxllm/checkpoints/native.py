@@ -19,7 +19,6 @@ from jaxllm import models
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.files import (
-    as_schema,
     atomic_directory,
     check_vacant,
     copy_files,
@@ -30,6 +29,7 @@ from jaxllm.files import (
 )
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.formats import Weight, as_weight, parse_format, sliceable_axes, to_dense
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.lazy_gather import peek_weight, to_lazy_tensors

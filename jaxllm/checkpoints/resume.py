@@ -20,8 +20,9 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema, lock_file, parse_json, path_exists, remove_partials
+from jaxllm.files import lock_file, parse_json, path_exists, remove_partials
 from jaxllm.runtime import signals
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights import safetensors
 from jaxllm.weights.formats import parse_format
 from jaxllm.weights.lazy import LazyTensor
@@ -250,10 +251,9 @@ def _with_checksum(tensors: Mapping[str, LazyTensor], text: str) -> dict[str, La
 
         return dataclasses.replace(tensor, read_blocks=parts)
 
-    def read_digest() -> np.ndarray:
-        return np.frombuffer(sha.digest(), np.uint8)
-
-    last = LazyTensor(np.dtype(np.uint8), (sha.digest_size,), read_digest)
+    last = LazyTensor(
+        np.dtype(np.uint8), (sha.digest_size,), lambda: np.frombuffer(sha.digest(), np.uint8)
+    )
     return {
         **{name: hash_tensor(name, tensor) for name, tensor in tensors.items()},
         _CHECKSUM: last,

@@ -3,10 +3,10 @@
 Subcommands: generate, chat, batch, embed; convert, quantize, merge, compress, upcycle, infini,
 export; info, bench, plan; verify, vectors, perplexity, recall, sensitivity; train (one command per
 training method). Shared: options (single flags), option_groups (sampling, loading), eval_data
-(evaluation text), calibration (calibration data of a recipe), command (MODEL in two spellings,
-usage errors), train_common (flags of every training command), renamed_options (their old names),
-lora (adapter modules and patterns), console (stdin, stdout, stderr), terminal and conversation
-(input and state of chat), distributed (several processes).
+(evaluation text), calibration (calibration data of a recipe), command (flags of a function, MODEL
+in two spellings, usage errors), train_common (flags of every training command), lora (adapter
+modules and patterns), console (stdin, stdout, stderr), terminal and conversation (input and state
+of chat), distributed (several processes).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from jaxllm.cli import (
     vectors,
     verify,
 )
-from jaxllm.cli.command import Command, describe_error
+from jaxllm.cli.command import Command, describe_error, make_command
 from jaxllm.cli.console import log, write, write_stderr
 from jaxllm.errors import ConfigError, JaxllmError, UnusedSettingsWarning
 from jaxllm.runtime import multihost, signals, supervisor
@@ -75,7 +75,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for name, (function, epilog) in COMMANDS.items():
-    app.command(name, epilog=epilog, cls=Command)(function)
+    app.command(name, epilog=epilog, cls=Command)(make_command(function))
 app.add_typer(train.app, name="train")
 
 

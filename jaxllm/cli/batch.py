@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, read_stdin, write
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
 from jaxllm.cli.options import Model, Stop, check_writable, read_extra_options, read_options
 from jaxllm.errors import ConfigError
 
@@ -25,62 +25,19 @@ Examples:
 """
 
 
-@with_options
 def batch(
     model: Model,
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE",
-            help="Input rows: JSON lines or .parquet; - reads JSON lines from stdin.",
-        ),
-    ],
-    task: Annotated[str, typer.Option(help="Task: generate, score or embed.")] = "generate",
-    field: Annotated[
-        str | None,
-        typer.Option(help="Name of the prompt field; then all other fields but id are ignored."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="New output file, .parquet or JSON lines [default: JSON lines on stdout]."
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume an interrupted run from its --out file.")
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Number of worker processes; 0 runs in this process [default: cores / threads].",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Cores per worker [default: 1].")
-    ] = None,
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="local|ADDRESS",
-            help="Run workers as Ray actors: local starts Ray here, ADDRESS joins a cluster.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int,
-        typer.Option("--batch-size", "--batch", min=1, help="Rows per batch in a worker."),
-    ] = 8,
-    group: Annotated[
-        int, typer.Option(min=1, help="Rows sent to a worker, and saved, at once.")
-    ] = 64,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time limit in seconds for a group or a single row, compiling included. The worker"
-            " is killed and its rows retried once, one by one; a row that times out again fails.",
-        ),
-    ] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE")],
+    task: str = "generate",
+    field: str | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    workers: Annotated[int | None, typer.Option(min=0)] = None,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    ray: Annotated[str | None, typer.Option(metavar="local|ADDRESS")] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", min=1)] = 8,
+    group: Annotated[int, typer.Option(min=1)] = 64,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS")] = None,
     stop: Stop = None,
     *,
     sampling: SamplingOptions,
@@ -88,6 +45,20 @@ def batch(
 ) -> None:
     """Generate from, score or embed every row of a file. Answers keep the order of the file and are
     bit-identical for any number of workers; a row that fails has an error in place of its answer.
+
+    Args:
+      file: Input rows: JSON lines or .parquet; - reads JSON lines from stdin.
+      task: Task: generate, score or embed.
+      field: Name of the prompt field; then all other fields but id are ignored.
+      out: New output file, .parquet or JSON lines [default: JSON lines on stdout].
+      resume: Resume an interrupted run from its --out file.
+      workers: Number of worker processes; 0 runs in this process [default: cores / threads].
+      threads: Cores per worker [default: 1].
+      ray: Run workers as Ray actors: local starts Ray here, ADDRESS joins a cluster.
+      batch_size: Rows per batch in a worker.
+      group: Rows sent to a worker, and saved, at once.
+      timeout: Time limit in seconds for a group or a single row, compiling included. The worker is
+        killed and its rows retried once, one by one; a row that times out again fails.
     """
     from jaxllm.batch_inference.job import BatchJob
     from jaxllm.batch_inference.output import format_answer
@@ -99,17 +70,16 @@ def batch(
     if out is None and resume:
         raise ConfigError("--resume requires --out FILE: name the file to resume")
     check_writable("--out", out)
+    seed = sampling.parse_seed(0) if task == "generate" else None
+    if seed == "random":
+        raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
     options = _read_task_options(
-        task,
-        sampling.more,
-        **sampling.options,
-        stop_strings=stop,
-        seed=_parse_seed(sampling) if task == "generate" else None,
+        task, sampling.more, **sampling.options, stop_strings=stop, seed=seed
     )
     check_task(task, options)
-    found = _read_rows(file, field)
+    rows = _read_rows(file, field)
     load = partial(loading.load, model, show_progress=False if workers != 0 else None)
-    where, threads = _choose_workers(load, workers, threads, ray, -(-len(found) // group))
+    where, threads = _choose_workers(load, workers, threads, ray, -(-len(rows) // group))
     if timeout is not None and not isinstance(where, ProcessWorkers):
         raise ConfigError(
             "--timeout requires worker processes on this machine: give --workers N with N >= 1,"
@@ -121,11 +91,11 @@ def batch(
         metadata={"model": model, **loading.facts()},
     )  # fmt: skip
     if out is not None:
-        ran = run_job(found, job, where, out, resume=resume, log=log)
+        ran = run_job(rows, job, where, out, resume=resume, log=log)
         answered, failed = ran.rows, ran.failed
     else:
         answered = failed = 0
-        for answer in stream(found, job, where):
+        for answer in stream(rows, job, where):
             write(format_answer(answer))
             answered, failed = answered + 1, failed + ("error" in answer)
     log(
@@ -145,13 +115,6 @@ def _read_task_options(task: str, extra: list[str] | None, **flags: Any) -> dict
             flag = name.removesuffix("_strings").replace("_", "-")
             raise ConfigError(f"--task {task} does not generate text: leave out --{flag}")
     return read_extra_options(extra)
-
-
-def _parse_seed(sampling: SamplingOptions) -> int:
-    """Return the seed of a batch, 0 by default. Raises ConfigError for --seed random."""
-    if (seed := sampling.parse_seed(0)) == "random":
-        raise ConfigError("--seed must be a number for batch, so that runs repeat: got random")
-    return int(seed)
 
 
 def _read_rows(file: str, field: str | None) -> "list[Row]":

@@ -5,50 +5,41 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.option_groups import LoadingOptions, with_options
-from jaxllm.cli.options import AsJson, Model
+from jaxllm.cli.option_groups import LoadingOptions
+from jaxllm.cli.options import AsJson, Model, split_commas
 from jaxllm.errors import ConfigError
 
 EXAMPLE = "Example: jaxllm bench ~/models/TinyLlama-1.1B --quantize int4 --batches 1,8"
 
 
-@with_options
 def bench(
     model: Model = "demo:llama",
-    prompts: Annotated[
-        str, typer.Option(help="Prompt lengths in tokens, comma-separated.")
-    ] = "128,512",
-    decode: Annotated[int, typer.Option(help="Number of tokens to decode.")] = 32,
-    depths: Annotated[
-        str, typer.Option(help="Tokens in the cache before decoding, comma-separated.")
-    ] = "0,1024",
-    batches: Annotated[
-        str, typer.Option(help="Batch sizes for decoding, comma-separated.")
-    ] = "1,4,8,16",
-    repetitions: Annotated[
-        int, typer.Option("--repetitions", "-r", help="Repetitions of each test.")
-    ] = 5,
-    sparse: Annotated[
-        str | None,
-        typer.Option(
-            help="Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the"
-            " model's output is then meaningless)."
-        ),
-    ] = None,
-    int8_inputs: Annotated[
-        bool,
-        typer.Option(
-            "--int8-inputs", help="Quantize the inputs of linear layers to int8 (not exact)."
-        ),
-    ] = False,
+    prompts: str = "128,512",
+    decode: int = 32,
+    depths: str = "0,1024",
+    batches: str = "1,4,8,16",
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 5,
+    sparse: str | None = None,
+    int8_inputs: bool = False,
     as_json: AsJson = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV instead of a table.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv")] = False,
     *,
     loading: LoadingOptions,
 ) -> None:
     """Time prefill and decoding.
 
     Compile time and memory bandwidth have their own columns.
+
+    Args:
+      prompts: Prompt lengths in tokens, comma-separated.
+      decode: Number of tokens to decode.
+      depths: Tokens in the cache before decoding, comma-separated.
+      batches: Batch sizes for decoding, comma-separated.
+      repetitions: Repetitions of each test.
+      sparse: Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the
+        model's output is then meaningless).
+      int8_inputs: Quantize the inputs of linear layers to int8 (not exact).
+      as_csv: Print CSV instead of a table.
     """
     if as_json and as_csv:
         raise ConfigError("--json and --csv cannot be combined: leave one out")
@@ -74,14 +65,14 @@ def bench(
     loaded = time.perf_counter() - start
     if sparse is not None:
         from jaxllm.compress.pipeline import prune_to_format
-        from jaxllm.train.jobs import shard_like, to_one_device
+        from jaxllm.lm import shard_like, to_one_device
 
         lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
         log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
     context = lm.config.context_length
-    asked = timing.make_tests(lengths, decode, levels, rows_at_once)
-    fits = [t for t in asked if (t.prompt or t.depth + t.decode) <= context]
-    for test in asked:
+    tests = timing.make_tests(lengths, decode, levels, rows_at_once)
+    fits = [t for t in tests if (t.prompt or t.depth + t.decode) <= context]
+    for test in tests:
         if test not in fits:
             log(f"{test.name}: skipped, longer than the model's context of {context} tokens")
     rows = []
@@ -108,6 +99,6 @@ def bench(
 
 def _parse_ints(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",") if part]
+        return [int(part) for part in split_commas(text)]
     except ValueError:
         raise ConfigError(f"expected numbers separated by commas, got {text!r}") from None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxllm.cli.eval_data import bos_id, read_text_option
+from jaxllm.cli.eval_data import bos_id, join_documents, read_text_option
 from jaxllm.errors import ConfigError, TokenError
 
 if TYPE_CHECKING:
@@ -34,6 +34,10 @@ class CalibrationSource(NamedTuple):
     length: int | None
     seed: int
 
+    def row_length(self, lm: "LM") -> int:
+        """Return the number of tokens per row."""
+        return min(512, lm.config.context_length) if self.length is None else self.length
+
 
 def choose_source(
     files: Mapping[str, str | Path | None],
@@ -43,10 +47,10 @@ def choose_source(
     seed: int,
 ) -> CalibrationSource:
     """Return the source that is given, if any. Raises ConfigError for more than one."""
-    given = [(option, path) for option, path in files.items() if path is not None]
-    if len(given) + (samples is not None) > 1:
+    sources = [(option, path) for option, path in files.items() if path is not None]
+    if len(sources) + (samples is not None) > 1:
         raise ConfigError(f"more than one source of calibration data: give one of {SOURCES}")
-    return CalibrationSource(given[0] if given else None, samples, rows, length, seed)
+    return CalibrationSource(sources[0] if sources else None, samples, rows, length, seed)
 
 
 def read_source(
@@ -57,22 +61,22 @@ def read_source(
     Without `eval_data`, the last tenth of the calibration text is held out for evaluation. Raises
     CheckpointError if a file cannot be read, TokenError if the text is too short to split.
     """
-    whole = None if source.file is None else _read_document(*source.file)
+    document = None if source.file is None else _read_document(*source.file)
     if eval_data is not None:
-        kind, given = "--text", f"@{eval_data}"
+        kind, value = "--text", f"@{eval_data}"
         if eval_data.suffix == ".parquet":
-            kind, given = "--wikitext", str(eval_data)
-        return whole, _read_document(kind, given)
-    if whole is None:
+            kind, value = "--wikitext", str(eval_data)
+        return document, _read_document(kind, value)
+    if document is None:
         return None, None
-    begin = len(whole) * (EVAL_ONE_IN - 1) // EVAL_ONE_IN
-    if isinstance(whole, str):  # cut after a newline, else after a space
-        begin = next((at + 1 for c in "\n " if (at := whole.rfind(c, 0, begin)) >= 0), begin)
+    begin = len(document) * (EVAL_ONE_IN - 1) // EVAL_ONE_IN
+    if isinstance(document, str):  # cut after a newline, else after a space
+        begin = next((at + 1 for c in "\n " if (at := document.rfind(c, 0, begin)) >= 0), begin)
     if not begin:
         raise TokenError(
             f"{' '.join(map(str, source.file))} is too short to split" if source.file else ""
         )
-    return whole[:begin], whole[begin:]
+    return document[:begin], document[begin:]
 
 
 def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) -> "Calibration":
@@ -82,24 +86,26 @@ def calibrate(lm: "LM", source: CalibrationSource, document: Document | None) ->
       document: the calibration text from `read_source`; None for samples.
     """
     from jaxllm.compress.calibration import from_texts, from_tokens
-    from jaxllm.data.chunking import ChunkSpec, Pieces, chunk_rows
+    from jaxllm.data.chunking import ChunkSpec, chunk_rows
 
-    length = _row_length(lm, source)
+    length = source.row_length(lm)
     if source.samples is not None:
         return _sample_rows(lm, source, source.samples, source.seed)
     cut = ChunkSpec(width=length, rows=source.rows, seed=source.seed)
     assert document is not None and source.file is not None
-    option, given = source.file
-    about: dict[str, Any] = {"kind": option.lstrip("-"), "file": _file_name(option, given)}
+    option, value = source.file
+    about: dict[str, Any] = {"kind": option.lstrip("-"), "file": _file_name(option, value)}
     if isinstance(document, str):
-        made = from_texts(document, lm.tokenizer, cut)
+        calibration = from_texts(document, lm.tokenizer, cut)
     else:
         import numpy as np
 
-        made = from_tokens(chunk_rows(Pieces([np.array(document, np.int32)]), length, cut))
-    made = dataclasses.replace(made, source={**made.source, **about, "seed": source.seed})
-    made.check(lm.config)
-    return made
+        calibration = from_tokens(chunk_rows([np.array(document, np.int32)], length, cut))
+    calibration = dataclasses.replace(
+        calibration, source={**calibration.source, **about, "seed": source.seed}
+    )
+    calibration.check(lm.config)
+    return calibration
 
 
 def sample_eval_rows(lm: "LM", source: CalibrationSource, maximum: int) -> list[list[int]]:
@@ -111,26 +117,23 @@ def sample_eval_rows(lm: "LM", source: CalibrationSource, maximum: int) -> list[
     """
     assert source.samples is not None
     rows = min(source.samples, max(1, maximum))
-    said_NT = _sample_rows(
+    token_NT = _sample_rows(
         lm, source, rows, source.seed ^ 1
     ).token_NT  # a seed other than calibration's
-    found: list[list[int]] = said_NT[:, :-1].tolist()
-    return found
-
-
-def _row_length(lm: "LM", source: CalibrationSource) -> int:
-    """Return the number of tokens per row."""
-    return min(512, lm.config.context_length) if source.length is None else source.length
+    samples: list[list[int]] = token_NT[:, :-1].tolist()
+    return samples
 
 
 def _sample_rows(lm: "LM", source: CalibrationSource, rows: int, seed: int) -> "Calibration":
     """Sample rows from the model."""
     from jaxllm.compress.calibration import from_samples
 
-    width = _row_length(lm, source)
-    made = from_samples(lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed)
-    made.check(lm.config)
-    return made
+    width = source.row_length(lm)
+    calibration = from_samples(
+        lm.model, lm.params, bos_id=bos_id(lm), rows=rows, width=width, seed=seed
+    )
+    calibration.check(lm.config)
+    return calibration
 
 
 def _file_name(option: str, value: str | Path) -> str | None:
@@ -150,7 +153,5 @@ def _read_document(option: str, value: str | Path) -> Document:
         return SEPARATOR.join(read_wikitext(path))
     if option == "--text":
         return read_text_option(str(value), MAX_BYTES)
-    found: Any = read_documents(path)
-    if isinstance(found[0], str):
-        return SEPARATOR.join(found)
-    return [token for document in found for token in document]
+    document: Document = join_documents(read_documents(path))
+    return document

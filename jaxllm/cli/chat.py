@@ -5,13 +5,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from jaxllm.cli import terminal
 from jaxllm.cli.console import log
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions
 from jaxllm.cli.options import Model, Overflow, read_extra_options, read_options
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
 from jaxllm.runtime.multihost import broadcast_from_zero
@@ -74,14 +74,10 @@ COMMANDS = {
 }
 
 
-@with_options
 def chat(
     model: Model = "demo:llama",
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(help="Jinja file to use instead of the checkpoint's chat template."),
-    ] = None,
+    system: str | None = None,
+    chat_template: Path | None = None,
     overflow: Overflow = None,
     *,
     sampling: SamplingOptions,
@@ -94,14 +90,19 @@ def chat(
     paste is one turn. Lines are saved in ~/.local/state/jaxllm/chat_history, readable by you only;
     JAXLLM_CHAT_HISTORY names another file, 0 saves nothing. If a conversation outgrows the context,
     further lines are an error; with --overflow slide the oldest turns are dropped instead.
+
+    Args:
+      system: System message.
+      chat_template: Jinja file to use instead of the checkpoint's chat template.
     """
     with terminal.buffer_keys():
         named = {**sampling.options, "seed": sampling.parse_seed("random"), "overflow": overflow}
-        asked = named | read_extra_options(sampling.more)
-        read_options(None, kind="stream", **asked)  # raises before the model is loaded
-        talk = _start_conversation(loading.load(model), asked, system, chat_template)
+        options = named | read_extra_options(sampling.more)
+        read_options(None, kind="stream", **options)  # raises before the model is loaded
+        talk = _start_conversation(loading.load(model), options, system, chat_template)
         if terminal.is_interactive():
-            log(f"{_describe_model(talk)}\n/help lists the commands, Ctrl-D leaves")
+            about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
+            log(f"{about}, seed {talk.seed}\n/help lists the commands, Ctrl-D leaves")
         failed, status = False, terminal.EXIT_OK
         for line in _read_lines():
             if isinstance(line, int):
@@ -110,10 +111,10 @@ def chat(
             try:
                 if not line.startswith("/"):
                     talk.answer(line)
-                elif (said := _run_command(talk, line)) is None:
+                elif (message := _run_command(talk, line)) is None:
                     break
-                elif said:
-                    log(said)
+                elif message:
+                    log(message)
             except JaxllmError as error:  # the conversation is unchanged
                 log(f"jaxllm: {error}")
                 failed = True
@@ -136,12 +137,6 @@ def _start_conversation(
         template = read_chat_template(chat_template, lm.path)
         lm = dataclasses.replace(lm, chat_template=template)
     return Conversation(lm, options, system)
-
-
-def _describe_model(talk: "Conversation") -> str:
-    """Return a line about the model and the seed."""
-    about = repr(talk.lm).removeprefix("LM(").removesuffix(")")
-    return f"{about}, seed {talk.seed}"
 
 
 def _format_help() -> str:

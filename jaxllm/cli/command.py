@@ -1,16 +1,21 @@
-"""Command classes: MODEL as an argument or as `-m MODEL`, and readable usage errors.
+"""Commands: flags from a function, MODEL as an argument or as `-m MODEL`, readable usage errors.
 
 A missing model is an error before the command runs, hence before JAX is imported.
 """
 
+import copy
+import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from jaxllm.errors import CheckpointError, suggest_name
+from jaxllm.runtime.docstrings import split_docstring
 
 MODEL = "model"  # the argument that -m and --model can set
 _OPTION = "-m"  # the key of their value in the parser; not a parameter name
@@ -21,6 +26,60 @@ _EXPECTED = {
     "greater_than_equal": "{ge} or more",
     "less_than_equal": "{le} or less",
 }
+
+
+def make_command(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose flags are the parameters of a function.
+
+    The Args of the function's docstring are the help of its flags. Each parameter of a dataclass
+    type is replaced by that dataclass's fields, in their order.
+    """
+    hints = get_type_hints(function)
+    groups: dict[str, Any] = {
+        x: kind for x, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+
+    @functools.wraps(function)
+    def command(**flags: Any) -> None:
+        options = {
+            name: kind(**{field.name: flags.pop(field.name) for field in dataclasses.fields(kind)})
+            for name, kind in groups.items()
+        }
+        function(**flags, **options)
+
+    flags = _read_flags(function)
+    command.__doc__ = split_docstring(function)[0]
+    command.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
+    command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return command
+
+
+def _read_flags(source: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function or dataclass, annotated with their flags and help."""
+    help_texts: dict[str, str] = {}
+    for part in getattr(source, "__mro__", [source]):  # a dataclass inherits fields
+        help_texts = split_docstring(part)[1] | help_texts
+    hints, flags = get_type_hints(source, include_extras=True), []
+    for parameter in inspect.signature(source).parameters.values():
+        name, hint = parameter.name, hints[parameter.name]
+        if dataclasses.is_dataclass(hint):
+            flags += _read_flags(hint)
+            continue
+        if name in help_texts:
+            hint = _add_help(name, hint, help_texts[name])
+        flags.append(parameter.replace(annotation=hint, kind=parameter.KEYWORD_ONLY))
+    return flags
+
+
+def _add_help(name: str, hint: Any, text: str) -> Any:
+    """Return a flag's annotation with its help; a plain bool gets no second flag `--no-NAME`."""
+    if get_origin(hint) is Annotated:
+        hint, option = hint.__origin__, copy.copy(hint.__metadata__[0])
+    else:
+        names = [f"--{name.replace('_', '-')}"] if hint is bool else []
+        option = typer.Option(*names)
+    option.help = text
+    return Annotated[hint, option]
 
 
 class Command(TyperCommand):
@@ -39,11 +98,11 @@ class Command(TyperCommand):
         def parse_args(args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
             values, rest, order = parse(args)
             if _OPTION in values:
-                given = [values[name] for name in names if values.get(name) is not None] + rest
-                given += [None] * (place - len(given))
-                given.insert(place, values.pop(_OPTION))
-                values |= dict(zip(names, given, strict=False))
-                rest = given[len(names) :]
+                words = [values[name] for name in names if values.get(name) is not None] + rest
+                words += [None] * (place - len(words))
+                words.insert(place, values.pop(_OPTION))
+                values |= dict(zip(names, words, strict=False))
+                rest = words[len(names) :]
             return values, rest, order
 
         parser.parse_args = parse_args
@@ -91,13 +150,13 @@ def describe_error(error: typer.TyperException, name: str) -> str:
     """Return a usage error as one line: what was written, what was expected, which --help."""
     context = getattr(error, "ctx", None)
     where = context.command_path if context else name
-    said = error.format_message()
+    message = error.format_message()
     if type(error).__name__ == "NoSuchOption":  # not exported by typer
-        said = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
-        said += _suggest_option(option, context.command.params) if context else ""
+        message = f"No such option: {(option := str(getattr(error, 'option_name', '')))}"
+        message += _suggest_option(option, context.command.params) if context else ""
     elif isinstance(error, typer.BadParameter) and (expected := _describe_bad_value(error)):
-        said = expected
-    return f"{said} (see {where} --help)"
+        message = expected
+    return f"{message} (see {where} --help)"
 
 
 def _suggest_option(option: str, params: list[Any]) -> str:
@@ -121,7 +180,7 @@ def _describe_bad_value(error: typer.BadParameter) -> str:
     complaints: list[Any] = getattr(error.__cause__, "errors", list)()
     if len(complaints) != 1 or complaints[0]["type"] not in _EXPECTED or error.param is None:
         return ""
-    (found,) = complaints
+    (complaint,) = complaints
     name = max(error.param.opts, key=len)
-    expected = _EXPECTED[found["type"]].format(**found.get("ctx", {}))
-    return f"{name} must be {expected}, got {found['input']!r:.60}"
+    expected = _EXPECTED[complaint["type"]].format(**complaint.get("ctx", {}))
+    return f"{name} must be {expected}, got {complaint['input']!r:.60}"

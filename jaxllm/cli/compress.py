@@ -1,7 +1,6 @@
 """`jaxllm compress`: a recipe of compression steps, and the cost of each."""
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,16 @@ from jaxllm.cli.calibration import (
 )
 from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.eval_data import describe_text, make_loader
-from jaxllm.cli.options import AsJson, Dtype, Model, Out, check_writable, load_model
+from jaxllm.cli.options import (
+    AsJson,
+    Dtype,
+    Model,
+    Out,
+    check_plot_file,
+    check_writable,
+    load_model,
+    parts_dir,
+)
 from jaxllm.errors import ConfigError, JaxllmError
 
 if TYPE_CHECKING:
@@ -59,75 +67,27 @@ def _refuse_mesh(mesh: str | None) -> None:
 def compress(
     model: Model,
     target: Out,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Recipe file: one step per line; # starts a comment.")
-    ] = None,
-    step: Annotated[
-        list[str] | None,
-        typer.Option(help='Recipe step, for example "prune: wanda 2:4"; repeatable.'),
-    ] = None,
-    text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT|@FILE|-",
-            help="Calibration text; its last tenth is held out unless --eval is given.",
-        ),
-    ] = None,
-    documents: Annotated[
-        Path | None,
-        typer.Option(help='Calibration text from JSON lines with "text" or "tokens", joined.'),
-    ] = None,
-    wikitext: Annotated[
-        Path | None,
-        typer.Option(help="Calibration text from WikiText as published: .raw or .parquet."),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Number of calibration rows to sample from the model itself.")
-    ] = None,
-    calibration_rows: Annotated[int, typer.Option(help="Number of calibration rows.")] = 128,
-    length: Annotated[
-        int | None,
-        typer.Option(help="Tokens per calibration row [default: 512, or the context if shorter]."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the calibration rows.")] = 0,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(
-            "--eval",
-            help="Evaluation text file [default: the last tenth of the calibration text, which the"
-            " steps then do not see; with --samples, other samples].",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens per evaluation window, as for perplexity.")
-    ] = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of evaluation windows.")] = 40,
-    no_speed: Annotated[bool, typer.Option("--no-speed", help="Do not time decoding.")] = False,
-    report: Annotated[
-        Path | None, typer.Option(help="JSON file to write: the output of --json.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: quality against bytes.")
-    ] = None,
+    recipe: Path | None = None,
+    step: list[str] | None = None,
+    text: Annotated[str | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
+    documents: Path | None = None,
+    wikitext: Path | None = None,
+    samples: int | None = None,
+    calibration_rows: int = 128,
+    length: int | None = None,
+    seed: int = 0,
+    eval_data: Annotated[Path | None, typer.Option("--eval")] = None,
+    window: int | None = None,
+    limit: int = 40,
+    no_speed: bool = False,
+    report: Path | None = None,
+    plot: Path | None = None,
     dtype: Dtype = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            callback=_refuse_mesh,
-            help="Not supported: recipes run on one device, layer by layer. Commands that run the"
-            " result take --mesh.",
-        ),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Repeat steps that this model's recipe already has.")
-    ] = False,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", callback=_refuse_mesh)] = None,
+    again: bool = False,
     as_json: AsJson = False,
     list_steps: Annotated[
-        bool,
-        typer.Option(
-            "--list", callback=_list_steps, is_eager=True, help="List all steps and exit."
-        ),
+        bool, typer.Option("--list", callback=_list_steps, is_eager=True)
     ] = False,
 ) -> None:
     """Apply a compression recipe to a model.
@@ -136,25 +96,46 @@ def compress(
 
     The result has its own configuration and formats, and records the recipe. Finished work stays in
     OUT.parts until the result is written: the same command resumes from it.
+
+    Args:
+      recipe: Recipe file: one step per line; # starts a comment.
+      step: Recipe step, for example "prune: wanda 2:4"; repeatable.
+      text: Calibration text; its last tenth is held out unless --eval is given.
+      documents: Calibration text from JSON lines with "text" or "tokens", joined.
+      wikitext: Calibration text from WikiText as published: .raw or .parquet.
+      samples: Number of calibration rows to sample from the model itself.
+      calibration_rows: Number of calibration rows.
+      length: Tokens per calibration row [default: 512, or the context if shorter].
+      seed: Random seed of the calibration rows.
+      eval_data: Evaluation text file [default: the last tenth of the calibration text, which the
+        steps then do not see; with --samples, other samples].
+      window: Tokens per evaluation window, as for perplexity.
+      limit: Maximum number of evaluation windows.
+      no_speed: Do not time decoding.
+      report: JSON file to write: the output of --json.
+      plot: PNG file to draw: quality against bytes.
+      mesh: Not supported: recipes run on one device, layer by layer. Commands that run the result
+        take --mesh.
+      again: Repeat steps that this model's recipe already has.
+      list_steps: List all steps and exit.
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.compress import pipeline, plots
         from jaxllm.compress.report import StepEvaluator, as_json as as_report, as_table, summarize
         from jaxllm.files import atomic_file
-        from jaxllm.files.plots import check_plot
         from jaxllm.weights.paths import flatten
 
     lines = _read_recipe(recipe, step)
     check_output_directory(target)  # before the work, not after it
-    for option, path in (("--report", report), ("--plot", plot)):
-        check_writable(option, path)
-    if plot is not None:
-        check_plot()
+    check_writable("--report", report)
+    check_plot_file("--plot", plot)
     files = {"--documents": documents, "--wikitext": wikitext}
     source = choose_source({"--text": text, **files}, samples, calibration_rows, length, seed)
     calibrated = source.file is not None or samples is not None
-    _check_calibration(lines, calibrated)
+    for line in lines:
+        if line.step.needs_calibration and not calibrated:
+            raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
     seen, measured = read_source(source, eval_data)
     if plot is not None and measured is None and samples is None:
         raise ConfigError("--plot requires evaluation data: give --eval FILE")
@@ -163,18 +144,18 @@ def compress(
     loader, facts = _make_eval_loader(lm, source, measured, window, limit)
     wanted = any(line.step.needs_calibration for line in lines)
     calibration = calibrate(lm, source, seen) if wanted else None
-    parts = _parts_dir(target)
-    journal = pipeline.make_journal(lm, calibration, parts, log)
+    parts = parts_dir(target)
+    store = pipeline.make_store(lm, calibration, parts, log)
     scale, subject = StepEvaluator(lm, loader, not no_speed), pipeline.initial_state(lm)
     _log_low_disk(parts, sum(int(leaf.nbytes) for _, leaf in flatten(lm.params)))
-    with _keep_journal(journal):
-        table = [scale.original_row(journal)]
-        for stage in pipeline.run_steps(lm, lines, calibration, journal, log=log):
+    with _keep_store(store):
+        table = [scale.original_row(store)]
+        for stage in pipeline.run_steps(lm, lines, calibration, store, log=log):
             subject = stage.state or subject
             table.append(scale.step_row(stage))
             log(f"{len(table) - 1} of {len(lines)}: {summarize(table[-1])}")
         pipeline.build_model(lm, lines, subject).save(target)
-        journal.clear()
+        store.clear()
     about = {
         "model": model,
         "dtype": dtype,
@@ -204,13 +185,6 @@ def _read_recipe(file: Path | None, steps: list[str] | None) -> "Recipe":
     )
 
 
-def _check_calibration(lines: "Recipe", has_calibration: bool) -> None:
-    """Raise ConfigError for a step that needs calibration data if there is none."""
-    for line in lines:
-        if line.step.needs_calibration and not has_calibration:
-            raise ConfigError(f"{str(line)!r} needs calibration data: give {SOURCES}")
-
-
 def _make_eval_loader(
     lm: "LM",
     source: CalibrationSource,
@@ -229,12 +203,6 @@ def _make_eval_loader(
     return make_loader(lm, corpus, window=window, limit=limit)
 
 
-def _parts_dir(target: Path) -> Path:
-    """Return the directory of finished work: OUT.parts, next to the result."""
-    whole = Path(os.path.realpath(target))
-    return whole.with_name(f"{whole.name}.parts")
-
-
 def _log_low_disk(parts: Path, size: int) -> None:
     """Log if the disk may be too small for the result and the finished work."""
     folder = next(path for path in parts.parents if path.exists())
@@ -244,13 +212,13 @@ def _log_low_disk(parts: Path, size: int) -> None:
 
 
 @contextlib.contextmanager
-def _keep_journal(journal: "TensorStore") -> Iterator[None]:
+def _keep_store(store: "TensorStore") -> Iterator[None]:
     """Keep finished work if the block fails, and name it in the error; not measurements alone."""
-    with journal.lock():
+    with store.lock():
         try:
             yield
         except JaxllmError as error:
-            if all(".row." in path.name for path in journal.part_paths()):
-                journal.clear()
+            if all(".row." in path.name for path in store.part_paths()):
+                store.clear()
                 raise
-            raise type(error)(f"{error}; finished work is in {journal.directory}") from None
+            raise type(error)(f"{error}; finished work is in {store.directory}") from None

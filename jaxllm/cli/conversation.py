@@ -15,9 +15,10 @@ from jaxllm.cli.console import log, spinner, write
 from jaxllm.cli.option_groups import draw_seed
 from jaxllm.cli.options import read_extra_options, read_options
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError, JaxllmError
-from jaxllm.files import as_schema, path_exists, read_json, write_json
+from jaxllm.files import path_exists, read_json, write_json
 from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero, run_on_process_zero
+from jaxllm.runtime.schema import as_schema
 
 if TYPE_CHECKING:
     from jaxllm.cache import KVCache

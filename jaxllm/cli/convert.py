@@ -37,44 +37,12 @@ Examples:
 
 def convert(
     model: Model,
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT",
-            callback=check_folder,
-            help="Directory or GGUF file to write.",
-        ),
-    ],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            callback=parse_dtype,
-            help="Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:"
-            " unchanged].",
-        ),
-    ] = None,
+    target: Annotated[Path, typer.Argument(metavar="OUT", callback=check_folder)],
+    dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
     precision: PrecisionFile = None,
-    to_hf: Annotated[
-        bool, typer.Option("--to-hf", help="Write a Hugging Face checkpoint for transformers.")
-    ] = False,
-    keep_quantized: Annotated[
-        str | None,
-        typer.Option(
-            "--keep-quantized",
-            metavar="FORM",
-            help="With --to-hf: format in which integer weights stay quantized, gptq or"
-            " compressed-tensors.",
-        ),
-    ] = None,
-    to_gguf: Annotated[
-        str | None,
-        typer.Option(
-            "--to-gguf",
-            metavar="TYPE",
-            help="Type of a GGUF file to write for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M,"
-            " Q6_K, ...",
-        ),
-    ] = None,
+    to_hf: bool = False,
+    keep_quantized: Annotated[str | None, typer.Option("--keep-quantized", metavar="FORM")] = None,
+    to_gguf: Annotated[str | None, typer.Option("--to-gguf", metavar="TYPE")] = None,
     strict: Strict = False,
 ) -> None:
     """Convert a checkpoint to or from jaxllm's format.
@@ -85,6 +53,16 @@ def convert(
     [default: float32, or bfloat16 for bf16-packed], unless --keep-quantized is given. --to-gguf
     stores matrices in the given type (for Q4_K_M and Q5_K_M a mixture, as llama-quantize does) and
     vectors in F32.
+
+    Args:
+      target: Directory or GGUF file to write.
+      dtype: Dtype of all weights, also quantized ones: float32, bfloat16 or float16 [default:
+        unchanged].
+      to_hf: Write a Hugging Face checkpoint for transformers.
+      keep_quantized: With --to-hf: format in which integer weights stay quantized, gptq or
+        compressed-tensors.
+      to_gguf: Type of a GGUF file to write for llama.cpp: F32, F16, BF16, Q8_0, Q4_0, Q4_K_M, Q6_K,
+        ...
     """
     if target.suffix == ".gguf" and to_gguf is None:
         raise ConfigError(

@@ -102,8 +102,8 @@ def _collect_facts(arguments: Sequence[str]) -> dict[str, Any]:
 
 def drop_process_option(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without --process, in which processes differ."""
-    found: list[str] = []
+    shared: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if before != "--process" and not re.match(r"--process(=|$)", argument):
-            found.append(argument)
-    return found
+            shared.append(argument)
+    return shared

@@ -8,7 +8,7 @@ import typer
 
 from jaxllm.cli.console import log, read_stdin, write
 from jaxllm.cli.eval_data import read_text_option
-from jaxllm.cli.option_groups import AdapterOptions, with_options
+from jaxllm.cli.option_groups import AdapterOptions
 from jaxllm.cli.options import Model, check_writable
 from jaxllm.errors import ConfigError
 from jaxllm.runtime import multihost
@@ -16,42 +16,32 @@ from jaxllm.runtime import multihost
 EXAMPLE = "Example: jaxllm embed demo:llama --text 'One day' --text 'Once upon a time' --json"
 
 
-@with_options
 def embed(
     model: Model = "demo:llama",
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT|@FILE|-",
-            help="Text, @FILE to read a whole file, or - for stdin; repeatable.",
-        ),
-    ] = None,
-    file: Annotated[
-        str | None, typer.Option(help="File with one text per line; - for stdin.")
-    ] = None,
-    layer: Annotated[
-        int,
-        typer.Option(
-            help="Layer: 0 is the embedding table, n the output of block n, -1 the last, normed."
-        ),
-    ] = -1,
-    pooling: Annotated[
-        str, typer.Option(help="Pooling over the tokens: mean, last or cls.")
-    ] = "mean",
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scale each vector to Euclidean norm 1.")
-    ] = False,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Texts per batch.")] = 16,
-    out: Annotated[
-        Path | None, typer.Option(help="Output file, .npy or .safetensors [default: stdout].")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array per line.")] = False,
+    text: Annotated[list[str] | None, typer.Option(metavar="TEXT|@FILE|-")] = None,
+    file: str | None = None,
+    layer: int = -1,
+    pooling: str = "mean",
+    normalize: bool = False,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 16,
+    out: Path | None = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     loading: AdapterOptions,
 ) -> None:
     """Embed texts: pooled hidden states of a layer.
 
     Prints one row per text, in their order.
+
+    Args:
+      text: Text, @FILE to read a whole file, or - for stdin; repeatable.
+      file: File with one text per line; - for stdin.
+      layer: Layer: 0 is the embedding table, n the output of block n, -1 the last, normed.
+      pooling: Pooling over the tokens: mean, last or cls.
+      normalize: Scale each vector to Euclidean norm 1.
+      batch: Texts per batch.
+      out: Output file, .npy or .safetensors [default: stdout].
+      as_json: Print one JSON array per line.
     """
     if out is not None and out.suffix not in (".npy", ".safetensors"):
         raise ConfigError(f"--out must end in .npy or .safetensors, got {out}")
@@ -61,12 +51,12 @@ def embed(
     texts = _read_texts(text, file)
     multihost.check_processes_agree({"texts": multihost.digest(texts)})
     lm = loading.load(model)
-    found = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
+    vectors = lm.embed(texts, layer=layer, pooling=pooling, normalize=normalize, batch=batch)
     if out is not None:
-        _save_rows(out, found)
-        log(f"{out}: {found.shape[0]} rows of {found.shape[1]}")
+        _save_rows(out, vectors)
+        log(f"{out}: {vectors.shape[0]} rows of {vectors.shape[1]}")
         return
-    for row in found.tolist():
+    for row in vectors.tolist():
         write((json.dumps(row) if as_json else " ".join(f"{x:.6g}" for x in row)) + "\n")
 
 
@@ -75,7 +65,7 @@ def _read_texts(text: list[str] | None, file: str | None) -> list[str]:
     if bool(text) == (file is not None):
         raise ConfigError("give either --text (repeatable) or --file")
     if file is None:
-        return [read_text_option(given) for given in text or []]
+        return [read_text_option(value) for value in text or []]
     from jaxllm.files import read_text, split_lines
 
     lines = split_lines(read_stdin() if file == "-" else read_text(Path(file)))

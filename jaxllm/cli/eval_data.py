@@ -19,46 +19,6 @@ Text = Annotated[
         metavar="TEXT|@FILE|-", help="Text, @FILE to read a file, or - for stdin; one document."
     ),
 ]
-Documents = Annotated[
-    Path | None,
-    typer.Option(
-        help='JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).'
-    ),
-]
-Separate = Annotated[bool, typer.Option("--separate", help="Score each of --documents separately.")]
-Window = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens per window [default: 512, or fewer if the context or the text is shorter]."
-    ),
-]
-Stride = Annotated[
-    int | None,
-    typer.Option(help="Tokens from one window to the next [default: the window, no overlap]."),
-]
-Protocol = Annotated[
-    str,
-    typer.Option(
-        help="Tokens to score: strided: those not in an earlier window (Hugging Face's guide);"
-        " second-half: the second half of each window (llama-perplexity); rolling: all, the last"
-        " window overlaps (lm-evaluation-harness)."
-    ),
-]
-Bos = Annotated[
-    str,
-    typer.Option(
-        help="Begin-of-text token: first (once, before a text), each (it also replaces every"
-        " window's first token), none; auto: none if the tokenizer adds none, each for"
-        " second-half, else first."
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", "--batch", help="Windows per batch [default: as many as 256 MB allow]."
-    ),
-]
-Limit = Annotated[int | None, typer.Option(help="Maximum number of windows.")]
 
 Corpus = list[str] | list[list[int]]
 BOS = ("auto", "first", "each", "none")
@@ -71,7 +31,12 @@ def read_corpus(text: str | None, documents: Path | None, separate: bool) -> Cor
     """
     if (text is None) == (documents is None):
         raise ConfigError("give either --text (TEXT, @FILE or -) or --documents FILE")
-    corpus = _read_documents(text, documents, separate)
+    corpus: Corpus = [read_text_option(text)] if text is not None else []
+    if documents is not None:
+        from jaxllm.evaluate.likelihood.data import read_documents
+
+        corpus = read_documents(documents)
+        corpus = corpus if separate else [join_documents(corpus)]
     multihost.check_processes_agree({"texts": multihost.digest(map(str, corpus))})
     return corpus
 
@@ -96,18 +61,11 @@ def read_text_option(value: str, max_bytes: int | None = None) -> str:
     return value
 
 
-def _read_documents(text: str | None, documents: Path | None, separate: bool) -> Corpus:
-    from jaxllm.evaluate.likelihood.data import read_documents
-
-    if text is not None:
-        return [read_text_option(text)]
-    assert documents is not None
-    found: Any = read_documents(documents)
-    if separate:
-        return found
-    if isinstance(found[0], str):
-        return ["\n\n".join(found)]
-    return [[token for document in found for token in document]]
+def join_documents(documents: Any) -> Any:
+    """Return documents as one: texts with blank lines between them, or lists of token ids."""
+    if isinstance(documents[0], str):
+        return "\n\n".join(documents)
+    return [token for document in documents for token in document]
 
 
 def make_loader(
@@ -135,7 +93,7 @@ def make_loader(
     if window is None:
         window = max(2, min(512, lm.config.context_length, max(map(len, documents))))
     stride = window if stride is None else stride
-    made = loader(
+    batches = loader(
         documents,
         window=window,
         stride=stride,
@@ -144,14 +102,14 @@ def make_loader(
         batch=default_batch(lm.config.vocab_size, window) if batch is None else batch,
         limit=limit,
     )
-    return made, {
+    return batches, {
         "documents": len(corpus),
-        "text_tokens": sum(map(len, made.documents)),
+        "text_tokens": sum(map(len, batches.documents)),
         "protocol": protocol,
         "window": window,
         "stride": stride if protocol == "strided" else None,
         "bos": bos,
-        "windows": len(made.spans),
+        "windows": len(batches.spans),
     }
 
 

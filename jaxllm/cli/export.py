@@ -15,6 +15,7 @@ from jaxllm.cli.options import (
     Quantize,
     check_folder,
     load_model,
+    split_commas,
 )
 from jaxllm.errors import ConfigError
 
@@ -23,50 +24,19 @@ EXAMPLE = "Example: jaxllm export demo:llama story-graph --num-tokens 8 --max-to
 
 def export(
     model: Model,
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", callback=check_folder, help="Directory to write; without an export."
-        ),
-    ],
-    what: Annotated[
-        str, typer.Option(help="Steps to export: prefill, decode, or both.")
-    ] = "prefill,decode",
-    form: Annotated[
-        str,
-        typer.Option(
-            help="Inputs of the steps: tokens or embeddings; rotary for RoPE cosines and sines; and"
-            " the attention mask as positions, boolean or additive."
-        ),
-    ] = "tokens,positions",
-    num_tokens: Annotated[int, typer.Option(help="Tokens per prefill step.")] = 32,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum length in tokens: --num-tokens and the cache [default: the context]."
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option("--batch-size", "--batch", help="Rows per batch.")] = 1,
-    platforms: Annotated[
-        str | None,
-        typer.Option(
-            help="Platforms: cpu, cuda, rocm, tpu, comma-separated [default: this machine's]."
-        ),
-    ] = None,
-    native: Annotated[
-        str,
-        typer.Option(
-            help="Native CPU kernels: keep (as custom calls) or leave-out (XLA operations)."
-        ),
-    ] = "leave-out",
+    directory: Annotated[Path, typer.Argument(metavar="OUT", callback=check_folder)],
+    what: str = "prefill,decode",
+    form: str = "tokens,positions",
+    num_tokens: int = 32,
+    max_tokens: int | None = None,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 1,
+    platforms: str | None = None,
+    native: str = "leave-out",
     dtype: Dtype = None,
     quantize: Quantize = None,
     precision: PrecisionFile = None,
-    mlir: Annotated[bool, typer.Option("--mlir", help="Write readable .mlir files, too.")] = False,
-    check: Annotated[
-        bool,
-        typer.Option("--check", help="Load the export and compare its logits with the model's."),
-    ] = False,
+    mlir: bool = False,
+    check: bool = False,
     as_json: AsJson = False,
 ) -> None:
     """Write prefill and decode steps as StableHLO.
@@ -75,6 +45,19 @@ def export(
 
     Each step takes and returns keys and values of fixed shapes; jaxllm.export.runtime runs the
     steps from Python.
+
+    Args:
+      directory: Directory to write; without an export.
+      what: Steps to export: prefill, decode, or both.
+      form: Inputs of the steps: tokens or embeddings; rotary for RoPE cosines and sines; and the
+        attention mask as positions, boolean or additive.
+      num_tokens: Tokens per prefill step.
+      max_tokens: Maximum length in tokens: --num-tokens and the cache [default: the context].
+      batch: Rows per batch.
+      platforms: Platforms: cpu, cuda, rocm, tpu, comma-separated [default: this machine's].
+      native: Native CPU kernels: keep (as custom calls) or leave-out (XLA operations).
+      mlir: Write readable .mlir files, too.
+      check: Load the export and compare its logits with the model's.
     """
     inputs = _parse_form(form)
     from jaxllm.files import check_vacant
@@ -87,12 +70,12 @@ def export(
         lm.model,
         lm.params,
         directory,
-        step_names=_split_words(what),
+        step_names=split_commas(what),
         signature=StepSignature(**inputs),
         num_tokens=num_tokens,
         max_tokens=lm.config.context_length if max_tokens is None else max_tokens,
         batch=batch,
-        platforms=_split_words(platforms) if platforms else None,
+        platforms=split_commas(platforms) if platforms else None,
         native=native,  # type: ignore[arg-type]
         write_mlir=mlir,
     )
@@ -133,14 +116,10 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def _parse_form(text: str) -> dict[str, Any]:
     form: dict[str, Any] = {}
-    for word in _split_words(text):
+    for word in split_commas(text):
         if word not in FORMS:
             raise ConfigError(f"--form must be words of {', '.join(FORMS)}: got {word!r:.40}")
         for name, value in FORMS[word].items():
             if form.setdefault(name, value) != value:
                 raise ConfigError(f"--form {text!r:.60}: {word} contradicts an earlier word")
     return form
-
-
-def _split_words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, read_stdin, spinner, write
-from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed, with_options
+from jaxllm.cli.option_groups import LoadingOptions, SamplingOptions, draw_seed
 from jaxllm.cli.options import Model, Overflow, Stop, check_writable, load_model, read_options
 from jaxllm.errors import CacheMismatchError, ConfigError, JaxllmError, TokenError
 from jaxllm.runtime import multihost
@@ -22,48 +22,35 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: echo 'Once upon a time' | jaxllm generate demo:gpt2 -p - -n 80"
 
 
-@with_options
 def generate(
     model: Model = "demo:llama",
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="PROMPT", help="Text to continue; - reads stdin."),
-    ] = None,
-    prompt_option: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Text to continue, as an option.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="File with the text to continue.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT")] = None,
+    prompt_option: Annotated[str | None, typer.Option("--prompt", "-p")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--file", "-f")] = None,
     stop: Stop = None,
     overflow: Overflow = None,
-    prompt_cache: Annotated[
-        Path | None,
-        typer.Option(
-            help="Cache file of prompt and answer: read if it exists, to reuse a shared prefix, and"
-            " written at the end."
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft model for speculative decoding: smaller, with the same vocabulary."
-        ),
-    ] = None,
-    echo: Annotated[
-        bool, typer.Option("--echo", help="Print the prompt before its continuation.")
-    ] = False,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object with text, tokens and timings.")
-    ] = False,
+    prompt_cache: Path | None = None,
+    draft: str | None = None,
+    echo: bool = False,
+    chat: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     sampling: SamplingOptions,
     loading: LoadingOptions,
 ) -> None:
-    """Continue a text. It streams to stdout; progress, speed and errors go to stderr."""
+    """Continue a text. It streams to stdout; progress, speed and errors go to stderr.
+
+    Args:
+      prompt: Text to continue; - reads stdin.
+      prompt_option: Text to continue, as an option.
+      prompt_file: File with the text to continue.
+      prompt_cache: Cache file of prompt and answer: read if it exists, to reuse a shared prefix,
+        and written at the end.
+      draft: Draft model for speculative decoding: smaller, with the same vocabulary.
+      echo: Print the prompt before its continuation.
+      chat: Apply the model's chat template to the prompt.
+      as_json: Print one JSON object with text, tokens and timings.
+    """
     start = time.perf_counter()
     text = _read_prompt(prompt, prompt_option, prompt_file)
     options = read_options(
@@ -76,18 +63,23 @@ def generate(
     if options["seed"] == "random":  # -o seed=random
         options["seed"] = draw_seed()
     if multihost.is_multiprocess():
-        for option, given in ("--prompt-cache", prompt_cache), ("--draft", draft):
-            if given:
+        for option, value in ("--prompt-cache", prompt_cache), ("--draft", draft):
+            if value:
                 raise ConfigError(f"{option} cannot be combined with --distributed: leave one out")
     check_writable("--prompt-cache", prompt_cache)
     asked = time.perf_counter()
     text = read_stdin().rstrip("\n") if text == "-" else text
     start += time.perf_counter() - asked  # typing does not count as load time
     lm = loading.load(model).with_adapter(options.pop("adapter", None))
+    from jaxllm.cache import save_cache
+    from jaxllm.generation.options.resolve import uses_sampling
+    from jaxllm.ops.compile_cache import time_compiling
+
     tokens = _encode_prompt(lm, text, chat)
     if prompt_cache:
         options["cache"] = _read_cache(lm, tokens, prompt_cache)
-    seed = options["seed"] if _uses_seed(lm, options) else None
+    draws = uses_sampling(options, lm.generation) and options.get("temperature") != 0
+    seed = options["seed"] if draws else None
     loaded = time.perf_counter()
     if echo and not as_json:
         write(text)
@@ -95,8 +87,6 @@ def generate(
         options["assistant_model"] = load_model(draft, loading.dtype, loading.cache_dtype)
     if not _can_stream(options):
         return _print_completions(lm, text, tokens, options, seed, as_json)
-    from jaxllm.ops.compile_cache import time_compiling
-
     pieces: list[StreamChunk] = []
     with spinner("compiling and reading the prompt") as ready, time_compiling() as compiling:
         for piece in lm.stream(tokens, **options):
@@ -107,15 +97,29 @@ def generate(
             if not as_json:
                 # Without a tokenizer there is no text: the ids are the output.
                 write(piece.text if lm.tokenizer else f"{piece.token} ")
+    last = pieces[-1]
     if prompt_cache:
-        _write_cache(lm, pieces[-1].cache, prompt_cache)
+        save_cache(prompt_cache, last.cache, lm.model, lm.params)
+        log(f"{prompt_cache}: {len(last.cache.tokens())} tokens written")
     if as_json:
-        _print_json(lm, text, pieces, seed, loaded - start, first, compiled)
+        report = {
+            "prompt": text,
+            "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
+            "tokens": [p.token for p in pieces],
+            "logprobs": [round(p.logprob, 6) for p in pieces],
+            "finish_reason": last.finish_reason,
+            "seed": seed,
+            "load_s": round(loaded - start, 3),
+            "first_token_s": round(first, 3),
+            "compile_s": round(compiled, 3),
+            "tokens_per_second": round(last.tokens_per_second, 2),
+        }
+        write(json.dumps(report, ensure_ascii=False) + "\n")
     elif sys.stdout.isatty():
         write("\n")
     drawn = "" if seed is None else f"; seed {seed}"
     log(
-        f"{len(pieces)} tokens ({pieces[-1].finish_reason}), {pieces[-1].tokens_per_second:.1f}"
+        f"{len(pieces)} tokens ({last.finish_reason}), {last.tokens_per_second:.1f}"
         f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
         + _describe_compiling(compiled)
     )
@@ -133,14 +137,14 @@ def _describe_compiling(seconds: float) -> str:
 
 def _read_prompt(argument: str | None, option: str | None, file: Path | None) -> str:
     """Return the prompt, or "" if none is given. Raises ConfigError if it is given twice."""
-    given = [way for way in (argument, option, file) if way is not None]
-    if len(given) > 1:
+    prompts = [way for way in (argument, option, file) if way is not None]
+    if len(prompts) > 1:
         raise ConfigError("more than one prompt: give PROMPT, --prompt TEXT or --file FILE")
     if file is not None:
         from jaxllm.files import read_text
 
         return read_text(file).removesuffix("\n")
-    return str(given[0]) if given else ""
+    return str(prompts[0]) if prompts else ""
 
 
 def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
@@ -167,13 +171,6 @@ def _encode_prompt(lm: "LM", text: str, chat: bool) -> list[int]:
     return tokens
 
 
-def _uses_seed(lm: "LM", options: dict[str, Any]) -> bool:
-    """Return whether the text depends on the seed."""
-    from jaxllm.generation.options.resolve import uses_sampling
-
-    return uses_sampling(options, lm.generation) and options.get("temperature") != 0
-
-
 def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
     """Load the cache file, if it exists; it must share a prefix with the prompt."""
     from jaxllm.cache import load_cache
@@ -190,13 +187,6 @@ def _read_cache(lm: "LM", tokens: list[int], file: Path) -> "KVCache | None":
         " the last prompt and its answer"
     )
     return cache
-
-
-def _write_cache(lm: "LM", cache: "KVCache", file: Path) -> None:
-    from jaxllm.cache import save_cache
-
-    save_cache(file, cache, lm.model, lm.params)
-    log(f"{file}: {len(cache.tokens())} tokens written")
 
 
 def _can_stream(options: dict[str, Any]) -> bool:
@@ -218,8 +208,8 @@ def _print_completions(
 ) -> None:
     """Print several continuations, or the result of a search; neither can be streamed."""
     with spinner("generating"):
-        found = lm.generate(tokens, **options)
-    for number, completion in enumerate(found if isinstance(found, list) else [found]):
+        result = lm.generate(tokens, **options)
+    for number, completion in enumerate(result if isinstance(result, list) else [result]):
         if as_json:
             report = {
                 "prompt": prompt,
@@ -240,27 +230,3 @@ def _print_completions(
         write(f"{text}\n")
     if seed is not None and not as_json:
         log(f"seed {seed}")
-
-
-def _print_json(
-    lm: "LM",
-    prompt: str,
-    pieces: "list[StreamChunk]",
-    seed: int | None,
-    load_s: float,
-    first_token_s: float,
-    compile_s: float,
-) -> None:
-    report = {
-        "prompt": prompt,
-        "text": "".join(p.text for p in pieces) if lm.tokenizer else None,
-        "tokens": [p.token for p in pieces],
-        "logprobs": [round(p.logprob, 6) for p in pieces],
-        "finish_reason": pieces[-1].finish_reason,
-        "seed": seed,
-        "load_s": round(load_s, 3),
-        "first_token_s": round(first_token_s, 3),
-        "compile_s": round(compile_s, 3),
-        "tokens_per_second": round(pieces[-1].tokens_per_second, 2),
-    }
-    write(json.dumps(report, ensure_ascii=False) + "\n")

@@ -13,19 +13,9 @@ EXAMPLE = "Example: jaxllm infini demo:llama remembering --segment 128 --update 
 def infini(
     model: Model,
     target: Out,
-    segment: Annotated[
-        int, typer.Option(min=1, help="Segment length in tokens, with full attention within it.")
-    ] = 128,
-    update: Annotated[
-        str,
-        typer.Option(
-            help="Memory update: linear, delta, or delta_once (content that is written twice is not"
-            " read at half strength)."
-        ),
-    ] = "linear",
-    gate: Annotated[
-        float, typer.Option(help="Initial gate logit; sigmoid of it is the share of the memory.")
-    ] = -4.0,
+    segment: Annotated[int, typer.Option(min=1)] = 128,
+    update: str = "linear",
+    gate: float = -4.0,
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
@@ -35,6 +25,12 @@ def infini(
 
     Its first segment is identical to the original model. To use the memory, train it on texts of
     several segments: jaxllm train full OUT TUNED --no-pack --length 512.
+
+    Args:
+      segment: Segment length in tokens, with full attention within it.
+      update: Memory update: linear, delta, or delta_once (content that is written twice is not read
+        at half strength).
+      gate: Initial gate logit; sigmoid of it is the share of the memory.
     """
     with spinner("starting"):
         from jaxllm.checkpoints.native import check_output_directory
@@ -42,6 +38,7 @@ def infini(
 
     rule = check_update(update)
     check_output_directory(target)  # before the work, not after it
-    made = with_memory(load_model(model, dtype, quantize=quantize), segment, update=rule, gate=gate)
-    made.save(target)
+    lm = load_model(model, dtype, quantize=quantize)
+    converted = with_memory(lm, segment, update=rule, gate=gate)
+    converted.save(target)
     log(f"{target}: segments of {segment} tokens, with a memory of earlier ones ({update})")

@@ -48,15 +48,15 @@ def parse_patterns(
     option: str, values: list[str] | None, to_number: Callable[[str], V]
 ) -> dict[str, V]:
     """Parse "REGEX=NUMBER" texts to a dict. Raises ConfigError for any other text."""
-    found: dict[str, V] = {}
+    patterns: dict[str, V] = {}
     for text in values or []:
         regex, _, value = text.rpartition("=")
         try:
-            found[regex] = to_number(value)
+            patterns[regex] = to_number(value)
         except ValueError:
             regex = ""
         if not regex:
             raise ConfigError(
                 f"{option} must be REGEX=NUMBER, as in down_proj=16: got {text!r:.60}"
             )
-    return found
+    return patterns

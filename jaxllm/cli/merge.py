@@ -21,17 +21,8 @@ ROWS, WIDTH = 8, 128  # of the texts sampled from the model for the measurement
 def merge(
     model: Model,
     target: Out,
-    adapter: Annotated[
-        str,
-        typer.Option("--adapter", metavar="DIR", help="Adapter directory in PEFT's format."),
-    ],
-    format: Annotated[
-        str,
-        typer.Option(
-            help="Format of the merged matrices: float32, or bfloat16, int8, ... which round the"
-            " sum."
-        ),
-    ] = "float32",
+    adapter: Annotated[str, typer.Option("--adapter", metavar="DIR")],
+    format: str = "float32",
     dtype: Dtype = None,
     quantize: Quantize = None,
     mesh: Mesh = None,
@@ -45,6 +36,10 @@ def merge(
     It is measured on --text, or else on texts sampled from the model with the adapter. Matrices
     without an adapter keep their format. --mesh applies to the measurement only: the merge runs on
     one device.
+
+    Args:
+      adapter: Adapter directory in PEFT's format.
+      format: Format of the merged matrices: float32, or bfloat16, int8, ... which round the sum.
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.checkpoints.native import check_output_directory
@@ -55,16 +50,16 @@ def merge(
     corpus = None if text is None else read_corpus(text, None, False)
     lm = load_model(model, dtype, quantize=quantize, adapters=[adapter], mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.divergence import divergence
-    from jaxllm.train.jobs import shard_like, to_one_device
+    from jaxllm.lm import shard_like, to_one_device
 
     made = merge_into_weights(to_one_device(lm), format)
-    there = shard_like(made, lm)
+    sharded = shard_like(made, lm)
     if corpus is None:
         loader, measured = _sample_loader(lm), f"{ROWS} texts sampled from it"
     else:
         loader, facts = make_loader(lm, corpus, window=None)
         measured = describe_text(facts)
-    both = divergence(lm.model, lm.params, there.model, there.params, loader)
+    both = divergence(lm.model, lm.params, sharded.model, sharded.params, loader)
     made.save(target)
     log(
         f"{target}: {lm.adapter} merged, in {format}. KL divergence from the model with the"

@@ -1,43 +1,25 @@
 """Groups of options that commands share: dataclasses whose fields are flags."""
 
 import dataclasses
-import functools
-import inspect
 import re
 import secrets
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from jaxllm.cli.eval_data import (
-    BatchSize,
-    Corpus,
-    Documents,
-    Stride,
-    Text,
-    Window,
-    make_loader,
-    read_corpus,
-)
+import typer
+
+from jaxllm.cli.eval_data import Corpus, Text, make_loader, read_corpus
 from jaxllm.cli.options import (
-    Adapters,
     CacheDtype,
     Dtype,
     Exact,
-    ExtraOptions,
-    FullDtype,
     Mesh,
-    MinP,
-    NewTokens,
     PrecisionFile,
     Quantize,
-    RepetitionPenalty,
-    Seed,
     SelfExtend,
     Strict,
-    Temperature,
-    TopK,
-    TopP,
     load_model,
+    parse_dtype,
     read_json_option,
 )
 from jaxllm.errors import SamplingError
@@ -55,16 +37,27 @@ def draw_seed() -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Options of text generation."""
+    """Options of text generation.
 
-    max_new_tokens: NewTokens = None
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    more: ExtraOptions = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    seed: Seed = None
+    Attributes:
+      max_new_tokens: Maximum number of new tokens [default: 256, or what fits the context].
+      temperature: Sampling temperature; 0 is greedy [default: greedy].
+      top_k: Number of most likely tokens to sample from.
+      top_p: Total probability of the most likely tokens to sample from (nucleus).
+      more: Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4
+      min_p: Minimum probability of a token to sample, relative to the most likely one.
+      repetition_penalty: Penalty on the logits of tokens already in the text; 1 is off.
+      seed: Random seed [default: random for generate and chat, which print it; 0 for batch].
+    """
+
+    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", "-n")] = None
+    temperature: Annotated[float | None, typer.Option("--temperature", "--temp", "-t")] = None
+    top_k: int | None = None
+    top_p: float | None = None
+    more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: Annotated[str | None, typer.Option(metavar="N|random")] = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -115,16 +108,25 @@ class WeightOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceWeightOptions(WeightOptions):
-    """The same for comparisons with a reference, which run in float32 by default."""
+    """The same for comparisons with a reference, which run in float32 by default.
 
-    dtype: FullDtype = "float32"
+    Attributes:
+      dtype: Dtype: float32, bfloat16 or float16.
+    """
+
+    dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterOptions(WeightOptions):
-    """Options of weight loading, with adapters."""
+    """Options of weight loading, with adapters.
 
-    adapter: Adapters = None
+    Attributes:
+      adapter: Adapter to load with the model: a PEFT directory (LoRA, DoRA) or a GGUF file.
+        Repeatable; -o adapter=NAME selects one [default: the first].
+    """
+
+    adapter: Annotated[list[str] | None, typer.Option("--adapter", metavar="[NAME=]DIR")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,13 +139,20 @@ class LoadingOptions(AdapterOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalTextOptions:
-    """Options of an evaluation text and its windows."""
+    """Options of an evaluation text and its windows.
+
+    Attributes:
+      documents: JSON lines with "text" (joined by blank lines) or "tokens" (ids, concatenated).
+      window: Tokens per window [default: 512, or fewer if the context or the text is shorter].
+      stride: Tokens from one window to the next [default: the window, no overlap].
+      batch: Windows per batch [default: as many as 256 MB allow].
+    """
 
     text: Text = None
-    documents: Documents = None
-    window: Window = None
-    stride: Stride = None
-    batch: BatchSize = None
+    documents: Path | None = None
+    window: int | None = None
+    stride: int | None = None
+    batch: Annotated[int | None, typer.Option("--batch-size", "--batch")] = None
 
     def read(self, separate: bool = False) -> Corpus:
         """Call `eval_data.read_corpus` with these options."""
@@ -153,54 +162,6 @@ class EvalTextOptions:
         self, lm: "LM", corpus: Corpus, **kwargs: Any
     ) -> "tuple[Loader, dict[str, Any]]":
         """Call `eval_data.make_loader` with these options and `kwargs`."""
-        windows: dict[str, Any] = {
-            "window": self.window,
-            "stride": self.stride,
-            "batch": self.batch,
-        }
-        return make_loader(lm, corpus, **windows, **kwargs)
-
-
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command: each parameter of a dataclass type becomes that dataclass's fields as flags.
-
-    The flags stand in place of the parameter, in the order of the fields.
-    """
-    hints = get_type_hints(function, include_extras=True)
-    parameters = inspect.signature(function).parameters.values()
-    groups = {p.name: hints[p.name] for p in parameters if dataclasses.is_dataclass(hints[p.name])}
-
-    def flags(kind: Any) -> list[inspect.Parameter]:
-        types = get_type_hints(kind, include_extras=True)
-        return [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty
-                if field.default is dataclasses.MISSING
-                else field.default,
-                annotation=types[field.name],
-            )
-            for field in dataclasses.fields(kind)
-        ]
-
-    @functools.wraps(function)
-    def command(*args: Any, **kwargs: Any) -> None:
-        options = {}
-        for name, kind in groups.items():
-            names = [field.name for field in dataclasses.fields(kind) if field.name in kwargs]
-            options[name] = kind(**{field: kwargs.pop(field) for field in names})
-        function(*args, **kwargs, **options)
-
-    spliced = [
-        part
-        for p in parameters
-        for part in (
-            flags(groups[p.name])
-            if p.name in groups
-            else [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY)]
+        return make_loader(
+            lm, corpus, window=self.window, stride=self.stride, batch=self.batch, **kwargs
         )
-    ]
-    command.__signature__ = inspect.Signature(spliced)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in spliced}
-    return command

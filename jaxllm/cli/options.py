@@ -45,9 +45,6 @@ Dtype = Annotated[
         help="Dtype: float32, bfloat16 or float16 [default: the checkpoint's].",
     ),
 ]
-FullDtype = Annotated[
-    str, typer.Option(callback=parse_dtype, help="Dtype: float32, bfloat16 or float16.")
-]
 Quantize = Annotated[
     str | None,
     typer.Option(
@@ -58,14 +55,6 @@ PrecisionFile = Annotated[
     Path | None,
     typer.Option("--precision", help="JSON file of formats by module path (docs/quantization.md)."),
 ]
-NewTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-new-tokens",
-        "-n",
-        help="Maximum number of new tokens [default: 256, or what fits the context].",
-    ),
-]
 CacheDtype = Annotated[
     str | None,
     typer.Option(
@@ -73,45 +62,12 @@ CacheDtype = Annotated[
         help="Dtype of cached keys and values: as --dtype, or int8 [default: as the activations].",
     ),
 ]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        "--temp",
-        "-t",
-        help="Sampling temperature; 0 is greedy [default: greedy].",
-    ),
-]
-TopK = Annotated[int | None, typer.Option(help="Number of most likely tokens to sample from.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Total probability of the most likely tokens to sample from (nucleus)."),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", help="Minimum probability of a token to sample, relative to the most likely one."
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option(help="Penalty on the logits of tokens already in the text; 1 is off."),
-]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop before; repeatable.")]
 Overflow = Annotated[
     str | None,
     typer.Option(
         help="Policy for a full context: refuse, slide, sinks, heavy, pooled, pooled-by-use,"
         " segments [default: refuse]."
-    ),
-]
-ExtraOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        "-o",
-        metavar="NAME=VALUE",
-        help="Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4",
     ),
 ]
 
@@ -130,15 +86,6 @@ def check_folder(out: Path) -> Path:
 
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", callback=check_folder, help="Directory to write.")
-]
-Adapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="[NAME=]DIR",
-        help="Adapter to load with the model: a PEFT directory (LoRA, DoRA) or a GGUF file."
-        " Repeatable; -o adapter=NAME selects one [default: the first].",
-    ),
 ]
 SelfExtend = Annotated[
     str | None,
@@ -168,13 +115,6 @@ Strict = Annotated[
     typer.Option("--strict", help="Raise an error for checkpoint settings that nothing reads."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Seed = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N|random",
-        help="Random seed [default: random for generate and chat, which print it; 0 for batch].",
-    ),
-]
 
 
 def parse_self_extend(text: str) -> tuple[int, int]:
@@ -313,6 +253,29 @@ def _check_writable(option: str, path: Path) -> None:
         raise CheckpointError(f"{option} {path} is a directory; name a file")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise CheckpointError(f"{option} {path}: no write permission")
+
+
+def check_plot_file(option: str, path: Path | None) -> None:
+    """Check before the work that an option's PNG file can be drawn and written.
+
+    Raises ConfigError if matplotlib is missing, and what `check_writable` raises.
+    """
+    check_writable(option, path)
+    if path is not None:
+        from jaxllm.files.plots import check_plot
+
+        check_plot(option)
+
+
+def parts_dir(target: Path) -> Path:
+    """Return the directory of the finished work of a run: OUT.parts, next to the result."""
+    result = Path(os.path.realpath(target))
+    return result.with_name(f"{result.name}.parts")
+
+
+def split_commas(text: str) -> list[str]:
+    """Return the parts of a comma-separated text, without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def read_options(

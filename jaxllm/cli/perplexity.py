@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.eval_data import Bos, Limit, Protocol, Separate, describe_text, encode_corpus
-from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions, with_options
+from jaxllm.cli.eval_data import describe_text, encode_corpus
+from jaxllm.cli.option_groups import AdapterOptions, EvalTextOptions
 from jaxllm.cli.options import (
     AsJson,
     Model,
     SelfExtend,
+    check_plot_file,
     check_writable,
     load_model,
     parse_dtype,
@@ -22,7 +23,6 @@ from jaxllm.runtime import multihost
 
 if TYPE_CHECKING:
     from jaxllm.cli.eval_data import Corpus
-    from jaxllm.evaluate.likelihood.data import Loader
     from jaxllm.evaluate.likelihood.divergence import Divergence
     from jaxllm.evaluate.likelihood.loss_by_position import Bucket
     from jaxllm.evaluate.likelihood.perplexity import Estimate, Perplexity
@@ -37,47 +37,22 @@ Examples:
 """
 
 
-@with_options
 def perplexity(
     eval_text: EvalTextOptions,
     loading: AdapterOptions,
     model: Model = "demo:llama",
-    separate: Separate = False,
-    protocol: Protocol = "strided",
-    bos: Bos = "auto",
-    limit: Limit = None,
+    separate: bool = False,
+    protocol: str = "strided",
+    bos: str = "auto",
+    limit: int | None = None,
     self_extend: SelfExtend = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(help="Other model, compared with MODEL as the reference [default: MODEL]."),
-    ] = None,
-    other_dtype: Annotated[
-        str | None,
-        typer.Option(callback=parse_dtype, help="Dtype of the other model [default: --dtype]."),
-    ] = None,
-    other_quantize: Annotated[
-        str | None, typer.Option(help="Weight format of the other model.")
-    ] = None,
-    journal: Annotated[
-        Path | None,
-        typer.Option(
-            help="File that stores the numbers of every batch; a second run resumes from it."
-        ),
-    ] = None,
-    by_position: Annotated[
-        bool,
-        typer.Option(
-            "--by-position",
-            help="Report the loss by position in the window, too.",
-        ),
-    ] = False,
-    buckets: Annotated[
-        int | None,
-        typer.Option(help="Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...]."),
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="PNG file to draw: the loss by position.")
-    ] = None,
+    compare: str | None = None,
+    other_dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
+    other_quantize: str | None = None,
+    journal: Path | None = None,
+    by_position: bool = False,
+    buckets: int | None = None,
+    picture: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a text: perplexity, KL divergence.
@@ -86,6 +61,22 @@ def perplexity(
 
     The error is that of the mean negative log-likelihood, s / sqrt(n) over n tokens taken as
     independent, times the perplexity (to first order), as llama-perplexity's "+/-".
+
+    Args:
+      separate: Score each of --documents separately.
+      protocol: Tokens to score: strided: those not in an earlier window (Hugging Face's guide);
+        second-half: the second half of each window (llama-perplexity); rolling: all, the last
+        window overlaps (lm-evaluation-harness).
+      bos: Begin-of-text token: first (once, before a text), each (it also replaces every window's
+        first token), none; auto: none if the tokenizer adds none, each for second-half, else first.
+      limit: Maximum number of windows.
+      compare: Other model, compared with MODEL as the reference [default: MODEL].
+      other_dtype: Dtype of the other model [default: --dtype].
+      other_quantize: Weight format of the other model.
+      journal: File that stores the numbers of every batch; a second run resumes from it.
+      by_position: Report the loss by position in the window, too.
+      buckets: Number of equal buckets of --by-position [default: 1, 2-3, 4-7, ...].
+      picture: PNG file to draw: the loss by position.
     """
     from jaxllm.files import finite_json
 
@@ -97,25 +88,29 @@ def perplexity(
     corpus = eval_text.read(separate)
     lm = loading.load(model, self_extend=self_extend)
     from jaxllm.evaluate.likelihood.divergence import check_pair, divergence
-    from jaxllm.evaluate.likelihood.perplexity import Perplexity, token_logprobs
+    from jaxllm.evaluate.likelihood.loss_by_position import (
+        bucket_edges,
+        bucket_losses,
+        plot,
+        token_positions,
+    )
+    from jaxllm.evaluate.likelihood.perplexity import Perplexity, measures_to_json, token_logprobs
 
     loader, facts = eval_text.make_loader(lm, corpus, protocol=protocol, bos=bos, limit=limit)
     dtype, quantize = loading.dtype, loading.quantize
     report: dict[str, Any] = {"model": model, "dtype": dtype, "quantize": quantize, **facts}
     if alone:
-        borders = _bucket_edges(loader.width, buckets) if by_position else []
+        edges = bucket_edges(loader.width, buckets) if by_position else []
         logprob_N = token_logprobs(lm.model, lm.params, loader, journal=journal)
-        found = Perplexity.from_logprobs(logprob_N)
-        report |= _perplexity_json(found)
-        rows = [("text", describe_text(facts)), *_perplexity_lines(found)]
+        result = Perplexity.from_logprobs(logprob_N)
+        report |= measures_to_json(result)
+        rows = [("text", describe_text(facts)), *_perplexity_lines(result)]
         if by_position:
-            each = _loss_by_position(logprob_N, loader, borders)
-            report["by_position"] = [_bucket_json(b) for b in each]
-            rows += [("position", "tokens   nats per token"), *map(_bucket_line, each)]
+            losses = bucket_losses(logprob_N, token_positions(loader), edges)
+            report["by_position"] = [_bucket_json(bucket) for bucket in losses]
+            rows += [("position", "tokens   nats per token"), *map(_bucket_line, losses)]
             if picture is not None:
-                from jaxllm.evaluate.likelihood.loss_by_position import plot
-
-                plot(each, found.nll.mean, picture, f"{model}: loss by position")
+                plot(losses, result.nll.mean, picture, f"{model}: loss by position")
                 log(f"{picture} written")
     else:
         other = load_model(compare or model, other_dtype or dtype, quantize=other_quantize)
@@ -123,9 +118,9 @@ def perplexity(
         _check_tokenizers(lm, other, corpus)
         both = divergence(lm.model, lm.params, other.model, other.params, loader, journal=journal)
         names = {"model": compare or model, "dtype": other_dtype or dtype}
-        report |= _perplexity_json(both.reference)
-        report["other"] = {**names, "quantize": other_quantize, **_perplexity_json(both.other)}
-        report["divergence"] = divergence_json(both)
+        report |= measures_to_json(both.reference)
+        report["other"] = {**names, "quantize": other_quantize, **measures_to_json(both.other)}
+        report["divergence"] = measures_to_json(both)
         rows = [
             ("text", describe_text(facts)),
             *_perplexity_lines(both.reference),
@@ -150,23 +145,7 @@ def _check_by_position(
             "--by-position measures one model: run it once for each, and leave out --compare and"
             " --other-*"
         )
-    check_writable("--picture", picture)
-    if picture is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot("--picture")
-
-
-def _bucket_edges(width: int, buckets: int | None) -> list[int]:
-    from jaxllm.evaluate.likelihood.loss_by_position import bucket_edges
-
-    return bucket_edges(width, buckets)
-
-
-def _loss_by_position(logprob_N: Any, loader: "Loader", edges: list[int]) -> "list[Bucket]":
-    from jaxllm.evaluate.likelihood.loss_by_position import bucket_losses, token_positions
-
-    return bucket_losses(logprob_N, token_positions(loader), edges)
+    check_plot_file("--picture", picture)
 
 
 def _bucket_json(bucket: "Bucket") -> dict[str, Any]:
@@ -196,33 +175,6 @@ def _check_tokenizers(lm: "LM", other: "LM", corpus: "Corpus") -> None:
         raise TokenError(f"{lm.path} and {other.path} encode the text to different tokens")
 
 
-def _perplexity_json(result: "Perplexity") -> dict[str, Any]:
-    return {
-        "tokens": result.tokens,
-        "perplexity": result.perplexity.mean,
-        "perplexity_error": result.perplexity.error,
-        "nll": result.nll.mean,
-        "nll_error": result.nll.error,
-    }
-
-
-def divergence_json(result: "Divergence") -> dict[str, Any]:
-    return {
-        "kl": result.kl.mean,
-        "kl_error": result.kl.error,
-        "kl_median": result.kl_median,
-        "kl_p99": result.kl_p99,
-        "kl_max": result.kl_max,
-        "same_top": result.same_top.mean,
-        "same_top_error": result.same_top.error,
-        "perplexity_ratio": result.ratio.mean,
-        "perplexity_ratio_error": result.ratio.error,
-        "delta_p": result.delta_p.mean,
-        "delta_p_error": result.delta_p.error,
-        "delta_p_rms": result.delta_p_rms,
-    }
-
-
 def _perplexity_lines(result: "Perplexity", suffix: str = "") -> list[tuple[str, str]]:
     return [
         (f"tokens scored{suffix}", f"{result.tokens:,}"),
@@ -235,7 +187,7 @@ def _divergence_lines(result: "Divergence") -> list[tuple[str, str]]:
     quantiles = f"median {result.kl_median:.3g}, p99 {result.kl_p99:.3g}, max {result.kl_max:.3g}"
     return [
         _perplexity_lines(result.other, ", other")[-1],
-        ("perplexity ratio", _format_estimate(result.ratio)),
+        ("perplexity ratio", _format_estimate(result.perplexity_ratio)),
         ("KL divergence", f"{result.kl.mean:.3g} +/- {result.kl.error:.2g} nats; {quantiles}"),
         ("same top-1", f"{result.same_top.mean:.2%} +/- {result.same_top.error:.2%}"),
         ("change of p", f"{_format_estimate(result.delta_p)}; RMS {result.delta_p_rms:.5f}"),

@@ -16,37 +16,14 @@ EXAMPLE = "Example: jaxllm plan demo:llama --devices 8 --batch 64 --context 1024
 
 def plan(
     model: Model = "demo:llama",
-    mesh: Annotated[
-        str | None, typer.Option(help="Device mesh, as in data=2,tensor=4 [default: one device].")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Number of devices to propose meshes for, best first.")
-    ] = None,
-    batch: Annotated[
-        int, typer.Option("--batch-size", "--batch", help="Rows, in total over all devices.")
-    ] = 1,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens per row [default: the model's].")
-    ] = None,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            help="Device: h100, a100, rtx4090, tpu-v5e, ... or numbers: flops=1t,memory=16g,"
-            "bandwidth=20g,link=10g (optionally node=, across=, latency=)."
-        ),
-    ] = "h100",
-    goal: Annotated[
-        str,
-        typer.Option(
-            help="Goal of --devices: latency (per token), throughput, or prompt (prefill time)."
-        ),
-    ] = "latency",
-    microbatches: Annotated[
-        int | None, typer.Option(help="Pipeline microbatches [default: the number of stages].")
-    ] = None,
-    exact: Annotated[
-        bool, typer.Option(help="The exact sums of one device, without partial sums.")
-    ] = False,
+    mesh: str | None = None,
+    devices: int | None = None,
+    batch: Annotated[int, typer.Option("--batch-size", "--batch")] = 1,
+    context: int | None = None,
+    hardware: str = "h100",
+    goal: str = "latency",
+    microbatches: int | None = None,
+    exact: Annotated[bool, typer.Option("--exact/--no-exact")] = False,
     dtype: Dtype = None,
     quantize: Quantize = None,
     as_json: AsJson = False,
@@ -55,10 +32,21 @@ def plan(
 
     Prints bytes, communication, idle time, and what fits. Reads no weights; MODEL may be just a
     Hugging Face config.json, or a directory with only that file.
+
+    Args:
+      mesh: Device mesh, as in data=2,tensor=4 [default: one device].
+      devices: Number of devices to propose meshes for, best first.
+      batch: Rows, in total over all devices.
+      context: Tokens per row [default: the model's].
+      hardware: Device: h100, a100, rtx4090, tpu-v5e, ... or numbers:
+        flops=1t,memory=16g,bandwidth=20g,link=10g (optionally node=, across=, latency=).
+      goal: Goal of --devices: latency (per token), throughput, or prompt (prefill time).
+      microbatches: Pipeline microbatches [default: the number of stages].
+      exact: The exact sums of one device, without partial sums.
     """
     with spinner("starting"):
-        from jaxllm.plan.estimate import PlanQuery, plan as planned
-        from jaxllm.plan.hardware import parse_hardware as named
+        from jaxllm.plan.estimate import PlanQuery, plan as estimate_plan
+        from jaxllm.plan.hardware import parse_hardware
         from jaxllm.plan.open_model import open_for_planning
         from jaxllm.plan.report import format_plan, format_ranking, plan_to_dict
         from jaxllm.plan.search import check_goal, propose_meshes
@@ -70,12 +58,14 @@ def plan(
     if mesh is not None and devices is not None:
         raise ConfigError("--mesh and --devices cannot be combined: leave one out")
     check_int("--batch", batch, 1, error=ConfigError)
-    wanted = None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
+    device_count = (
+        None if devices is None else check_int("--devices", devices, 1, 1 << 20, ConfigError)
+    )
     if context is not None:
         check_int("--context", context, 1, error=ConfigError)
     check_goal(goal)
-    spread = None if mesh is None else parse_mesh(mesh)
-    kind = named(hardware)
+    mesh_axes = None if mesh is None else parse_mesh(mesh)
+    device = parse_hardware(hardware)
     opened = open_for_planning(Path(model) if model.endswith(".json") else model)
     precision = opened.precision
     if dtype is not None:
@@ -83,13 +73,13 @@ def plan(
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
     context = context if context is not None else opened.config.default_cache_size
-    axes = MeshSpec() if spread is None else fit_mesh(spread, opened.config)
-    asked = PlanQuery(opened, precision, kind, axes, batch, context, exact, microbatches)
-    if wanted is None:
-        found = planned(asked)
-        write(json.dumps(plan_to_dict(found)) + "\n" if as_json else format_plan(found))
+    axes = MeshSpec() if mesh_axes is None else fit_mesh(mesh_axes, opened.config)
+    query = PlanQuery(opened, precision, device, axes, batch, context, exact, microbatches)
+    if device_count is None:
+        estimate = estimate_plan(query)
+        write(json.dumps(plan_to_dict(estimate)) + "\n" if as_json else format_plan(estimate))
         return
-    plans = propose_meshes(asked, wanted, goal)
+    plans = propose_meshes(query, device_count, goal)
     if as_json:
         write(json.dumps([plan_to_dict(plan) for plan in plans]) + "\n")
         return

@@ -21,37 +21,26 @@ Examples:
 def quantize(
     model: Model,
     target: Out,
-    bits: Annotated[int, typer.Option(help="Bits per weight: 8, 4, 3 or 2.")] = 8,
-    group: Annotated[
-        int | None,
-        typer.Option(
-            help="Group size, in columns per scale: 32, 64 or 128 [default: the whole row for 8"
-            " bits, else 64]."
-        ),
-    ] = None,
-    zero_point: Annotated[
-        bool, typer.Option("--zero-point", help="Asymmetric quantization (with zero points).")
-    ] = False,
-    half_scales: Annotated[
-        bool, typer.Option("--half-scales", help="Scales in float16 instead of float32.")
-    ] = False,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--format", help="Format to use instead of the above: bf16-packed, int4-g32, ..."
-        ),
-    ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file to use instead: a list of [regex over parameter paths, format or null]."
-        ),
-    ] = None,
+    bits: int = 8,
+    group: int | None = None,
+    zero_point: bool = False,
+    half_scales: bool = False,
+    name: Annotated[str | None, typer.Option("--format")] = None,
+    rules: Path | None = None,
     dtype: Dtype = None,
 ) -> None:
     """Write a checkpoint with quantized matrices.
 
     Writes jaxllm's format; norms and biases are not quantized.
+
+    Args:
+      bits: Bits per weight: 8, 4, 3 or 2.
+      group: Group size, in columns per scale: 32, 64 or 128 [default: the whole row for 8 bits,
+        else 64].
+      zero_point: Asymmetric quantization (with zero points).
+      half_scales: Scales in float16 instead of float32.
+      name: Format to use instead of the above: bf16-packed, int4-g32, ...
+      rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
     """
     with spinner("starting"):  # JAX is imported
         from jaxllm.checkpoints.native import check_output_directory
@@ -59,17 +48,17 @@ def quantize(
         from jaxllm.lm import load
         from jaxllm.weights.quantize import resolve_rules
 
-    wanted = (
+    chosen = (
         read_rules(rules) if rules else name or _format_name(bits, group, zero_point, half_scales)
     )
-    resolve_rules(wanted)
+    resolve_rules(chosen)
     check_output_directory(target)  # before the work, not after it
-    load(model, dtype=dtype, quantize=wanted).save(target)
-    opened, made = open_checkpoint(model), open_checkpoint(target)
-    before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, made))
+    load(model, dtype=dtype, quantize=chosen).save(target)
+    opened, result = open_checkpoint(model), open_checkpoint(target)
+    before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, result))
     log(
-        f"{target}: {len(made.formats)} matrices in"
-        f" {', '.join(sorted(set(made.formats.values())))}; {before / 1e6:.1f} MB to"
+        f"{target}: {len(result.formats)} matrices in"
+        f" {', '.join(sorted(set(result.formats.values())))}; {before / 1e6:.1f} MB to"
         f" {after / 1e6:.1f} MB"
     )
 
@@ -84,7 +73,7 @@ def read_rules(file: Path) -> list[tuple[str, str | None]]:
 
     Raises ConfigError if the file has any other form.
     """
-    from jaxllm.files import as_schema
+    from jaxllm.runtime.schema import as_schema
 
     rows = read_json_option("--rules", file)
     return as_schema(rows, list[tuple[str, str | None]], f"--rules {file}", ConfigError)

@@ -3,19 +3,19 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.option_groups import AdapterOptions, with_options
+from jaxllm.cli.option_groups import AdapterOptions
 from jaxllm.cli.options import (
     AsJson,
     CacheDtype,
     Model,
     SelfExtend,
+    check_plot_file,
     check_writable,
     parse_self_extend,
+    split_commas,
 )
 from jaxllm.errors import ConfigError, TokenError
 
@@ -25,44 +25,19 @@ EXAMPLE = (
 )
 
 
-@with_options
 def recall(
     model: Model = "demo:llama",
-    lengths: Annotated[
-        str, typer.Option(help="Text lengths in tokens, question included, comma-separated.")
-    ] = "96,192,384",
-    depths: Annotated[
-        str, typer.Option(help="Depths of the fact, from 0 (start) to 1 (end), comma-separated.")
-    ] = "0,0.25,0.5,0.75,1",
-    policies: Annotated[
-        str,
-        typer.Option(
-            help="Cache policies, comma-separated: full (a slot for every token), slide (restart"
-            " from the recent half), window, sinks (the first tokens and a window), heavy (the most"
-            " attended tokens), pooled, pooled-by-use (four older tokens per slot), self-extend"
-            " (full, with grouped positions), segments (Infini-attention: drops finished segments)."
-        ),
-    ] = "full",
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            help="Cache slots of all policies but full [default: half the shortest length]."
-        ),
-    ] = None,
-    tries: Annotated[int, typer.Option(help="Number of texts per length and depth.")] = 8,
-    texts: Annotated[
-        str,
-        typer.Option(
-            help="Haystack: passkey (a number in filler text), story (a name in a story in the demo"
-            " models' grammar), meetings (one of several names, for models of"
-            " scripts/demo_models/train_long.py), auto (story for the demo models, else passkey)."
-        ),
-    ] = "auto",
-    seed: Annotated[int, typer.Option(help="Random seed of the texts.")] = 0,
+    lengths: str = "96,192,384",
+    depths: str = "0,0.25,0.5,0.75,1",
+    policies: str = "full",
+    slots: int | None = None,
+    tries: int = 8,
+    texts: str = "auto",
+    seed: int = 0,
     cache_dtype: CacheDtype = None,
     self_extend: SelfExtend = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write: all numbers.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG file to draw: heat maps.")] = None,
+    out: Path | None = None,
+    picture: Path | None = None,
     as_json: AsJson = False,
     *,
     loading: AdapterOptions,
@@ -73,20 +48,32 @@ def recall(
 
     Prints two percentages of texts, right / greedy: the right answer is the most likely of the
     choices / is what greedy decoding generates.
+
+    Args:
+      lengths: Text lengths in tokens, question included, comma-separated.
+      depths: Depths of the fact, from 0 (start) to 1 (end), comma-separated.
+      policies: Cache policies, comma-separated: full (a slot for every token), slide (restart from
+        the recent half), window, sinks (the first tokens and a window), heavy (the most attended
+        tokens), pooled, pooled-by-use (four older tokens per slot), self-extend (full, with grouped
+        positions), segments (Infini-attention: drops finished segments).
+      slots: Cache slots of all policies but full [default: half the shortest length].
+      tries: Number of texts per length and depth.
+      texts: Haystack: passkey (a number in filler text), story (a name in a story in the demo
+        models' grammar), meetings (one of several names, for models of
+        scripts/demo_models/train_long.py), auto (story for the demo models, else passkey).
+      seed: Random seed of the texts.
+      out: JSON file to write: all numbers.
+      picture: PNG file to draw: heat maps.
     """
     from jaxllm.files import finite_json
 
     check_writable("--out", out)
-    check_writable("--picture", picture)
-    chosen = [name.strip() for name in policies.split(",") if name.strip()]
+    chosen = split_commas(policies)
     if self_extend is not None and "self-extend" not in chosen:
         raise ConfigError("--self-extend requires --policies self-extend")
     asked_lengths = _parse_numbers("--lengths", lengths, int)
     asked_depths = _parse_numbers("--depths", depths, float)
-    if picture is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot("--picture")
+    check_plot_file("--picture", picture)
     lm = loading.load(model, cache_dtype=cache_dtype)
     from jaxllm.evaluate.needle import grid, report
 
@@ -115,19 +102,19 @@ def recall(
         extended_model=extended,
     )
     facts: dict[str, Any] = {"model": model, "texts": texts, "slots": slots, "seed": seed}
-    told = json.dumps(finite_json({**facts, "cells": report.to_records(cells)}))
+    content = json.dumps(finite_json({**facts, "cells": report.to_records(cells)}))
     if out is not None:
         from jaxllm.files import atomic_file
 
         with atomic_file(out, "w") as file:
-            file.write(told + "\n")
+            file.write(content + "\n")
         log(f"{out} written")
     if picture is not None:
         maps = report.group_by_policy(cells)
         report.plot(maps, picture, f"{model}: {texts} recalled, {slots} slots (except full)")
         log(f"{picture} written")
     if as_json:
-        write(told + "\n")
+        write(content + "\n")
         return
     log(
         f"{texts}: % of {tries} texts whose right answer is the most likely of {cells[0].choices}"
@@ -141,9 +128,9 @@ def recall(
 def _parse_numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
     """Parse comma-separated numbers, without duplicates."""
     try:
-        found = [kind(part) for part in text.split(",") if part.strip()]
+        numbers = dict.fromkeys(kind(part) for part in split_commas(text))
     except ValueError:
-        found = []
-    if not found:
+        numbers = {}
+    if not numbers:
         raise ConfigError(f"{option} must be comma-separated numbers: got {text!r:.60}")
-    return list(dict.fromkeys(found))
+    return list(numbers)

@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.cli.console import log, write
 from jaxllm.cli.eval_data import describe_text
-from jaxllm.cli.option_groups import EvalTextOptions, with_options
-from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_writable, load_model
+from jaxllm.cli.option_groups import EvalTextOptions
+from jaxllm.cli.options import AsJson, Dtype, Exact, Mesh, Model, check_plot_file, load_model
 
 if TYPE_CHECKING:
     from jaxllm.evaluate.likelihood.sensitivity import Sensitivity
@@ -17,24 +15,16 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: jaxllm sensitivity demo:llama --text @story.txt --format int4 --by kind"
 
 
-@with_options
 def sensitivity(
     eval_text: EvalTextOptions,
     model: Model = "demo:llama",
-    format: Annotated[
-        str, typer.Option(help="Format to lower to: int8, int4, int4-g32, bfloat16, ...")
-    ] = "int4",
-    by: Annotated[
-        str,
-        typer.Option(
-            help="Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix)."
-        ),
-    ] = "layer",
-    limit: Annotated[int, typer.Option(help="Maximum number of windows.")] = 8,
+    format: str = "int4",
+    by: str = "layer",
+    limit: int = 8,
     dtype: Dtype = None,
     mesh: Mesh = None,
     exact: Exact = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the ranking.")] = None,
+    plot: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank groups of matrices by the cost of lower precision.
@@ -43,8 +33,14 @@ def sensitivity(
 
     The cost is the mean KL divergence from the unchanged model, with its standard error. A group's
     regex, as --json prints it, is a rule for `jaxllm.quantize`.
+
+    Args:
+      format: Format to lower to: int8, int4, int4-g32, bfloat16, ...
+      by: Groups: by layer, kind (q_proj of all layers, ...) or module (each matrix).
+      limit: Maximum number of windows.
+      plot: PNG file to draw: the ranking.
     """
-    check_writable("--plot", plot)
+    check_plot_file("--plot", plot)
     corpus = eval_text.read()
     lm = load_model(model, dtype, mesh=mesh, exact=exact)
     from jaxllm.evaluate.likelihood.sensitivity import measure_sensitivity, plot as draw
@@ -69,17 +65,17 @@ def sensitivity(
         d, saved = row.divergence, row.bytes_before - row.bytes_after
         write(
             f"{row.group:{width}}  {d.kl.mean:9.3g} {d.kl.error:8.2g} {d.kl_p99:8.3g}"
-            f"  {d.same_top.mean:10.2%}  {d.ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
+            f"  {d.same_top.mean:10.2%}  {d.perplexity_ratio.mean:9.5f}  {saved / 1e6:7.2f} MB\n"
         )
 
 
 def _group_json(row: "Sensitivity") -> dict[str, Any]:
-    from jaxllm.cli.perplexity import divergence_json
+    from jaxllm.evaluate.likelihood.perplexity import measures_to_json
 
     return {
         "group": row.group,
         "regex": row.regex,
         "bytes_before": row.bytes_before,
         "bytes_after": row.bytes_after,
-        **divergence_json(row.divergence),
+        **measures_to_json(row.divergence),
     }

@@ -77,11 +77,11 @@ def history_file() -> Path | None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
         with open(os.open(file, flags, 0o600), "r+b") as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
                 raise OSError(0, "not a regular file of this user")
             os.fchmod(opened.fileno(), 0o600)
-            if found.st_size > MAX_HISTORY_BYTES:
+            if status.st_size > MAX_HISTORY_BYTES:
                 opened.seek(-MAX_HISTORY_BYTES // 2, os.SEEK_END)
                 recent = opened.read().partition(b"\n#")[2]
                 opened.seek(0)

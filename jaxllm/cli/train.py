@@ -1,13 +1,13 @@
 """`jaxllm train`: fine-tuning, adapters, quantization-aware training, distillation."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jaxllm.cli.command import Command, make_command
 from jaxllm.cli.console import spinner
-from jaxllm.cli.option_groups import with_options
-from jaxllm.cli.renamed_options import TrainCommand
 from jaxllm.cli.train_common import (
     ModelToTrain,
     Target,
@@ -55,36 +55,17 @@ Capacity = Annotated[
 EXAMPLE_QAT = "Example: jaxllm train qat demo:llama small --data story.txt --format int3-g64"
 
 
-@with_options
 def full(
     model: ModelToTrain,
     target: Target,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="Regex of the only parameters to train; repeatable."),
-    ] = None,
-    keep_zeros: Annotated[
-        bool, typer.Option("--keep-zeros", help="Keep zero (pruned) weights at zero.")
-    ] = False,
+    only: list[str] | None = None,
+    keep_zeros: bool = False,
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
-    pipeline: Annotated[
-        str | None,
-        typer.Option(
-            help="Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many"
-            " microbatches as there are stages)."
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int, typer.Option(min=1, help="Microbatches per device batch, with --pipeline.")
-    ] = 4,
-    gate_lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Learning rate of the gates of an Infini-attention model [default: 0.01]."
-        ),
-    ] = None,
+    pipeline: str | None = None,
+    microbatches: Annotated[int, typer.Option(min=1)] = 4,
+    gate_lr: float | None = None,
     *,
     options: TrainOptions,
 ) -> None:
@@ -92,12 +73,21 @@ def full(
 
     The state is saved in OUT.parts during the run: the same command resumes an interrupted run from
     it, bit for bit.
+
+    Args:
+      only: Regex of the only parameters to train; repeatable.
+      keep_zeros: Keep zero (pruned) weights at zero.
+      pipeline: Pipeline schedule with --mesh stage=N: gpipe, or 1f1b (holds at most as many
+        microbatches as there are stages).
+      microbatches: Microbatches per device batch, with --pipeline.
+      gate_lr: Learning rate of the gates of an Infini-attention model [default: 0.01].
     """
     with spinner("starting"):
         from jaxllm.train import jobs
+        from jaxllm.train.constraints import keep_zeros as find_zeros
         from jaxllm.train.moe_losses import add_router_loss, check_experts
-        from jaxllm.train.partition import ALL_PARAMS, check_rules
-        from jaxllm.train.pipeline_loss import ScheduledLoss
+        from jaxllm.train.objective import ScheduledLoss
+        from jaxllm.train.partition import ALL_PARAMS, check_rules, trainable_params
 
         checked = check_run(model, target, options, 1e-4, gate_lr=gate_lr)
         check_experts(checked.checkpoint.config, router_loss, capacity)
@@ -109,68 +99,28 @@ def full(
     scheduled = None if pipeline is None else ScheduledLoss(pipeline, microbatches)
     if scheduled is not None:
         scheduled.pipeline_loss(lm.model)
-    kept = jobs.zeros_constraint(lm, rules) if keep_zeros else None
+    kept = find_zeros(trainable_params(lm.params), rules) if keep_zeros else None
     job = jobs.full_finetune(lm, options.dtype, rules=rules, objective=scheduled, constraint=kept)
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(lm, job, target, options, checked, f"full fine-tuning of {model}")
 
 
-@with_options
 def lora(
     model: ModelToTrain,
     target: Target,
-    rank: Annotated[int, typer.Option("--rank", "-r", min=1, help="LoRA rank.")] = 8,
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option(help="LoRA alpha: the scale is alpha / rank [default: 2 * rank]."),
-    ] = None,
-    lora_dropout: Annotated[
-        float, typer.Option(help="Dropout of the adapter's inputs, 0 to 1.")
-    ] = 0.0,
-    target_modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Suffixes of module names (q_proj,v_proj), a regex of whole names, or all-linear"
-            " (all but the head) [default: all-linear]; repeatable for names."
-        ),
-    ] = None,
-    exclude_modules: Annotated[
-        list[str] | None, typer.Option(help="Modules to exclude: name suffixes, or a regex.")
-    ] = None,
-    layers_to_transform: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N-N", help="Layer numbers, as in 0,4-7; with names in --target-modules."
-        ),
-    ] = None,
-    rank_pattern: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REGEX=N", help="Rank of modules whose name ends in REGEX; repeatable."
-        ),
-    ] = None,
-    alpha_pattern: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REGEX=X", help="Alpha of modules whose name ends in REGEX; repeatable."
-        ),
-    ] = None,
-    dora: Annotated[bool, typer.Option("--dora", help="DoRA: a magnitude per row.")] = False,
-    rslora: Annotated[bool, typer.Option("--rslora", help="Scale by alpha / sqrt(rank).")] = False,
-    adapter: Annotated[
-        Path | None,
-        typer.Option(help="Adapter to continue training; it sets rank and the other LoRA options."),
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(help="Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize."),
-    ] = None,
-    prefix: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a text before every example; it is run once, not at each step."
-        ),
-    ] = None,
+    rank: Annotated[int, typer.Option("--rank", "-r", min=1)] = 8,
+    lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
+    target_modules: list[str] | None = None,
+    exclude_modules: list[str] | None = None,
+    layers_to_transform: Annotated[str | None, typer.Option(metavar="N,N-N")] = None,
+    rank_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=N")] = None,
+    alpha_pattern: Annotated[list[str] | None, typer.Option(metavar="REGEX=X")] = None,
+    dora: bool = False,
+    rslora: bool = False,
+    adapter: Path | None = None,
+    quantize: str | None = None,
+    prefix: Path | None = None,
     router_loss: RouterLoss = 0.0,
     by_layer: ByLayer = False,
     capacity: Capacity = None,
@@ -180,13 +130,29 @@ def lora(
     """Train a LoRA adapter of a frozen model. The result is a PEFT directory.
 
     generate --adapter OUT uses it. The state is saved in OUT.parts during the run.
+
+    Args:
+      rank: LoRA rank.
+      lora_alpha: LoRA alpha: the scale is alpha / rank [default: 2 * rank].
+      lora_dropout: Dropout of the adapter's inputs, 0 to 1.
+      target_modules: Suffixes of module names (q_proj,v_proj), a regex of whole names, or
+        all-linear (all but the head) [default: all-linear]; repeatable for names.
+      exclude_modules: Modules to exclude: name suffixes, or a regex.
+      layers_to_transform: Layer numbers, as in 0,4-7; with names in --target-modules.
+      rank_pattern: Rank of modules whose name ends in REGEX; repeatable.
+      alpha_pattern: Alpha of modules whose name ends in REGEX; repeatable.
+      dora: DoRA: a magnitude per row.
+      rslora: Scale by alpha / sqrt(rank).
+      adapter: Adapter to continue training; it sets rank and the other LoRA options.
+      quantize: Format of the frozen weights: nf4 (QLoRA), int4, ..., as for quantize.
+      prefix: File with a text before every example; it is run once, not at each step.
     """
     with spinner("starting"):
         from jaxllm.adapters import LoraConfig, read_adapter
         from jaxllm.adapters.targets import resolve_targets
         from jaxllm.cli.lora import parse_layers, parse_modules, parse_patterns
         from jaxllm.files import read_text
-        from jaxllm.train import jobs, prompt_jobs
+        from jaxllm.train import frozen_prefix, jobs
         from jaxllm.train.moe_losses import add_router_loss, check_experts
 
         config = LoraConfig(
@@ -209,69 +175,50 @@ def lora(
     start = None if adapter is None else read_adapter(adapter, lm.config, lm.params)
     before = [] if text is None else lm.encode(text)
     job = jobs.lora(lm, start.config if start else config, seed=options.seed, start=start)
-    job = prompt_jobs.with_prefix(job, before) if before else job
+    job = frozen_prefix.with_prefix(job, before) if before else job
     job = add_router_loss(job, router_loss, by_layer=by_layer, capacity=capacity)
     run_training(
         lm, job, target, options, checked, f"an adapter of {model}", reserved_tokens=len(before)
     )
 
 
-@with_options
 def prompt(
     model: ModelToTrain,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Cache file to write.")],
-    begin: Annotated[
-        str, typer.Option("--begin", help="Initial text of the prompt; it fixes the length.")
-    ],
-    entries: Annotated[
-        bool,
-        typer.Option("--entries", help="Train keys and values (prefix tuning), not embeddings."),
-    ] = False,
+    target: Annotated[Path, typer.Argument(metavar="OUT")],
+    begin: Annotated[str, typer.Option("--begin")],
+    entries: bool = False,
     *,
     options: TrainOptions,
 ) -> None:
     """Train a soft prompt for a frozen model. The result is a cache file.
 
     generate --prompt-cache OUT -p TEXT continues from it if TEXT starts with the text of --begin.
+
+    Args:
+      target: Cache file to write.
+      begin: Initial text of the prompt; it fixes the length.
+      entries: Train keys and values (prefix tuning), not embeddings.
     """
     with spinner("starting"):
-        from jaxllm.train import prompt_jobs
+        from jaxllm.train import frozen_prefix
 
         checked = check_run(model, target, options, 3e-3, None)
     lm = load_training_model(model, options)
     tokens = lm.encode(begin)
-    job = prompt_jobs.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
+    job = frozen_prefix.prompt_tuning(lm, tokens, kind="entries" if entries else "embeddings")
     run_training(
         lm, job, target, options, checked, f"a prompt for {model}", reserved_tokens=len(tokens)
     )
 
 
-@with_options
 def qat(
     model: ModelToTrain,
     target: Target,
-    name: Annotated[
-        str,
-        typer.Option(
-            "--format", help="Integer format, as for quantize: int4-g64, int3-g64-zp, ..."
-        ),
-    ] = "int4-g64",
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file to use instead: a list of [regex over parameter paths, format or null]."
-        ),
-    ] = None,
-    learned_scales: Annotated[
-        bool, typer.Option("--learned-scales", help="Train the scales with the weights (LSQ).")
-    ] = False,
-    int8_inputs: Annotated[
-        bool,
-        typer.Option("--int8-inputs", help="Quantize the inputs of integer weights to int8, too."),
-    ] = False,
-    float_steps: Annotated[
-        int, typer.Option(min=0, help="Number of first steps without rounding.")
-    ] = 0,
+    name: Annotated[str, typer.Option("--format")] = "int4-g64",
+    rules: Path | None = None,
+    learned_scales: bool = False,
+    int8_inputs: bool = False,
+    float_steps: Annotated[int, typer.Option(min=0)] = 0,
     *,
     options: TrainOptions,
 ) -> None:
@@ -279,11 +226,17 @@ def qat(
 
     Its logits are those of the last step, bit for bit. The state is saved in OUT.parts during the
     run.
+
+    Args:
+      name: Integer format, as for quantize: int4-g64, int3-g64-zp, ...
+      rules: JSON file to use instead: a list of [regex over parameter paths, format or null].
+      learned_scales: Train the scales with the weights (LSQ).
+      int8_inputs: Quantize the inputs of integer weights to int8, too.
+      float_steps: Number of first steps without rounding.
     """
     with spinner("starting"):
         from jaxllm.cli.quantize import read_rules
-        from jaxllm.train.qat.job import qat as job_of
-        from jaxllm.train.qat.prepare import check_formats
+        from jaxllm.train.qat.job import check_formats, qat as job_of
 
         if options.fsdp:
             raise ConfigError(
@@ -301,59 +254,21 @@ def qat(
     run_training(lm, job, target, options, checked, f"quantization-aware training of {model}")
 
 
-@with_options
 def distill(
     model: ModelToTrain,
     target: Target,
-    student: Annotated[
-        str | None, typer.Option(help="Student model [default: a part of MODEL].")
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Number of MODEL's layers in the student.")
-    ] = None,
-    heads: Annotated[
-        int | None, typer.Option(min=1, help="Number of MODEL's key/value heads in the student.")
-    ] = None,
-    channels: Annotated[
-        int | None, typer.Option(min=1, help="Number of MODEL's channels per MLP in the student.")
-    ] = None,
-    alpha: Annotated[
-        float,
-        typer.Option(help="Weight of the divergence from the teacher; 1 - alpha is cross-entropy."),
-    ] = 1.0,
-    beta: Annotated[
-        float, typer.Option(help="Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.")
-    ] = 0.0,
-    temperature: Annotated[
-        float, typer.Option(help="Temperature of teacher and student in the divergence.")
-    ] = 1.0,
-    top_k: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Number of top teacher logits to record once; 0 runs the teacher at each step.",
-        ),
-    ] = 0,
-    on_policy: Annotated[
-        float, typer.Option(help="Share of steps on texts sampled from the student (GKD).")
-    ] = 0.0,
-    hidden: Annotated[
-        str | None, typer.Option(help="Additional loss on hidden states: mse or cosine.")
-    ] = None,
-    written: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Train on texts that the teacher generates from this many tokens of each example.",
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum new tokens for --written or --on-policy [default: 128, or what fits].",
-        ),
-    ] = None,
+    student: str | None = None,
+    layers: Annotated[int | None, typer.Option(min=1)] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    channels: Annotated[int | None, typer.Option(min=1)] = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    on_policy: float = 0.0,
+    hidden: str | None = None,
+    written: Annotated[int | None, typer.Option(min=1)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     *,
     options: TrainOptions,
 ) -> None:
@@ -361,11 +276,26 @@ def distill(
 
     The logged loss is the training objective: with --alpha 1 the divergence. The teacher's logits
     or texts are saved in OUT.taught; the state in OUT.parts, during the run.
+
+    Args:
+      student: Student model [default: a part of MODEL].
+      layers: Number of MODEL's layers in the student.
+      heads: Number of MODEL's key/value heads in the student.
+      channels: Number of MODEL's channels per MLP in the student.
+      alpha: Weight of the divergence from the teacher; 1 - alpha is cross-entropy.
+      beta: Divergence: 0 forward KL, 1 reverse KL, between Jensen-Shannon.
+      temperature: Temperature of teacher and student in the divergence.
+      top_k: Number of top teacher logits to record once; 0 runs the teacher at each step.
+      on_policy: Share of steps on texts sampled from the student (GKD).
+      hidden: Additional loss on hidden states: mse or cosine.
+      written: Train on texts that the teacher generates from this many tokens of each example.
+      max_new_tokens: Maximum new tokens for --written or --on-policy [default: 128, or what fits].
     """
     with spinner("starting"):
+        from jaxllm.compress.student import StudentSize, check_student, make_student
+        from jaxllm.train.data.rows import whole_rows
         from jaxllm.train.distill import sequence_kd
         from jaxllm.train.distill.job import Distillation, distill as job_of
-        from jaxllm.train.distill.student_init import StudentSize, check_student, make_student
 
         asked = Distillation(
             alpha=0.0 if written else alpha, beta=beta, temperature=temperature, top_k=top_k,
@@ -388,7 +318,7 @@ def distill(
 
     def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
         taught = None if student is None else load_training_model(student, options)
-        taught = taught or make_student(teacher, part, data)
+        taught = taught or make_student(teacher, part, whole_rows(data.batch(0)))
         return job_of(
             teacher, taught, data, asked, eval_data=eval_data, directory=directory,
             seed=options.seed,
@@ -402,8 +332,49 @@ def distill(
     run_training(teacher, make_job, target, options, checked, f"a student of {model}", how)
 
 
+# Old and foreign names of options: each error names the current option.
+RENAMED = {
+    "--rate": "--lr",
+    "--learning-rate": "--lr",
+    "--decay": "--weight-decay",
+    "--clip": "--max-grad-norm",
+    "--eval": "--eval-data",
+    "--held-out": "--eval-split",
+    "--evaluate-every": "--eval-steps",
+    "--save-every": "--save-steps",
+    "--batch": "--batch-size",
+    "--per-device-train-batch-size": "--batch-size",
+    "--accumulate": "--gradient-accumulation-steps",
+    "--grad-accum": "--gradient-accumulation-steps",
+    "--remat": "--gradient-checkpointing",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--epochs",
+    "--warmup-ratio": "--warmup",
+    "--max-length": "--length",
+    "--gate-rate": "--gate-lr",
+    "--target": "--target-modules",
+    "--alpha": "--lora-alpha",
+    "--dropout": "--lora-dropout",
+    "--layers": "--layers-to-transform",
+}
+
+
+class TrainCommand(Command):
+    """A command whose errors for old option names give the new ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            option = getattr(error, "option_name", "")
+            name = RENAMED.get(option)
+            if name is not None and any(name in parameter.opts for parameter in self.params):
+                raise ConfigError(f"no such option: {option}. Use {name}") from None
+            raise
+
+
 # Command name -> function, and the example at the end of its --help.
-METHODS = {
+METHODS: dict[str, tuple[Callable[..., None], str]] = {
     "full": (full, EXAMPLE_FULL),
     "lora": (lora, EXAMPLE_LORA),
     "prompt": (prompt, EXAMPLE_PROMPT),
@@ -417,4 +388,4 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for name, (function, epilog) in METHODS.items():
-    app.command(name, cls=TrainCommand, epilog=epilog)(function)
+    app.command(name, cls=TrainCommand, epilog=epilog)(make_command(function))

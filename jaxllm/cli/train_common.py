@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from jaxllm.cli.console import log, spinner, write
-from jaxllm.cli.options import Out, check_writable, load_model, parse_dtype
+from jaxllm.cli.options import (
+    Out,
+    check_plot_file,
+    check_writable,
+    load_model,
+    parse_dtype,
+    parts_dir,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.runtime import multihost
 
@@ -31,125 +37,69 @@ Target = Out
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The options of every training command: the annotation of a field is its flag."""
+    """The options of every training command: the annotation of a field is its flag.
 
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl)"
-            ' with "text", "prompt" and "completion", or "messages".'
-        ),
-    ]
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(help="Evaluation data [default: --eval-split of the training data]."),
-    ] = None
-    eval_split: Annotated[
-        float,
-        typer.Option(
-            help="Share of the examples held out for evaluation, chosen by the seed (of a single"
-            " text its end); 0 for none."
-        ),
-    ] = 0.05
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Number of optimizer steps [default: by --epochs].")
-    ] = None
-    epochs: Annotated[float, typer.Option(help="Number of epochs.")] = 1.0
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8
-    gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, help="Batches per optimizer step.")
-    ] = 1
-    length: Annotated[
-        int | None,
-        typer.Option(min=2, help="Tokens per row [default: 512, or the context if shorter]."),
-    ] = None
-    no_pack: Annotated[
-        bool,
-        typer.Option("--no-pack", help="One document per row, padded, instead of packed rows."),
-    ] = False
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4]."
-        ),
-    ] = None
-    schedule: Annotated[
-        str, typer.Option(help="Learning rate after warmup: cosine, linear or constant.")
-    ] = "cosine"
-    warmup: Annotated[
-        float, typer.Option(help="Share of steps with learning rate warmup, 0 to 1.")
-    ] = 0.05
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of matrices.")] = 0.01
-    max_grad_norm: Annotated[float, typer.Option(help="Maximum gradient norm; 0 for no limit.")] = (
-        1.0
-    )
-    eval_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps between evaluations [default: a tenth of all].")
-    ] = None
-    patience: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Evaluations without improvement before early stopping; the best step is written.",
-        ),
-    ] = None
-    sample: Annotated[
-        str | None, typer.Option(help="Prompt to continue after each evaluation.")
-    ] = None
-    save_steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Steps between checkpoints OUT.step-N, in OUT's format."),
-    ] = None
-    keep_state: Annotated[
-        bool,
-        typer.Option(
-            "--keep-state", help="Keep OUT.parts at the end, so that --resume can extend the run."
-        ),
-    ] = False
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Continue from OUT.parts even if OUT exists, and replace OUT."
-        ),
-    ] = False
-    gradient_checkpointing: Annotated[
-        bool,
-        typer.Option(
-            "--gradient-checkpointing",
-            help="Recompute activations: less memory for a third more arithmetic.",
-        ),
-    ] = False
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AXES",
-            help="Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers;"
-            " tensor heads, MLPs and vocabulary.",
-        ),
-    ] = None
-    fsdp: Annotated[
-        bool,
-        typer.Option(
-            "--fsdp",
-            help="Shard weights, gradients and optimizer state over --mesh data=N; each weight is"
-            " gathered when it is used.",
-        ),
-    ] = False
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0
-    dtype: Annotated[
-        str,
-        typer.Option(
-            callback=parse_dtype,
-            help="Compute dtype: float32, or bfloat16 (trained weights stay float32).",
-        ),
-    ] = "float32"
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON file to write: the numbers of every step, updated at each evaluation."
-        ),
-    ] = None
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the losses.")] = None
+    Attributes:
+      data: Training data: a text file, WikiText (.raw, .parquet), or JSON lines (.jsonl) with
+        "text", "prompt" and "completion", or "messages".
+      eval_data: Evaluation data [default: --eval-split of the training data].
+      eval_split: Share of the examples held out for evaluation, chosen by the seed (of a single
+        text its end); 0 for none.
+      steps: Number of optimizer steps [default: by --epochs].
+      epochs: Number of epochs.
+      batch_size: Rows per batch.
+      gradient_accumulation_steps: Batches per optimizer step.
+      length: Tokens per row [default: 512, or the context if shorter].
+      no_pack: One document per row, padded, instead of packed rows.
+      lr: Peak learning rate [default: 1e-4; lora 1e-3, prompt 3e-3, distill 3e-4].
+      schedule: Learning rate after warmup: cosine, linear or constant.
+      warmup: Share of steps with learning rate warmup, 0 to 1.
+      weight_decay: Weight decay of matrices.
+      max_grad_norm: Maximum gradient norm; 0 for no limit.
+      eval_steps: Steps between evaluations [default: a tenth of all].
+      patience: Evaluations without improvement before early stopping; the best step is written.
+      sample: Prompt to continue after each evaluation.
+      save_steps: Steps between checkpoints OUT.step-N, in OUT's format.
+      keep_state: Keep OUT.parts at the end, so that --resume can extend the run.
+      resume: Continue from OUT.parts even if OUT exists, and replace OUT.
+      gradient_checkpointing: Recompute activations: less memory for a third more arithmetic.
+      mesh: Device mesh, as in data=2,stage=2,tensor=2: data shards rows; stage layers; tensor
+        heads, MLPs and vocabulary.
+      fsdp: Shard weights, gradients and optimizer state over --mesh data=N; each weight is gathered
+        when it is used.
+      seed: Random seed.
+      dtype: Compute dtype: float32, or bfloat16 (trained weights stay float32).
+      report: JSON file to write: the numbers of every step, updated at each evaluation.
+      plot: PNG file to draw: the losses.
+    """
+
+    data: Path
+    eval_data: Path | None = None
+    eval_split: float = 0.05
+    steps: Annotated[int | None, typer.Option(min=1)] = None
+    epochs: float = 1.0
+    batch_size: Annotated[int, typer.Option(min=1)] = 8
+    gradient_accumulation_steps: Annotated[int, typer.Option(min=1)] = 1
+    length: Annotated[int | None, typer.Option(min=2)] = None
+    no_pack: bool = False
+    lr: float | None = None
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+    eval_steps: Annotated[int | None, typer.Option(min=1)] = None
+    patience: Annotated[int | None, typer.Option(min=1)] = None
+    sample: str | None = None
+    save_steps: Annotated[int | None, typer.Option(min=1)] = None
+    keep_state: bool = False
+    resume: bool = False
+    gradient_checkpointing: bool = False
+    mesh: Annotated[str | None, typer.Option(metavar="AXES")] = None
+    fsdp: bool = False
+    seed: Annotated[int, typer.Option(min=0)] = 0
+    dtype: Annotated[str, typer.Option(callback=parse_dtype)] = "float32"
+    report: Path | None = None
+    plot: Path | None = None
 
 
 class RunSetup(NamedTuple):
@@ -237,28 +187,24 @@ def _check_target(target: Path, options: TrainOptions, result: str | None) -> No
     facts = multihost.broadcast_from_zero(
         lambda: f"{int(path_exists(parts))}{int(path_exists(there))}"
     )
-    kept, done = (letter == "1" for letter in facts)
-    if options.resume and not kept:
+    has_state, has_result = (letter == "1" for letter in facts)
+    if options.resume and not has_state:
         raise ConfigError(
             f"--resume requires the state of a run: {parts.name} does not exist next to"
             f" {target.name}. A run with --keep-state keeps it."
         )
-    if done and kept and not options.resume:
+    if has_result and has_state and not options.resume:
         raise CheckpointError(
             f"{target} already holds a result, and {parts.name} the state of its run: give --resume"
             " to continue the run and replace the result, or name another OUT"
         )
-    if done and result is None and not options.resume:
+    if has_result and result is None and not options.resume:
         raise CheckpointError(f"{target} exists: name another file")
-    if not done or not options.resume:
+    if not has_result or not options.resume:
         name = target.parent if result is None else target
         check_vacant(name, result or target.name, "a result")
-    for option, path in (("--report", options.report), ("--plot", options.plot)):
-        check_writable(option, path)
-    if options.plot is not None:
-        from jaxllm.files.plots import check_plot
-
-        check_plot()
+    check_writable("--report", options.report)
+    check_plot_file("--plot", options.plot)
 
 
 def run_training(
@@ -292,7 +238,7 @@ def run_training(
     )
     eval_steps = options.eval_steps or max(1, steps // 10)
     parts = parts_dir(target)
-    made = job(data, held_out) if callable(job) else job
+    training = job(data, held_out) if callable(job) else job
 
     def write_report(records: "Sequence[StepRecord]", before: float | None) -> None:
         if options.report is not None:
@@ -303,19 +249,19 @@ def run_training(
 
     def save_checkpoint(params: Any, step: int) -> None:
         name = target.with_name(f"{target.name}.step-{step}")
-        _write_result(made, params, name)
+        _write_result(training, params, name)
         log(f"step {step}: {name}")
 
     run = jobs.run_job(
-        made, data, dataclasses.replace(setup.optimizer, steps=steps),
+        training, data, dataclasses.replace(setup.optimizer, steps=steps),
         dataclasses.replace(setup.plan, steps=steps, eval_steps=eval_steps),
         eval_data=held_out, directory=parts, remat=options.gradient_checkpointing,
         report=write_report,
         checkpoint=save_checkpoint, log=log,
-        sample=None if options.sample is None else jobs.make_sampler(made.lm, options.sample),
+        sample=None if options.sample is None else jobs.make_sampler(training.lm, options.sample),
     )  # fmt: skip
     with spinner("writing"):
-        _write_result(made, run.params, target)
+        _write_result(training, run.params, target)
     if not options.keep_state:
         jobs.delete_state(parts)
     if options.plot is not None:
@@ -348,12 +294,6 @@ def load_training_model(
     return load_model(model, dtype or options.dtype, mesh=options.mesh, fsdp=options.fsdp, **kwargs)
 
 
-def parts_dir(target: Path) -> Path:
-    """Return the directory of a run's state: OUT.parts, next to the result."""
-    whole = Path(os.path.realpath(target))
-    return whole.with_name(f"{whole.name}.parts")
-
-
 def _read_data(
     lm: "LM",
     options: TrainOptions,
@@ -362,8 +302,8 @@ def _read_data(
 ) -> tuple[Any, Any]:
     """Return the training rows, and the evaluation rows or None."""
     from jaxllm.train.data.dataset import Dataset
+    from jaxllm.train.data.examples import split_examples
     from jaxllm.train.data.sources import TextEncoder, read_examples
-    from jaxllm.train.data.split import split_examples
     from jaxllm.train.frozen_prefix import check_context
 
     writing = TextEncoder(lm.tokenizer, lm.chat_template)
@@ -377,19 +317,19 @@ def _read_data(
     def read(path: Path) -> "Examples":
         return read_examples(path, writing) if examples is None else examples(path)
 
-    found = read(options.data)
+    examples_read = read(options.data)
     measured = None if options.eval_data is None else read(options.eval_data)
     if measured is None and options.eval_split:
-        if len(found) == 1:
+        if len(examples_read) == 1:
             log(
                 f"{options.data} is one text: its last {options.eval_split:.0%} is held out"
                 " (--eval-split) and may differ from the rest; --eval-data FILE uses other data"
             )
-        found, measured = split_examples(found, options.eval_split, options.seed)
+        examples_read, measured = split_examples(examples_read, options.eval_split, options.seed)
 
     def make_dataset(some: "Examples") -> Dataset:
         data = Dataset(some, width, options.batch_size, options.seed, not options.no_pack)
         data.check(lm.config)
         return data
 
-    return make_dataset(found), None if measured is None else make_dataset(measured)
+    return make_dataset(examples_read), None if measured is None else make_dataset(measured)

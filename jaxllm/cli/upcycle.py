@@ -13,11 +13,9 @@ EXAMPLE = "Example: jaxllm upcycle demo:llama mixture --experts 4"
 def upcycle(
     model: Model,
     target: Out,
-    experts: Annotated[int, typer.Option(min=1, help="Number of experts: copies of each MLP.")] = 8,
-    per_token: Annotated[
-        int, typer.Option("--per-token", min=1, help="Number of experts per token.")
-    ] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the routers.")] = 0,
+    experts: Annotated[int, typer.Option(min=1)] = 8,
+    per_token: Annotated[int, typer.Option("--per-token", min=1)] = 2,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: Dtype = None,
     quantize: Quantize = None,
 ) -> None:
@@ -27,12 +25,18 @@ def upcycle(
 
     Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE. To specialize the experts, train the
     result: jaxllm train full OUT TUNED --router-loss 0.001.
+
+    Args:
+      experts: Number of experts: copies of each MLP.
+      per_token: Number of experts per token.
+      seed: Random seed of the routers.
     """
     with spinner("starting"):
         from jaxllm.checkpoints.native import check_output_directory
         from jaxllm.train.upcycle import upcycle_model
 
     check_output_directory(target)  # before the work, not after it
-    made = upcycle_model(load_model(model, dtype, quantize=quantize), experts, per_token, seed=seed)
-    made.save(target)
-    log(f"{target}: {made.config.model_type} with {experts} experts, {per_token} per token")
+    dense = load_model(model, dtype, quantize=quantize)
+    mixture = upcycle_model(dense, experts, per_token, seed=seed)
+    mixture.save(target)
+    log(f"{target}: {mixture.config.model_type} with {experts} experts, {per_token} per token")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.option_groups import ReferenceWeightOptions, with_options
+from jaxllm.cli.option_groups import ReferenceWeightOptions
 from jaxllm.cli.options import Model, check_folder
 from jaxllm.errors import ConfigError
 
@@ -31,25 +31,15 @@ class Action(enum.StrEnum):
     check = "check"
 
 
-@with_options
 def vectors(
-    action: Annotated[Action, typer.Argument(help="Action: make or check.")],
+    action: Annotated[Action, typer.Argument()],
     model: Model,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the vectors.")],
-    source: Annotated[
-        str, typer.Option("--from", help="make: source of the numbers, jaxllm or transformers.")
-    ] = "jaxllm",
-    new_tokens: Annotated[
-        int, typer.Option("--tokens", "-n", help="make: number of greedy tokens after each text.")
-    ] = 4,
-    tolerance: Annotated[
-        float | None, typer.Option(help="check: tolerance, as for verify [default: by dtype].")
-    ] = None,
-    other_weights: Annotated[
-        bool,
-        typer.Option("--other-weights", help="check: compare only the numbers, not the weights."),
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="check: print one JSON object.")] = False,
+    directory: Annotated[Path, typer.Argument(metavar="DIR")],
+    source: Annotated[str, typer.Option("--from")] = "jaxllm",
+    new_tokens: Annotated[int, typer.Option("--tokens", "-n")] = 4,
+    tolerance: float | None = None,
+    other_weights: bool = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
     *,
     loading: ReferenceWeightOptions,
 ) -> None:
@@ -60,6 +50,15 @@ def vectors(
     The vectors are every named activation, the logits and the greedy tokens of two short texts,
     with their ids and positions: alone, as a batch padded on the left or the right, and with a
     cache. They are stored as safetensors and JSON, so that checking needs neither torch nor jaxllm.
+
+    Args:
+      action: Action: make or check.
+      directory: Directory of the vectors.
+      source: make: source of the numbers, jaxllm or transformers.
+      new_tokens: make: number of greedy tokens after each text.
+      tolerance: check: tolerance, as for verify [default: by dtype].
+      other_weights: check: compare only the numbers, not the weights.
+      as_json: check: print one JSON object.
     """
     if source not in ("jaxllm", "transformers"):
         raise ConfigError(f"--from must be jaxllm or transformers, got {source!r}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from jaxllm.cli.console import log, write
-from jaxllm.cli.option_groups import ReferenceWeightOptions, with_options
+from jaxllm.cli.option_groups import ReferenceWeightOptions
 from jaxllm.cli.options import AsJson, Model, check_writable, parse_dtype
 
 EXAMPLE = """
@@ -20,31 +20,15 @@ Examples:
 TRANSFORMERS = "transformers"
 
 
-@with_options
 def verify(
     model: Model,
-    against: Annotated[
-        str, typer.Option(help='Reference: "transformers", or a checkpoint (also MODEL itself).')
-    ] = TRANSFORMERS,
-    against_dtype: Annotated[
-        str | None,
-        typer.Option(
-            callback=parse_dtype,
-            help="Dtype of the reference [default: --dtype for transformers, else float32].",
-        ),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option("--tokens", "-n", help="Greedy tokens per row.")] = 32,
-    length: Annotated[
-        int, typer.Option(help="Length in tokens of the longer of the two prompts.")
-    ] = 48,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Tolerance, times max(1, largest number of a stage) [default: by dtype]."
-        ),
-    ] = None,
+    against: str = TRANSFORMERS,
+    against_dtype: Annotated[str | None, typer.Option(callback=parse_dtype)] = None,
+    new_tokens: Annotated[int, typer.Option("--tokens", "-n")] = 32,
+    length: int = 48,
+    tolerance: float | None = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="PNG file to draw: the error by stage.")] = None,
+    plot: Path | None = None,
     *,
     loading: ReferenceWeightOptions,
 ) -> None:
@@ -61,6 +45,14 @@ def verify(
     which the logits must be in any case. A quantized model differs from an unquantized reference by
     design: set --tolerance. So do activations that --precision rounds; the weight formats that it
     names also apply to the reference.
+
+    Args:
+      against: Reference: "transformers", or a checkpoint (also MODEL itself).
+      against_dtype: Dtype of the reference [default: --dtype for transformers, else float32].
+      new_tokens: Greedy tokens per row.
+      length: Length in tokens of the longer of the two prompts.
+      tolerance: Tolerance, times max(1, largest number of a stage) [default: by dtype].
+      plot: PNG file to draw: the error by stage.
     """
     check_writable("--plot", plot)
     lm = loading.load(model)

@@ -84,7 +84,9 @@ def from_texts(
         content = SEPARATOR.join(texts).encode()
     except UnicodeEncodeError as error:
         raise TokenError(f"calibration text has a lone surrogate ({error.reason})") from None
-    begin = _bos_ids(tokenizer) if spec.bos else []
+    if spec.bos and tokenizer.bos_id is None:
+        raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")
+    begin = [tokenizer.bos_id] if spec.bos else []
     text_NT = chunk_rows(EncodedPieces(content, tokenizer, spec), spec.width - len(begin), spec)
     begin_NB = np.tile(np.array(begin, np.int32), (len(text_NT), 1))
     source = {
@@ -155,22 +157,12 @@ def from_samples(
     begin_B1 = np.full((batch, 1), bos_id, np.int32)
     with steps_bar("samples", len(key_N) // batch, show_progress) as done:
         for start in range(0, len(key_N), batch):
+            key_B = key_N[start : start + batch]
             sample = generate(
-                model,
-                params,
-                begin_B1,
-                max_new_tokens=new,
-                sampler=sampler,
-                seed=key_N[start : start + batch],
+                model, params, begin_B1, max_new_tokens=new, sampler=sampler, seed=key_B
             )
             parts.append(np.asarray(sample.token_BT))
             done()
     token_NT = np.concatenate(parts)[:rows]
     begin_N1 = np.full((rows, int(bos)), bos_id, np.int32)
     return from_tokens(np.concatenate([begin_N1, token_NT], axis=1), source)
-
-
-def _bos_ids(tokenizer: Tokenizer) -> list[int]:
-    if tokenizer.bos_id is None:
-        raise TokenError("calibration rows need a begin-of-text token, but the tokenizer has none")
-    return [tokenizer.bos_id]

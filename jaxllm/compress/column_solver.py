@@ -21,10 +21,10 @@ import numpy as np
 from scipy.linalg import lapack
 
 from jaxllm.compress.input_stats import InputStats
-from jaxllm.compress.sparsity import Sparsity, lowest_in_groups
 from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights.sparsity import Sparsity, lowest_in_groups
 from jaxllm.weights.types.base import round_up
-from jaxllm.weights.types.int_weight import IntFormat
+from jaxllm.weights.types.int_weight import IntFormat, IntWeight
 
 COLUMN_BLOCK = 128  # columns
 MAX_DAMPING = 1.0
@@ -114,6 +114,12 @@ class OBSResult(NamedTuple):
     group_I: np.ndarray
     error: float
 
+    def to_weight(self, target: IntFormat, order_I: jax.Array | None = None) -> IntWeight:
+        """Return the integer weight, with its columns in another order if there is one."""
+        assert self.codes_OI is not None and self.scale_OG is not None
+        codes_OI = self.codes_OI if order_I is None else self.codes_OI[:, order_I]
+        return target.from_codes(codes_OI, self.scale_OG, self.zero_OG)
+
 
 def solve_columns(
     weight_OI: jax.Array,
@@ -172,17 +178,12 @@ def solve_columns(
         columns=columns,
     )
     back_I = np.argsort(hessian.order_I)
+    integers: tuple[Any, Any, Any] = None, None, None
+    if target is not None:
+        codes_OI = state.codes_IO[:columns][back_I].T
+        integers = codes_OI, state.scale_GO[:count].T, state.zero_GO[:count].T
     value_OI = state.w_IO[:columns][back_I].T
-    if target is None:
-        return OBSResult(value_OI, None, None, None, group_I[back_I], float(state.error))
-    return OBSResult(
-        value_OI,
-        state.codes_IO[:columns][back_I].T,
-        state.scale_GO[:count].T,
-        state.zero_GO[:count].T,
-        group_I[back_I],
-        float(state.error),
-    )
+    return OBSResult(value_OI, *integers, group_I[back_I], float(state.error))
 
 
 class _State(NamedTuple):

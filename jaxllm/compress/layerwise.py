@@ -77,11 +77,8 @@ class LayerInputs:
         return np.concatenate([np.asarray(run(x_BTD)) for x_BTD in self.batches(rows)])
 
     def batches(self, rows: int | None = None) -> Iterator[jax.Array]:
-        """Yield the inputs of the first `rows` rows in batches of equal size."""
-        x_NTD = self.x_NTD[:rows]
-        size = _divisor(len(x_NTD), max(1, BATCH // x_NTD.shape[1]))
-        for begin in range(0, len(x_NTD), size):
-            yield jnp.asarray(x_NTD[begin : begin + size])
+        """Return the inputs of the first `rows` rows in batches of equal size."""
+        return _iter_batches(self.x_NTD[:rows])
 
     def dense(self, params: Params) -> Params:
         """Dequantize the weights, so that one compiled program runs the layer in any format.
@@ -120,7 +117,9 @@ def map_layers(
         NonFiniteError: If a layer's output is NaN or infinite.
     """
     family = models.get_family(model.config.model_type)
-    x_NTD = _embed(model, params, token_NT)
+    x_NTD = np.concatenate(
+        [np.asarray(_embeddings(model, params, x)) for x in _iter_batches(token_NT)]
+    )
     changed = dict(params)
     with steps_bar(name, model.config.num_hidden_layers, show_progress) as advance:
         for number in range(model.config.num_hidden_layers):
@@ -136,27 +135,24 @@ def map_layers(
     return changed
 
 
-def run_layerwise(
-    state: ModelState, context: StepContext, name: str, change: Callable[[LayerInputs], Params]
-) -> ModelState:
-    """Change each layer once, and save it in the journal as soon as it is finished."""
-    assert context.calibration is not None
+def run_layerwise(context: StepContext[Any], name: str, change: Change) -> ModelState:
+    """Change each layer once, and save it in the store as soon as it is finished."""
 
     def change_and_save(layer: LayerInputs) -> Params:
         params = change(layer)
-        context.journal.put(f"layer{layer.number}", params)
+        context.store.put(f"layer{layer.number}", params)
         return params
 
     params = map_layers(
-        state.model,
-        state.params,
-        context.calibration.token_NT,
+        context.state.model,
+        context.state.params,
+        context.token_NT,
         change_and_save,
         name=name,
-        load_finished=lambda number: context.journal.get(f"layer{number}"),
+        load_finished=lambda number: context.store.get(f"layer{number}"),
         show_progress=context.show_progress,
     )
-    return dataclasses.replace(state, params=params)
+    return dataclasses.replace(context.state, params=params)
 
 
 def match_linears(layer: LayerInputs, rule: str) -> list[tuple[LinearGroup, list[str]]]:
@@ -242,17 +238,12 @@ def _release_pages(params: Params) -> None:
         release_pages(begin, begin + array.nbytes)
 
 
-def _embed(model: Model, params: Params, token_NT: np.ndarray) -> np.ndarray:
-    size = _divisor(len(token_NT), max(1, BATCH // token_NT.shape[1]))
-    parts = range(0, len(token_NT), size)
-    return np.concatenate(
-        [np.asarray(_embeddings(model, params, jnp.asarray(token_NT[i : i + size]))) for i in parts]
-    )
-
-
-def _divisor(count: int, maximum: int) -> int:
-    """Return the largest divisor of `count` up to `maximum`."""
-    return next(n for n in range(min(count, maximum), 0, -1) if count % n == 0)
+def _iter_batches(x_NT: np.ndarray) -> Iterator[jax.Array]:
+    """Yield rows `[N, T, ...]` in batches of equal size, of about `BATCH` tokens at most."""
+    count, most = len(x_NT), max(1, BATCH // x_NT.shape[1])
+    size = next(n for n in range(min(count, most), 0, -1) if count % n == 0)
+    for begin in range(0, count, size):
+        yield jnp.asarray(x_NT[begin : begin + size])
 
 
 def _row_positions(rows: int, tokens: int) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -28,16 +27,11 @@ from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.runtime import signals
-from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision, match_precision
 from jaxllm.weights.types import sparse
 
 Log = Callable[[str], None]
-_PARAMS_KEY = "whole"  # journal key of all parameters after a step
-
-
-def _discard_log(_: str) -> None:
-    """Discard a message."""
+_PARAMS_KEY = "whole"  # store key of all parameters after a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +39,14 @@ class StepResult:
     """A finished step.
 
     state: its result; None if an earlier run finished this step and a later one. seconds: its
-    duration; None if unknown. journal: the step's own, where callers may save more about it under
+    duration; None if unknown. store: the step's own, where callers may save more about it under
     keys that begin with "row".
     """
 
     line: RecipeStep
     state: ModelState | None
     seconds: float | None
-    journal: TensorStore
+    store: TensorStore
 
 
 def compress(
@@ -60,17 +54,17 @@ def compress(
     steps: Sequence[str],
     *,
     calibration: Calibration | None = None,
-    journal: TensorStore | None = None,
+    store: TensorStore | None = None,
     allow_repeat: bool = False,
     show_progress: bool | None = None,
-    log: Log = _discard_log,
+    log: Log = lambda _: None,
 ) -> LM:
     """Return a new model to which all steps of a recipe were applied; `lm` does not change.
 
     Args:
         steps: Lines of a recipe, such as `quantize: gptq int4-g64`.
         calibration: Data for the calibrated steps.
-        journal: Saves finished work (see `make_journal`); by default nothing is saved.
+        store: Saves finished work (see `make_store`); by default nothing is saved.
         allow_repeat: Allow a step that was already applied to this model.
         log: Called with each log line.
 
@@ -78,13 +72,15 @@ def compress(
         ConfigError: Before any work, if the recipe is invalid or does not fit this model.
         JaxllmError: Whatever the steps raise.
     """
-    recipe = parse_lines(_check_lines(steps), STEPS)
+    if isinstance(steps, str) or not all(isinstance(line, str) for line in steps):
+        raise ConfigError(f"recipe has the wrong type: got {steps!r:.60}, expected a list of lines")
+    recipe = parse_lines(steps, STEPS)
     check_applicable(lm, recipe, has_calibration=calibration is not None, allow_repeat=allow_repeat)
-    subject = initial_state(lm)
-    own = journal or TensorStore()
-    for stage in run_steps(lm, recipe, calibration, own, show_progress=show_progress, log=log):
-        subject = stage.state or subject
-    return build_model(lm, recipe, subject)
+    state = initial_state(lm)
+    store = store or TensorStore()
+    for result in run_steps(lm, recipe, calibration, store, show_progress=show_progress, log=log):
+        state = result.state or state
+    return build_model(lm, recipe, state)
 
 
 def prune_to_format(lm: LM, format_name: str) -> LM:
@@ -134,50 +130,50 @@ def run_steps(
     lm: LM,
     recipe: Recipe,
     calibration: Calibration | None,
-    journal: TensorStore,
+    store: TensorStore,
     *,
     show_progress: bool | None = None,
-    log: Log = _discard_log,
+    log: Log = lambda _: None,
 ) -> Iterator[StepResult]:
     """Run the steps, and yield each as it finishes.
 
-    A resumed run starts after the last step whose result is in `journal`; saved work is used only
-    if all lines up to its step are the same. After a calibrated step the journal holds all
+    A resumed run starts after the last step whose result is in `store`; saved work is used only
+    if all lines up to its step are the same. After a calibrated step the store holds all
     parameters; the layers saved during that step and the earlier results are deleted.
     """
     lines = [str(line) for line in recipe]
-    journals = [journal.child(f"{n + 1}", *lines[: n + 1]) for n in range(len(recipe))]
-    begin, subject, seconds = _find_resume_point(journals)
+    stores = [store.child(f"{n + 1}", *lines[: n + 1]) for n in range(len(recipe))]
+    begin, subject, seconds = _find_resume_point(stores)
     done = 0
 
     def describe_progress() -> str:
-        told = f"{done} of {len(recipe)} steps done"
-        if not journal.part_paths():
-            return told
-        return f"{told}; the same command resumes from {journal.directory}"
+        text = f"{done} of {len(recipe)} steps done"
+        if not store.part_paths():
+            return text
+        return f"{text}; the same command resumes from {store.directory}"
 
     with signals.exit_message(describe_progress):
         for number in range(begin):
             last = number == begin - 1
             done = number + 1
-            made, took = (subject, seconds) if last else (None, None)
-            yield StepResult(recipe[number], made, took, journals[number])
+            state, duration = (subject, seconds) if last else (None, None)
+            yield StepResult(recipe[number], state, duration, stores[number])
         subject = subject or initial_state(lm)
         for number in range(begin, len(recipe)):
-            line, own = recipe[number], journals[number]
-            subject, seconds = _run_step(line, subject, calibration, own, show_progress, log)
+            line, parts = recipe[number], stores[number]
+            subject, seconds = _run_step(line, subject, calibration, parts, show_progress, log)
             if line.step.needs_calibration:
-                _save_result(own, subject, seconds)
-                for older in journals[:number]:
+                _save_result(parts, subject, seconds)
+                for older in stores[:number]:
                     older.clear("row")
             done = number + 1
-            yield StepResult(line, subject, seconds, own)
+            yield StepResult(line, subject, seconds, parts)
 
 
-def make_journal(
-    lm: LM, calibration: Calibration | None, directory: Path, log: Log = _discard_log
+def make_store(
+    lm: LM, calibration: Calibration | None, directory: Path, log: Log = lambda _: None
 ) -> TensorStore:
-    """Return a journal for this model and calibration. Reads all weights once."""
+    """Return a store for this model and calibration. Reads all weights once."""
     whose = [
         __version__,
         fingerprint(lm.params),
@@ -192,58 +188,49 @@ def _run_step(
     line: RecipeStep,
     state: ModelState,
     calibration: Calibration | None,
-    journal: TensorStore,
+    store: TensorStore,
     show_progress: bool | None,
     log: Log,
 ) -> tuple[ModelState, float]:
     check_step(line, shapes_by_path(state.params))  # earlier steps may have removed its matrices
     start = time.perf_counter()
-    work = StepContext(calibration, journal, show_progress, log)
-    made = line.step.run(state, line.argument, line.options, work)
-    jax.block_until_ready(made.params)
-    _check_shapes(made, str(line))
-    return made, time.perf_counter() - start
+    result = line.step.run(
+        StepContext(state, line.argument, line.options, calibration, store, show_progress, log)
+    )
+    jax.block_until_ready(result.params)
+    _check_shapes(result, str(line))
+    return result, time.perf_counter() - start
 
 
 def _check_shapes(state: ModelState, step: str) -> None:
     """Raise ConfigError if shapes do not match the configuration: the result would not load."""
     wanted = shapes_by_path(models.param_shapes(models.build(state.config)))
-    found = shapes_by_path(state.params)
-    for path in wanted.keys() | found.keys():
-        if wanted.get(path) != found.get(path):
+    shapes = shapes_by_path(state.params)
+    for path in wanted.keys() | shapes.keys():
+        if wanted.get(path) != shapes.get(path):
             raise ConfigError(
-                f"{step}: result has the wrong shape at {path}: got {found.get(path)}, expected"
+                f"{step}: result has the wrong shape at {path}: got {shapes.get(path)}, expected"
                 f" {wanted.get(path)} by its configuration"
             )
 
 
-def _save_result(journal: TensorStore, state: ModelState, seconds: float) -> None:
+def _save_result(store: TensorStore, state: ModelState, seconds: float) -> None:
     """Save a step's result, then delete the layers that it saved on the way."""
     facts = {
         "config": state.config.to_dict(),
         "precision": dataclasses.asdict(state.precision),
         "seconds": seconds,
     }
-    journal.put(_PARAMS_KEY, state.params, facts)
-    journal.clear(_PARAMS_KEY, "row")
+    store.put(_PARAMS_KEY, state.params, facts)
+    store.clear(_PARAMS_KEY, "row")
 
 
-def _find_resume_point(journals: Sequence[TensorStore]) -> tuple[int, ModelState | None, float]:
+def _find_resume_point(stores: Sequence[TensorStore]) -> tuple[int, ModelState | None, float]:
     """Return the number of finished steps, the last one's result, and its seconds."""
-    for number in range(len(journals), 0, -1):
-        if (found := journals[number - 1].get_with_facts(_PARAMS_KEY)) is not None:
-            params, facts = found
-            return number, _load_state(params, facts), float(facts["seconds"])
+    for number in range(len(stores), 0, -1):
+        if (part := stores[number - 1].get_with_facts(_PARAMS_KEY)) is not None:
+            params, facts = part
+            config = models.config_from_dict(facts["config"])
+            state = ModelState(config, params, Precision.from_dict(facts["precision"]))
+            return number, state, float(facts["seconds"])
     return 0, None, 0.0
-
-
-def _load_state(params: Params, facts: dict[str, Any]) -> ModelState:
-    config = models.config_from_dict(facts["config"])
-    return ModelState(config, params, Precision.from_dict(facts["precision"]))
-
-
-def _check_lines(steps: Sequence[str]) -> list[str]:
-    """Return the lines as a list. Raises ConfigError for anything but strings."""
-    if isinstance(steps, str) or not all(isinstance(line, str) for line in steps):
-        raise ConfigError(f"recipe has the wrong type: got {steps!r:.60}, expected a list of lines")
-    return list(steps)

@@ -11,14 +11,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from jaxllm import models
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.calibration import Calibration
-from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, suggest_name
 from jaxllm.files import compile_pattern, read_text, split_lines
@@ -26,6 +26,7 @@ from jaxllm.weights.formats import parse_format
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, first_match, flatten
 from jaxllm.weights.precision import Precision
+from jaxllm.weights.sparsity import parse as parse_sparsity
 from jaxllm.weights.types.arrays import DTYPES
 from jaxllm.weights.types.int_weight import IntFormat
 
@@ -47,20 +48,6 @@ class ModelState:
         return models.build(self.config, self.precision)
 
 
-@dataclasses.dataclass(frozen=True)
-class StepContext:
-    """What a step needs besides the model.
-
-    calibration: None only for a step that needs none. journal: this step's own, for finished
-    layers. say: called with each log line.
-    """
-
-    calibration: Calibration | None
-    journal: TensorStore
-    show_progress: bool | None
-    log: Callable[[str], None]
-
-
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No options; the base class of every method's options."""
 
@@ -71,8 +58,34 @@ class RuleOptions(Options, frozen=True):
     on: str = r"(layers|h)\..*"
 
 
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepContext(Generic[OptionsT]):
+    """What a step takes.
+
+    argument, options: of its line. calibration: None only for a step that needs none. store: this
+    step's own, for finished layers. log: called with each log line.
+    """
+
+    state: ModelState
+    argument: str
+    options: OptionsT
+    calibration: Calibration | None = None
+    store: TensorStore = dataclasses.field(default_factory=TensorStore)
+    show_progress: bool | None = None
+    log: Callable[[str], None] = lambda _: None
+
+    @property
+    def token_NT(self) -> np.ndarray:
+        """The calibration rows."""
+        assert self.calibration is not None
+        return self.calibration.token_NT
+
+
 Shapes = Mapping[str, tuple[int, ...]]  # of every parameter, by path
-Run = Callable[[ModelState, str, Any, StepContext], ModelState]
+Run = Callable[[StepContext[Any]], ModelState]
 
 
 class Argument(NamedTuple):
@@ -85,10 +98,10 @@ class Argument(NamedTuple):
 class Step(NamedTuple):
     """A row of the table: a method, and how its lines are parsed.
 
-    method: "" if the verb has a single method. run: returns the new model from the old one, the
-    argument and the options. argument: None if it takes none. calibrated: whether it needs
-    calibration data. experts: whether it accepts stacks of matrices. check: takes the shapes of the
-    model's parameters, the argument and the options; raises ConfigError if the step does not apply.
+    method: "" if the verb has a single method. run: returns the new model. argument: None if it
+    takes none. supports_experts: whether it accepts stacks of matrices. check: takes the shapes of
+    the model's parameters, the argument and the options; raises ConfigError if the step does not
+    apply.
     """
 
     verb: str
@@ -124,8 +137,10 @@ class RecipeStep:
 
     def __str__(self) -> str:
         """The line in canonical form: without defaults, options in the order of their fields."""
-        plain, given = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
-        options = [f"{n}={_format_value(value)}" for n, value in given.items() if value != plain[n]]
+        plain, values = msgspec.to_builtins(self.step.options()), msgspec.to_builtins(self.options)
+        options = [
+            f"{n}={_format_value(value)}" for n, value in values.items() if value != plain[n]
+        ]
         return " ".join(filter(None, [self.step.name, self.argument, *options]))
 
 
@@ -192,8 +207,8 @@ def check_recipe(recipe: Recipe, config: ModelConfig, *, has_calibration: bool) 
 def check_step(line: RecipeStep, shapes: Shapes) -> None:
     """Raise ConfigError for a step that does not apply to parameters of these shapes."""
     if isinstance(line.options, RuleOptions):
-        found = match_paths(shapes, line.options.on, str(line))
-        stacks = [path for path in found if len(shapes[path]) > 2]
+        paths = match_paths(shapes, line.options.on, str(line))
+        stacks = [path for path in paths if len(shapes[path]) > 2]
         if stacks and not line.step.supports_experts:
             raise ConfigError(
                 f"{str(line)!r} does not support experts, whose inputs differ: got {stacks[0]}."
@@ -228,12 +243,12 @@ def check_repeats(recipe: Recipe, applied: Sequence[str]) -> None:
 def match_paths(shapes: Shapes, rule: str, where: str) -> list[str]:
     """Return the paths of the matrices that match a rule. Raises ConfigError if none does."""
     matrices = [path for path, shape in shapes.items() if len(shape) >= 2]
-    found = [path for path in matrices if first_match([(rule, True)], path)]
-    if not found:
+    paths = [path for path in matrices if first_match([(rule, True)], path)]
+    if not paths:
         raise ConfigError(
             f"{where}: on={rule} matches no matrix of this model; one of them is {matrices[-1]}"
         )
-    return found
+    return paths
 
 
 def _find_method(verb: str, method: str, table: Sequence[Step], where: str) -> Step:
@@ -286,9 +301,9 @@ def _options(step: Step, words: Sequence[str]) -> Any:
 def _explain_type(message: str) -> str:
     """Rewrite msgspec's message about a value without type names."""
     words = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-    found = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
+    match = re.match(r"Expected `(\w+)[^`]*`(.*?)(, got .*)?$", message)
     return (
-        f"must be {words.get(found[1], found[1])}{found[2]}" if found else message.replace("`", "")
+        f"must be {words.get(match[1], match[1])}{match[2]}" if match else message.replace("`", "")
     )
 
 

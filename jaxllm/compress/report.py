@@ -23,9 +23,10 @@ from jaxllm.evaluate.likelihood.divergence import (
     token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files import as_schema, finite_json, read_json
+from jaxllm.files import finite_json, read_json
 from jaxllm.lm import LM
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.paths import flatten
 
@@ -77,7 +78,7 @@ class StepEvaluator:
 
     def step_row(self, result: StepResult) -> Row:
         """Return the row of a step; an earlier run's measurements on the same data are reused."""
-        return self._load_or_measure(str(result.line), result.state, result.seconds, result.journal)
+        return self._load_or_measure(str(result.line), result.state, result.seconds, result.store)
 
     def measure(self, step: str, state: ModelState, seconds: float | None = None) -> Row:
         """Measure a model. Raises what `divergence` raises.
@@ -110,7 +111,7 @@ class StepEvaluator:
 
         parts = []
         with steps_bar("measuring", len(loader), self.show_progress) as done:
-            for batch, _ in loader.batches():
+            for batch in loader.batches():
                 arrays = batch.token_BT, batch.position_BT
                 p_BTV = _logits(ours.model, ours.params, *arrays)
                 q_BTV = _logits(theirs, state.params, *arrays)
@@ -125,8 +126,8 @@ class StepEvaluator:
             "kl_error": found.kl.error,
             "kl_p99": found.kl_p99,
             "same_top": found.same_top.mean,
-            "ratio": found.ratio.mean,
-            "ratio_error": found.ratio.error,
+            "ratio": found.perplexity_ratio.mean,
+            "ratio_error": found.perplexity_ratio.error,
         }
 
 

@@ -6,6 +6,8 @@ An expert's are those of the tokens that are routed to it.
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from jaxllm.compress.layerwise import (
     replace_leaves,
     run_layerwise,
 )
-from jaxllm.compress.recipe import ModelState, RuleOptions, StepContext
+from jaxllm.compress.recipe import ModelState, StepContext
 from jaxllm.models.moe import MoEConfig, route
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.linear import linear
@@ -34,29 +36,23 @@ EXPERTS = "mlp.experts"
 STACK_NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def change_by_inputs(
-    state: ModelState,
-    options: RuleOptions,
-    context: StepContext,
-    name: str,
-    prepare: Prepare,
-) -> ModelState:
-    """Change every matrix that the rule matches, given the statistics of its inputs."""
+def change_by_inputs(context: StepContext[Any], name: str, prepare: Prepare) -> ModelState:
+    """Change every matrix that the options' rule matches, given the statistics of its inputs."""
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
-        for site, chosen in match_linears(layer, options.on):
+        for site, chosen in match_linears(layer, context.options.on):
             stats = layer.input_stats(params, site)
             change_weight = prepare(stats, f"{layer.path}.{chosen[0]}")
             for name in chosen:
                 weight = get_module(params, name)["weight"]
                 weight = change_weight(f"{layer.path}.{name}.weight", weight)
                 params = replace_leaves(params, name, weight=weight)
-        if stacks := match_expert_stacks(layer, options.on):
+        if stacks := match_expert_stacks(layer, context.options.on):
             params = change_experts(layer, params, stacks, prepare, context.log)
         return params
 
-    return run_layerwise(state, context, name, change)
+    return run_layerwise(context, name, change)
 
 
 def match_expert_stacks(layer: LayerInputs, rule: str) -> list[str]:
@@ -91,16 +87,14 @@ def change_experts(
     stacks = {name: get_module(params, f"{EXPERTS}.{name}")["weight"] for name in STACK_NAMES}
     changed: dict[str, list[Weight]] = {name: [] for name in chosen}
     for expert in range(config.num_experts):
-        weights = {name: _expert_weight(stack, expert) for name, stack in stacks.items()}
+        weights = {name: jax.tree.map(itemgetter(expert), w) for name, w in stacks.items()}
         where = f"{layer.path}.{EXPERTS}.{expert}"
         for names in (STACK_NAMES[:2], STACK_NAMES[2:]):
             mine = [name for name in names if name in chosen]
             if not mine:
                 continue
-            if names == STACK_NAMES[:2]:
-                stats = tokens.stats(expert)
-            else:
-                stats = tokens.hidden_stats(expert, weights["gate_proj"], weights["up_proj"])
+            before = () if names == STACK_NAMES[:2] else (weights["gate_proj"], weights["up_proj"])
+            stats = tokens.stats(expert, *before)
             change_weight = prepare(stats, f"{where}.{mine[0]}")
             for name in mine:
                 weights[name] = change_weight(f"{where}.{name}.weight", weights[name])
@@ -133,21 +127,11 @@ class ExpertInputs:
         """Return the number of tokens routed to an expert."""
         return int((self.expert_Rk == expert).any(axis=1).sum())
 
-    def stats(self, expert: int) -> InputStats:
-        """Return the input statistics of an expert's gate and up. Raises what `check_finite`
-        raises.
-        """
-        return self._accumulate(expert, ())
-
-    def hidden_stats(self, expert: int, gate: Weight, up: Weight) -> InputStats:
-        """Return the input statistics of its down, given gate and up `[F, D]`."""
-        return self._accumulate(expert, (to_dense(gate, self.dtype), to_dense(up, self.dtype)))
-
-    def _accumulate(self, expert: int, gate_up: tuple[jax.Array, ...]) -> InputStats:
-        """Accumulate an expert's statistics.
+    def stats(self, expert: int, *gate_up: Weight) -> InputStats:
+        """Return the input statistics of an expert's gate and up, or given these `[F, D]`, of down.
 
         Without any token they are those of uncorrelated inputs of equal size, so columns are
-        rounded independently.
+        rounded independently. Raises what `check_finite` raises.
         """
         columns = gate_up[0].shape[0] if gate_up else self.x_RD.shape[1]
         x_RD = self.x_RD[(self.expert_Rk == expert).any(axis=1)]
@@ -155,11 +139,12 @@ class ExpertInputs:
             ones = jnp.ones(columns)
             return InputStats(jnp.float32(1), jnp.eye(columns), ones, ones)
         stats, act = InputStats.empty(columns), self.config.hidden_act
+        dense = tuple(to_dense(weight, self.dtype) for weight in gate_up)
         size = min(BATCH, len(self.x_RD))
         for begin in range(0, len(x_RD), size):
             batch = x_RD[begin : begin + size]  # always the same size, to compile once
             batch = np.pad(batch, ((0, size - len(batch)), (0, 0)))
-            stats = _add_batch(stats, jnp.asarray(batch, self.dtype), gate_up, act)
+            stats = _add_batch(stats, jnp.asarray(batch, self.dtype), dense, act)
         stats = stats.replace(count=jnp.float32(len(x_RD)))  # without the rows of padding
         return check_finite(stats, f"{self.path}.mlp.experts.{expert}")
 
@@ -181,8 +166,3 @@ def _add_batch(
         gate_RF, up_RF = (linear(x_RD, weight).astype(x_RD.dtype) for weight in gate_up)
         x_RD = ops.ACTIVATIONS[act](gate_RF) * up_RF
     return stats.add(x_RD)
-
-
-def _expert_weight(stack: Weight, expert: int) -> Weight:
-    weight: Weight = jax.tree.map(lambda x: x[expert], stack)
-    return weight

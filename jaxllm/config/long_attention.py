@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import field_errors
+from jaxllm.runtime.schema import field_errors
 
 TokenCount = Annotated[int, Meta(ge=1, le=1 << 26)]
 TokenCounts = Annotated[tuple[TokenCount, ...], Meta(min_length=1, max_length=1 << 10)]

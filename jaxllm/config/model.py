@@ -16,7 +16,7 @@ from jaxllm.config.long_attention import (
     TokenCount as TokenCount,  # with the other bounds
 )
 from jaxllm.errors import ConfigError
-from jaxllm.files import field_errors
+from jaxllm.runtime.schema import field_errors
 
 HiddenAct = Literal[
     "silu", "swish", "gelu", "gelu_python", "gelu_new", "gelu_fast", "gelu_accurate",
@@ -245,6 +245,21 @@ class ModelConfig:
     def position_limit(self) -> int:
         """First position that the model cannot represent."""
         return 1 << 24  # rotary angles: float32 represents all integers only up to here
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor on embeddings."""
+        return 1.0
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor on logits."""
+        return 1.0
+
+    @property
+    def logits_cap(self) -> float | None:
+        """Soft cap on logits, applied after the factor."""
+        return None
 
     def layer_rope(self, layer: int) -> Rope | None:
         """Return the rotary settings of a layer; None if it has no rotary positions."""

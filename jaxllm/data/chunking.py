@@ -5,6 +5,7 @@ from a large file, at its beginning or at random places, depends on the rows alo
 """
 
 import dataclasses
+import functools
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -51,21 +52,7 @@ class ChunkSpec:
                 raise ConfigError("rows is None with a seed: pass the number of rows to draw")
 
 
-class Pieces:
-    """Token ids of a text, piece by piece."""
-
-    def __init__(self, ids: Sequence[np.ndarray]) -> None:
-        self._ids = ids
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self._ids[number]
-
-    def iter_from(self, number: int) -> Iterator[np.ndarray]:
-        """Iterate over the pieces from this one on."""
-        return (self[n] for n in range(number, len(self)))
+Pieces = Sequence[np.ndarray]  # token ids of a text, piece by piece
 
 
 class EncodedPieces(Pieces):
@@ -81,23 +68,24 @@ class EncodedPieces(Pieces):
         self._content, self._tokenizer = content, tokenizer
         start = len(BYTE_ORDER_MARK) if content[: len(BYTE_ORDER_MARK)] == BYTE_ORDER_MARK else 0
         self._ends = [start, *_piece_ends(content, start, _piece_bytes(len(content), spec))]
-        self._known: dict[int, np.ndarray] | None = None if spec.seed is None else {}
+        self._read = self._encode if spec.seed is None else functools.cache(self._encode)
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, number: int) -> np.ndarray:
-        if self._known is not None and number in self._known:
-            return self._known[number]
+    def __getitem__(self, number: Any) -> Any:
+        return self._read(number)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(self._read, range(len(self)))
+
+    def _encode(self, number: int) -> np.ndarray:
         start, end = self._ends[number : number + 2]
         try:
             text = bytes(self._content[start:end]).decode()
         except UnicodeDecodeError as error:
             raise TokenError(f"the text is not UTF-8 (byte {start + error.start})") from None
-        ids = np.array(self._tokenizer.encode(text), np.int32)
-        if self._known is not None:
-            self._known[number] = ids
-        return ids
+        return np.array(self._tokenizer.encode(text), np.int32)
 
 
 def chunk_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
@@ -106,17 +94,15 @@ def chunk_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
 
 
 def _consecutive_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
-    wanted = None if spec.rows is None else spec.rows * width
-    found, count = [], 0
-    for ids in pieces.iter_from(0):
-        found.append(ids)
+    parts, count = [], 0
+    for ids in pieces:
+        parts.append(ids)
         count += len(ids)
-        if wanted is not None and count >= wanted:
+        if spec.rows is not None and count >= spec.rows * width:
             break
-    rows = count // width
-    _check_long_enough(count, width, spec.rows if spec.rows is not None else 1)
-    ids = np.concatenate(found)[: wanted if wanted is not None else rows * width]
-    return ids.reshape(-1, width)
+    _check_long_enough(count, width, spec.rows or 1)
+    rows = spec.rows or count // width
+    return np.concatenate(parts)[: rows * width].reshape(-1, width)
 
 
 def _random_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
@@ -129,7 +115,7 @@ def _random_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
     rows: list[np.ndarray] = []
     while len(rows) < spec.rows:
         if not len(pieces) or refused > 100 * spec.rows:  # the text is hardly longer than a row
-            pieces = Pieces([np.concatenate([np.zeros(0, np.int32), *pieces.iter_from(0)])])
+            pieces = [np.concatenate([np.zeros(0, np.int32), *pieces])]
             _check_long_enough(len(pieces[0]), width, 1)
             refused = 0
         number = int(rng.integers(len(pieces)))
@@ -137,9 +123,9 @@ def _random_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
         if number == len(pieces) - 1:
             starts -= width - 1
         start = int(rng.integers(starts)) if starts > 0 else 0
-        found = _join_pieces(start + width, pieces, number)
-        if starts > 0 and len(found) >= start + width:
-            rows.append(found[start : start + width])
+        ids = _join_pieces(start + width, pieces, number)
+        if starts > 0 and len(ids) >= start + width:
+            rows.append(ids[start : start + width])
         else:  # too close to the end of the text
             refused = refused + 1 if len(pieces) > 1 else 101 * spec.rows
     return np.stack(rows)
@@ -147,10 +133,10 @@ def _random_rows(pieces: Pieces, width: int, spec: ChunkSpec) -> np.ndarray:
 
 def _join_pieces(count: int, pieces: Pieces, number: int) -> np.ndarray:
     """Join pieces from `number` on until they have `count` tokens, or the text ends."""
-    found = [pieces[number]]
-    while (count := count - len(found[-1])) > 0 and (number := number + 1) < len(pieces):
-        found.append(pieces[number])
-    return np.concatenate(found)
+    parts = [pieces[number]]
+    while (count := count - len(parts[-1])) > 0 and (number := number + 1) < len(pieces):
+        parts.append(pieces[number])
+    return np.concatenate(parts)
 
 
 def _check_long_enough(count: int, width: int, rows: int) -> None:
@@ -166,14 +152,12 @@ def _check_long_enough(count: int, width: int, rows: int) -> None:
 
 def _piece_bytes(size: int, spec: ChunkSpec) -> int:
     """Return the piece size in bytes: enough for all consecutive rows, or for one random row."""
-    if spec.seed is not None:
-        return (
-            MAX_PIECE_BYTES
-            if size <= MAX_PIECE_BYTES
-            else max(spec.width * TOKEN_BYTES, MIN_PIECE_BYTES)
-        )
-    wanted = MAX_PIECE_BYTES if spec.rows is None else spec.rows * spec.width * TOKEN_BYTES
-    return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    if spec.seed is None:
+        wanted = MAX_PIECE_BYTES if spec.rows is None else spec.rows * spec.width * TOKEN_BYTES
+        return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    if size <= MAX_PIECE_BYTES:
+        return MAX_PIECE_BYTES
+    return max(spec.width * TOKEN_BYTES, MIN_PIECE_BYTES)
 
 
 def _piece_ends(content: Any, start: int, size: int) -> Iterator[int]:
@@ -184,8 +168,8 @@ def _piece_ends(content: Any, start: int, size: int) -> Iterator[int]:
     while len(content) - start > 2 * size:
         end = start + size
         for mark in (b"\n", b" "):
-            if (found := content.rfind(mark, start, end)) >= 0:
-                end = found + 1
+            if (at := content.rfind(mark, start, end)) >= 0:
+                end = at + 1
                 break
         else:
             while end > start + 1 and content[end] & 0xC0 == 0x80:  # inside a UTF-8 character

@@ -25,13 +25,8 @@ from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 
 NAME = "jaxllm"
-_SAMPLING_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-)  # ignored in greedy decoding
+# Ignored in greedy decoding.
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -109,7 +104,7 @@ class JaxLM:
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability, and whether greedy decoding generates it."""
         pairs = [self._encode_pair(*request.args) for request in requests]
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
         each = continuation_likelihoods(
             self.lm.model,
             self.lm.params,
@@ -119,15 +114,15 @@ class JaxLM:
             show_progress=False if disable_tqdm else None,
         )
         for number, likelihood in each:
-            found[number] = (likelihood.logprob, likelihood.greedy)
-            self._cache_answer("loglikelihood", requests[number].args, found[number])
-        return found
+            answers[number] = (likelihood.logprob, likelihood.greedy)
+            self._cache_answer("loglikelihood", requests[number].args, answers[number])
+        return answers
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return the log-probability of each `(text,)` after the prefix token, using windows."""
-        found = document_logprobs(
+        totals = document_logprobs(
             self.lm.model,
             self.lm.params,
             [[self.prefix_token_id, *self.encode(request.args[0])] for request in requests],
@@ -135,16 +130,16 @@ class JaxLM:
             batch=self.batch_size,
             show_progress=False if disable_tqdm else None,
         )
-        for request, total in zip(requests, found, strict=True):
+        for request, total in zip(requests, totals, strict=True):
             self._cache_answer("loglikelihood_rolling", request.args, total)
-        return found
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each `(context, options)` up to its first `until` string.
 
         The requests run with continuous batching in `batch_size` rows.
         """
-        found = [""] * len(requests)
+        texts = [""] * len(requests)
         asked = [self._make_request(n, *request.args) for n, request in enumerate(requests)]
         stops = [_stop_strings(request.args[1]) for request in requests]
         answers = self.lm.serve(asked, rows=self.batch_size, capacity=self.max_length)
@@ -155,10 +150,10 @@ class JaxLM:
                 text = self.tokenizer.decode(answer.tokens)
                 for stop in stops[number]:
                     text = text.split(stop)[0]
-                found[number] = text
+                texts[number] = text
                 self._cache_answer("generate_until", requests[number].args, text)
                 done()
-        return found
+        return texts
 
     def encode(self, text: str, *, bos: bool | None = None) -> list[int]:
         """Return token ids as the harness's `hf` model does. bos None: as in the checkpoint."""
@@ -252,7 +247,7 @@ def register() -> type:
         return registry.get_model(NAME)
 
     class JaxllmLM(JaxLM, base):
-        def _keep(self, kind: str, args: tuple[Any, ...], answer: Any) -> None:
+        def _cache_answer(self, kind: str, args: tuple[Any, ...], answer: Any) -> None:
             self.cache_hook.add_partial(kind, args, answer)
 
     registry.register_model(NAME)(JaxllmLM)

@@ -13,9 +13,8 @@ import numpy as np
 from jaxllm.checkpoints.native import with_params
 from jaxllm.convert.hf import FORMAT_NAME, write_hf
 from jaxllm.convert.registry import open_checkpoint
-from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity import compare
-from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase
+from jaxllm.evaluate.parity.backends import Backend, JaxBackend
 from jaxllm.evaluate.parity.process_zero import on_process_zero
 from jaxllm.evaluate.parity.tolerance import Tolerance
 from jaxllm.lm import LM, load
@@ -39,9 +38,8 @@ empty.
 
 
 def verify(
-    model: str | Path | LM | JaxBackend,
-    reference: str | Path | LM | Backend = TRANSFORMERS,
-    case: ParityCase | None = None,
+    model: str | Path | LM,
+    reference: str | Path | LM = TRANSFORMERS,
     *,
     name: str | None = None,
     files: str | Path | None = None,
@@ -51,20 +49,21 @@ def verify(
     length: int = 48,
     new_tokens: int = 32,
     tolerance: Tolerance | None = None,
-    exact: Backend | None = None,
     show_progress: bool | None = None,
 ) -> compare.Report:
     """Compare a model with a reference: all activations, the cache, and greedily decoded tokens.
 
+    Two prompts run as one batch. For other cases and backends see `parity.compare.verify`.
+
     Args:
-        model: as for `load`, or a loaded model, or an `JaxBackend`, which requires `case`.
-        reference: "transformers" with the same weights, another model, or a `Backend`.
-        case: by default two prompts of different lengths, the longer with `length` tokens.
+        model: as for `load`, or a loaded model.
+        reference: "transformers" with the same weights, or another model.
         name: the model's name in the report.
         files: the directory of a loaded model's weights, which saves writing them for transformers.
         dtype: dtype of a model loaded here; by default "float32".
         reference_dtype: by default `dtype` for transformers, "float32" otherwise.
-        new_tokens, tolerance, exact: as for `parity.compare.verify`.
+        length: tokens of the longer prompt.
+        new_tokens, tolerance: as for `parity.compare.verify`.
 
     Returns a report that `holds`, or names the `first` activation that differs;
     `evaluate.parity.report.to_text` formats it. Raises ConfigError without transformers, and
@@ -73,30 +72,26 @@ def verify(
     dtype = None if dtype is None else check_dtype("dtype", dtype)
     if reference_dtype is not None:
         reference_dtype = check_dtype("reference_dtype", reference_dtype)
-    options: Any = {
-        "new_tokens": new_tokens,
-        "tolerance": tolerance,
-        "show_progress": show_progress,
-    }
-    if isinstance(model, JaxBackend):
-        if case is None or isinstance(reference, str | Path | LM):
-            raise ConfigError(
-                "verify of a JaxBackend requires a Backend as the reference, and a case"
-            )
-        return compare.verify(model, reference, case, exact=exact, **options)
     if isinstance(model, LM):
         lm, dtype = model, dtype or model.model.precision.activations
     else:
         dtype = dtype or "float32"
         lm = load(model, dtype=dtype, quantize=quantize, show_progress=show_progress)
         files = model
-    if case is None:
-        ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
-        case = compare.example_case(ids, lm.config.vocab_size, length)
+    ids = lm.tokenizer.encode(TEXT) if lm.tokenizer else None
+    case = compare.example_case(ids, lm.config.vocab_size, length)
     case.check(lm.config, new_tokens)
     ours = JaxBackend(name or f"{files or lm.path} ({dtype})", lm.model, lm.params)
-    with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, found):
-        return compare.verify(ours, other, case, exact=exact or found, **options)
+    with _open_backends(files, lm, dtype, reference, reference_dtype) as (other, exact):
+        return compare.verify(
+            ours,
+            other,
+            case,
+            new_tokens=new_tokens,
+            tolerance=tolerance,
+            exact=exact,
+            show_progress=show_progress,
+        )
 
 
 @contextlib.contextmanager
@@ -109,16 +104,14 @@ def _open_backends(
 
         dtype, exact = dtype or plain, None
         with transformers_directory(files, lm, plain) as directory:
-            side = on_process_zero(partial(TransformersBackend.load, directory, dtype))
+            theirs = on_process_zero(partial(TransformersBackend.load, directory, dtype))
             if dtype != "float32":
                 exact = on_process_zero(partial(_load_float32, directory))
-            yield side, exact
-        return
-    if isinstance(reference, str | Path):
-        reference = on_process_zero(partial(_load_other, reference, dtype or "float32"))
-    if isinstance(reference, LM):
-        reference = JaxBackend(f"{reference.path}", reference.model, reference.params)
-    yield reference, None
+            yield theirs, exact
+    elif isinstance(reference, LM):
+        yield JaxBackend(f"{reference.path}", reference.model, reference.params), None
+    else:
+        yield on_process_zero(partial(_load_other, reference, dtype or "float32")), None
 
 
 def _load_float32(directory: Path) -> Backend:

@@ -1,8 +1,7 @@
 """The forward pass with static shapes, for static-graph compilers: one program for any length.
 
 step: the step on named arrays; static_cache: the static cache between steps; runner: runs inputs of
-any length; runner_inputs: parses its inputs. command_line writes steps as StableHLO; runtime runs
-them without the model code.
+any length. command_line writes steps as StableHLO; runtime runs them without the model code.
 """
 
 from importlib import import_module

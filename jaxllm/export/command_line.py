@@ -5,7 +5,7 @@ Weights are inputs of the steps, never constants. `jaxllm.export.runtime` loads 
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -19,13 +19,15 @@ from jaxllm.export import FixedShapeRunner, StepSignature, input_shapes
 from jaxllm.export.runner import check_lengths
 from jaxllm.export.runtime import FORMAT, MANIFEST, VERSION, WEIGHTS, Shapes, digest, load
 from jaxllm.export.step import check_signature, output_feeds, run_step
-from jaxllm.files import as_schema, atomic_directory, atomic_file, check_vacant, write_json
+from jaxllm.files import atomic_directory, atomic_file, check_vacant, write_json
 from jaxllm.models import get_family
 from jaxllm.ops.native import disable_kernels
 from jaxllm.runtime.progress import bytes_bar, steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import forward
 from jaxllm.weights.lazy import LazyTensor
+from jaxllm.weights.linear import embed
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, list_arrays
 from jaxllm.weights.safetensors import write_tensors
@@ -89,25 +91,27 @@ def export(
     capacity = max_tokens - num_tokens
     weights, tree = _name_arrays(params)
     steps, calls = {}, set()
-    with atomic_directory(directory, MANIFEST) as made:
+    with atomic_directory(directory, MANIFEST) as folder:
         with steps_bar(f"exporting to {directory.name}", len(step_names), show_progress) as advance:
             for name in step_names:
                 width = num_tokens if name == "prefill" else 1
                 shapes = input_shapes(
                     model, signature, batch=batch, num_tokens=width, capacity=capacity
                 )
-                program, found = _export_step(
+                program, step_calls = _export_step(
                     model, signature, weights, tree, shapes, platforms, native
                 )
-                calls |= found
+                calls |= step_calls
                 steps[name] = {
-                    **_write_file(made / f"{name}.stablehlo", program.mlir_module_serialized),
-                    "inputs": _array_entries({n: shapes[n] for n in sorted(shapes)}),
-                    "outputs": _array_entries(_output_shapes(program)),
+                    **_write_file(folder / f"{name}.stablehlo", program.mlir_module_serialized),
+                    "inputs": _array_entries(dict(sorted(shapes.items()))),
+                    "outputs": _array_entries(
+                        jax.tree.unflatten(program.out_tree, program.out_avals)
+                    ),
                     "feeds": output_feeds(signature, model.config.num_hidden_layers),
                 }
                 if write_mlir:
-                    _write_file(made / f"{name}.mlir", program.mlir_module().encode())
+                    _write_file(folder / f"{name}.mlir", program.mlir_module().encode())
                 advance()
         manifest = {
             "format": FORMAT,
@@ -123,9 +127,9 @@ def export(
             "num_tokens": num_tokens,
             "capacity": capacity,
             "steps": steps,
-            "weights": _write_weights(made / WEIGHTS, weights, show_progress),
+            "weights": _write_weights(folder / WEIGHTS, weights, show_progress),
         }
-        write_json(made / MANIFEST, manifest)
+        write_json(folder / MANIFEST, manifest)
     return manifest
 
 
@@ -142,40 +146,26 @@ def compare_logits(model: Model, params: Params, directory: str | Path) -> dict[
     rng = np.random.default_rng(0)
     length = min(m["capacity"] + 1, 4 * m["num_tokens"])
     ids = rng.integers(0, config.vocab_size, (m["batch"], length))
-    given: dict[str, Any] = {"tokens": ids}
+    inputs: dict[str, Any] = {"tokens": ids}
     if form.embeddings:
-        given = {"embeddings": _embed_ids(model, params, ids)}
+        table = params[get_family(config.model_type).token_table]["weight"]
+        inputs = {"embeddings": np.asarray(embed(table, jax.numpy.asarray(ids)), np.float32)}
     expected = np.asarray(forward(model, params, None, ids).logits)
-    found = {}
+    errors = {}
     for name, step in exported.steps.items():
         width = step.inputs["slots"].shape[1]
-        runner = FixedShapeRunner(
-            model,
-            params,
-            width,
-            width + m["capacity"],
-            rotary=form.rotary,
-            mask=form.mask,
-            step=step,
-        )
-        ours = runner(**given).logits
-        found[name] = float(np.abs(ours - expected).max() / max(1.0, np.abs(expected).max()))
-    return found
-
-
-def _embed_ids(model: Model, params: Params, ids: np.ndarray) -> np.ndarray:
-    """Return rows of the embedding table, as inputs of a step that takes embeddings."""
-    from jaxllm.weights.linear import embed
-
-    table = params[get_family(model.config.model_type).token_table]["weight"]
-    return np.asarray(embed(table, jax.numpy.asarray(ids)), np.float32)
+        kinds: dict[str, Any] = {"rotary": form.rotary, "mask": form.mask}
+        runner = FixedShapeRunner(model, params, width, width + m["capacity"], step=step, **kinds)
+        ours = runner(**inputs).logits
+        errors[name] = float(np.abs(ours - expected).max() / max(1.0, np.abs(expected).max()))
+    return errors
 
 
 def _name_arrays(params: Params) -> tuple[dict[str, jax.Array], Any]:
     """Return the weights' arrays by name (several per quantized weight), and the tree structure."""
-    found, tree = list_arrays(params)
-    named = dict(found)
-    if len(named) != len(found):
+    arrays, tree = list_arrays(params)
+    named = dict(arrays)
+    if len(named) != len(arrays):
         raise ConfigError("two parameters have the same name")
     return named, tree
 
@@ -207,19 +197,14 @@ def _export_step(
         try:
             program = exporter(abstract, shapes)
         except ValueError as error:  # a custom call that jax.export does not guarantee
-            said = " ".join(str(error).split())[:300]
-            raise ConfigError(f"this step cannot be exported: {said}") from None
+            message = " ".join(str(error).split())[:300]
+            raise ConfigError(f"this step cannot be exported: {message}") from None
     return program, calls
 
 
-def _output_shapes(program: jax.export.Exported) -> Shapes:
-    leaves = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.out_avals]
-    return dict(jax.tree.unflatten(program.out_tree, leaves))
-
-
-def _array_entries(shapes: Shapes) -> list[dict[str, Any]]:
+def _array_entries(arrays: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"name": name, "shape": list(s.shape), "dtype": str(s.dtype)} for name, s in shapes.items()
+        {"name": name, "shape": list(x.shape), "dtype": str(x.dtype)} for name, x in arrays.items()
     ]
 
 
@@ -232,23 +217,19 @@ def _write_file(path: Path, content: bytes) -> dict[str, str]:
 
 def _write_weights(path: Path, weights: dict[str, jax.Array], show: bool | None) -> dict[str, Any]:
     """Write the weights; return their manifest entry, in the order of the arguments."""
-    ordered = {name: weights[name] for name in sorted(weights)}
+    ordered = dict(sorted(weights.items()))
     tensors = {name: _as_lazy(x) for name, x in ordered.items()}
     with bytes_bar(f"writing {path.name}", sum(t.nbytes for t in tensors.values()), show) as done:
         write_tensors(path, tensors, aligned=False, metadata={"format": FORMAT}, progress=done)
     return {
         "file": path.name,
         "sha256": digest(path),
-        "tensors": _array_entries(_array_shapes(ordered)),
+        "tensors": _array_entries(ordered),
     }
 
 
 def _as_lazy(array: jax.Array) -> LazyTensor:
     return LazyTensor(np.dtype(array.dtype), array.shape, lambda: np.asarray(array))
-
-
-def _array_shapes(arrays: dict[str, jax.Array]) -> Shapes:
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
 
 
 def _check_names(kind: str, names: Sequence[str], known: Sequence[str]) -> None:

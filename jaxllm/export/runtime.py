@@ -20,15 +20,8 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import (
-    as_schema,
-    check_memory,
-    open_regular,
-    path_exists,
-    path_inside,
-    read_bytes,
-    read_json,
-)
+from jaxllm.files import check_memory, open_regular, path_exists, path_inside, read_bytes, read_json
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.safetensors import open_tensors
 
@@ -112,14 +105,10 @@ class ExportedStep:
             if name not in self.inputs:
                 complaints.append(f"{name} is not an input")
                 continue
-            want, got = (
-                self.inputs[name],
-                (np.shape(x), np.dtype(getattr(x, "dtype", np.asarray(x).dtype))),
-            )
-            if (want.shape, want.dtype) != got:
-                complaints.append(
-                    f"{name} must be {want.dtype} {want.shape}, got {got[1]} {got[0]}"
-                )
+            want = self.inputs[name]
+            shape, dtype = np.shape(x), np.dtype(getattr(x, "dtype", np.asarray(x).dtype))
+            if (want.shape, want.dtype) != (shape, dtype):
+                complaints.append(f"{name} must be {want.dtype} {want.shape}, got {dtype} {shape}")
         if complaints:
             raise ConfigError(f"step {self.name}: {'; '.join(complaints)}")
         return self.run(dict(self.weights), dict(inputs))
@@ -162,14 +151,14 @@ class ExportedStep:
             )
         start = check_int("start", start, 0, slots, error=ConfigError)
         check_token_ids(token_BT, self.vocab_size, f"step {self.name}: ", error=ConfigError)
-        found = {n: x for n, x in self.blank_inputs().items() if n in _TOKEN_INPUTS}
+        inputs = {n: x for n, x in self.blank_inputs().items() if n in _TOKEN_INPUTS}
         position_T = np.arange(start, start + width, dtype=np.int32)
-        found["input_ids"][:, :width] = token_BT
-        found["position_ids"][:, :width] = position_T
-        found["slots"][:, :width] = np.minimum(position_T, slots)
-        if "length" in found:
-            found["length"][:] = start + width
-        return found
+        inputs["input_ids"][:, :width] = token_BT
+        inputs["position_ids"][:, :width] = position_T
+        inputs["slots"][:, :width] = np.minimum(position_T, slots)
+        if "length" in inputs:
+            inputs["length"][:] = start + width
+        return inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -236,14 +225,14 @@ def _check_file(directory: Path, entry: _FileEntry) -> Path:
 
 
 def _parse_shapes(entries: list[_ArrayEntry], where: str) -> Shapes:
-    found = {
+    shapes = {
         f.name: jax.ShapeDtypeStruct(tuple(f.shape), jax.numpy.dtype(f.dtype)) for f in entries
     }
-    if len(found) != len(entries):
+    if len(shapes) != len(entries):
         raise CheckpointError(f"{where}: two arrays have the same name")
-    nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in found.values())
+    nbytes = sum(math.prod(s.shape) * s.dtype.itemsize for s in shapes.values())
     check_memory(nbytes, f"{where}: its arrays", CheckpointError)
-    return found
+    return shapes
 
 
 def _load_weights(directory: Path, entry: _WeightsEntry) -> dict[str, jax.Array]:
@@ -289,8 +278,8 @@ def _load_step(
     try:
         run.lower(abstract, inputs)
     except Exception as error:  # parsing an untrusted program may raise anything
-        said = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: not a valid step: {said}") from None
+        message = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: not a valid step: {message}") from None
     return ExportedStep(
         name, inputs, outputs, entry.feeds, weights, run, outputs["logits"].shape[2]
     )
@@ -324,7 +313,7 @@ def _check_readable(path: Path, program: bytes, custom_calls: list[str]) -> None
 
     Uses a child process, because MLIR crashes on some inputs.
     """
-    if (found := hashlib.sha256(program).hexdigest()) in _READABLE or not sys.executable:
+    if (sha256 := hashlib.sha256(program).hexdigest()) in _READABLE or not sys.executable:
         return
     paths = os.pathsep.join(path for path in sys.path if path)
     probe = subprocess.run(
@@ -335,13 +324,13 @@ def _check_readable(path: Path, program: bytes, custom_calls: list[str]) -> None
     )
     if probe.returncode:
         errors = re.findall(r"error: (.*)", probe.stderr.decode(errors="replace"))
-        said = f"{errors[0] if errors else 'not read':.200}"
+        message = f"{errors[0] if errors else 'not read':.200}"
         if probe.returncode < 0:
-            said = f"the parser was killed by signal {-probe.returncode}"
-        raise CheckpointError(f"{path}: not a valid step: {said}")
+            message = f"the parser was killed by signal {-probe.returncode}"
+        raise CheckpointError(f"{path}: not a valid step: {message}")
     if foreign := sorted({*probe.stdout.decode(errors="replace").split()} - {*custom_calls}):
         raise CheckpointError(f"{path} calls {foreign[0]:.80}, which {MANIFEST} does not declare")
-    _READABLE.add(found)
+    _READABLE.add(sha256)
 
 
 def _load_program(

@@ -72,8 +72,9 @@ def fit_cache(past: StaticCache, template: StaticCache, padding: str) -> StaticC
         raise CapacityError(
             f"the past has {slots} slots, expected at most max_tokens - num_tokens = {S}"
         )
+    position_BS = position_BS.astype(np.int32)
     if slots == S:
-        return StaticCache(tuple(past.k), tuple(past.v), position_BS.astype(np.int32))
+        return StaticCache(tuple(past.k), tuple(past.v), position_BS)
     width = (S - slots, 0) if padding == "left" else (0, S - slots)
 
     def pad_slots(x: Any) -> np.ndarray:
@@ -82,7 +83,7 @@ def fit_cache(past: StaticCache, template: StaticCache, padding: str) -> StaticC
     return StaticCache(
         tuple(pad_slots(x) for x in past.k),
         tuple(pad_slots(x) for x in past.v),
-        np.pad(position_BS.astype(np.int32), ((0, 0), width), constant_values=-1),
+        np.pad(position_BS, ((0, 0), width), constant_values=-1),
     )
 
 

@@ -64,8 +64,8 @@ def make_step(
 def check_signature(model: Model, signature: StepSignature) -> None:
     """Raise ConfigError for a signature that the model does not support."""
     if signature.rotary and len(model.config.ropes) != 1:
-        found = "several kinds of RoPE" if model.config.ropes else "no RoPE"
-        raise ConfigError(f"{model.config.model_type} has {found}. Omit rotary (cos and sin)")
+        kinds = "several kinds of RoPE" if model.config.ropes else "no RoPE"
+        raise ConfigError(f"{model.config.model_type} has {kinds}. Omit rotary (cos and sin)")
     kind = model.config.long_attention(0)
     if signature.mask != "positions" and kind is not None:
         raise ConfigError(
@@ -119,9 +119,9 @@ def input_shapes(
         dtype = jnp.bool_ if signature.mask == "boolean" else jnp.float32
         inputs["attention_mask"] = array(dtype, B, 1, T, S + T)
     inputs["slots"] = array(jnp.int32, B, T)
-    kept = array(p.cache, B, S, c.num_key_value_heads, c.head_dim)
+    entries = array(p.cache, B, S, c.num_key_value_heads, c.head_dim)
     for i in range(c.num_hidden_layers):
-        inputs[f"past_key_values.{i}.key"] = inputs[f"past_key_values.{i}.value"] = kept
+        inputs[f"past_key_values.{i}.key"] = inputs[f"past_key_values.{i}.value"] = entries
     return inputs
 
 

@@ -1,9 +1,9 @@
-"""All file access of the package: size limits and schemas on reading, atomic writes.
+"""All file access of the package: size limits on reading, atomic writes.
 
-reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON lines. schema:
-checks of JSON fields. atomic: atomic files and directories, and locks. json_log: append-only logs,
-to resume from. plots: PNG files. regex_limits: regular expressions from files and users.
-memory_limit: the machine's memory limit.
+reading: regular files of bounded size, JSON of bounded depth and digits. jsonl: JSON lines. atomic:
+atomic files and directories, and locks. json_log: append-only logs, to resume from. plots: PNG
+files. regex_limits: regular expressions from files and users. memory_limit: the machine's memory
+limit.
 """
 
 from jaxllm.files.atomic import (
@@ -31,12 +31,10 @@ from jaxllm.files.reading import (
     regular_size,
 )
 from jaxllm.files.regex_limits import check_name_pattern, compile_pattern, match_names
-from jaxllm.files.schema import as_schema, field_errors
 
 __all__ = [
     "JsonLog",
     "as_path",
-    "as_schema",
     "atomic_directory",
     "atomic_file",
     "check_memory",
@@ -44,7 +42,6 @@ __all__ = [
     "check_vacant",
     "compile_pattern",
     "copy_files",
-    "field_errors",
     "finite_json",
     "lock_file",
     "machine_memory",

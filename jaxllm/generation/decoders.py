@@ -5,7 +5,7 @@ The fields of a decoder are its own options, checked by their rows in `options/t
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -180,18 +180,8 @@ class ContrastiveSearch(Decoder):
     def run(
         self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
     ) -> list[Completion]:
-        def decode(prompt: list[int], max_new_tokens: int, seed: int) -> list[int]:
-            return contrastive_search(
-                lm.model,
-                lm.params,
-                prompt,
-                penalty_alpha=self.penalty_alpha,
-                max_new_tokens=max_new_tokens,
-                top_k=self.top_k or 4,
-                eos_token_ids=config.eos_token_ids,
-            )
-
-        return _decode_serially(decode, lm, prompts, config)
+        options = {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k or 4}
+        return _decode_serially(contrastive_search, options, lm, prompts, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,33 +196,33 @@ class Guidance(Decoder):
     def run(
         self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
     ) -> list[Completion]:
-        def decode(prompt: list[int], max_new_tokens: int, seed: int) -> list[int]:
-            return generate_with_guidance(
-                lm.model,
-                lm.params,
-                prompt,
-                guidance_scale=self.guidance_scale,
-                max_new_tokens=max_new_tokens,
-                negative_prompt=self.negative_prompt,
-                sampler=config.sampler,
-                seed=seed,
-                eos_token_ids=config.eos_token_ids,
-            )
-
-        return _decode_serially(decode, lm, prompts, config)
+        seeds = per_prompt(config.seed, len(prompts))
+        options = {**dataclasses.asdict(self), "sampler": config.sampler}
+        return _decode_serially(generate_with_guidance, options, lm, prompts, config, seeds)
 
 
 def _decode_serially(
-    decode: Callable[[list[int], int, int], list[int]],
+    decode: Callable[..., list[int]],
+    options: dict[str, Any],
     lm: LanguageModel,
     prompts: Prompts,
     config: GenerationConfig,
+    seeds: list[int] | None = None,
 ) -> list[Completion]:
-    """Run `decode(prompt, max_new_tokens, seed)` for each prompt."""
-    budgets, seeds = (per_prompt(x, len(prompts)) for x in (config.max_new_tokens, config.seed))
+    """Decode each prompt, with its own limit of new tokens, and its seed if there are seeds."""
     completions = []
-    for prompt, max_new_tokens, seed in zip(prompts, budgets, seeds, strict=True):
-        tokens = decode(prompt, max_new_tokens, seed)
+    for row, (prompt, max_new_tokens) in enumerate(
+        zip(prompts, per_prompt(config.max_new_tokens, len(prompts)), strict=True)
+    ):
+        tokens = decode(
+            lm.model,
+            lm.params,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=config.eos_token_ids,
+            **options,
+            **({} if seeds is None else {"seed": seeds[row]}),
+        )
         reason = "eos" if tokens and tokens[-1] in config.eos_token_ids else "length"
         completions.append(make_completion(lm, prompt, tokens, reason, config))
     return completions

@@ -4,7 +4,8 @@ Token log-probabilities, which need the same forward pass, are here too. `batchi
 pools what it decodes into a cache; here nothing is cached, so any layer can be used.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,26 +79,24 @@ def embeddings(
         raise TokenError(f"texts must be a list of lists of token ids, got {texts!r:.60}")
     layer = _check_options(model, layer, pooling, batch)
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    found = np.zeros((len(ids), model.config.hidden_size), np.float32)
-    groups = list(_group_by_length([len(text) for text in ids], batch))
+    vectors_ND = np.zeros((len(ids), model.config.hidden_size), np.float32)
+    groups = _group_by_length(ids, batch)
     with steps_bar("embedding", len(groups), show_progress) as advance:
-        for members, width in groups:
-            rows = min(batch, next_power_of_two(len(members)))
-            texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
-            found_BD = embed_batch(
+        for members in groups:
+            vectors_BD = embed_batch(
                 model,
                 params,
-                *pad_texts(texts_B, width=width),
+                *_pad_batch([ids[member] for member in members], batch),
                 layer=layer,
                 pooling=pooling,
                 normalize=normalize,
             )
-            found[members] = np.asarray(found_BD)[: len(members)]
+            vectors_ND[members] = np.asarray(vectors_BD)[: len(members)]
             advance()
-    if not np.isfinite(found).all():
-        bad = int(np.argmin(np.isfinite(found).all(axis=1)))
+    if not np.isfinite(vectors_ND).all():
+        bad = int(np.argmin(np.isfinite(vectors_ND).all(axis=1)))
         raise NonFiniteError(f"the hidden states of text {bad} are NaN or infinite")
-    return found
+    return vectors_ND
 
 
 def log_probs(
@@ -110,20 +109,15 @@ def log_probs(
     Raises what `embeddings` raises.
     """
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
-    found = [np.zeros(0, np.float32)] * len(ids)
-    size = 4 * model.config.vocab_size
-    for members, width in _group_by_length(
-        [len(text) for text in ids], batch, LOGITS_BYTES // size
-    ):
-        rows = min(batch, next_power_of_two(len(members)))
-        texts_B: list[Any] = [ids[member] for member in members] + [[]] * (rows - len(members))
-        token_BT, position_BT = pad_texts(texts_B, width=width)
-        logprob_BT = np.asarray(_log_probs(model, params, token_BT, position_BT))
+    logprobs = [np.zeros(0, np.float32)] * len(ids)
+    for members in _group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
+        arrays = _pad_batch([ids[member] for member in members], batch)
+        logprob_BT = np.asarray(_log_probs(model, params, *arrays))
         for row, member in enumerate(members):
-            found[member] = logprob_BT[row, : len(ids[member]) - 1]
-            if not np.isfinite(found[member]).all():
+            logprobs[member] = logprob_BT[row, : len(ids[member]) - 1]
+            if not np.isfinite(logprobs[member]).all():
                 raise NonFiniteError("the model returned NaN or infinite logits")
-    return found
+    return logprobs
 
 
 @partial(jax.jit, static_argnums=0)
@@ -137,23 +131,26 @@ def _log_probs(
 
 
 def _group_by_length(
-    lengths: list[int], batch: int, max_columns: int | None = None
-) -> Iterator[tuple[list[int], int]]:
-    """Yield batches of text indices, shortest texts first, and their padded width.
+    texts: list[np.ndarray], batch: int, max_columns: float = math.inf
+) -> list[list[int]]:
+    """Return batches of text indices, shortest texts first.
 
-    max_columns: maximum of rows times width in a batch of several rows.
+    max_columns: maximum of rows times padded width in a batch of several rows.
     """
-    left = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    left, groups = sorted(range(len(texts)), key=lambda i: len(texts[i])), []
     while left:
         count = min(batch, len(left))
-        while (
-            max_columns is not None
-            and count > 1
-            and count * _padded_width(lengths[left[count - 1]]) > max_columns
-        ):
+        while count > 1 and count * _padded_width(len(texts[left[count - 1]])) > max_columns:
             count -= 1
-        members, left = left[:count], left[count:]
-        yield members, _padded_width(lengths[members[-1]])
+        groups.append(left[:count])
+        left = left[count:]
+    return groups
+
+
+def _pad_batch(texts: list[np.ndarray], batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and positions `[B, T]` of texts; few sizes mean few compiled programs."""
+    rows: list[Any] = [*texts, *[[]] * (min(batch, next_power_of_two(len(texts))) - len(texts))]
+    return pad_texts(rows, width=_padded_width(max(map(len, texts))))
 
 
 def _padded_width(length: int) -> int:

@@ -20,13 +20,13 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
     """
     if isinstance(prompt, str):
         return [prompt], True
-    found = _to_list(prompt)
-    if not isinstance(found, list | tuple | range):
+    items = _to_list(prompt)
+    if not isinstance(items, list | tuple | range):
         raise TokenError(
             f"a prompt is text or token ids, or a list of prompts; got {prompt!r:.60}"
             f"{_remedy(prompt)}"
         )
-    prompt = found
+    prompt = items
     single = len(prompt) > 0 and is_integer(prompt[0])
     return ([prompt], True) if single else (list(prompt), False)
 
@@ -55,10 +55,10 @@ def encode_prompt(
 
 def token_list(tokens: Any, message: str = "tokens must be a list of token ids") -> list[int]:
     """Return token ids, a list or an array `[T]`, as a list. Raises TokenError for other types."""
-    found = _to_list(tokens)
-    if not isinstance(found, list | tuple | range) or not all(map(is_integer, found)):
+    items = _to_list(tokens)
+    if not isinstance(items, list | tuple | range) or not all(map(is_integer, items)):
         raise TokenError(f"{message}, got {tokens!r:.60}{_remedy(tokens)}")
-    return [int(token) for token in found]
+    return [int(token) for token in items]
 
 
 def _to_list(prompt: Any) -> Any:

@@ -43,11 +43,11 @@ def recompute(
         stop = min(stop, int(cache.next_position_B.max()))
     for first in range(start, stop, chunk):
         last = min(first + chunk, stop)
-        wanted = np.broadcast_to(
+        wanted_BT = np.broadcast_to(
             np.arange(first, last, dtype=np.int32), (cache.batch, last - first)
         )
-        at_BT = find_slots(cache, wanted)
-        positions_BT = jnp.where(at_BT >= 0, wanted, -1)
+        at_BT = find_slots(cache, wanted_BT)
+        positions_BT = jnp.where(at_BT >= 0, wanted_BT, -1)
         tokens_BT = jnp.take_along_axis(cache.token_BS, jnp.maximum(at_BT, 0), axis=1)
         before = keep(cache, cache.position_BS < first)
         out = forward(model, params, before, tokens_BT, positions_BT=positions_BT)

@@ -1,15 +1,15 @@
 """Flax modules that name parameters and call `ops`; a family's file is named after `model_type`.
 
-Families, one row each in `FAMILIES`: gpt2, gpt_neox, llama, gemma2, gemma3_text, granite, mixtral,
-olmo2, phi3, qwen2, qwen3, qwen3_moe, smollm3. family: the row type. decoder: the base of most
-families; hybrid_attention: layers with full or sliding attention; moe: mixtures of experts.
-modules: shared Flax modules; layers: what layers compute; inputs: checks of a step's inputs; long/:
-long-context attention. A family's file also defines its configuration with rotary settings and
-windows (`ModelConfig.rotary`, `.window`). Its checkpoint mapping is a table in `convert`.
+Families have one row each in `FAMILIES`. family: the row type. decoder: the base of most families;
+hybrid_attention: layers with full or sliding attention; moe: mixtures of experts. modules: shared
+Flax modules; layers: what layers compute; inputs: checks of a step's inputs; long/: long-context
+attention. A family's file also defines its configuration with rotary settings and
+windows (`ModelConfig.layer_rope`, `.window`). Its checkpoint mapping is a table in `convert`.
 docs/add_a_family.md covers all of it.
 """
 
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import flax.linen as nn
@@ -18,47 +18,31 @@ import jax.numpy as jnp
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema
-from jaxllm.models import (
-    gemma2,
-    gemma3_text,
-    gpt2,
-    gpt_neox,
-    granite,
-    llama,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
 from jaxllm.ops.compile_cache import load_or_make
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.precision import Precision
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.config.model_type: module.FAMILY
-    for module in (
-        llama,
-        gpt2,
-        qwen2,
-        qwen3,
-        gemma2,
-        gemma3_text,
-        phi3,
-        olmo2,
-        smollm3,
-        granite,
-        mixtral,
-        qwen3_moe,
-        gpt_neox,
-    )
-}
+# The names of the families' modules, which are their model types.
+_NAMES = (
+    "llama",
+    "gpt2",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "granite",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_neox",
+)
+FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _NAMES}
 
 
 def get_family(model_type: str) -> Family:

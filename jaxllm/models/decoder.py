@@ -1,7 +1,7 @@
 """The decoder of most families: rotary attention and a gated MLP, with norms around them.
 
-A family is a configuration, whose properties set scales, caps and biases, and a `Block`, which
-names its norms. Code for a single family is in its own file.
+A family is a configuration: its properties set norms, biases, windows, scales and caps, and a field
+of the same name replaces a property. Code for a single family is in its own file.
 """
 
 import dataclasses
@@ -46,7 +46,22 @@ from jaxllm.weights.precision import Precision
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """A decoder. A family whose arithmetic differs overrides properties."""
+    """A decoder. A family whose arithmetic differs overrides properties.
+
+    Attributes:
+        norms: Names of the norms before and after attention, before and after the MLP; None: no
+            norm.
+        qk_norm: "each head" or "all heads": how queries and keys are normalized before rotation;
+            None: not at all.
+    """
+
+    norms: ClassVar[tuple[str | None, ...]] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    qk_norm: ClassVar[str | None] = None
 
     rope: Rope
 
@@ -70,6 +85,14 @@ class DecoderConfig(ModelConfig):
     def layer_rope(self, layer: int) -> Rope | None:
         return self.rope
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Sliding window of all layers in tokens."""
+        return None
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
     def memory_shape(self, layer: int) -> Any:
         kind = self.long_attention(layer)
         if kind is None or kind.kind != "infini":
@@ -92,9 +115,19 @@ class DecoderConfig(ModelConfig):
         return dataclasses.replace(self, rope=rope)
 
     @property
+    def attention_bias(self) -> bool:
+        """Whether queries, keys, values and attention's output have biases."""
+        return False
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the MLP's linears have biases."""
+        return False
+
+    @property
     def biases(self) -> tuple[bool, bool, bool]:
         """Whether there are biases on q/k/v, on the attention output, and in the MLP."""
-        return (False, False, False)
+        return (self.attention_bias, self.attention_bias, self.mlp_bias)
 
     @property
     def attention_scale(self) -> float:
@@ -112,39 +145,17 @@ class DecoderConfig(ModelConfig):
         return 0.0
 
     @property
-    def embedding_scale(self) -> float:
-        """Factor on embeddings."""
-        return 1.0
-
-    @property
     def residual_scale(self) -> float:
         """Factor on each sublayer's output before it is added to the stream."""
         return 1.0
 
-    @property
-    def logits_scale(self) -> float:
-        """Factor on logits."""
-        return 1.0
-
-    @property
-    def logits_cap(self) -> float | None:
-        """Soft cap on logits, applied after the factor."""
-        return None
-
 
 class Attention(nn.Module):
-    """Rotary grouped-query attention.
-
-    Attributes:
-        qk_norm: "each head" or "all heads": how queries and keys are normalized before rotation;
-            None: not at all.
-        out_name: Name of the output projection.
-    """
+    """Rotary grouped-query attention. out_name: name of the output projection."""
 
     config: DecoderConfig
     precision: Precision
     layer: int
-    qk_norm: str | None = None
     out_name: str = "o_proj"
 
     @nn.compact
@@ -159,10 +170,10 @@ class Attention(nn.Module):
         K, rope = c.num_key_value_heads, c.layer_rope(self.layer)
         heads = {"q_proj": c.num_attention_heads, "k_proj": K, "v_proj": K}
         q, k, v = project(x, *(linear(*item) for item in heads.items()))
-        if self.qk_norm == "all heads":
+        if c.qk_norm == "all heads":
             q, k = self._norm_qk(q, k)
         q, k, v = (y.reshape(B, T, -1, c.head_dim) for y in (q, k, v))
-        if self.qk_norm == "each head":
+        if c.qk_norm == "each head":
             q, k = self._norm_qk(q, k)
         kind, beside = c.long_attention(self.layer), None
         if kind is not None and kind.kind == "infini":
@@ -216,32 +227,18 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and a gated MLP with residual connections, and norms around them.
-
-    Attributes:
-        norms: Names of the norms before and after attention, before and after the MLP; None: no
-            norm.
-        qk_norm: See `Attention`.
-    """
+    """One layer: attention and a gated MLP with residual connections, and norms around them."""
 
     config: DecoderConfig
     precision: Precision
     layer: int
 
-    norms: ClassVar[tuple[str | None, ...]] = (
-        "input_layernorm",
-        None,
-        "post_attention_layernorm",
-        None,
-    )
-    qk_norm: ClassVar[str | None] = None
-
     @nn.compact
     def __call__(self, x: jax.Array, scope: AttentionContext) -> Layer:
         c, p = self.config, self.precision
-        before, after, before_mlp, after_mlp = self.norms
+        before, after, before_mlp, after_mlp = c.norms
         normed = scope.gather_tokens(self._norm(before, x))
-        attended = Attention(c, p, self.layer, self.qk_norm, name="self_attn")(normed, scope)
+        attended = Attention(c, p, self.layer, name="self_attn")(normed, scope)
         x = self._add_residual(x, self._norm(after, attended.x))
         mlp_normed = scope.gather_tokens(self._norm(before_mlp, x))
         hidden, y, router = self._mlp(mlp_normed, scope)
@@ -274,16 +271,18 @@ class Decoder(Model, nn.Module):
 
     Attributes:
         block: The class of its layers.
+        layers: Name of the layers, without their number.
         token_table: Name of the embedding table.
         remat, runner: See `layers.run_blocks`.
     """
 
-    config: DecoderConfig
+    config: ModelConfig
     precision: Precision
     remat: bool = False
     runner: LayerRunner | None = None
 
     block: ClassVar[type[nn.Module]] = Block
+    layers: ClassVar[str] = "layers"
     token_table: ClassVar[str] = "embed_tokens"
 
     @nn.compact
@@ -309,7 +308,7 @@ class Decoder(Model, nn.Module):
             length_B: Length of the text of each row, for rotary settings that depend on it.
             column_B: The one column of each row to compute logits for; None: all.
             attention_mass: Whether the trace contains the attention that every slot received.
-            embeddings_BTD: Replaces the embeddings of `token_BT`.
+            embeddings_BTD: Replaces the embeddings of `token_BT`; a position's is still added.
             angles: Cosines and sines of the new tokens for each of `ModelConfig.ropes`, each `[B,
                 T, F]`; None: computed from positions.
             mask_BTS: What each query attends to of all slots and then the new tokens, as in
@@ -319,16 +318,14 @@ class Decoder(Model, nn.Module):
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
-        if c.embedding_scale != 1:
-            x = x * jnp.asarray(c.embedding_scale, x.dtype)
+        embeddings = x = self.finish_embeddings(x, position_BT)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
         told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks)
         scope = AttentionContext(position_BT, segments, *told)
         blocks = [
-            self.block(config=c, precision=p, layer=i, name=f"layers.{i}")
+            self.block(config=c, precision=p, layer=i, name=f"{self.layers}.{i}")
             for i in range(c.num_hidden_layers)
         ]
-        embeddings = x
         layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
         norm = scope.gather_tokens(self.final_norm(x))
         logits = unembed(c, p, table, select_columns(norm, column_B))
@@ -336,15 +333,21 @@ class Decoder(Model, nn.Module):
             logits = logits * c.logits_scale
         return Trace(embeddings, layers, norm, ops.soft_cap(logits, c.logits_cap))
 
+    def finish_embeddings(self, x: jax.Array, position_BT: jax.Array) -> jax.Array:
+        """Return the input of the first layer from the embeddings of the tokens."""
+        scale = self.config.embedding_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
     def final_norm(self, x: jax.Array) -> jax.Array:
         """Apply the final norm to the last layer's output."""
-        y: jax.Array = RMSNorm(self.config.norm_eps, self.config.norm_weight_offset, name="norm")(x)
+        c: Any = self.config
+        y: jax.Array = RMSNorm(c.norm_eps, c.norm_weight_offset, name="norm")(x)
         return y
 
 
 def decoder_family(
     config: type[DecoderConfig],
-    module: type[Decoder],
+    module: type[Decoder] = Decoder,
     aliases: tuple[str, ...] = (),
     embeddings: str = "embed_tokens",
 ) -> Family:
@@ -353,9 +356,7 @@ def decoder_family(
     embeddings: name of their activation; "embeddings" if they are not the output of the module
     `embed_tokens` in transformers.
     """
-    block = module.block
-    assert issubclass(block, Block)
-    before, _, before_mlp, _ = block.norms
+    before, _, before_mlp, _ = config.norms
     return Family(
         config=config,
         module=module,
@@ -368,9 +369,14 @@ def decoder_family(
         mlp_norm=before_mlp,
         mlp_down="mlp.down_proj",
         norm="norm",
-        block=block,
+        block=module.block,
         linear_groups=(
-            LinearGroup("attention_norm", _proj_paths("self_attn", "qkv"), "attention.x", before),
+            LinearGroup(
+                "attention_norm",
+                tuple(f"self_attn.{x}_proj" for x in "qkv"),
+                "attention.x",
+                before,
+            ),
             LinearGroup(
                 "attention.heads", ("self_attn.o_proj",), "attention.x", "self_attn.v_proj"
             ),
@@ -391,12 +397,8 @@ def decoder_family(
                 ParallelLinear("self_attn.q_norm", 0),
                 ParallelLinear("self_attn.k_norm", 0, kv_heads_only=True),
             )
-            if block.qk_norm == "all heads"
+            if config.qk_norm == "all heads"
             else ()
         ),
         aliases=aliases,
     )
-
-
-def _proj_paths(module: str, letters: str) -> tuple[str, ...]:
-    return tuple(f"{module}.{letter}_proj" for letter in letters)

@@ -8,8 +8,7 @@ import math
 from typing import ClassVar
 
 from jaxllm.config.model import Positive
-from jaxllm.models import decoder
-from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
@@ -17,13 +16,16 @@ from jaxllm.models.hybrid_attention import HybridAttentionConfig
 class GemmaConfig(HybridAttentionConfig):
     """Shared by Gemma 2 and 3. query_pre_attn_scalar: scores are divided by its square root."""
 
+    norms: ClassVar[tuple[str | None, ...]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
     query_pre_attn_scalar: Positive
     attention_bias: bool = False
     final_logit_softcapping: Positive | None = None
-
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return (self.attention_bias, self.attention_bias, False)
 
     @property
     def attention_scale(self) -> float:
@@ -55,22 +57,4 @@ class Gemma2Config(GemmaConfig):
         return self.attn_logit_softcapping
 
 
-class Block(decoder.Block):
-    """One layer."""
-
-    norms = (
-        "input_layernorm",
-        "post_attention_layernorm",
-        "pre_feedforward_layernorm",
-        "post_feedforward_layernorm",
-    )
-
-
-class Gemma2(Decoder):
-    """The model."""
-
-    config: Gemma2Config
-    block = Block
-
-
-FAMILY = decoder_family(Gemma2Config, Gemma2)
+FAMILY = decoder_family(Gemma2Config)

@@ -7,8 +7,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Rope
-from jaxllm.models import gemma2
-from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.gemma2 import GemmaConfig
 
 
@@ -17,6 +16,7 @@ class Gemma3Config(GemmaConfig):
     """Gemma 3. local_rope: rotary settings of sliding-window layers."""
 
     model_type: ClassVar[str] = "gemma3_text"
+    qk_norm: ClassVar[str | None] = "each head"
 
     local_rope: Rope
 
@@ -27,17 +27,4 @@ class Gemma3Config(GemmaConfig):
         return (self.rope, self.local_rope)
 
 
-class Block(gemma2.Block):
-    """One layer."""
-
-    qk_norm = "each head"
-
-
-class Gemma3(Decoder):
-    """The model."""
-
-    config: Gemma3Config
-    block = Block
-
-
-FAMILY = decoder_family(Gemma3Config, Gemma3)
+FAMILY = decoder_family(Gemma3Config)

@@ -11,24 +11,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxllm import ops
-from jaxllm.cache.kv import Segment
 from jaxllm.config.model import ModelConfig
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
-from jaxllm.models.layers import (
-    NO_PARALLEL,
-    AttentionContext,
-    AttentionOutput,
-    Layer,
-    LayerRunner,
-    MassMode,
-    ParallelHooks,
-    Trace,
-    attend,
-    run_blocks,
-)
-from jaxllm.models.modules import Embedding, LayerNorm, Linear, select_columns, unembed
-from jaxllm.weights.model import Model
+from jaxllm.models.layers import AttentionContext, AttentionOutput, Layer, attend
+from jaxllm.models.modules import Embedding, LayerNorm, Linear, UngatedMLP
 from jaxllm.weights.precision import Precision
 
 
@@ -63,55 +50,6 @@ class GPT2Config(ModelConfig):
         return complaints
 
 
-class GPT2(Model, nn.Module):
-    """The model: token and position embeddings, blocks, final norm, and logits.
-
-    remat, runner: see `layers.run_blocks`.
-    """
-
-    config: GPT2Config
-    precision: Precision
-    remat: bool = False
-    runner: LayerRunner | None = None
-
-    @nn.compact
-    def __call__(
-        self,
-        token_BT: jax.Array,
-        position_BT: jax.Array,
-        length_B: jax.Array,
-        segments: tuple[Segment, ...] = (),
-        column_B: jax.Array | None = None,
-        attention_mass: MassMode = False,
-        *,
-        embeddings_BTD: jax.Array | None = None,
-        mask_BTS: jax.Array | None = None,
-        document_BT: jax.Array | None = None,
-        hooks: ParallelHooks = NO_PARALLEL,
-    ) -> Trace:
-        """Run tokens as `Decoder.__call__` does, but ignore `length_B`.
-
-        Positions past the table give NaN.
-
-        embeddings_BTD: of the tokens alone; position embeddings are added.
-        """
-        c, p = self.config, self.precision
-        x, table = Embedding(c.vocab_size, c.hidden_size, name="wte")(token_BT)
-        places, _ = Embedding(c.max_position_embeddings, c.hidden_size, name="wpe")(
-            jnp.maximum(position_BT, 0)
-        )
-        x = x if embeddings_BTD is None else embeddings_BTD
-        x = x.astype(p.activations) + places.astype(p.activations)
-        told: Any = {"document_BT": document_BT, "hooks": hooks}
-        scope = AttentionContext(position_BT, segments, mask_BTS, attention_mass, **told)
-        blocks = [Block(c, p, i, name=f"h.{i}") for i in range(c.num_hidden_layers)]
-        embeddings = x
-        layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
-        norm = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_f")(x))
-        logits = unembed(c, p, table, select_columns(norm, column_B))
-        return Trace(embeddings, layers, norm, logits)
-
-
 class Block(nn.Module):
     """One layer: attention and an MLP, each after a norm, with residual connections."""
 
@@ -126,7 +64,7 @@ class Block(nn.Module):
         attended = Attention(c, p, self.layer, name="attn")(normed, scope)
         x = x + attended.x
         mlp_normed = scope.gather_tokens(LayerNorm(c.norm_eps, name="ln_2")(x))
-        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        hidden, y = UngatedMLP(c, p, ("c_fc", "c_proj"), name="mlp")(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, x + y)
 
 
@@ -152,17 +90,27 @@ class Attention(nn.Module):
         )
 
 
-class MLP(nn.Module):
-    """Two linears: returns the input of the second, and its output."""
+class GPT2(Decoder):
+    """The model: embeddings of positions are added to those of tokens.
+
+    Positions past the table give NaN.
+    """
 
     config: GPT2Config
-    precision: Precision
+    block = Block
+    layers = "h"
+    token_table = "wte"
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        c, p = self.config, self.precision
-        hidden = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name="c_fc")(x))
-        return hidden, Linear(x.shape[-1], True, p, name="c_proj")(hidden)
+    def finish_embeddings(self, x: jax.Array, position_BT: jax.Array) -> jax.Array:
+        c = self.config
+        places, _ = Embedding(c.max_position_embeddings, c.hidden_size, name="wpe")(
+            jnp.maximum(position_BT, 0)
+        )
+        return x + places.astype(x.dtype)
+
+    def final_norm(self, x: jax.Array) -> jax.Array:
+        y: jax.Array = LayerNorm(self.config.norm_eps, name="ln_f")(x)
+        return y
 
 
 FAMILY = Family(

@@ -10,11 +10,10 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 
-from jaxllm import ops
 from jaxllm.models.decoder import Attention, Decoder, DecoderConfig
 from jaxllm.models.family import Family, LinearGroup, ParallelLinear
 from jaxllm.models.layers import AttentionContext, Layer
-from jaxllm.models.modules import LayerNorm, Linear
+from jaxllm.models.modules import LayerNorm, UngatedMLP
 from jaxllm.weights.precision import Precision
 
 
@@ -30,20 +29,6 @@ class GPTNeoXConfig(DecoderConfig):
     @property
     def biases(self) -> tuple[bool, bool, bool]:
         return (self.attention_bias, self.attention_bias, True)
-
-
-class MLP(nn.Module):
-    """Two linears: returns the input of the second, and its output."""
-
-    config: GPTNeoXConfig
-    precision: Precision
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        c, p = self.config, self.precision
-        wide = Linear(c.intermediate_size, True, p, name="dense_h_to_4h")(x)
-        hidden = ops.ACTIVATIONS[c.hidden_act](wide)
-        return hidden, Linear(x.shape[-1], True, p, name="dense_4h_to_h")(hidden)
 
 
 class Block(nn.Module):
@@ -63,7 +48,8 @@ class Block(nn.Module):
         mlp_normed = scope.gather_tokens(
             LayerNorm(c.norm_eps, name="post_attention_layernorm")(read)
         )
-        hidden, y = MLP(c, p, name="mlp")(mlp_normed)
+        mlp = UngatedMLP(c, p, ("dense_h_to_4h", "dense_4h_to_h"), name="mlp")
+        hidden, y = mlp(mlp_normed)
         return Layer(normed, attended, mlp_normed, hidden, y, after + y)
 
 

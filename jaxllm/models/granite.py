@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Positive
-from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
+from jaxllm.models.decoder import DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,6 @@ class GraniteConfig(DecoderConfig):
     logits_scaling: Positive = 1.0
 
     @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return (self.attention_bias, self.attention_bias, self.mlp_bias)
-
-    @property
     def embedding_scale(self) -> float:
         return self.embedding_multiplier
 
@@ -43,10 +39,4 @@ class GraniteConfig(DecoderConfig):
         return 1 / self.logits_scaling
 
 
-class Granite(Decoder):
-    """The model."""
-
-    config: GraniteConfig
-
-
-FAMILY = decoder_family(GraniteConfig, Granite, embeddings="embeddings")
+FAMILY = decoder_family(GraniteConfig, embeddings="embeddings")

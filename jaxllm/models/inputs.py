@@ -146,13 +146,11 @@ def rescales_rope(begin_B: Any, end_B: Any, config: ModelConfig) -> bool:
     return bool(beyond_B.any())
 
 
-def warn_dynamic_ntk(
-    begin_B: Any, end_B: Any, config: ModelConfig, model_name: str = "model"
-) -> None:
+def warn_dynamic_ntk(begin_B: Any, end_B: Any, config: ModelConfig) -> None:
     """Warn if `rescales_rope` is true. Call it when a text runs, not when it is only checked."""
     if rescales_rope(begin_B, end_B, config):
         warnings.warn(
-            f"the {model_name}'s rotary angles change with every token beyond"
+            "the model's rotary angles change with every token beyond"
             f" {config.max_position_embeddings} (dynamic NTK), but cached keys keep their angles,"
             " as in transformers: logits differ from those of one pass over the text. Recompute"
             " the text, or bound it with an overflow policy",

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from jaxllm.config.long_attention import LongAttention
 from jaxllm.config.model import TokenCount
-from jaxllm.models.decoder import Block, Decoder, DecoderConfig, decoder_family
+from jaxllm.models.decoder import DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,6 @@ class LlamaConfig(DecoderConfig):
         """Unlimited with a memory: only one segment is attended to at a time."""
         return super().context_length if self.segment_length is None else self.position_limit
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
-
     def long_attention(self, layer: int) -> LongAttention | None:
         kind = self.attention
         return kind.with_layers([layer]) if kind is not None else None
@@ -73,16 +70,5 @@ class LlamaConfig(DecoderConfig):
             return {name: value for name, value in fields.items() if name != "attention"}
         return {**fields, "attention": self.attention.to_dict()}
 
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return (self.attention_bias, self.attention_bias, self.mlp_bias)
 
-
-class Llama(Decoder):
-    """The model."""
-
-    config: LlamaConfig
-    block = Block
-
-
-FAMILY = decoder_family(LlamaConfig, Llama, aliases=("mistral",))
+FAMILY = decoder_family(LlamaConfig, aliases=("mistral",))

@@ -4,8 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import TokenCount
-from jaxllm.models.decoder import Decoder
-from jaxllm.models.moe import Block, MoEConfig, moe_family
+from jaxllm.models.moe import MoEConfig, moe_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,15 +15,5 @@ class MixtralConfig(MoEConfig):
 
     sliding_window: TokenCount | None = None
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
 
-
-class Mixtral(Decoder):
-    """The model."""
-
-    config: MixtralConfig
-    block = Block
-
-
-FAMILY = moe_family(MixtralConfig, Mixtral)
+FAMILY = moe_family(MixtralConfig)

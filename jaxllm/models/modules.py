@@ -62,6 +62,20 @@ def project(x: jax.Array, *modules: Linear) -> list[jax.Array]:
     return results
 
 
+class UngatedMLP(nn.Module):
+    """Two linears with biases: returns the input of the second, and its output."""
+
+    config: ModelConfig
+    precision: Precision
+    names: tuple[str, str]  # of the linears
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, p, (first, second) = self.config, self.precision, self.names
+        hidden = ops.ACTIVATIONS[c.hidden_act](Linear(c.intermediate_size, True, p, name=first)(x))
+        return hidden, Linear(x.shape[-1], True, p, name=second)(hidden)
+
+
 class Embedding(nn.Module):
     """An embedding table, which a tied model also uses as its output matrix."""
 

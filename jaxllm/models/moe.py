@@ -192,9 +192,15 @@ class Block(decoder.Block):
         return None, *mixture(x, scope.position_BT)
 
 
-def moe_family(config: type[MoEConfig], module: type[Decoder]) -> Family:
+class MoEDecoder(Decoder):
+    """A decoder with experts."""
+
+    block = Block
+
+
+def moe_family(config: type[MoEConfig]) -> Family:
     """Return the row of an MoE family; its dense layers have the linears of an MLP."""
-    row = decoder.decoder_family(config, module)
+    row = decoder.decoder_family(config, MoEDecoder)
     stacks = (
         m._replace(linear=m.linear.replace("mlp.", "mlp.experts.")) for m in row.channel_linears
     )

@@ -12,7 +12,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import TokenCount
-from jaxllm.models.decoder import Decoder, DecoderConfig, decoder_family
+from jaxllm.models.decoder import DecoderConfig, decoder_family
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,5 @@ class Phi3Config(DecoderConfig):
 
     sliding_window: TokenCount | None = None
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
 
-
-class Phi3(Decoder):
-    """The model."""
-
-    config: Phi3Config
-
-
-FAMILY = decoder_family(Phi3Config, Phi3)
+FAMILY = decoder_family(Phi3Config)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
@@ -18,10 +18,4 @@ class Qwen2Config(HybridAttentionConfig):
         return (True, False, False)
 
 
-class Qwen2(Decoder):
-    """The model."""
-
-    config: Qwen2Config
-
-
-FAMILY = decoder_family(Qwen2Config, Qwen2)
+FAMILY = decoder_family(Qwen2Config)

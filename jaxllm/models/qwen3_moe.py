@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from jaxllm.config.model import HiddenSize, TokenCount
-from jaxllm.models import moe
-from jaxllm.models.decoder import Decoder
 from jaxllm.models.moe import MoEConfig, moe_family
 
 
@@ -19,6 +17,7 @@ class Qwen3MoeConfig(MoEConfig):
     """
 
     model_type: ClassVar[str] = "qwen3_moe"
+    qk_norm: ClassVar[str | None] = "each head"
     per_layer_fields: ClassVar[tuple[str, ...]] = ("mlp_layer_types",)
 
     moe_intermediate_size: HiddenSize
@@ -45,29 +44,8 @@ class Qwen3MoeConfig(MoEConfig):
         """Return whether the layer has experts in place of `form`; otherwise as the base class."""
         return (self.is_moe_layer(layer), *super().layer_signature(layer)[1:])
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
-
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return (self.attention_bias, self.attention_bias, False)
-
-
-class Block(moe.Block):
-    """One layer."""
-
-    config: Qwen3MoeConfig
-    qk_norm = "each head"
-
-
-class Qwen3Moe(Decoder):
-    """The model."""
-
-    config: Qwen3MoeConfig
-    block = Block
-
 
 FAMILY = dataclasses.replace(
-    moe_family(Qwen3MoeConfig, Qwen3Moe),
+    moe_family(Qwen3MoeConfig),
     width_fields=("intermediate_size", "moe_intermediate_size"),
 )

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from jaxllm.config.model import Rope
-from jaxllm.models.decoder import Decoder, decoder_family
+from jaxllm.models.decoder import decoder_family
 from jaxllm.models.hybrid_attention import HybridAttentionConfig
 
 
@@ -22,15 +22,5 @@ class SmolLM3Config(HybridAttentionConfig):
     def layer_rope(self, layer: int) -> Rope | None:
         return self.rope if self.turns[layer] else None
 
-    @property
-    def biases(self) -> tuple[bool, bool, bool]:
-        return (self.attention_bias, self.attention_bias, self.mlp_bias)
 
-
-class SmolLM3(Decoder):
-    """The model."""
-
-    config: SmolLM3Config
-
-
-FAMILY = decoder_family(SmolLM3Config, SmolLM3)
+FAMILY = decoder_family(SmolLM3Config)

@@ -14,10 +14,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.models import build, param_shapes
 from jaxllm.models.moe import max_read_fraction
 from jaxllm.plan import communication, memory
-from jaxllm.plan.collective import Collective
+from jaxllm.plan.collective import Collective, Step, rows_per_device
 from jaxllm.plan.hardware import Hardware
 from jaxllm.sharding.context_parallel import dispatch, sequence_parallel
-from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.mesh_spec import MeshSpec
 from jaxllm.sharding.partition_rules import local_config
 from jaxllm.sharding.pipeline.forward import PipelineRunner, check_stages
@@ -50,15 +49,19 @@ class PlanQuery:
     groups: int | None = None
 
     @property
+    def rows(self) -> int:
+        """The rows of a device."""
+        return rows_per_device(self.axes, self.batch)
+
+    @property
     def microbatches(self) -> int:
         """The number of microbatches in flight in a pipeline, while it decodes."""
-        rows = communication.rows_per_device(self.axes, self.batch)
         if self.groups is None:
-            return min(self.axes.stage, rows)
-        if rows % self.groups:
+            return min(self.axes.stage, self.rows)
+        if self.rows % self.groups:
             raise ConfigError(
-                f"{rows} rows on each of data={self.axes.data} are not divisible by {self.groups}"
-                " microbatches"
+                f"{self.rows} rows on each of data={self.axes.data} are not divisible by"
+                f" {self.groups} microbatches"
             )
         return self.groups
 
@@ -67,11 +70,19 @@ class PlanQuery:
         """The number of microbatches of a prompt chunk (`pipeline.forward.PipelineRunner`)."""
         if self.groups is not None or self.axes.stage == 1:
             return self.microbatches
-        rows = communication.rows_per_device(self.axes, self.batch)
-        way = ContextParallel(
-            min(PREFILL_CHUNK, self.context), self.axes.sequence, self.axes.use_ulysses
-        )
-        return PipelineRunner(self.axes.stage).count_microbatches(rows, way.local_columns)
+        chunk = Step(
+            self.checkpoint.config, self.precision, self.axes, self.batch,
+            min(PREFILL_CHUNK, self.context), self.context,
+        )  # fmt: skip
+        return PipelineRunner(self.axes.stage).count_microbatches(self.rows, chunk.local_tokens)
+
+    def step(self, tokens: int) -> Step:
+        """Return the sizes of a step of `tokens` tokens per row."""
+        groups = self.microbatches if tokens == 1 else self.prompt_groups
+        return Step(
+            self.checkpoint.config, self.precision, self.axes, self.batch, tokens, self.context,
+            self.deterministic_sums, groups,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,37 +150,43 @@ class Plan:
 def plan(query: PlanQuery) -> Plan:
     """Return the plan. Raises ConfigError for sizes that do not divide, with path and axis."""
     _check_mesh(query)
-    held = _weight_bytes(query)
-    capacity = query.context
-    flops = _flops(query)
-    rows = communication.rows_per_device(query.axes, query.batch)
+    axes, h, rows, groups = query.axes, query.hardware, query.rows, query.prompt_groups
+    weights = memory.weight_bytes(
+        query.checkpoint, query.precision, axes, query.deterministic_sums, rows
+    )
     chunk = min(PREFILL_CHUNK, query.context)
-    here = ContextParallel(chunk, query.axes.sequence, query.axes.use_ulysses).local_columns
-    decode = _step_collectives(query, 1)
-    prefill = _step_collectives(query, chunk)
-    cache = _cache_bytes(query, query.batch, capacity)
-    h = query.hardware
-    ring = 1 if query.axes.use_ulysses else query.axes.sequence  # the context must be a multiple
-    read = held.read_per_step + cache
-    chunks = -(-query.context // chunk)
-    keys = _attention_flops(query, query.context)
-    p, m = query.axes.stage, query.prompt_groups
-    work = rows * (here * flops + chunk * keys / 2) / h.flops
-    tick = max(held.read_per_step / h.bandwidth, work / m)
-    prompt = chunks * ((m + p - 1) * tick + _collective_seconds(prefill, query))
+    prompt = query.step(chunk)
+    decode = communication.step_collectives(query.step(1))
+    prefill = communication.step_collectives(prompt)
+
+    def cache_and_working_bytes(batch: int, slots: int) -> tuple[int, int]:
+        step = dataclasses.replace(
+            prompt, batch=batch, slots=slots, tokens=min(PREFILL_CHUNK, slots), groups=groups
+        )
+        return memory.cache_bytes(step), memory.working_bytes(step)
+
+    def total_bytes(batch: int, slots: int) -> int:
+        return weights.total + sum(cache_and_working_bytes(batch, slots))
+
+    cache, working = cache_and_working_bytes(query.batch, query.context)
+    ring = 1 if axes.use_ulysses else axes.sequence  # the context must be a multiple
+    flops, attention_flops = _flops(query), _attention_flops(query)
+    work = rows * (prompt.local_tokens * flops + chunk * attention_flops / 2) / h.flops
+    tick = max(weights.read_per_step / h.bandwidth, work / groups)
+    seconds = (groups + axes.stage - 1) * tick + _collective_seconds(prefill, query)
     return Plan(
         query,
-        held,
+        weights,
         cache,
-        _working_bytes(query, query.batch, capacity),
+        working,
         decode,
         prefill,
-        read / h.bandwidth,
-        rows * (flops + keys) / h.flops,
+        (weights.read_per_step + cache) / h.bandwidth,
+        rows * (flops + attention_flops) / h.flops,
         _collective_seconds(decode, query),
-        prompt,
-        _largest_fit(lambda n: _total_bytes(query, held.total, n, capacity), h),
-        _largest_fit(lambda n: _total_bytes(query, held.total, query.batch, n * ring), h) * ring,
+        -(-query.context // chunk) * seconds,
+        _largest_fit(lambda n: total_bytes(n, query.context), h),
+        _largest_fit(lambda n: total_bytes(query.batch, n * ring), h) * ring,
     )
 
 
@@ -179,43 +196,6 @@ def _check_mesh(query: PlanQuery) -> None:
     dispatch.check_context_parallel(local_config(config, axes), axes, query.deterministic_sums)
     sequence_parallel.check(axes, query.deterministic_sums)
     check_stages(config, query.precision, PipelineRunner(axes.stage))
-
-
-def _weight_bytes(query: PlanQuery) -> memory.WeightBytes:
-    rows = communication.rows_per_device(query.axes, query.batch)
-    return memory.weight_bytes(
-        query.checkpoint, query.precision, query.axes, query.deterministic_sums, rows
-    )
-
-
-def _cache_bytes(query: PlanQuery, rows: int, capacity: int) -> int:
-    return memory.cache_bytes(query.checkpoint.config, query.precision, query.axes, rows, capacity)
-
-
-def _working_bytes(query: PlanQuery, rows: int, capacity: int) -> int:
-    chunk = min(PREFILL_CHUNK, capacity)
-    config, groups = query.checkpoint.config, query.prompt_groups
-    return memory.working_bytes(config, query.precision, query.axes, rows, chunk, capacity, groups)
-
-
-def _total_bytes(query: PlanQuery, weight_bytes: int, rows: int, capacity: int) -> int:
-    return (
-        weight_bytes + _cache_bytes(query, rows, capacity) + _working_bytes(query, rows, capacity)
-    )
-
-
-def _step_collectives(query: PlanQuery, tokens: int) -> list[Collective]:
-    groups = query.microbatches if tokens == 1 else query.prompt_groups
-    return communication.step_collectives(
-        query.checkpoint.config,
-        query.precision,
-        query.axes,
-        query.batch,
-        tokens,
-        query.context,
-        deterministic_sums=query.deterministic_sums,
-        groups=groups,
-    )
 
 
 def _flops(query: PlanQuery) -> float:
@@ -235,12 +215,12 @@ def _stage_imbalance(query: PlanQuery) -> float:
     return len(assign_layers(config, stages)[0]) * stages / config.num_hidden_layers
 
 
-def _attention_flops(query: PlanQuery, slots: int) -> float:
-    """Return the flops of one token's attention to `slots` slots, on one device."""
+def _attention_flops(query: PlanQuery) -> float:
+    """Return the flops of one token's attention to `context` slots, on one device."""
     config, axes = query.checkpoint.config, query.axes
     heads = config.num_attention_heads * config.num_hidden_layers * _stage_imbalance(query)
-    among = axes.tensor * axes.kv_replicas * axes.stage * axes.sequence
-    return 4 * heads * config.head_dim * slots / among
+    devices = axes.tensor * axes.kv_replicas * axes.stage * axes.sequence
+    return 4 * heads * config.head_dim * query.context / devices
 
 
 def _collective_seconds(collectives: list[Collective], query: PlanQuery) -> float:

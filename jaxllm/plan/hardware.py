@@ -83,12 +83,12 @@ def parse_hardware(text: str) -> Hardware:
         )
     for part in rest:
         name, equals, number = part.partition("=")
-        found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)([kmgtp]?)b?", number.strip().lower())
-        if not equals or name not in FIELDS or not found:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)([kmgtp]?)b?", number.strip().lower())
+        if not equals or name not in FIELDS or not match:
             raise ConfigError(
                 f"hardware: {part!r:.60} must be NAME=NUMBER, with NAME one of {', '.join(FIELDS)}"
             )
-        known[name] = float(found[1]) * _UNITS[found[2]]
+        known[name] = float(match[1]) * _UNITS[match[2]]
     lacking = [f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING]
     if missing := [name for name in lacking if name not in known]:
         raise ConfigError(f"hardware: {', '.join(missing)} must be given")

@@ -20,17 +20,10 @@ from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.config.model import ModelConfig
 from jaxllm.models.moe import MoEConfig, max_read_fraction
 from jaxllm.ops.attention import BLOCK
-from jaxllm.plan.communication import rows_per_device
+from jaxllm.plan.collective import Step
 from jaxllm.sharding.context_parallel import sequence_parallel
-from jaxllm.sharding.context_parallel.dispatch import ContextParallel
 from jaxllm.sharding.mesh_spec import MeshSpec
-from jaxllm.sharding.partition_rules import (
-    HEAD_AXES,
-    REPLICATED,
-    PartitionRule,
-    find_rule,
-    local_config,
-)
+from jaxllm.sharding.partition_rules import HEAD_AXES, REPLICATED, PartitionRule, find_rule
 from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import plan_split
 from jaxllm.weights.experts import plan_blocks
@@ -66,8 +59,8 @@ def weight_bytes(
     shapes = dict(flatten(models.param_shapes(models.build(config))))
     tables = models.get_family(config.model_type).embedding_tables
     prefix = f"{models.get_family(config.model_type).layers}."
-    own = assign_layers(config, axes.stage)[0]  # no stage has more layers than the first
-    held = read = 0
+    stage_layers = assign_layers(config, axes.stage)[0]  # no stage has more layers than the first
+    total = read = 0
     alike: dict[Any, int] = {}  # sizes by format and shape, since layers are alike
     for path, shape in shapes.items():
         split = find_rule(config, deterministic_sums, path)
@@ -77,14 +70,17 @@ def weight_bytes(
             count = _param_bytes(checkpoint, name, path, shape, split, axes)
             if path not in checkpoint.formats:  # else the size may depend on the values
                 alike[name, split, shape.shape] = count
-        if path.startswith(prefix) and int(path.removeprefix(prefix).split(".")[0]) not in own:
+        if (
+            path.startswith(prefix)
+            and int(path.removeprefix(prefix).split(".")[0]) not in stage_layers
+        ):
             continue
-        held += count
+        total += count
         table = path.removesuffix(".weight") in tables
         head = config.tie_word_embeddings and path == f"{tables[0]}.weight"
         if head or not table:
             read += round(count * max_read_fraction(config, shape.ndim, rows))
-    return WeightBytes(held, read)
+    return WeightBytes(total, read)
 
 
 def _param_bytes(
@@ -96,18 +92,20 @@ def _param_bytes(
     axes: MeshSpec,
 ) -> int:
     """Return the bytes of one device's shard of a parameter in a format."""
-    kept = list(shape.shape)
+    sizes = list(shape.shape)
     if split.is_expert_stack:
-        kept[0] //= axes.expert
-    cut = None if split is REPLICATED else plan_split(path, tuple(kept), split, axes)
-    whole = abstract_weight(name, tuple(kept))
-    if whole is not None:
+        sizes[0] //= axes.expert
+    cut = None if split is REPLICATED else plan_split(path, tuple(sizes), split, axes)
+    weight = abstract_weight(name, tuple(sizes))
+    if weight is not None:
         return _tree_bytes(
-            whole if cut is None else jax.eval_shape(lambda x: cut.take_shard(x, 0), whole)
+            weight if cut is None else jax.eval_shape(lambda x: cut.take_shard(x, 0), weight)
         )
     if cut is not None:
-        kept[-1 if split.axis else -2] = cut.shard_size * split.fused_parts
-    return _rebuilt_bytes(checkpoint, path, name, tuple(kept), 1 if cut is None else cut.num_shards)
+        sizes[-1 if split.axis else -2] = cut.shard_size * split.fused_parts
+    return _rebuilt_bytes(
+        checkpoint, path, name, tuple(sizes), 1 if cut is None else cut.num_shards
+    )
 
 
 def _rebuilt_bytes(
@@ -130,36 +128,26 @@ def _tree_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def cache_bytes(
-    config: ModelConfig, precision: Precision, axes: MeshSpec, rows: int, capacity: int
-) -> int:
-    """Return the bytes of one device's part of a cache of `rows` rows of `capacity` tokens."""
-    rows = rows_per_device(axes, rows)
-    slot, memory = _slot_bytes(local_config(config, axes), precision.cache)
-    slot = slot // config.num_hidden_layers * len(assign_layers(config, axes.stage)[0])
-    described = 9 * rows * capacity  # a slot's position, its token, whether it was patched
-    apart = axes.sequence if axes.use_ulysses or capacity % axes.sequence == 0 else 1
-    keys = -(-slot * rows * capacity // apart)
-    return keys + memory * rows + described
+def cache_bytes(step: Step) -> int:
+    """Return the bytes of one device's part of a cache with the rows and slots of a step."""
+    axes = step.axes
+    slot, memory = _slot_bytes(step.share, step.precision.cache)
+    slot = slot // step.config.num_hidden_layers * len(assign_layers(step.config, axes.stage)[0])
+    described = 9 * step.rows * step.slots  # a slot's position, its token, whether it was patched
+    apart = axes.sequence if axes.use_ulysses or step.slots % axes.sequence == 0 else 1
+    keys = -(-slot * step.rows * step.slots // apart)
+    return keys + memory * step.rows + described
 
 
 @functools.cache
 def _slot_bytes(share: ModelConfig, dtype: str) -> tuple[int, int]:
     """Return the bytes of a slot's keys and values in all layers, and of a row's memory."""
-    made = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
-    return _tree_bytes((made.tail.k, made.tail.v)), _tree_bytes(made.memory)
+    cache = jax.eval_shape(lambda: init_cache(share, 1, 1, dtype=dtype))
+    return _tree_bytes((cache.tail.k, cache.tail.v)), _tree_bytes(cache.memory)
 
 
-def working_bytes(
-    config: ModelConfig,
-    precision: Precision,
-    axes: MeshSpec,
-    rows: int,
-    tokens: int,
-    slots: int,
-    groups: int = 1,
-) -> int:
-    """Estimate the temporary bytes of a step of `tokens` new tokens per row, without our kernels.
+def working_bytes(step: Step) -> int:
+    """Estimate the temporary bytes of a step, without our kernels.
 
     The terms follow the `memory_analysis` of compiled programs. XLA:CPU widens types narrower than
     float32. The terms are:
@@ -170,28 +158,24 @@ def working_bytes(
       - the larger of attention (scores and weights of a block of slots, and the block itself) and
         the hidden activations of an MLP.
       - the buffers of experts.
-
-    groups: microbatches of a pipeline.
     """
-    local, share = rows_per_device(axes, rows), local_config(config, axes)
-    here = ContextParallel(tokens, axes.sequence, axes.use_ulysses).local_columns
-    at_once = -(-local // groups)  # rows that a layer runs
-    slot, _ = _slot_bytes(share, precision.cache)
-    places = len(assign_layers(config, axes.stage)[0])
-    kept = slot // config.num_hidden_layers * places * local * here
-    unordered = tokens > 1 and (axes.sequence > 1 or axes.sequence_parallel)
-    copied = cache_bytes(config, precision, axes, rows, slots) if unordered else 0
-    stream = 4 * local * here * config.hidden_size
-    own = (
+    config, axes, share, here = step.config, step.axes, step.share, step.local_tokens
+    slot, _ = _slot_bytes(share, step.precision.cache)
+    layers = len(assign_layers(config, axes.stage)[0])
+    new_keys = slot // config.num_hidden_layers * layers * step.rows * here
+    unordered = step.tokens > 1 and (axes.sequence > 1 or axes.sequence_parallel)
+    copied = cache_bytes(step) if unordered else 0
+    stream = 4 * step.rows * here * config.hidden_size
+    shards = (
         1 if sequence_parallel.make_token_slice(axes, here) is None else axes.num_shards(HEAD_AXES)
     )
-    seen = max(_block_size(slots), _block_size(tokens))
+    seen = max(_block_size(step.slots), _block_size(step.tokens))
     heads, keys = share.num_attention_heads, share.num_key_value_heads
-    scores = 2 * 4 * at_once * heads * here * seen
-    scores += 4 * 4 * at_once * seen * keys * config.head_dim
-    hidden = 2 * 4 * at_once * here * share.intermediate_size
-    layer = max(scores, hidden) + _expert_bytes(share, axes, at_once * here)
-    return copied + kept + 4 * stream + 4 * stream // own + layer
+    scores = 2 * 4 * step.tick_rows * heads * here * seen
+    scores += 4 * 4 * step.tick_rows * seen * keys * config.head_dim
+    hidden = 2 * 4 * step.tick_tokens * share.intermediate_size
+    layer = max(scores, hidden) + _expert_bytes(share, axes, step.tick_tokens)
+    return copied + new_keys + 4 * stream + 4 * stream // shards + layer
 
 
 def _block_size(slots: int) -> int:
@@ -203,6 +187,6 @@ def _expert_bytes(share: ModelConfig, axes: MeshSpec, tokens: int) -> int:
     """Return the bytes of a layer's expert buffers: routed rows, and the rows padded to blocks."""
     if not isinstance(share, MoEConfig):
         return 0
-    rows, own = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
-    width, count = plan_blocks(rows, own)
+    rows, experts = tokens * share.num_experts_per_tok, share.num_experts // axes.expert
+    width, count = plan_blocks(rows, experts)
     return 4 * (rows + width * count) * (2 * share.hidden_size + 3 * share.expert_size)

@@ -29,8 +29,8 @@ def open_for_planning(path: str | Path) -> Checkpoint:
         path = alone
     data = read_json(path)
     config, _ = read_config(data)
-    said = data.get("dtype", data.get("torch_dtype"))
-    dtype = said if said in ("float32", "float16", "bfloat16") else "bfloat16"
+    stored = data.get("dtype", data.get("torch_dtype"))
+    dtype = stored if stored in ("float32", "float16", "bfloat16") else "bfloat16"
     opened = Checkpoint(path, config, {}, {}, Precision.uniform(dtype), ignored=unread_fields(data))
     warn_ignored(opened)
     return opened

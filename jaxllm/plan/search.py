@@ -62,17 +62,17 @@ def propose_meshes(query: PlanQuery, devices: int, goal: str = "latency") -> lis
     `devices` devices divides the model.
     """
     check_goal(goal)
-    found = []
+    plans = []
     for axes in candidate_meshes(query, devices):
         try:
-            found.append(plan(dataclasses.replace(query, axes=axes, groups=None)))
+            plans.append(plan(dataclasses.replace(query, axes=axes, groups=None)))
         except ConfigError:
             continue
-    if not found:
+    if not plans:
         raise ConfigError(
             f"no mesh of {devices} devices divides this model and a batch of {query.batch}"
         )
-    return sorted(found, key=lambda p: (not p.fits, GOALS[goal](p), p.total_bytes))
+    return sorted(plans, key=lambda p: (not p.fits, GOALS[goal](p), p.total_bytes))
 
 
 def _divisors(n: int) -> list[int]:

@@ -70,8 +70,7 @@ class Fleet:
 
     Attributes:
       prefill_replicas: number of additional replicas that only prefill, and pass frozen segments
-          on; 0:
-        each replica prefills its own prompts.
+        on; 0: each replica prefills its own prompts.
       route_by_prefix: route a request to a replica that has its prefix, unless its load exceeds the
         lowest load by more than `Machine.rows`; otherwise to the least loaded.
       failures: (second, replica, seconds of downtime) of each failure. Its requests start again on
@@ -86,8 +85,8 @@ class Fleet:
 
 @dataclasses.dataclass
 class Request:
-    """A request. first, end: times of its first and last token. computed: prompt tokens that were
-    run for it, including repetitions after failures.
+    """A request. prompt_computed: prompt tokens that were run for it, including repetitions after
+    failures.
     """
 
     number: int

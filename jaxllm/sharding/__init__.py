@@ -20,9 +20,9 @@ shard_list: parameters that are stored as a list of shards. tensor_parallel, exp
 weights with products that communicate. gather_params: gathers parameters, to write them. adapters:
 places new adapters for training. model_sharding: what a sharded model is made of. local_params: the
 parameters as one device uses them. call: how a call is sharded over rows, layers and tokens, and
-the call itself. sharded_model: the model. collective_stats: statistics of the
-collectives in a compiled program. context_parallel/: sharding by tokens, attention above all.
-pipeline/: layers in stages.
+the call itself. sharded_model: the model, and what loading and training ask of any model about its
+mesh. collective_stats: statistics of the collectives in a compiled program. context_parallel/:
+sharding by tokens, attention above all. pipeline/: layers in stages.
 
 To add an axis, add its name to `mesh_spec.AXES` and a field to `MeshSpec` (the last axes get the
 nearest devices), then rows of `partition_rules` or `partition_specs` for what it shards.

@@ -15,16 +15,27 @@ from jaxllm.sharding.mesh_spec import build_mesh
 from jaxllm.sharding.model_sharding import ModelSharding
 from jaxllm.sharding.pipeline.stage_params import stack_leaves
 from jaxllm.sharding.shard_params import ParamSharder
+from jaxllm.sharding.sharded_model import ShardedModel
+from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.lora import LoraWeight
 
 WrapLeaf = Callable[[str, Any], Any]
 
 
-def attach_adapter(
-    model: ModelSharding, placer: ParamSharder, params: Params, wrap: WrapLeaf
-) -> Params:
-    """Implement `weights.model.Model.attach_adapter` for a sharded model."""
+def attach_adapter(model: Model, params: Params, wrap: WrapLeaf) -> Params:
+    """Add an adapter to parameters where they are, and place its arrays.
+
+    Args:
+        wrap: wraps the weight at a path of the unsharded model; returns a weight without an
+            adapter unchanged.
+
+    Raises:
+        ConfigError: if an adapter cannot be placed.
+    """
+    if not isinstance(model, ShardedModel):
+        return map_leaves(wrap, params)
+    placer = model.make_placer()
 
     def attach_leaf(path: str, weight: Any) -> Any:
         paths = model.unsharded_paths(path)

@@ -109,10 +109,14 @@ class CallSharding:
             trace = self.context_parallel.run(run_local, row_inputs, whole, past)
             return _sum_mass(trace) if self.mass is True else trace
 
+        row_specs = {
+            name: P(self.row_axes, *partition_specs.column_axes(name, self.context_parallel.axis))
+            for name in row_inputs
+        }
         run_sharded = jax.shard_map(
             run,
             mesh=build_mesh(self.axes),
-            in_specs=(local.specs, self._row_specs(row_inputs), self._cache_specs(cached), P()),
+            in_specs=(local.specs, row_specs, self._cache_specs(cached), P()),
             out_specs=self._trace_specs(),
             # The model's loops start from constants, which would have to be marked as varying.
             # Unchecked, derivatives are of the sum over devices of what each returns: `psum` is its
@@ -121,12 +125,6 @@ class CallSharding:
             check_vma=False,
         )
         return self._merge_trace(run_sharded(local.params, row_inputs, cached, past))
-
-    def _row_specs(self, row_inputs: Mapping[str, Any]) -> dict[str, P]:
-        return {
-            name: P(self.row_axes, *partition_specs.column_axes(name, self.context_parallel.axis))
-            for name in row_inputs
-        }
 
     def _cache_specs(self, cached: Mapping[str, Any]) -> dict[str, Any]:
         specs = {

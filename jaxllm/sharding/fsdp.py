@@ -122,7 +122,7 @@ class FsdpSharder(ParamSharder):
         specs = add_data_axis(
             path, weight, param_specs(path, weight, split, self._axes, None), self._axes
         )
-        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+        places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         placed: Weight = jax.device_put(weight, places)
         return placed
 
@@ -140,7 +140,7 @@ def add_data_axis(path: str, leaf: Any, specs: Any, axes: MeshSpec) -> Any:
     if _is_nested(leaf):
         return specs.replace(weight=add_data_axis(path, leaf.weight, specs.weight, axes))
     pieces = jax.tree.leaves(leaf)
-    named = jax.tree.leaves(specs, is_leaf=_is_spec)
+    named = jax.tree.leaves(specs)
     found = [_with_data(x.shape, spec, axes) for x, spec in zip(pieces, named, strict=True)]
     if not any(spec is not None for spec in found):
         raise ConfigError(
@@ -160,13 +160,17 @@ def wrap_fsdp(leaf: Any, specs: Any, axes: MeshSpec) -> Any:
         specs: as `add_data_axis` returns them.
     """
     if _is_nested(leaf):
-        mine = jax.tree.map(_local_shard, leaf.replace(weight=None), is_leaf=_is_shard_list)
+        mine = jax.tree.map(
+            _local_shard,
+            leaf.replace(weight=None),
+            is_leaf=lambda x: isinstance(x, ShardList),
+        )
         return mine.replace(weight=wrap_fsdp(leaf.weight, specs.weight, axes))
     before = 1 if isinstance(leaf, ShardList) else 0
     mine = _local_shard(leaf)
     cut = tuple(
-        at if at is None else at - before
-        for at in map(_data_axis, jax.tree.leaves(specs, is_leaf=_is_spec))
+        next((at - before for at, entry in enumerate(spec) if DATA in _entry_axes(entry)), None)
+        for spec in jax.tree.leaves(specs)
     )
     return mine if not any(at is not None for at in cut) else FsdpShard(mine, DATA, axes.data, cut)
 
@@ -175,24 +179,12 @@ def _is_nested(leaf: Any) -> bool:
     return isinstance(leaf, WeightWrapper) and leaf.allows_composite
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
-
-
-def _is_shard_list(x: Any) -> bool:
-    return isinstance(x, ShardList)
-
-
 def _local_shard(x: Any) -> Any:
     return x.get_shard() if isinstance(x, ShardList) else x
 
 
 def _entry_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _data_axis(spec: P) -> int | None:
-    return next((at for at, entry in enumerate(spec) if DATA in _entry_axes(entry)), None)
 
 
 def _with_data(shape: tuple[int, ...], spec: P, axes: MeshSpec) -> P | None:

@@ -69,7 +69,7 @@ class LocalParams:
         spec = self._specs_by_path[path]
         if self.model.is_staged(path):
             part = jax.tree.map(lambda x: x[0], part)
-            spec = jax.tree.map(lambda s: P(*s[1:]), spec, is_leaf=lambda s: isinstance(s, P))
+            spec = jax.tree.map(lambda s: P(*s[1:]), spec)
         return wrap_fsdp(part, spec, self.model.axes)
 
     def _wrap_parallel(self, rule: PartitionRule, path: str, shard: Any) -> Any:

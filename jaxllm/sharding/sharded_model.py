@@ -1,14 +1,13 @@
 """A sharded model: the module of one device's share, run inside one `jax.shard_map`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxllm import models
@@ -17,7 +16,6 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.sharding import partition_specs
-from jaxllm.sharding.adapters import attach_adapter
 from jaxllm.sharding.call import CallSharding
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import check_chunks, check_context_parallel
@@ -35,6 +33,8 @@ from jaxllm.weights.linear import INT8_BLOCK
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, Placement, map_leaves
 from jaxllm.weights.precision import Precision
+
+V = TypeVar("V")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,25 +106,11 @@ class ShardedModel(ModelSharding, Model):
         placer = self.make_placer()
         return placer.finish(map_leaves(placer.place_weight, params))
 
-    def replicate(self, tree: Any) -> Any:
-        return jax.tree.map(partial(replicate, build_mesh(self.axes)), tree)
-
     def gather_lazy(self, params: Params) -> Params:
         return gather_lazy(params, self.unsharded_paths)
 
-    def attach_adapter(self, params: Params, wrap: Callable[[str, Any], Any]) -> Params:
-        return attach_adapter(self, self.make_placer(), params, wrap)
-
     def num_data_shards(self, rows: int) -> int:
         return self.axes.num_shards(partition_specs.find_row_axes(self.axes, rows) or ())
-
-    def check_rows(self, rows: int) -> None:
-        fit_mesh(self.axes, self.config)  # training may have changed the experts' capacity
-        if rows % self.axes.data:
-            raise ConfigError(
-                f"batch of {rows} rows is not divisible by data={self.axes.data}. Use a multiple of"
-                f" {self.axes.data} rows, or another mesh"
-            )
 
     def with_sharded_logits(self) -> "ShardedModel":
         """Return itself if the vocabulary is not sharded, or sums are in the order of one device.
@@ -134,27 +120,7 @@ class ShardedModel(ModelSharding, Model):
         is_sharded = self.axes.num_shards(VOCAB_AXES) > 1
         return self.clone(sharded_logits=True) if is_sharded and not self.exact else self
 
-    def with_sharded_rows(self) -> "ShardedModel":
-        return self.clone(sharded_rows=True)
-
-    def unsharded(self) -> Model:
-        return models.build(self.config, self.precision).clone(remat=self.remat)
-
-    def shard_like(self, model: Any) -> "ShardedModel":
-        return make_sharded_model(
-            model.config, model.precision, parse_mesh(str(self.axes)),
-            exact=self.exact, chunks=self.runner.chunks, fsdp=self.fsdp,
-        )  # fmt: skip
-
     # Decoding in stages (`generation.loops.pipelined`).
-
-    def row_groups(self, rows: int) -> np.ndarray | None:
-        """Return the group of each row, int32 `[B]`; None: rows are not divisible into groups."""
-        devices, stages = self.num_data_shards(rows), self.axes.stage
-        if stages == 1 or self.runner.chunks > 1 or rows % (devices * stages):
-            return None
-        size = rows // (devices * stages)
-        return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)
 
     def empty_pipeline(self, rows: int) -> jax.Array:
         """Return the activations between stages before the first tick."""
@@ -195,6 +161,52 @@ def make_sharded_model(
     check_stages(config, precision, runner)
     check_chunks(axes, chunks)
     return ShardedModel(config, precision, axes, exact, runner, fsdp)
+
+
+def unshard_model(model: Model) -> Model:
+    """Return the model on one device."""
+    if not isinstance(model, ShardedModel):
+        return model
+    return models.build(model.config, model.precision).clone(remat=model.remat)
+
+
+def shard_model_like(model: Model, other: Model) -> Model:
+    """Return `model`, a model on one device, sharded as `other` is.
+
+    Raises:
+        ConfigError: if it cannot be.
+    """
+    if not isinstance(other, ShardedModel):
+        return model
+    return make_sharded_model(
+        model.config, model.precision, parse_mesh(str(other.axes)),
+        exact=other.exact, chunks=other.runner.chunks, fsdp=other.fsdp,
+    )  # fmt: skip
+
+
+def with_sharded_rows(model: Model) -> Model:
+    """Return the model for training: the host of a process reads no rows of the outputs."""
+    return model.clone(sharded_rows=True) if isinstance(model, ShardedModel) else model
+
+
+def check_rows(model: Model, rows: int) -> None:
+    """Raise ConfigError if a training batch of `rows` rows cannot be split."""
+    if not isinstance(model, ShardedModel):
+        return
+    fit_mesh(model.axes, model.config)  # training may have changed the experts' capacity
+    if rows % model.axes.data:
+        raise ConfigError(
+            f"batch of {rows} rows is not divisible by data={model.axes.data}. Use a multiple of"
+            f" {model.axes.data} rows, or another mesh"
+        )
+
+
+def replicate_arrays(model: Model, tree: V) -> V:
+    """Replicate arrays that are not parameters (such as a trained prompt) on a model's devices."""
+    if not isinstance(model, ShardedModel):
+        return tree
+    replicated: V = jax.tree.map(partial(replicate, build_mesh(model.axes)), tree)
+    return replicated
 
 
 def check_int8_blocks(config: ModelConfig, precision: Precision, axes: MeshSpec) -> None:

@@ -26,6 +26,12 @@ def symbols_to_bytes(token: str) -> bytes:
     return token.encode()
 
 
+def byte_level_step(*, add_prefix_space: bool = False, use_regex: bool = True) -> dict[str, Any]:
+    """Return the step that maps bytes to symbols (pre-tokenizer) or back (decoder)."""
+    flags = {"add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
+    return {"type": "ByteLevel", **flags}
+
+
 def read_byte_level(directory: Path, *, add_prefix_space: bool) -> dict[str, Any]:
     """Read `vocab.json` and `merges.txt` from a directory as a `tokenizer.json` tree.
 
@@ -50,12 +56,7 @@ def read_byte_level(directory: Path, *, add_prefix_space: bool) -> dict[str, Any
         if len(merge) != 2:
             raise CheckpointError(f"{path}, line {number}: expected two pieces, got {line[:80]!r}")
         merges.append(merge)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": add_prefix_space,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
+    byte_level = byte_level_step(add_prefix_space=add_prefix_space)
     return {
         "version": "1.0",
         "added_tokens": [],

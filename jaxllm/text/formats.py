@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema, path_exists, path_inside, read_json
+from jaxllm.files import path_exists, path_inside, read_json
+from jaxllm.runtime.schema import as_schema
 from jaxllm.text.byte_level import read_byte_level
 from jaxllm.text.sentencepiece_model import make_added_token, read_sentencepiece
 from jaxllm.text.tokenizer_limits import check_tree

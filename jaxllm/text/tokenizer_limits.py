@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema
+from jaxllm.runtime.schema import as_schema
 from jaxllm.text.regex_safety import check_regex
 
 MAX_STEPS = 64  # of normalizers, of pre-tokenizers and of decoders

@@ -23,6 +23,7 @@ from jaxllm.cache.files import fingerprint
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError
 from jaxllm.runtime.multihost import broadcast_array, broadcast_from_zero, to_host
+from jaxllm.sharding.sharded_model import unshard_model
 from jaxllm.train.partition import TrainedParams
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, TrainState
@@ -47,7 +48,7 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
       extra: other settings by name, such as the digests of the data.
     """
     named = {
-        "model": setup.model.unsharded(),
+        "model": unshard_model(setup.model),
         "objective": setup.objective,
         "constraint": setup.constraint,
     }
@@ -59,15 +60,14 @@ def collect_settings(setup: Setup, plan: Any, **extra: object) -> dict[str, str]
     return {"version": __version__} | {name: repr(value) for name, value in (named | extra).items()}
 
 
-def open_journal(
+def open_store(
     params: Params, extra_inputs: Any, settings: Mapping[str, str], directory: Path
 ) -> TensorStore:
-    """Return the journal of a run's states. Reads all weights once.
+    """Return the store of a run's states. Reads all weights once.
 
     Args:
-      params, given: the parameters at the start, and the arrays of the objective. settings: as
-      `collect_settings` returns them; those in `CHANGEABLE` are not part of the digest.
-      directory: holds the files.
+      params, extra_inputs: the parameters at the start, and the arrays of the objective.
+      settings: as `collect_settings` returns them; the digest is without those in `CHANGEABLE`.
     """
     fixed = [f"{name}={value}" for name, value in settings.items() if name not in CHANGEABLE]
     parts = [fingerprint(params), fingerprint({"given": extra_inputs}), *fixed]
@@ -76,116 +76,121 @@ def open_journal(
 
 def differences(old: Mapping[str, str], new: Mapping[str, str], *, changeable: bool) -> list[str]:
     """Return the changed settings as text: those in `CHANGEABLE`, or the others."""
-    found = []
+    changes = []
     for name in (n for n in {**old, **new} if (n in CHANGEABLE) == changeable):
         pair = old.get(name, "missing"), new.get(name, "missing")
         if pair[0] != pair[1]:
             short = max(map(len, pair)) <= _MAX_SHOWN
-            found.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
-    return found
+            changes.append("{} was {}, is {}".format(name, *pair) if short else f"{name} differs")
+    return changes
 
 
-def check_unused(journal: TensorStore, settings: Mapping[str, str]) -> None:
-    """Raise CheckpointError if the directory holds the state of a run with other settings."""
+@dataclasses.dataclass(frozen=True)
+class StateStore:
+    """The saved states of a run; nothing is saved if `store` has no directory.
 
-    def list_differences() -> str:
-        if not journal.part_paths():
-            return ""
-        try:
-            saved = journal.read_facts(_STATE)["settings"]
-        except (CheckpointError, KeyError):
-            return "its file is not readable"
-        changes = differences(saved, settings, changeable=False)
-        return "; ".join(changes or ["the weights at the start differ"])
-
-    if what := broadcast_from_zero(list_differences):
-        raise CheckpointError(
-            f"{journal.directory} holds the state of another run: {what}. Use the same settings"
-            f" (only {', '.join(sorted(CHANGEABLE))} may change), write elsewhere, or remove it."
-        )
-
-
-def save_state(
-    journal: TensorStore, state: TrainState, facts: dict[str, Any], layout: StateLayout
-) -> None:
-    """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
-
-    The previous state stays until `drop_previous` or `restore_previous`.
+    Attributes:
+      layout: of the trained arrays.
+      settings: as `collect_settings` returns them.
     """
-    journal.move(_STATE, _PREVIOUS)
-    floats, whole = {}, {}
-    for path, array in list_arrays(layout.map_trained(layout.gather_lazy, state))[0]:
-        if jnp.issubdtype(peek_weight(array).dtype, jnp.floating):
-            floats[path] = array
-        else:  # counters
-            whole[path] = np.asarray(to_host(load_weight(array))).tolist()
-    journal.put(_STATE, floats, {**facts, "whole": whole})
 
+    store: TensorStore
+    layout: StateLayout
+    settings: Mapping[str, str]
 
-def drop_previous(journal: TensorStore) -> None:
-    """Remove the previous state: a step from the last one was finite."""
-    journal.remove(_PREVIOUS)
+    def check_unused(self) -> None:
+        """Raise CheckpointError if the directory holds the state of a run with other settings."""
 
+        def list_differences() -> str:
+            if not self.store.part_paths():
+                return ""
+            try:
+                saved = self.store.read_facts(_STATE)["settings"]
+            except (CheckpointError, KeyError):
+                return "its file is not readable"
+            changes = differences(saved, self.settings, changeable=False)
+            return "; ".join(changes or ["the weights at the start differ"])
 
-def restore_previous(journal: TensorStore) -> None:
-    """Replace the last state by the previous one: no learning rate makes its next step finite."""
-    if not journal.move(_PREVIOUS, _STATE):
-        journal.remove(_STATE)
+        if what := broadcast_from_zero(list_differences):
+            raise CheckpointError(
+                f"{self.store.directory} holds the state of another run: {what}. Use the same"
+                f" settings (only {', '.join(sorted(CHANGEABLE))} may change), write elsewhere, or"
+                " remove it."
+            )
 
+    def save(self, state: TrainState, facts: dict[str, Any]) -> None:
+        """Save a state, and facts as JSON. Raises CheckpointError if they cannot be written.
 
-def load_state(
-    journal: TensorStore, template: TrainState, layout: StateLayout
-) -> tuple[TrainState, dict[str, Any]] | None:
-    """Load the saved state and its facts; None if there is none.
+        The previous state stays until `drop_previous` or `restore_previous`.
+        """
+        self.store.move(_STATE, _PREVIOUS)
+        floats, counters = {}, {}
+        for path, array in list_arrays(self.layout.map_trained(self.layout.gather_lazy, state))[0]:
+            if jnp.issubdtype(peek_weight(array).dtype, jnp.floating):
+                floats[path] = array
+            else:
+                counters[path] = np.asarray(to_host(load_weight(array))).tolist()
+        self.store.put(_STATE, floats, {**facts, "settings": self.settings, "whole": counters})
 
-    template: a state with the same shapes and shardings.
-    """
-    found = _load_arrays(journal, _STATE) or _load_arrays(journal, _PREVIOUS)
-    if found is None:
-        return None
-    floats, facts = found
-    whole = facts.pop("whole")
-    named, structure = list_arrays(layout.map_trained(layout.template, template))
-    arrays = [floats[path] if path in floats else np.asarray(whole[path]) for path, _ in named]
-    there: TrainState = jax.tree.unflatten(structure, arrays)
-    return layout.shard(there, template), facts
+    def drop_previous(self) -> None:
+        """Remove the previous state: a step from the last one was finite."""
+        self.store.remove(_PREVIOUS)
 
+    def restore_previous(self) -> None:
+        """Replace the last state by the previous one: no learning rate makes its next step
+        finite.
+        """
+        if not self.store.move(_PREVIOUS, _STATE):
+            self.store.remove(_STATE)
 
-def save_best(journal: TensorStore, trained: TrainedParams, layout: StateLayout) -> None:
-    """Save the best trained arrays so far."""
-    journal.put(_BEST, layout.gather_lazy(trained))
+    def load(self, template: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+        """Load the saved state and its facts; None if there is none.
 
+        template: a state with the same shapes and shardings.
+        """
+        saved = self._load_arrays(_STATE) or self._load_arrays(_PREVIOUS)
+        if saved is None:
+            return None
+        floats, facts = saved
+        counters = facts.pop("whole")
+        named, structure = list_arrays(self.layout.map_trained(self.layout.template, template))
+        arrays = [
+            floats[path] if path in floats else np.asarray(counters[path]) for path, _ in named
+        ]
+        state: TrainState = jax.tree.unflatten(structure, arrays)
+        return self.layout.shard(state, template), facts
 
-def load_best(
-    journal: TensorStore, template: TrainState, layout: StateLayout
-) -> TrainedParams | None:
-    """Load the best trained arrays; None if none are saved."""
-    found = _load_arrays(journal, _BEST)
-    return None if found is None else layout.shard(found[0], template.trained)
+    def save_best(self, trained: TrainedParams) -> None:
+        """Save the best trained arrays so far."""
+        self.store.put(_BEST, self.layout.gather_lazy(trained))
 
+    def load_best(self, template: TrainState) -> TrainedParams | None:
+        """Load the best trained arrays; None if none are saved."""
+        saved = self._load_arrays(_BEST)
+        return None if saved is None else self.layout.shard(saved[0], template.trained)
 
-def _load_arrays(
-    journal: TensorStore, key: str
-) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
-    """Return the arrays in the first process's file, to be read by all processes together, and the
-    facts; None if there is no file.
-    """
-    there: dict[str, Any] = {}
+    def _load_arrays(self, key: str) -> tuple[dict[str, LazyWeight], dict[str, Any]] | None:
+        """Return the arrays in the first process's file, to be read by all processes together, and
+        the facts; None if there is no file.
+        """
+        tensors: dict[str, Any] = {}
 
-    def describe_arrays() -> str:
-        if (found := journal.open_tensors(key)) is None:
-            return "null"
-        there.update(found[0])
-        forms = {name: (x.shape, x.dtype.name) for name, x in there.items()}
-        return json.dumps((forms, found[1].facts))
+        def describe_arrays() -> str:
+            if (part := self.store.open_tensors(key)) is None:
+                return "null"
+            tensors.update(part[0])
+            forms = {name: (x.shape, x.dtype.name) for name, x in tensors.items()}
+            return json.dumps((forms, part[1].facts))
 
-    about = json.loads(broadcast_from_zero(describe_arrays))
-    if about is None:
-        return None
-    forms = {name: jax.ShapeDtypeStruct(*form) for name, form in about[0].items()}
+        about = json.loads(broadcast_from_zero(describe_arrays))
+        if about is None:
+            return None
+        forms = {name: jax.ShapeDtypeStruct(*form) for name, form in about[0].items()}
 
-    def read(name: str) -> np.ndarray:
-        form = forms[name]
-        return broadcast_array(there[name].read() if there else np.zeros(form.shape, form.dtype))
+        def read(name: str) -> np.ndarray:
+            form = forms[name]
+            local = tensors[name].read() if tensors else np.zeros(form.shape, form.dtype)
+            return broadcast_array(local)
 
-    return {name: LazyWeight(partial(read, name), form) for name, form in forms.items()}, about[1]
+        lazy = {name: LazyWeight(partial(read, name), form) for name, form in forms.items()}
+        return lazy, about[1]

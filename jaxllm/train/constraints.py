@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.sparsity import Sparsity, lowest_in_groups, parse
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_int
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams
 from jaxllm.weights.paths import first_match
+from jaxllm.weights.sparsity import Sparsity, lowest_in_groups, parse
 
 MIN_ZERO_FRACTION = 0.1  # share of zeros from which a matrix counts as pruned
 

@@ -8,12 +8,14 @@ cached prefix. Otherwise running the prefix again gives another loss and another
 
 A trained prompt is also a segment of one row: of embeddings (prompt tuning, Lester et al. 2021,
 arXiv 2104.08691), run once per step for all rows, or of keys and values (prefix tuning, Li and
-Liang 2021, arXiv 2101.00190). It is in the parameters under `prompt`; the result is an ordinary
-cache.
+Liang 2021, arXiv 2101.00190). It is in the parameters under `prompt`; the result is written as an
+ordinary cache file. `load_cache` reads it; `LM.generate(cache=...)` and `jaxllm generate
+--prompt-cache` continue from it, for texts that start with its initial tokens.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,15 +24,19 @@ import numpy as np
 
 from jaxllm import steps
 from jaxllm.cache.edit import compact
+from jaxllm.cache.files import save_cache
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, check_no_memory, check_usable, init_cache
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError, TokenError
+from jaxllm.lm import LM, to_one_device
 from jaxllm.models import get_family
 from jaxllm.ops import cast
+from jaxllm.runtime.multihost import run_on_process_zero
 from jaxllm.runtime.validation import check_token_ids
+from jaxllm.sharding.sharded_model import replicate_arrays
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.losses import cross_entropy
-from jaxllm.train.objective import LossOutput, forward
+from jaxllm.train.jobs import TrainJob
+from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.model import Model
@@ -77,7 +83,7 @@ class PrefixLoss:
     with the begin-of-text token, documents should not.
 
     Args of a call:
-      given: the segments of the prefix (`run_prefix`), or None.
+      extra_inputs: the segments of the prefix (`run_prefix`), or None.
 
     Raises ConfigError, at compile time, for int8 caches, which have no gradient.
     """
@@ -89,11 +95,9 @@ class PrefixLoss:
             raise ConfigError("an int8 cache has no gradient: train with a float cache")
         segments: steps.Segments = tuple(extra_inputs or ())
         if PROMPT_KEY in params:
-            made = _run_prompt(model, params, segments)
-            segments = (
-                *segments,
-                Segment(**{name: getattr(made, name) for name in _SEGMENT_FIELDS}),
-            )
+            prompt = _run_prompt(model, params, segments)
+            fields = {name: getattr(prompt, name) for name in _SEGMENT_FIELDS}
+            segments = (*segments, Segment(**fields))
         begin, position_BT = next_position(segments), jnp.asarray(rows.position_BT)
         position_BT = jnp.where(position_BT < 0, position_BT, position_BT + begin)
         moved = rows.replace(position_BT=position_BT)
@@ -128,19 +132,14 @@ def with_trained_prefix(model: Model, params: Params, tokens: Sequence[int]) -> 
     """
     (segment,) = run_prefix(model, params, tokens)
 
-    def to_float_dict(entries: tuple[Any, ...]) -> dict[str, jax.Array]:
-        return {str(i): as_float(x)[0] for i, x in enumerate(entries)}
+    def to_float_dict(entries: tuple[Any, ...]) -> dict[str, Any]:
+        floats: Iterator[Any] = (
+            cast(x, jnp.dtype("float32")) if x.dtype == jnp.int8 else x for x in entries
+        )
+        return {str(i): x[0] for i, x in enumerate(floats)}
 
-    def as_float(x: Any) -> jax.Array:
-        found: Any = cast(x, jnp.dtype(jnp.float32)) if x.dtype == jnp.int8 else x
-        return found
-
-    prompt = {
-        "k": to_float_dict(segment.k),
-        "v": to_float_dict(segment.v),
-        "tokens": segment.token_BS[0],
-    }
-    return {**params, PROMPT_KEY: prompt}
+    entries = {"k": to_float_dict(segment.k), "v": to_float_dict(segment.v)}
+    return {**params, PROMPT_KEY: {**entries, "tokens": segment.token_BS[0]}}
 
 
 def remove_prompt(params: Params) -> Params:
@@ -183,19 +182,14 @@ def _run_prompt(model: Model, params: Params, prefix: steps.Segments) -> Delta:
     token_1P = prompt["tokens"][None]
     position_1P = next_position(prefix) + jnp.arange(token_1P.shape[1], dtype=jnp.int32)[None]
     if "embeddings" in prompt:
-        embeddings_1PD = prompt["embeddings"][None]
+        embeddings = {"embeddings_BTD": prompt["embeddings"][None]}
         _, delta, _ = steps.run_model(
-            model,
-            remove_prompt(params),
-            prefix,
-            token_1P,
-            position_1P,
-            embeddings_BTD=embeddings_1PD,
+            model, remove_prompt(params), prefix, token_1P, position_1P, **embeddings
         )
     else:
-        kept = prefix[0].k[0].dtype if prefix else jnp.dtype(model.precision.cache)
+        dtype = prefix[0].k[0].dtype if prefix else jnp.dtype(model.precision.cache)
         k, v = (
-            tuple(cast(prompt[name][str(i)][None], kept) for i in range(len(prompt[name])))
+            tuple(cast(prompt[name][str(i)][None], dtype) for i in range(len(prompt[name])))
             for name in ("k", "v")
         )
         delta = Delta(k, v, position_1P, token_1P, token_1P)
@@ -212,3 +206,68 @@ def _check_prefix_ids(model: Model, tokens: Sequence[int]) -> np.ndarray:
         raise TokenError(f"a prefix must be a list of at least one token id, got {tokens!r:.60}")
     check_token_ids(token_P, model.config.vocab_size, "the prefix: ")
     return token_P.astype(np.int32)[None]
+
+
+# The kinds of trained prompts: embeddings, or keys and values ("entries").
+PROMPT_KINDS = {"embeddings": with_soft_prompt, "entries": with_trained_prefix}
+
+
+def with_prefix(job: TrainJob, prefix: Sequence[int]) -> TrainJob:
+    """Return the job with all rows after a prefix, which is run once, by the model before training.
+
+    Use the result with that cache: make the cache with the original model, without an adapter, and
+    generate from it with the trained one.
+
+    Raises ConfigError for losses other than `NextToken`, and what `run_prefix` raises.
+    """
+    if not isinstance(job.objective, NextToken):
+        raise ConfigError(f"a prefix needs the next-token loss, got {job.objective!r:.60}")
+    params = job.lm.params if job.compute_params is None else job.compute_params
+    segments = run_prefix(job.lm.model, params, prefix)
+    return dataclasses.replace(job, objective=PrefixLoss(), extra_inputs=segments)
+
+
+def prompt_tuning(
+    lm: LM, tokens: Sequence[int], *, kind: str = "embeddings", prefix: KVCache | None = None
+) -> TrainJob:
+    """Train a prompt that is initialized with `tokens`; the model is frozen.
+
+    The result is a cache file.
+
+    Args:
+      kind: a name in `PROMPT_KINDS`.
+      prefix: a committed cache of one row that the prompt comes after.
+
+    Raises ConfigError for another kind, and what `with_soft_prompt` and `to_segments` raise.
+    """
+    if kind not in PROMPT_KINDS:
+        raise ConfigError(
+            f"the kind of a prompt must be {' or '.join(PROMPT_KINDS)}, got {kind!r:.40}"
+        )
+    before = 0 if prefix is None else int(prefix.length_B[0])
+    if lm.model.is_sharded and prefix is not None:
+        raise ConfigError("a prompt after a prefix cannot be trained on a mesh: drop --mesh")
+    if kind == "entries" and lm.model.stage_layers:
+        raise ConfigError(
+            "a prompt of keys and values cannot be trained in pipeline stages: train embeddings, or"
+            " use a mesh with stage=1"
+        )
+    params = PROMPT_KINDS[kind](lm.model, lm.params, tokens)
+
+    def finish(params: Params, file: Path) -> None:
+        room, one = before + len(tokens), to_one_device(dataclasses.replace(lm, params=params))
+
+        def write_cache() -> None:
+            cache = prompt_cache(one.model, one.params, capacity=room, prefix=prefix)
+            save_cache(file, cache, one.model, remove_prompt(one.params))
+
+        run_on_process_zero(write_cache)
+
+    return TrainJob(
+        lm=lm,
+        params={**params, PROMPT_KEY: replicate_arrays(lm.model, params[PROMPT_KEY])},
+        objective=PrefixLoss(),
+        extra_inputs=None if prefix is None else to_segments(prefix),
+        rules=PROMPT_RULES,
+        finish=finish,
+    )

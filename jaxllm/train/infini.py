@@ -40,10 +40,10 @@ def gate_rates(config: ModelConfig, rate: float | None = None) -> tuple[tuple[st
 
 def check_update(name: str) -> Update:
     """Return the update rule of that name. Raises ConfigError if there is none."""
-    found = next((update for update in UPDATES if update == name), None)
-    if found is None:
-        raise ConfigError(f"update must be one of {', '.join(UPDATES)}, got {name!r:.40}")
-    return found
+    for update in UPDATES:
+        if update == name:
+            return update
+    raise ConfigError(f"update must be one of {', '.join(UPDATES)}, got {name!r:.40}")
 
 
 def with_memory(

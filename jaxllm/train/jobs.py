@@ -1,6 +1,6 @@
 """Training jobs: each kind of training makes a `TrainJob` of a model, which one loop runs.
 
-This module has full fine-tuning and LoRA; `qat.job`, `distill.job` and `prompt_jobs` have others.
+This module has full fine-tuning and LoRA; `qat.job`, `distill.job` and `frozen_prefix` have others.
 """
 
 import dataclasses
@@ -23,11 +23,12 @@ from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.lm import LM
 from jaxllm.runtime.multihost import check_processes_agree
 from jaxllm.runtime.validation import check_dtype, check_seed
-from jaxllm.train.constraints import KeepZeros, keep_zeros
+from jaxllm.sharding.adapters import attach_adapter
+from jaxllm.sharding.sharded_model import with_sharded_rows
 from jaxllm.train.data.rows import Data
-from jaxllm.train.loop import Log, PrepareRows, Report, TrainPlan, TrainResult, train
+from jaxllm.train.loop import PrepareRows, TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken, Objective
-from jaxllm.train.partition import ALL_PARAMS, Rules, trainable_params
+from jaxllm.train.partition import ALL_PARAMS, Rules
 from jaxllm.train.step import Constraint, OptimizerConfig, Setup
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves
@@ -42,12 +43,13 @@ class TrainJob:
     """A training job.
 
     Attributes:
-      lm, params: the model, and its parameters at the start. compute_params: the parameters in the
-      compute dtype, if it differs; master weights are float32 anyway.
+      lm, params: the model, and its parameters at the start.
+      compute_params: the parameters in the compute dtype, if it differs; master weights are float32
+        anyway.
       rules: which parameters are trained.
       extra_inputs: further arrays for the objective.
       finish: writes the result into a directory.
-      data, held_out: replace those of `run_job`, if a teacher's outputs were added to them.
+      data, eval_data: replace those of `run_job`, if a teacher's outputs were added to them.
     """
 
     lm: LM
@@ -114,16 +116,15 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
         adapter = init_adapter(lm.config, lm.params, config, key)
     else:
         adapter = with_config(lm.config, start, config)
-    attachment = lm.model.attach_adapter(lm.params, make_attacher(lm.config, adapter))
 
     def finish(params: Params, directory: Path) -> None:
-        beside = map_leaves(lambda _, leaf: _extract_adapters(leaf), params)
-        found = extract_adapter(lm.config, lm.model.gather(beside), config)
-        write_adapter(directory, found, lm.config, base=str(lm.path))
+        leaves = map_leaves(lambda _, leaf: _extract_adapters(leaf), params)
+        trained = extract_adapter(lm.config, lm.model.gather(leaves), config)
+        write_adapter(directory, trained, lm.config, base=str(lm.path))
 
     return TrainJob(
         lm=lm,
-        params=attachment,
+        params=attach_adapter(lm.model, lm.params, make_attacher(lm.config, adapter)),
         objective=NextToken(),
         rules=_ADAPTERS,
         finish=finish,
@@ -132,19 +133,8 @@ def lora(lm: LM, config: LoraConfig, *, seed: int = 0, start: Adapter | None = N
 
 def _extract_adapters(leaf: Any) -> Any:
     """Return the adapters of a weight, without the weight."""
-    return (
-        leaf.replace(weight=_extract_adapters(leaf.weight))
-        if isinstance(leaf, LoraWeight)
-        else None
-    )
-
-
-def zeros_constraint(lm: LM, rules: Rules = ALL_PARAMS) -> KeepZeros:
-    """Return the constraint that keeps the zeros of a pruned model's matrices.
-
-    Raises ConfigError if no matrix has enough zeros.
-    """
-    return keep_zeros(trainable_params(lm.params), rules)
+    is_adapter = isinstance(leaf, LoraWeight)
+    return leaf.replace(weight=_extract_adapters(leaf.weight)) if is_adapter else None
 
 
 def run_job(
@@ -154,23 +144,17 @@ def run_job(
     plan: TrainPlan,
     *,
     eval_data: Data | None = None,
-    directory: Path | None = None,
     remat: bool = False,
-    report: Report = lambda *_: None,
-    checkpoint: Callable[[Params, int], None] = lambda *_: None,
-    sample: Callable[[Params], str] | None = None,
-    show_progress: bool | None = None,
-    log: Log = lambda _: None,
+    **options: Any,
 ) -> TrainResult:
-    """Run a job. The other arguments and the errors are those of `loop.train`.
+    """Run a job. Raises what `loop.train` raises.
 
     Args:
-      directory: where the state is saved, to resume from. The caller removes it (`delete_state`)
-          after
-        writing the result.
       remat: recompute the inside of each block in the backward pass (gradient checkpointing).
+      options: the other arguments of `loop.train`. If there is a `directory`, the caller removes
+        the state in it (`delete_state`) after writing the result.
     """
-    model = job.model.with_sharded_rows().clone(remat=remat)
+    model = with_sharded_rows(job.model).clone(remat=remat)
     setup = Setup(model, job.objective, optimizer, job.constraint)
     data, eval_data = job.data or data, job.eval_data or eval_data
     digests = [None if some is None else some.digest for some in (data, eval_data)]
@@ -185,38 +169,22 @@ def run_job(
         extra_inputs=job.extra_inputs,
         eval_data=eval_data,
         prepare=job.prepare,
-        directory=directory,
-        report=report,
-        checkpoint=checkpoint,
-        sample=sample,
-        show_progress=show_progress,
-        log=log,
+        **options,
     )
-
-
-def to_one_device(lm: LM) -> LM:
-    """Return the model for one device, with its parameters gathered on the host of each process."""
-    return dataclasses.replace(lm, model=lm.model.unsharded(), params=lm.model.gather(lm.params))
-
-
-def shard_like(lm: LM, other: LM) -> LM:
-    """Shard a single-device model like another model, if that is on a mesh."""
-    model = other.model.shard_like(lm.model)
-    return dataclasses.replace(lm, model=model, params=model.shard(lm.params))
 
 
 def delete_state(directory: Path) -> None:
     """Remove the saved state of a run, after its result is written."""
-    journal = TensorStore(directory)
-    with journal.lock():
-        journal.clear()
+    store = TensorStore(directory)
+    with store.lock():
+        store.clear()
 
 
 def make_sampler(lm: LM, prompt: str, tokens: int = 40) -> Callable[[Params], str]:
     """Return a function from parameters to a greedy continuation of a prompt, as one line."""
 
     def sample(params: Params) -> str:
-        found = dataclasses.replace(lm, params=params).generate(prompt, max_new_tokens=tokens)
-        return f"  {prompt}{found.text}".replace("\n", " ")
+        text = dataclasses.replace(lm, params=params).generate(prompt, max_new_tokens=tokens).text
+        return f"  {prompt}{text}".replace("\n", " ")
 
     return sample

@@ -22,18 +22,8 @@ from jaxllm.runtime import signals
 from jaxllm.runtime.multihost import broadcast_from_zero
 from jaxllm.runtime.progress import status_bar
 from jaxllm.runtime.validation import check_int, check_seed
-from jaxllm.train.checkpointing import (
-    check_unused,
-    collect_settings,
-    differences,
-    drop_previous,
-    load_best,
-    load_state,
-    open_journal,
-    restore_previous,
-    save_best,
-    save_state,
-)
+from jaxllm.sharding.sharded_model import check_rows
+from jaxllm.train.checkpointing import StateStore, collect_settings, differences, open_store
 from jaxllm.train.data.rows import Data, Rows
 from jaxllm.train.partition import ALL_PARAMS, Rules, TrainedParams, combine, partition
 from jaxllm.train.sharded_state import StateLayout
@@ -140,8 +130,7 @@ def train(
     """Train parameters on data; the given arrays are not modified.
 
     Args:
-      rules, like: which parameters are trained and their compute dtype, as in
-      `partition.partition`.
+      rules, compute_params: as in `partition.partition`.
       extra_inputs: further arrays for the objective.
       eval_data: validation data.
       prepare: a pure function that changes rows on the host before a step (on-policy samples, say).
@@ -163,17 +152,17 @@ def train(
         raise ConfigError("the data has no labels to learn: all of them are ignored")
     if plan.patience is not None and eval_data is None:
         raise ConfigError("patience needs validation data (held_out)")
-    setup.model.check_rows(data.batch(0).token_BT.shape[0])
+    check_rows(setup.model, data.batch(0).token_BT.shape[0])
     named = prepare if dataclasses.is_dataclass(prepare) else None  # functions have no stable repr
     settings = collect_settings(
         setup, plan, rules=rules, prepare=named, data=data.digest,
         held_out=None if eval_data is None else eval_data.digest,
     )  # fmt: skip
-    journal = TensorStore()
+    store = TensorStore()
     if directory is not None:
-        journal = open_journal(setup.model.gather_lazy(params), extra_inputs, settings, directory)
+        store = open_store(setup.model.gather_lazy(params), extra_inputs, settings, directory)
     trained, rest = partition(params, rules, compute_params, setup.model.unsharded_paths)
-    form = StateLayout.from_model(setup.model, rest)
+    states = StateStore(store, StateLayout.from_model(setup.model, rest), settings)
     key, state = jax.random.key(plan.seed), init_state(trained, setup)
     del trained
 
@@ -187,53 +176,55 @@ def train(
         return total / (weight or 1.0)
 
     def save_now() -> None:
-        facts = {"records": [list(r) for r in records], "before": before, "settings": settings}
-        save_state(journal, state, facts, form)
+        states.save(state, {"records": [list(r) for r in records], "before": before})
         saved[0] = len(records)
         report(records, before)
 
     def describe_progress() -> str:
         done = f"{len(records)} of {plan.steps} steps done"
-        if journal.directory is None or not saved[0]:
+        if store.directory is None or not saved[0]:
             return done
-        where = f"the state after step {saved[0]} is in {journal.directory}"
+        where = f"the state after step {saved[0]} is in {store.directory}"
         return f"{done}; {where}: the same command resumes from it"
 
-    with journal.lock():
-        state, records, before, best = _resume(journal, state, form, plan, settings, log)
+    with store.lock():
+        state, records, before, best = _resume(states, state, plan, log)
         if eval_data is not None and before is None:
             before = eval_loss(state.trained)
             log(f"before training: held-out loss {before:.4f}")
         saved, pace = [len(records)], _Pace()
-        keeps = journal.directory is not None
+        keeps = store.directory is not None
         bar = status_bar("train", plan.steps, show_progress, len(records))
         with signals.exit_message(describe_progress), bar as noted:
             while len(records) < plan.steps and not _is_out_of_patience(records, plan.patience):
                 pace.start_step()
                 rows = _stack_batches(data, len(records), plan.gradient_accumulation_steps)
                 if prepare is not None:
-                    own = jax.random.fold_in(jax.random.fold_in(key, len(records)), _PREPARE_SALT)
-                    rows = prepare(combine(state.trained, rest), rows, own)
+                    step_key = jax.random.fold_in(key, len(records))
+                    row_key = jax.random.fold_in(step_key, _PREPARE_SALT)
+                    rows = prepare(combine(state.trained, rest), rows, row_key)
                 state, metrics = train_step(state, rest, extra_inputs, rows, key, setup=setup)
                 record = _make_record(len(records) + 1, metrics)
                 pace.end_step(record)
                 if not bool(metrics.finite):
                     report(records, before)
                     if saved[0] == len(records):
-                        restore_previous(journal)
-                    raise NonFiniteError(_divergence_message(record, journal))
+                        states.restore_previous()
+                    raise NonFiniteError(_divergence_message(record, store))
                 if saved[0] == len(records):
-                    drop_previous(journal)
-                if eval_data is not None and _is_due(record.step, plan):
+                    states.drop_previous()
+                is_last = record.step == plan.steps
+                is_due = is_last or (plan.eval_steps and record.step % plan.eval_steps == 0)
+                if eval_data is not None and is_due:
                     record = record._replace(held_out=eval_loss(state.trained))
                 records.append(record)
-                noted(record.step, pace.bar_text(record))
+                noted(record.step, _format_record(record).partition(": ")[2] + pace.speed_text)
                 if record.held_out is not None:
                     log(f"{_format_record(record)}{pace.speed_text}")
                     report(records, before)
                     if plan.patience is not None and _best_record(records) is record:
                         best = {path: jnp.copy(x) for path, x in state.trained.items()}
-                        save_best(journal, best, form)
+                        states.save_best(best)
                     if sample is not None:
                         log(sample(combine(state.trained, rest)))
                 if plan.save_steps and record.step % plan.save_steps == 0:
@@ -250,12 +241,7 @@ def train(
 
 
 def _resume(
-    journal: TensorStore,
-    state: TrainState,
-    layout: StateLayout,
-    plan: TrainPlan,
-    settings: dict[str, str],
-    log: Log,
+    states: StateStore, state: TrainState, plan: TrainPlan, log: Log
 ) -> tuple[TrainState, list[StepRecord], float | None, TrainedParams | None]:
     """Return the saved state, the records so far, the initial validation loss, and the best arrays;
     if nothing is saved, the given state.
@@ -263,20 +249,21 @@ def _resume(
     Raises CheckpointError for the state of another run, ConfigError if it has more steps than the
     plan.
     """
-    found = load_state(journal, state, layout)
-    if found is None:
-        check_unused(journal, settings)
+    saved = states.load(state)
+    if saved is None:
+        states.check_unused()
         return state, [], None, None
-    state, facts = found
+    state, facts = saved
     records = [StepRecord(*row) for row in facts["records"]]
     if len(records) > plan.steps:
         raise ConfigError(
             f"steps must be at least {len(records)}, got {plan.steps}: the state in"
-            f" {journal.directory} has that many. Ask for more, or remove it."
+            f" {states.store.directory} has that many. Ask for more, or remove it."
         )
-    changed = "".join(f"; {x}" for x in differences(facts["settings"], settings, changeable=True))
+    changes = differences(facts["settings"], states.settings, changeable=True)
+    changed = "".join(f"; {x}" for x in changes)
     log(f"resuming after step {len(records)} of {plan.steps}{changed}")
-    return state, records, facts["before"], load_best(journal, state, layout)
+    return state, records, facts["before"], states.load_best(state)
 
 
 def _stack_batches(data: Data, step: int, num_batches: int) -> Rows:
@@ -290,11 +277,6 @@ def _make_record(step: int, metrics: Metrics) -> StepRecord:
     m = jax.device_get(metrics)
     also = {name: float(value) for name, value in m.extras.items()}
     return StepRecord(step, float(m.loss), float(m.weight), float(m.grad_norm), None, also)
-
-
-def _is_due(step: int, plan: TrainPlan) -> bool:
-    every = plan.eval_steps
-    return step == plan.steps or (every is not None and step % every == 0)
 
 
 def _best_record(records: list[StepRecord]) -> StepRecord | None:
@@ -318,12 +300,12 @@ def _format_record(record: StepRecord) -> str:
     return f"step {record.step}: loss {record.loss:.4f}{held}{also}"
 
 
-def _divergence_message(record: StepRecord, journal: TensorStore) -> str:
+def _divergence_message(record: StepRecord, store: TensorStore) -> str:
     what = "loss" if not math.isfinite(record.loss) else "gradient"
     remedy = "Try a lower lr: the run then starts again, since no earlier state was saved."
-    if broadcast_from_zero(lambda: "there" if journal.part_paths() else ""):
+    if broadcast_from_zero(lambda: "there" if store.part_paths() else ""):
         remedy = (
-            f"An earlier state is in {journal.directory}: the same run with a lower lr continues"
+            f"An earlier state is in {store.directory}: the same run with a lower lr continues"
             " from there."
         )
     return (
@@ -333,7 +315,7 @@ def _divergence_message(record: StepRecord, journal: TensorStore) -> str:
 
 
 class _Pace:
-    """Timing: the training speed, and when to save the state again."""
+    """The training speed, and when to save the state again."""
 
     def __init__(self) -> None:
         self._step_start = 0.0
@@ -341,36 +323,26 @@ class _Pace:
         self._last_save, self._save_interval = time.monotonic(), SAVE_SECONDS
 
     def start_step(self) -> None:
-        """Start timing a step."""
         self._step_start = time.monotonic()
 
     def end_step(self, record: StepRecord) -> None:
-        """Stop timing a step."""
-        taken = time.monotonic() - self._step_start, record.weight
-        self._steps = [*self._steps[-_SPEED_STEPS:], taken] if record.step > 1 else []
-
-    @property
-    def speed(self) -> float:
-        """Labels per second over the last steps, without the first, which compiles."""
-        seconds, weight = (sum(column) for column in zip((0.0, 0.0), *self._steps, strict=True))
-        return weight / seconds if seconds else 0.0
-
-    def bar_text(self, record: StepRecord) -> str:
-        """Return the text of the progress bar after a step."""
-        return f"{_format_record(record).partition(': ')[2]}{self.speed_text}"
+        step = time.monotonic() - self._step_start, record.weight
+        self._steps = [*self._steps[-_SPEED_STEPS:], step] if record.step > 1 else []
 
     @property
     def speed_text(self) -> str:
-        """The speed as text, if it is known."""
-        return f", {self.speed:,.0f} tokens/s" if self._steps else ""
+        """The speed over the last steps, without the first, which compiles."""
+        if not self._steps:
+            return ""
+        seconds, labels = (sum(column) for column in zip(*self._steps, strict=True))
+        return f", {labels / seconds if seconds else 0.0:,.0f} tokens/s"
 
     def is_save_due(self) -> bool:
-        """Return whether the state should be saved now."""
         return time.monotonic() - self._last_save > self._save_interval
 
     def time_save(self, save: Callable[[], None]) -> None:
         """Save the state, and schedule the next save."""
-        began = time.monotonic()
+        start = time.monotonic()
         save()
         self._last_save = time.monotonic()
-        self._save_interval = max(SAVE_SECONDS, SAVE_FACTOR * (self._last_save - began))
+        self._save_interval = max(SAVE_SECONDS, SAVE_FACTOR * (self._last_save - start))

@@ -19,8 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.losses import cross_entropy
-from jaxllm.train.objective import LossOutput, NextToken, forward
+from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -35,11 +34,11 @@ def router_loss(
       real_BT: mask of the tokens that are not padding; only these count.
       count: experts per token.
     """
-    used, given = zip(*(_expert_fractions(x_BTE, real_BT, count) for x_BTE in scores), strict=True)
-    used_LE, given_LE = jnp.stack(used), jnp.stack(given)
+    used, mean = zip(*(_expert_fractions(x_BTE, real_BT, count) for x_BTE in scores), strict=True)
+    used_LE, mean_LE = jnp.stack(used), jnp.stack(mean)
     if not by_layer:
-        used_LE, given_LE = (x.mean(axis=0, keepdims=True) for x in (used_LE, given_LE))
-    return (used_LE * given_LE).sum(axis=1).mean() * used_LE.shape[1]
+        used_LE, mean_LE = (x.mean(axis=0, keepdims=True) for x in (used_LE, mean_LE))
+    return (used_LE * mean_LE).sum(axis=1).mean() * used_LE.shape[1]
 
 
 def _expert_fractions(

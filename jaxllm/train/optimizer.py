@@ -108,8 +108,8 @@ class Optimizer:
             lambda step: self._base_rate * self._relative_rate(step),
             self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=self._decay_mask,
         )  # fmt: skip
-        own = [optax.stateless(self._apply_rates)] if self.rates else []
-        return optax.chain(*clip, adamw, *own)
+        rates = [optax.stateless(self._apply_rates)] if self.rates else []
+        return optax.chain(*clip, adamw, *rates)
 
     def _decay_mask(self, trained: TrainedParams) -> dict[str, bool]:
         return {
@@ -119,11 +119,9 @@ class Optimizer:
 
     def _apply_rates(self, updates: TrainedParams, _: Any) -> TrainedParams:
         """Scale updates by the ratio of the rates: AdamW's updates are proportional to the rate."""
-        return {path: update * self._rate_ratio(path) for path, update in updates.items()}
-
-    def _rate_ratio(self, path: str) -> float:
-        own = first_match(self.rates, path)
-        return (self.lr if own is None else own) / self._base_rate
+        rates = {path: first_match(self.rates, path) for path in updates}
+        peaks = {path: self.lr if rate is None else rate for path, rate in rates.items()}
+        return {path: x * (peaks[path] / self._base_rate) for path, x in updates.items()}
 
     @property
     def _base_rate(self) -> float:

@@ -45,10 +45,10 @@ def identity_path(path: str) -> tuple[str | None, ...]:
 def trainable_params(params: Mapping[str, Any]) -> TrainedParams:
     """Return the arrays that training can change, by path and in their own dtypes.
 
-    These are all float arrays; of a weight type only the fields that its `trained` lists.
+    These are all float arrays; of a weight type only its `trainable_fields`.
     """
-    found = dict(_iter_trainable(params, ""))
-    return {path: x for path, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    arrays = dict(_iter_trainable(params, ""))
+    return {path: x for path, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
 def check_rules(opened: Checkpoint, rules: Rules) -> None:
@@ -74,8 +74,7 @@ def partition(
 
     Args:
       rules: rows `(regex, train)` over the paths of `trainable_params`, as in `weights.paths`. The
-          first
-        match decides; parameters without a match are frozen.
+        first match decides; parameters without a match are frozen.
       compute_params: the same parameters in the compute dtype, if it differs from that of `params`.
       names: on a mesh, maps a path to the paths that the rules match.
 
@@ -121,13 +120,13 @@ def _flatten_leading(x: jax.Array, axes: int) -> jax.Array:
 
 
 def _is_chosen(rules: Rules, names: Sequence[str]) -> bool:
-    found = {bool(first_match(rules, name)) for name in names}
-    if len(found) > 1:
+    choices = {bool(first_match(rules, name)) for name in names}
+    if len(choices) > 1:
         raise ConfigError(
             f"the rules train some of {', '.join(names)} and not others, but pipeline"
             " stages store them as one array: select all of them, or use a mesh with stage=1"
         )
-    return found.pop()
+    return choices.pop()
 
 
 def _check_formats(params: Params, known: TrainedParams, rules: Rules) -> None:

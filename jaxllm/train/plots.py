@@ -42,9 +42,9 @@ def plot(records: Sequence[StepRecord], initial_loss: float | None, path: Path, 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:
     """Return the centered moving mean. Near the ends the window shrinks and stays symmetric."""
-    found, last = [], len(values) - 1
+    means, last = [], len(values) - 1
     for at in range(len(values)):
         reach = min(width // 2, at, last - at)
         near = values[at - reach : at + reach + 1]
-        found.append(sum(near) / len(near))
-    return found
+        means.append(sum(near) / len(near))
+    return means

@@ -36,13 +36,15 @@ class StateLayout:
     @classmethod
     def from_model(cls, model: Model, frozen_params: Params) -> "StateLayout":
         """Return the layout of a model, given its parameters with holes for the trained ones."""
-        found, _ = list_arrays(
+        arrays, _ = list_arrays(
             frozen_params, is_leaf=lambda x: isinstance(x, Placeholder | ShardList)
         )
         shares = {
-            p: x for p, x in found if isinstance(x, ShardList) and isinstance(x.shards, Placeholder)
+            p: x
+            for p, x in arrays
+            if isinstance(x, ShardList) and isinstance(x.shards, Placeholder)
         }
-        paths = [path for path, x in found if isinstance(x, Placeholder)] + [*shares]
+        paths = [path for path, x in arrays if isinstance(x, Placeholder)] + [*shares]
         return cls({path: model.unsharded_paths(path) for path in paths}, shares)
 
     @property
@@ -75,16 +77,16 @@ class StateLayout:
         """
         nodes, structure = jax.tree.flatten(sharded, is_leaf=self._is_trained)
         names = self.unsharded_names
-        given = jax.tree.leaves(
+        trees = jax.tree.leaves(
             unsharded, is_leaf=lambda x: isinstance(x, dict) and x.keys() == names
         )
-        found = [
+        leaves = [
             self._shard_trained(x, node)
             if self._is_trained(node)
             else _place_like(np.asarray(load_weight(x)), node)
-            for x, node in zip(given, nodes, strict=True)
+            for x, node in zip(trees, nodes, strict=True)
         ]
-        return jax.tree.unflatten(structure, found)
+        return jax.tree.unflatten(structure, leaves)
 
     def _is_trained(self, x: Any) -> bool:
         return isinstance(x, dict) and x.keys() == {*self.names}
@@ -109,9 +111,9 @@ class StateLayout:
             if (shares := self.uneven_shards.get(path)) is None:
                 return array
             rows = math.prod(shares.shards.shape[-1 - array.ndim :][:2])
-            found = np.zeros((rows, *array.shape[1:]), array.dtype)  # padding rows are never read
-            found[shares.row_index(array.ndim)] = array
-            return found
+            padded = np.zeros((rows, *array.shape[1:]), array.dtype)  # padding rows are never read
+            padded[shares.row_index(array.ndim)] = array
+            return padded
 
         def join_stages(path: str, x: jax.Array) -> jax.Array:
             if not jax.tree.leaves(x):
@@ -149,7 +151,7 @@ def _lazy_unsharded(
 
 
 def _place_like(array: Any, like: jax.Array) -> jax.Array:
-    """Put a host array where `sharded` is, with its dtype."""
+    """Put a host array where `like` is, with its dtype."""
     mine = array.astype(like.dtype)
     if is_multiprocess():
         return jax.make_array_from_callback(mine.shape, like.sharding, lambda index: mine[index])

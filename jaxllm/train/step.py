@@ -2,9 +2,14 @@
 
 Trained parameters are kept and updated in float32; the model runs in its compute dtype. A step
 whose loss or gradient is not finite changes nothing.
+
+Only the inputs of frozen weights have gradients. A quantized weight is dequantized for the backward
+pass after the gradient arrives: otherwise XLA would hold the dequantized weights of all layers at
+once. In bfloat16 both operands of the backward product are bfloat16, as in PyTorch.
 """
 
 import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -14,13 +19,14 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.frozen import freeze_params
 from jaxllm.train.objective import LossOutput, Objective
 from jaxllm.train.optimizer import import_optax
-from jaxllm.train.partition import TrainedParams, combine
+from jaxllm.train.partition import NamesOf, Placeholder, TrainedParams, combine, identity_path
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, map_leaves, put
-from jaxllm.weights.types.base import WeightBase
+from jaxllm.weights.types.arrays import add_dependency, as_weight
+from jaxllm.weights.types.base import LinearFn, WeightBase
+from jaxllm.weights.types.wrapper import WeightWrapper
 
 
 class TrainState(struct.PyTreeNode):
@@ -76,8 +82,8 @@ def init_state(trained: TrainedParams, setup: Setup) -> TrainState:
 
     On a mesh the optimizer state of an array has the sharding of the array.
     """
-    own = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
-    state = TrainState(own, setup.optimizer.build().init(own), jnp.zeros((), jnp.int32))
+    arrays = {path: jnp.array(x, jnp.float32) for path, x in trained.items()}
+    state = TrainState(arrays, setup.optimizer.build().init(arrays), jnp.zeros((), jnp.int32))
     place = setup.model.cache_sharding
     if place is None:
         return state
@@ -89,17 +95,17 @@ def _canonical_sharding(x: jax.Array) -> jax.sharding.Sharding:
 
     Any other form of the same sharding would make the second step compile again.
     """
-    where = x.sharding
-    if not isinstance(where, NamedSharding):
-        return where
-    sizes = where.mesh.shape
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in where.spec]
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    sizes = sharding.mesh.shape
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in sharding.spec]
     entries = [tuple(name for name in e if sizes[name] > 1) for e in entries]
     if not any(entries):
-        return NamedSharding(where.mesh, P())
+        return NamedSharding(sharding.mesh, P())
     entries += [()] * (x.ndim - len(entries))
-    said = [None if not e else e[0] if len(e) == 1 else e for e in entries]
-    return NamedSharding(where.mesh, P(*said))
+    axes = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+    return NamedSharding(sharding.mesh, P(*axes))
 
 
 @partial(jax.jit, static_argnames="setup", donate_argnums=0)
@@ -131,15 +137,15 @@ def train_step(
     def compute_loss(
         trained: TrainedParams, rows: Rows, key: jax.Array
     ) -> tuple[jax.Array, LossOutput]:
-        used, own = jax.random.split(key)
-        params = prepare_weights(combine(trained, still), used, state.step)
-        measured = setup.objective(setup.model, params, extra_inputs, rows, own)
+        weight_key, loss_key = jax.random.split(key)
+        params = prepare_weights(combine(trained, still), weight_key, state.step)
+        measured = setup.objective(setup.model, params, extra_inputs, rows, loss_key)
         return measured.total, measured
 
     def batch_gradient(rows: Rows, number: jax.Array) -> tuple[LossOutput, TrainedParams]:
-        own = jax.random.fold_in(key, number)
+        batch_key = jax.random.fold_in(key, number)
         (_, measured), gradient = jax.value_and_grad(compute_loss, has_aux=True)(
-            state.trained, rows, own
+            state.trained, rows, batch_key
         )
         return measured, gradient
 
@@ -204,3 +210,78 @@ def prepare_weights(params: Params, key: jax.Array, step: jax.Array) -> Params:
         return leaf.for_training_step(jax.random.fold_in(key, zlib.crc32(path.encode())), step)
 
     return map_leaves(change, params)
+
+
+class FrozenWeight(WeightWrapper, struct.PyTreeNode):
+    """A matrix `[O, I]`, an array or a weight type, without a gradient."""
+
+    format_prefix = "frozen/"
+    allows_composite = True
+
+    weight: Any
+
+    def to_dense(self, dtype: Any = None) -> jax.Array:
+        return jax.lax.stop_gradient(self.inner.to_dense(dtype))
+
+    def take(self, index: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(self.inner.take(index))
+
+    def apply_with(self, x_RI: jax.Array, linear: LinearFn) -> jax.Array:
+        if not jnp.issubdtype(x_RI.dtype, jnp.floating):
+            return linear(x_RI, self.weight)
+        return _multiply(linear, x_RI, self.weight)
+
+
+def freeze_params(params: Params, names: NamesOf = identity_path) -> Params:
+    """Wrap each matrix that contains nothing trained in `FrozenWeight`.
+
+    names: as `Model.unsharded_paths`; matrices stacked over pipeline stages have one
+        more axis.
+    """
+    return map_leaves(lambda path, leaf: _freeze(leaf, 3 if len(names(path)) > 1 else 2), params)
+
+
+def _freeze(leaf: Any, ndim: int) -> Any:
+    if not _has_holes(leaf):
+        return FrozenWeight(leaf) if leaf.ndim == ndim else leaf
+    if isinstance(leaf, WeightWrapper) and not isinstance(leaf.weight, Placeholder):
+        changed: Any = leaf
+        return changed.replace(weight=_freeze(leaf.weight, ndim))
+    return leaf
+
+
+def _has_holes(leaf: Any) -> bool:
+    leaves = jax.tree.leaves(leaf, is_leaf=lambda x: isinstance(x, Placeholder))
+    return any(isinstance(x, Placeholder) for x in leaves)
+
+
+def _wait_for(x_RI: jax.Array, weight: Any) -> Any:
+    """Return the weight with its expansion ordered after x."""
+    return add_dependency(x_RI, weight) if as_weight(weight).native_matrix() is None else weight
+
+
+def _multiply(linear: LinearFn, x_RI: jax.Array, weight: Any) -> jax.Array:
+    """Return `linear(x, weight)`, whose gradient for x is that of the dense product."""
+
+    @jax.custom_vjp
+    def multiply(x_RI: jax.Array, weight: Any) -> jax.Array:
+        return linear(x_RI, _wait_for(x_RI, weight))
+
+    def forward(x_RI: jax.Array, weight: Any) -> tuple[jax.Array, Any]:
+        return multiply(x_RI, weight), weight
+
+    def backward(weight: Any, slope_RO: jax.Array) -> tuple[jax.Array, Any]:
+        weight = add_dependency(slope_RO, weight) if isinstance(weight, WeightBase) else weight
+        half = x_RI.dtype == jnp.bfloat16
+        dtype = jnp.bfloat16 if half else jnp.float32
+        slope_RI = jax.lax.dot_general(
+            slope_RO.astype(dtype),
+            as_weight(weight).to_dense(dtype),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return slope_RI.astype(x_RI.dtype), None
+
+    multiply.defvjp(forward, backward)
+    found: Callable[..., jax.Array] = multiply
+    return found(x_RI, weight)

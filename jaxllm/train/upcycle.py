@@ -52,8 +52,8 @@ def upcycle_model(lm: LM, experts: int, per_token: int, *, seed: int = 0) -> LM:
     for number in range(config.num_hidden_layers):
         name = f"{models.get_family(config.model_type).layers}.{number}"
         stacks = map_leaves(partial(_repeat_weight, experts, f"{name}.mlp."), params[name]["mlp"])
-        own = jax.random.fold_in(key, number)
-        gate = DEVIATION * jax.random.normal(own, (experts, config.hidden_size))
+        layer_key = jax.random.fold_in(key, number)
+        gate = DEVIATION * jax.random.normal(layer_key, (experts, config.hidden_size))
         gate = gate.astype(DTYPES[lm.model.precision.weights])
         params[name] = {**params[name], "mlp": {"gate": {"weight": gate}, "experts": stacks}}
     params = _sort_params(params, config)

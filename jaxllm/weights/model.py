@@ -4,21 +4,20 @@ The cache room asks it too, so it is in a room below.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from jaxllm.config.model import ModelConfig
 from jaxllm.weights.lazy_gather import load_weight
 from jaxllm.weights.paths import Params, Placement, map_leaves
 from jaxllm.weights.precision import Precision
 
-V = TypeVar("V")
-
 
 class Model:
     """A model, hashable by value, with a Flax module's `apply` and `clone`.
 
     The answers here are those of a model on one device, which every module of `models` is.
-    `sharding.ShardedModel` has its own.
+    `sharding.ShardedModel` has its own. What only training and loading ask of a sharded model is
+    in `sharding.sharded_model`, as functions of any model.
     """
 
     config: ModelConfig
@@ -56,10 +55,6 @@ class Model:
         """Shard parameters of the unsharded model."""
         return params
 
-    def replicate(self, tree: V) -> V:
-        """Replicate arrays that are not parameters (such as a trained prompt) on all devices."""
-        return tree
-
     def gather_lazy(self, params: Params) -> Params:
         """Return the unsharded model's parameters, each to be gathered when it is read.
 
@@ -79,45 +74,10 @@ class Model:
         """
         return (path,)
 
-    def attach_adapter(self, params: Params, wrap: Callable[[str, Any], Any]) -> Params:
-        """Add an adapter to parameters where they are, and place its arrays.
-
-        Args:
-            wrap: wraps the weight at a path of the unsharded model; returns a weight without an
-                adapter unchanged.
-
-        Raises:
-            ConfigError: if an adapter cannot be placed.
-        """
-        return map_leaves(wrap, params)
-
     def num_data_shards(self, rows: int) -> int:
         """Return how many devices split `rows` rows of the input."""
         return 1
 
-    def row_groups(self, rows: int) -> Any:
-        """Return the group of each row, int32 `[B]`, if stages decode one group each; else None."""
-        return None
-
-    def check_rows(self, rows: int) -> None:
-        """Raise ConfigError if a training batch of `rows` rows cannot be split."""
-
     def with_sharded_logits(self) -> Any:
         """Return the model for sums over the vocabulary: no device needs all logits."""
         return self
-
-    def with_sharded_rows(self) -> Any:
-        """Return the model for training: the host of a process reads no rows of the outputs."""
-        return self
-
-    def unsharded(self) -> Any:
-        """Return the model on one device."""
-        return self
-
-    def shard_like(self, model: Any) -> Any:
-        """Return `model`, a model on one device, sharded as this one.
-
-        Raises:
-            ConfigError: if it cannot be.
-        """
-        return model

@@ -10,7 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema, compile_pattern, field_errors
+from jaxllm.files import compile_pattern
+from jaxllm.runtime.schema import as_schema, field_errors
 from jaxllm.runtime.validation import canonical_dtype, check_dtype
 from jaxllm.weights.formats import Weight, as_format, parse_format, weight_format
 from jaxllm.weights.paths import Params, check_params, first_match, flatten, map_leaves

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxllm.errors import ConfigError
-from jaxllm.files import as_schema, compile_pattern
+from jaxllm.files import compile_pattern
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import canonical_dtype
 from jaxllm.weights.formats import STACKABLE, Weight, as_format, can_stack, parse_format, to_dense
 from jaxllm.weights.paths import Params, check_params, first_match, map_leaves

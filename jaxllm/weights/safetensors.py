@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.files import as_schema, atomic_file, open_regular, parse_json
+from jaxllm.files import atomic_file, open_regular, parse_json
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 
 MAX_HEADER = 1 << 25  # 200,000 tensors

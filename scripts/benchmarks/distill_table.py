@@ -23,11 +23,11 @@ import jax
 import numpy as np
 
 import jaxllm
+from jaxllm.compress.student import StudentSize, cut_student
 from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_examples, from_ids
 from jaxllm.train.data.rows import Data, Example
-from jaxllm.train.distill import student_init as students
 from jaxllm.train.distill.job import (
     Distillation,
     distill,
@@ -36,7 +36,6 @@ from jaxllm.train.distill.job import (
 )
 from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
 from jaxllm.train.distill.sequence_kd import cut_prompts, write_completions
-from jaxllm.train.distill.student_init import StudentSize
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
@@ -154,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="directory for a JSON Lines file")
     options = parser.parse_args()
     teacher = jaxllm.load(TEACHER, dtype="float32")
-    student = students.cut_student(teacher, StudentSize(layers=2))
+    student = cut_student(teacher, StudentSize(layers=2))
     data, held_out = make_dataset(teacher, options.stories, 31), make_dataset(teacher, 60, 32)
     print("| method | held-out loss | KL from teacher | seconds |\n|---|---|---|---|", flush=True)
     for name, lm in (("teacher", teacher), ("student before training", student)):

@@ -231,8 +231,7 @@ def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[i
     """Return a device's temporary bytes and sent bytes, each with gathered and sharded logits."""
     from jaxllm.sharding.collective_stats import count_collectives
     from jaxllm.train.distill.student_init import init_params
-    from jaxllm.train.losses import cross_entropy
-    from jaxllm.train.objective import LossOutput, NextToken, forward
+    from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
 
     def gather_and_score(
         model: Any, params: Any, extra_inputs: Any, rows: Any, key: Any

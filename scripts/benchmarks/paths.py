@@ -64,10 +64,10 @@ def measure(seconds: float) -> Iterator[Row]:
     import numpy as np
 
     from jaxllm.compress.methods.magnitude import prune_magnitude
-    from jaxllm.compress.sparsity import parse as parse_sparsity
     from jaxllm.ops import native
     from jaxllm.weights import linear
     from jaxllm.weights.formats import as_format, as_weight
+    from jaxllm.weights.sparsity import parse as parse_sparsity
     from jaxllm.weights.types.base import WeightBase
     from jaxllm.weights.types.sparse import parse as parse_sparse
 

@@ -32,7 +32,7 @@ from jaxllm.train.data.examples import from_ids
 from jaxllm.train.loop import TrainPlan, train
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.qat.prepare import convert, prepare
+from jaxllm.train.qat.job import convert, prepare
 from jaxllm.train.step import Setup, eval_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.quantize import quantize

@@ -29,8 +29,7 @@ from tokenizers import Tokenizer
 import jaxllm
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.loop import TrainPlan, train
-from jaxllm.train.losses import log_likelihoods
-from jaxllm.train.objective import LossOutput, forward
+from jaxllm.train.objective import LossOutput, forward, log_likelihoods
 from jaxllm.train.partition import TrainedParams, partition
 from jaxllm.train.step import Setup, eval_step
 from jaxllm.weights.paths import Params, first_match, flatten, map_leaves

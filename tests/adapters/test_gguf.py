@@ -14,7 +14,7 @@ from jaxllm.adapters.attach import Adapter
 from jaxllm.cli.options import _parse_adapters
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.paths import flatten
-from tests.adapters.random_adapters import random_adapter
+from tests.adapters.random_adapters import random_adapter, with_one
 from tests.convert.gguf.gguf_files import permuted
 from tests.tiny_models import assert_close, random_model, tokens
 
@@ -84,11 +84,7 @@ def test_gguf_adapter_equals_peft_adapter(family: str, tmp_path: Path) -> None:
         weights[f"{module}.weight"] += scale * np.asarray(b, np.float64) @ np.asarray(a)
     changed = {path: array.astype(np.float32) for path, array in weights.items()}
     merged = jaxllm.weights.paths.map_leaves(lambda path, _: changed[path], params)
-    from jaxllm.adapters import choose_adapters, with_adapters
-
-    with_adapter = choose_adapters(
-        with_adapters(model.config, params, {"x": found}), np.zeros(1, np.int32)
-    )
+    with_adapter = with_one(model.config, params, found)
     expected = jaxllm.forward(model, merged, None, IDS).logits
     assert_close(jaxllm.forward(model, with_adapter, None, IDS).logits, np.asarray(expected))
 
@@ -144,6 +140,12 @@ def test_adapter_on_fused_matrix_is_refused(tmp_path: Path) -> None:
             write_gguf_adapter(tmp_path / "a.gguf", adapter, model.config)
 
 
+def replace_b(writer: gguf.GGUFWriter, array: np.ndarray) -> None:
+    """Replace the query's second matrix."""
+    writer.tensors[0].pop("blk.0.attn_q.weight.lora_b")
+    writer.add_tensor("blk.0.attn_q.weight.lora_b", array)
+
+
 BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "a model": (lambda w: w.add_type("model"), "not a LoRA adapter"),
     "another architecture": (lambda w: w.add_string("general.architecture", "gpt2"), "'gpt2'"),
@@ -162,19 +164,9 @@ BAD: dict[str, tuple[Callable[[gguf.GGUFWriter], object], str]] = {
     "one matrix of two": (
         lambda w: w.tensors[0].pop("blk.0.ffn_down.weight.lora_b"), "lora_b is missing",
     ),
-    "another shape": (
-        lambda w: (
-            w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
-            w.add_tensor("blk.0.attn_q.weight.lora_b", np.ones((9, 3), np.float32)),
-        ),
-        "do not match weight",
-    ),
+    "another shape": (lambda w: replace_b(w, np.ones((9, 3), np.float32)), "do not match weight"),
     "numbers that are not finite": (
-        lambda w: (
-            w.tensors[0].pop("blk.0.attn_q.weight.lora_b"),
-            w.add_tensor("blk.0.attn_q.weight.lora_b", np.full((48, 3), np.nan, np.float32)),
-        ),
-        "NaN or infinity",
+        lambda w: replace_b(w, np.full((48, 3), np.nan, np.float32)), "NaN or infinity",
     ),
     "an activated LoRA": (
         lambda w: w.add_array("adapter.alora.invocation_tokens", [1, 2]), "alora",

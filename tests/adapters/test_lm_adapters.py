@@ -211,18 +211,3 @@ def test_cli_merge_writes_merged_model(
     assert abs(divergence) < 1e-5
     code, _, err = run("merge", folder / "model", tmp_path / "none", "--adapter", folder)
     assert code == 1 and "has no adapter_config.json" in err
-
-
-@pytest.mark.full
-def test_cli_batch_rows_select_adapters(folder: Path, demo: Path, run: Any) -> None:
-    lm = jaxllm.load(demo, adapters={"a": folder / "demo-x", "b": folder / "demo-y"})
-    adapter_options = ("--adapter", f"a={folder / 'demo-x'}", "--adapter", f"b={folder / 'demo-y'}")
-    lines = "\n".join(
-        json.dumps({"prompt": "Once", "adapter": name}) for name in ("a", "b", "base")
-    )
-    command = ("batch", "-", "-m", demo, "-n", 4, "--workers", 0)
-    code, out, err = run(*command, *adapter_options, stdin=lines)
-    assert code == 0, err
-    answers = [row["tokens"] for row in map(json.loads, out.splitlines())]
-    for mine, name in zip(answers, ("a", "b", "base"), strict=True):
-        assert mine == lm.generate("Once", max_new_tokens=4, adapter=name).tokens, name

@@ -23,7 +23,7 @@ from jaxllm.weights.formats import as_format, as_weight, to_dense
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.paths import first_match, flatten
 from jaxllm.weights.quantize import quantize
-from jaxllm.weights.types.lora import LoraSite, keep_chosen_adapter
+from jaxllm.weights.types.lora import LoraSite
 from tests.adapters.random_adapters import random_adapter
 from tests.tiny_models import assert_close, random_model, tokens
 from tests.weights.products import plain_product
@@ -213,29 +213,6 @@ def test_batch_rows_select_their_own_adapter(tiny: tuple[Any, Any], three: dict[
             assert np.abs(found[row] - base[row]).max() > 0.1
 
 
-def test_fingerprint_depends_on_chosen_adapter_only(
-    tiny: tuple[Any, Any], three: dict[str, Any]
-) -> None:
-    """The fingerprint identifies the chosen adapter, whichever other adapters are loaded."""
-    from jaxllm.cache.files import fingerprint
-
-    model, params = tiny
-    several = with_adapters(model.config, params, three)
-    prints = {
-        name: fingerprint(choose_adapters(several, jnp.array([number])))
-        for number, name in enumerate((*three, "base"), start=0)
-        if name != "base"
-    }
-    prints["base"] = fingerprint(several)
-    assert len(set(prints.values())) == 4
-    assert prints["base"] == fingerprint(params)
-    only = with_adapters(model.config, params, {"y": three["y"]})
-    assert prints["y"] == fingerprint(choose_adapters(only, jnp.array([0])))
-    own = keep_chosen_adapter(choose_adapters(several, jnp.array([1])))
-    leaf = own["layers.0"]["self_attn"]["q_proj"]["weight"]
-    np.testing.assert_array_equal(leaf.a, three["y"].matrices["layers.0.self_attn.q_proj"].a)
-
-
 @pytest.mark.parametrize("format", ["int4", pytest.param("int8", marks=pytest.mark.full)])
 def test_adapters_attach_and_merge_over_quantized_weights(
     tiny: tuple[Any, Any], three: dict[str, Any], format: str
@@ -292,9 +269,7 @@ def test_invalid_lora_config_is_refused(tiny: tuple[Any, Any], options: Any, mes
 def test_conflicting_adapter_operations_are_refused(
     tiny: tuple[Any, Any], three: dict[str, Any]
 ) -> None:
-    """Attaching twice, merging nothing or several adapters, and reserved adapter names raise
-    errors.
-    """
+    """Attaching twice and merging nothing or several adapters raise errors."""
     model, params = tiny
     once = attach_adapter(model.config, params, three["x"])
     for again in (attach_adapter, lambda c, p, a: with_adapters(c, p, {"x": a})):
@@ -304,5 +279,3 @@ def test_conflicting_adapter_operations_are_refused(
         merge_adapter(model.config, params)
     with pytest.raises(ConfigError, match="Choose the one"):
         merge_adapter(model.config, with_adapters(model.config, params, three))
-    with pytest.raises(ConfigError, match="adapter name 'base' is reserved"):
-        with_adapters(model.config, params, {"base": three["x"]})

@@ -2,12 +2,12 @@
 
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
@@ -18,18 +18,16 @@ from safetensors.numpy import load_file, save_file
 from jaxllm import forward
 from jaxllm.adapters import (
     LoraConfig,
-    choose_adapters,
     init_adapter,
     merge_adapter,
     read_adapter,
-    with_adapters,
     write_adapter,
 )
 from jaxllm.adapters.targets import list_targets, resolve_targets
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import build
-from tests.adapters.random_adapters import random_adapter
-from tests.tiny_models import Twin, assert_close, load_twin, save_random, tokens
+from tests.adapters.random_adapters import load_in_peft, random_adapter, with_one
+from tests.tiny_models import Twin, assert_close, make_twin, tokens
 
 LINEARS = ["q_proj", "v_proj", "down_proj"]
 # Model family and PEFT's LoRA options.
@@ -84,13 +82,10 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
-    made = {}
-    for family in ("llama", "gpt2", "phi3", "gpt_neox"):
-        layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
-        directory = tmp_path_factory.mktemp(family)
-        save_random(directory, family, **{layers: 1})
-        made[family] = load_twin(directory)
-    return made
+    return {
+        family: make_twin(tmp_path_factory.mktemp(family), family)
+        for family in ("llama", "gpt2", "phi3", "gpt_neox")
+    }
 
 
 def adapted_by_peft(twin: Twin, seed: int = 0, **options: Any) -> Any:
@@ -143,8 +138,7 @@ def test_peft_checkpoints_round_trip_with_equal_logits(
     directory = saved(theirs, tmp_path / "theirs")
     adapter = read_adapter(directory, twin.config, twin.params)
     expected = peft_logits(theirs)
-    held = with_adapters(twin.config, twin.params, {"x": adapter})
-    chosen = choose_adapters(held, jnp.zeros(1, jnp.int32))
+    chosen = with_one(twin.config, twin.params, adapter)
     assert_close(forward(twin.model, chosen, None, TOKENS).logits, expected)
     config, one = merge_adapter(twin.config, chosen)
     assert config.tie_word_embeddings is name.startswith("conv1d")  # others are untied now
@@ -152,12 +146,7 @@ def test_peft_checkpoints_round_trip_with_equal_logits(
     assert np.abs(expected - twin.logits(TOKENS)).max() > 0.1
 
     write_adapter(tmp_path / "ours", adapter, twin.config, base=str(twin.directory))
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        twin.directory, attn_implementation="eager"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        again = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    again = load_in_peft(twin, tmp_path / "ours")
     np.testing.assert_array_equal(peft_logits(again), expected)
     kept = load_file(directory / "adapter_model.safetensors")
     for key, tensor in load_file(tmp_path / "ours/adapter_model.safetensors").items():
@@ -174,19 +163,13 @@ def test_separate_adapters_write_as_fused_module(twins: dict[str, Twin], tmp_pat
         rank_pattern={"v_proj": 3},
     )  # fmt: skip
     adapter = random_adapter(twin.config, twin.params, lora)
-    held = with_adapters(twin.config, twin.params, {"x": adapter})
-    ours = forward(twin.model, choose_adapters(held, jnp.zeros(1, jnp.int32)), None, TOKENS).logits
+    chosen = with_one(twin.config, twin.params, adapter)
+    ours = forward(twin.model, chosen, None, TOKENS).logits
     write_adapter(tmp_path / "ours", adapter, twin.config, base=str(twin.directory))
     assert json.loads((tmp_path / "ours/adapter_config.json").read_text())["target_modules"] == [
         "gate_up_proj", "qkv_proj",
     ]  # fmt: skip
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        twin.directory, attn_implementation="eager"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
-    assert_close(ours, peft_logits(theirs))
+    assert_close(ours, peft_logits(load_in_peft(twin, tmp_path / "ours")))
     dora = LoraConfig(r=2, target_modules=("q_proj",), use_dora=True)
     adapter = random_adapter(twin.config, twin.params, dora)
     with pytest.raises(ConfigError, match=r"DoRA on .*q_proj alone cannot be written for PEFT"):
@@ -245,6 +228,13 @@ def written(twins: dict[str, Twin], tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
+def copy_changed(written: Path, target: Path, changes: dict[str, Any]) -> None:
+    """Copy an adapter directory and change its configuration."""
+    data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
+    (target / "adapter_config.json").write_text(json.dumps({**data, **changes}))
+    shutil.copy(written / WEIGHTS, target)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -284,9 +274,7 @@ def test_unsupported_peft_config_is_refused(
     """A PEFT configuration that is unsupported or does not fit the model or its tensors raises an
     error that names the field.
     """
-    data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **changes}))
-    save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
+    copy_changed(written, tmp_path, changes)
     with pytest.raises(CheckpointError) as caught:
         read_adapter(tmp_path, twins["llama"].config)
     assert message in str(caught.value)
@@ -297,7 +285,6 @@ def test_unused_peft_fields_are_accepted(
     twins: dict[str, Twin], written: Path, tmp_path: Path
 ) -> None:
     """Configuration fields that change nothing are accepted."""
-    data = json.loads((written / "adapter_config.json").read_text(encoding="utf-8"))
     more = {
         "megatron_core": "megatron.core",
         "loftq_config": {},
@@ -307,8 +294,7 @@ def test_unused_peft_fields_are_accepted(
         "of_the_future": None,
         "init_lora_weights": "eva",
     }
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**data, **more}))
-    save_file(load_file(written / WEIGHTS), tmp_path / WEIGHTS)
+    copy_changed(written, tmp_path, more)
     assert read_adapter(tmp_path, twins["llama"].config).config.r == 2
 
 

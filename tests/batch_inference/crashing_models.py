@@ -1,6 +1,7 @@
-"""A model that crashes or hangs on some prompts, with a picklable function that loads it."""
+"""A model that crashes or hangs on some prompts, and what a run with it must answer."""
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxllm
+from jaxllm.batch_inference.job import BatchJob, row_seed
+from jaxllm.batch_inference.rows import read_lines
+from jaxllm.batch_inference.runner import run_job
 from jaxllm.lm import LM
 
 KILLER, ONCE, RAISER, HANGS, REFUSED = [13, 13], [14, 14], [15, 15], [16, 16], "x" * 3
@@ -42,3 +46,26 @@ def load_crashing_lm(directory: Path) -> LM:
     lm = jaxllm.load(directory)
     parts = {field.name: getattr(lm, field.name) for field in dataclasses.fields(lm)}
     return CrashingLM(**parts, folder=directory)
+
+
+def read_answers(path: Path) -> list[Any]:
+    """Return the rows of an output file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_crashing_rows(workers: Any, model: Path, out: Path) -> None:
+    """Run rows of which some crash their worker or raise.
+
+    Only these get an error; all others equal single requests with the same seed.
+    """
+    prompts = [[5 + n, 6] for n in range(12)]
+    prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
+    job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
+    assert run_job(read_lines(map(json.dumps, prompts)), job, workers, out) == (12, 2)
+    answers, lm = read_answers(out), jaxllm.load(model)
+    assert [answer["id"] for answer in answers] == list(range(1, 13))
+    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
+    assert answers[9]["error"] == "line 10: MemoryError: no room"
+    for n in set(range(12)) - {5, 9}:
+        single = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
+        assert answers[n]["tokens"] == single.tokens

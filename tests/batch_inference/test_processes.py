@@ -18,47 +18,21 @@ from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import CheckpointError
 from tests.batch_inference.crashing_models import (
     HANGS,
-    KILLER,
-    ONCE,
     OPTIONS,
-    RAISER,
+    check_crashing_rows,
     load_crashing_lm,
+    read_answers,
 )
 from tests.batch_inference.process_kills import alive, children, start_jaxllm
 from tests.conftest import Run
-from tests.tiny_models import save_random
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "m"
-    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
-    return directory
-
-
-def lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_crashing_rows_fail_without_affecting_other_rows(model: Path, tmp_path: Path) -> None:
     """Only rows that crash their worker or raise get an error; all other rows equal single requests
     with the same seed.
     """
-    prompts = [[5 + n, 6] for n in range(12)]
-    prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
-    rows = read_lines(map(json.dumps, prompts))
-    job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
-    found = run_job(
-        rows, job, ProcessWorkers(partial(load_crashing_lm, model), 2), tmp_path / "out"
-    )
-    assert found == (12, 2)
-    answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
-    assert [answer["id"] for answer in answers] == list(range(1, 13))
-    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
-    assert answers[9]["error"] == "line 10: MemoryError: no room"
-    for n in set(range(12)) - {5, 9}:
-        single = lm.generate(prompts[n], **{**OPTIONS, "seed": row_seed(5, n + 1)})
-        assert answers[n]["tokens"] == single.tokens
+    workers = ProcessWorkers(partial(load_crashing_lm, model), 2)
+    check_crashing_rows(workers, model, tmp_path / "out")
 
 
 def test_hanging_row_fails_after_two_tries(model: Path, tmp_path: Path) -> None:
@@ -79,7 +53,7 @@ def test_hanging_row_fails_after_two_tries(model: Path, tmp_path: Path) -> None:
     workers = ProcessWorkers(partial(load_crashing_lm, model), 1, messages.append, clock)
     assert run_job(rows, job, workers, tmp_path / "out") == (6, 1)
     assert len(hung.read_bytes()) == 2
-    answers, lm = lines(tmp_path / "out"), jaxllm.load(model)
+    answers, lm = read_answers(tmp_path / "out"), jaxllm.load(model)
     error = "line 5 crashed its worker 1 times, or had no answer after 0.4 s"
     assert answers[4] == {"id": 5, "line": 5, "error": error}
     for n in (0, 3, 5):
@@ -92,13 +66,9 @@ def test_model_load_error_is_raised_once(tmp_path: Path) -> None:
     """A model that cannot be loaded raises its error once, not once per worker."""
     rows = read_lines(["[5]", "[6]"])
     job = BatchJob(task="generate", options=OPTIONS, group=1)
+    workers = ProcessWorkers(partial(load_crashing_lm, tmp_path / "nowhere"), 2)
     with pytest.raises(CheckpointError, match="nowhere"):
-        run_job(
-            rows,
-            job,
-            ProcessWorkers(partial(load_crashing_lm, tmp_path / "nowhere"), 2),
-            tmp_path / "out",
-        )
+        run_job(rows, job, workers, tmp_path / "out")
 
 
 def test_cores_are_divided_between_workers() -> None:
@@ -108,6 +78,23 @@ def test_cores_are_divided_between_workers() -> None:
     assert assign_cores(len(cores) + 1, 1)[-1] == cores[:1]
 
 
+def signal_at_work(
+    command: list[Any], journal: Path, number: signal.Signals
+) -> tuple[int, set[int], str]:
+    """Start a command and signal it once its journal holds two groups.
+
+    Returns:
+        Its exit status, the workers that it had, and its stderr.
+    """
+    driver = start_jaxllm(command)
+    while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    workers = children(driver.pid)
+    driver.send_signal(number)
+    _, err = driver.communicate()  # returns once every process that holds stderr has ended
+    return driver.returncode, workers, err.decode()
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
 def test_killed_driver_leaves_no_workers_and_resumes(model: Path, tmp_path: Path, run: Run) -> None:
     """After SIGKILL the workers exit, and --resume completes the output byte for byte."""
@@ -115,14 +102,9 @@ def test_killed_driver_leaves_no_workers_and_resumes(model: Path, tmp_path: Path
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(40)))
     options = ["-m", model, "-n", 24, "--temperature", 1, "--group", 2, "--batch-size", 2]
     command = ["batch", file, *options, "--out", out, "--workers", 2]
-    driver = start_jaxllm(command)
     journal = tmp_path / "out.jsonl.parts" / "journal"
-    while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
-        time.sleep(0.01)
-    workers = children(driver.pid)
-    driver.send_signal(signal.SIGKILL)
-    _, err = driver.communicate()
-    assert driver.returncode == -signal.SIGKILL, err.decode()
+    returned, workers, err = signal_at_work(command, journal, signal.SIGKILL)
+    assert returned == -signal.SIGKILL, err
     while any(map(alive, workers)):
         time.sleep(0.05)
     there = journal.read_bytes().count(b"\n") - 1
@@ -142,15 +124,11 @@ def test_interrupted_driver_prints_one_line(model: Path, tmp_path: Path) -> None
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(f"[{5 + n}, 7]\n" for n in range(400)))
     options = ["-n", 24, "--group", 2, "--batch-size", 2, "--workers", 2]
-    driver = start_jaxllm(["batch", model, file, *options, "--out", out])
+    command = ["batch", model, file, *options, "--out", out]
     journal = tmp_path / "out.jsonl.parts" / "journal"
-    while driver.poll() is None and (not journal.exists() or journal.read_bytes().count(b"\n") < 3):
-        time.sleep(0.01)
-    workers = children(driver.pid)
-    driver.send_signal(signal.SIGINT)
-    _, err = driver.communicate()  # returns once every process that holds stderr has ended
-    assert driver.returncode == 130, err.decode()
-    (messages,) = err.decode().splitlines()
+    returned, workers, err = signal_at_work(command, journal, signal.SIGINT)
+    assert returned == 130, err
+    (messages,) = err.splitlines()
     assert messages.startswith("jaxllm: interrupted; ")
     while any(map(alive, workers)):
         time.sleep(0.05)

@@ -19,9 +19,13 @@ from jaxllm.batch_inference.ray_data import RayWorkers, connect_ray
 from jaxllm.batch_inference.rows import read_lines
 from jaxllm.batch_inference.runner import run_job
 from jaxllm.errors import ConfigError
-from tests.batch_inference.crashing_models import KILLER, ONCE, OPTIONS, RAISER, load_crashing_lm
+from tests.batch_inference.crashing_models import (
+    OPTIONS,
+    check_crashing_rows,
+    load_crashing_lm,
+    read_answers,
+)
 from tests.conftest import ROOT
-from tests.tiny_models import save_random
 
 pytestmark = [
     pytest.mark.full,
@@ -45,13 +49,6 @@ def ray() -> Iterator[Any]:
         os.environ["PYTHONPATH"] = before
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "m"
-    save_random(directory, "llama", num_hidden_layers=1, eos_token_id=None)
-    return directory
-
-
 @pytest.mark.parametrize("task", ["generate", "score", "embed"])
 def test_ray_actors_equal_in_process_results(
     task: str, ray: Any, model: Path, tmp_path: Path
@@ -61,10 +58,7 @@ def test_ray_actors_equal_in_process_results(
     load = partial(jaxllm.load, model, show_progress=False)
     assert run_job(rows, job, RayWorkers(load, 2), tmp_path / "ray.jsonl") == (22, 2)
     run_job(rows, job, InProcessWorkers(load), tmp_path / "here.jsonl")
-    found, expected = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("ray", "here")
-    )
+    found, expected = (read_answers(tmp_path / f"{name}.jsonl") for name in ("ray", "here"))
     for one, other in zip(found, expected, strict=True):
         for column in ("logprobs", "logprob", "embedding"):  # thread counts differ
             assert one.pop(column, 0) == pytest.approx(other.pop(column, 0), abs=1e-5)
@@ -73,20 +67,8 @@ def test_ray_actors_equal_in_process_results(
 
 def test_crashed_actors_are_replaced_and_rows_fail(ray: Any, model: Path, tmp_path: Path) -> None:
     """Crashed actors are replaced; only rows that crash them repeatedly or raise get an error."""
-    prompts = [[5 + n, 6] for n in range(12)]
-    prompts[2], prompts[5], prompts[9] = ONCE, KILLER, RAISER
-    rows = read_lines(map(json.dumps, prompts))
-    job = BatchJob(task="generate", options=OPTIONS, rows=2, group=3, tries=1)
-    assert run_job(
-        rows, job, RayWorkers(partial(load_crashing_lm, model), 2), tmp_path / "out"
-    ) == (12, 2)
-    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert answers[5]["error"] == "line 6 crashed its worker 1 times"
-    assert answers[9]["error"] == "line 10: MemoryError: no room"
-    lm = jaxllm.load(model)
-    for n in set(range(12)) - {5, 9}:
-        single = lm.generate(prompts[n], **{**OPTIONS, "seed": answers[n]["seed"]})
-        assert answers[n]["tokens"] == single.tokens
+    workers = RayWorkers(partial(load_crashing_lm, model), 2)
+    check_crashing_rows(workers, model, tmp_path / "out")
 
 
 def test_model_load_error_is_raised(ray: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Helpers of the cache tests: filled caches, their logits, and runs without a cache."""
 
+import math
 from typing import Any
 
 import jax
@@ -34,20 +35,18 @@ def filled(lm: Any, ids: np.ndarray, capacity: int = 24) -> jaxllm.KVCache:
 
 def peek(lm: Any, cache: jaxllm.KVCache, token: int = 7) -> np.ndarray:
     """Return the logits after one more token in each row, `[B, V]`."""
-    model, params = lm
     ids = np.full((cache.batch, 1), token)
-    return np.asarray(jaxllm.forward(model, params, cache, ids).logits[:, 0])
+    return np.asarray(jaxllm.forward(*lm, cache, ids).logits[:, 0])
 
 
 def fresh(lm: Any, ids: Any, positions: Any = None, token: int = 7) -> np.ndarray:
     """Return the same logits for one row, computed from its text without a cache: `[V]`."""
-    model, params = lm
     row = np.append(ids, token)[None]
     positions = np.arange(row.size) if positions is None else np.asarray(positions)
     # Padding to one length: one compiled program for all texts.
     row = np.pad(row, ((0, 0), (0, 32 - row.size)))
     at = np.pad(positions, (0, 32 - positions.size), constant_values=-1)[None]
-    logits = jaxllm.forward(model, params, None, row, positions_BT=at).logits
+    logits = jaxllm.forward(*lm, None, row, positions_BT=at).logits
     return np.asarray(logits[0, positions.size - 1])
 
 
@@ -55,6 +54,19 @@ def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
     """Assert equality within the tolerance for two ways of one computation."""
     scale = max(1.0, float(np.abs(theirs).max()))
     np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
+
+
+def rotated(x: np.ndarray, by: float, theta: float) -> np.ndarray:
+    """Rotate each pair (x[i], x[i + F]) by `by * theta^(-2i/H)`, in float64."""
+    H = x.shape[-1]
+    F = H // 2
+    out = np.array(x, np.float64)
+    for i in range(F):
+        angle = by * theta ** (-2 * i / H)
+        a, b = x[..., i], x[..., i + F]
+        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
+        out[..., i + F] = b * math.cos(angle) + a * math.sin(angle)
+    return out
 
 
 def buffers(segment: jaxllm.Segment) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 import jaxllm
 from jaxllm.cache import fork, heavy_hitters, rewind, sinks_and_window, slot_order
 from jaxllm.cache.edit import close_gaps, compact
-from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
+from jaxllm.errors import CacheMismatchError, CapacityError
 from tests.cache.caches import close, filled, fresh, lm_of
 from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
 
@@ -82,14 +82,14 @@ def test_generation_accumulates_stream_attention_mass(twin: Twin) -> None:
 
 def test_branches_have_separate_mass_over_shared_prefix() -> None:
     """Each branch has its own attention mass, also over the prefix that branches share."""
-    model, params = lm = random_model("llama")
+    lm = random_model("llama")
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=4)
-    out = jaxllm.forward(model, params, forks, [[5], [60]], attention_mass=True)
+    out = jaxllm.forward(*lm, forks, [[5], [60]], attention_mass=True)
     assert out.attention_mass.shape == (2, 24 + 4 + 1)
     for row, token in enumerate((5, 60)):
         text = np.append(tokens(1, 9), [[token]], axis=1)
-        before = jaxllm.forward(model, params, None, text[:, :-1], attention_mass=True)
-        single = jaxllm.forward(model, params, None, text, attention_mass=True).attention_mass[0]
+        before = jaxllm.forward(*lm, None, text[:, :-1], attention_mass=True)
+        single = jaxllm.forward(*lm, None, text, attention_mass=True).attention_mass[0]
         theirs = np.asarray(single) - np.pad(before.attention_mass[0], (0, 1))
         close(np.asarray(out.attention_mass)[row, [*range(9), 28]], theirs, atol=1e-4)
 
@@ -156,14 +156,14 @@ def test_sinks_and_window_decode_endlessly(renumber: bool) -> None:
     """With one layer, each step equals a run of only the sinks and the window (StreamingLLM), in a
     cache of 10 slots.
     """
-    model, params = lm = lm_of(("llama", "float32"), num_hidden_layers=1)
+    lm = lm_of(("llama", "float32"), num_hidden_layers=1)
     text = tokens(1, 40)[0]
     cache = filled(lm, text[None, :6], capacity=10)
     for step in range(6, 40):
         if int(cache.cursor) == cache.capacity:
             cache = compact(sinks_and_window(cache, sinks=2, window=5), capacity=10)
             cache = close_gaps(cache) if renumber else cache
-        logits, cache = jaxllm.decode_step(model, params, cache, text[step : step + 1])
+        logits, cache = jaxllm.decode_step(*lm, cache, text[step : step + 1])
     left = cache.tokens()
     assert left[:2] == text[:2].tolist()
     assert left[2:] == text[42 - len(left) :].tolist()
@@ -187,9 +187,3 @@ def test_eviction_policies_count_positions() -> None:
     assert left(sinks_and_window(cache, sinks=0, window=1)) == [[8]] * 2
     assert left(heavy_hitters(cache, mass_BS, heavy=2, recent=3))[0] == [4, 5, 6, 7, 8]
     assert left(heavy_hitters(cache, mass_BS, heavy=0, recent=2)) == [[7, 8]] * 2
-
-
-def test_unknown_attention_mass_option_is_refused() -> None:
-    model, params = random_model("llama")
-    with pytest.raises(ConfigError, match="attention_mass must be"):
-        jaxllm.forward(model, params, None, [[1]], attention_mass="heads")  # type: ignore[arg-type]

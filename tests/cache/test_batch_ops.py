@@ -18,13 +18,12 @@ def lm(request: pytest.FixtureRequest) -> Any:
 
 
 def test_interleaved_branches_equal_independent_runs(lm: Any) -> None:
-    model, params = lm
     prefix = tokens(1, 9)
     forks = fork(filled(lm, prefix), 3, capacity=8)
     texts = [list(prefix[0]) for _ in range(3)]
     for step in range(5):
         token_B = np.array([3 * step, 50 + step, 100])
-        _, forks = jaxllm.decode_step(model, params, forks, token_B)
+        _, forks = jaxllm.decode_step(*lm, forks, token_B)
         for text, token in zip(texts, token_B.tolist(), strict=True):
             text.append(token)
     for row, text in enumerate(texts):
@@ -37,14 +36,13 @@ def test_alternating_branches_equal_independent_runs(lm: Any) -> None:
     """Branches in separate caches, stepped in turn, equal independent runs and share the prefix
     buffers.
     """
-    model, params = lm
     prefix = tokens(1, 9)
     forks = fork(filled(lm, prefix), 3, capacity=8)
     branches = [branch(forks, row) for row in range(3)]
     texts = [list(prefix[0]) for _ in range(3)]
     for step in range(9):
         row, token = step % 3, 11 * step
-        _, branches[row] = jaxllm.decode_step(model, params, branches[row], np.array([token]))
+        _, branches[row] = jaxllm.decode_step(*lm, branches[row], np.array([token]))
         texts[row].append(token)
     for cache, text in zip(branches, texts, strict=True):
         assert buffers(cache.frozen[0]) == buffers(forks.frozen[0])
@@ -52,11 +50,10 @@ def test_alternating_branches_equal_independent_runs(lm: Any) -> None:
 
 
 def test_nested_fork_shares_entire_prefix(lm: Any) -> None:
-    model, params = lm
     prefix = filled(lm, tokens(1, 9))
-    _, forks = jaxllm.decode_step(model, params, fork(prefix, 2, capacity=4), np.array([1, 2]))
+    _, forks = jaxllm.decode_step(*lm, fork(prefix, 2, capacity=4), np.array([1, 2]))
     again = fork(branch(forks, 1), 3, capacity=4)
-    _, again = jaxllm.decode_step(model, params, again, np.array([10, 20, 30]))
+    _, again = jaxllm.decode_step(*lm, again, np.array([10, 20, 30]))
     assert buffers(again.frozen[0]) == buffers(prefix.tail)
     for row, token in enumerate((10, 20, 30)):
         close(peek(lm, again)[row], fresh(lm, [*tokens(1, 9)[0], 2, token]))
@@ -72,23 +69,21 @@ def test_fork_allocates_only_branch_tails(lm: Any) -> None:
 
 
 def test_branches_of_different_lengths_decode_in_batch(lm: Any) -> None:
-    model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=8)
     ids, lengths = np.array([[1, 2, 3, 4], [5, 0, 0, 0]]), np.array([4, 1])
-    _, forks = jaxllm.prefill(model, params, forks, ids, lengths_B=lengths)
+    _, forks = jaxllm.prefill(*lm, forks, ids, lengths_B=lengths)
     assert forks.length_B.tolist() == [13, 10]
     close(peek(lm, forks)[0], fresh(lm, [*tokens(1, 9)[0], 1, 2, 3, 4]))
     close(peek(lm, forks)[1], fresh(lm, [*tokens(1, 9)[0], 5]))
 
 
 def test_generation_continues_from_fork(lm: Any) -> None:
-    model, params = lm
     prefix = tokens(1, 9)
     forks = fork(filled(lm, prefix), 2, capacity=16)
-    result = jaxllm.generate(model, params, [[1], [2]], max_new_tokens=8, cache=forks)
+    result = jaxllm.generate(*lm, [[1], [2]], max_new_tokens=8, cache=forks)
     for row, token in enumerate((1, 2)):
         text = np.append(prefix, [[token]], axis=1)
-        separate = jaxllm.generate(model, params, text, max_new_tokens=8)
+        separate = jaxllm.generate(*lm, text, max_new_tokens=8)
         assert result.token_BT[row].tolist() == separate.token_BT[0].tolist()
 
 
@@ -96,9 +91,8 @@ def test_select_gathers_rows_for_beam_search(lm: Any) -> None:
     """Selecting rows, also repeatedly, gives their logits bit for bit and shares the prefix
     buffers.
     """
-    model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 3, capacity=6)
-    _, forks = jaxllm.decode_step(model, params, forks, np.array([1, 2, 3]))
+    _, forks = jaxllm.decode_step(*lm, forks, np.array([1, 2, 3]))
     chosen = select(forks, [2, 2, 0, 1])
     assert buffers(chosen.frozen[0]) == buffers(forks.frozen[0])
     np.testing.assert_array_equal(peek(lm, chosen), peek(lm, forks)[[2, 2, 0, 1]])
@@ -116,20 +110,18 @@ def test_merged_rows_keep_texts_and_free_slots(lm: Any) -> None:
     """Merged rows keep their texts, and the merged cache has the free slots of the
     roomiest input.
     """
-    model, params = lm
     short, long = filled(lm, tokens(1, 4)), filled(lm, tokens(2, 9, seed=1), capacity=12)
     both = merge_rows([short, long])
     assert both.length_B.tolist() == [4, 9, 9]
     assert both.capacity - int(both.cursor) == 20  # as many free slots as `short` has
-    _, both = jaxllm.decode_step(model, params, both, np.array([1, 2, 3]))
+    _, both = jaxllm.decode_step(*lm, both, np.array([1, 2, 3]))
     close(peek(lm, both)[0], fresh(lm, [*tokens(1, 4)[0], 1]))
     close(peek(lm, both)[2], fresh(lm, [*tokens(2, 9, seed=1)[1], 3]))
 
 
 def test_merged_branches_keep_sharing_prefix(lm: Any) -> None:
-    model, params = lm
     forks = fork(filled(lm, tokens(1, 9)), 2, capacity=8)
-    _, forks = jaxllm.decode_step(model, params, forks, np.array([1, 2]))
+    _, forks = jaxllm.decode_step(*lm, forks, np.array([1, 2]))
     one, two = branch(forks, 0), rewind(branch(forks, 1), 4)  # two has less of the prefix
     culled = keep(one, np.arange(one.slots)[None] != 3)
     merged = merge_rows([one, two, culled, fork(branch(forks, 1), 2, capacity=3)])

@@ -32,20 +32,19 @@ def test_cache_file_round_trip_restores_every_bit(lm: Any, tmp_path: Path) -> No
     """A loaded cache has every bit, shape and segment of the saved one and continues identically;
     rows share one stored prefix.
     """
-    model, params = lm
     forks = fork(drop_range(filled(lm, tokens(1, 9)), 3, 5), 3, capacity=6)
-    _, cache = jaxllm.decode_step(model, params, forks, np.array([1, 2, 3]))
+    _, cache = jaxllm.decode_step(*lm, forks, np.array([1, 2, 3]))
     file = tmp_path / "story.cache"
-    save_cache(file, cache, model, params)
-    again = load_cache(file, model, params)
+    save_cache(file, cache, *lm)
+    again = load_cache(file, *lm)
     assert entries(again) == entries(cache)
     assert jax.tree.structure(again) == jax.tree.structure(cache)
     assert [x.shape for x in jax.tree.leaves(again)] == [x.shape for x in jax.tree.leaves(cache)]
     assert repr(again) == repr(cache)
     np.testing.assert_array_equal(peek(lm, again), peek(lm, cache))  # bit for bit
     for ours, theirs in zip(
-        jaxllm.decode_step(model, params, again, np.array([4, 5, 6])),
-        jaxllm.decode_step(model, params, cache, np.array([4, 5, 6])),
+        jaxllm.decode_step(*lm, again, np.array([4, 5, 6])),
+        jaxllm.decode_step(*lm, cache, np.array([4, 5, 6])),
         strict=True,
     ):
         jax.tree.map(np.testing.assert_array_equal, ours, theirs)
@@ -106,9 +105,9 @@ def test_damage_is_detected_and_failed_saves_keep_file(
     """Damaged or foreign cache files raise errors, and an interrupted save leaves the old file
     unchanged.
     """
-    model, params = lm = random_model("llama")
+    lm = random_model("llama")
     file, cache = tmp_path / "c", filled(lm, tokens(1, 9))
-    save_cache(file, cache, model, params)
+    save_cache(file, cache, *lm)
     whole = file.read_bytes()
     key = whole.index(np.asarray(cache.tail.k[1]).tobytes()[:64]) + 7
     for damaged in (
@@ -119,19 +118,19 @@ def test_damage_is_detected_and_failed_saves_keep_file(
     ):
         (tmp_path / "d").write_bytes(damaged)
         with pytest.raises(CheckpointError):
-            load_cache(tmp_path / "d", model, params)
+            load_cache(tmp_path / "d", *lm)
     save_file({"x": np.zeros(1)}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="not written by save_cache"):
-        load_cache(tmp_path / "other", model, params)
+        load_cache(tmp_path / "other", *lm)
     arrays = load_file(file)
     for name, array in {"0.k.1": np.zeros((1, 9, 2, 5), np.float32), "0.token_BS": None}.items():
         changed = {n: a for n, a in {**arrays, name: array}.items() if a is not None}
         with pytest.raises(CheckpointError, match=name):
-            load_cache(_written(tmp_path / "f", header_of(file), changed), model, params)
+            load_cache(_written(tmp_path / "f", header_of(file), changed), *lm)
     with pytest.raises(CheckpointError, match="cannot read"):
-        load_cache(tmp_path / "nowhere", model, params)
+        load_cache(tmp_path / "nowhere", *lm)
     with pytest.raises(CheckpointError, match="cannot write"):
-        save_cache(tmp_path / "no" / "folder", filled(lm, tokens(1, 9)), model, params)
+        save_cache(tmp_path / "no" / "folder", filled(lm, tokens(1, 9)), *lm)
 
     def interrupted() -> np.ndarray:
         raise KeyboardInterrupt
@@ -140,7 +139,7 @@ def test_damage_is_detected_and_failed_saves_keep_file(
         LazyTensor, "from_array", lambda x: LazyTensor(x.dtype, x.shape, interrupted)
     )
     with pytest.raises(KeyboardInterrupt):
-        save_cache(file, filled(lm, tokens(1, 5)), model, params)
+        save_cache(file, filled(lm, tokens(1, 5)), *lm)
     assert file.read_bytes() == whole
 
 
@@ -182,26 +181,26 @@ def test_header_fields_are_validated_against_tensors(
     with a valid digest.
     """
     monkeypatch.setattr("jaxllm.files.memory_limit.machine_memory", lambda: 1 << 30)
-    model, params = lm = random_model("llama")
+    lm = random_model("llama")
     file = tmp_path / "c"
-    save_cache(file, filled(lm, tokens(1, 9)), model, params)
+    save_cache(file, filled(lm, tokens(1, 9)), *lm)
     arrays = load_file(file)
     for change, words in HEADERS.values():
         changed = {n: v for n, v in {**header_of(file), **change}.items() if v is not None}
         with pytest.raises(JaxllmError, match=re.escape(words)):
-            load_cache(_written(tmp_path / "d", changed, arrays), model, params)
+            load_cache(_written(tmp_path / "d", changed, arrays), *lm)
         # With the old digest any change is detected.
         metadata = {"format": "jaxllm-cache", "header": json.dumps(changed)}
         save_file(arrays, tmp_path / "e", metadata=metadata)
         with pytest.raises(JaxllmError):
-            load_cache(tmp_path / "e", model, params)
+            load_cache(tmp_path / "e", *lm)
 
 
 def test_inconsistent_cache_tensors_are_refused(tmp_path: Path) -> None:
     """Tensors with invalid values, shapes or names raise an error, even with a valid digest."""
-    model, params = lm = random_model("llama")
+    lm = random_model("llama")
     file = tmp_path / "c"
-    save_cache(file, filled(lm, tokens(2, 9)), model, params)
+    save_cache(file, filled(lm, tokens(2, 9)), *lm)
     arrays, header = load_file(file), header_of(file)
     for name, array, words in (
         ("0.token_BS", arrays["0.token_BS"] + 131, "is outside the vocabulary of 131"),
@@ -213,7 +212,7 @@ def test_inconsistent_cache_tensors_are_refused(tmp_path: Path) -> None:
     ):
         written = _written(tmp_path / "d", header, {**arrays, name: array})
         with pytest.raises(CheckpointError, match=words):
-            load_cache(written, model, params)
+            load_cache(written, *lm)
 
 
 def test_fingerprint_covers_names_values_and_formats() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.cache import branch, drop_range, fork, keep, rewind, shift
+from jaxllm.cache import branch, drop_range, fork, rewind, shift
 from jaxllm.cache.kv import cache_nbytes
 from jaxllm.cache.slot_update import update_window
 from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
@@ -27,7 +27,6 @@ def lm() -> Any:
 
 def test_repr_describes_cache_without_numbers(lm: Any) -> None:
     """A cache prints its model, format and sizes, never its values, also when traced or donated."""
-    model, params = lm
     cache = filled(lm, tokens(2, 9))
     assert repr(cache) == (
         "KVCache(llama, 2 layers, float32: 2 rows of 9, 9 tokens, 0 frozen segments,"
@@ -40,7 +39,7 @@ def test_repr_describes_cache_without_numbers(lm: Any) -> None:
     seen: list[str] = []
     jax.eval_shape(lambda c: seen.append(repr(c)), cache)
     assert seen == ["KVCache(llama, 2 layers, float32: 2 rows, capacity 24, traced)"]
-    jaxllm.decode_step(model, params, cache, [1, 2], donate=True)
+    jaxllm.decode_step(*lm, cache, [1, 2], donate=True)
     assert repr(cache) == "KVCache(llama, 2 layers, float32: 2 rows, capacity 24, donated)"
 
 
@@ -52,29 +51,27 @@ class Letters:
 
 
 def test_show_marks_culled_and_patched_tokens(lm: Any) -> None:
-    model, params = lm
     cache = filled(lm, np.array([range(9), range(10, 19)]))
     assert cache.show(Letters()) == ("abcdefghi", "klmnopqrs")
     culled = drop_range(cache, [0, 2], [1, 5])
-    shown = jaxllm.recompute(model, params, culled, 5, 7).show(Letters())
+    shown = jaxllm.recompute(*lm, culled, 5, 7).show(Letters())
     assert str(shown) == repr(shown) == "[-a-]bcde{+fg+}hi\nkl[-mno-]{+pq+}rs"
     assert "<del>a</del>bcde<ins>fg</ins>hi" in shown._repr_html_()
     moved = shift(drop_range(cache, 2, 4), -2, start=4)  # shifted tokens follow the gap
     assert moved.show(Letters())[0] == "ab[-cd-]efghi"
-    put = jaxllm.insert(model, params, drop_range(cache, 2, 4), 5, [[25], [25]])
+    put = jaxllm.insert(*lm, drop_range(cache, 2, 4), 5, [[25], [25]])
     assert put.show(Letters())[0] == "ab[-cd-]ezfghi"
     assert rewind(drop_range(cache, 6, 8), to=7).show(Letters())[0] == "abcdef[-g-]"
 
 
 def test_caches_with_equal_contents_are_equal(lm: Any) -> None:
     """Equality compares tokens, positions and entries; the contents of empty slots are ignored."""
-    model, params = lm
     cache = filled(lm, np.array([range(9), range(10, 19)]))
     assert cache == filled(lm, np.array([range(9), range(10, 19)]))
     assert cache != filled(lm, np.array([range(9), range(11, 20)]))
     assert cache != drop_range(cache, 2, 3)
     assert cache != "cache"
-    longer = jaxllm.decode_step(model, params, cache, [1, 2]).cache
+    longer = jaxllm.decode_step(*lm, cache, [1, 2]).cache
     assert longer != cache
     assert rewind(longer, 1) == cache  # contents of empty slots are ignored
     assert fork(branch(cache, 0), 2, capacity=3) == fork(branch(cache, 0), 2, capacity=3)
@@ -173,12 +170,11 @@ def test_gradients_of_cache_entries_match_finite_differences(lm: Any) -> None:
     """Gradients with respect to single cached keys and values match finite differences; empty slots
     have none.
     """
-    model, params = lm
     cache = filled(lm, tokens(1, 9))
 
     def loss(k: Any, v: Any) -> jax.Array:
         changed = cache.replace(tail=cache.tail.replace(k=k, v=v))
-        logits = jaxllm.forward(model, params, changed, [[7]]).logits[0, -1]
+        logits = jaxllm.forward(*lm, changed, [[7]]).logits[0, -1]
         return -jax.nn.log_softmax(logits)[3]
 
     k, v = cache.tail.k, cache.tail.v
@@ -198,11 +194,10 @@ def test_gradients_of_cache_entries_match_finite_differences(lm: Any) -> None:
 
 
 def test_vmap_over_caches_equals_single_caches(lm: Any) -> None:
-    model, params = lm
     caches = [filled(lm, tokens(1, 9, seed=s)) for s in range(3)]
     stack = jax.tree.map(lambda *x: jnp.stack(x), *caches)
-    out = jax.vmap(lambda c: jaxllm.forward(model, params, c, jnp.array([[7]])))(stack)
-    _, stepped = jax.vmap(lambda c: jaxllm.decode_step(model, params, c, jnp.array([7])))(stack)
+    out = jax.vmap(lambda c: jaxllm.forward(*lm, c, jnp.array([[7]])))(stack)
+    _, stepped = jax.vmap(lambda c: jaxllm.decode_step(*lm, c, jnp.array([7])))(stack)
     for i, cache in enumerate(caches):
         close(out.logits[i, :, 0], peek(lm, cache))
         one = jax.tree.map(lambda x, i=i: x[i], stepped)
@@ -213,9 +208,8 @@ def test_sampling_parameters_vmap_over_one_prefix(lm: Any) -> None:
     """Sampling mapped over temperatures and keys equals separate calls, and higher temperatures
     give more distinct tokens.
     """
-    model, params = lm
     cache = filled(lm, tokens(1, 9))
-    logits_BV = jaxllm.forward(model, params, cache, [[7]]).logits[:, 0]
+    logits_BV = jaxllm.forward(*lm, cache, [[7]]).logits[:, 0]
     temperatures = jnp.array([0.2, 0.7, 1.5])
 
     def draw(temperature: jax.Array, key: jax.Array) -> jax.Array:
@@ -230,25 +224,14 @@ def test_sampling_parameters_vmap_over_one_prefix(lm: Any) -> None:
 
 
 def test_cache_survives_scan_and_device_transfer(lm: Any) -> None:
-    model, params = lm
     cache = filled(lm, tokens(1, 4))
 
     def step(cache: Any, token: jax.Array) -> tuple[Any, None]:
-        return jaxllm.decode_step(model, params, cache, token[None]).cache, None
+        return jaxllm.decode_step(*lm, cache, token[None]).cache, None
 
     there = jax.device_put(jax.device_get(cache))
     scanned, _ = jax.lax.scan(step, there, jnp.asarray(tokens(1, 9)[0, 4:], jnp.int32))
     close(peek(lm, scanned)[0], fresh(lm, [*tokens(1, 4)[0], *tokens(1, 9)[0, 4:]]))
-
-
-def test_culling_copies_nothing_and_removes_attention_mass(lm: Any) -> None:
-    """Culling reuses the key buffers, and a culled token receives no attention mass."""
-    model, params = lm
-    cache = filled(lm, tokens(1, 9))
-    culled = keep(cache, np.arange(24)[None] != 4)
-    assert all(a is b for a, b in zip(culled.tail.k, cache.tail.k, strict=True))
-    mass = jaxllm.forward(model, params, culled, [[7]], attention_mass=True).attention_mass
-    assert float(mass[0, 4]) == 0 < float(mass[0, 5])
 
 
 @pytest.mark.parametrize("width", [1, 3, 6, 9])

@@ -28,8 +28,9 @@ from jaxllm.cache import (
 from jaxllm.cache.sequences import read_positions
 from jaxllm.errors import CacheMismatchError, CheckpointError, ConfigError
 from jaxllm.generation.recompute import recompute
+from jaxllm.models.decoder import Decoder
 from jaxllm.models.layers import Trace
-from jaxllm.models.llama import Llama, LlamaConfig
+from jaxllm.models.llama import LlamaConfig
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close
 from tests.tiny_models import random_model, tokens
@@ -41,7 +42,7 @@ class CountingConfig(LlamaConfig):
         return {"seen": jax.ShapeDtypeStruct((self.vocab_size,), jnp.float32)} if layer else None
 
 
-class Counting(Llama):
+class Counting(Decoder):
     """Add to each token's logit its count in the text so far, the current token included."""
 
     @nn.compact

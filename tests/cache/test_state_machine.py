@@ -180,7 +180,13 @@ class Cache(RuleBasedStateMachine):
             close(ours[row], text.logits(twin()))
 
 
-def check(examples: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(4, 12), pytest.param(150, 30, marks=pytest.mark.full)]
+)
+def test_random_operations_equal_recomputation(examples: int, steps: int) -> None:
+    """After any sequence of cache operations, tokens and logits equal a recomputation of the text
+    by transformers.
+    """
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Cache,
         settings=settings(
@@ -191,15 +197,3 @@ def check(examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-def test_random_operations_equal_recomputation() -> None:
-    """After any sequence of cache operations, tokens and logits equal a recomputation of the text
-    by transformers.
-    """
-    check(examples=4, steps=12)
-
-
-@pytest.mark.full
-def test_many_random_operations_equal_recomputation() -> None:
-    check(examples=150, steps=30)

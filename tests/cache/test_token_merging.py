@@ -1,7 +1,6 @@
 """Pooled slots against brute force in NumPy: undo RoPE, average, rotate to one position."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,13 @@ from jaxllm.errors import CacheMismatchError, CapacityError, ConfigError
 from jaxllm.generation.loops.overflow import OverflowState, PoolByAttention, PoolOlder
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.ops import dequantize
-from tests.cache.caches import close, entries, filled, keys, lm_of, peek
+from tests.cache.caches import close, entries, filled, keys, lm_of, peek, rotated
 from tests.tiny_models import random_model, tokens
 
 IDS = tokens(2, 17)
 RATIO, SINKS, RECENT = 3, 2, 4
 # 11 of 17 tokens are old: three groups of three, and two left over.
 GROUPS = [[0], [1], [2, 3, 4], [5, 6, 7], [8, 9, 10], [11], [12], [13], [14], [15], [16]]
-
-
-def rotated(x_KH: np.ndarray, by: float, theta: float) -> np.ndarray:
-    """Rotate each pair (x[i], x[i + F]) by `by * theta^(-2i/H)`, in float64."""
-    H = x_KH.shape[-1]
-    F = H // 2
-    out = np.array(x_KH, np.float64)
-    for i in range(F):
-        angle = by * theta ** (-2 * i / H)
-        a, b = x_KH[..., i], x_KH[..., i + F]
-        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
-        out[..., i + F] = b * math.cos(angle) + a * math.sin(angle)
-    return out
 
 
 def brute_force_pool(

@@ -34,17 +34,17 @@ class WrappedWeight(WeightBase, struct.PyTreeNode):
         return tuple(self.inner.shape)
 
 
-def halve(subject: ModelState, argument: str, options: Any, work: StepContext) -> ModelState:
+def halve(work: StepContext[Any]) -> ModelState:
     """Halve each layer separately, reusing the journal's layers, as real steps do."""
     assert work.calibration is not None
-    params = dict(subject.params)
+    params = dict(work.state.params)
     for name in [name for name in params if name.startswith("layers.")]:
-        if (found := work.journal.get(name)) is None:
+        if (found := work.store.get(name)) is None:
             work.log(name)
             found = map_leaves(lambda _, leaf: leaf * 0.5, params[name])
-            work.journal.put(name, found)
+            work.store.put(name, found)
         params[name] = found
-    return dataclasses.replace(subject, params=params)
+    return dataclasses.replace(work.state, params=params)
 
 
 def same(ours: Any, theirs: Any) -> None:

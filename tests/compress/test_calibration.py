@@ -69,16 +69,6 @@ def test_calibration_rows_tile_tokenized_text(tokenizer: Tokenizer) -> None:
     assert with_bos.tolist() == [[tokenizer.bos_id, *ids[15 * n : 15 * n + 15]] for n in (0, 1)]
 
 
-@pytest.mark.parametrize("name", ["stories260K", "llama_tokenizer", "gpt2_tokenizer"])
-def test_first_rows_ignore_remaining_file(data: Any, name: str) -> None:
-    """The first rows of a long file equal those of tokenizing only its beginning."""
-    reads = Tokenizer.from_directory(data(name))
-    text = (data("corpora") / "tinyshakespeare.txt").read_text(encoding="utf-8")
-    made = from_texts(text, reads, ChunkSpec(width=64, rows=40))
-    assert made.token_NT.ravel().tolist() == reads.encode(text[:40_000])[: 64 * 40]
-    assert made.source["bytes"] == len(text.encode())
-
-
 def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
     """Random rows are distinct substrings of the text, and the seed determines them."""
     text = story(60)
@@ -95,12 +85,12 @@ def test_random_rows_are_substrings_of_text(tokenizer: Tokenizer) -> None:
 def test_random_rows_start_uniformly(tokenizer: Tokenizer) -> None:
     """Each possible start of a row is equally likely, also if the text consists of pieces."""
     ids = list(range(300, 330))
-    source = chunking.Pieces([np.array(ids, np.int32)])
+    source = [np.array(ids, np.int32)]
     rows = chunking.chunk_rows(source, 27, ChunkSpec(width=27, rows=400, seed=0))
     counts = np.bincount(rows[:, 0] - 300)
     assert len(counts) == 4
     assert np.abs(counts - 100).max() < 4 * np.sqrt(400 * 0.25 * 0.75)
-    split = chunking.Pieces([np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)])
+    split = [np.array(ids[:10], np.int32), np.array(ids[10:], np.int32)]
     rows = chunking.chunk_rows(split, 27, ChunkSpec(width=27, rows=50, seed=0))
     assert sorted({int(row[0]) for row in rows}) == [300, 301, 302, 303]
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.compress import sparsity
 from jaxllm.compress.column_solver import HessianFactor, factor_hessian, solve_columns
 from jaxllm.compress.input_stats import InputStats
 from jaxllm.compress.methods.magnitude import prune_magnitude
 from jaxllm.compress.methods.wanda import prune_wanda
 from jaxllm.errors import ConfigError, NonFiniteError
+from jaxllm.weights import sparsity
 from jaxllm.weights.types.int_weight import IntFormat, parse
 
 ROWS, COLUMNS, TOKENS = 12, 136, 700  # more than one column block, not a multiple

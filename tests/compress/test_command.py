@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 import jaxllm
-from jaxllm.checkpoints import resolve
 from jaxllm.cli.calibration import CalibrationSource, calibrate, read_source, sample_eval_rows
-from jaxllm.compress import calibration, registry
-from jaxllm.compress.calibration import Calibration, from_tokens
+from jaxllm.compress import registry
+from jaxllm.compress.calibration import Calibration
 from jaxllm.compress.pipeline import compress
-from jaxllm.compress.recipe import ModelState, Step
+from jaxllm.compress.recipe import ModelState, Step, StepContext
 from jaxllm.compress.report import StepEvaluator
 from jaxllm.errors import CheckpointError, NonFiniteError, TokenError
 from jaxllm.weights.paths import map_leaves
@@ -23,11 +22,6 @@ from tests.conftest import Run
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
 
 
-@pytest.fixture(autouse=True)
-def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     file = tmp_path / "story.txt"
@@ -35,12 +29,13 @@ def text(tmp_path: Path) -> Path:
     return file
 
 
+pytestmark = pytest.mark.usefixtures("demo_names")
 SEEN: list[Calibration] = []
 
 
-def calibrated(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
+def calibrated(work: StepContext[Any]) -> ModelState:
     SEEN.append(work.calibration)
-    return halve(subject, argument, options, work)
+    return halve(work)
 
 
 @pytest.fixture
@@ -184,22 +179,19 @@ def test_failed_step_leaves_no_files(
 ) -> None:
     """A step that fails before anything is finished leaves no files."""
 
-    def fails(subject: ModelState, argument: str, options: Any, work: Any) -> ModelState:
+    def fails(work: StepContext[Any]) -> ModelState:
         raise NonFiniteError("layers.0 makes NaN of the text")
 
-    monkeypatch.setattr(
-        registry, "STEPS", (Step("go", "", fails, "wrong", needs_calibration=False),)
-    )
     command = ("compress", "demo:llama", tmp_path / "o", "--no-speed", "--step")
-    status, out, err = run(*command, "go: x")
-    assert (status, out) == (1, "")
-    assert "got 'go: x', expected 'go:'" in err
-    monkeypatch.setattr(
-        registry, "STEPS", (Step("go", "on", fails, "wrong", needs_calibration=False),)
-    )
-    status, out, err = run(*command, "go: on")
-    assert (status, out) == (1, "")
-    assert err.splitlines()[-1] == "jaxllm: layers.0 makes NaN of the text"
+    for method, line, message in (
+        ("", "go: x", "got 'go: x', expected 'go:'"),
+        ("on", "go: on", "jaxllm: layers.0 makes NaN of the text"),
+    ):
+        step = Step("go", method, fails, "wrong", needs_calibration=False)
+        monkeypatch.setattr(registry, "STEPS", (step,))
+        status, out, err = run(*command, line)
+        assert (status, out) == (1, "")
+        assert message in err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -241,31 +233,11 @@ def test_token_documents_are_split_by_tokens(tmp_path: Path) -> None:
         read_source(source, None)
 
 
-def test_model_samples_serve_as_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a text the model generates calibration rows and, with another seed,
-    evaluation rows.
-    """
-    passed: dict[str, Any] = {}
-
-    def fake_samples(model: Any, params: Any, **options: Any) -> Calibration:
-        passed.update(options)
-        return from_tokens(np.ones((options["rows"], options["width"]), np.int32))
-
-    monkeypatch.setattr(calibration, "from_samples", fake_samples)
-    lm = jaxllm.load("demo:llama")
-    assert lm.tokenizer is not None
-    source = CalibrationSource(None, 2, 9, None, 1)
-    assert calibrate(lm, source, None).token_NT.shape == (2, 512)
-    assert passed == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512, "seed": 1}
-    assert sample_eval_rows(lm, source, 40) == [[1] * 511] * 2
-    assert passed.pop("seed") not in (1, None)
-    assert passed == {"bos_id": lm.tokenizer.bos_id, "rows": 2, "width": 512}
-    assert len(sample_eval_rows(lm, source, 1)) == 1
-
-
 @pytest.mark.usefixtures("halving")
 def test_samples_are_evaluated_on_other_samples(run: Run, tmp_path: Path) -> None:
-    """With --samples, the reported perplexity is that of other samples, which no step used."""
+    """Without a text the model generates calibration rows, and the reported perplexity is that of
+    other samples, which no step used.
+    """
     command = ("compress", "demo:llama", tmp_path / "out", "--step", "scale: halve", "--no-speed")
     plot = tmp_path / "costs.png"
     status, stdout, err = run(*command, "--samples", 3, "--length", 8, "--json", "--plot", plot)

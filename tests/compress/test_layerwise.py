@@ -13,9 +13,7 @@ from jaxllm import models
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress import calibration, channel_scaling
 from jaxllm.compress.layerwise import LayerInputs, get_module, map_layers, replace_leaves
-from jaxllm.compress.methods import formats
 from jaxllm.compress.methods.awq import search_scale
-from jaxllm.compress.methods.rtn import RtnOptions
 from jaxllm.compress.recipe import ModelState, StepContext, parse_line
 from jaxllm.compress.registry import STEPS
 from jaxllm.errors import ConfigError, NonFiniteError
@@ -45,14 +43,12 @@ def logits(lm: jaxllm.LM, params: Any, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(jaxllm.forward(lm.model, params, None, tokens).logits)
 
 
-def run_step(
-    lm: jaxllm.LM, line: str, rows: Any, *, messages: list[str] | None = None
-) -> ModelState:
+def run_step(lm: jaxllm.LM, line: str, rows: Any, subject: ModelState | None = None) -> ModelState:
+    """Run a step of a recipe on a model, or on the state that another step has left."""
     read = parse_line(line, STEPS)
-    log = (lambda _: None) if messages is None else messages.append
-    subject = ModelState(lm.config, lm.params, lm.model.precision)
+    subject = subject or ModelState(lm.config, lm.params, lm.model.precision)
     return read.step.run(
-        subject, read.argument, read.options, StepContext(rows, TensorStore(), False, log)
+        StepContext(subject, read.argument, read.options, rows, TensorStore(), False, print)
     )
 
 
@@ -184,11 +180,10 @@ def test_awq_beats_rounding_and_protects_large_channels(
         )
         moments = stage.input_stats(params, site)
         widened.clear()
-        found = search_scale(stage, params, site, moments, to)
+        best_I = search_scale(stage, params, site, moments, to)
         assert widened.count(8) == 1  # once for all that is tried
-        assert found.loss <= found.unscaled_loss
         weight = get_module(params, site.linears[0])["weight"]
-        scale_I = found.scale_I[None]
+        scale_I = best_I[None]
         plain, guarded = (
             np.abs(np.asarray(q - weight))[:, 7].mean()
             for q in (
@@ -196,7 +191,7 @@ def test_awq_beats_rounding_and_protects_large_channels(
                 to.quantize(weight * scale_I).to_dense() / scale_I,
             )
         )
-        assert found.ratio > 0 and guarded < plain
+        assert (best_I != 1).any() and guarded < plain
         checked.append(stage.number)
         return stage.params
 
@@ -229,9 +224,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
     """
     pruned = run_step(lm, f"prune: sparsegpt 2:4 {SQUARE}", rows)
     joint = run_step(lm, f"prune: sparsegpt 2:4 quantize=int8 {SQUARE}", rows)
-    read = parse_line(f"quantize: gptq int8 {SQUARE}", STEPS)
-    work = StepContext(rows, TensorStore(), False, print)
-    after = read.step.run(pruned, read.argument, read.options, work)
+    after = run_step(lm, f"quantize: gptq int8 {SQUARE}", rows, pruned)
     family = models.get_family(lm.config.model_type)
     for made in (pruned, joint, after):
         linear = family.linear_groups[1].linears[0]
@@ -239,7 +232,7 @@ def test_pruned_weights_stay_pruned_after_quantization(lm: jaxllm.LM, rows: Any)
             to_dense(get_module(made.params[f"{family.layers}.1"], linear)["weight"])
         )
         assert (weight.reshape(len(weight), -1, 4) == 0).sum(-1).min() >= 2
-    stored = formats.store(after, "int8-2:4", RtnOptions(on=SQUARE.removeprefix("on=")), work)
+    stored = run_step(lm, f"store: int8-2:4 {SQUARE}", rows, after)
     for (path, a), (_, b) in zip(flatten(after.params), flatten(stored.params), strict=True):
         np.testing.assert_array_equal(to_dense(a), to_dense(b))  # the integers that GPTQ chose
         assert (weight_format(b) == "int8-2:4") == (weight_format(a) == "int8"), path
@@ -256,9 +249,7 @@ def test_static_activation_ranges_cost_little_accuracy(lm: jaxllm.LM, rows: Any)
     plain = run_step(lm, f"quantize: rtn int8 {SQUARE}", rows)
     base = mean_kl(lm, plain, rows.token_NT)
     for kind in ("minmax", "percentile"):
-        read = parse_line(f"activations: static range={kind} {SQUARE}", STEPS)
-        work = StepContext(rows, TensorStore(), False, print)
-        made = read.step.run(plain, "", read.options, work)
+        made = run_step(lm, f"activations: static range={kind} {SQUARE}", rows, plain)
         assert base < mean_kl(lm, made, rows.token_NT) < base + 0.1
         assert "static/int8" in {weight_format(x) for _, x in flatten(made.params)}
     with pytest.raises(ConfigError, match="is not int8"):
@@ -275,11 +266,3 @@ def test_model_scope_prunes_by_one_threshold(lm: jaxllm.LM, rows: Any) -> None:
     assert zero == pytest.approx(0.4, abs=1e-3)
     shares = [float((x == 0).mean()) for x in chosen]
     assert max(shares) - min(shares) > 0.01
-
-
-def test_equal_format_keeps_quantized_weight(lm: jaxllm.LM) -> None:
-    """Asking for the format that a weight already has returns the same weight, so GPTQ's codes
-    survive.
-    """
-    leaf = as_format(lm.params["wte" if "wte" in lm.params else "embed_tokens"]["weight"], "int4")
-    assert as_format(leaf, "int4-g64") is leaf

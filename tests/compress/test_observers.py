@@ -74,23 +74,21 @@ def assert_same_parameters(got: QParams, observer: Any) -> None:
     np.testing.assert_array_equal(np.atleast_1d(got.zero), zero.numpy())
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("symmetric", "levels"), [(False, BYTE), (True, BYTE), (True, QRange(-127, 127))]
+)
 @pytest.mark.parametrize("name", ["MinMax", "MovingAverageMinMax"])
-def test_min_max_observers_equal_torch(name: str, symmetric: bool) -> None:
+def test_min_max_observers_equal_torch(name: str, symmetric: bool, levels: QRange) -> None:
     arrays = stream()
     state = ours(min_max(None if name == "MinMax" else 0.01), arrays)
-    scheme = f"per_tensor_{'symmetric' if symmetric else 'affine'}"
-    reference = theirs(f"{name}Observer", arrays, qscheme=getattr(torch, scheme))
+    options = {
+        "qscheme": torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine,
+        "quant_min": levels.minimum, "quant_max": levels.maximum,
+    }  # fmt: skip
+    reference = theirs(f"{name}Observer", arrays, **options)
     np.testing.assert_allclose(state.low, reference.min_val.numpy(), rtol=1e-6)
     np.testing.assert_allclose(state.high, reference.max_val.numpy(), rtol=1e-6)
-    assert_same_parameters(find_qparams(state.range(), BYTE, symmetric=symmetric), reference)
-
-
-def test_symmetric_int8_levels_equal_torch_narrow_range() -> None:
-    arrays = stream()
-    options = {"qscheme": torch.per_tensor_symmetric, "quant_min": -127, "quant_max": 127}
-    narrow = find_qparams(ours(min_max(), arrays).range(), QRange(-127, 127), symmetric=True)
-    assert_same_parameters(narrow, theirs("MinMaxObserver", arrays, **options))
+    assert_same_parameters(find_qparams(state.range(), levels, symmetric=symmetric), reference)
 
 
 @pytest.mark.parametrize(
@@ -227,28 +225,6 @@ def test_streamed_grid_search_equals_single_batch() -> None:
         )
     ]
     np.testing.assert_allclose(together.error_K[jnp.array([0, 50, 79])], errors, rtol=1e-3)
-
-
-def test_vmap_makes_a_histogram_per_channel() -> None:
-    x = stream()[0]
-    each = jax.vmap(lambda x: observe(histogram(64), x), in_axes=2)(x)
-    for channel in range(SHAPE[-1]):
-        separate: HistogramObserver = jax.tree.map(lambda leaf, c=channel: leaf[c], each)
-        np.testing.assert_array_equal(
-            separate.count_B, np.histogram(x[..., channel], 64)[0].astype(np.float32)
-        )
-
-
-def test_affine_step_halves_for_one_signed_data() -> None:
-    """For numbers of one sign, affine steps are half the symmetric ones, and so is the error."""
-    x = np.abs(np.random.default_rng(0).normal(size=4000)).astype(np.float32)
-    found = observe(min_max(), x).range()
-    affine, symmetric = (find_qparams(found, BYTE, symmetric=s) for s in (False, True))
-    assert float(symmetric.scale / affine.scale) == pytest.approx(2, rel=1e-6)
-    errors = [
-        np.std(np.asarray(fake_quantize(x, given, BYTE)) - x) for given in (affine, symmetric)
-    ]
-    assert errors[1] / errors[0] == pytest.approx(2, rel=0.05)
 
 
 def test_quantized_codes_equal_torch() -> None:

@@ -9,9 +9,9 @@ import pytest
 from jaxllm.compress.input_stats import InputStats, check_finite
 from jaxllm.compress.methods.magnitude import magnitude_threshold, prune_below, prune_magnitude
 from jaxllm.compress.methods.wanda import prune_wanda
-from jaxllm.compress.sparsity import Sparsity, lowest_mask, parse
 from jaxllm.errors import ConfigError, NonFiniteError
 from jaxllm.train.constraints import gradual_sparsity
+from jaxllm.weights.sparsity import Sparsity, lowest_mask, parse
 
 
 @pytest.mark.parametrize(

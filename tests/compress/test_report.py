@@ -8,7 +8,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
-from matplotlib.figure import Figure
 
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.compress.pipeline import StepResult, initial_state
@@ -29,6 +28,7 @@ from jaxllm.evaluate.likelihood.data import Loader, loader
 from jaxllm.evaluate.likelihood.divergence import divergence
 from jaxllm.lm import LM
 from jaxllm.models import build
+from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import quantize
 from tests.compress.models import tiny
 from tests.tiny_models import tokens
@@ -66,8 +66,8 @@ def test_evaluator_row_equals_divergence(lm: LM, text: Loader, one_layer: ModelS
         row.kl_error: found.kl.error,
         row.kl_p99: found.kl_p99,
         row.same_top: found.same_top.mean,
-        row.ratio: found.ratio.mean,
-        row.ratio_error: found.ratio.error,
+        row.ratio: found.perplexity_ratio.mean,
+        row.ratio_error: found.perplexity_ratio.error,
         row.perplexity: found.other.perplexity.mean,
         row.perplexity_error: found.other.perplexity.error,
     }
@@ -77,7 +77,7 @@ def test_evaluator_row_equals_divergence(lm: LM, text: Loader, one_layer: ModelS
 def test_reported_bytes_equal_array_sizes(lm: LM) -> None:
     scale = StepEvaluator(lm, None, speed=False)
     row = scale.measure("", initial_state(lm))
-    assert row.bytes == 4 * sum(int(np.prod(x.shape)) for x in leaves(lm.params))
+    assert row.bytes == 4 * sum(int(np.prod(x.shape)) for _, x in flatten(lm.params))
     assert row.kl is None
 
 
@@ -163,15 +163,8 @@ def test_pareto_front_equals_brute_force(points: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("runs", [{"one": ROWS}, {"one": ROWS, "other": ROWS[:2]}])
-def test_plot_draws_one_or_several_runs(
-    runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plot_draws_one_or_several_runs(runs: Any, tmp_path: Path, figures: list[Any]) -> None:
     """Zero is on the axis, the original is marked there, and labels lie inside the frame."""
-    figures: list[Figure] = []
-    real = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (figures.append(self), real(self, *a, **k))
-    )
     plot(runs, tmp_path / "costs.png", "costs")
     (axes,) = figures[0].axes
     assert 0 in axes.get_yticks()
@@ -189,9 +182,3 @@ def test_plot_without_quality_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to plot"):
         plot({"one": [Row(step=ORIGINAL, bytes=1)]}, tmp_path / "costs.png", "")
     assert not (tmp_path / "costs.png").exists()
-
-
-def leaves(params: Any) -> list[Any]:
-    from jaxllm.weights.paths import flatten
-
-    return [leaf for _, leaf in flatten(params)]

@@ -59,10 +59,3 @@ def test_clip_option_lowers_weight_error(shallow_demos: Path) -> None:
         )
         errors = [float(((q - weight) ** 2).sum()) for q in found]
         assert errors[1] < errors[0]
-
-
-def test_without_clipping_equals_plain_rounding() -> None:
-    to = parse("int4-g64")
-    assert to is not None
-    w_OI = jnp.asarray(np.random.default_rng(1).standard_normal((5, 70)), jnp.float32)
-    np.testing.assert_array_equal(round_to_nearest(w_OI, to).data, to.quantize(w_OI).data)

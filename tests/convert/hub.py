@@ -9,37 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import save_file
+
+from tests.tiny_models import random_torch_model, theirs
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns of eight in a word, from the lowest bits up
 
-LLAMA = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 97,
-    "rms_norm_eps": 1e-3,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2 = {
-    "vocab_size": 131,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": 96,
-    "n_positions": 97,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 HEADS = ("lm_head", "embed_out")
-_LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rms_norm_eps")
+WIDE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {**WIDE, "head_dim": 16},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96},
+    "phi3": {**WIDE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_neox": WIDE,
+}
 
 
 def words_along_rows(numbers: np.ndarray, bits: int) -> np.ndarray:
@@ -96,23 +81,9 @@ def rounded(
     return np.clip(steps, 0, most).astype(np.int64), np.clip(zero, 0, most), scale
 
 
-def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    """Return a tiny transformers model with every tensor random."""
-    kind, settings = {
-        "llama": ("Llama", LLAMA),
-        "gpt2": ("GPT2", GPT2),
-        "phi3": ("Phi3", {**LLAMA, "pad_token_id": 0}),
-        "gpt_neox": ("GPTNeoX", {k: LLAMA[k] for k in LLAMA if k not in _LLAMAS_OWN}),
-    }[family]
-    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes})
-    torch.manual_seed(seed)
-    head = "GPT2LMHeadModel" if family == "gpt2" else f"{kind}ForCausalLM"
-    model = getattr(transformers, head)(config)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            norm = ("norm" in path or ".ln_" in path) and path.endswith("weight")
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if norm else 0.0))
-    return model.eval()
+def random_model(family: str, **changes: Any) -> Any:
+    """Return a tiny transformers model whose rows are whole groups of 32."""
+    return random_torch_model(theirs(family, **{**SIZES[family], **changes}), spread=0.2)
 
 
 def write(

@@ -1,8 +1,9 @@
 """The config.json files of published checkpoints, as data.
 
-Rows of one kind share a base and state what differs. `RECONSTRUCTED` are put together from fields
-that public pages quote; all others are copies of whole files, or of transformers' prints of them,
-in public code and on pages of the Hub. `_name_or_path`, which nothing reads, is left out.
+Rows of one kind share a base and state what differs; a file with the fields of another and other
+sizes is left out. SmolLM3-3B is put together from fields that public pages quote; all others are
+copies of whole files, or of transformers' prints of them, in public code and on pages of the Hub.
+`_name_or_path`, which nothing reads, is left out.
 """
 
 from typing import Any
@@ -65,17 +66,9 @@ _TINY = {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": 10000.0}
 
 LLAMA: dict[str, Row] = {
     "meta-llama/Llama-2-7b-hf": {**_LLAMA2, **_sizes(4096, 11008, 32, 32, 32, 2048, 32000)},
-    "meta-llama/Llama-2-13b-hf": {
-        **_LLAMA2, **_sizes(5120, 13824, 40, 40, 40, 2048, 32000), "pretraining_tp": 2,
-    },
     "codellama/CodeLlama-7b-hf": {
         **_CODE, **_sizes(4096, 11008, 32, 32, 32, 16384, 32016),
         "transformers_version": "4.33.0.dev0",
-    },
-    "codellama/CodeLlama-34b-hf": {**_CODE, **_sizes(8192, 22016, 48, 64, 8, 16384, 32016)},
-    "TinyLlama/TinyLlama-1.1B-Chat-v0.4": {
-        **_LLAMA, **_ENDS, **_TINY, **_sizes(2048, 5632, 22, 32, 4, 2048, 32003),
-        "torch_dtype": "float32", "transformers_version": "4.33.1", "use_cache": False,
     },
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": {
         **_LLAMA, **_ENDS, **_TINY, **_sizes(2048, 5632, 22, 32, 4, 2048, 32000),
@@ -93,10 +86,6 @@ LLAMA: dict[str, Row] = {
         **_LLAMA3, **_sizes(2048, 8192, 16, 32, 8, 131072, 128256), **_ENDS31, **_scaled(32.0),
         "head_dim": 64, "tie_word_embeddings": True, "transformers_version": "4.45.0.dev0",
     },
-    "meta-llama/Llama-3.2-3B-Instruct": {
-        **_LLAMA3, **_sizes(3072, 8192, 28, 24, 8, 131072, 128256), **_ENDS31, **_scaled(32.0),
-        "head_dim": 128, "tie_word_embeddings": True, "transformers_version": "4.45.0.dev0",
-    },
     "joelewing/Llama-3.2-1B-Instruct-Capybara": {
         **_LLAMA3, **_sizes(2048, 8192, 16, 32, 8, 131072, 128256), **_ENDS31, **_scaled(32.0),
         "head_dim": 64, "pad_token_id": 128004, "tie_word_embeddings": True,
@@ -105,14 +94,6 @@ LLAMA: dict[str, Row] = {
     "meta-llama/Llama-3.1-8B": {
         **_LLAMA3, **_sizes(4096, 14336, 32, 32, 8, 131072, 128256), **_scaled(8.0),
         "eos_token_id": 128001, "transformers_version": "4.43.0.dev0",
-    },
-    "meta-llama/Llama-3.1-70B-Instruct": {
-        **_LLAMA3, **_sizes(8192, 28672, 80, 64, 8, 131072, 128256), **_ENDS31, **_scaled(8.0),
-        "transformers_version": "4.42.3",
-    },
-    "meta-llama/Llama-3.3-70B-Instruct": {
-        **_LLAMA3, **_sizes(8192, 28672, 80, 64, 8, 131072, 128256), **_ENDS31, **_scaled(8.0),
-        "transformers_version": "4.47.0",
     },
     "meta-llama/Llama-3.2-3B": {
         **_LLAMA3, **_sizes(3072, 8192, 28, 24, 8, 131072, 128256), **_scaled(32.0),
@@ -144,8 +125,6 @@ LLAMA: dict[str, Row] = {
         "transformers_version": "4.46.1",
     },
     "HuggingFaceTB/SmolLM-135M-Instruct": {**_SMOL, **_sizes(576, 1536, 30, 9, 3, 2048, 49152)},
-    "HuggingFaceTB/SmolLM-360M-Instruct": {**_SMOL, **_sizes(960, 2560, 32, 15, 5, 2048, 49152)},
-    "HuggingFaceTB/SmolLM-1.7B-Instruct": {**_SMOL, **_sizes(2048, 8192, 24, 32, 32, 2048, 49152)},
     "HuggingFaceTB/SmolLM2-135M": {
         **{k: v for k, v in _SMOL2.items() if k not in ("pad_token_id", "transformers.js_config")},
         **_sizes(576, 1536, 30, 9, 3, 2048, 49152), "bos_token_id": 0, "eos_token_id": 0,
@@ -155,7 +134,6 @@ LLAMA: dict[str, Row] = {
         **_SMOL2, **_sizes(576, 1536, 30, 9, 3, 8192, 49152),
         "initializer_range": 0.041666666666666664,
     },
-    "HuggingFaceTB/SmolLM2-360M-Instruct": {**_SMOL2, **_sizes(960, 2560, 32, 15, 5, 8192, 49152)},
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": {
         **_SMOL, **_sizes(2048, 8192, 24, 32, 32, 8192, 49152), "rope_theta": 130000,
         "transformers.js_config": {
@@ -183,11 +161,6 @@ MISTRAL: dict[str, Row] = {
         "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None,
         "transformers_version": "4.43.3",
     },
-    "spow12/MK_Nemo_12B": {
-        **_MISTRAL, **_sizes(5120, 14336, 40, 32, 8, 1024000, 131072), "attention_dropout": 0.0,
-        "head_dim": 128, "rope_theta": 1000000.0, "sliding_window": None,
-        "transformers_version": "4.45.2",
-    },
     "dicta-il/dictalm2.0-instruct": {
         **_MISTRAL, **_sizes(4096, 14336, 32, 32, 8, 32768, 33152), "attention_dropout": 0.0,
         "document_attention": True, "rope_theta": 10000.0, "sliding_window": 4096,
@@ -209,10 +182,6 @@ MIXTRAL: dict[str, Row] = {
         **_MIXTRAL, **_sizes(6144, 16384, 56, 48, 8, 65536, 32000), "router_aux_loss_coef": 0.001,
         "rope_theta": 1000000, "router_jitter_noise": 0.0, "transformers_version": "4.40.0.dev0",
     },
-    "mistral-community/mixtral-8x22B-v0.3": {
-        **_MIXTRAL, **_sizes(6144, 16384, 56, 48, 8, 65536, 32768), "router_aux_loss_coef": 0.001,
-        "router_jitter_noise": 0.0, "transformers_version": "4.40.2",
-    },
 }  # fmt: skip
 
 _QWEN2: Row = {
@@ -227,12 +196,6 @@ QWEN2: dict[str, Row] = {
         **_QWEN2, **_sizes(2048, 5504, 24, 16, 16, 4096, 151936), "max_window_layers": 21,
         "transformers_version": "4.37.2",
     },
-    "Qwen/Qwen2-0.5B-Instruct": {
-        **_QWEN2, **_sizes(896, 4864, 24, 14, 2, 32768, 151936), "max_window_layers": 24,
-    },
-    "Qwen/Qwen2-1.5B-Instruct": {
-        **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 32768, 151936), "max_window_layers": 28,
-    },
     "Qwen/Qwen2-7B-Instruct": {
         **_QWEN2, **_sizes(3584, 18944, 28, 28, 4, 32768, 152064), "max_window_layers": 28,
         "sliding_window": 131072, "tie_word_embeddings": False, "transformers_version": "4.41.2",
@@ -241,45 +204,15 @@ QWEN2: dict[str, Row] = {
         **_QWEN2, **_sizes(896, 4864, 24, 14, 2, 32768, 151936), "max_window_layers": 24,
         "eos_token_id": 151643, "use_mrope": False,
     },
-    "Qwen/Qwen2.5-1.5B-Instruct": {
-        **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 32768, 151936), "max_window_layers": 21,
-        "transformers_version": "4.43.1",
-    },
     "GramTrans/GramTrans_DSL_LR1": {
         **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 131072, 151936), "max_window_layers": 28,
         "eos_token_id": 151643, "rope_scaling": None, "sliding_window": 131072,
         "transformers_version": "4.49.0", "use_cache": False, "use_mrope": False,
     },
-    "Qwen/Qwen2.5-3B": {
-        **_QWEN2, **_sizes(2048, 11008, 36, 16, 2, 32768, 151936), "max_window_layers": 36,
-        "eos_token_id": 151643, "use_mrope": False,
-    },
     "Qwen/Qwen2.5-7B": {
         **_QWEN2, **_sizes(3584, 18944, 28, 28, 4, 131072, 152064), "max_window_layers": 28,
         "eos_token_id": 151643, "sliding_window": 131072, "tie_word_embeddings": False,
         "use_mrope": False,
-    },
-    "Qwen/Qwen2.5-7B-Instruct": {
-        **_QWEN2, **_sizes(3584, 18944, 28, 28, 4, 32768, 152064), "max_window_layers": 28,
-        "sliding_window": 131072, "tie_word_embeddings": False, "transformers_version": "4.43.1",
-    },
-    "Qwen/Qwen2.5-14B": {
-        **_QWEN2, **_sizes(5120, 13824, 48, 40, 8, 131072, 152064), "max_window_layers": 48,
-        "eos_token_id": 151643, "rms_norm_eps": 1e-05, "sliding_window": 131072,
-        "tie_word_embeddings": False, "transformers_version": "4.43.1",
-    },
-    "Qwen/Qwen2.5-32B": {
-        **_QWEN2, **_sizes(5120, 27648, 64, 40, 8, 131072, 152064), "max_window_layers": 64,
-        "eos_token_id": 151643, "rms_norm_eps": 1e-05, "sliding_window": 131072,
-        "tie_word_embeddings": False, "transformers_version": "4.43.1",
-    },
-    "Qwen/Qwen2.5-32B-Instruct": {
-        **_QWEN2, **_sizes(5120, 27648, 64, 40, 8, 131072, 152064), "max_window_layers": 70,
-        "sliding_window": 131072, "tie_word_embeddings": False, "transformers_version": "4.43.1",
-    },
-    "Qwen/Qwen2.5-3B-Instruct": {
-        **_QWEN2, **_sizes(2048, 11008, 36, 16, 2, 32768, 151936), "max_window_layers": 70,
-        "transformers_version": "4.43.1",
     },
     "onnx-community/DeepSeek-R1-Distill-Qwen-1.5B-ONNX": {
         **_QWEN2, **_sizes(1536, 8960, 28, 12, 2, 131072, 151936), "max_window_layers": 21,
@@ -308,53 +241,15 @@ QWEN3: dict[str, Row] = {
     "Qwen/Qwen3-0.6B": {
         **_QWEN3, **_sizes(1024, 3072, 28, 16, 8, 40960, 151936), "max_window_layers": 28,
     },
-    "Qwen/Qwen3-1.7B": {
-        **_QWEN3, **_sizes(2048, 6144, 28, 16, 8, 40960, 151936), "max_window_layers": 28,
-    },
-    "Qwen/Qwen3-4B": {
-        **_QWEN3, **_sizes(2560, 9728, 36, 32, 8, 40960, 151936), "max_window_layers": 36,
-    },
-    "Qwen/Qwen3-4B-Instruct-2507": {
-        **_QWEN3, **_sizes(2560, 9728, 36, 32, 8, 262144, 151936), "max_window_layers": 36,
-        "rope_theta": 5000000,
-    },
     "Qwen/Qwen3-8B": {
         **_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 40960, 151936), "max_window_layers": 36,
         "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen3-14B": {
-        **_QWEN3, **_sizes(5120, 17408, 40, 40, 8, 40960, 151936), "max_window_layers": 40,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen3-32B": {
-        **_QWEN3, **_sizes(5120, 25600, 64, 64, 8, 40960, 151936), "max_window_layers": 64,
-        "tie_word_embeddings": False,
-    },
-    "Qwen/Qwen3-Embedding-0.6B": {
-        **_QWEN3, **_sizes(1024, 3072, 28, 16, 8, 32768, 151669), "max_window_layers": 28,
-        "eos_token_id": 151643, "transformers_version": "4.51.3",
-    },
-    "Qwen/Qwen3-Embedding-4B": {
-        **_QWEN3, **_sizes(2560, 9728, 36, 32, 8, 40960, 151665), "max_window_layers": 36,
-        "transformers_version": "4.51.2",
-    },
-    "Qwen/Qwen3-Embedding-8B": {
-        **_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 40960, 151665), "max_window_layers": 36,
-        "tie_word_embeddings": False, "transformers_version": "4.51.2",
     },
 }  # fmt: skip
 QWEN3_MOE: dict[str, Row] = {
     "Qwen/Qwen3-30B-A3B": {
         **_QWEN3_MOE, **_sizes(2048, 6144, 48, 32, 4, 40960, 151936), "max_window_layers": 48,
         "moe_intermediate_size": 768,
-    },
-    "Qwen/Qwen3-235B-A22B": {
-        **_QWEN3_MOE, **_sizes(4096, 12288, 94, 64, 4, 40960, 151936), "max_window_layers": 94,
-        "moe_intermediate_size": 1536,
-    },
-    "Qwen/Qwen3-235B-A22B-Instruct-2507": {
-        **_QWEN3_MOE, **_sizes(4096, 12288, 94, 64, 4, 262144, 151936), "max_window_layers": 94,
-        "moe_intermediate_size": 1536, "rope_theta": 5000000,
     },
 }  # fmt: skip
 
@@ -502,14 +397,6 @@ _OLMO2: Row = {
     "transformers_version": "4.47.0",
 }  # fmt: skip
 OLMO2: dict[str, Row] = {
-    "CodeAtCMU/OLMo-2-0425-1B_full_sft_code_data_120K_remove_comments": {
-        **_OLMO2, **_sizes(2048, 8192, 16, 16, 16, 4096, 100352), "torch_dtype": "bfloat16",
-        "transformers_version": "4.52.1", "use_cache": False,
-    },
-    "shanearora/i-am-a-good-open-base-model": {  # OLMo 2 7B
-        **_OLMO2, **_sizes(4096, 11008, 32, 32, 32, 4096, 100352),
-        "transformers_version": "4.47.0.dev0",
-    },
     "allenai/OLMo-2-1124-13B": {**_OLMO2, **_sizes(5120, 13824, 40, 40, 40, 4096, 100352)},
     "allenai/OLMo-2-0325-32B": {
         **_OLMO2, **_sizes(5120, 27648, 64, 40, 8, 4096, 100352), "bos_token_id": 100257,
@@ -549,26 +436,6 @@ GRANITE: dict[str, Row] = {
     "ibm-granite/granite-3.3-8b-instruct": {
         **_GRANITE, **_sizes(4096, 12800, 40, 32, 8, 131072, 49159),
         "transformers_version": "4.49.0",
-    },
-    "huihui-ai/granite-3.1-2b-instruct-abliterated": {
-        **_GRANITE, **_sizes(2048, 8192, 40, 32, 8, 131072, 49155), "attention_dropout": 0.1,
-        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 5000000.0,
-        "transformers_version": "4.47.0",
-    },
-    "ibm-granite/granite-3.1-8b-instruct": {
-        **_GRANITE, **_sizes(4096, 12800, 40, 32, 8, 131072, 49155), "attention_dropout": 0.1,
-        "torch_dtype": "float32", "transformers_version": "4.47.0",
-    },
-    "instructlab/granite-3.0-8b-lab-community": {
-        **{k: v for k, v in _GRANITE.items() if k != "torch_dtype"},
-        **_sizes(4096, 12800, 40, 32, 8, 4096, 49160), "attention_dropout": 0.1,
-        "bos_token_id": 49152, "pad_token_id": 49153, "rope_theta": 10000,
-        "transformers_version": "4.46.3",
-    },
-    "ibm-granite/granite-3.0-2b-instruct": {
-        **_GRANITE, **_sizes(2048, 8192, 40, 32, 8, 4096, 49155), "attention_dropout": 0.1,
-        "attention_multiplier": 0.015625, "logits_scaling": 8.0, "rope_theta": 10000,
-        "transformers_version": "4.46.0.dev0",
     },
 }  # fmt: skip
 
@@ -651,22 +518,3 @@ FAMILIES = (
     GPT_NEOX,
 )  # fmt: skip
 PUBLISHED: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.items()}
-# Assembled from fields quoted on public pages.
-RECONSTRUCTED = frozenset({"HuggingFaceTB/SmolLM3-3B"})
-# Model types related to the supported ones, and why each is refused.
-REFUSED: dict[str, tuple[Row, str]] = {
-    "google/gemma-3-12b-it": (
-        {
-            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
-            "text_config": {"model_type": "gemma3_text"}, "vision_config": {},
-        },
-        "model_type 'gemma3' is not supported",
-    ),
-    "microsoft/Phi-3.5-vision-instruct": (
-        {"architectures": ["Phi3VForCausalLM"], "model_type": "phi3_v"},
-        "model_type 'phi3_v' is not supported",
-    ),
-    "a draft that sees what follows, as MiMo-V2.6-Flash-RL has one": (
-        {**QWEN3["Qwen/Qwen3-0.6B"], "is_causal": False}, "is_causal must be True, got False",
-    ),
-}  # fmt: skip

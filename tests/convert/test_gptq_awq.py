@@ -20,7 +20,9 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.weights.formats import weight_format
 from jaxllm.weights.paths import flatten
+from tests.conftest import succeed
 from tests.convert import hub
+from tests.convert.test_convert import edit_config, edit_tensors
 from tests.tiny_models import tokens
 
 # Options of hub.write, and the expected weight formats.
@@ -42,10 +44,6 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "awq, large groups": ({"method": "awq", "group": 256}, {"int4-g128-zp-f16"}),
     "awq, the head too": ({"method": "awq", "group": -1, "head": True}, {"int4-g128-zp-f16"}),
 }  # fmt: skip
-
-
-def load_leaves(directory: Path) -> dict[str, Any]:
-    return {p: x for p, x in flatten(jaxllm.load(directory).params) if not hasattr(x, "at")}
 
 
 def unpack_codes(leaf: Any) -> np.ndarray:
@@ -79,6 +77,15 @@ def dequantize_leaf(leaf: Any) -> np.ndarray:
     return weight[:, : leaf.shape[1]]
 
 
+def assert_exact(directory: Path, expected: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Check every quantized matrix of a checkpoint, bit for bit; return them by path."""
+    found = {p: x for p, x in flatten(jaxllm.load(directory).params) if not hasattr(x, "at")}
+    assert found.keys() == expected.keys()
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[path], err_msg=path)
+    return found
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_loaded_codes_decode_to_exact_values(case: str, tmp_path: Path) -> None:
     """Every GPTQ or AWQ matrix has the expected format and decodes bit for bit to the values that
@@ -87,11 +94,8 @@ def test_loaded_codes_decode_to_exact_values(case: str, tmp_path: Path) -> None:
     options, formats = CASES[case]
     model = hub.random_model("llama", num_hidden_layers=1, vocab_size=136)
     expected = hub.write(tmp_path, model, **options)
-    found = load_leaves(tmp_path)
-    assert found.keys() == expected.keys()
+    found = assert_exact(tmp_path, expected)
     assert {weight_format(leaf) for leaf in found.values()} == formats
-    for path, leaf in found.items():
-        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[path], err_msg=path)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +136,7 @@ def test_commands_accept_quantized_directories(
     expected = hub.write(theirs, model, method, act_order=method == "gptq")
     for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(source / file, theirs)
-    status, out, _ = run("info", theirs, "--json")
-    assert status == 0
+    out, _ = succeed(run, "info", theirs, "--json")
     name = "ordered/int4-g32-zp-f16" if method == "gptq" else "int4-g32-zp-f16"
     assert dict(json.loads(out)["quantized"])[r"layers\.\d+\.mlp\.up_proj\.weight"] == name
 
@@ -141,8 +144,7 @@ def test_commands_accept_quantized_directories(
     tokenizer = Tokenizer.from_directory(source)
     ids = torch.tensor([tokenizer.encode(prompt, bos=True)])
     greedy = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
-    status, text, _ = run("generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
-    assert status == 0
+    text, _ = succeed(run, "generate", "-m", theirs, "-p", prompt, "-n", 12, "--dtype", "float32")
     assert text.strip() == tokenizer.decode(greedy).strip()
 
     assert run("convert", theirs, ours)[0] == 0
@@ -151,8 +153,7 @@ def test_commands_accept_quantized_directories(
     for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(first.params), strict=True):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
-    status, _, log = run("convert", theirs, back, "--to-hf")
-    assert status == 0
+    _, log = succeed(run, "convert", theirs, back, "--to-hf")
     assert "float32" in log
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     written = load_file(back / "model.safetensors")
@@ -204,12 +205,6 @@ def test_read_scheme_ignores_irrelevant_settings() -> None:
         read_scheme([4])  # type: ignore[arg-type]
 
 
-def edit_tensors(directory: Path, change: Any) -> None:
-    state = {k: v.clone() for k, v in load_file(directory / "model.safetensors").items()}
-    change(state)
-    hub.save(directory, state)
-
-
 def test_tensor_errors_are_reported_together(tmp_path: Path) -> None:
     """All tensor errors of a damaged GPTQ checkpoint are listed in one CheckpointError."""
     hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), act_order=True)
@@ -254,9 +249,8 @@ def test_invalid_groups_and_zero_points_are_refused(tmp_path: Path) -> None:
     """
     model = hub.random_model("llama", num_hidden_layers=1)
     hub.write(tmp_path / "order", model, act_order=True)
-    config = json.loads((tmp_path / "order/config.json").read_text())
-    config["quantization_config"]["desc_act"] = False
-    (tmp_path / "order/config.json").write_text(json.dumps(config))
+    scheme = json.loads((tmp_path / "order/config.json").read_text())["quantization_config"]
+    edit_config(tmp_path / "order", quantization_config={**scheme, "desc_act": False})
     with pytest.raises(CheckpointError, match="g_idx is not in order"):
         open_hf(tmp_path / "order")
     hub.write(tmp_path / "zeros", model, sym=True)  # although the weights are asymmetric
@@ -291,17 +285,15 @@ def test_writer_quirks_are_accepted(tmp_path: Path) -> None:
     opened = open_hf(tmp_path)
     assert set(opened.formats.values()) == {"int4-g32-f16"}
     assert all(tensor.dtype != np.float64 for tensor in opened.tensors.values())
-    for at, leaf in load_leaves(tmp_path).items():
-        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[at], err_msg=at)
+    assert_exact(tmp_path, expected)
 
 
 def test_quantize_config_json_is_read_as_fallback(tmp_path: Path) -> None:
     """quantize_config.json is read if config.json has no quantization_config."""
     expected = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1))
-    config = json.loads((tmp_path / "config.json").read_text())
-    scheme = config.pop("quantization_config")
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     del scheme["quant_method"]
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    edit_config(tmp_path, quantization_config=None)
     with pytest.raises(CheckpointError, match=r"q_proj\.qweight is not part of this model"):
         open_hf(tmp_path)
     (tmp_path / "quantize_config.json").write_text(json.dumps(scheme))
@@ -332,19 +324,15 @@ def test_autogptq_folders_load_exactly(
     names, and first-version zero points by default.
     """
     expected = hub.write(tmp_path, hub.random_model("llama", num_hidden_layers=1), **options)
-    config = json.loads((tmp_path / "config.json").read_text())
-    scheme = config.pop("quantization_config")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    scheme = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    edit_config(tmp_path, quantization_config="delete")
     sizes = {"bits": scheme["bits"], "group_size": scheme["group_size"], "damp_percent": 0.01}
     (tmp_path / "quantize_config.json").write_text(json.dumps({**sizes, **settings}))
     for file in [*tmp_path.glob("model*.safetensors*")]:
         new = file.rename(tmp_path / file.name.replace("model", base, 1))
         if new.suffix == ".json":
             new.write_text(new.read_text().replace('"model-', f'"{base}-'))
-    found = load_leaves(tmp_path)
-    assert found.keys() == expected.keys()
-    for path, leaf in found.items():
-        np.testing.assert_array_equal(dequantize_leaf(leaf), expected[path], err_msg=path)
+    assert_exact(tmp_path, expected)
 
 
 def test_missing_weights_error_lists_expected_files(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from jaxllm.convert.hf import open_hf
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.convert import hub
+from tests.convert.test_convert import edit_config, edit_tensors
 
 LAYER = {"num_hidden_layers": 1, "vocab_size": 136}
 
@@ -94,8 +95,7 @@ def test_exported_integers_equal_original_values(case: str, tmp_path: Path, run:
     if family == "llama":
         rules = format  # embeddings and head too, which are exported as floats
     ours, back = write_quantized(tmp_path, family, rules, **sizes), tmp_path / "back"
-    status, _, log = run("convert", ours, back, "--to-hf", "--keep-quantized", method)
-    assert status == 0, log
+    succeed(run, "convert", ours, back, "--to-hf", "--keep-quantized", method)
     assert assert_equal_params(ours, back) == {format}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
     state, expected = load_file(back / "model.safetensors"), {}
@@ -123,10 +123,9 @@ def test_column_order_round_trips_through_gptq(tmp_path: Path, run: Run) -> None
     same values.
     """
     expected = hub.write(tmp_path / "hub", hub.random_model("llama", **LAYER), act_order=True)
-    status, _, log = run(
-        "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
+    succeed(
+        run, "convert", tmp_path / "hub", tmp_path / "back", "--to-hf", "--keep-quantized", "gptq"
     )
-    assert status == 0, log
     state = load_file(tmp_path / "back/model.safetensors")
     settings = json.loads((tmp_path / "back/config.json").read_text())["quantization_config"]
     assert settings["desc_act"] is True
@@ -145,8 +144,7 @@ def test_mixed_bit_widths_become_compressed_tensors_groups(tmp_path: Path, run: 
     convert = ("convert", ours, back, "--to-hf", "--keep-quantized")
     status, _, log = run(*convert, "gptq")
     assert status and "expected 4 bits in groups of" in log
-    status, _, log = run(*convert, "compressed-tensors")
-    assert status == 0, log
+    succeed(run, *convert, "compressed-tensors")
     assert assert_equal_params(ours, back) == {"int4-g32", "int8", "float32"}
     settings = json.loads((back / "config.json").read_text())["quantization_config"]
     groups = settings["config_groups"].values()
@@ -204,8 +202,7 @@ def write_int_quantized(directory: Path, symmetric: bool, strategy: str) -> dict
         "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": group}, "kv_cache_scheme": None, "sparsity_config": {},
     }  # fmt: skip
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    edit_config(directory, quantization_config=settings)
     return expected
 
 
@@ -231,8 +228,8 @@ def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
     name them.
     """
     write_int_quantized(tmp_path, True, "channel")
-    config = json.loads((tmp_path / "config.json").read_text())
-    good = json.dumps(config["quantization_config"])
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    good = json.dumps(config)
     for old, new, message in (
         ('"int-quantized"', '"float-quantized"', "format 'float-quantized' is not supported"),
         ('"num_bits": 8, "type": "int", "strategy": "channel"', '"num_bits": 8, "type": "float"',
@@ -241,17 +238,14 @@ def test_invalid_compressed_tensors_files_are_refused(tmp_path: Path) -> None:
         ('"kv_cache_scheme": null', '"kv_cache_scheme": {"num_bits": 8}', "kv_cache_scheme is not"),
     ):  # fmt: skip
         assert old in good
-        settings = json.loads(good.replace(old, new))
-        (tmp_path / "config.json").write_text(
-            json.dumps({**config, "quantization_config": settings})
-        )
+        edit_config(tmp_path, quantization_config=json.loads(good.replace(old, new)))
         with pytest.raises(ConfigError, match=message):
             open_hf(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    state = load_file(tmp_path / "model.safetensors")
-    del state["model.layers.0.mlp.up_proj.weight_scale"]
-    state["model.layers.0.mlp.gate_proj.weight_scale"] = torch.ones(7, 1)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(tmp_path, quantization_config=config)
+    mlp = "model.layers.0.mlp."
+    edit_tensors(tmp_path, lambda state: state.pop(f"{mlp}up_proj.weight_scale"))
+    wrong = {f"{mlp}gate_proj.weight_scale": torch.ones(7, 1)}
+    edit_tensors(tmp_path, lambda state: state.update(wrong))
     with pytest.raises(CheckpointError) as caught:
         open_hf(tmp_path)
     assert "up_proj.weight_scale is missing" in str(caught.value)

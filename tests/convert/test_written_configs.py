@@ -10,9 +10,10 @@ import pytest
 import jaxllm
 from jaxllm import models
 from jaxllm.compress.methods.structured_pruning import cut_groups, narrow_config
-from jaxllm.convert.hf import FAMILY_MODULES, read_config, write_hf
+from jaxllm.convert.hf import read_config, write_config, write_hf
 from jaxllm.convert.registry import open_path
 from jaxllm.errors import ConfigError
+from jaxllm.lm import LM
 from jaxllm.models import config_from_dict
 from tests.conftest import Run
 from tests.tiny_models import KINDS, assert_close, load_twin, save_random, theirs, tokens
@@ -97,8 +98,7 @@ def test_config_fields_round_trip_through_native_form(family: str) -> None:
     }
     assert same <= NATIVE_FIELDS | FIXED_FIELDS.get(family, set())
     native = config_from_dict(json.loads(json.dumps(config.to_dict())))
-    table = FAMILY_MODULES[config.model_type]
-    direct, again = (json.dumps(table.write_config(c)[0]) for c in (config, native))
+    direct, again = (json.dumps(write_config(c)[0]) for c in (config, native))
     assert again == direct
     made = type(source)(**json.loads(again))
     assert read_config(made.to_dict())[0] == config
@@ -112,12 +112,12 @@ def test_query_pre_attn_scalar_is_written_as_integer(family: str) -> None:
     config, _ = read_config(theirs(family).to_dict())
     data = {**config.to_dict(), "query_pre_attn_scalar": 9.0}
     old = config_from_dict(json.loads(json.dumps(data)))
-    written = FAMILY_MODULES[family].write_config(old)[0]
+    written = write_config(old)[0]
     assert json.dumps(written["query_pre_attn_scalar"]) == "9"
     type(theirs(family))(**json.loads(json.dumps(written)))
     half = dataclasses.replace(old, query_pre_attn_scalar=9.5)
     with pytest.raises(ConfigError, match=r"got 9\.5, expected a whole number"):
-        FAMILY_MODULES[family].write_config(half)
+        write_config(half)
 
 
 # Heads of GPT-2 and OLMo 2 cannot be pruned.
@@ -142,21 +142,12 @@ def test_pruned_heads_export_only_if_transformers_accepts_them(family: str, head
         type(theirs(family))(**{**data, **changed})
     except Exception:  # classes raise different errors
         refused = True
-    write = FAMILY_MODULES[config.model_type].write_config
     if refused:
         with pytest.raises(ConfigError, match="num_attention_heads is invalid in the Hugging"):
-            write(config)
+            write_config(config)
         return
-    made = type(theirs(family))(**json.loads(json.dumps(write(config)[0])))
+    made = type(theirs(family))(**json.loads(json.dumps(write_config(config)[0])))
     assert read_config(made.to_dict())[0] == config
-
-
-def test_refused_head_count_lists_valid_counts() -> None:
-    """The error for an unsupported head count lists the counts that transformers accepts."""
-    data = theirs("llama", num_attention_heads=8, num_key_value_heads=4, hidden_size=128).to_dict()
-    config = narrow_config(read_config(data)[0], "heads", 3)
-    with pytest.raises(ConfigError, match=r"got 6, expected one of 2, 4, as .*LlamaForCausalLM"):
-        FAMILY_MODULES["llama"].write_config(config)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo2"])
@@ -166,34 +157,32 @@ def test_gpt2_and_olmo2_heads_cannot_be_pruned(family: str) -> None:
         narrow_config(read_config(theirs(family).to_dict())[0], "heads", 1)
 
 
-def test_uneven_pruned_heads_equal_transformers(tmp_path: Path) -> None:
-    """Qwen2 with 3 of its 4 key-value heads is exported and has the same logits in transformers."""
-    save_random(
-        tmp_path / "whole", "qwen2", num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=4,
-    )  # fmt: skip
+def save_three_of_four(family: str, tmp_path: Path) -> LM:
+    """Save a model with 3 of its 4 key-value heads as `small`, and return it."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4}
+    save_random(tmp_path / "whole", family, **sizes)
     lm = jaxllm.load(tmp_path / "whole")
     config, params = cut_groups(lm.config, lm.params, "heads", [[0, 1, 3]])
-    model = models.build(config)
-    small = dataclasses.replace(lm, config=config, params=params, model=model)
-    small.save(tmp_path / "small")
+    lm = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
+    lm.save(tmp_path / "small")
+    return lm
+
+
+def test_uneven_pruned_heads_equal_transformers(tmp_path: Path) -> None:
+    """Qwen2 with 3 of its 4 key-value heads is exported and has the same logits in transformers."""
+    lm = save_three_of_four("qwen2", tmp_path)
     write_hf(tmp_path / "theirs", open_path(tmp_path / "small"))
     ids = tokens(1, 19)
     twin = load_twin(tmp_path / "theirs")
     assert twin.torch_model.config.num_attention_heads == 6
-    assert_close(jaxllm.forward(model, params, None, ids).logits, twin.logits(ids))
+    assert_close(jaxllm.forward(lm.model, lm.params, None, ids).logits, twin.logits(ids))
 
 
 def test_convert_refuses_uneven_llama_without_output(tmp_path: Path, run: Run) -> None:
-    """convert --to-hf refuses a Llama with 6 heads and leaves no output directory."""
-    save_random(
-        tmp_path / "whole", "llama", num_hidden_layers=1, num_attention_heads=8,
-        num_key_value_heads=4,
-    )  # fmt: skip
-    lm = jaxllm.load(tmp_path / "whole")
-    config, params = cut_groups(lm.config, lm.params, "heads", [[0, 1, 3]])
-    small = dataclasses.replace(lm, config=config, params=params, model=models.build(config))
-    small.save(tmp_path / "small")
+    """convert --to-hf refuses a Llama with 6 heads, lists the counts that transformers accepts, and
+    leaves no output directory.
+    """
+    save_three_of_four("llama", tmp_path)
     status, _, err = run("convert", tmp_path / "small", tmp_path / "theirs", "--to-hf")
     assert status == 1 and "got 6, expected one of 2, 4" in err
     assert not (tmp_path / "theirs").exists()

@@ -1,7 +1,6 @@
-"""Spans, batches and loaders: each token is scored once, padding never; loaders resume."""
+"""Spans, batches and loaders: each token is scored once, padding never."""
 
 import itertools
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, TokenError
-from jaxllm.evaluate.likelihood.data import Batch, Loader, loader, read_documents
+from jaxllm.evaluate.likelihood.data import Loader, loader, read_documents
 from jaxllm.evaluate.likelihood.windows import (
     PROTOCOLS,
     Span,
@@ -73,16 +72,14 @@ def test_rolling_spans_equal_lm_eval_documentation() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-@pytest.mark.parametrize("bucketed", [False, True])
-def test_batches_contain_each_span_once_with_padding(protocol: str, bucketed: bool) -> None:
+@pytest.mark.parametrize("by_length", [False, True])
+def test_batches_contain_each_span_once_with_padding(protocol: str, by_length: bool) -> None:
     """Each span appears in one batch row with its tokens, positions and scored mask; padding has
     token 0, position -1 and no score.
     """
-    made = loader(
-        DOCUMENTS, window=6, batch=4, protocol=protocol, use_buckets=bucketed, order="length"
-    )
+    made = loader(DOCUMENTS, window=6, batch=4, protocol=protocol, by_length=by_length)
     seen = []
-    for batch, _ in made.batches():
+    for batch in made.batches():
         assert batch.token_BT.shape[0] == 4
         assert batch.token_BT.shape[1] == 6
         for b, number in enumerate(batch.span_B):
@@ -107,75 +104,43 @@ def test_batches_contain_each_span_once_with_padding(protocol: str, bucketed: bo
 def test_bucketed_batch_width_is_smallest_bucket() -> None:
     """Widths are a power of two plus one, from 9 up to the loader's own width."""
     documents = [list(range(length)) for length in (3, 9, 10, 17, 18, 33, 40)]
-    made = loader(documents, window=41, batch=1, use_buckets=True)
-    widths = [batch.token_BT.shape[1] for batch, _ in made.batches()]
-    assert widths == [9, 9, 17, 17, 33, 33, 41]
+    made = loader(documents, window=41, batch=1, by_length=True)
+    widths = [batch.token_BT.shape[1] for batch in made.batches()]
+    assert widths == [41, 33, 33, 17, 17, 9, 9]
 
 
 def test_bos_replaces_first_token_of_each_window() -> None:
     """With bos, each window starts with that token instead of its first, and does not score it."""
     made = loader(DOCUMENTS, window=5, stride=3, batch=3, bos=9999)
-    for batch, _ in made.batches():
+    for batch in made.batches():
         assert (batch.token_BT[batch.length_B > 0, 0] == 9999).all()
         assert not batch.scored_BT[:, 0].any()
 
 
-def test_loader_resumes_from_saved_state() -> None:
-    """From any saved state, a new loader yields exactly the remaining batches; the state takes less
-    than 100 bytes of JSON.
-    """
-    settings: dict[str, Any] = {"window": 4, "stride": 2, "batch": 3}
-    for order in ("given", "length", 7):
-        made = loader(DOCUMENTS, order=order, **settings)
-        whole = list(made.batches(made.state(epoch=1)))
-        assert len(whole) > 4
-        for stop, (_, state) in enumerate(whole, 1):
-            state = json.loads(json.dumps(state))
-            assert len(json.dumps(state)) < 100
-            again = loader(DOCUMENTS, order=order, **settings)
-            rest = list(again.batches(state))
-            assert len(rest) == len(whole) - stop
-            for one, other in zip(rest, whole[stop:], strict=True):
-                assert one[1] == other[1]
-                assert _same(one[0], other[0])
+def test_order_is_given_or_by_length() -> None:
+    """The spans come in their order, or the longest first; each call yields the same batches."""
+    settings: dict[str, Any] = {"window": 6, "batch": 2}
+
+    def order(made: Loader) -> list[int]:
+        return [int(n) for batch in made.batches() for n in batch.span_B if n >= 0]
+
+    made = loader(DOCUMENTS, **settings)
+    assert order(made) == order(made) == list(range(len(made.spans)))
+    sizes = [span.end - span.start for span in made.spans]
+    expected = sorted(range(len(sizes)), key=lambda n: -sizes[n])
+    assert order(loader(DOCUMENTS, by_length=True, **settings)) == expected
 
 
-def test_loader_order_depends_on_seed_and_epoch() -> None:
-    """Equal seeds give equal orders, other seeds or epochs other orders, and no seed the given
-    order.
-    """
-
-    def order(made: Loader, epoch: int) -> list[int]:
-        return [int(n) for batch, _ in made.batches(made.state(epoch)) for n in batch.span_B]
-
-    settings: dict[str, Any] = {"window": 3, "stride": 1, "batch": 1}
-    one, same, other = (loader(DOCUMENTS, order=s, **settings) for s in (3, 3, 4))
-    assert order(one, 0) == order(same, 0)
-    assert sorted(order(one, 0)) == list(range(len(one.spans)))
-    assert len({tuple(order(m, e)) for m, e in ((one, 0), (one, 1), (other, 0))}) == 3
-    assert order(loader(DOCUMENTS, **settings), 0) == list(range(len(one.spans)))
-
-
-def test_loader_refuses_state_of_different_data() -> None:
-    """A state of other documents, windows, batch sizes or orders raises ConfigError, as do invalid
-    rows and epochs.
-    """
-    made = loader(DOCUMENTS, window=4, batch=3)
-    *_, (_, state) = made.batches()
+def test_digest_depends_on_data_and_settings() -> None:
     changed = [[*DOCUMENTS[0][:-1], 5], *DOCUMENTS[1:]]
-    for other in (
+    others = (
+        loader(DOCUMENTS, window=4, batch=3),
         loader(changed, window=4, batch=3),
         loader(DOCUMENTS, window=5, batch=3),
         loader(DOCUMENTS, window=4, batch=2),
-        loader(DOCUMENTS, window=4, batch=3, order=1),
-    ):
-        with pytest.raises(ConfigError, match="belongs to other data"):
-            next(iter(other.batches(state)))
-    with pytest.raises(ConfigError, match="belongs to other data"):
-        next(iter(made.batches({"row": 3})))
-    for wrong in ({"row": -1}, {"row": len(made.spans) + 1}, {"row": 1.5}, {"epoch": -1}):
-        with pytest.raises(ConfigError, match="loader state: "):
-            next(iter(made.batches({**state, **wrong})))
+        loader(DOCUMENTS, window=4, batch=3, by_length=True),
+    )
+    assert len({other.digest for other in others}) == len(others)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +152,6 @@ def test_loader_refuses_state_of_different_data() -> None:
         ({"window": 4, "protocol": "best"}, "protocol must be one of strided"),
         ({"window": 4, "batch": 0}, "batch must be at least 1"),
         ({"window": 4, "limit": 0}, "limit must be at least 1"),
-        ({"window": 4, "order": "random"}, "order must be"),
     ],
 )
 def test_loader_refuses_bad_settings(options: dict[str, Any], message: str) -> None:
@@ -231,7 +195,3 @@ def test_read_documents_parses_json_lines(tmp_path: Path) -> None:
             read_documents(file)
     with pytest.raises(CheckpointError, match="not a regular file"):
         read_documents(tmp_path)
-
-
-def _same(one: Batch, other: Batch) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

@@ -46,7 +46,11 @@ class Pair:
     theirs: TransformersBackend
 
 
-def _pair(directory: Path, dtype: str = "float32") -> Pair:
+def _pair(
+    folders: pytest.TempPathFactory, family: str, dtype: str = "float32", spread: float = 0.3
+) -> Pair:
+    directory = folders.mktemp(family)
+    save_random(directory, family, spread=spread)
     twin = load_twin(directory, dtype)
     ours = JaxBackend("ours", twin.model, twin.params)
     return Pair(twin, ours, TransformersBackend.load(directory, dtype))
@@ -54,16 +58,12 @@ def _pair(directory: Path, dtype: str = "float32") -> Pair:
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp(request.param)
-    save_random(directory, request.param)
-    return _pair(directory)
+    return _pair(tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp("llama")
-    save_random(directory, "llama")
-    return _pair(directory)
+    return _pair(tmp_path_factory, "llama")
 
 
 @pytest.fixture(scope="module")
@@ -304,9 +304,7 @@ def test_wrong_cache_entry_is_located(llama: Pair) -> None:
 
 @pytest.fixture(scope="module")
 def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory = tmp_path_factory.mktemp("halves")
-    save_random(directory, "llama", spread=0.06)
-    return _pair(directory, "bfloat16")
+    return _pair(tmp_path_factory, "llama", "bfloat16", spread=0.06)
 
 
 def test_bfloat16_is_judged_by_drift_from_float32(bfloat16_pair: Pair) -> None:
@@ -389,6 +387,14 @@ def test_missing_dependency_errors_name_package(
 # The command.
 
 
+def verdict(run: Any, *command: Any) -> tuple[bool, str]:
+    """Run a comparison; return whether it holds, by its status and last line, and its output."""
+    status, out, err = run(*command)
+    last = out.splitlines()[-1] if out else err
+    assert (status, last) in ((0, "holds"), (1, "DOES NOT HOLD"))
+    return status == 0, out
+
+
 def test_verify_command_holds_on_stories260k(run: Any, data: Any, tmp_path: Path) -> None:
     """`verify` on a published model agrees with transformers on every greedy token and writes the
     plot.
@@ -414,10 +420,9 @@ def test_verify_command_measures_quantization_error(run: Any, llama: Pair, tmp_p
     """
     directory = llama.twin.directory
     common = ("verify", directory, "--quantize", "int8", "-n", 2, "--length", 9)
-    status, out, _ = run(*common)
-    assert (status, out.splitlines()[-1]) == (0, "holds"), out
-    status, out, _ = run(*common, "--against", directory)
-    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert verdict(run, *common)[0]
+    holds, out = verdict(run, *common, "--against", directory)
+    assert not holds
     assert "first to diverge: embed_tokens" in out
     status, out, _ = run(*common, "--against", directory, "--tolerance", 2, "--json")
     assert status == 0
@@ -433,14 +438,13 @@ def test_verify_command_applies_precision_table(run: Any, llama: Pair, tmp_path:
     common = ("verify", llama.twin.directory, "--precision", table, "-n", 2, "--length", 9)
     weights = ["layers.1", {"weights": "bfloat16"}], ["lm_head", {"weights": "int8"}]
     table.write_text(json.dumps(weights))
-    status, out, _ = run(*common)
-    assert (status, out.splitlines()[-1]) == (0, "holds"), out
-    status, out, _ = run(*common, "--against", llama.twin.directory)
-    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    assert verdict(run, *common)[0]
+    holds, out = verdict(run, *common, "--against", llama.twin.directory)
+    assert not holds
     assert "first to diverge: layers.1.input_layernorm" in out
     table.write_text(json.dumps([["layers.2.mlp.down_proj", {"activations": "bfloat16"}]]))
-    status, out, _ = run(*common)
-    assert (status, out.splitlines()[-1]) == (1, "DOES NOT HOLD")
+    holds, out = verdict(run, *common)
+    assert not holds
     assert "first to diverge: layers.2.mlp" in out
 
 

@@ -114,13 +114,14 @@ def test_batched_documents_equal_separate_documents(trained: tuple[Twin, list[in
     twin, ids = trained
     cuts = [0, 5, 7, 60, 61, 100, 130]
     documents = [ids[a:b] for a, b in pairwise(cuts)]
-    for bucketed in (False, True):
+    for by_length in (False, True):
         batched = token_logprobs(
             twin.model,
             twin.params,
-            loader(documents, window=WINDOW, batch=3, use_buckets=bucketed),
+            loader(documents, window=WINDOW, batch=3, by_length=by_length),
         )
-        expected = np.concatenate([losses(twin, d) for d in documents if len(d) > 1])
+        ordered = sorted(documents, key=len, reverse=True) if by_length else documents
+        expected = np.concatenate([losses(twin, d) for d in ordered if len(d) > 1])
         np.testing.assert_allclose(-batched, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -1,26 +1,22 @@
-"""File access: invalid files, JSON and values are refused by name; writes are atomic."""
+"""File access: invalid files and JSON are refused by name; writes are atomic."""
 
-import dataclasses
 import os
 import re
 import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 import pytest
 
 from jaxllm.errors import CapacityError, CheckpointError, ConfigError
 from jaxllm.files import (
-    as_schema,
     atomic_directory,
     atomic_file,
     check_memory,
     check_vacant,
     compile_pattern,
-    field_errors,
     lock_file,
     machine_memory,
     parse_json,
@@ -126,59 +122,6 @@ def test_path_inside_refuses_links_leaving_directory(tmp_path: Path) -> None:
         path_inside(home, "far")
     with pytest.raises(CheckpointError, match="missing is missing"):
         path_inside(home, "missing")
-
-
-# Schemas.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    size: Annotated[int, msgspec.Meta(ge=1, le=9)]
-    kind: Literal["a", "b"] = "a"
-    scale: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    parts: dict[str, list[Part]]
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        ({"size": 0}, "must be a whole number >= 1"),
-        ({"size": 10**30}, "must be a whole number <= 9"),
-        ({"size": True}, "must be a whole number"),
-        ({"size": "1"}, "must be a whole number"),
-        ({"size": 1, "kind": ["a"]}, "must be a string"),
-        ({"size": 1, "kind": "c"}, "Invalid enum value 'c'"),
-        ({"size": 1, "scale": [1]}, "must be a number or null"),
-        ({}, "missing required field size"),
-        ({"size": 1, "colour": 1, "taste": 2}, "unknown colour, taste"),
-        (5, "must be an object"),
-    ],
-)
-def test_as_schema_names_invalid_field(part: Any, words: str) -> None:
-    """Data that violates the schema raises an error that names the field or the constraint."""
-    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
-        as_schema({"parts": {"x": [{"size": 1}, part]}}, Whole, "file.json", ConfigError)
-    assert str(caught.value).startswith("file.json: ")
-
-
-def test_as_schema_reports_path_and_value() -> None:
-    """Valid data becomes the dataclass; errors give the field's path and, if possible,
-    its value.
-    """
-    good = as_schema({"parts": {"x": [{"size": 3, "scale": 2}]}}, Whole, "x")
-    assert good == Whole({"x": [Part(size=3, scale=2.0)]})
-    with pytest.raises(CheckpointError) as caught:
-        as_schema([{"size": 1}, {"size": 12}], list[Part], "f")
-    assert str(caught.value) == "f: [1].size must be a whole number <= 9, got 12"
-    wrong = Part(size="x", kind="c", scale=1)  # type: ignore[arg-type]
-    assert field_errors(wrong) == [
-        "size must be a whole number, got 'x'",
-        "kind must be one of a, b, got 'c'",
-    ]
 
 
 # Writing.

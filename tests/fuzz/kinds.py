@@ -11,10 +11,10 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig, init_adapter, write_adapter, write_gguf_adapter
-from jaxllm.adapters.load import with_loaded_adapters
+from jaxllm.adapters.multi_lora import with_loaded_adapters
 from jaxllm.batch_inference.rows import read_rows
 from jaxllm.cache import fork, load_cache, save_cache
-from jaxllm.checkpoints.native import save, with_params
+from jaxllm.checkpoints.native import Checkpoint, save, with_params
 from jaxllm.cli.options import override_precision, read_json_option
 from jaxllm.cli.quantize import read_rules
 from jaxllm.config.model import ModelConfig
@@ -39,6 +39,7 @@ from jaxllm.weights.precision import Precision
 from jaxllm.weights.quantize import resolve_rules
 from tests.convert.flax_twin import as_flax
 from tests.fuzz.mutate import redigest_cache, redigest_export
+from tests.text.conftest import train_byte_level, train_sentencepiece
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -74,6 +75,14 @@ class Kind(NamedTuple):
     redigest: Callable[[Path], object] | None = None
 
 
+def _write_lines(directory: Path, name: str, *rows: Any) -> None:
+    (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _use_adapter(path: Path) -> None:
+    with_loaded_adapters(CONFIGS["llama"], _random("llama")[1], {"x": path})
+
+
 def _random(name: str) -> tuple[Any, Params]:
     model, rng = jaxllm.build(CONFIGS[name]), np.random.default_rng(0)
     shapes = jaxllm.models.param_shapes(model)
@@ -84,19 +93,11 @@ def _random(name: str) -> tuple[Any, Params]:
 def _checkpoint(name: str) -> Any:
     _, params = _random(name)
     tensors = {path: LazyTensor.from_array(np.asarray(x)) for path, x in flatten(params)}
-    from jaxllm.checkpoints.native import Checkpoint
-
     return Checkpoint(Path(), CONFIGS[name], tensors, GENERATION, Precision())
 
 
 def _make_hf(name: str) -> Callable[[Path], object]:
-    def made(directory: Path) -> None:
-        write_hf(directory / "made", _checkpoint(name))
-        for file in (directory / "made").iterdir():
-            file.rename(directory / file.name)
-        (directory / "made").rmdir()
-
-    return made
+    return lambda directory: write_hf(directory, _checkpoint(name))
 
 
 def _make_shards(directory: Path) -> None:
@@ -146,36 +147,9 @@ def _use_tokenizer(directory: Path) -> None:
         tokenizer.decode(tokenizer.encode(TEXT, parse_special=special), skip_special=special)
 
 
-def _make_byte_level(directory: Path) -> None:
-    from tokenizers import Tokenizer as Library, models, pre_tokenizers, trainers
-
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
-        show_progress=False,
-    )  # fmt: skip
-    library.train_from_iterator([TEXT], trainer)
-    library.model.save(str(directory))
-
-
 def _make_sentencepiece(directory: Path) -> None:
-    import io
-
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 8), model_writer=model, minloglevel=3, model_type="bpe",
-        vocab_size=300, byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, hard_vocab_limit=False,
-    )  # fmt: skip
-    (directory / "tokenizer.model").write_bytes(model.getvalue())
-
-
-def _use_template(directory: Path) -> None:
-    ChatTemplate.from_directory(directory).render(MESSAGES)
+    model = train_sentencepiece([TEXT] * 8, vocab_size=300)
+    (directory / "tokenizer.model").write_bytes(model)
 
 
 def _cache(directory: Path) -> Path:
@@ -201,21 +175,8 @@ def _numbers(batch: Batch) -> Columns:
 def _use_journal(directory: Path) -> None:
     data = loader([list(range(40))], window=8, stride=4, batch=3)
     columns = run_batches(data, _numbers, models={}, journal=directory / "journal.jsonl")
-    expected = [_numbers(batch)["logprob"] for batch, _ in data.batches()]
+    expected = [_numbers(batch)["logprob"] for batch in data.batches()]
     assert np.array_equal(columns["logprob"], np.concatenate(expected))
-
-
-def _make_vectors(directory: Path) -> None:
-    make(directory, JaxBackend("tiny", *_random("llama")), [[5, 7, 9], [1, 2]], new_tokens=2)
-
-
-def _make_export(directory: Path) -> None:
-    export(*_random("llama"), directory, num_tokens=2, max_tokens=6, step_names=["decode"])
-
-
-def _make_documents(directory: Path) -> None:
-    rows = [{"text": TEXT}, {"text": "One day", "id": 3}]
-    (directory / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _make_precision(directory: Path) -> None:
@@ -235,11 +196,6 @@ def _use_precision(directory: Path) -> None:
     for path in ("layers.0.mlp.down_proj.weight", "lm_head.weight", "a" * 200):
         precision.param_format(path, 2)
         precision.activation_dtype(path)
-
-
-def _make_batch(directory: Path) -> None:
-    rows = [{"prompt": TEXT, "id": "a", "temperature": 0.5}, {"prompt": [1, 2]}, "One day"]
-    (directory / "batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _use_batch(directory: Path) -> None:
@@ -281,15 +237,7 @@ def _make_adapter(directory: Path) -> None:
         use_dora=True,
     )
     made = init_adapter(CONFIGS["llama"], params, lora, jax.random.key(0))
-    write_adapter(directory / "made", made, CONFIGS["llama"], base="somewhere")
-    for file in (directory / "made").iterdir():
-        file.rename(directory / file.name)
-    (directory / "made").rmdir()
-
-
-def _use_adapter(directory: Path) -> None:
-    params = _random("llama")[1]
-    with_loaded_adapters(CONFIGS["llama"], params, {"x": directory})
+    write_adapter(directory, made, CONFIGS["llama"], base="somewhere")
 
 
 def _make_gguf(directory: Path) -> None:
@@ -318,13 +266,9 @@ def _make_gguf_adapter(directory: Path) -> None:
     write_gguf_adapter(directory / "x.gguf", made, CONFIGS["llama"])
 
 
-def _use_gguf_adapter(directory: Path) -> None:
-    with_loaded_adapters(CONFIGS["llama"], _random("llama")[1], {"x": directory / "x.gguf"})
-
-
 KINDS: dict[str, Kind] = {
     "gguf": Kind(_make_gguf, _use_gguf, ("model.gguf",)),
-    "gguf adapter": Kind(_make_gguf_adapter, _use_gguf_adapter, ("x.gguf",)),
+    "gguf adapter": Kind(_make_gguf_adapter, lambda d: _use_adapter(d / "x.gguf"), ("x.gguf",)),
     "llama": Kind(_make_hf("llama"), _use_checkpoint, (*HF, "config.json")),
     "gpt2 in shards": Kind(
         _make_shards,
@@ -338,27 +282,46 @@ KINDS: dict[str, Kind] = {
     ),
     "native": Kind(_make_native, _use_checkpoint, (*HF, "config.json")),
     "tokenizer.json": Kind(_make_tokenizer, _use_tokenizer, TOKENIZER),
-    "vocab.json": Kind(_make_byte_level, _use_tokenizer, ("vocab.json", "merges.txt")),
+    "vocab.json": Kind(
+        lambda d: train_byte_level([TEXT], 300).model.save(str(d)),
+        _use_tokenizer,
+        ("vocab.json", "merges.txt"),
+    ),
     "tokenizer.model": Kind(_make_sentencepiece, _use_tokenizer, ("tokenizer.model",)),
     "template": Kind(
-        _make_tokenizer, _use_template, ("chat_template.jinja", "tokenizer_config.json")
+        _make_tokenizer,
+        lambda d: ChatTemplate.from_directory(d).render(MESSAGES),
+        ("chat_template.jinja", "tokenizer_config.json"),
     ),
     "cache": Kind(_make_cache, _use_cache, ("story.safetensors",), redigest_cache),
     "journal": Kind(_use_journal, _use_journal, ("journal.jsonl",)),
-    "vectors": Kind(_make_vectors, read, ("vectors.json", "vectors.safetensors")),
+    "vectors": Kind(
+        lambda d: make(d, JaxBackend("tiny", *_random("llama")), [[5, 7, 9], [1, 2]], new_tokens=2),
+        read,
+        ("vectors.json", "vectors.safetensors"),
+    ),
     "export": Kind(
-        _make_export,
+        lambda d: export(*_random("llama"), d, num_tokens=2, max_tokens=6, step_names=["decode"]),
         runtime.load,
         ("manifest.json", "weights.safetensors", "decode.stablehlo"),
         redigest_export,
     ),
     "documents": Kind(
-        _make_documents, lambda d: read_documents(d / "documents.jsonl"), ("documents.jsonl",)
+        lambda d: _write_lines(d, "documents.jsonl", {"text": TEXT}, {"text": "One day", "id": 3}),
+        lambda d: read_documents(d / "documents.jsonl"),
+        ("documents.jsonl",),
     ),
     "precision, rules": Kind(_make_precision, _use_precision, ("precision.json", "rules.json")),
     "adapter": Kind(
         _make_adapter, _use_adapter, ("adapter_config.json", "adapter_model.safetensors")
     ),
     "options": Kind(_make_options, _use_options, ("options.json",)),
-    "batch lines": Kind(_make_batch, _use_batch, ("batch.jsonl",)),
-}
+    "batch lines": Kind(
+        lambda d: _write_lines(
+            d, "batch.jsonl", {"prompt": TEXT, "id": "a", "temperature": 0.5}, {"prompt": [1, 2]},
+            "One day",
+        ),
+        _use_batch,
+        ("batch.jsonl",),
+    ),
+}  # fmt: skip

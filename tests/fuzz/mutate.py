@@ -178,14 +178,14 @@ def _dumped(rng: Random, tree: Any) -> bytes:
 # Node types.
 
 
-def _as_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
+def _replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return a function that removes a file and makes another node in its place."""
 
+    def replace(path: Path) -> None:
+        path.unlink()
+        make(path)
 
-def _as_fifo(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+    return replace
 
 
 def _as_link_out(path: Path) -> None:
@@ -193,18 +193,10 @@ def _as_link_out(path: Path) -> None:
     path.symlink_to(path.parent.parent / f"outside {path.parent.name} {path.name}")
 
 
-def _as_link_to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
-
-
-def _as_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
 NODES: tuple[Callable[[Path], object], ...] = (
-    Path.unlink, _as_directory, _as_fifo, _as_link_out, _as_link_to_itself, _as_device,
+    Path.unlink, _replaced_by(Path.mkdir), _replaced_by(os.mkfifo), _as_link_out,
+    _replaced_by(lambda path: path.symlink_to(path.name)),
+    _replaced_by(lambda path: path.symlink_to("/dev/zero")),
 )  # fmt: skip
 
 

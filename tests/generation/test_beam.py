@@ -1,7 +1,6 @@
 """Beam search against transformers, and against brute force where that is feasible."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import jaxllm
 from jaxllm.errors import CacheMismatchError, CapacityError, SamplingError, TokenError
 from jaxllm.generation.loops.beam import BeamResult, beam_search
 from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.sampling.penalties import RepetitionPenalty
 from jaxllm.generation.sampling.sampler import Context, Processor, Sampler
 from tests.tiny_models import BOTH, VOCAB, in_both, load_twin, random_model, save_random, tokens
 
 BEAMS = 4
-DEMO = Path(jaxllm.__file__).parent / "demo"
 EOS_SETS = [[], [7], list(range(3, VOCAB, 9))]
 MODES = [False, True, "never"]
 PENALTIES = [-1.0, 0.0, 0.5, 1.0, 2.0]
@@ -31,15 +30,6 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp(request.param)
     save_random(directory, request.param, spread=0.2, num_hidden_layers=2)
     return _without_defaults(load_twin(directory))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run PyTorch in one thread: for tiny models, threads cost more than they gain."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +85,32 @@ def sequences(result: BeamResult) -> list[list[list[int]]]:
     return [[[t for t in row if t >= 0] for row in prompt] for prompt in result.token_BNT.tolist()]
 
 
-def assert_equal(result: BeamResult, expected: Any, eos: Any, new: int) -> None:
-    """Assert equal tokens and scores, and lengths and finish reasons that agree with them."""
-    found, scores = expected
+def assert_equals_transformers(
+    twin: Any,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    new: int,
+    ours: tuple[Processor, ...] = (),
+    theirs: tuple[transformers.LogitsProcessor, ...] = (),
+    **options: Any,
+) -> BeamResult:
+    """Assert that sequences, scores, lengths and finish reasons equal transformers'."""
+    processors = transformers.LogitsProcessorList(theirs)
+    found, scores = reference(
+        twin.torch_model, prompts, lengths, new, logits_processor=processors, **options
+    )
+    result = beam_search(
+        twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
+        sampler=Sampler(ours), **options,
+    )  # fmt: skip
     assert sequences(result) == found
     np.testing.assert_allclose(result.score_BN, scores, atol=1e-4, rtol=1e-5)
     assert result.length_BN.tolist() == [[len(row) for row in prompt] for prompt in found]
+    eos = options["eos_token_ids"]
     ends = [[Finish.EOS if row[-1] in eos else Finish.LENGTH for row in p] for p in found]
     assert result.finish_BN.tolist() == ends
     assert result.token_BNT.shape[-1] == new
+    return result
 
 
 @in_both("twin", early_stopping=MODES)
@@ -121,58 +128,12 @@ def test_beam_search_equals_transformers(twin: Any, early_stopping: Any) -> None
     ended = []
     combinations = itertools.product(PENALTIES, eos_sets, [3, 12])
     for i, (penalty, eos, new) in enumerate(combinations):
-        options: Any = {
-            "num_beams": BEAMS,
-            "num_return_sequences": 1 + i % BEAMS,
-            "length_penalty": penalty,
-            "early_stopping": early_stopping,
-            "eos_token_ids": eos,
-        }
-        expected = reference(twin.torch_model, prompts, lengths, new, **options)
-        result = beam_search(
-            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new, **options
-        )
-        assert_equal(result, expected, eos, new)
+        result = assert_equals_transformers(
+            twin, prompts, lengths, new, num_beams=BEAMS, num_return_sequences=1 + i % BEAMS,
+            length_penalty=penalty, early_stopping=early_stopping, eos_token_ids=eos,
+        )  # fmt: skip
         ended += np.asarray(result.finish_BN).ravel().tolist()
     assert set(ended) == {Finish.EOS, Finish.LENGTH}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_beam_search_equals_transformers_on_demo_models(family: str) -> None:
-    lm = jaxllm.load(f"demo:{family}", dtype="float32")
-    twin = _without_defaults(load_twin(DEMO / family))
-    text = "Once upon a time there was a little girl who"
-    ids = lm.tokenizer.encode(text)
-    lengths = np.array([len(ids), 4])
-    prompts = np.zeros((2, len(ids)), np.int64)
-    prompts[0], prompts[1, :4] = ids, ids[:4]
-    stop = lm.tokenizer.encode(".")[-1]
-    for early_stopping in MODES:
-        for penalty, eos in itertools.product([0.0, 1.0, 2.0], [[2], [2, stop]]):
-            options: Any = {
-                "num_beams": BEAMS,
-                "num_return_sequences": BEAMS,
-                "length_penalty": penalty,
-                "early_stopping": early_stopping,
-                "eos_token_ids": eos,
-            }
-            expected = reference(twin.torch_model, prompts, lengths, 20, **options)
-            result = beam_search(
-                lm.model, lm.params, prompts, lengths_B=lengths, max_new_tokens=20, **options
-            )
-            assert_equal(result, expected, eos, 20)
-
-
-class RepeatPenalty(Processor):
-    """Lowers the score of each row's newest token."""
-
-    amount: Any
-
-    def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        row_B = jnp.arange(scores_BV.shape[0])
-        newest_B = context.token_BL[row_B, context.length_B - 1]
-        return scores_BV.at[row_B, newest_B].add(-self.amount)
 
 
 class CountPenalty(Processor):
@@ -187,12 +148,6 @@ class CountPenalty(Processor):
         return self.replace(
             taken_BV=self.taken_BV.at[jnp.arange(token_B.shape[0]), token_B].add(1.0)
         )
-
-
-class TorchRepeatPenalty(transformers.LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        penalty = torch.zeros_like(scores).scatter_(1, input_ids[:, -1:], 2.0)
-        return scores - penalty
 
 
 class TorchCountPenalty(transformers.LogitsProcessor):
@@ -242,88 +197,28 @@ def test_early_stopping_equals_transformers(tmp_path: Path) -> None:
         table = logits.astype(np.float32)
         found = []
         for early_stopping in MODES:
-            options: Any = {
-                "num_beams": 3,
-                "num_return_sequences": 3,
-                "length_penalty": penalty,
-                "early_stopping": early_stopping,
-                "eos_token_ids": eos,
-            }
-            theirs = transformers.LogitsProcessorList([TorchTableScores(table, 6)])
-            expected = reference(
-                twin.torch_model, prompts, lengths, new, logits_processor=theirs, **options
-            )
-            result = beam_search(
-                twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=new,
-                sampler=Sampler((TableScores(jnp.asarray(table)),)), **options,
+            result = assert_equals_transformers(
+                twin, prompts, lengths, new, (TableScores(jnp.asarray(table)),),
+                (TorchTableScores(table, 6),), num_beams=3, num_return_sequences=3,
+                length_penalty=penalty, early_stopping=early_stopping, eos_token_ids=eos,
             )  # fmt: skip
-            assert_equal(result, expected, eos, new)
             found.append(sequences(result))
         if penalty == 1.0:
             assert found[0] != found[1] != found[2] != found[0]
 
 
 def test_processors_track_state_per_beam(twin: Any) -> None:
-    """Processors act on log-probabilities, and the state of a stateful one follows its beam, as in
-    transformers.
-    """
+    """A processor acts on log-probabilities, and its state follows its beam, as in transformers."""
     prompts, lengths = random_prompts([5, 9, 2], seed=1)
-    vocab = twin.config.vocab_size
     options: Any = {"num_beams": BEAMS, "num_return_sequences": BEAMS, "eos_token_ids": [7, 9]}
     plain = beam_search(
         twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10, **options
     )
-    pairs = [
-        (RepeatPenalty(jnp.float32(2.0)), TorchRepeatPenalty()),
-        (CountPenalty(jnp.zeros((3, vocab), jnp.float32)), TorchCountPenalty(9)),
-    ]
-    for ours, theirs in pairs:
-        expected = reference(
-            twin.torch_model, prompts, lengths, 10,
-            logits_processor=transformers.LogitsProcessorList([theirs]), **options,
-        )  # fmt: skip
-        result = beam_search(
-            twin.model, twin.params, prompts, lengths_B=lengths, max_new_tokens=10,
-            sampler=Sampler((ours,)), **options,
-        )  # fmt: skip
-        assert_equal(result, expected, [7, 9], 10)
-        assert sequences(result) != sequences(plain)
-
-
-@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
-def test_exhaustive_beams_find_global_optimum(penalty: float) -> None:
-    """With a beam for each prefix, the ten best sequences equal brute force over all texts."""
-    vocab, new, eos = 5, 4, 3
-    model, params = random_model("llama", vocab_size=vocab, num_hidden_layers=1)
-    prompt = np.array([[1, 4, 2]])
-    every = np.array(list(itertools.product(range(vocab), repeat=new)))
-    whole = np.concatenate([np.repeat(prompt, len(every), 0), every], axis=1)
-    logprobs = jax.nn.log_softmax(jaxllm.forward(model, params, None, whole).logits[:, 2:-1])
-    each = np.take_along_axis(np.asarray(logprobs), every[:, :, None], axis=2)[:, :, 0]
-    scores: dict[tuple[int, ...], float] = {}
-    for text, logprob in zip(every.tolist(), each, strict=True):
-        n = text.index(eos) + 1 if eos in text else new
-        scores[tuple(text[:n])] = float(logprob[:n].sum() / n**penalty)
-    best = sorted(scores.items(), key=lambda item: -item[1])[:10]
-    result = beam_search(
-        model, params, prompt, num_beams=vocab ** (new - 1), num_return_sequences=10,
-        max_new_tokens=new, length_penalty=penalty, early_stopping="never", eos_token_ids=[eos],
-    )  # fmt: skip
-    assert [tuple(text) for text in sequences(result)[0]] == [text for text, _ in best]
-    np.testing.assert_allclose(result.score_BN[0], [score for _, score in best], atol=1e-4)
-
-
-def test_batched_prompts_equal_single_row_search(lm: Any) -> None:
-    """Prompts of unequal length in a batch have the sequences and scores of separate searches."""
-    model, params = lm
-    prompts, lengths = random_prompts([2, 9, 5], seed=2)
-    options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 10}
-    options["eos_token_ids"] = EOS_SETS[-1]
-    batched = beam_search(model, params, prompts, lengths_B=lengths, **options)
-    for b, n in enumerate(lengths):
-        single = beam_search(model, params, prompts[b : b + 1, :n], **options)
-        assert sequences(single)[0] == sequences(batched)[b]
-        np.testing.assert_allclose(single.score_BN[0], batched.score_BN[b], atol=1e-5)
+    ours = CountPenalty(jnp.zeros((3, twin.config.vocab_size), jnp.float32))
+    result = assert_equals_transformers(
+        twin, prompts, lengths, 10, (ours,), (TorchCountPenalty(9),), **options
+    )
+    assert sequences(result) != sequences(plain)
 
 
 @pytest.mark.parametrize("early_stopping", MODES)
@@ -352,7 +247,7 @@ def test_beam_search_continues_cache_without_modifying_it(lm: Any, batch: int) -
     """
     model, params = lm
     prompts, _ = random_prompts([9] * batch, seed=4)
-    sampler = Sampler((RepeatPenalty(jnp.float32(2.0)),))
+    sampler = Sampler((RepetitionPenalty(2.0),))
     options: Any = {"num_beams": BEAMS, "num_return_sequences": 2, "max_new_tokens": 6}
     whole = beam_search(model, params, prompts, sampler=sampler, **options)
     cache = jaxllm.init_cache(model.config, batch, 128)
@@ -363,7 +258,7 @@ def test_beam_search_continues_cache_without_modifying_it(lm: Any, batch: int) -
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(cache))
 
 
-def test_missing_continuations_are_empty_with_minus_infinity(lm: Any) -> None:
+def test_missing_continuations_are_empty_with_minus_infinity() -> None:
     """With fewer continuations than beams, the remaining results are empty, RUNNING and have score
     -inf.
     """

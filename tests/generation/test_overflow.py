@@ -122,18 +122,6 @@ def test_heavy_hitters_equal_summed_attention_weights(
     assert [int(s.token_BT[0, 0]) for s in steps] == result.token_BT[0].tolist()
 
 
-def test_stream_overflow_equals_generate() -> None:
-    model, params = lm = random_model("llama")
-    whole = generate_small_cache(lm, PROMPTS, Slide())
-    longest = np.array([PROMPTS[0], PROMPTS[1] + [0] * 4])
-    cache = jaxllm.init_cache(model.config, 2, CAPACITY)
-    steps = jaxllm.stream(
-        model, params, longest, lengths_B=[9, 5], max_new_tokens=NEW, cache=cache, overflow=Slide()
-    )
-    got = np.concatenate([s.token_BT for s in steps], axis=1)
-    assert got.tolist() == whole.token_BT.tolist()
-
-
 def test_slide_truncates_long_prompt_to_end() -> None:
     """A prompt of 150 tokens is cut to its last 20 with Slide(20)."""
     model, params = lm = random_model("gpt2")

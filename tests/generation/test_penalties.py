@@ -1,9 +1,7 @@
 """Penalties: published vectors, transformers' processors row by row, and DRY by brute force."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,35 +11,14 @@ from transformers.generation import logits_process as theirs
 
 from jaxllm.generation.sampling.options import make_sampler
 from jaxllm.generation.sampling.penalties import DryPenalty, FrequencyPenalty, RepetitionPenalty
-from jaxllm.generation.sampling.sampler import Context, Processor, row_keys
+from tests.generation.processors import apply, logits, make_context
 
-APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))
 NO_BREAKERS = np.full(1, -1, np.int32)
-
-
-def make_context(
-    rows: Sequence[Sequence[int]], prompts: Sequence[int] = (), slots: int = 24
-) -> Context:
-    """Return a sampler's context with rows of unequal length."""
-    token_BL = np.full((len(rows), slots), -1, np.int32)
-    for row, tokens in enumerate(rows):
-        token_BL[row, : len(tokens)] = tokens
-    prompt_B = np.array(prompts or [0] * len(rows), np.int32)
-    length_B = np.array([len(tokens) for tokens in rows], np.int32)
-    return Context(*map(jnp.asarray, (token_BL, prompt_B, length_B)), row_keys(0, len(rows)))
-
-
-def apply(processor: Processor, scores: Any, context: Context) -> np.ndarray:
-    return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
 
 
 def softmax(scores: np.ndarray) -> np.ndarray:
     mass = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return mass / mass.sum(axis=-1, keepdims=True)
-
-
-def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
 
 
 def dry_by_hand(
@@ -66,39 +43,6 @@ def dry_by_hand(
         if longest >= allowed:
             penalty[token] = multiplier * base ** (longest - allowed)
     return penalty
-
-
-def test_repetition_penalty_equals_transformers_vector() -> None:
-    """Scores equal the vector of test_repetition_penalty_dist_process,
-    tests/generation/test_logits_process.py.
-    """
-    scores = np.full((2, 10), 0.1, np.float32)
-    scores[0, 0], scores[1, 5] = -0.1, 0.4
-    after = apply(RepetitionPenalty(2.0), scores, make_context([[0, 1], [5, 0]]))
-    expected = scores.copy()
-    expected[0, :2], expected[1, 0], expected[1, 5] = [-0.2, 0.05], 0.05, 0.2
-    np.testing.assert_allclose(after, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "after", "repeat", "frequency", "presence"),
-    [
-        ([0], [0, 0.25, 0.25, 0.25, 0.25], 50.0, 0.0, 0.0),
-        ([0, 1, 2], [0, 0, 0, 0.5, 0.5], 50.0, 0.0, 0.0),
-        ([0, 1, 2, 0, 0], [0, 0, 0, 0.5, 0.5], 50.0, 0.0, 0.0),
-        ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997], 1.0, 5.0, 5.0),
-        ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966], 1.0, 5.0, 5.0),
-        ([0, 1, 2, 0, 0], [0.0, 0.000023, 0.000023, 0.499977, 0.499977], 1.0, 5.0, 5.0),
-    ],
-)
-def test_penalties_equal_llama_cpp_vectors(
-    tokens: list[int], after: list[float], repeat: float, frequency: float, presence: float
-) -> None:
-    """Probabilities equal the vectors of test_penalties, tests/test-sampling.cpp."""
-    scores = np.log(np.full((1, 5), 0.2, np.float32))
-    scores = apply(RepetitionPenalty(repeat), scores, make_context([tokens]))
-    scores = apply(FrequencyPenalty(presence, frequency), scores, make_context([tokens]))
-    np.testing.assert_allclose(softmax(scores), [after], atol=1e-5)
 
 
 @pytest.mark.parametrize(

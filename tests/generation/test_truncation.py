@@ -1,7 +1,6 @@
 """Truncation processors: published vectors, transformers' warpers, brute force, draws."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jaxllm.generation.sampling.sampler import (
     Processor,
     Sampler,
     row_keys,
-    sample,
     sample_next,
 )
 from jaxllm.generation.sampling.truncation import (
@@ -32,41 +30,7 @@ from jaxllm.generation.sampling.truncation import (
     TopNSigma,
     TypicalP,
 )
-
-# transformers, tests/generation/test_logits_process.py: the test, options, probabilities before
-# and after.
-TRANSFORMERS_VECTORS = [
-    (
-        "test_top_p_dist_warper",
-        {"top_p": 0.8},
-        [[0.3, 0.1, 0.1, 0.5], [0.15, 0.3, 0.3, 0.25]],
-        [[0.3, 0.0, 0.0, 0.5], [0.0, 0.3, 0.3, 0.25]],
-    ),
-    (
-        "test_min_p_dist_warper",
-        {"min_p": 0.05},
-        [[0.9, 0.0274, 0.047, 0.0274], [0.15, 0.3, 0.3, 0.25], [0.97, 0.01, 0.01, 0.01]],
-        [[0.9, 0.0, 0.047, 0.0], [0.15, 0.3, 0.3, 0.25], [0.97, 0.0, 0.0, 0.0]],
-    ),
-    (
-        "test_typical_dist_warper",
-        {"typical_p": 0.5},
-        [[0.97, 0.01, 0.01, 0.01], [0.4, 0.2, 0.2, 0.2]],
-        [[0.97, 0.0, 0.0, 0.0], [0.0, 0.2, 0.2, 0.2]],
-    ),
-    (
-        "test_epsilon_dist_warper",
-        {"epsilon_cutoff": 0.1},
-        [[0.87, 0.099, 0.001, 0.03], [0.4, 0.299, 0.101, 0.2]],
-        [[0.87, 0.0, 0.0, 0.0], [0.4, 0.299, 0.101, 0.2]],
-    ),
-    (
-        "test_eta_dist_warper",
-        {"eta_cutoff": 0.0625},
-        [[0.0, 0.1, 0.8, 0.1], [0.01, 0.04, 0.9, 0.05]],
-        [[0.0, 0.1, 0.8, 0.1], [0.0, 0.0, 0.9, 0.0]],
-    ),
-]
+from tests.generation.processors import APPLY, apply, logits
 
 # llama.cpp, tests/test-sampling.cpp: the test, options, probabilities before and after, the latter
 # normalized.
@@ -97,17 +61,6 @@ LLAMA_CPP_VECTORS = [
     ("test_top_n_sigma", {"top_n_sigma": 3.0}, RAMP, [0.1, 0.2, 0.3, 0.4]),
 ]
 
-APPLY: Callable[..., jax.Array] = jax.jit(lambda scores, p, context: p(scores, context))
-
-
-def apply(processor: Processor, scores: Any, seed: int = 0) -> np.ndarray:
-    context = Context.empty(jax.random.key(seed), len(scores))
-    return np.asarray(APPLY(jnp.asarray(scores, jnp.float32), processor, context))
-
-
-def logits(rows: int, vocab: int, seed: int = 0) -> np.ndarray:
-    return (np.random.default_rng(seed).normal(size=(rows, vocab)) * 3).astype(np.float32)
-
 
 def log(p: Any) -> np.ndarray:
     with np.errstate(divide="ignore"):
@@ -121,16 +74,6 @@ def apply_chain(options: dict[str, Any], scores: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in TRANSFORMERS_VECTORS]
-)
-def test_processors_equal_transformers_vectors(
-    options: dict[str, float], before: list[list[float]], after: list[list[float]]
-) -> None:
-    """Probabilities equal the vectors of transformers' tests/generation/test_logits_process.py."""
-    np.testing.assert_allclose(np.exp(apply_chain(options, log(before))), after, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
     ("options", "before", "after"), [pytest.param(*c[1:], id=c[0]) for c in LLAMA_CPP_VECTORS]
 )
 def test_processors_equal_llama_cpp_vectors(
@@ -139,21 +82,6 @@ def test_processors_equal_llama_cpp_vectors(
     """Normalized probabilities equal the vectors of llama.cpp's tests/test-sampling.cpp."""
     left = np.exp(apply_chain(options, log([before])))
     np.testing.assert_allclose(left[0] / left.sum(), after, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("threshold", "after"),
-    [
-        (0.09, [0.0, 0.0, 0.0, 0.1]),
-        (0.19, [0.0, 0.0, 0.2, 0.1]),
-        (0.29, [0.0, 0.3, 0.2, 0.1]),
-        (0.39, [0.4, 0.3, 0.2, 0.1]),
-    ],
-)
-def test_xtc_equals_llama_cpp_vectors(threshold: float, after: list[float]) -> None:
-    """Probabilities equal the vectors of test_xtc, tests/test-sampling.cpp."""
-    left = np.exp(apply(XTC(0.99, threshold), log([[0.4, 0.3, 0.2, 0.1]])))
-    np.testing.assert_allclose(left, [after], atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.02, 0.2, 0.7, 0.95])
@@ -210,19 +138,6 @@ def test_xtc_keeps_ties_with_least_probable() -> None:
     assert left.tolist() == [[-np.inf, 1.0, 1.0, -4.0]]
 
 
-def test_draws_after_xtc_follow_mixture() -> None:
-    """Draws pass a chi-square test: XTC applies to a row by chance, and the draw follows the
-    softmax of what is left.
-    """
-    draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
-    scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 4))
-    tokens = sample(jax.random.key(5), scores, Sampler((XTC(0.6, 0.15),)))
-    struck = np.array([0.0, 0.0, 0.2, 0.1]) / 0.3
-    expected = 0.6 * struck + 0.4 * p
-    counts = np.bincount(np.asarray(tokens), minlength=4)
-    assert stats.chisquare(counts, expected * draws).pvalue > 1e-3
-
-
 def test_xtc_chance_is_independent_of_draw() -> None:
     """Rows that XTC skips still draw from the whole distribution."""
     draws, p = 20000, np.array([0.4, 0.3, 0.2, 0.1])
@@ -259,38 +174,6 @@ def test_mirostat_equals_brute_force() -> None:
             mu[row] -= eta[row] * (surprise - tau[row])
         ours = np.asarray(sampler.processors[0].mu)  # type: ignore[attr-defined]
         np.testing.assert_allclose(ours, mu, atol=1e-4)
-
-
-def test_mirostat_draws_follow_truncated_softmax() -> None:
-    """Draws pass a chi-square test over the tokens of at most 3 bits; the other tokens are never
-    drawn.
-    """
-    draws, p = 20000, np.array([0.5, 0.25, 0.15, 0.07, 0.03])
-    scores = jnp.broadcast_to(jnp.asarray(log(p)), (draws, 5))
-    cut = Mirostat(4.0, 0.1, 3.0)  # at most 3 bits: probabilities of at least 1/8
-    tokens = sample(jax.random.key(2), scores, Sampler((cut,)))
-    counts = np.bincount(np.asarray(tokens), minlength=5)
-    assert counts[3:].tolist() == [0, 0]
-    assert stats.chisquare(counts[:3], p[:3] / p[:3].sum() * draws).pvalue > 1e-3
-
-
-def test_mirostat_holds_mean_surprise_near_tau() -> None:
-    """In a compiled loop the state has a constant shape, and the mean surprise is within 0.1 of
-    tau.
-    """
-    scores = jnp.asarray(-1.1 * np.log(np.arange(1, 2001, dtype=np.float32)))[None]  # Zipf
-    tau, eta = jnp.array([2.0, 5.0]), jnp.float32(0.1)
-    sampler = Sampler((Mirostat.start(tau, eta),)).begin(2)
-    scores_BV = jnp.broadcast_to(scores, (2, 2000))
-
-    def step(sampler: Sampler, key: jax.Array) -> tuple[Sampler, jax.Array]:
-        _, after = sample_next(scores_BV, sampler, Context.empty(key, 2))
-        before_B, after_B = sampler.processors[0].mu, after.processors[0].mu  # type: ignore[attr-defined]
-        return after, tau - (after_B - before_B) / eta  # the observed surprise
-
-    keys = jax.random.split(jax.random.key(0), 1000)
-    _, surprise_NB = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(sampler, keys)
-    np.testing.assert_allclose(np.asarray(surprise_NB[200:]).mean(axis=0), tau, atol=0.1)
 
 
 @pytest.mark.parametrize(

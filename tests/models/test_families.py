@@ -15,7 +15,7 @@ import pytest
 import jaxllm
 from jaxllm.cache import shift
 from jaxllm.checkpoints.native import open_native
-from jaxllm.convert.hf import FAMILY_MODULES, open_hf, read_config, write_hf
+from jaxllm.convert.hf import TABLES, open_hf, read_config, write_hf
 from jaxllm.errors import ConfigError
 from jaxllm.evaluate.parity.backends import JaxBackend, pad_case
 from jaxllm.evaluate.parity.compare import verify
@@ -28,11 +28,10 @@ from tests.tiny_models import KINDS, Twin, assert_close, load_twin, save_random,
 NEW = [name for name in FAMILIES if name not in ("llama", "gpt2")]
 # These share code with the remaining families, which cover them in the daily tests.
 SHARED_CODE = ("qwen2", "qwen3", "gemma3_text", "olmo2", "smollm3", "granite", "qwen3_moe")
-of_each_kind = pytest.mark.parametrize(
-    "twin",
-    [pytest.param(name, marks=[pytest.mark.full] if name in SHARED_CODE else []) for name in NEW],
-    indirect=True,
-)
+EACH_KIND = [
+    pytest.param(name, marks=[pytest.mark.full] if name in SHARED_CODE else []) for name in NEW
+]
+of_each_kind = pytest.mark.parametrize("twin", EACH_KIND, indirect=True)
 TEXTS = [tokens(1, 9)[0].tolist(), tokens(1, 6, 1)[0].tolist()]
 
 
@@ -44,7 +43,7 @@ def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_family_has_twin_and_converter() -> None:
-    assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(FAMILY_MODULES)
+    assert set(FAMILIES) == set(KINDS) - {"mistral"} == set(TABLES) - {"mistral"}
 
 
 def test_every_stage_equals_transformers(twin: Twin) -> None:
@@ -84,7 +83,7 @@ def test_chunked_prefill_and_decode_equal_forward(twin: Twin) -> None:
         assert_close(logits, np.asarray(whole[:, place]))
 
 
-@of_each_kind
+@pytest.mark.parametrize("twin", ["llama", "gpt2", *EACH_KIND], indirect=True)
 def test_half_precision_error_is_near_transformers(twin: Twin) -> None:
     """In bfloat16 and float16, the RMS error against float32 is at most 1.5 times that of
     transformers.

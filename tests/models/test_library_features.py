@@ -40,12 +40,11 @@ def lm(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def greedy(lm: Any) -> list[int]:
     """Return six greedy tokens, each from a forward pass over the whole text."""
-    model, params = lm
     text = list(TEXT)
     for _ in range(NEW):
         row = np.pad([text], ((0, 0), (0, 32 - len(text))))
         at = np.pad([np.arange(len(text))], ((0, 0), (0, 32 - len(text))), constant_values=-1)
-        logits = jaxllm.forward(model, params, None, row, positions_BT=at).logits
+        logits = jaxllm.forward(*lm, None, row, positions_BT=at).logits
         text.append(int(logits[0, len(text) - 1].argmax()))
     return text[len(TEXT) :]
 
@@ -64,11 +63,10 @@ def test_beam_score_equals_full_forward_logprob(lm: Any) -> None:
     """The best beam's score is the mean log-probability of its tokens in a forward pass over the
     whole text.
     """
-    model, params = lm
     found = jaxllm.beam_search(*lm, IDS, num_beams=2, max_new_tokens=NEW)
     best = np.asarray(found.token_BNT)[0, 0].tolist()
     row = np.pad([TEXT + best], ((0, 0), (0, 32 - len(TEXT) - NEW)))
-    logits = jaxllm.forward(model, params, None, row).logits[0]
+    logits = jaxllm.forward(*lm, None, row).logits[0]
     scores = np.asarray(jax.nn.log_softmax(logits, axis=-1))[len(TEXT) - 1 :]
     each = [scores[i, token] for i, token in enumerate(best)]
     close(np.asarray(found.score_BN)[0, 0], np.mean(each))
@@ -155,16 +153,14 @@ def test_cache_file_restores_and_checks_model(lm: Any, tmp_path: Path) -> None:
 
 @daily("gpt_neox")
 def test_fixed_shape_runner_equals_forward(lm: Any) -> None:
-    model, params = lm
-    whole = np.asarray(jaxllm.forward(model, params, None, IDS).logits)
-    close(FixedShapeRunner(model, params, 4, 16)(tokens=IDS).logits, whole)
+    whole = np.asarray(jaxllm.forward(*lm, None, IDS).logits)
+    close(FixedShapeRunner(*lm, 4, 16)(tokens=IDS).logits, whole)
 
 
 @daily()
 def test_exported_prefill_equals_forward(lm: Any, tmp_path: Path) -> None:
-    model, params = lm
-    whole = np.asarray(jaxllm.forward(model, params, None, IDS).logits)
-    export(model, params, tmp_path / "graph", num_tokens=4, max_tokens=16, step_names=["prefill"])
+    whole = np.asarray(jaxllm.forward(*lm, None, IDS).logits)
+    export(*lm, tmp_path / "graph", num_tokens=4, max_tokens=16, step_names=["prefill"])
     step = runtime.load(tmp_path / "graph")["prefill"]
-    run = FixedShapeRunner(model, params, 4, 16, step=step)
+    run = FixedShapeRunner(*lm, 4, 16, step=step)
     close(run(tokens=IDS).logits, whole)

@@ -177,13 +177,17 @@ def test_cached_steps_refuse_to_cross_original_context(twin: Twin, step: str) ->
     STEPS[step](twin, long)
 
 
+DYNAMIC: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0},
+    "max_position_embeddings": 16, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
 def test_dynamic_ntk_warns_if_angles_mix() -> None:
     """As in transformers, cached keys retain their old angles; a warning appears only if a cached
     text grows past the context.
     """
-    scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
-    changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
-    model, params = random_model("llama", **changes)
+    model, params = random_model("llama", **DYNAMIC)
     message = r"the model's rotary angles change with every token beyond 16 \(dynamic NTK\)"
     with pytest.warns(UserWarning, match=message):
         jaxllm.generate(model, params, tokens(1, 12), max_new_tokens=9)
@@ -196,9 +200,7 @@ def test_dynamic_ntk_warns_if_angles_mix() -> None:
 
 def test_dynamic_ntk_warns_once_per_text() -> None:
     """Each way of running warns exactly once, counting a cache and its prompt as one text."""
-    scaling = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 500.0}
-    changes = {"rope_parameters": scaling, "max_position_embeddings": 16, "num_hidden_layers": 1}
-    lm = random_model("llama", **changes)
+    lm = random_model("llama", **DYNAMIC)
     front = jaxllm.LM(lm[0].config, *lm, None, {}, Path("random"))
     ids = tokens(1, 12)[0].tolist()
     _, held = jaxllm.prefill(*lm, jaxllm.init_cache(lm[0], 1, 32), [ids])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import types
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from jaxllm.generation.loops.overflow import SinksAndWindow
 from jaxllm.models import build
 from jaxllm.ops import Part, attend
 from jaxllm.ops.self_extend import attend_self_extend
-from tests.conftest import Run
+from tests.cache.caches import rotated
+from tests.conftest import Run, assert_refused, succeed
 from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
 
 THETA, H = 100.0, 6
@@ -33,16 +33,6 @@ GROUP, WINDOW = 3, 7  # coprime
 def extended_rope(**fields: Any) -> Rope:
     given = {"group_size": GROUP, "neighbor_window": WINDOW, **fields}
     return Rope(**{"rope_type": "default", "rope_theta": THETA, **given})
-
-
-def rotate(x_H: np.ndarray, position: int) -> np.ndarray:
-    """Rotate a vector to a position, pair by pair, in float64."""
-    out = np.array(x_H, np.float64)
-    for i in range(H // 2):
-        c, s = (f(position * THETA ** (-2 * i / H)) for f in (math.cos, math.sin))
-        a, b = x_H[i], x_H[i + H // 2]
-        out[i], out[i + H // 2] = a * c - b * s, b * c + a * s
-    return out
 
 
 def brute_force(
@@ -62,7 +52,9 @@ def brute_force(
                 else:
                     here, there = p // GROUP + WINDOW - WINDOW // GROUP, k // GROUP
                 scores.append(
-                    scale * rotate(q_TNH[t, n], here) @ rotate(k_SKH[s, n * K // N], there)
+                    scale
+                    * rotated(q_TNH[t, n], here, THETA)
+                    @ rotated(k_SKH[s, n * K // N], there, THETA)
                 )
             w = np.exp(np.array(scores) - max(scores, default=0))
             w /= w.sum() if seen else 1
@@ -86,8 +78,8 @@ def test_attention_equals_paper_formula(slots: int) -> None:
         for shape in ((T, N, H), (slots, K, H), (slots, K, H))
     )
     out, mass = brute_force(q, k, v, q_T, k_S, 0.4)
-    rotated_q = np.stack([[rotate(x, p) for x in row] for row, p in zip(q, q_T, strict=True)])
-    rotated_k = np.stack([[rotate(x, p) for x in row] for row, p in zip(k, k_S, strict=True)])
+    rotated_q = np.stack([rotated(row, p, THETA) for row, p in zip(q, q_T, strict=True)])
+    rotated_k = np.stack([rotated(row, p, THETA) for row, p in zip(k, k_S, strict=True)])
     cut = slots // 2
     parts = [
         Part(
@@ -292,13 +284,12 @@ def test_self_extend_is_saved_only_natively(shallow: Any, tmp_path: Path) -> Non
 def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path: Path) -> None:
     """Both commands run with --self-extend, and bad values are refused."""
     demo = shallow("llama")
-    status, out, _ = run(
-        "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
+    out, _ = succeed(
+        run, "generate", "-m", demo, "-p", "Once", "-n", 4, "--self-extend", "4, 64", "--json"
     )
-    assert status == 0 and len(json.loads(out)["tokens"]) == 4
+    assert len(json.loads(out)["tokens"]) == 4
     asked = ("--lengths", 60, "--depths", 0, "--tries", 1, "--texts", "story", "--json")
-    status, out, err = run("recall", demo, *asked, "--policies", "self-extend")
-    assert status == 0, err
+    out, _ = succeed(run, "recall", demo, *asked, "--policies", "self-extend")
     assert [c["policy"] for c in json.loads(out)["cells"]] == ["self-extend"]
     for given, message in {
         ("generate", "-m", demo, "--self-extend", "8"): "for example 8,512: got '8'",
@@ -306,5 +297,4 @@ def test_generate_and_recall_accept_self_extend(run: Run, shallow: Any, tmp_path
         ("generate", "-m", demo, "--self-extend", "8,512"): "less than the context of 512",
         ("recall", demo, "--self-extend", "8,16"): "requires --policies self-extend",
     }.items():
-        status, out, err = run(*given)
-        assert (status, out) == (1, "") and message in err
+        assert_refused(run, message, *given)

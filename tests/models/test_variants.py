@@ -18,7 +18,7 @@ from tests.tiny_models import assert_close, load_twin, save_random, theirs, toke
 TIED = {"gemma2", "gemma3_text"}
 
 
-@pytest.mark.parametrize("family", NEW)
+@pytest.mark.parametrize("family", [*NEW, "llama"])
 def test_sharded_checkpoint_equals_single_file(family: str, tmp_path: Path) -> None:
     """With the other setting of tied embeddings: shards and one file load as the same tensors, and
     a missing shard is named.

@@ -104,23 +104,23 @@ def gradients(function: Any, *args: Any) -> Any:
     return out, found
 
 
-def test_values_and_gradients_equal_dense_softmax() -> None:
-    """Values and gradients equal one softmax with multiplicities, also with a soft cap."""
-    q, k, v = map(jnp.asarray, draw(4, LENGTH))
-    at = jnp.asarray(UNEQUAL, jnp.int32)
-    pattern = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
-
-    def ours(q: Any, k: Any, v: Any) -> Any:
-        return attend(q, at, [Part(k, v, at)], pattern)
-
-    def oracle(q: Any, k: Any, v: Any) -> Any:
-        return dense_attend(q, at, [Part(k, v, at)], pattern)
-
-    values, found = gradients(ours, q, k, v)
-    expected, wanted = gradients(oracle, q, k, v)
+def assert_equals_dense(run: Any, pattern: DilationPattern, at: jax.Array) -> None:
+    """Assert that values and gradients of `run(q, at, part)` equal one dense softmax."""
+    qkv = [jnp.asarray(x) for x in draw(*at.shape)]
+    values, found = gradients(lambda q, k, v: run(q, at, Part(k, v, at)), *qkv)
+    expected, wanted = gradients(
+        lambda q, k, v: dense_attend(q, at, [Part(k, v, at)], pattern), *qkv
+    )
     np.testing.assert_allclose(values, expected, atol=1e-5)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_values_and_gradients_equal_dense_softmax() -> None:
+    """Values and gradients equal one softmax with multiplicities, also with a soft cap."""
+    pattern = DilationPattern(pairs((4, 1), (12, 5)), SCALE, cap=2.0)
+    at = jnp.asarray(UNEQUAL, jnp.int32)
+    assert_equals_dense(lambda q, at, part: attend(q, at, [part], pattern), pattern, at)
 
 
 def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,23 +128,13 @@ def test_block_size_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> 
     segment's queries.
     """
     monkeypatch.setattr(blocks, "MAX_SCORES", 24 * 6)
-    q, k, v = map(jnp.asarray, draw(1, LENGTH))
     at = jnp.asarray(UNEQUAL[:1], jnp.int32)
     # Blocks of two segments, of two queries, and of both with a shorter last stride.
     for pair in (pairs((3, 1)), pairs((12, 1)), pairs((14, 4))):
         pattern = DilationPattern(pair, SCALE)
-
-        def ours(q: Any, k: Any, v: Any) -> Any:
-            return blocks.attend_blocks(pattern, q, at, (Part(k, v, at),))  # noqa: B023
-
-        def oracle(q: Any, k: Any, v: Any) -> Any:
-            return dense_attend(q, at, [Part(k, v, at)], pattern)  # noqa: B023
-
-        values, found = gradients(ours, q, k, v)
-        expected, wanted = gradients(oracle, q, k, v)
-        np.testing.assert_allclose(values, expected, atol=1e-5)
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+        assert_equals_dense(
+            lambda q, at, part, p=pattern: blocks.attend_blocks(p, q, at, (part,)), pattern, at
+        )
 
 
 def test_memory_grows_linearly_with_length() -> None:
@@ -227,36 +217,7 @@ def test_scattered_positions_equal_papers_loops() -> None:
     np.testing.assert_allclose(run_attend(q, k, v, at)[0], expected, atol=1e-5)
 
 
-def test_packed_documents_equal_separate_rows() -> None:
-    q, k, v = draw(1, 27)
-    lengths, at = (13, 5, 7), np.full(27, -1)
-    document, first = np.full(27, -1), 0
-    for number, length in enumerate(lengths):
-        at[first : first + length] = np.arange(length)
-        document[first : first + length] = number
-        first += length
-    out = run_attend(q, k, v, at[None], document_BT=jnp.asarray(document[None]))
-    for number in range(3):
-        own = document == number
-        expected = paper_loops(q[0, own], k[0, own], v[0, own], at[own], PAIRS)
-        np.testing.assert_allclose(out[0, own], expected, atol=1e-5)
-
-
 # Errors in the reference code (torchscale, dilated_attention.py) and points the paper leaves open.
-
-
-def test_head_offset_is_index_modulo_dilation() -> None:
-    """Head j begins at j % r, not at j // (heads / r): with zero scores and one-hot values, its
-    output shows what it reads.
-    """
-    at = np.arange(8)[None]
-    q, k = np.zeros((1, 8, 8, 8), np.float32), np.zeros((1, 8, 1, 8), np.float32)
-    v = np.eye(8, dtype=np.float32)[None, :, None]
-    out = run_attend(q, k, v, at, pairs((8, 4), heads=8))
-    for head in range(8):
-        sees = np.flatnonzero(np.asarray(out)[0, :, head].any(axis=-1))  # queries that attend
-        assert sees.tolist() == [head % 4, head % 4 + 4]
-        np.testing.assert_allclose(out[0, head % 4 + 4, head, head % 4 :: 4], 0.5)
 
 
 def test_zero_log_denominator_is_counted() -> None:

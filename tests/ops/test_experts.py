@@ -126,10 +126,8 @@ def test_experts_are_not_copied_from_stack() -> None:
     assert "dynamic-slice" not in text and "gather" not in text
 
 
-def test_value_and_gradient_equal_masked_dense_experts() -> None:
-    """Values and gradients equal a product with all experts and a mask, also for int8 weights."""
-    weight, x = stack("float32"), jnp.asarray(numbers(23, D, seed=2))
-    expert = np.random.default_rng(1).integers(-1, E, 23).astype(np.int32)
+def losses(expert: np.ndarray) -> tuple[Any, Any]:
+    """Return a loss of a product with all experts and a mask, and the same loss of ours."""
 
     def masked(x: jax.Array, weight: jax.Array) -> jax.Array:
         chosen_AE = jax.nn.one_hot(expert, E)
@@ -138,6 +136,15 @@ def test_value_and_gradient_equal_masked_dense_experts() -> None:
     def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
         return jnp.square(expert_linears(x, [weight], expert)[0]).sum()
 
+    return masked, ours
+
+
+def test_value_and_gradient_equal_masked_dense_experts() -> None:
+    """Values and gradients equal a product with all experts and a mask, also for int8 weights."""
+    weight, x = stack("float32"), jnp.asarray(numbers(23, D, seed=2))
+    expert = np.random.default_rng(1).integers(-1, E, 23).astype(np.int32)
+
+    masked, ours = losses(expert)
     wanted, found = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight) for f in (masked, ours))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-2), found, wanted)
     small = as_format(weight, "int8")
@@ -150,14 +157,7 @@ def test_bfloat16_gradients_stay_bfloat16() -> None:
     """Gradients of bfloat16 inputs are bfloat16, within 2% of the float32 gradients."""
     weight, x = stack("bfloat16"), jnp.asarray(numbers(6, D, seed=2)).astype(jnp.bfloat16)
     expert = np.array([1, 0, 4, -1, 1, 1], np.int32)
-
-    def ours(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return jnp.square(expert_linears(x, [weight], expert)[0]).sum()
-
-    def masked(x: jax.Array, weight: jax.Array) -> jax.Array:
-        chosen_AE = jax.nn.one_hot(expert, E)
-        return jnp.square(jnp.einsum("eoi,ai,ae->ao", weight, x, chosen_AE)).sum()
-
+    masked, ours = losses(expert)
     found = jax.jit(jax.grad(ours, (0, 1)))(x, weight)
     wide = jax.grad(masked, (0, 1))(x.astype(jnp.float32), weight.astype(jnp.float32))
     for mine, exact in zip(found, wide, strict=True):

@@ -10,7 +10,7 @@ from jaxllm import models
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.plan.open_model import open_for_planning
 from scripts.benchmarks.simulate_serving import SHAPE
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused, succeed
 
 NUMBERS = "flops=1t,memory=16g,bandwidth=20g,link=10g,latency=0"
 
@@ -78,17 +78,14 @@ def test_plan_accepts_directory_with_only_config(run: Run, tmp_path: Path) -> No
     """
     shutil.copy(DEMO_DIR / "llama" / "config.json", tmp_path)
     options = ("--devices", 2, "--json")
-    status, out, _ = run("plan", tmp_path, *options)
-    assert status == 0
+    out, _ = succeed(run, "plan", tmp_path, *options)
     assert out == run("plan", tmp_path / "config.json", *options)[1]
     (tmp_path / "config.json").write_text("{}")
     for options, message in (
         (("--devices", 0), "--devices must"),
         (("--mesh", "tp=8"), "mesh must"),
     ):
-        status, _, err = run("plan", tmp_path, *options)
-        assert status == 1
-        assert message in err
+        assert_refused(run, message, "plan", tmp_path, *options)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +104,4 @@ def test_plan_accepts_directory_with_only_config(run: Run, tmp_path: Path) -> No
 def test_plan_refuses_invalid_options_in_one_line(
     run: Run, options: tuple[str, ...], message: str
 ) -> None:
-    status, _, err = run("plan", "demo:llama", *options)
-    assert status == 1
-    assert message in err
-    assert err.count("\n") == 1
+    assert_refused(run, message, "plan", "demo:llama", *options)

@@ -1,16 +1,19 @@
 """Fixtures that run one `jaxllm` command in two processes, as on two machines."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+
+from tests.conftest import ROOT
 
 WITHIN = 60  # seconds within which every process of a failed group must exit
 
@@ -73,11 +76,44 @@ def ended(process: Started, text: str | None = None) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+def start_both(start: Start, *arguments: str) -> list[Started]:
+    """Start one command in two processes."""
+    port = free_port()
+    return [start(port, 2, number, *arguments) for number in (0, 1)]
+
+
 def together(start: Start, *arguments: str) -> list[Ended]:
     """Run one command in two processes until both exit."""
-    port = free_port()
-    every = [start(port, 2, number, *arguments) for number in (0, 1)]
-    return [ended(process) for process in every]
+    return [ended(process) for process in start_both(start, *arguments)]
+
+
+def run_both(program: Sequence[str], *arguments: str, devices: int = 1, **env: str) -> list[Any]:
+    """Run a Python program in two processes; return the JSON that each prints on its last line.
+
+    Args:
+        program: Python's arguments: `-c` with a program, or `-m` with a module.
+        arguments: The program's arguments, after the group's address and the process's number.
+        devices: The devices of each process.
+        env: Environment variables.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *program, address, str(number), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env, "JAX_NUM_CPU_DEVICES": str(devices)},
+            cwd=ROOT,
+        )
+        for number in (0, 1)
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=4 * WITHIN)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
 
 
 def child_of(process: Started) -> int:

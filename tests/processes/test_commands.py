@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Run
-from tests.processes.conftest import Start, ended, free_port, kill, together
+from tests.conftest import Run, succeed
+from tests.processes.conftest import Start, ended, kill, start_both, together
 from tests.tiny_models import save_random
 
 TALK = "Once upon a time\n/reset\n\nOne day\nAnd then?\n"
 
 
-def approximate(value: Any) -> Any:
+def approximate(value: Any, rel: float = 1e-3) -> Any:
     """Wrap every float of a JSON value in pytest.approx."""
     if isinstance(value, dict):
-        return {name: approximate(x) for name, x in value.items()}
+        return {name: approximate(x, rel) for name, x in value.items()}
     if isinstance(value, list):
-        return [approximate(x) for x in value]
-    return pytest.approx(value, rel=1e-3, abs=1e-6) if isinstance(value, float) else value
+        return [approximate(x, rel) for x in value]
+    return pytest.approx(value, rel=rel, abs=1e-6) if isinstance(value, float) else value
 
 
 @pytest.mark.full
@@ -29,11 +29,10 @@ def test_chat_over_two_processes_equals_single_process(
     """Process 0 reads stdin and prints the replies of a single-process chat; process 1 ignores its
     stdin and prints nothing.
     """
-    port = free_port()
     command = "chat", "-m", str(shallow_demos / "llama"), "-n", "8", "--seed", "0", "-t", "0.7"
-    status, out_text, err = run(*command, stdin=TALK)
-    assert status == 0 and out_text.count("\n") == 3, err
-    both = [start(port, 2, number, *command, "--mesh", "tensor=2") for number in (0, 1)]
+    out_text, _ = succeed(run, *command, stdin=TALK)
+    assert out_text.count("\n") == 3
+    both = start_both(start, *command, "--mesh", "tensor=2")
     assert both[1].stdin is not None
     both[1].stdin.write("Something else\n")
     assert ended(both[0], TALK) == (0, out_text, "all messages removed\n")
@@ -46,9 +45,8 @@ def test_chat_ends_if_peer_is_killed(start: Start, shallow_demos: Path, killed: 
     """If one process is killed while chat waits for input, the other exits with status 1 and an
     error.
     """
-    port = free_port()
     command = "chat", "-m", str(shallow_demos / "llama"), "--mesh", "tensor=2", "-n", "3"
-    both = [start(port, 2, number, *command) for number in (0, 1)]
+    both = start_both(start, *command)
     assert both[0].stdin is not None and both[0].stdout is not None
     both[0].stdin.write("Once\n")
     both[0].stdin.flush()
@@ -125,8 +123,7 @@ def test_sensitivity_over_two_processes_equals_single_process(
     text.write_text("Once upon a time there was a boat. " * 12)
     command = "sensitivity", str(shallow_demos / "llama"), "--text", f"@{text}", "--window", "32"
     arguments = *command, "--dtype", "float32", "--format", "int3-g32", "--json"
-    status, out_text, err = run(*arguments)
-    assert status == 0, err
+    out_text, err = succeed(run, *arguments)
     (status, found, err), other = together(
         start, *arguments, "--mesh", "stage=2", "--plot", str(plot)
     )
@@ -146,34 +143,17 @@ def test_recall_over_two_processes_equals_single_process(
     out = tmp_path / "recall.json"
     # In float16, the dtype of the file, a batch of two rows differs from one of four by 2e-4.
     command = "recall", str(shallow_demos / "llama"), "--lengths", "56,72", "--tries", "4"
-    options = (
-        "--dtype",
-        "float32",
-        "--texts",
-        "story",
-        "--policies",
-        "full,heavy,pooled",
-        "--depths",
-        "0,1",
-        "--slots",
-        "32",
-    )
-    status, out_text, err = run(*command, *options, "--json")
-    assert status == 0, err
+    options = "--dtype float32 --texts story --policies full,heavy,pooled --depths 0,1 --slots 32"
+    command = *command, *options.split(), "--json"
+    out_text, err = succeed(run, *command)
     expected = json.loads(out_text)["cells"]
     (status, out_text, err), other = together(
-        start, *command, *options, "--json", "--mesh", "data=2", "--out", str(out)
+        start, *command, "--mesh", "data=2", "--out", str(out)
     )
     assert status == 0, err
     assert other == (0, "", "")
     assert json.loads(out.read_text()) == json.loads(out_text)
-    assert json.loads(out_text)["cells"] == [
-        {
-            name: pytest.approx(x, rel=1e-5, abs=1e-6) if isinstance(x, float) else x
-            for name, x in cell.items()
-        }
-        for cell in expected
-    ]
+    assert json.loads(out_text)["cells"] == approximate(expected, 1e-5)
 
 
 @pytest.mark.full

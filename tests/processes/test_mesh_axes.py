@@ -1,9 +1,6 @@
 """A model over two processes, on every mesh axis, gives the results of a single process."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxllm
-from tests.processes.conftest import WITHIN, free_port
+from tests.processes.conftest import run_both
 from tests.tiny_models import save_random
 
 # Runs on each mesh, and in a single process.
@@ -50,30 +47,6 @@ jax.distributed.shutdown()
 """
 TEXTS = ("one", "several", "sampled", "streamed", "beams")  # token ids; the rest differ by rounding
 ALL = (*TEXTS, "likelihood", "vectors")
-
-
-def both(
-    model: Path, devices: int, names: Sequence[str], meshes: Sequence[str], **options: Any
-) -> list[dict[str, Any]]:
-    """Run two processes with `devices` devices each; return the results of each on each mesh."""
-    address = f"127.0.0.1:{free_port()}"
-    arguments = str(model), json.dumps(options), ",".join(names), *meshes
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(number), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
-        )
-        for number in (0, 1)
-    ]
-    found = []
-    for process in processes:
-        out, err = process.communicate(timeout=4 * WITHIN)
-        assert process.returncode == 0, err
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
 
 
 def expected(model: Path, names: Sequence[str], **options: Any) -> Any:
@@ -120,7 +93,8 @@ def test_every_mesh_axis_equals_single_process(
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
     save_random(tmp_path, family, **{layers: 2}, **changes)
     single = expected(tmp_path, names, **options)
-    for results in both(tmp_path, devices, names, meshes, **options):
+    given = str(tmp_path), json.dumps(options), ",".join(names), *meshes
+    for results in run_both(["-c", PROGRAM], *given, devices=devices):
         for mesh in meshes:
             found = results[mesh]
             for name in names:

@@ -1,19 +1,16 @@
 """Each process reads, holds and writes only its own share of the weights."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes.conftest import WITHIN, free_port
+from tests.processes.conftest import run_both
 from tests.tiny_models import save_random
 
 # The vocabulary divides into two stages, so that the state has no padding, which is not saved.
 SIZES = {"vocab_size": 132, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4}
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc returns freed memory immediately
 PROGRAM = """
 import json, re, sys
 from pathlib import Path
@@ -70,7 +67,7 @@ join_group(Group(address, 2, int(number)))
 import jax, jaxllm
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.train import jobs
-from jaxllm.train.checkpointing import load_state, save_state
+from jaxllm.train.checkpointing import StateStore
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.sharded_state import StateLayout
@@ -80,12 +77,13 @@ from jaxllm.train.partition import partition
 def measured(path, out):
     lm = jaxllm.load(path, mesh=mesh, fsdp=mesh.startswith("data"), dtype="float32")
     trained, rest = partition(lm.params, names=lm.model.unsharded_paths)
-    form = StateLayout.from_model(lm.model, rest)
+    layout = StateLayout.from_model(lm.model, rest)
     setup = Setup(lm.model, NextToken(), Optimizer(steps=2))
-    state, journal = init_state(trained, setup), TensorStore(out)
-    with journal.lock():
-        save_growth = peak_growth(lambda: save_state(journal, state, {}, form))[1]
-        found, load_growth = peak_growth(lambda: load_state(journal, state, form))
+    state, store = init_state(trained, setup), TensorStore(out)
+    states = StateStore(store, layout, {})
+    with store.lock():
+        save_growth = peak_growth(lambda: states.save(state, {}))[1]
+        found, load_growth = peak_growth(lambda: states.load(state))
         again = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (found[0], state)))]
         del found
     export_growth = peak_growth(lambda: lm.save(out / "model"))[1]
@@ -104,41 +102,24 @@ jax.distributed.shutdown()
 """
 
 
-def run_both(program: str, *arguments: str) -> list[dict[str, Any]]:
-    """Run a program in two processes; return the JSON that each prints."""
-    address = f"127.0.0.1:{free_port()}"
-    environment = {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc returns freed memory immediately
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, address, str(number), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment, "JAX_NUM_CPU_DEVICES": "1"},
-        )
-        for number in (0, 1)
-    ]
-    found = []
-    for process in both:
-        out, err = process.communicate(timeout=4 * WITHIN)
-        assert process.returncode == 0, err
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[str, str]:
+    """The directories of a small and a large model."""
+    save_random(tmp_path / "small", "llama", num_hidden_layers=2)
+    save_random(tmp_path / "model", "llama", **SIZES)
+    return str(tmp_path / "small"), str(tmp_path / "model")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("quantize", "mesh"), [("", "tensor=2"), ("int8", "tensor=2"), ("", "stage=2")]
 )
-def test_process_loads_its_share_of_weights(tmp_path: Path, quantize: str, mesh: str) -> None:
+def test_process_loads_its_share_of_weights(models: Any, quantize: str, mesh: str) -> None:
     """Each of two processes holds about half of the weight bytes, and reads and allocates little
     more.
     """
-    small, model = tmp_path / "small", tmp_path / "model"
-    save_random(small, "llama", num_hidden_layers=2)
-    save_random(model, "llama", **SIZES)
-    total = (model / "model.safetensors").stat().st_size
-    for mine in run_both(PROGRAM, str(small), str(model), quantize, mesh):
+    total = Path(models[1], "model.safetensors").stat().st_size
+    for mine in run_both(["-c", PROGRAM], *models, quantize, mesh, **RETURN_MEMORY):
         assert mine["devices"] < 0.51 * mine["all"]
         # If quantized while loading, column-split matrices are read in full, one at a time: the
         # scales depend on all columns.
@@ -148,14 +129,12 @@ def test_process_loads_its_share_of_weights(tmp_path: Path, quantize: str, mesh:
 
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", ["data=2", "stage=2"])
-def test_train_state_io_needs_no_full_copy(tmp_path: Path, mesh: str) -> None:
+def test_train_state_io_needs_no_full_copy(models: Any, tmp_path: Path, mesh: str) -> None:
     """Saving and loading a train state, and saving the model, allocate beyond a process's own share
     less than 20% of the state.
     """
-    small, model = tmp_path / "small", tmp_path / "model"
-    save_random(small, "llama", num_hidden_layers=2)
-    save_random(model, "llama", **SIZES)
-    for mine in run_both(STATE_PROGRAM, str(small), str(model), mesh, str(tmp_path / "out")):
+    out = str(tmp_path / "out")
+    for mine in run_both(["-c", STATE_PROGRAM], *models, mesh, out, **RETURN_MEMORY):
         print(mesh, mine)
         assert mine["again"] and mine["mine"] < 0.55 * mine["state"]
         for what, own in (("keep", 0), ("read", mine["mine"]), ("save", 0)):

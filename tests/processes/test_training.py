@@ -1,10 +1,7 @@
 """Training over two processes: losses, state and results equal those of one process."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +10,19 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxllm
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.processes import training
-from tests.processes.conftest import WITHIN, Start, ended, free_port, kill, together
+from tests.processes.conftest import (
+    Start,
+    ended,
+    free_port,
+    kill,
+    run_both,
+    start_both,
+    together,
+)
 from tests.tiny_models import save_random
 
-ROOT = Path(__file__).parents[2]
 ADAPTER = "adapter_model.safetensors"
 SIZES = {
     "hidden_size": 64,
@@ -28,30 +32,6 @@ SIZES = {
 # The model computes their initial state, with different rounding on each mesh.
 COMPUTED = ("dora", "after", "entries", "distill")
 WRITTEN = {"lora": ADAPTER, "dora": ADAPTER, "after": ADAPTER, "prompt": "", "entries": ""}
-
-
-def both(model: Path, out: Path, devices: int, *each: dict[str, Any]) -> list[Any]:
-    """Run `each` in two processes, one run after another; return the results, equal in both."""
-    address = f"127.0.0.1:{free_port()}"
-    given = str(model), str(out), json.dumps(each)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.processes.training", address, str(number), *given],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)},
-            cwd=ROOT,
-        )
-        for number in (0, 1)
-    ]
-    found = []
-    for process in processes:
-        out_text, err = process.communicate(timeout=3 * WITHIN)
-        assert process.returncode == 0, err
-        found.append(json.loads(out_text.splitlines()[-1]))
-    assert found[0] == found[1]
-    return list(found[0])
 
 
 def assert_equals_single_process(
@@ -100,7 +80,10 @@ def test_two_processes_train_and_resume_like_one(
         save_random(model, "llama", num_hidden_layers=2, **SIZES)
     expected = training.run(str(model), single, kind=kind)
     assert kind in COMPUTED or training.run(str(model), out, kind=kind, stop=1) is None
-    found = both(model, out, devices, *({"kind": kind, **how} for how in hows))
+    each = json.dumps([{"kind": kind, **how} for how in hows])
+    program = ["-m", "tests.processes.training"]
+    found, same = run_both(program, str(model), str(out), each, devices=devices)
+    assert found == same
     assert found[:-1] == [None] * (len(hows) - 1)
     assert found[-1]["first_line"].startswith("resuming after step ")
     assert_equals_single_process(found[-1], expected, out, single, kind)
@@ -164,8 +147,7 @@ def test_train_writes_once_and_refuses_existing_output(
     assert first.status == 0, first.err
     assert first.out.startswith(f"{out}: loss ") and "  Once" in first.err
     assert second == (0, "", "")
-    status, _, err = run(train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
-    assert status == 0, err
+    succeed(run, train, kind, model, one, *more[:-3], "--steps", "2", "--report", other)
     mine, theirs = (json.loads(file.read_text())["steps"] for file in (report, other))
     losses = [[step["loss"] for step in steps] for steps in (mine, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
@@ -188,9 +170,7 @@ def test_train_ends_if_peer_is_killed(
     """
     train, kind, model, *more = command
     given = train, kind, model, str(tmp_path / "out"), *more
-    port = free_port()
-    shown = "--steps", "100000", "--evaluate-every", "1"
-    every = [start(port, 2, number, *given, *shown) for number in (0, 1)]
+    every = start_both(start, *given, "--steps", "100000", "--eval-steps", "1")
     assert every[0].stderr is not None
     while not every[0].stderr.readline().startswith("step 1:"):
         assert every[0].poll() is None

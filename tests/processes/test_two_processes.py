@@ -11,7 +11,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jaxllm
-from tests.processes.conftest import Start, Started, child_of, ended, free_port, kill, together
+from tests.processes.conftest import (
+    Start,
+    Started,
+    child_of,
+    ended,
+    free_port,
+    kill,
+    start_both,
+    together,
+)
 
 PROMPT = "Once upon a time"
 MESH = "--mesh", "tensor=2"
@@ -20,6 +29,18 @@ MESH = "--mesh", "tensor=2"
 @pytest.fixture(scope="module")
 def model(shallow_demos: Path) -> Path:
     return shallow_demos / "llama"
+
+
+def generate(model: Path, *more: str) -> tuple[str, ...]:
+    return "generate", "-m", str(model), *MESH, "-p", PROMPT, *more
+
+
+def generating(start: Start, model: Path) -> list[Started]:
+    """Start to generate in two processes, and wait for the first text."""
+    both = start_both(start, *generate(model, "-n", "400", "-o", "eos_token_id=[]"))
+    assert both[0].stdout is not None
+    both[0].stdout.read(1)
+    return both
 
 
 def assert_refused(process: Started, *words: str) -> None:
@@ -35,9 +56,8 @@ def test_generate_over_two_processes_writes_once(start: Start, model: Path) -> N
     """Process 0 reads stdin and prints the tokens of a single process; process 1 ignores its stdin
     and prints nothing.
     """
-    port = free_port()
     command = "generate", "-m", str(model), *MESH, "-p", "-", "-n", "12", "--json"
-    first, second = (start(port, 2, number, *command) for number in (0, 1))
+    first, second = start_both(start, *command)
     status, out, err = ended(first, PROMPT)
     assert status == 0, err
     assert (
@@ -49,22 +69,7 @@ def test_generate_over_two_processes_writes_once(start: Start, model: Path) -> N
 @pytest.mark.parametrize("killed", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_generate_ends_if_peer_is_killed(start: Start, model: Path, killed: int) -> None:
     """If one process is killed while both generate, the other exits with a one-line error."""
-    port = free_port()
-    command = (
-        "generate",
-        "-m",
-        str(model),
-        *MESH,
-        "-p",
-        PROMPT,
-        "-n",
-        "400",
-        "-o",
-        "eos_token_id=[]",
-    )
-    both = [start(port, 2, number, *command) for number in (0, 1)]
-    assert both[0].stdout is not None
-    both[0].stdout.read(1)  # generation has started
+    both = generating(start, model)
     kill(both[killed].pid)
     status, _, err = ended(both[1 - killed])
     assert status == 1, err
@@ -77,22 +82,7 @@ def test_generate_ends_if_peer_hangs(start: Start, model: Path) -> None:
     """A stopped process keeps its sockets open; the other exits after the heartbeat timeout and
     names its index.
     """
-    port = free_port()
-    command = (
-        "generate",
-        "-m",
-        str(model),
-        *MESH,
-        "-p",
-        PROMPT,
-        "-n",
-        "400",
-        "-o",
-        "eos_token_id=[]",
-    )
-    both = [start(port, 2, number, *command) for number in (0, 1)]
-    assert both[0].stdout is not None
-    both[0].stdout.read(1)
+    both = generating(start, model)
     child = child_of(both[1])
     os.kill(child, signal.SIGSTOP)
     status, _, err = ended(both[0])
@@ -147,7 +137,7 @@ def test_generate_refuses_different_weights_across_processes(
     bits = tensors[name].reshape(-1).view(np.uint8)
     bits[bits.size // 2] ^= 1
     save_file(tensors, folders[1] / "model" / "model.safetensors", {"format": "pt"})
-    command = "generate", "-m", "model", *MESH, "-p", PROMPT, "-n", "4"
+    command = generate(Path("model"), "-n", "4")
     both = [start(port, 2, number, *command, cwd=folder) for number, folder in enumerate(folders)]
     for process in both:
         assert_refused(
@@ -167,9 +157,8 @@ def test_generate_refuses_different_prompts_across_processes(start: Start, model
 @pytest.mark.full
 def test_mesh_must_use_every_device(start: Start, model: Path) -> None:
     """A mesh of 4 devices is refused in both processes if they have 2 devices together."""
-    port = free_port()
     command = "generate", "-m", str(model), "--mesh", "data=4", "-p", PROMPT
-    for process in [start(port, 2, number, *command) for number in (0, 1)]:
+    for process in start_both(start, *command):
         assert_refused(process, "data=4", "4 devices", "2 processes have 2")
 
 
@@ -182,6 +171,5 @@ def test_incomplete_group_is_refused_within_one_minute(
     within a minute.
     """
     port = free_port()
-    command = "generate", "-m", str(model), *MESH, "-p", PROMPT
-    for process in [start(port, 3, number, *command) for number in numbers]:
+    for process in [start(port, 3, number, *generate(model)) for number in numbers]:
         assert_refused(process, "the group of 3 processes")

@@ -10,13 +10,13 @@ import numpy as np
 
 import jaxllm
 from jaxllm.adapters import LoraConfig
+from jaxllm.compress.student import StudentSize, make_student
 from jaxllm.lm import LM
 from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import Group, join_group
-from jaxllm.train import jobs, loop, prompt_jobs
-from jaxllm.train.data.rows import IGNORED, Rows
+from jaxllm.train import frozen_prefix, jobs, loop
+from jaxllm.train.data.rows import IGNORED, Rows, whole_rows
 from jaxllm.train.distill.job import Distillation, distill
-from jaxllm.train.distill.student_init import StudentSize, make_student
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
@@ -52,7 +52,7 @@ def adapter(lm: LM, dora: bool = False) -> TrainJob:
 
 
 def student(lm: LM, directory: Path, **asked: Any) -> TrainJob:
-    part = make_student(lm, StudentSize(layers=1, channels=64), Texts())
+    part = make_student(lm, StudentSize(layers=1, channels=64), whole_rows(Texts().batch(0)))
     asked_for = Distillation(**asked)
     return distill(lm, part, Texts(), asked_for, eval_data=Texts(), directory=directory, seed=2)
 
@@ -61,9 +61,9 @@ KINDS: dict[str, Callable[[LM, Path], TrainJob]] = {
     "full": lambda lm, _: jobs.full_finetune(lm),
     "lora": lambda lm, _: adapter(lm),
     "dora": lambda lm, _: adapter(lm, dora=True),
-    "after": lambda lm, _: prompt_jobs.with_prefix(adapter(lm), [9, 8, 7]),
-    "prompt": lambda lm, _: prompt_jobs.prompt_tuning(lm, [5, 6, 7]),
-    "entries": lambda lm, _: prompt_jobs.prompt_tuning(lm, [5, 6, 7], kind="entries"),
+    "after": lambda lm, _: frozen_prefix.with_prefix(adapter(lm), [9, 8, 7]),
+    "prompt": lambda lm, _: frozen_prefix.prompt_tuning(lm, [5, 6, 7]),
+    "entries": lambda lm, _: frozen_prefix.prompt_tuning(lm, [5, 6, 7], kind="entries"),
     "qat": lambda lm, _: qat(lm, "int8-g32", start_step=1),
     "distill": lambda lm, directory: student(
         lm, directory, on_policy=0.5, new_tokens=4, hidden="mse"

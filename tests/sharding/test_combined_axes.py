@@ -1,5 +1,5 @@
-"""Split tokens combined with pipeline stages or experts: logits, caches, texts and training equal
-those of one device.
+"""Split tokens, alone and combined with pipeline stages or experts: logits, caches, texts and
+training equal those of one device.
 """
 
 from typing import Any
@@ -12,20 +12,14 @@ from jaxllm import steps
 from jaxllm.cache import init_cache
 from jaxllm.errors import ConfigError
 from jaxllm.generation.loops.generate import generate
-from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, sum_loss
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.partition import ALL_PARAMS, partition
-from jaxllm.train.sharded_state import StateLayout
-from jaxllm.train.step import Setup, init_state, train_step
 from tests.sharding import mesh_matrix
-from tests.sharding.context_parallel.test_model import LENGTHS, packed, prompt
-from tests.sharding.test_pipeline import check_caches, of_layers
+from tests.sharding.context_parallel.test_model import LENGTHS, MORE, QUICK, packed, prompt
+from tests.sharding.test_pipeline import check_caches, error_message, of_layers
 from tests.sharding.test_pipeline_training import numbers, plain, summed
-from tests.sharding.tiny_models import largest_difference, shard_model
+from tests.sharding.tiny_models import check_trace, largest_difference, shard_model
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
@@ -58,9 +52,11 @@ EXPERTS = [
     ("qwen3_moe", "stage=2,sequence=2,expert=2"),
     ("qwen3_moe", "stage=2,sequence=2:heads,expert=2"),
 ]
+TOKENS = ("sequence=4", "sequence=2:heads")  # without other axes
 EVERY_DAY = ("stage=2,sequence=2,tensor=2:tokens", "expert=2,sequence=2")
 CASES = [
-    case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL) for case in STAGES + EXPERTS
+    case if case[1] in EVERY_DAY else pytest.param(*case, marks=FULL)
+    for case in STAGES + EXPERTS + QUICK + MORE
 ]
 ROWS = 4
 
@@ -106,7 +102,7 @@ def test_generated_texts_equal_single_device(family: str, mesh: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["stage=2,sequence=2", "stage=2,sequence=2:heads"])
+@pytest.mark.parametrize("mesh", ["stage=2,sequence=2", "stage=2,sequence=2:heads", *TOKENS])
 def test_indivisible_slots_are_replicated(mesh: str) -> None:
     """If the cache size does not divide, every device holds all slots, with unchanged results."""
     check("llama", mesh, 55)
@@ -127,10 +123,7 @@ def test_hidden_states_equal_single_device(family: str, mesh: str) -> None:
         steps.forward(m, p, None, prompt(rows=ROWS), hidden_states=True)
         for m, p in ((over, shared), (model, params))
     )
-    assert ours.hidden_states is not None and theirs.hidden_states is not None
-    for mine, whole in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert largest_difference(mine, whole) < mesh_matrix.CLOSE
-    assert largest_difference(ours.logits, theirs.logits) < mesh_matrix.CLOSE
+    check_trace(ours, theirs, mesh_matrix.CLOSE)
 
 
 @pytest.mark.full
@@ -142,10 +135,7 @@ def test_matrix_cell_equals_single_device(family: str, mesh: str) -> None:
     """Logits and a train step are within rounding, and generated, sampled and served tokens are
     equal.
     """
-    found = mesh_matrix.cell(family, mesh, "float32")
-    assert found.logits < mesh_matrix.CLOSE
-    assert found.trained < mesh_matrix.TRAINED
-    assert (found.generated, found.sampled, found.served) == (True, True, True)
+    mesh_matrix.check_cell(family, mesh, "float32")
 
 
 def batch() -> Rows:
@@ -154,20 +144,14 @@ def batch() -> Rows:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "mesh"), STAGES + EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "mesh"), STAGES + EXPERTS + [("llama", mesh) for mesh in TOKENS]
+)
 def test_train_step_equals_single_device(family: str, mesh: str) -> None:
     """AdamW on packed rows gives the parameters, loss and gradient norm of one device."""
     model, params, over, shared = make_pair(family, mesh, fsdp="data" in mesh)
-    found = []
-    for m, p in ((over, shared), (model, params)):
-        trained, rest = partition(p, ALL_PARAMS, None, m.unsharded_paths)
-        setup = Setup(m, NextToken(), Optimizer(steps=2, lr=0.01, eps=mesh_matrix.EPS))
-        rows = jax.tree.map(lambda x: x[None], batch())
-        state, metrics = train_step(
-            init_state(trained, setup), rest, None, rows, jax.random.key(7), setup=setup
-        )
-        found.append((StateLayout.from_model(m, rest).gather_lazy(state.trained), metrics))
-    (ours, metrics), (theirs, expected) = found
+    ours, metrics = mesh_matrix.train_once(over, shared, batch())
+    theirs, expected = mesh_matrix.train_once(model, params, batch())
     assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=1e-5)
     assert float(metrics.grad_norm) == pytest.approx(float(expected.grad_norm), rel=1e-4)
     assert ours.keys() == theirs.keys()
@@ -203,16 +187,9 @@ def test_scheduled_gradients_equal_single_device(
         assert largest_difference(a, b) < 1e-4
 
 
-def error_message(family: str, mesh: str, **options: Any) -> str:
-    model, _ = of_layers(family, 4)
-    with pytest.raises(ConfigError) as caught:
-        make_sharded_model(model.config, model.precision, parse_mesh(mesh), **options)
-    return str(caught.value)
-
-
 def test_ring_with_uneven_stages_is_refused() -> None:
     """A collective-permute needs all devices at once, so that stages must run the same layers."""
-    message = error_message("llama", "stage=2,sequence=2", chunks=2)
+    message = error_message("llama", 4, "stage=2,sequence=2", chunks=2)
     assert "a ring needs all devices at once, but the stages run different layers" in message
     assert "Use sequence=2:heads, or one chunk" in message
     model, params = of_layers("llama", 2)

@@ -14,7 +14,7 @@ from jaxllm.checkpoints import resolve
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.paths import flatten
 from tests.adapters.random_adapters import random_adapter
-from tests.conftest import Run
+from tests.conftest import Run, assert_refused, succeed
 
 pytestmark = pytest.mark.devices
 FULL = pytest.mark.full
@@ -33,8 +33,7 @@ def trained(run: Run, text: Path, out: Path, kind: str, *more: object) -> list[d
     """Run a train command and return the steps of its report."""
     report = out.with_suffix(".json")
     given = ("--data", text, *SMALL, "--report", report)
-    status, _, err = run("train", kind, "demo:llama", out, *given, *more)
-    assert status == 0, err
+    succeed(run, "train", kind, "demo:llama", out, *given, *more)
     steps: list[dict[str, Any]] = json.loads(report.read_text())["steps"]
     return steps
 
@@ -108,8 +107,7 @@ def test_sensitivity_on_mesh_equals_single_device(
     given = ("--text", f"@{text}", "--by", "kind", "--window", 32, "--limit", 4, "--json")
     found = []
     for more in ((), ("--mesh", mesh)):
-        status, out, err = run("sensitivity", f"demo:{family}", *given, "--dtype", "float32", *more)
-        assert status == 0, err
+        out, _ = succeed(run, "sensitivity", f"demo:{family}", *given, "--dtype", "float32", *more)
         found.append({row["regex"]: row for row in json.loads(out)["groups"]})
     assert found[0].keys() == found[1].keys()
     for regex, row in found[0].items():
@@ -131,8 +129,7 @@ def test_train_qat_refuses_unsupported_meshes(
 ) -> None:
     """QAT refuses a mesh that splits a quantization group, FSDP, and int8 inputs."""
     given = ("--data", text, *SMALL)
-    status, _, err = run("train", "qat", "demo:llama", tmp_path / "out", *given, *more)
-    assert (status, message in err) == (1, True), err
+    assert_refused(run, message, "train", "qat", "demo:llama", tmp_path / "out", *given, *more)
 
 
 def test_merge_on_mesh_writes_single_device_weights(run: Run, text: Path, tmp_path: Path) -> None:
@@ -145,18 +142,8 @@ def test_merge_on_mesh_writes_single_device_weights(run: Run, text: Path, tmp_pa
     write_adapter(adapter, made, lm.config)
     found = []
     for name, more in (("one", ()), ("many", ("--mesh", "data=2,tensor=2"))):
-        given = (
-            "--adapter",
-            adapter,
-            "--text",
-            f"@{text}",
-            "--dtype",
-            "float32",
-            "--format",
-            "int8",
-        )
-        status, _, err = run("merge", "demo:llama", tmp_path / name, *given, *more)
-        assert status == 0, err
+        given = "--adapter", adapter, "--text", f"@{text}", "--dtype", "float32", "--format", "int8"
+        _, err = succeed(run, "merge", "demo:llama", tmp_path / name, *given, *more)
         found.append(float(err.split("with the adapter: ")[1].split()[0]))
     assert found[1] == pytest.approx(found[0], rel=1e-2) and found[0] > 0
     for mine, theirs in zip(_weights(tmp_path / "many"), _weights(tmp_path / "one"), strict=True):
@@ -166,18 +153,17 @@ def test_merge_on_mesh_writes_single_device_weights(run: Run, text: Path, tmp_pa
 def test_compress_refuses_mesh(run: Run, text: Path, tmp_path: Path) -> None:
     """compress runs on one device; the error suggests a mesh for the result."""
     recipe = ("--step", "quantize: gptq int4-g32", "--text", f"@{text}")
-    status, _, err = run("compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2")
-    assert (status, "run the result with --mesh data=2" in err) == (1, True), err
+    command = "compress", "demo:llama", tmp_path / "out", *recipe, "--mesh", "data=2"
+    assert_refused(run, "run the result with --mesh data=2", *command)
 
 
 @FULL
 def test_bench_prunes_and_shards_sparse_weights(run: Run, text: Path) -> None:
     """bench --sparse prunes the weights and runs them on a mesh."""
     times = ("--prompts", 8, "--decode", 2, "--depths", 0, "--batches", 1, "-r", 1, "--json")
-    status, out, err = run(
-        "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
+    out, _ = succeed(
+        run, "bench", "-m", "demo:llama", "--sparse", "bfloat16-2:4", "--mesh", "tensor=2", *times
     )
-    assert status == 0, err
     assert len(json.loads(out)["rows"]) == 2
 
 
@@ -187,8 +173,6 @@ def test_verify_and_vectors_pass_on_mesh(run: Run, text: Path, tmp_path: Path, m
     """verify passes on a mesh, and vectors of one device pass the check there, also for stacked
     stage caches.
     """
-    status, out, err = run("verify", "demo:llama", "--against", "demo:llama", "--mesh", mesh)
-    assert status == 0, (out, err)
+    succeed(run, "verify", "demo:llama", "--against", "demo:llama", "--mesh", mesh)
     assert run("vectors", "make", "demo:llama", tmp_path / "v", "-n", 2)[0] == 0
-    status, out, err = run("vectors", "check", "demo:llama", tmp_path / "v", "--mesh", mesh)
-    assert status == 0, (out, err)
+    succeed(run, "vectors", "check", "demo:llama", tmp_path / "v", "--mesh", mesh)

@@ -12,10 +12,10 @@ import jaxllm
 from jaxllm.adapters import LoraConfig
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train import jobs
-from jaxllm.train.checkpointing import collect_settings, open_journal
+from jaxllm.train.checkpointing import collect_settings, open_store
+from jaxllm.train.frozen_prefix import prompt_tuning
 from jaxllm.train.loop import TrainPlan
 from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.prompt_jobs import prompt_tuning
 from jaxllm.train.qat.job import qat
 from jaxllm.train.step import Setup
 from jaxllm.weights.formats import as_weight, parse_format
@@ -37,6 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 256, "n_inner": 256},
 }
 JOBS: dict[str, Callable[[jaxllm.LM], jobs.TrainJob]] = {
+    "full": jobs.full_finetune,
     "lora": lambda lm: jobs.lora(lm, LoraConfig(r=2, target_modules="all-linear")),
     "qat": lambda lm: qat(lm, "int4-g32", start_step=1),
     "prompt": lambda lm: prompt_tuning(lm, [5, 6, 7]),
@@ -110,19 +111,20 @@ def test_model_quantized_on_mesh_saves_for_single_device(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "kind", ["lora", *(pytest.param(x, marks=FULL) for x in ("qat", "prompt"))]
+    "kind", ["lora", "full", *(pytest.param(x, marks=FULL) for x in ("qat", "prompt"))]
 )
 def test_training_digest_is_equal_on_every_mesh(kind: str, tmp_path: Path) -> None:
     """The digest of a training run depends on the unsharded weights, so that it can resume on
     another mesh.
     """
-    found = set()
-    for mesh in (None, "data=2", "tensor=2"):
-        base = None if kind == "qat" else "int8"
-        lm = jaxllm.load("demo:gpt2", dtype="float32", quantize=base, mesh=mesh)
+    found, floats = set(), kind in ("qat", "full")
+    for mesh in (None, "data=2", "tensor=2", *(["data=2,stage=2,tensor=2"] if floats else [])):
+        given: Any = {"mesh": mesh, "fsdp": kind == "full" and mesh == "data=2"}
+        given |= {"quantize": None if floats else "int8"}
+        lm = jaxllm.load("demo:gpt2", dtype="float32", **given)
         job = JOBS[kind](lm)
         setup = Setup(job.model, job.objective, Optimizer(steps=1))
         params = job.model.gather(job.params)
         settings = collect_settings(setup, TrainPlan(steps=1))
-        found.add(open_journal(params, job.extra_inputs, settings, tmp_path).digest)
+        found.add(open_store(params, job.extra_inputs, settings, tmp_path).digest)
     assert len(found) == 1

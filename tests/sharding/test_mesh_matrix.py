@@ -24,12 +24,9 @@ def test_mesh_matrix_cell_equals_single_device(family: str, precision: str, mesh
     """Logits and a train step are within rounding, and tokens are equal (the cells of
     docs/mesh_matrix.md).
     """
-    if why := mesh_matrix.left_out(family, mesh, precision):
-        pytest.skip(why)
-    found = mesh_matrix.cell(family, mesh, precision)
-    assert found.logits < mesh_matrix.CLOSE
-    assert found.trained < mesh_matrix.TRAINED
-    assert (found.generated, found.sampled, found.served) == (True, True, True)
+    if family == "phi3" and precision == "int4":
+        pytest.skip("head dim 6 splits groups of 32")
+    mesh_matrix.check_cell(family, mesh, precision)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,24 +13,17 @@ from jaxllm.sharding.pipeline.one_f_one_b import make_pipeline_loss, make_schedu
 from jaxllm.sharding.pipeline.schedule import SCHEDULES
 from jaxllm.sharding.shard_list import ShardList
 from jaxllm.train.data.rows import Rows
-from jaxllm.train.losses import cross_entropy
+from jaxllm.train.objective import cross_entropy
 from tests.sharding.test_pipeline import of_layers
+from tests.sharding.test_sharded_logits import texts
 from tests.sharding.tiny_models import largest_difference, shard_model
-from tests.tiny_models import VOCAB, tokens
+from tests.tiny_models import VOCAB
 
 pytestmark = pytest.mark.devices
 
 
 def summed(logits_BTV: jax.Array, rows: Rows, over: AxisNames = ()) -> jax.Array:
     return cross_entropy(logits_BTV, rows.label_BT, over)[0]
-
-
-def batch(B: int, T: int) -> Rows:
-    token, label = (jnp.asarray(tokens(B, T, seed), jnp.int32) for seed in (0, 1))
-    position = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
-    position = position.at[0, T - 2 :].set(-1)  # padding
-    label = jnp.where(position < 0, -100, label)
-    return Rows(token, label, position, jnp.zeros_like(token))
 
 
 def numbers(gradient: Any) -> list[Any]:
@@ -72,7 +64,7 @@ def test_pipeline_gradients_equal_single_device(
         family, 3 if family == "gemma2" else 4
     )  # one stage has one layer less
     over, shared = shard_model(model, params, mesh, microbatches=microbatches, **options)
-    rows = batch(8, 7)
+    rows = texts(8, 7)
     loss, gradient = jax.jit(jax.value_and_grad(lambda p: plain(model, p, rows)))(params)
     wanted = numbers(over.shard(gradient))
     how = make_pipeline_loss(over, summed, schedule, microbatches)
@@ -90,7 +82,7 @@ def test_gpipe_memory_exceeds_one_f_one_b() -> None:
     """
     model, params = of_layers("llama", 2)
     over, shared = shard_model(model, params, "stage=2")
-    rows, held = batch(16, 64), {}
+    rows, held = texts(16, 64), {}
     for name in SCHEDULES:
         how = make_pipeline_loss(over, summed, name, 16)
         compiled = jax.jit(jax.grad(lambda p, how=how: sum_loss(how, p, rows))).lower(shared)
@@ -133,7 +125,8 @@ def test_schedule_buffers_hold_expected_inputs(name: str, p: int, m: int, v: int
                 stored = gradients[stage][int(table.g_at[tick, stage])]
                 assert (stored.microbatch, stored.chunk) == (job.microbatch, chunk)
         sent = list(row)
-    assert np.count_nonzero(table.kind) == schedule.busy_ticks
+    busy = [job for row in schedule.ticks for job in row if job is not None]
+    assert np.count_nonzero(table.kind) == len(busy)
 
 
 def test_pipeline_loss_refuses_unsupported_arguments() -> None:
@@ -148,4 +141,4 @@ def test_pipeline_loss_refuses_unsupported_arguments() -> None:
     with pytest.raises(
         ConfigError, match="8 rows per device are not divisible into 3 microbatches"
     ):
-        sum_loss(make_pipeline_loss(over, summed, "1f1b", 3), shared, batch(8, 5))
+        sum_loss(make_pipeline_loss(over, summed, "1f1b", 3), shared, texts(8, 5))

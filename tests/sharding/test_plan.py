@@ -12,8 +12,8 @@ from jaxllm.cache.kv import init_cache
 from jaxllm.checkpoints.native import Checkpoint
 from jaxllm.errors import ConfigError
 from jaxllm.ops import native
-from jaxllm.plan.collective import Collective
-from jaxllm.plan.communication import rows_per_device, step_collectives
+from jaxllm.plan.collective import Collective, Step, rows_per_device
+from jaxllm.plan.communication import step_collectives
 from jaxllm.plan.estimate import Plan, PlanQuery, plan
 from jaxllm.plan.hardware import HARDWARE, parse_hardware
 from jaxllm.plan.memory import ERROR_FACTOR, working_bytes
@@ -108,7 +108,9 @@ def check(over: Any, shared: Any, exact: bool = False) -> None:
 
 
 def planned(model: Any, tokens: int, **how: Any) -> list[Collective]:
-    return step_collectives(model.config, model.precision, model.axes, ROWS, tokens, SLOTS, **how)
+    return step_collectives(
+        Step(model.config, model.precision, model.axes, ROWS, tokens, SLOTS, **how)
+    )
 
 
 @pytest.mark.parametrize(("family", "quantize", "exact", "mesh"), SHARES)
@@ -210,8 +212,9 @@ def test_working_bytes_are_within_factor_of_compiled(
     with native.disable_kernels():
         held = compiled(over, shared, cache, tokens, donate_argnums=0).memory_analysis()
     some = dataclasses.replace(make_query(over, over.axes), batch=rows, context=slots)
-    args = (over.axes, rows, tokens, slots, some.prompt_groups if tokens > 1 else 1)
-    wanted = working_bytes(over.config, over.precision, *args)
+    groups = some.prompt_groups if tokens > 1 else 1
+    step = Step(over.config, over.precision, over.axes, rows, tokens, slots, groups=groups)
+    wanted = working_bytes(step)
     assert wanted / ERROR_FACTOR <= held.temp_size_in_bytes <= wanted * ERROR_FACTOR
 
 

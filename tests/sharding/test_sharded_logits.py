@@ -17,10 +17,9 @@ from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import build_mesh, parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.losses import DistillLossConfig, OnlineTeacherLoss
-from jaxllm.train.objective import NextToken
+from jaxllm.train.objective import NextToken, ScheduledLoss
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.train.partition import ALL_PARAMS, combine, partition
-from jaxllm.train.pipeline_loss import ScheduledLoss
 from jaxllm.train.sharded_state import StateLayout
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.precision import Precision
@@ -108,6 +107,9 @@ def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> A
         return found.total / found.weight
 
     found, gradient = jax.jit(jax.value_and_grad(loss))(trained, rest)
+    if objective is NEXT and isinstance(model, ShardedModel):
+        for path, x in gradient.items():
+            assert x.sharding.is_equivalent_to(trained[path].sharding, x.ndim), path
     return float(found), load_weights(StateLayout.from_model(model, rest).gather_lazy(gradient))
 
 
@@ -122,27 +124,44 @@ def losses(model: Any, params: Any, objective: Any, given: Any, rows: Rows) -> A
         pytest.param("llama", "float32", "data=2,tensor=2", "teacher", 128, marks=FULL),
         ("llama", "float32", "tensor=8", "next", 9),  # three devices have no token
         pytest.param("gpt2", "float32", "stage=2,tensor=4", "schedule", 9, marks=FULL),
+        # Both kinds of biases, fused matrices, a tied table.
+        ("gpt2", "float32", "data=2,tensor=4", "fsdp", 131),
+        *(pytest.param(family, "float32", mesh, how, 131, marks=FULL) for family, mesh, how in (
+            ("llama", "tensor=8", "next"),  # key/value heads on several devices
+            ("llama", "data=2,stage=2,tensor=2", "fsdp"),
+            ("olmo2", "data=2,tensor=4", "next"),  # norms over all heads
+            ("mixtral", "data=2,expert=2,tensor=2", "fsdp"),
+            ("mixtral", "expert=4,tensor=2", "next"),
+            ("gemma2", "data=2,tensor=2", "fsdp"),
+            ("phi3", "data=4,tensor=2", "next"),
+            ("qwen2", "stage=2,tensor=4", "next"),
+            ("llama", "data=2,sequence=2,tensor=2", "fsdp"),
+            ("gpt2", "data=2,tensor=4:tokens", "fsdp"),
+            ("gpt_neox", "data=2,tensor=2", "fsdp"),
+            ("gpt2", "data=2,stage=2,tensor=2", "next"))),
     ],
-)
+)  # fmt: skip
 def test_losses_and_gradients_equal_those_of_one_device(
     family: str, dtype: str, mesh: str, how: str, vocabulary: int
 ) -> None:
     """Next-token, scheduled and distillation losses on sharded logits have one device's value and
-    gradients.
+    gradients; next-token gradients have the sharding of their parameters.
     """
     precision = Precision() if dtype == "float32" else Precision.uniform(dtype)
-    model, params = make_model(family, precision, vocab_size=vocabulary)
-    many, shared = shard_model(model, params, mesh)
+    experts = {"num_local_experts": 4} if family == "mixtral" else {}
+    model, params = make_model(family, precision, vocab_size=vocabulary, **experts)
+    many, shared = shard_model(model, params, mesh, fsdp=how == "fsdp")
     rows, found = texts(4, 8, vocabulary), []
     for mine, there in ((model, params), (many, shared)):
         teacher = OnlineTeacherLoss(mine, vocabulary, DISTILL) if how == "teacher" else None
-        known = {"next": NEXT, "schedule": SCHEDULED if mine is many else NEXT, "teacher": teacher}
+        known = {"schedule": SCHEDULED if mine is many else NEXT, "teacher": teacher}
         # The teacher is the student with negated parameters, so that their logits differ.
         given = jax.tree.map(lambda x: -x, there) if teacher else None
-        found.append(losses(mine, there, known[how], given, rows))
+        found.append(losses(mine, there, known.get(how, NEXT), given, rows))
     (expected, gradients), (loss, mine) = found
     off, least = (3e-5, 1e-7) if dtype == "float32" else (3e-2, 1e-4)
     assert loss == pytest.approx(expected, rel=off)
+    assert mine.keys() == gradients.keys()
     for path, x in mine.items():
         error, scale = np.abs(x - gradients[path]).max(), np.abs(gradients[path]).max()
         assert error <= off * scale + least, (path, error, scale)

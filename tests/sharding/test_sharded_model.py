@@ -15,6 +15,7 @@ from jaxllm.adapters import LoraConfig, write_adapter
 from jaxllm.cache import (
     branch,
     compact,
+    drop_range,
     fork,
     keep,
     load_cache,
@@ -36,6 +37,7 @@ from tests.sharding.tiny_models import WIDE, largest_difference, make_model, sha
 from tests.tiny_models import save_random, tokens
 
 pytestmark = pytest.mark.devices
+FULL = pytest.mark.full
 CLOSE = 2e-6  # relative to the largest value: sums run in another order
 FORMATS = {"int8": Precision(quantize="int8"), "int4": Precision(quantize="int4-g32")}
 
@@ -45,7 +47,7 @@ FORMATS = {"int8": Precision(quantize="int8"), "int4": Precision(quantize="int4-
     [
         ("llama", "tensor=8"),
         ("gpt2", "data=2,tensor=4"),
-        pytest.param("olmo2", "tensor=4", marks=pytest.mark.full),
+        pytest.param("olmo2", "tensor=4", marks=FULL),
         ("qwen3_moe", "data=2,tensor=4"),
     ],
 )
@@ -134,14 +136,16 @@ def test_decode_step_sums_twice_per_layer(family: str, precision: Precision, mes
     assert found["all-gather"][:2] == (1, 4 * B * padded)
 
 
-@pytest.fixture(scope="module")
-def stories(shallow_demos: Path) -> tuple[jaxllm.LM, jaxllm.LM]:
-    """Return a demo model on one device, and on four."""
+TOKENS = ("sequence=4", "sequence=2:heads", "sequence=2,tensor=2:tokens")
+
+
+@pytest.fixture(
+    scope="module", params=["data=2,tensor=2", *(pytest.param(m, marks=FULL) for m in TOKENS)]
+)
+def stories(request: pytest.FixtureRequest, shallow_demos: Path) -> list[jaxllm.LM]:
+    """Return a demo model on one device, and on a mesh."""
     path = shallow_demos / "llama"
-    return (
-        jaxllm.load(path, dtype="float32"),
-        jaxllm.load(path, dtype="float32", mesh="data=2,tensor=2"),
-    )
+    return [jaxllm.load(path, dtype="float32", mesh=mesh) for mesh in (None, request.param)]
 
 
 @pytest.mark.parametrize(
@@ -170,15 +174,17 @@ def test_served_texts_equal_single_device(stories: Any) -> None:
     assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in whole.items()}
 
 
-def test_sharded_cache_edits_equal_single_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", ["data=2,tensor=4", pytest.param("sequence=4", marks=FULL)])
+def test_sharded_cache_edits_equal_single_device(mesh: str, tmp_path: Path) -> None:
     """Cache edits, saving and loading give the logits of one device; a model without a mesh refuses
-    the file.
+    a file with repeated heads.
     """
     model, params = make_model("llama")
-    over, shares = shard_model(model, params, "data=2,tensor=4")
+    over, shares = shard_model(model, params, mesh)
     changes = [
         lambda cache: rewind(cache, to=4),
         lambda cache: keep(cache, np.arange(cache.slots)[None] != 1),
+        lambda cache: drop_range(cache, 2, 4),
         lambda cache: compact(cache, capacity=24),
         lambda cache: select(cache, [1, 0, 0, 1]),
         lambda cache: fork(branch(cache, 1), 4, capacity=8),
@@ -196,10 +202,12 @@ def test_sharded_cache_edits_equal_single_device(tmp_path: Path) -> None:
         outputs.append(np.asarray(jaxllm.decode_step(m, p, again, np.arange(4)).logits))
         ends.append(outputs)
         k = jax.tree.leaves(cache.tail.k)[0]
-        assert m is model or k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
-    assert max(map(largest_difference, *ends)) < CLOSE
-    with pytest.raises(CacheMismatchError):
-        load_cache(tmp_path / "kept", model, params)
+        if m is over and "tensor" in mesh:
+            assert k.addressable_shards[0].data.shape[2] * 2 == k.shape[2]
+    assert max(map(largest_difference, *ends)) < (CLOSE if "tensor" in mesh else 1e-5)
+    if "tensor" in mesh:  # key/value heads are repeated
+        with pytest.raises(CacheMismatchError):
+            load_cache(tmp_path / "kept", model, params)
 
 
 def test_device_holds_only_its_share(tmp_path: Path) -> None:

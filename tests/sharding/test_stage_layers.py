@@ -13,7 +13,7 @@ from jaxllm.sharding.pipeline.stage_layers import assign_layers
 from jaxllm.sharding.shard_params import bytes_per_device
 from tests.sharding.test_pipeline import CLOSE, check_caches, check_generation, of_layers
 from tests.sharding.test_plan import ROWS, SLOTS, make_query
-from tests.sharding.tiny_models import largest_difference, shard_model
+from tests.sharding.tiny_models import check_trace, largest_difference, shard_model
 from tests.tiny_models import tokens
 
 pytestmark = pytest.mark.devices
@@ -43,11 +43,7 @@ def test_stages_cut_layer_pattern_correctly(gemma3: Any) -> None:
     options: dict[str, Any] = {"hidden_states": True}
     ours = jaxllm.forward(over, shared, None, tokens(2, 9), **options)
     theirs = jaxllm.forward(model, params, None, tokens(2, 9), **options)
-    assert largest_difference(ours.logits, theirs.logits) < CLOSE
-    assert ours.hidden_states is not None and theirs.hidden_states is not None
-    assert len(ours.hidden_states) == 4
-    for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True):
-        assert largest_difference(a, b) < CLOSE
+    check_trace(ours, theirs, CLOSE)
     found = [jaxllm.generate(*lm, tokens(2, 9), max_new_tokens=4) for lm in pairs(gemma3)]
     np.testing.assert_array_equal(found[1].token_BT, found[0].token_BT)
     check_caches(over, found[1].cache, found[0].cache)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+import jaxllm
 from jaxllm.sharding import ShardedModel, make_sharded_model
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.weights.lazy_gather import load_weight
@@ -50,3 +51,11 @@ def largest_difference(a: Any, b: Any) -> float:
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     assert a.shape == b.shape
     return float(np.abs(a - b).max() / max(1.0, float(np.abs(b).max())))
+
+
+def check_trace(ours: jaxllm.Output, theirs: jaxllm.Output, close: float) -> None:
+    """Check logits and the hidden states of all layers."""
+    assert ours.hidden_states is not None and theirs.hidden_states is not None
+    assert largest_difference(ours.logits, theirs.logits) < close
+    for mine, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        assert largest_difference(mine, other) < close

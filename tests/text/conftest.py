@@ -22,20 +22,38 @@ SENTENCES = [
 ] * 8
 
 
-@pytest.fixture(scope="session")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `vocab.json` and `merges.txt` of a byte-level BPE."""
+def train_byte_level(sentences: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE with one special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(sentences, trainer)
+    return tokenizer
+
+
+def train_sentencepiece(sentences: list[str], **options: Any) -> bytes:
+    """Train a SentencePiece model like that of Llama, with changed options."""
+    model = io.BytesIO()
+    usual = {
+        "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False, "hard_vocab_limit": False,
+    }  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_writer=model, minloglevel=3, **{**usual, **options}
+    )
+    return model.getvalue()
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `vocab.json` and `merges.txt` of a byte-level BPE."""
     directory = tmp_path_factory.mktemp("byte_level")
-    tokenizer.model.save(str(directory))
+    train_byte_level(SENTENCES, 400).model.save(str(directory))
     return directory
 
 
@@ -59,24 +77,10 @@ def train_spm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that trains a SentencePiece model, with options, into a new directory."""
 
     def train(**options: Any) -> Path:
-        model = io.BytesIO()
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(SENTENCES),
-            model_writer=model,
-            minloglevel=3,
-            **{
-                "model_type": "bpe",
-                "vocab_size": 420,
-                "byte_fallback": True,
-                "character_coverage": 0.98,
-                "normalization_rule_name": "identity",
-                "remove_extra_whitespaces": False,
-                "hard_vocab_limit": False,
-                **options,
-            },
-        )
+        usual = {"vocab_size": 420, "character_coverage": 0.98}
         directory = tmp_path_factory.mktemp("spm")
-        (directory / "tokenizer.model").write_bytes(model.getvalue())
+        model = train_sentencepiece(SENTENCES, **{**usual, **options})
+        (directory / "tokenizer.model").write_bytes(model)
         return directory
 
     return train

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from jaxllm.errors import TokenError
 from jaxllm.text import Detokenizer, Tokenizer
@@ -41,7 +41,6 @@ def test_detokenizer_pieces_join_to_decoded_text(tokenizer: Tokenizer) -> None:
     nothing.
     """
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
@@ -56,7 +55,6 @@ def test_detokenizer_pieces_join_to_decoded_text(tokenizer: Tokenizer) -> None:
 def test_detokenizer_with_prompt_prints_only_continuation(tokenizer: Tokenizer) -> None:
     """The decoded prompt plus the printed pieces equal the decoded concatenation."""
 
-    @settings(deadline=None)
     @given(TEXTS, TEXTS)
     def check(prompt: str, text: str) -> None:
         before = tokenizer.encode(prompt, bos=tokenizer.bos_id is not None)
@@ -71,7 +69,6 @@ def test_detokenizer_with_prompt_prints_only_continuation(tokenizer: Tokenizer) 
 def test_detokenizer_equals_decode_for_random_ids(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
-    @settings(deadline=None)
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1)))
     def check(ids: list[int]) -> None:
         assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)

@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,6 @@ def test_symbols_to_bytes_inverts_byte_level_alphabet() -> None:
 def test_byte_level_bpe_round_trips_any_text(byte_level: Path) -> None:
     tokenizer = Tokenizer.from_directory(byte_level)
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -61,7 +59,6 @@ def test_encode_never_produces_special_tokens(name: str, request: pytest.Fixture
     control = tokenizer.special_ids - {tokenizer.unk_id}
     assert control
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         assert control.isdisjoint(tokenizer.encode(text))
@@ -281,12 +278,6 @@ def test_malformed_tokenizer_file_is_refused(
     with pytest.raises(CheckpointError) as error:
         Tokenizer.from_directory(tmp_path)
     assert tmp_path.name in str(error.value)
-
-
-def test_fifo_tokenizer_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        Tokenizer.from_directory(tmp_path)
 
 
 def test_missing_tokenizer_error_names_searched_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer
@@ -85,7 +85,6 @@ def assert_equals_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
     ):
         assert ours == (None if theirs < 0 else theirs)
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = reference.encode(text)
@@ -165,7 +164,6 @@ def test_any_text_ids_equal_transformers_fast_tokenizer(
     reference = transformers.PreTrainedTokenizerFast(tokenizer_file=file)
     tokenizer = load(real_form(*form))
 
-    @settings(deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         ids = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
@@ -182,7 +180,6 @@ def test_tokenizer_file_formats_agree(
     """Every file format of the same tokenizer gives equal ids and decoded texts."""
     one, other = (load(real_form(*form)) for form in forms)
 
-    @settings(deadline=None)
     @given(TEXTS, st.booleans())
     def check(text: str, parse: bool) -> None:
         ids = one.encode(text, parse_special=parse)

@@ -10,18 +10,9 @@ from jaxllm.errors import CheckpointError
 from jaxllm.text import Tokenizer
 from jaxllm.text.regex_safety import check_regex
 
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-UPPER, LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-# As published in the tokenizer.json of each model.
+# As published in the tokenizer.json of each model; tests/convert/gguf/test_tokenizer.py has more.
 PUBLISHED = {
     "GPT-2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "Llama 3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "Qwen 2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "GPT-4o": rf"[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]*[{LOWER}]+{CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[{UPPER}]+[{LOWER}]*{CONTRACTIONS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "DeepSeek V3": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "DeepSeek V3, digits": r"\p{N}{1,3}",
@@ -111,7 +102,7 @@ def test_tokenizer_json_with_unbounded_work_is_refused(name: str, tmp_path: Path
 
 
 def test_tokenizer_json_within_limits_is_accepted(tmp_path: Path) -> None:
-    split = {"type": "Split", "pattern": {"Regex": PUBLISHED["GPT-4o"]}, "behavior": "Isolated",
+    split = {"type": "Split", "pattern": {"Regex": PUBLISHED["GPT-2"]}, "behavior": "Isolated",
              "invert": False}  # fmt: skip
     spaces = sequence(3, replace({"String": " "}, "\u2581"))
     content = tree(added_tokens=[ADDED], normalizer=spaces, pre_tokenizer=split)

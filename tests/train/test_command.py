@@ -1,6 +1,7 @@
 """`jaxllm train` end to end; the README test also runs each kind of training once."""
 
 import json
+import re
 from pathlib import Path
 
 import peft
@@ -12,15 +13,11 @@ from peft import LoraConfig
 import jaxllm
 from jaxllm.checkpoints import native, resolve
 from jaxllm.cli.lora import parse_layers, parse_modules
-from tests.conftest import Run
+from tests.conftest import ROOT, Run
 
 STORY = "Once upon a time there was a little girl who had a red ball and a big dog.\n"
+pytestmark = pytest.mark.usefixtures("demo_names")
 SMALL = ("--length", 32, "--batch-size", 2, "--steps", 2)
-
-
-@pytest.fixture(autouse=True)
-def _shallow_demos(shallow_demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
 
 
 @pytest.fixture
@@ -58,22 +55,13 @@ def test_train_lora_accepts_prefix_and_existing_adapter(
     run: Run, text: Path, tmp_path: Path
 ) -> None:
     """An adapter trains after a prefix on a quantized base, and a second run continues from it with
-    its rank and DoRA.
+    its rank and DoRA; long prefixes and missing adapters are refused.
     """
     prefix = tmp_path / "prefix.txt"
     prefix.write_text("Once upon a time")
     arguments = ("train", "lora", "demo:llama", tmp_path / "a", "--data", text, *SMALL)
-    arguments = (
-        *arguments,
-        "--target-modules",
-        "q_proj",
-        "--rank",
-        2,
-        "--quantize",
-        "int8",
-        "--dora",
-    )
-    status, _, err = run(*arguments, "--prefix", prefix)
+    options = ("--target-modules", "q_proj", "--rank", 2, "--quantize", "int8", "--dora")
+    status, _, err = run(*arguments, *options, "--prefix", prefix)
     assert status == 0, err
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert (config["r"], config["use_dora"]) == (2, True)
@@ -85,6 +73,9 @@ def test_train_lora_accepts_prefix_and_existing_adapter(
     arguments = ("train", "lora", "demo:llama", tmp_path / "c", "--data", text, *SMALL)
     status, _, err = run(*arguments, "--prefix", prefix, "--length", 510)
     assert (status, "exceed the model's context of 512" in err) == (1, True), err
+    status, _, err = run(*arguments, "--adapter", tmp_path)
+    assert (status, "has no adapter_config.json" in err) == (1, True), err
+    assert not (tmp_path / "c").exists()
 
 
 def test_train_prompt_writes_reusable_cache_file(run: Run, text: Path, tmp_path: Path) -> None:
@@ -123,7 +114,6 @@ def test_train_bad_data_gives_one_line_error(
     )
     assert status == 1
     assert message in err
-    assert len(err.strip().splitlines()[-1:]) == 1
     assert "Traceback" not in err
     assert not (tmp_path / "out").exists()
 
@@ -210,11 +200,8 @@ def test_train_lora_targets_match_peft(run: Run, text: Path, tmp_path: Path) -> 
 
 
 def test_parse_modules_and_layers_reads_lists() -> None:
-    assert parse_modules("", ["q_proj,v_proj", "mlp.up_proj"]) == [
-        "q_proj",
-        "v_proj",
-        "mlp.up_proj",
-    ]
+    names = ["q_proj", "v_proj", "mlp.up_proj"]
+    assert parse_modules("", ["q_proj,v_proj", "mlp.up_proj"]) == names
     assert parse_modules("", ["All-Linear"]) == "all-linear"
     assert parse_modules("", [r"(?:.*)_proj"]) == r"(?:.*)_proj"
     assert parse_layers("0, 4-7,9") == [0, 4, 5, 6, 7, 9]
@@ -266,9 +253,11 @@ def _names(content: bytes, part: str) -> list[str]:
     return [name for name in safetensors.numpy.load(content) if part in name]
 
 
-def test_train_lora_refuses_missing_adapter(run: Run, text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = ("train", "lora", "demo:llama", out, "--data", text, *SMALL)
-    status, _, err = run(*arguments, "--adapter", tmp_path)
-    assert (status, "has no adapter_config.json" in err) == (1, True), err
-    assert not out.exists()
+def test_training_page_example_runs_and_lowers_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """The example of docs/training.md runs."""
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "training.md", "exec"), {"__name__": "__main__"})
+    losses = [float(x) for x in re.findall(r"[\d.]+", capsys.readouterr().out)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]

@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from jaxllm.compress.methods.magnitude import prune_magnitude
-from jaxllm.compress.sparsity import Sparsity, lowest_mask
 from jaxllm.errors import ConfigError
 from jaxllm.train.constraints import KeepZeros, PruneGradually, keep_zeros, prune_gradually
 from jaxllm.train.data.dataset import Dataset
@@ -24,6 +23,7 @@ from jaxllm.weights.linear import linear
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params, flatten, map_leaves
 from jaxllm.weights.quantize import quantize
+from jaxllm.weights.sparsity import Sparsity, lowest_mask
 from jaxllm.weights.types.low_rank import LowRankWeight
 from jaxllm.weights.types.sparse import to_sparse
 from tests.tiny_models import random_model, tokens
@@ -67,14 +67,16 @@ class Regression:
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """Plain gradient descent."""
+    """Plain gradient descent: a step shows the gradient."""
+
+    rate: float
 
     def build(self) -> Any:
-        return optax.sgd(RATE)
+        return optax.sgd(self.rate)
 
 
 def regress(weight: Any, constraint: Any = None, steps: int = 4) -> tuple[Any, list[float]]:
-    setup = Setup(Model(), Regression(), Descent(), constraint)
+    setup = Setup(Model(), Regression(), Descent(RATE), constraint)
     params, losses = train({"w": {"weight": weight}}, setup, steps)
     return params["w"]["weight"], losses
 

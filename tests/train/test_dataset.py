@@ -1,4 +1,4 @@
-"""Training rows: their contents and order, packing, truncation and completeness."""
+"""Training rows: contents and order, packing, truncation, completeness, validation split."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.train.data.dataset import Dataset
-from jaxllm.train.data.examples import Examples, from_examples, from_ids
-from jaxllm.train.data.packing import best_fit
+from jaxllm.train.data.dataset import Dataset, best_fit
+from jaxllm.train.data.examples import Examples, from_examples, from_ids, split_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 
 
@@ -193,3 +192,36 @@ def test_dataset_refuses_invalid_input_in_one_line(
     with pytest.raises(error, match=said) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+def plain_examples(*texts: list[int]) -> Examples:
+    return from_examples(Example(np.array(ids, np.int32), np.arange(len(ids)) > 0) for ids in texts)
+
+
+def read(found: Examples) -> list[list[int]]:
+    return [found[n].token_T.tolist() for n in range(len(found))]
+
+
+def test_split_examples_partitions_by_seed() -> None:
+    """The split is disjoint, complete, keeps order and loss masks, and depends only on the seed."""
+    texts = [[n, n + 1, n + 2][: 2 + n % 2] for n in range(0, 40, 4)]
+    train_part, validation_part = split_examples(plain_examples(*texts), 0.3)
+    assert len(validation_part) == 3
+    assert sorted(read(train_part) + read(validation_part)) == texts
+    assert read(train_part) == sorted(read(train_part))
+    assert all(train_part[n].loss_mask_T.tolist()[0] is False for n in range(len(train_part)))
+    assert read(split_examples(plain_examples(*texts), 0.3)[1]) == read(validation_part)
+    assert read(split_examples(plain_examples(*texts), 0.3, seed=1)[1]) != read(validation_part)
+
+
+def test_split_examples_cuts_single_text_at_end() -> None:
+    train_part, validation_part = split_examples(plain_examples(list(range(100))), 0.1)
+    assert read(train_part) == [list(range(90))]
+    assert read(validation_part) == [list(range(90, 100))]
+
+
+def test_split_examples_refuses_too_little_data() -> None:
+    with pytest.raises(TokenError, match="3 tokens are too few"):
+        split_examples(plain_examples([1, 2, 3]), 0.1)
+    with pytest.raises(ConfigError, match="between 0 and 1, got 1"):
+        split_examples(plain_examples([1, 2], [3, 4]), 1)

@@ -1,6 +1,5 @@
 """Training after a frozen prefix, and prompt and prefix tuning, compared with torch."""
 
-import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import peft
 import pytest
 import torch
@@ -36,7 +34,8 @@ from jaxllm.train.partition import TrainedParams, combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.paths import Params
 from jaxllm.weights.precision import Precision
-from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import assert_close, make_twin, random_model, tokens
+from tests.train.test_constraints import Descent
 
 KEY = jax.random.key(0)
 PREFIX = tokens(1, 7, seed=9)[0]
@@ -49,12 +48,6 @@ def rows() -> Rows:
     data = Dataset(from_ids(TEXTS), width=8, batch_size=2)
     assert len(data) == 1
     return data.batch(0)
-
-
-def make_twin(directory: Path, family: str, layers: int) -> Twin:
-    name = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[family]
-    save_random(directory, family, **{name: layers})
-    return load_twin(directory)
 
 
 def compiled_loss(model: Any) -> Any:
@@ -80,9 +73,7 @@ def ids(*parts: Any) -> torch.Tensor:
     return torch.tensor(np.concatenate(parts)[None].astype(np.int64))
 
 
-def test_frozen_prefix_loss_and_gradients_equal_peft(
-    tmp_path: Path,
-) -> None:
+def test_frozen_prefix_loss_and_gradients_equal_peft(tmp_path: Path) -> None:
     """An adapter of the last MLP gives the full run; one of an earlier layer gives PEFT with the
     adapter disabled for the prefix.
     """
@@ -142,19 +133,11 @@ def test_frozen_prefix_loss_and_gradients_equal_peft(
         assert_close(gradient[path], target[path])
 
 
-@dataclasses.dataclass(frozen=True)
-class Descent:
-    """Plain gradient descent: the first step shows the gradient."""
-
-    def build(self) -> Any:
-        return optax.sgd(RATE)
-
-
 def test_soft_prompt_training_equals_torch_and_saves_cache(tmp_path: Path) -> None:
     """A soft prompt after a frozen prefix has the loss and gradient of torch, and its saved cache
     gives the logits of torch.
     """
-    twin = make_twin(tmp_path, "gpt2", 1)
+    twin = make_twin(tmp_path, "gpt2")
     before, prompt_ids = PREFIX[:3], PREFIX[3:]
     params = with_soft_prompt(twin.model, twin.params, prompt_ids.tolist())
     trained, rest = partition(params, PROMPT_RULES)
@@ -162,7 +145,7 @@ def test_soft_prompt_training_equals_torch_and_saves_cache(tmp_path: Path) -> No
     cache = jaxllm.init_cache(twin.model, 1, 20)
     _, cache = jaxllm.prefill(twin.model, twin.params, cache, before[None])
     given = to_segments(cache)
-    setup = Setup(twin.model, PrefixLoss(), Descent())
+    setup = Setup(twin.model, PrefixLoss(), Descent(RATE))
     state, losses, states = init_state(trained, setup), [], []
     batch = jax.tree.map(lambda x: x[None], rows())
     for _ in range(4):
@@ -201,7 +184,7 @@ def test_prefix_tuning_gradients_equal_torch(tmp_path: Path) -> None:
     """Trained keys and values start as those of a text, so that the first loss is that of the text
     as a prefix.
     """
-    twin = make_twin(tmp_path, "llama", 1)
+    twin = make_twin(tmp_path, "llama")
     params = with_trained_prefix(twin.model, twin.params, PREFIX.tolist())
     trained, rest = partition(params, PROMPT_RULES)
     assert trained.keys() == {"prompt.k.0", "prompt.v.0"}

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import jaxllm
-from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.train.optimizer import Optimizer
 from jaxllm.weights.paths import flatten
@@ -50,13 +49,11 @@ def test_optimizer_rates_equal_torch_parameter_groups() -> None:
         Optimizer(steps=1, rates=(("gate", -1.0),))
 
 
-def test_infini_command_and_training_of_memory_gates(
-    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("demo_names")
+def test_infini_command_and_training_of_memory_gates(run: Any, tmp_path: Path) -> None:
     """jaxllm infini converts a model, and train full with --no-pack moves the gates at their own
     rate of 0.01 and all else at --lr.
     """
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     base, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.jsonl"))
     lines = [json.dumps({"text": f"{number}. {STORY}"[: 30 + number]}) for number in range(8)]
     text.write_text("\n".join(lines), encoding="utf-8")
@@ -80,6 +77,3 @@ def test_infini_command_and_training_of_memory_gates(
             assert most == pytest.approx(0.01, rel=0.02)
         else:
             assert 0 < most < 3e-4, path
-    status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:],
-                         "--gate-lr", 0.1)  # fmt: skip
-    assert (status, "--gate-lr needs a model with Infini-attention" in err) == (1, True), err

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxllm.train import loop
+from jaxllm.train.checkpointing import StateStore
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.loop import TrainPlan, TrainResult, train
 from jaxllm.train.objective import NextToken
@@ -65,6 +65,12 @@ def bits(params: Any) -> dict[str, bytes]:
     return {path: np.asarray(x).tobytes() for path, x in flatten(params)}
 
 
+@pytest.fixture
+def save_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
+
+
 def test_train_lowers_validation_loss_and_keeps_inputs() -> None:
     """Training leaves the given parameters unchanged, records every step, evaluates as planned and
     lowers the validation loss.
@@ -80,15 +86,12 @@ def test_train_lowers_validation_loss_and_keeps_inputs() -> None:
     assert found.best is None
 
 
-def test_train_resumes_bit_identically_after_interruptions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("save_each_step")
+def test_train_resumes_bit_identically_after_interruptions(tmp_path: Path) -> None:
     """After three interruptions, the resumed run has the parameters and records of an uninterrupted
     one.
     """
     whole = run()
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     directory = tmp_path / "parts"
 
     class Stopped(Exception):
@@ -215,25 +218,24 @@ def test_patience_stops_run_and_returns_best() -> None:
     assert bits(until.params) == bits(found.params)
 
 
+@pytest.mark.usefixtures("save_each_step")
 def test_failed_state_write_keeps_previous_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failed write raises an error, and the run resumes from the previous state."""
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(loop, "SAVE_FACTOR", 0.0)
     calls: list[int] = []
-    real = loop.save_state
+    real = StateStore.save
 
-    def full(journal: TensorStore, state: Any, *stored: Any) -> None:
+    def full(states: StateStore, state: Any, facts: Any) -> None:
         calls.append(1)
         if len(calls) > 2:
             raise CheckpointError("cannot write state.part: No space left on device")
-        real(journal, state, *stored)
+        real(states, state, facts)
 
-    monkeypatch.setattr(loop, "save_state", full)
+    monkeypatch.setattr(StateStore, "save", full)
     with pytest.raises(CheckpointError, match="No space left"):
         run(tmp_path)
-    monkeypatch.setattr(loop, "save_state", real)
+    monkeypatch.setattr(StateStore, "save", real)
     messages: list[str] = []
     assert bits(run(tmp_path, log=messages.append).params) == bits(run().params)
     assert messages[0] == "resuming after step 2 of 6"

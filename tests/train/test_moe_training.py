@@ -14,7 +14,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import jaxllm
 from jaxllm import models
 from jaxllm.adapters import LoraConfig
-from jaxllm.checkpoints import resolve
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.train import jobs
@@ -25,7 +24,7 @@ from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.train.upcycle import upcycle_model
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.quantize import quantize
-from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
+from tests.tiny_models import Twin, make_twin, random_model, tokens
 from tests.train.test_step import BATCHES, KEY, stacked
 
 OPTIMIZER = Optimizer(steps=2, lr=1e-3)
@@ -33,9 +32,7 @@ OPTIMIZER = Optimizer(steps=2, lr=1e-3)
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    directory = tmp_path_factory.mktemp("mixtral")
-    save_random(directory, "mixtral", num_hidden_layers=1)
-    return load_twin(directory)
+    return make_twin(tmp_path_factory.mktemp("mixtral"), "mixtral")
 
 
 def lm_of(model: Any, params: Any) -> LM:
@@ -66,17 +63,6 @@ def test_router_loss_equals_transformers_and_ignores_padding() -> None:
     single_expert = [theirs([x], real_BT) for x in each]
     by_layer = float(router_loss(ours, jnp.asarray(real_BT), 2, by_layer=True))
     assert by_layer == pytest.approx(np.mean(single_expert), rel=1e-5)
-
-
-def test_router_loss_by_layer_detects_opposite_imbalances() -> None:
-    """One layer uses experts 0 and 1, the other 2 and 3: pooled the loss looks balanced, by layer
-    it does not.
-    """
-    first = np.full((1, 8, 4), -9.0, np.float32)
-    first[..., :2] = 9.0
-    both, real = [jnp.asarray(first), jnp.asarray(-first)], jnp.ones((1, 8), bool)
-    assert float(router_loss(both, real, 2)) == pytest.approx(2.0, rel=1e-3)  # k, as if balanced
-    assert float(router_loss(both, real, 2, by_layer=True)) == pytest.approx(4.0, rel=1e-3)
 
 
 def test_balanced_loss_gradient_equals_torch(twin: Twin) -> None:
@@ -188,10 +174,9 @@ def test_upcycled_model_equals_dense_model(family: str, format: str) -> None:
         np.testing.assert_allclose(routed, dense, rtol=0, atol=1e-6 * np.abs(dense).max())
     expected = models.param_shapes(mixture.model)
     assert [p for p, _ in flatten(mixture.params)] == [p for p, _ in flatten(expected)]
-    again = upcycle_model(lm_of(model, some), 5, 2, seed=3).params["layers.0"]["mlp"]["gate"][
-        "weight"
-    ]
-    np.testing.assert_array_equal(again, mixture.params["layers.0"]["mlp"]["gate"]["weight"])
+    again = upcycle_model(lm_of(model, some), 5, 2, seed=3)
+    router, same = (x.params["layers.0"]["mlp"]["gate"]["weight"] for x in (mixture, again))
+    np.testing.assert_array_equal(same, router)
 
 
 def logits(model: Any, params: Any, ids: np.ndarray) -> np.ndarray:
@@ -209,13 +194,11 @@ def test_upcycle_refuses_unsupported_models() -> None:
             upcycle_model(lm_of(model, params), experts, 2)
 
 
-def test_upcycle_command_and_info_count_active_parameters(
-    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("demo_names")
+def test_upcycle_command_and_info_count_active_parameters(run: Any, tmp_path: Path) -> None:
     """The upcycle command writes a mixture with the tokenizer, and info counts its parameters in
     total and per token.
     """
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
     mixture = tmp_path / "made"
     status, _, err = run("upcycle", "demo:llama", mixture, "--experts", 3)
     assert (status, "mixtral with 3 experts, 2 per token" in err) == (0, True), err
@@ -233,10 +216,8 @@ def test_upcycle_command_and_info_count_active_parameters(
 
 
 @pytest.mark.full
-def test_train_command_trains_mixture_with_router_loss(
-    run: Any, tmp_path: Path, shallow_demos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resolve, "DEMO_DIR", shallow_demos)
+@pytest.mark.usefixtures("demo_names")
+def test_train_command_trains_mixture_with_router_loss(run: Any, tmp_path: Path) -> None:
     mixture, tuned, text = (tmp_path / name for name in ("made", "tuned", "story.txt"))
     text.write_text("Once upon a time there was a girl who had a red ball.\n" * 12)
     assert run("upcycle", "demo:llama", mixture, "--experts", 3)[0] == 0
@@ -245,5 +226,3 @@ def test_train_command_trains_mixture_with_router_loss(
     status, _, err = run(*arguments, *more, "--capacity-factor", 2)
     assert status == 0, err
     assert jaxllm.load(tuned).config == jaxllm.load(mixture).config
-    status, _, err = run(*arguments[:2], "demo:llama", tmp_path / "no", *arguments[4:], *more)
-    assert (status, "this llama has no experts" in err) == (1, True), err

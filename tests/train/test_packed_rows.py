@@ -1,4 +1,4 @@
-"""Packed rows equal separate documents: logits of transformers, gradients of torch."""
+"""Packed rows equal separate documents: losses and gradients of torch; rematerialization."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_examples
 from jaxllm.train.data.rows import IGNORED, Example, Rows
 from jaxllm.weights.paths import Params, flatten
-from tests.tiny_models import Twin, assert_close, load_twin, save_random, tokens
+from tests.tiny_models import Twin, assert_close, make_twin, our_arrays, random_model, tokens
 
 LENGTHS = (6, 9, 3, 7)  # two rows of 12 columns with padding in both
 WIDTH = 12
@@ -60,9 +60,8 @@ def torch_loss(twin: Twin, example: Example) -> Any:
 @pytest.mark.parametrize("family", ["mistral", "gpt2"])
 def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_path: Path) -> None:
     """mistral is a llama with a sliding window, which starts anew in each document."""
-    changes = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1, "sliding_window": 3}
-    save_random(tmp_path, family, **changes)
-    twin, documents = load_twin(tmp_path), examples()
+    changes = {} if family == "gpt2" else {"sliding_window": 3}
+    twin, documents = make_twin(tmp_path, family, **changes), examples()
     data = Dataset(from_examples(documents), width=WIDTH, batch_size=2)
     rows = data.batch(0)
     assert len(data) == 1
@@ -73,12 +72,20 @@ def test_packed_loss_and_gradients_equal_separate_documents(family: str, tmp_pat
         twin.params, twin.model, rows
     )
     assert_close(ours, total.detach().numpy())
-    theirs = {
-        name.removeprefix("model.").removeprefix("transformer."): parameter.grad.numpy()
-        for name, parameter in twin.torch_model.named_parameters()
-    }
+    named = twin.torch_model.named_parameters()
+    theirs = our_arrays(twin, {name: parameter.grad for name, parameter in named})
     found = dict(flatten(gradients))
     assert found.keys() == theirs.keys()
     for path, gradient in found.items():
-        conv1d = family == "gpt2" and ".c_" in path and gradient.ndim == 2
-        assert_close(gradient, theirs[path].T if conv1d else theirs[path])
+        assert_close(gradient, theirs[path])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_remat_gradients_equal_plain(family: str) -> None:
+    model, params = random_model(family)
+    rows = Dataset(from_examples(examples()), width=WIDTH, batch_size=2).batch(0)
+    plain, remat = (
+        jax.jit(jax.grad(loss), static_argnums=1)(params, model.clone(remat=on), rows)
+        for on in (False, True)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), plain, remat)

@@ -29,7 +29,7 @@ from jaxllm.train.partition import combine, partition
 from jaxllm.train.step import Setup, init_state, train_step
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import Params, flatten
-from tests.tiny_models import Twin, load_twin, save_random, tokens
+from tests.tiny_models import Twin, make_twin, tokens
 
 STEPS, RATE = 10, 1e-2
 ADAPTERS = ((r".*\.weight\.(a|b|magnitude)", True),)
@@ -63,12 +63,10 @@ EACH = [pytest.param(n, marks=[pytest.mark.full] if "gpt2" in n else []) for n i
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Twin]:
-    loaded_twins = {}
-    for family, layers in (("llama", "num_hidden_layers"), ("gpt2", "n_layer")):
-        directory = tmp_path_factory.mktemp(family)
-        save_random(directory, family, spread=0.15, **{layers: 1})
-        loaded_twins[family] = load_twin(directory)
-    return loaded_twins
+    return {
+        family: make_twin(tmp_path_factory.mktemp(family), family, spread=0.15)
+        for family in ("llama", "gpt2")
+    }
 
 
 def batch(number: int) -> Rows:

@@ -10,8 +10,7 @@ from jaxllm.adapters import LoraConfig
 from jaxllm.cache.files import load_cache
 from jaxllm.errors import ConfigError
 from jaxllm.train import jobs
-from jaxllm.train.frozen_prefix import PrefixLoss
-from jaxllm.train.prompt_jobs import PROMPT_KINDS, prompt_tuning, with_prefix
+from jaxllm.train.frozen_prefix import PROMPT_KINDS, PrefixLoss, prompt_tuning, with_prefix
 
 
 @pytest.fixture(scope="module")

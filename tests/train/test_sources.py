@@ -139,10 +139,7 @@ def test_token_lines_use_given_labels(tmp_path: Path) -> None:
     )
     examples = read_examples(file, TextEncoder(None))
     assert examples.token_N.tolist() == [5, 6, 7, 8, 9]
-    assert [examples[n].loss_mask_T.tolist() for n in (0, 1)] == [
-        [False, False, True],
-        [True, True],
-    ]
+    assert [examples[n].loss_mask_T.tolist() for n in (0, 1)] == [[False, False, True], [True] * 2]
 
 
 def test_text_and_wikitext_files_are_single_examples(tmp_path: Path) -> None:
@@ -161,25 +158,11 @@ def test_text_and_wikitext_files_are_single_examples(tmp_path: Path) -> None:
         assert (len(examples), examples.source["kind"]) == (1, "wikitext")
 
 
-def test_large_text_is_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces end at line ends, where the tokens of this tokenizer end too, so that no token is
-    lost.
-    """
-    monkeypatch.setattr("jaxllm.data.chunking.MAX_PIECE_BYTES", 64)
-    monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
-    text = "".join(f"Line {n} of a story.\n" for n in range(40))
-    (tmp_path / "story.txt").write_text(text)
-    examples = read_examples(tmp_path / "story.txt", ENCODER)
-    assert TOKENIZER.decode(examples.token_N.tolist()) == text
-    data = Dataset(examples, width=16)
-    assert data.tokens == len(examples.token_N) - 1
-
-
 def test_long_jsonl_text_is_encoded_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long text is encoded in pieces of bounded size, like a text file; long completions and
-    conversations are refused.
+    """A long text, of a file or a line, is encoded in pieces that lose no token, since they end at
+    line ends; long completions and conversations are refused.
     """
     text = "".join(f"Line {n} of a story.\n" for n in range(40))
     (tmp_path / "story.txt").write_text(text)
@@ -197,6 +180,8 @@ def test_long_jsonl_text_is_encoded_in_pieces(
         monkeypatch.setattr(name, 64)
     monkeypatch.setattr("jaxllm.data.chunking.MIN_PIECE_BYTES", 64)
     expected = read_examples(tmp_path / "story.txt", ENCODER)
+    assert TOKENIZER.decode(expected.token_N.tolist()) == text
+    assert Dataset(expected, width=16).tokens == len(expected.token_N) - 1
     monkeypatch.setattr(Tokenizer, "encode", encode)
     found = read_examples(write_lines(tmp_path, {"text": text}), ENCODER)
     np.testing.assert_array_equal(found.token_N, expected.token_N)
@@ -206,14 +191,6 @@ def test_long_jsonl_text_is_encoded_in_pieces(
     for line in ({"prompt": "Tell", "completion": text}, {"messages": turns}):
         with pytest.raises(TokenError, match=r"line 1: .* must have at most 64 characters: got"):
             read_examples(write_lines(tmp_path, line), ENCODER)
-
-
-def test_same_file_gives_same_digest_and_batches(tmp_path: Path) -> None:
-    file = write_lines(tmp_path, *({"text": f"Story {n} is told."} for n in range(9)))
-    one, two = (Dataset(read_examples(file, ENCODER), width=12) for _ in range(2))
-    assert one.digest == two.digest
-    assert one.facts["kind"] == "text"
-    np.testing.assert_array_equal(one.batch(1).token_BT, two.batch(1).token_BT)
 
 
 @pytest.mark.parametrize(

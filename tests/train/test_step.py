@@ -1,4 +1,4 @@
-"""The compiled training step compared with torch: losses, gradients, accumulation, AdamW."""
+"""The compiled training step compared with torch: losses, gradients, AdamW, frozen weights."""
 
 import dataclasses
 import math
@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from jaxllm.adapters import LoraConfig, attach_new_lora
 from jaxllm.errors import ConfigError
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.train.optimizer import Optimizer, decay_mask
 from jaxllm.train.partition import combine, partition, trainable_params
-from jaxllm.train.step import Setup, eval_step, init_state, train_step
+from jaxllm.train.step import FrozenWeight, Setup, freeze_params, init_state, train_step
 from jaxllm.weights.paths import flatten
 from jaxllm.weights.precision import Precision, cast
-from tests.tiny_models import Twin, load_twin, random_model, save_random, tokens
+from jaxllm.weights.quantize import quantize
+from tests.tiny_models import Twin, make_twin, our_arrays, random_model, tokens
 
 KEY = jax.random.key(0)
 RATE = 1e-3
@@ -50,10 +52,7 @@ BLANK = dataclasses.replace(BATCHES[0], label_BT=np.full((2, 9), IGNORED, np.int
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    directory = tmp_path_factory.mktemp(request.param)
-    layers = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[request.param]
-    save_random(directory, request.param, **{layers: 1})
-    return load_twin(directory)
+    return make_twin(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def torch_loss(model: Any, batches: tuple[Rows, ...]) -> torch.Tensor:
@@ -69,17 +68,6 @@ def torch_loss(model: Any, batches: tuple[Rows, ...]) -> torch.Tensor:
         )
         count += int((labels != IGNORED).sum())
     return total / max(count, 1)
-
-
-def theirs(twin: Twin, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """Return torch tensors under our names as [out, in]; GPT-2 stores linears as [in, out]."""
-    gpt2 = twin.config.model_type == "gpt2"
-    found = {}
-    for name, tensor in tensors.items():
-        path = name.removeprefix("model.").removeprefix("transformer.")
-        transposed = gpt2 and tensor.ndim == 2 and not path.startswith(("wte", "wpe"))
-        found[path] = (tensor.T if transposed else tensor).detach().numpy().copy()
-    return found
 
 
 def setup_of(model: Any, **options: Any) -> Setup:
@@ -101,7 +89,7 @@ def test_loss_and_gradient_equal_torch(twin: Twin) -> None:
     expected.backward()
     assert float(value) == pytest.approx(float(expected.detach()), rel=1e-5)
     named = {name: p.grad for name, p in twin.torch_model.named_parameters()}
-    wanted = theirs(twin, named)
+    wanted = our_arrays(twin, named)
     assert gradient.keys() == wanted.keys()
     for path, array in gradient.items():
         scale = float(np.abs(wanted[path]).max())
@@ -132,7 +120,7 @@ def test_adamw_steps_equal_torch(twin: Twin) -> None:
         assert float(metrics.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
         assert float(metrics.grad_norm) == pytest.approx(float(norm), rel=1e-4)
     assert int(metrics.weight) == sum(int((b.label_BT != IGNORED).sum()) for b in BATCHES)
-    wanted = theirs(twin, dict(twin.torch_model.named_parameters()))
+    wanted = our_arrays(twin, dict(twin.torch_model.named_parameters()))
     with torch.no_grad():
         for name, parameter in twin.torch_model.named_parameters():
             parameter.copy_(initial[name])
@@ -140,18 +128,6 @@ def test_adamw_steps_equal_torch(twin: Twin) -> None:
         moved = wanted[path] - before[path]
         ours = np.asarray(array) - before[path]
         np.testing.assert_allclose(ours, moved, atol=RATE * 1e-3, rtol=1e-3, err_msg=path)
-
-
-def test_accumulated_batches_equal_one_batch(twin: Twin) -> None:
-    setup = setup_of(twin.model)
-    trained, rest = partition(twin.params)
-    concatenated = jax.tree.map(lambda *x: np.concatenate(x), *BATCHES)
-    accumulated, whole = (
-        train_step(init_state(trained, setup), rest, None, rows, KEY, setup=setup)
-        for rows in (stacked(*BATCHES), stacked(concatenated))
-    )
-    assert float(accumulated[1].loss) == pytest.approx(float(whole[1].loss), rel=1e-6)
-    assert float(accumulated[1].grad_norm) == pytest.approx(float(whole[1].grad_norm), rel=1e-5)
 
 
 def test_step_without_labels_is_zero_and_finite(twin: Twin) -> None:
@@ -274,12 +250,50 @@ def test_learning_rate_schedules_warm_up_and_decay() -> None:
     np.testing.assert_allclose([linear.learning_rate(jnp.int32(n)) for n in (0, 25)], [2.0, 1.5])
 
 
-def test_eval_step_loss_equals_train_step_loss(tiny: Any) -> None:
-    model, params = tiny
-    setup = setup_of(model)
-    trained, rest = partition(params)
-    found = eval_step(trained, rest, None, BATCHES[0], KEY, setup=setup)
-    _, metrics = train_step(
-        init_state(trained, setup), rest, None, stacked(BATCHES[0]), KEY, setup=setup
-    )
-    assert float(found.total / found.weight) == pytest.approx(float(metrics.loss), rel=1e-6)
+ADAPTERS = ((r".*\.weight\.(a|b)", True),)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("float32", None), ("float32", "nf4"), ("bfloat16", "int4")]
+)
+def test_frozen_weights_keep_loss_and_gradients(dtype: str, format: str | None) -> None:
+    """With frozen dense, nf4 or int4 weights, the loss is identical and the adapter gradients equal
+    those without freezing.
+    """
+    model, params = random_model("llama", num_hidden_layers=1)
+    precision = Precision.uniform(dtype)
+    model, params = model.clone(precision=precision), cast(params, precision)
+    params = params if format is None else quantize(params, format)
+    lora = LoraConfig(r=2, target_modules=("q_proj", "down_proj"))
+    trained, rest = partition(attach_new_lora(model.config, params, lora, KEY), ADAPTERS)
+    trained = {
+        path: 0.1 * jax.random.normal(jax.random.fold_in(KEY, n), x.shape)
+        for n, (path, x) in enumerate(sorted(trained.items()))
+    }
+
+    def gradients(rest: Any) -> Any:
+        def loss(trained: Any) -> jax.Array:
+            return NextToken()(model, combine(trained, rest), None, BATCHES[0], KEY).total
+
+        return jax.jit(jax.value_and_grad(loss))(trained)
+
+    frozen_rest = freeze_params(rest)
+    kinds = {path: type(leaf) for path, leaf in flatten(frozen_rest)}
+    assert kinds["layers.0.mlp.up_proj.weight"] is FrozenWeight
+    assert kinds["norm.weight"] is not FrozenWeight
+    expected, found = gradients(rest), gradients(frozen_rest)
+    assert float(found[0]) == float(expected[0])
+    for path, gradient in expected[1].items():
+        scale = float(jnp.abs(gradient).max())
+        near = 1e-5 if dtype == "float32" else 0.05  # the gradient product is in bfloat16
+        np.testing.assert_allclose(found[1][path], gradient, atol=near * scale, err_msg=path)
+
+
+def test_freeze_params_skips_trained_and_small_weights() -> None:
+    """Trained weights and norms stay as they are; every other matrix becomes a FrozenWeight."""
+    _, params = random_model("llama", num_hidden_layers=1)
+    _, rest = partition(params, ((r"layers\.0\.mlp", True),))
+    kinds = {path: isinstance(leaf, FrozenWeight) for path, leaf in flatten(freeze_params(rest))}
+    assert not any(kinds[path] for path in kinds if ".mlp." in path or "norm" in path)
+    assert kinds["lm_head.weight"]
+    assert kinds["layers.0.self_attn.q_proj.weight"]

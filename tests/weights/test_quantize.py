@@ -8,80 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import jaxllm
 from jaxllm import Override, Precision
 from jaxllm.checkpoints.native import load_params, open_native, save, with_params
 from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_format
+from jaxllm.weights.formats import as_format, parse_format, weight_format
 from jaxllm.weights.lazy import LazyTensor
-from jaxllm.weights.paths import flatten, map_leaves
+from jaxllm.weights.paths import flatten
 from jaxllm.weights.safetensors import open_tensors, write_tensors
 from jaxllm.weights.types.bf16_12bit import NAME
-from tests.tiny_models import assert_close, load_twin, save_random, tokens
-
-INTEGERS = [
-    "int8", "int8-f16", "int8-g32", "int8-g128", "int4-g32", "int4-g64-f16", "int4-g128",
-    "int4-g32-zp", "int4-g64-zp-f16",
-]  # fmt: skip
 
 
 def formats(params: Any) -> dict[str, str]:
     return {path: weight_format(leaf) for path, leaf in flatten(params)}
-
-
-def by_hand(weight: Any) -> np.ndarray:
-    """Evaluate the docstring's formula entry by entry."""
-    data, scale = np.asarray(weight.data), np.asarray(weight.scale).astype(np.float64)
-    rows, columns = weight.shape
-    group = weight.group or (data.shape[1] * 8 // weight.bits)
-    out = np.zeros((rows, columns))
-    for o in range(rows):
-        for i in range(columns):
-            if weight.bits == 8:
-                q, zero = int(data[o, i]), 0
-            else:
-                byte = int(data[o, 16 * (i // 32) + i % 16])
-                q, zero = (byte >> 4 if i % 32 >= 16 else byte & 15), 8
-            if weight.zero is not None:
-                zero = int(weight.zero[o, i // group])
-            out[o, i] = (q - zero) * scale[o, i // group]
-    return out
-
-
-@pytest.mark.parametrize("name", INTEGERS)
-def test_quantized_weight_equals_formula_within_step(name: str) -> None:
-    """Dequantized values equal the docstring's formula, and each error is within the bound of the
-    step size.
-    """
-    rng = np.random.default_rng(0)
-    array = rng.normal(0, 0.02, (5, 150)).astype(np.float32)
-    array[3] = 0  # a row of zeros
-    weight = as_format(jnp.asarray(array), name)
-    assert weight_format(weight) == name
-    assert weight.shape == (5, 150)
-    formula = by_hand(weight)
-    np.testing.assert_allclose(np.asarray(weight.to_dense()), formula, rtol=1e-6)
-    assert (formula[3] == 0).all()
-    group = weight.group or 256
-    step = np.repeat(np.abs(np.asarray(weight.scale, np.float64)), group, axis=1)[:, :150]
-    error = np.abs(formula - array)
-    # Half a step; up to a whole step beyond +7 of 16 symmetric levels. Float16 scales move the
-    # ends of the range by 2^-11 of it, and zero points are rounded too.
-    levels = 1.0 if weight.bits == 4 else 0.5
-    assert (error <= step * (levels + (0.07 if name.endswith("f16") else 1e-3)) + 1e-9).all()
-    assert error.mean() < 0.3 * step.mean()
-
-
-def test_quantizing_rows_is_independent_of_blocks() -> None:
-    rng = np.random.default_rng(1)
-    array = jnp.asarray(rng.normal(0, 1, (600, 64)).astype(np.float32))
-    for name in ("int8", "int4-g32-zp"):
-        whole, single = as_format(array, name), as_format(array[590:595], name)
-        assert (whole.data[590:595] == single.data).all()
-        assert (whole.scale[590:595] == single.scale).all()
 
 
 def test_bf16_packed_is_lossless_and_saves_quarter() -> None:
@@ -158,41 +99,15 @@ def test_quantize_first_matching_rule_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "rules"), [("llama", "int8"), ("llama", "int4-g32-zp"), ("gpt2", "int4-g32")]
-)
-def test_quantized_forward_equals_transformers_on_dequantized_weights(
-    family: str, rules: str, tmp_path: Path
-) -> None:
-    save_random(tmp_path, family)
-    twin = load_twin(tmp_path)
-    params = jaxllm.quantize(twin.params, rules)
-    plain = jaxllm.dequantize(params)
-    state = twin.torch_model.state_dict()
-    prefix = "transformer." if family == "gpt2" else "model."
-    for path, leaf in flatten(plain):
-        name = path if path == "lm_head.weight" else prefix + path
-        array = torch.tensor(np.asarray(leaf))
-        state[name].copy_(
-            array.T if family == "gpt2" and ".c_" in path and leaf.ndim == 2 else array
-        )
-    token_BT = tokens(2, 24)
-    theirs = twin.logits(token_BT)
-    assert (
-        np.abs(
-            theirs - np.asarray(jaxllm.forward(twin.model, twin.params, None, token_BT).logits)
-        ).max()
-        > 0.05
-    )
-    assert_close(jaxllm.forward(twin.model, params, None, token_BT).logits, theirs)
-    short = twin.logits(token_BT[:, :6])  # few rows: the kernels
-    assert_close(jaxllm.forward(twin.model, params, None, token_BT[:, :6]).logits, short)
-
-
-@pytest.mark.parametrize(
-    ("quantize", "dtype"), [("int4-g32-zp", None), ("int8-f16", None), ("bf16-packed", "bfloat16")]
-)
+    ("quantize", "dtype"),
+    [
+        ("int4-g32-zp", None), ("int8-f16", None), ("bf16-packed", "bfloat16"),
+        ("int3-g32-zp", None), ("int2", None), ("int8-g64-zp-f16", None), ("nf4", None),
+        ([(r"layers\.0\.mlp\.up_proj", "rank9/int8"), (r".*o_proj", "rank7/bfloat16")], None),
+    ],
+)  # fmt: skip
 def test_quantized_checkpoint_round_trips_bitwise(
-    quantize: str, dtype: str | None, tmp_path: Path, shallow: Any
+    quantize: Any, dtype: str | None, tmp_path: Path, shallow: Any
 ) -> None:
     lm = jaxllm.load(shallow("llama"), dtype=dtype, quantize=quantize)
     opened = open_checkpoint(shallow("llama"))
@@ -201,13 +116,15 @@ def test_quantized_checkpoint_round_trips_bitwise(
     assert again.model == lm.model
     for (path, a), (_, b) in zip(flatten(lm.params), flatten(again.params), strict=True):
         assert weight_format(a) == weight_format(b), path
-        x, y = (np.asarray(to_dense(leaf)).tobytes() for leaf in (a, b))
-        assert x == y, path
-    again = jaxllm.load(tmp_path / "q", dtype="float32")  # changes the activations only
-    assert again.model.precision.activations == "float32"
-    assert weight_format(again.params["embed_tokens"]["weight"]) == weight_format(
-        lm.params["embed_tokens"]["weight"]
-    )
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+    if quantize in ("int2", "nf4"):
+        assert weight_format(again.params["embed_tokens"]["weight"]) == "int8"
+    if isinstance(quantize, str):  # another dtype changes the activations only
+        again = jaxllm.load(tmp_path / "q", dtype="float32")
+        assert again.model.precision.activations == "float32"
+        found, wanted = (x.params["embed_tokens"]["weight"] for x in (again, lm))
+        assert weight_format(found) == weight_format(wanted)
 
 
 def test_crafted_quantized_tensors_are_refused(tmp_path: Path, shallow: Any) -> None:
@@ -242,17 +159,18 @@ def test_crafted_quantized_tensors_are_refused(tmp_path: Path, shallow: Any) -> 
     def renamed(_: Any, settings: Any) -> None:
         settings["formats"][path] = "int8-g32"
 
-    with pytest.raises(CheckpointError, match=r"up_proj.weight.scale holds NaN"):
-        crafted("int8", item(".scale", (0, 0), np.nan))
-    with pytest.raises(CheckpointError, match=r"zero holds 16"):
-        crafted("int4-g32-zp", item(".zero", (0, 0), 16))
-    with pytest.raises(CheckpointError, match=r"up_proj.weight.scale has shape"):
-        crafted("int8", renamed)
-    for name, index, value in (
-        (".escape_begin", 1, 10**6), (".escape_begin", 0, 1), (".base", (), 250),
-    ):  # fmt: skip
-        with pytest.raises(CheckpointError, match=r"escapes .* do not match"):
-            crafted("bf16-packed", item(name, index, value), "bfloat16")
+    for quantize, change, message in (
+        ("int8", item(".scale", (0, 0), np.nan), "up_proj.weight.scale holds NaN"),
+        ("int4-g32-zp", item(".zero", (0, 0), 16), "zero holds 16"),
+        ("int3-g32-zp", item(".zero", (0, 0), 8), "zero holds 8: zero points must be at most 7"),
+        ("nf4", item(".mean", (), np.nan), "up_proj.weight.mean holds NaN"),
+        ("int8", renamed, "up_proj.weight.scale has shape"),
+        ("bf16-packed", item(".escape_begin", 1, 10**6), "escapes .* do not match"),
+        ("bf16-packed", item(".escape_begin", 0, 1), "escapes .* do not match"),
+        ("bf16-packed", item(".base", (), 250), "escapes .* do not match"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            crafted(quantize, change, "bfloat16" if quantize == "bf16-packed" else None)
 
 
 def test_overrides_quantize_module_and_set_output_dtype(shallow: Any) -> None:
@@ -280,7 +198,6 @@ def test_overrides_quantize_module_and_set_output_dtype(shallow: Any) -> None:
     ]
     with pytest.raises(ConfigError, match="output must be one of"):
         Override(output="int8")
-    assert map_leaves(lambda _, x: x.ndim, lm.params)["norm"]["weight"] == 1
 
 
 def test_without_quantization_drops_quantizing_overrides() -> None:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.ops import native
@@ -15,6 +14,7 @@ from jaxllm.weights.formats import as_format, parse_format, to_dense, weight_for
 from jaxllm.weights.linear import embed, linear
 from jaxllm.weights.types.int_weight import IntWeight
 from jaxllm.weights.types.sparse import TAIL_PADDING, SparseWeight, to_sparse
+from tests.weights.products import assert_products_equal
 
 PATTERNS = ("2:4", "bitmap")
 NAMES = [f"{dtype}-{pattern}" for dtype in ("float32", "bfloat16", "int8") for pattern in PATTERNS]
@@ -121,30 +121,16 @@ def test_sparse_blocks_equal_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sparse_embed_equals_dense_and_nan_outside(name: str) -> None:
-    weight = leaf(4, name)
-    table = np.asarray(to_dense(weight), np.float32)
-    index = jnp.asarray([[0, 6, 3], [3, 7, -1]])
-    rows = np.asarray(embed(weight, index), np.float32)
-    assert np.array_equal(rows[0], table[[0, 6, 3]]) and np.array_equal(rows[1, 0], table[3])
-    assert np.isnan(rows[1, 1:]).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sparse_products_equal_torch_and_gradients_dense(name: str) -> None:
-    rng = np.random.default_rng(5)
+def test_sparse_products_rows_and_gradients_equal_dense(name: str) -> None:
+    """Negative rows are outside the matrix, too."""
     weight = leaf(5, name)
     w = np.asarray(to_dense(weight), np.float32)
+    x = np.random.default_rng(5).normal(0, 1, (3, SHAPE[1])).astype(np.float32)
     with native.disable_kernels():
-        for rows in (1, 3):
-            x = rng.normal(0, 1, (rows, SHAPE[1])).astype(np.float32)
-            exact = torch.tensor(x).double() @ torch.tensor(w).double().T
-            bound = 1e-6 * (np.abs(x) @ np.abs(w).T)
-            assert (
-                np.abs(np.asarray(linear(jnp.asarray(x), weight)) - exact.numpy()) <= bound
-            ).all()
+        assert_products_equal(weight, w, rows=(1, 3))
         gradient = jax.grad(lambda x: linear(x, weight).sum())(jnp.asarray(x))
         np.testing.assert_allclose(gradient[0], w.sum(axis=0), rtol=1e-5, atol=1e-5)
+    assert np.isnan(np.asarray(embed(weight, jnp.array([[-1]])), np.float32)).all()
 
 
 def test_int8_inputs_apply_only_to_integer_weights() -> None:

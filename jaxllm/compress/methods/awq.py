@@ -4,7 +4,6 @@ Lin et al. 2024, arXiv 2306.00978.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,17 +43,17 @@ class AwqOptions(RuleOptions, frozen=True):
     keep: str = r".*(q_proj|k_proj|c_attn)"
 
 
-def awq(state: ModelState, argument: str, options: AwqOptions, context: StepContext) -> ModelState:
+def awq(context: StepContext[AwqOptions]) -> ModelState:
     """Quantize to integers, with channels scaled so that important ones lose less."""
-    to = parse_integer_format(argument)
+    to, options = parse_integer_format(context.argument), context.options
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
         for site, chosen in match_linears(layer, options.on):
             stats = layer.input_stats(params, site)
             if len(chosen) == len(site.linears) and can_fold(params, site):
-                search = search_scale(layer, params, site, stats, to)
-                params, scale_I = fold_scale(params, site, search.scale_I)
+                best_I = search_scale(layer, params, site, stats, to)
+                params, scale_I = fold_scale(params, site, best_I)
                 stats = stats.scale(1 / scale_I)
             for linear in chosen:
                 weight = to_dense(get_module(params, linear)["weight"])
@@ -63,26 +62,13 @@ def awq(state: ModelState, argument: str, options: AwqOptions, context: StepCont
                 params = replace_leaves(params, linear, weight=leaf)
         return params
 
-    return run_layerwise(state, context, f"AWQ, {to.name}", change)
-
-
-class ScaleSearch(NamedTuple):
-    """AWQ's result.
-
-    scale_I: scale of each channel. ratio: exponent of the mean magnitude. loss: mean squared error
-    of the site's output. unscaled_loss: that error without a scale.
-    """
-
-    scale_I: jax.Array
-    ratio: float
-    loss: float
-    unscaled_loss: float
+    return run_layerwise(context, f"AWQ, {to.name}", change)
 
 
 def search_scale(
     inputs: LayerInputs, params: Params, site: LinearGroup, stats: InputStats, target: IntFormat
-) -> ScaleSearch:
-    """Find the scale that minimizes the change of the site's output due to rounded weights.
+) -> jax.Array:
+    """Find the scale of each channel that minimizes the change of the site's output by rounding.
 
     Tries `mean|x|^r` for r = 0, 1/20, ... 19/20, normalized by `awq_scale`. The error is the mean
     square over a part of the calibration data.
@@ -91,20 +77,16 @@ def search_scale(
     weights = {linear: to_dense(get_module(params, linear)["weight"]) for linear in site.linears}
     layer = inputs.dense(params)  # dequantize once, not for each ratio
     exact = inputs.trace_entry(layer, site.output, rows)
-    best: ScaleSearch | None = None
-    for step in range(RATIO_STEPS):
-        scale_I = awq_scale(stats.mean_abs_I, step / RATIO_STEPS)
+
+    def output_error(scale_I: jax.Array) -> float:
         tried = layer
         for linear, weight_OI in weights.items():
             tried = replace_leaves(tried, linear, weight=_round_scaled(weight_OI, scale_I, target))
         off = inputs.trace_entry(tried, site.output, rows) - exact
-        loss = float(np.mean(off.astype(np.float64) ** 2))
-        if best is None or loss < best.loss:
-            best = ScaleSearch(
-                scale_I, step / RATIO_STEPS, loss, best.unscaled_loss if best else loss
-            )
-    assert best is not None
-    return best
+        return float(np.mean(off.astype(np.float64) ** 2))
+
+    ratios = [step / RATIO_STEPS for step in range(RATIO_STEPS)]
+    return min((awq_scale(stats.mean_abs_I, ratio) for ratio in ratios), key=output_error)
 
 
 def awq_scale(mean_abs_I: jax.Array, ratio: float) -> jax.Array:

@@ -11,24 +11,22 @@ from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.int_weight import IntWeight
 
 
-def store(
-    state: ModelState, argument: str, options: RuleOptions, context: StepContext
-) -> ModelState:
+def store(context: StepContext[RuleOptions]) -> ModelState:
     """Convert weights to another format; values may round."""
+    rule = [(context.options.on, True)]
 
     def change(path: str, leaf: Weight) -> Weight:
-        chosen = leaf.ndim >= 2 and first_match([(options.on, True)], path)
-        return convert_inner(leaf, argument) if chosen else leaf
+        chosen = leaf.ndim >= 2 and first_match(rule, path)
+        return convert_inner(leaf, context.argument) if chosen else leaf
 
-    return dataclasses.replace(state, params=map_leaves(change, state.params))
+    params = map_leaves(change, context.state.params)
+    return dataclasses.replace(context.state, params=params)
 
 
-def dynamic_inputs(
-    state: ModelState, argument: str, options: Options, context: StepContext
-) -> ModelState:
+def dynamic_inputs(context: StepContext[Options]) -> ModelState:
     """Round inputs of integer weights to int8 at run time (dynamic quantization)."""
-    precision = dataclasses.replace(state.precision, int8_inputs=True)
-    return dataclasses.replace(state, precision=precision)
+    precision = dataclasses.replace(context.state.precision, int8_inputs=True)
+    return dataclasses.replace(context.state, precision=precision)
 
 
 def convert_inner(weight: Weight, name: str) -> Weight:

@@ -36,11 +36,9 @@ class GptqOptions(RuleOptions, frozen=True):
     damping: Fraction = 0.01
 
 
-def gptq(
-    state: ModelState, argument: str, options: GptqOptions, context: StepContext
-) -> ModelState:
+def gptq(context: StepContext[GptqOptions]) -> ModelState:
     """Quantize to integers column by column; later columns compensate earlier errors."""
-    to = parse_integer_format(argument)
+    to, options = parse_integer_format(context.argument), context.options
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
         factor = factor_inputs(stats, where, options.damping, context.log, options.act_order)
@@ -48,18 +46,14 @@ def gptq(
         def change(path: str, weight: Weight) -> Weight:
             array = to_dense(weight, jnp.float32)
             solved = solve_columns(array, factor, target=to, static_groups=options.static_groups)
-            assert solved.codes_OI is not None and solved.scale_OG is not None
             if options.act_order and not options.static_groups and to.group is not None:
                 order_I = jnp.asarray(factor.order_I, jnp.int32)
-                codes_OI = solved.codes_OI[:, order_I]
-                return PermutedWeight(
-                    to.from_codes(codes_OI, solved.scale_OG, solved.zero_OG), order_I
-                )
-            return to.from_codes(solved.codes_OI, solved.scale_OG, solved.zero_OG)
+                return PermutedWeight(solved.to_weight(to, order_I), order_I)
+            return solved.to_weight(to)
 
         return change
 
-    return change_by_inputs(state, options, context, f"GPTQ, {to.name}", prepare)
+    return change_by_inputs(context, f"GPTQ, {to.name}", prepare)
 
 
 def check_gptq(shapes: Shapes, argument: str, options: GptqOptions) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.compress.methods.observers import Observer, Range, add_saturating, finite_mask
+from jaxllm.compress.methods.observers import Observer, Range
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.validation import check_int
 
@@ -34,7 +34,7 @@ class HistogramObserver(Observer):
 
     def update(self, x: jax.Array) -> "HistogramObserver":
         x_n = x.reshape(-1)
-        finite_n, non_finite = finite_mask(x_n)
+        finite_n, non_finite = self.count_non_finite(x_n)
         low = jnp.minimum(self.low, jnp.where(finite_n, x_n, jnp.inf).min())
         high = jnp.maximum(self.high, jnp.where(finite_n, x_n, -jnp.inf).max())
         bins = self.count_B.shape[0]
@@ -46,7 +46,7 @@ class HistogramObserver(Observer):
             low=low,
             high=high,
             count_B=old_B + new_B.astype(jnp.float32),
-            non_finite=add_saturating(self.non_finite, non_finite),
+            non_finite=non_finite,
         )
 
     def _redistribute(self, low: jax.Array, high: jax.Array) -> jax.Array:

@@ -45,27 +45,24 @@ class LayerOptions(Options, frozen=True):
     last: Ends = -1
 
 
-def drop_layers(
-    state: ModelState, argument: str, options: LayerOptions, context: StepContext
-) -> ModelState:
+def drop_layers(context: StepContext[LayerOptions]) -> ModelState:
     """Drop the layers that change the residual stream least.
 
     Raises ConfigError if modules have formats by path, since the remaining layers are renumbered.
     """
+    state, options = context.state, context.options
     if any(row.activations or row.output for _, row in state.precision.overrides):
         raise ConfigError("layers cannot be dropped after modules were given formats by path")
-    assert context.calibration is not None
     model, layers = state.model, state.config.num_hidden_layers
-    token_NT = context.calibration.token_NT
-    count = count_removed(layers, parse_amount(argument), "layers")
+    count = count_removed(layers, parse_amount(context.argument), "layers")
     first, last = default_ends(layers)
     first = first if options.first < 0 else options.first
     last = last if options.last < 0 else options.last
     if options.by == "influence":
-        influence_L = block_influence(model, state.params, token_NT)
+        influence_L = block_influence(model, state.params, context.token_NT)
         keep = keep_most_influential(influence_L, count, first, last)
     else:
-        distance_R = angular_distance(model, state.params, token_NT, count)
+        distance_R = angular_distance(model, state.params, context.token_NT, count)
         keep = keep_outside_run(distance_R, count, first, last)
     context.log(f"dropping layers {', '.join(str(i) for i in range(layers) if i not in keep)}")
     config, params = cut_layers(state.config, state.params, keep)

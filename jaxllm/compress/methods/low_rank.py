@@ -14,7 +14,8 @@ but S is neither computed nor inverted, so M may be singular.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,12 +27,9 @@ from jaxllm.compress.layerwise import (
     map_layers,
     match_linears,
     match_weights,
-    replace_leaves,
-    run_layerwise,
 )
 from jaxllm.compress.methods.ranks import (
     RANK_BUDGET,
-    RankBudget,
     Ranks,
     parse_rank_budget,
     rank_of_share,
@@ -47,13 +45,14 @@ from jaxllm.compress.recipe import (
     match_paths,
     shapes_by_path,
 )
+from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.errors import ConfigError
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import Weight, parse_format, to_dense, weight_format
 from jaxllm.weights.paths import Params, map_leaves
 from jaxllm.weights.types.low_rank import LowRankFormat, LowRankWeight
 
-Decompose = Callable[[np.ndarray, InputStats], "SVDResult"]
+Decompose = Callable[[np.ndarray, InputStats, Any], "SVDResult"]  # the last: the options
 
 
 class SVDResult(NamedTuple):
@@ -88,12 +87,11 @@ class AsvdOptions(FactorOptions, frozen=True):
     alpha: Fraction = 0.5
 
 
-def svd(
-    state: ModelState, argument: str, options: FactorOptions, context: StepContext
-) -> ModelState:
+def svd(context: StepContext[FactorOptions]) -> ModelState:
     """Replace matrices by the low-rank factors nearest to the weights."""
+    state, options = context.state, context.options
     leaves = match_weights(state.params, options.on, "factor: svd")
-    budget = parse_rank_budget(argument)
+    budget = parse_rank_budget(context.argument)
     with steps_bar("SVD", len(leaves), context.show_progress) as done:
 
         def decompose(weight: Weight) -> SVDResult:
@@ -111,31 +109,9 @@ def svd(
                 return leaf
             spectrum = decompose(leaf)
             rank = ranks[path] if ranks else budget.rank_for(spectrum.sigma_R, spectrum.shape)
-            return _factor_weight(path, leaf, spectrum, rank, options, context)
+            return _factor_weight(path, leaf, spectrum, rank, context)
 
         return dataclasses.replace(state, params=map_leaves(change, state.params))
-
-
-def asvd(
-    state: ModelState, argument: str, options: AsvdOptions, context: StepContext
-) -> ModelState:
-    """Replace matrices by low-rank factors, weighting each column by its input's size (ASVD)."""
-
-    def decompose(w_OI: np.ndarray, stats: InputStats) -> SVDResult:
-        return decompose_asvd(w_OI, np.asarray(stats.mean_abs_I), alpha=options.alpha)
-
-    return _factor_by_inputs(state, argument, options, context, "ASVD", decompose)
-
-
-def svdllm(
-    state: ModelState, argument: str, options: FactorOptions, context: StepContext
-) -> ModelState:
-    """Replace matrices by the low-rank factors with the nearest outputs (SVD-LLM)."""
-
-    def decompose(w_OI: np.ndarray, stats: InputStats) -> SVDResult:
-        return decompose_svd_llm(w_OI, np.asarray(stats.gram_II))
-
-    return _factor_by_inputs(state, argument, options, context, "SVD-LLM", decompose)
 
 
 def check_factors(shapes: Shapes, argument: str, options: FactorOptions) -> None:
@@ -159,47 +135,31 @@ def check_factors(shapes: Shapes, argument: str, options: FactorOptions) -> None
             rank_of_share((shape[0], shape[1]), budget.share)
 
 
-def _factor_by_inputs(
-    state: ModelState,
-    argument: str,
-    options: FactorOptions,
-    context: StepContext,
-    name: str,
-    decompose: Decompose,
+def factor_by_inputs(
+    name: str, decompose: Decompose, context: StepContext[FactorOptions]
 ) -> ModelState:
-    budget, ranks = parse_rank_budget(argument), None
-    if options.ranks == "spread":
-        ranks = _allocate_by_inputs(state, budget, options, context, name, decompose)
+    """Replace matrices by the low-rank factors that `decompose` finds, given their inputs."""
+    budget, ranks = parse_rank_budget(context.argument), None
+    if context.options.ranks == "spread":
+        sigmas = _collect_sigmas(name, decompose, context)
+        ranks = budget.allocate(sigmas, shapes_by_path(context.state.params))
 
-    def change(layer: LayerInputs) -> Params:
-        params = layer.params
-        for site, linears in match_linears(layer, options.on):
-            stats = layer.input_stats(params, site)
-            for linear in linears:
-                path, weight = f"{layer.path}.{linear}.weight", get_module(params, linear)["weight"]
-                spectrum = decompose(_array(weight), stats)
-                rank = (
-                    budget.rank_for(spectrum.sigma_R, spectrum.shape)
-                    if ranks is None
-                    else ranks[path]
-                )
-                leaf = _factor_weight(path, weight, spectrum, rank, options, context)
-                params = replace_leaves(params, linear, weight=leaf)
-        return params
+    def prepare(stats: InputStats, where: str) -> ChangeWeight:
+        def change(path: str, weight: Weight) -> Weight:
+            spectrum = decompose(_array(weight), stats, context.options)
+            rank = ranks[path] if ranks else budget.rank_for(spectrum.sigma_R, spectrum.shape)
+            return _factor_weight(path, weight, spectrum, rank, context)
 
-    return run_layerwise(state, context, name, change)
+        return change
+
+    return change_by_inputs(context, name, prepare)
 
 
-def _allocate_by_inputs(
-    state: ModelState,
-    budget: RankBudget,
-    options: FactorOptions,
-    context: StepContext,
-    name: str,
-    decompose: Decompose,
-) -> Ranks:
-    """Allocate ranks, with inputs computed by the unchanged model."""
-    assert context.calibration is not None
+def _collect_sigmas(
+    name: str, decompose: Decompose, context: StepContext[FactorOptions]
+) -> dict[str, np.ndarray]:
+    """Return the singular values by path, with inputs computed by the unchanged model."""
+    state, options = context.state, context.options
     sigmas: dict[str, np.ndarray] = {}
 
     def record_spectra(layer: LayerInputs) -> Params:
@@ -207,18 +167,18 @@ def _allocate_by_inputs(
             stats = layer.input_stats(layer.params, site)
             for linear in linears:
                 w_OI = _array(get_module(layer.params, linear)["weight"])
-                sigmas[f"{layer.path}.{linear}.weight"] = decompose(w_OI, stats).sigma_R
+                sigmas[f"{layer.path}.{linear}.weight"] = decompose(w_OI, stats, options).sigma_R
         return layer.params
 
     map_layers(
         state.model,
         state.params,
-        context.calibration.token_NT,
+        context.token_NT,
         record_spectra,
         name=f"{name}: ranks",
         show_progress=context.show_progress,
     )
-    return budget.allocate(sigmas, shapes_by_path(state.params))
+    return sigmas
 
 
 def _factor_weight(
@@ -226,8 +186,7 @@ def _factor_weight(
     weight: Weight,
     spectrum: SVDResult,
     rank: int | None,
-    options: FactorOptions,
-    context: StepContext,
+    context: StepContext[FactorOptions],
 ) -> Weight:
     """Return the factors; or the weight itself, with a log line, if they would not be smaller."""
     if rank is None:
@@ -235,7 +194,7 @@ def _factor_weight(
     if not saves_numbers(spectrum.shape, rank):
         context.log(f"{path}: rank {rank} of {spectrum.shape} saves nothing, kept dense")
         return weight
-    return as_factored(spectrum, rank, options.format or weight_format(weight))
+    return as_factored(spectrum, rank, context.options.format or weight_format(weight))
 
 
 def _array(weight: Weight) -> np.ndarray:
@@ -326,7 +285,13 @@ SVD = Step(
 ASVD = Step(
     "factor",
     "asvd",
-    asvd,
+    partial(
+        factor_by_inputs,
+        "ASVD",
+        lambda w_OI, stats, options: decompose_asvd(
+            w_OI, np.asarray(stats.mean_abs_I), alpha=options.alpha
+        ),
+    ),
     "low-rank factors that approximate the weights times input size best",
     RANK_BUDGET,
     AsvdOptions,
@@ -335,7 +300,11 @@ ASVD = Step(
 SVD_LLM = Step(
     "factor",
     "svdllm",
-    svdllm,
+    partial(
+        factor_by_inputs,
+        "SVD-LLM",
+        lambda w_OI, stats, _: decompose_svd_llm(w_OI, np.asarray(stats.gram_II)),
+    ),
     "low-rank factors that approximate the outputs best",
     RANK_BUDGET,
     FactorOptions,

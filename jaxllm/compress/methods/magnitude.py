@@ -17,10 +17,10 @@ from jaxllm.compress.recipe import (
     StepContext,
     check_pattern,
 )
-from jaxllm.compress.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 from jaxllm.errors import ConfigError
 from jaxllm.weights.formats import Weight, to_dense
 from jaxllm.weights.paths import map_leaves
+from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
 class MagnitudeOptions(RuleOptions, frozen=True):
@@ -29,14 +29,12 @@ class MagnitudeOptions(RuleOptions, frozen=True):
     scope: str = "layer"
 
 
-def magnitude(
-    state: ModelState, argument: str, options: MagnitudeOptions, context: StepContext
-) -> ModelState:
+def magnitude(context: StepContext[MagnitudeOptions]) -> ModelState:
     """Zero the smallest weights of each matrix, or of all matrices together."""
-    sparsity = parse_sparsity(argument)
-    leaves = match_weights(state.params, options.on, "prune: magnitude")
+    sparsity, params = parse_sparsity(context.argument), context.state.params
+    leaves = match_weights(params, context.options.on, "prune: magnitude")
     bound: float | None = None
-    if options.scope == "model":
+    if context.options.scope == "model":
         bound = magnitude_threshold(leaves.values(), sparsity.fraction)
 
     def change(path: str, leaf: Weight) -> Weight:
@@ -46,7 +44,7 @@ def magnitude(
             return prune_below(leaf, bound)
         return prune_magnitude(leaf, sparsity)
 
-    return dataclasses.replace(state, params=map_leaves(change, state.params))
+    return dataclasses.replace(context.state, params=map_leaves(change, params))
 
 
 def check_magnitude(shapes: Shapes, argument: str, options: MagnitudeOptions) -> None:

@@ -20,6 +20,7 @@ from flax import struct
 from jaxllm.errors import NonFiniteError
 
 MAX_COUNT = 1 << 30  # largest count of NaN and infinities: adding another array cannot overflow
+GRID_STEPS, GRID_RANGES, GRID_POWER = 100, 80, 2.4  # of the grid search, as in GPTQ's `quant.py`
 MIN_SCALE = float(np.finfo(np.float32).eps)  # smallest scale, as in torch.ao
 
 
@@ -93,6 +94,12 @@ class Observer(struct.PyTreeNode):
         """Return the state after the float32 array x."""
         raise NotImplementedError
 
+    def count_non_finite(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return a mask of the finite elements, and `non_finite` with the others added."""
+        finite = jnp.isfinite(x)
+        more = (~finite).sum(dtype=jnp.int32)
+        return finite, jnp.minimum(self.non_finite, MAX_COUNT) + jnp.minimum(more, MAX_COUNT)
+
 
 State = TypeVar("State", bound=Observer)
 
@@ -114,7 +121,7 @@ class MinMaxObserver(Observer):
         return Range(self.low, self.high)
 
     def update(self, x: jax.Array) -> "MinMaxObserver":
-        finite, non_finite = finite_mask(x)
+        finite, non_finite = self.count_non_finite(x)
         low = jnp.where(finite, x, jnp.inf).min()
         high = jnp.where(finite, x, -jnp.inf).max()
         if self.averaging_constant is None:
@@ -122,7 +129,6 @@ class MinMaxObserver(Observer):
         else:
             low = _update_average(self.low, low, self.averaging_constant)
             high = _update_average(self.high, high, self.averaging_constant)
-        non_finite = add_saturating(self.non_finite, non_finite)
         return self.replace(low=low, high=high, non_finite=non_finite)
 
 
@@ -130,7 +136,7 @@ class GridObserver(Observer):
     """Grid search over shrinking ranges by rounding error, in a second pass over the stream.
 
     low, high: the range of the first pass. error_K: float32, the sum of
-    `|x - rounded x| ** power` for range k, which is `1 - k / steps` times the full one.
+    `|x - rounded x| ** 2.4` for range k, which is `1 - k / GRID_STEPS` times the full one.
     """
 
     low: jax.Array
@@ -138,27 +144,26 @@ class GridObserver(Observer):
     error_K: jax.Array
     qrange: QRange = struct.field(pytree_node=False)
     symmetric: bool = struct.field(pytree_node=False)
-    power: float = struct.field(pytree_node=False)
-    steps: int = struct.field(pytree_node=False)
 
     def range(self) -> Range:
         """Return the range with the least error, the widest of several."""
-        shrink = 1 - self.error_K.argmin().astype(jnp.float32) / self.steps
-        return Range(shrink * self.low, shrink * self.high)
+        return self._shrink(self.error_K.argmin())
+
+    def _shrink(self, k: jax.Array) -> Range:
+        share = 1 - k.astype(jnp.float32) / GRID_STEPS
+        return Range(share * self.low, share * self.high)
 
     def update(self, x: jax.Array) -> "GridObserver":
-        finite, non_finite = finite_mask(x)
+        finite, non_finite = self.count_non_finite(x)
         x = jnp.where(finite, x, 0.0)
 
         def error(k: jax.Array) -> jax.Array:
-            shrink = 1 - k.astype(jnp.float32) / self.steps
-            bounds = Range(shrink * self.low, shrink * self.high)
-            qparams = find_qparams(bounds, self.qrange, symmetric=self.symmetric)
-            return (jnp.abs(fake_quantize(x, qparams, self.qrange) - x) ** self.power).sum()
+            qparams = find_qparams(self._shrink(k), self.qrange, symmetric=self.symmetric)
+            return (jnp.abs(fake_quantize(x, qparams, self.qrange) - x) ** GRID_POWER).sum()
 
         return self.replace(
             error_K=self.error_K + jax.lax.map(error, jnp.arange(self.error_K.shape[0])),
-            non_finite=add_saturating(self.non_finite, non_finite),
+            non_finite=non_finite,
         )
 
 
@@ -168,29 +173,18 @@ def min_max(averaging_constant: float | None = None) -> MinMaxObserver:
     return MinMaxObserver(jnp.int32(0), low, high, averaging_constant)
 
 
-def grid_search(
-    bounds: Range,
-    qrange: QRange,
-    *,
-    symmetric: bool,
-    steps: int = 100,
-    shrink: float = 0.8,
-    power: float = 2.4,
-) -> GridObserver:
+def grid_search(bounds: Range, qrange: QRange, *, symmetric: bool) -> GridObserver:
     """Return an observer that searches the range with the least rounding error.
 
-    It tries `int(steps * shrink)` ranges by the error `|x - rounded x| ** power`, as GPTQ's
-    `quant.py`, with its defaults. bounds: the widest range, from another observer.
+    It tries 80 ranges, as GPTQ's `quant.py` does. bounds: the widest range, from another observer.
     """
     return GridObserver(
         non_finite=jnp.int32(0),
         low=jnp.minimum(bounds.low, 0.0),
         high=jnp.maximum(bounds.high, 0.0),
-        error_K=jnp.zeros(int(steps * shrink), jnp.float32),
+        error_K=jnp.zeros(GRID_RANGES, jnp.float32),
         qrange=qrange,
         symmetric=symmetric,
-        power=power,
-        steps=steps,
     )
 
 
@@ -205,17 +199,6 @@ def check_finite(state: Observer, path: str) -> None:
     """Raise NonFiniteError, naming `path`, if NaN or infinity was observed."""
     if count := int(state.non_finite):
         raise NonFiniteError(f"{path}: {count:,} NaN or infinite numbers were observed")
-
-
-def finite_mask(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a mask of the finite elements, and the count of others, int32."""
-    finite = jnp.isfinite(x)
-    return finite, (~finite).sum(dtype=jnp.int32)
-
-
-def add_saturating(before: jax.Array, more: jax.Array) -> jax.Array:
-    """Add counts, saturating instead of overflowing."""
-    return jnp.minimum(before, MAX_COUNT) + jnp.minimum(more, MAX_COUNT)
 
 
 def _update_average(old: jax.Array, new: jax.Array, constant: float) -> jax.Array:

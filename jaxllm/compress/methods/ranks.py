@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.compress.recipe import Argument, Shapes
-from jaxllm.compress.sparsity import parse_share
 from jaxllm.errors import ConfigError
+from jaxllm.weights.sparsity import parse_share
 
 Ranks = dict[str, int | None]  # by path; None keeps the matrix dense
 
@@ -133,8 +133,8 @@ def _rank_steps(sigma_R: np.ndarray, shape: tuple[int, int]) -> Iterator[tuple[f
     while saves_numbers(shape, rank + 1):
         yield -energy_R[rank] / cost, cost, rank + 1
         rank += 1
-    if (whole := shape[0] * shape[1] - rank * cost) > 0:
-        yield -energy_R[rank:].sum() / whole, whole, 0
+    if (left := shape[0] * shape[1] - rank * cost) > 0:
+        yield -energy_R[rank:].sum() / left, left, 0
 
 
 RANK_BUDGET = Argument("RANK|KEPT%|energy:KEPT%", parse_rank_budget)

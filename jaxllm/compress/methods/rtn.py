@@ -28,12 +28,13 @@ class RtnOptions(RuleOptions, frozen=True):
     clip: bool = False
 
 
-def rtn(state: ModelState, argument: str, options: RtnOptions, context: StepContext) -> ModelState:
+def rtn(context: StepContext[RtnOptions]) -> ModelState:
     """Round each weight to the nearest value of its format.
 
     With the default rule this is `quantize(params, argument)`, which keeps embeddings and the LM
     head at 8 bits if the rest has 4.
     """
+    argument, options = context.argument, context.options
     plain = options.on == RtnOptions().on
     rules: Rules = argument if plain else [POSITION_RULE, ROUTER_RULE, (options.on, argument)]
 
@@ -51,7 +52,8 @@ def rtn(state: ModelState, argument: str, options: RtnOptions, context: StepCont
             )
         return convert_inner(leaf, name)
 
-    return dataclasses.replace(state, params=map_leaves(change, state.params))
+    params = map_leaves(change, context.state.params)
+    return dataclasses.replace(context.state, params=params)
 
 
 def round_to_nearest(

@@ -20,23 +20,21 @@ class SmoothQuantOptions(RuleOptions, frozen=True):
     alpha: Fraction = 0.5
 
 
-def smoothquant(
-    state: ModelState, argument: str, options: SmoothQuantOptions, context: StepContext
-) -> ModelState:
+def smoothquant(context: StepContext[SmoothQuantOptions]) -> ModelState:
     """Scale channels so that activations are easier to quantize; the outputs stay the same."""
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
-        for site, chosen in match_linears(layer, options.on):
+        for site, chosen in match_linears(layer, context.options.on):
             follows_norm = site.source and get_module(params, site.source)["weight"].ndim == 1
             if follows_norm and len(chosen) == len(site.linears):
                 stats = layer.input_stats(params, site)
                 weights = [get_module(params, linear)["weight"] for linear in chosen]
-                scale_I = smoothquant_scale(weights, stats, options.alpha)
+                scale_I = smoothquant_scale(weights, stats, context.options.alpha)
                 params, _ = fold_scale(params, site, scale_I)
         return params
 
-    return run_layerwise(state, context, "SmoothQuant", change)
+    return run_layerwise(context, "SmoothQuant", change)
 
 
 def smoothquant_scale(weights: list[Weight], stats: InputStats, alpha: float) -> jax.Array:

@@ -18,9 +18,9 @@ from jaxllm.compress.recipe import (
     check_pattern,
     parse_integer_format,
 )
-from jaxllm.compress.sparsity import parse as parse_sparsity
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.weights.formats import Weight, to_dense
+from jaxllm.weights.sparsity import parse as parse_sparsity
 
 
 class SparseGptOptions(RuleOptions, frozen=True):
@@ -30,11 +30,9 @@ class SparseGptOptions(RuleOptions, frozen=True):
     damping: Fraction = 0.01
 
 
-def sparsegpt(
-    state: ModelState, argument: str, options: SparseGptOptions, context: StepContext
-) -> ModelState:
+def sparsegpt(context: StepContext[SparseGptOptions]) -> ModelState:
     """Zero the weights that cost least; later columns compensate."""
-    sparsity = parse_sparsity(argument)
+    sparsity, options = parse_sparsity(context.argument), context.options
     to = parse_integer_format(options.quantize) if options.quantize else None
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
@@ -45,12 +43,11 @@ def sparsegpt(
             solved = solve_columns(array, factor, target=to, sparsity=sparsity)
             if to is None:
                 return solved.value_OI.astype(to_dense(weight).dtype)
-            assert solved.codes_OI is not None and solved.scale_OG is not None
-            return to.from_codes(solved.codes_OI, solved.scale_OG, solved.zero_OG)
+            return solved.to_weight(to)
 
         return change
 
-    return change_by_inputs(state, options, context, f"SparseGPT, {sparsity.name}", prepare)
+    return change_by_inputs(context, f"SparseGPT, {sparsity.name}", prepare)
 
 
 def check_sparsegpt(shapes: Shapes, argument: str, options: SparseGptOptions) -> None:

@@ -1,6 +1,6 @@
 """Static quantization of a linear's inputs: scale and zero point come from calibration data."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,7 +15,6 @@ from jaxllm.compress.methods.histograms import histogram
 from jaxllm.compress.methods.observers import (
     QParams,
     QRange,
-    Range,
     check_finite,
     find_qparams,
     grid_search,
@@ -48,10 +47,9 @@ class StaticInputOptions(RuleOptions, frozen=True):
 RANGES = ("minmax", "average", "percentile", "histogram", "grid")
 
 
-def static_inputs(
-    state: ModelState, argument: str, options: StaticInputOptions, context: StepContext
-) -> ModelState:
+def static_inputs(context: StepContext[StaticInputOptions]) -> ModelState:
     """Round inputs of int8 weights to int8, with one scale and zero point per linear."""
+    options = context.options
 
     def change(layer: LayerInputs) -> Params:
         params = layer.params
@@ -68,7 +66,7 @@ def static_inputs(
                 params = replace_leaves(params, linear, weight=weight)
         return params
 
-    return run_layerwise(state, context, f"input ranges, {options.range}", change)
+    return run_layerwise(context, f"input ranges, {options.range}", change)
 
 
 def check_static(shapes: object, argument: str, options: StaticInputOptions) -> None:
@@ -82,19 +80,17 @@ def _find_qparams(
 ) -> QParams:
     """Find scale and zero point of a site's inputs. Raises NonFiniteError for NaN or infinity."""
     where = f"{layer.path}.{site.linears[0]}"
-    bounds: Range
+    observer: Any = min_max(AVERAGING_CONSTANT if options.range == "average" else None)
     if options.range in ("percentile", "histogram"):
-        counts = layer.fold(params, observe, site.input, histogram())
-        check_finite(counts, where)
-        if options.range == "percentile":
-            bounds = counts.percentile_range(options.percent)
-        else:
-            bounds = counts.min_error_range(MAX_INPUT - MIN_INPUT + 1)
-        return find_qparams(bounds, QRANGE, symmetric=options.symmetric)
-    first = min_max(AVERAGING_CONSTANT if options.range == "average" else None)
-    extremes = layer.fold(params, observe, site.input, first)
-    check_finite(extremes, where)
-    bounds = extremes.range()
+        observer = histogram()
+    seen = layer.fold(params, observe, site.input, observer)
+    check_finite(seen, where)
+    if options.range == "percentile":
+        bounds = seen.percentile_range(options.percent)
+    elif options.range == "histogram":
+        bounds = seen.min_error_range(MAX_INPUT - MIN_INPUT + 1)
+    else:
+        bounds = seen.range()
     if options.range == "grid":
         errors = grid_search(bounds, QRANGE, symmetric=options.symmetric)
         bounds = layer.fold(params, observe, site.input, errors).range()

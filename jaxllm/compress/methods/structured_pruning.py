@@ -8,6 +8,7 @@ transformers' model, require hidden_size = heads x head_dim.
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +18,10 @@ from jaxllm.compress.layerwise import replace_leaves
 from jaxllm.compress.methods.parameter_groups import GROUP_KINDS, Kind, group_count, group_slices
 from jaxllm.compress.methods.salience import Salience, keep_most_salient, measure_salience
 from jaxllm.compress.recipe import Argument, ModelState, Options, Step, StepContext
-from jaxllm.compress.sparsity import parse_share
 from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.weights.paths import Params
+from jaxllm.weights.sparsity import parse_share
 
 SmallerModel = tuple[ModelConfig, Params]
 
@@ -33,37 +34,18 @@ class GroupOptions(Options, frozen=True):
     by: Salience = "inputs"
 
 
-def drop_heads(
-    state: ModelState, argument: str, options: GroupOptions, context: StepContext
-) -> ModelState:
-    """Drop key/value heads with the query heads that share them."""
-    return _drop_groups(state, "heads", argument, options, context)
-
-
-def drop_channels(
-    state: ModelState, argument: str, options: GroupOptions, context: StepContext
-) -> ModelState:
-    """Drop channels of the MLPs."""
-    return _drop_groups(state, "channels", argument, options, context)
-
-
-def _drop_groups(
-    state: ModelState,
-    kind: Kind,
-    argument: str,
-    options: GroupOptions,
-    context: StepContext,
-) -> ModelState:
-    assert context.calibration is not None
+def drop_groups(kind: Kind, context: StepContext[GroupOptions]) -> ModelState:
+    """Drop key/value heads with the query heads that share them, or channels of the MLPs."""
+    state = context.state
     total = group_count(state.config, kind)
-    count = count_removed(total, parse_amount(argument), kind)
+    count = count_removed(total, parse_amount(context.argument), kind)
     narrow_config(state.config, kind, total - count)  # raises before the work
     salience_LG = measure_salience(
         state.model,
         state.params,
         kind,
-        options.by,
-        context.calibration.token_NT,
+        context.options.by,
+        context.token_NT,
         show_progress=context.show_progress,
     )
     keep = keep_most_salient(salience_LG, count)
@@ -157,11 +139,16 @@ AMOUNT = Argument("COUNT|SHARE%", parse_amount)
 HEADS = Step(
     "drop",
     "heads",
-    drop_heads,
+    partial(drop_groups, "heads"),
     "drop key/value heads and their query heads",
     AMOUNT,
     GroupOptions,
 )
 CHANNELS = Step(
-    "drop", "channels", drop_channels, "drop channels of the MLPs", AMOUNT, GroupOptions
+    "drop",
+    "channels",
+    partial(drop_groups, "channels"),
+    "drop channels of the MLPs",
+    AMOUNT,
+    GroupOptions,
 )

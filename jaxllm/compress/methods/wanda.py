@@ -16,21 +16,19 @@ from jaxllm.compress.recipe import (
     StepContext,
     check_pattern,
 )
-from jaxllm.compress.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 from jaxllm.compress.weight_loop import ChangeWeight, change_by_inputs
 from jaxllm.weights.formats import Weight, to_dense
+from jaxllm.weights.sparsity import Sparsity, parse as parse_sparsity, zero_lowest
 
 
-def wanda(
-    state: ModelState, argument: str, options: RuleOptions, context: StepContext
-) -> ModelState:
+def wanda(context: StepContext[RuleOptions]) -> ModelState:
     """Zero the smallest |weight| x input norm in each row."""
-    sparsity = parse_sparsity(argument)
+    sparsity = parse_sparsity(context.argument)
 
     def prepare(stats: InputStats, where: str) -> ChangeWeight:
         return lambda path, weight: prune_wanda(weight, stats, sparsity)
 
-    return change_by_inputs(state, options, context, f"Wanda, {sparsity.name}", prepare)
+    return change_by_inputs(context, f"Wanda, {sparsity.name}", prepare)
 
 
 def prune_wanda(weight: Weight, stats: InputStats, sparsity: Sparsity) -> jax.Array:

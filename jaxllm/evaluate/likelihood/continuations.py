@@ -77,7 +77,7 @@ def document_logprobs(
     """Return the log-probability of each document, in windows of `max_length` tokens.
 
     documents: token ids; the first is a prefix token, which is conditioned on but not scored. Every
-    other token is scored once (`resolve_windows.rolling_spans`). Raises as
+    other token is scored once (`windows.rolling_spans`). Raises as
     `continuation_likelihoods`.
     """
     arrays = [as_token_array(f"document {number}", ids) for number, ids in enumerate(documents)]
@@ -105,14 +105,13 @@ def _score_spans(
         spans=spans,
         batch=batch,
         width=max_length + 1,
-        order="length",
-        use_buckets=True,
+        by_length=True,
     )
     check_loader(model, loader)
 
     def run() -> Iterator[tuple[int, Likelihood]]:
         with steps_bar("likelihoods", len(loader), show_progress) as done:
-            for rows, _ in loader.batches():
+            for rows in loader.batches():
                 logprob_BT, greedy_BT = score(model, params, rows)
                 logprob_B = logprob_BT.sum(axis=1, dtype=np.float64)
                 greedy_B = (greedy_BT == rows.scored_BT).all(axis=1)

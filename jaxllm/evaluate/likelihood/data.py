@@ -1,13 +1,12 @@
-"""Loader of documents and token streams in batches: deterministic, seeded, resumable.
+"""Loader of documents and token streams in batches.
 
-A loader is a value without a cursor. `batches(state)` yields each batch with the state that follows
-it, a small JSON-able dict; given such a state, it yields exactly the remaining batches.
+A loader is a value without a cursor: each call of `batches` yields the same batches.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -17,11 +16,10 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.evaluate.likelihood.windows import PROTOCOLS, Span
-from jaxllm.files import as_schema, read_json_lines
+from jaxllm.files import read_json_lines
 from jaxllm.ops.padding import next_power_of_two, pad_rows
+from jaxllm.runtime.schema import as_schema
 from jaxllm.runtime.validation import as_token_array
-
-State = Mapping[str, Any]
 
 
 class Batch(NamedTuple):
@@ -50,10 +48,9 @@ class Loader:
     """Spans of documents in batches of `[batch, width]` tokens.
 
     documents: token ids, int32 each; a continuous stream is one document. spans: the rows; see
-    `resolve_windows`. bos: if given, replaces the first token of every span. order: "given",
-    "length" (longest first), or the seed of a permutation that differs in each epoch. bucketed: pad
-    a batch only to its longest row, rounded up to a power of two plus one (at most `width`),
-    instead of to `width`: less padding, but a few more programs to compile.
+    `windows`. bos: if given, replaces the first token of every span. by_length: take the longest
+    spans first, and pad a batch only to its longest row, rounded up to a power of two plus one (at
+    most `width`), instead of to `width`: less padding, but a few more programs to compile.
     """
 
     documents: Sequence[np.ndarray]
@@ -61,14 +58,11 @@ class Loader:
     batch: int
     width: int
     bos: int | None = None
-    order: str | int = "given"
-    use_buckets: bool = False
+    by_length: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"batch must be at least 1, got {self.batch}")
-        if not isinstance(self.order, int) and self.order not in ("given", "length"):
-            raise ConfigError(f"order must be 'given', 'length' or a seed, got {self.order!r}")
         for span in self.spans:
             if (
                 not 0
@@ -84,57 +78,35 @@ class Loader:
                 raise ConfigError(f"{span} is too long: expected at most {self.width} tokens")
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
+        """Return the number of batches."""
         return -(-len(self.spans) // self.batch)
 
     @property
     def tokens(self) -> int:
-        """Number of scored tokens in an epoch."""
+        """Number of scored tokens."""
         return sum(span.end - span.score_start for span in self.spans)
 
     @cached_property
     def digest(self) -> str:
-        """Hash of the data and its order, stored in states."""
-        settings = [list(map(int, s)) for s in self.spans], self.batch, self.bos, self.order
+        """Hash of the data and its order."""
+        order = "length" if self.by_length else "given"
+        settings = [list(map(int, s)) for s in self.spans], self.batch, self.bos, order
         sha = hashlib.sha256(json.dumps(settings).encode())
         for document in self.documents:
             sha.update(len(document).to_bytes(8, "little") + document.astype("<i4").tobytes())
         return sha.hexdigest()[:16]
 
-    def state(self, epoch: int = 0) -> dict[str, Any]:
-        """Return the state at the start of an epoch."""
-        return {"epoch": epoch, "row": 0, "digest": self.digest}
-
-    def batches(self, state: State | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Yield the remaining batches of the state's epoch, each with the state that follows it.
-
-        Raises ConfigError for a state of other data, another order or another batch size.
-        """
-        state = self.state() if state is None else dict(state)
-        if state.keys() != self.state().keys() or state["digest"] != self.digest:
-            raise ConfigError(
-                f"loader state belongs to other data or another order: got {state!r:.120}"
-            )
-        for name, largest in (("epoch", 1 << 31), ("row", len(self.spans))):
-            if type(state[name]) is not int or not 0 <= state[name] <= largest:
-                raise ConfigError(
-                    f"loader state: {name} must be from 0 to {largest}: got {state!r:.120}"
-                )
-        chosen = self._order(state["epoch"])
-        for row in range(state["row"], len(chosen), self.batch):
-            some = chosen[row : row + self.batch]
-            yield self._assemble(some), {**state, "row": row + len(some)}
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.order == "given":
-            return np.arange(len(self.spans))
-        if self.order == "length":
-            return np.argsort([s.start - s.end for s in self.spans], kind="stable")
-        return np.random.default_rng([int(self.order), epoch]).permutation(len(self.spans))
+    def batches(self) -> Iterator[Batch]:
+        """Yield the batches."""
+        order = np.arange(len(self.spans))
+        if self.by_length:
+            order = np.argsort([s.start - s.end for s in self.spans], kind="stable")
+        for row in range(0, len(order), self.batch):
+            yield self._assemble(order[row : row + self.batch])
 
     def _assemble(self, rows: np.ndarray) -> Batch:
         width = self.width
-        if self.use_buckets:
+        if self.by_length:
             inputs = max(self.spans[row].end - self.spans[row].start for row in rows) - 1
             width = min(width, next_power_of_two(inputs, 8) + 1)
         spans = [self.spans[row] for row in rows]
@@ -168,7 +140,7 @@ def loader(
         documents: Token ids; a continuous stream is one document.
         window: Tokens per row.
         stride: Distance of windows in tokens; by default the window.
-        protocol: A name in `resolve_windows.PROTOCOLS`.
+        protocol: A name in `windows.PROTOCOLS`.
         batch: Rows per batch; reduced to the number of rows.
         limit: Use only the first `limit` windows.
         options: Other fields of `Loader`.

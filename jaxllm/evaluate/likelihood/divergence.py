@@ -43,9 +43,10 @@ class Divergence:
     """Measures over all scored tokens.
 
     kl, with quantiles and maximum: in nats. same_top: a share; its error is the binomial
-    sqrt(p (1 - p) / (N - 1)). ratio: perplexity of Q over that of P; its error is that of the mean
-    paired difference of log-probabilities, in which the difficulty of the text cancels. delta_p:
-    mean of q - p, the probabilities of the text's tokens; delta_p_rms: its root mean square.
+    sqrt(p (1 - p) / (N - 1)). perplexity_ratio: perplexity of Q over that of P; its error is that
+    of the mean paired difference of log-probabilities, in which the difficulty of the text cancels.
+    delta_p: mean of q - p, the probabilities of the text's tokens; delta_p_rms: its root mean
+    square.
     """
 
     kl: Estimate
@@ -53,7 +54,7 @@ class Divergence:
     kl_p99: float
     kl_max: float
     same_top: Estimate
-    ratio: Estimate
+    perplexity_ratio: Estimate
     delta_p: Estimate
     delta_p_rms: float
     reference: Perplexity
@@ -71,7 +72,7 @@ class Divergence:
             kl_p99=float(p99),
             kl_max=float(largest),
             same_top=Estimate.from_values(same_N),
-            ratio=Estimate.from_values(p_N - q_N).exp(),
+            perplexity_ratio=Estimate.from_values(p_N - q_N).exp(),
             delta_p=Estimate.from_values(delta_N),
             delta_p_rms=math.sqrt(float(np.mean(delta_N**2))),
             reference=Perplexity.from_logprobs(p_N),
@@ -87,7 +88,6 @@ def divergence(
     loader: Loader,
     *,
     journal: Path | None = None,
-    show_progress: bool | None = None,
 ) -> Divergence:
     """Compare a model (Q, the `other`) with a reference (P) on the loader's scored tokens.
 
@@ -102,8 +102,8 @@ def divergence(
 
     def compare_batch(batch: Batch) -> Columns:
         arrays = batch.token_BT, batch.position_BT
-        found = _compare(model, other_model, params, other_params, *arrays)
-        return select_scored(found, batch)._asdict()
+        differences = _compare(model, other_model, params, other_params, *arrays)
+        return select_scored(differences, batch)._asdict()
 
     columns = run_batches(
         loader,
@@ -111,7 +111,6 @@ def divergence(
         models={"model": (model, params), "other": (other_model, other_params)},
         journal=journal,
         description="divergence",
-        show_progress=show_progress,
     )
     return Divergence.from_differences(Differences(**columns))
 
@@ -129,10 +128,10 @@ def check_pair(model: Model, other: Model) -> None:
 def select_scored(differences: Differences, batch: Batch) -> Differences:
     """Select the scored tokens, `[N]`. Raises NonFiniteError if a value is NaN or infinite."""
     differences = Differences(*map(np.asarray, to_host(tuple(differences))))
-    kept = Differences(*(x[batch.scored_BT] for x in differences))
+    scored = Differences(*(x[batch.scored_BT] for x in differences))
     for x_BT in (differences.reference, differences.other, differences.kl):
         check_finite(np.where(batch.scored_BT, x_BT, np.float32(0)), batch)
-    return kept
+    return scored
 
 
 def concatenate(parts: list[Differences]) -> Differences:
@@ -159,8 +158,8 @@ def token_differences(
 ) -> Differences:
     """Return the measures `[B, T]` of two models' float32 logits `[B, T - 1, V]`, first column 0.
 
-    Each device computes one row at a time, so only the logits themselves take `[B, T, V]`. among:
-    as for `map_rows`.
+    Each device computes one row at a time, so only the logits themselves take `[B, T, V]`.
+    data_shards: as for `map_rows`.
     """
 
     def compare_rows(arrays: tuple[jax.Array, ...]) -> Differences:

@@ -38,8 +38,8 @@ def token_positions(loader: Loader) -> np.ndarray:
 
     In the order of `perplexity.token_logprobs`. Runs no model.
     """
-    found = [batch.position_BT[batch.scored_BT] for batch, _ in loader.batches()]
-    return np.concatenate(found).astype(np.int32)
+    positions = [batch.position_BT[batch.scored_BT] for batch in loader.batches()]
+    return np.concatenate(positions).astype(np.int32)
 
 
 def bucket_edges(width: int, buckets: int | None = None) -> list[int]:
@@ -63,16 +63,16 @@ def bucket_losses(
 ) -> list[Bucket]:
     """Group losses by position, in float64.
 
-    logprob_N: natural logarithms, in the order of position_N. borders: ascending, as from
+    logprob_N: natural logarithms, in the order of position_N. edges: ascending, as from
         `bucket_edges`.
     """
     logprob_N = np.asarray(logprob_N, np.float64)
-    found = []
+    buckets = []
     for start, stop in itertools.pairwise(edges):
         here = logprob_N[(position_N >= start) & (position_N < stop)]
         nll = Estimate.from_values(-here) if here.size else None
-        found.append(Bucket(start, stop, int(here.size), float(-here.sum()), nll))
-    return found
+        buckets.append(Bucket(start, stop, int(here.size), float(-here.sum()), nll))
+    return buckets
 
 
 def plot(buckets: Sequence[Bucket], mean: float, path: Path, title: str) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,15 +50,29 @@ class Estimate:
 class Perplexity:
     """`exp` of the mean negative log-likelihood (nats per token) of the scored tokens."""
 
+    tokens: int
     perplexity: Estimate
     nll: Estimate
-    tokens: int
 
     @classmethod
     def from_logprobs(cls, logprob_N: np.ndarray) -> "Perplexity":
         """Compute perplexity from the log-probability of each token."""
         nll = Estimate.from_values(-np.asarray(logprob_N, np.float64))
-        return cls(nll.exp(), nll, int(np.size(logprob_N)))
+        return cls(int(np.size(logprob_N)), nll.exp(), nll)
+
+
+def measures_to_json(measures: Any) -> dict[str, Any]:
+    """Return the fields of a `Perplexity`, or of a `Divergence` without its perplexities.
+
+    An estimate `x` becomes two numbers, `x` and `x_error`.
+    """
+    numbers: dict[str, Any] = {}
+    for name, value in vars(measures).items():
+        if isinstance(value, Estimate):
+            numbers |= {name: value.mean, f"{name}_error": value.error}
+        elif not isinstance(value, Perplexity):
+            numbers[name] = value
+    return numbers
 
 
 def perplexity(
@@ -71,7 +86,7 @@ def perplexity(
     """Compute perplexity over the loader's scored tokens.
 
     Args:
-        journal: File from which an interrupted evaluation resumes (see `make_pipeline_loss`).
+        journal: File from which an interrupted evaluation resumes (see `run.run_batches`).
 
     Raises:
         TokenError: For ids outside the vocabulary.
@@ -112,5 +127,5 @@ def token_logprobs(
 
 
 def _describe_progress(columns: Columns) -> str:
-    found = Perplexity.from_logprobs(columns["logprob"])
-    return f"perplexity {found.perplexity.mean:.5f} over {found.tokens:,} tokens"
+    result = Perplexity.from_logprobs(columns["logprob"])
+    return f"perplexity {result.perplexity.mean:.5f} over {result.tokens:,} tokens"

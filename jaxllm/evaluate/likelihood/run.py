@@ -1,7 +1,7 @@
 """Resumable evaluation loop over a loader, with a journal of numbers per scored token.
 
-The journal identifies data and models, then has each batch's numbers and the loader state after it.
-So an interrupt loses only the current batch. One process at a time locks the file.
+The journal identifies data and models, then has each batch's numbers and its place in the data. So
+an interrupt loses only the current batch. One process at a time locks the file.
 """
 
 import contextlib
@@ -15,9 +15,10 @@ import numpy as np
 from jaxllm.cache.files import fingerprint
 from jaxllm.errors import CheckpointError
 from jaxllm.evaluate.likelihood.data import Batch, Loader
-from jaxllm.files import JsonLog, as_schema, lock_file
+from jaxllm.files import JsonLog, lock_file
 from jaxllm.runtime import signals
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -26,7 +27,7 @@ Models = Mapping[str, tuple[Model, Params]]
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """A record: the state after a batch, and its numbers by name with their dtype."""
+    """A record: the place of a batch, and its numbers by name with their dtype."""
 
     state: dict[str, int | str]
     columns: dict[str, tuple[Literal["float32", "float64", "bool"], list[float | bool]]]
@@ -69,12 +70,13 @@ def run_batches(
             stack.callback(log.close)
             finished = iter(_read_columns(log, loader))
         done = stack.enter_context(steps_bar(description, len(loader), show_progress))
-        for batch, after in loader.batches():
+        for number, batch in enumerate(loader.batches(), 1):
             columns = next(finished, None)
             if columns is None:
                 columns = evaluate(batch)
                 if journal is not None:
-                    log.append({"state": after, "columns": _to_lists(columns)})
+                    state = _state_after(loader, number)
+                    log.append({"state": state, "columns": _to_lists(columns)})
             parts.append(columns)
             done()
     return _concatenate(parts)
@@ -93,6 +95,12 @@ def _describe_inputs(loader: Loader, models: Models) -> dict[str, str]:
     return {"data": loader.digest, **weights}
 
 
+def _state_after(loader: Loader, batches: int) -> dict[str, int | str]:
+    """Return what identifies a batch in the journal: the data, and the rows up to its end."""
+    row = min(batches * loader.batch, len(loader.spans))
+    return {"epoch": 0, "row": row, "digest": loader.digest}
+
+
 def _read_columns(journal: JsonLog, loader: Loader) -> list[Columns]:
     """Return the numbers of the finished batches, after checking them against the loader's."""
     if len(journal) > len(loader):
@@ -100,8 +108,8 @@ def _read_columns(journal: JsonLog, loader: Loader) -> list[Columns]:
             f"{journal.path} has too many lines: got {len(journal)}, expected {len(loader)}"
         )
     parts: list[Columns] = []
-    for number, (value, (batch, after)) in enumerate(zip(journal, loader.batches()), 2):  # noqa: B905
-        where = f"{journal.path}, line {number}"
+    for number, (value, batch) in enumerate(zip(journal, loader.batches()), 1):  # noqa: B905
+        where = f"{journal.path}, line {number + 1}"
         if value is None:
             raise CheckpointError(
                 f"{where} is damaged: its checksum does not match. Remove the file, or use another"
@@ -109,7 +117,9 @@ def _read_columns(journal: JsonLog, loader: Loader) -> list[Columns]:
         record: _Record = as_schema(value, _Record, where)
         columns = {name: np.array(x, dtype) for name, (dtype, x) in record.columns.items()}
         count = int(batch.scored_BT.sum())
-        if record.state != after or any(len(x) != count for x in columns.values()):
+        if record.state != _state_after(loader, number) or any(
+            len(x) != count for x in columns.values()
+        ):
             raise CheckpointError(f"{where} does not match its batch")
         parts.append(columns)
     if any(part.keys() != parts[0].keys() for part in parts):

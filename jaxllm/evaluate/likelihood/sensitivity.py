@@ -23,7 +23,7 @@ from jaxllm.evaluate.likelihood.divergence import (
     token_differences,
 )
 from jaxllm.evaluate.likelihood.score import check_loader, logits
-from jaxllm.files.plots import save_figure
+from jaxllm.files.plots import check_plot, save_figure
 from jaxllm.models.inputs import check_model
 from jaxllm.runtime.progress import steps_bar
 from jaxllm.weights.formats import parse_format, to_dense
@@ -64,18 +64,18 @@ def matrix_groups(params: Params, group_by: str) -> dict[str, str]:
     """
     if group_by not in GROUPINGS:
         raise ConfigError(f"by must be one of {', '.join(GROUPINGS)}, got {group_by!r}")
-    found = {}
+    groups = {}
     for path, leaf in flatten(params):
         if leaf.ndim != 2:
             continue
         module, inside = path.removesuffix(".weight"), _IN_LAYER.fullmatch(path)
         if group_by == "layer" and inside:
-            found[f"{inside[1]}.{inside[2]}"] = rf"{inside[1]}\.{inside[2]}\..*"
+            groups[f"{inside[1]}.{inside[2]}"] = rf"{inside[1]}\.{inside[2]}\..*"
         elif group_by == "kind" and inside:
-            found[inside[3]] = rf"{inside[1]}\.\d+\.{re.escape(inside[3])}\.weight"
+            groups[inside[3]] = rf"{inside[1]}\.\d+\.{re.escape(inside[3])}\.weight"
         else:
-            found[module] = re.escape(path)
-    return found
+            groups[module] = re.escape(path)
+    return groups
 
 
 def measure_sensitivity(
@@ -85,7 +85,6 @@ def measure_sensitivity(
     format: str,
     *,
     group_by: str = "layer",
-    show_progress: bool | None = None,
 ) -> list[Sensitivity]:
     """Quantize each group of matrices in turn, and sort the groups by mean KL, worst first.
 
@@ -115,9 +114,9 @@ def measure_sensitivity(
         for batch in batches:
             yield _logits(model, sharded, batch.token_BT, batch.position_BT)
 
-    batches = [batch for batch, _ in loader.batches()]
-    found = []
-    with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1, show_progress) as done:
+    batches = list(loader.batches())
+    results = []
+    with steps_bar(f"{format}, one {group_by} at a time", len(names) + 1) as done:
         references = list(run_batches(wide))
         done()
         for name, regex in names.items():
@@ -127,13 +126,13 @@ def measure_sensitivity(
                 rows = model.num_data_shards(len(batch.token_BT))
                 each = _differences(p_BTV, q_BTV, batch.token_BT, rows)
                 parts.append(select_scored(each, batch))
-            found.append(
+            results.append(
                 Sensitivity(
                     name, regex, Divergence.from_differences(concatenate(parts)), before, after
                 )
             )
             done()
-    return sorted(found, key=lambda s: -s.divergence.kl.mean)
+    return sorted(results, key=lambda s: -s.divergence.kl.mean)
 
 
 def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
@@ -142,12 +141,9 @@ def plot(rows: list[Sensitivity], path: Path, title: str) -> None:
     Raises ConfigError if matplotlib is not installed, CheckpointError if the file cannot be
     written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(
-            "--plot requires matplotlib: pip install 'jaxllm[notebooks]', or drop --plot"
-        ) from None
+    check_plot()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 1.2 + 0.22 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     names, means = [s.group for s in rows], [s.divergence.kl.mean for s in rows]

@@ -105,7 +105,7 @@ def recall(
 
     Args:
         encode: Returns a text's token ids, including begin-of-text.
-        style: A name in `texts.STYLES`.
+        style: A name in `haystack.STYLES`.
         lengths: Text lengths in tokens.
         depths: Positions of the fact, from 0 (start) to 1 (end).
         slots: Cache size under every policy but "full" and "self-extend".

@@ -131,23 +131,24 @@ def make_probe(encode: Encode, style: str, *, length: int, depth: float, seed: i
         raise ConfigError(f"text style must be one of {', '.join(STYLES)}: got {style!r:.40}")
     if not 0 <= depth <= 1:
         raise ConfigError(f"depth must be from 0 (start) to 1 (end): got {depth}")
-    told = STYLES[style](Random(f"{style} {seed}"))
+    haystack = STYLES[style](Random(f"{style} {seed}"))
     fillers: list[str] = []
-    used = shortest = len(encode(_render_text(told, fillers, depth)))
+    used = shortest = len(encode(_render_text(haystack, fillers, depth)))
     if shortest > length:
         raise CapacityError(
             f"length is too short: got {length}, a {style} text without fillers has {shortest}"
             " tokens"
         )
     while used <= length:  # an estimate: each filler is encoded separately
-        fillers.append(told.filler())
-        used += max(1, len(encode(f"{told.opening} {fillers[-1]}")) - len(encode(told.opening)))
-    while len(encode(_render_text(told, fillers, depth))) > length:
+        fillers.append(haystack.filler())
+        opening = haystack.opening
+        used += max(1, len(encode(f"{opening} {fillers[-1]}")) - len(encode(opening)))
+    while len(encode(_render_text(haystack, fillers, depth))) > length:
         fillers.pop()
-    text = _render_text(told, fillers, depth)
-    each = [encode(text + answer) for answer in told.answers]
+    text = _render_text(haystack, fillers, depth)
+    each = [encode(text + answer) for answer in haystack.answers]
     cut = _common_prefix_length([encode(text), *each])
-    order = sorted(range(len(each)), key=lambda i: told.answers[i])
+    order = sorted(range(len(each)), key=lambda i: haystack.answers[i])
     return Probe(tuple(each[0][:cut]), tuple(tuple(each[i][cut:]) for i in order), order.index(0))
 
 

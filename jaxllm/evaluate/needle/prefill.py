@@ -137,7 +137,7 @@ def score_answers(
 ) -> AnswerScores:
     """Score answers against a cache, without changing it.
 
-    answers: token ids, by row and answer. policy, room: as passed to `prefill_texts`.
+    answers: token ids, by row and answer. policy, answer_tokens: as passed to `prefill_texts`.
     """
     B, C = len(answers), len(answers[0])
     length_BC = np.array([[len(ids) for ids in row] for row in answers])
@@ -215,11 +215,11 @@ def _score_rest(
 
 def _sampler_context(rows: Sequence[Sequence[int]], read_B: np.ndarray) -> Context:
     """Return the context for a policy: the tokens read so far of each row, and the next one."""
-    told = [row[: n + 1] for row, n in zip(rows, read_B, strict=True)]
+    texts = [row[: n + 1] for row, n in zip(rows, read_B, strict=True)]
     context = Context.empty(jax.random.key(0), len(rows))
-    width = bucket_size(max(map(len, told)))
+    width = bucket_size(max(map(len, texts)))
     return context.replace(
-        token_BL=jnp.asarray(pad_rows(told, width=width, fill=-1)),
+        token_BL=jnp.asarray(pad_rows(texts, width=width, fill=-1)),
         length_B=jnp.asarray(read_B + 1, jnp.int32),
     )
 

@@ -17,11 +17,11 @@ def table(cells: Sequence[Cell]) -> Iterator[str]:
     Entries are percentages of texts: those whose right answer was the most likely, and after a
     slash those that greedy decoding answers correctly.
     """
-    for policy, found in group_by_policy(cells).items():
-        lengths = list(dict.fromkeys(cell.length for cell in found))
+    for policy, group in group_by_policy(cells).items():
+        lengths = list(dict.fromkeys(cell.length for cell in group))
         yield f"{policy:14}" + "".join(f"{length:>11,}" for length in lengths)
-        for depth in dict.fromkeys(cell.depth for cell in found):
-            row = [cell for cell in found if cell.depth == depth]
+        for depth in dict.fromkeys(cell.depth for cell in group):
+            row = [cell for cell in group if cell.depth == depth]
             shown = "".join(f"{_percent(c.right, c):>6} /{_percent(c.greedy, c):>3}" for c in row)
             yield f"  depth {depth:<6.2f}{shown}"
 
@@ -50,7 +50,7 @@ def plot(
     """
     from matplotlib.figure import Figure
 
-    cells = [cell for found in maps.values() for cell in found]
+    cells = [cell for group in maps.values() for cell in group]
     lengths = sorted({cell.length for cell in cells})
     depths = sorted({cell.depth for cell in cells})
     columns = min(columns, len(maps))
@@ -58,14 +58,14 @@ def plot(
     figure = Figure(figsize=(1 + 3.6 * columns, 0.8 + 2.6 * down), layout="constrained")
     all_axes = figure.subplots(down, columns, squeeze=False)
     image = None
-    for axes, (name, found) in zip(all_axes.flat, maps.items(), strict=False):
-        share = {(c.depth, c.length): c.share for c in found}
+    for axes, (name, group) in zip(all_axes.flat, maps.items(), strict=False):
+        share = {(c.depth, c.length): c.share for c in group}
         map_DL = np.array([[share.get((d, n), np.nan) for n in lengths] for d in depths])
         image = axes.imshow(map_DL, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         for (row, column), value in np.ndenumerate(map_DL):
-            told = "" if np.isnan(value) else f"{value:.0%}"
+            label = "" if np.isnan(value) else f"{value:.0%}"
             ink = "black" if value > 0.5 else "white"  # the color map gets lighter
-            axes.text(column, row, told, ha="center", va="center", fontsize=8, color=ink)
+            axes.text(column, row, label, ha="center", va="center", fontsize=8, color=ink)
         axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths], fontsize=7)
         axes.set_title(name, fontsize=9)

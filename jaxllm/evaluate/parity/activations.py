@@ -39,11 +39,11 @@ def activation_names(
     within = [f.attention_norm] if f.attention_norm else []
     within += ["q", "k", "v", "heads", f.attention]
     within += [f.mlp_norm] if f.mlp_norm else []
-    found = [f.embeddings]
+    names = [f.embeddings]
     for i in range(layers):
         path, last = f"{f.layers}.{i}", f.router if has_experts(i) else f"{f.mlp_down}.input"
-        found += [*(f"{path}.{part}" for part in (*within, last, "mlp")), path]
-    return [*found, f.norm, "logits"]
+        names += [*(f"{path}.{part}" for part in (*within, last, "mlp")), path]
+    return [*names, f.norm, "logits"]
 
 
 def activations(

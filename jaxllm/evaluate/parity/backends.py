@@ -1,7 +1,7 @@
 """Backends of the parity check, and the cases that they run.
 
 A backend is this library with weights in some format, or another implementation
-(`reference.TransformersBackend`). All return numpy arrays with the same layouts and names.
+(`transformers_backend`). All return numpy arrays with the same layouts and names.
 """
 
 import dataclasses
@@ -119,8 +119,10 @@ class JaxBackend:
         with jax.default_matmul_precision("highest"):
             cache = self._prefill(case, case.pieces[:-1], 0)[1] if case.num_cached else None
             tokens_BT, position_BT = case.pieces[-1]
-            found = activations(self.model, self.params, cache, tokens_BT, positions_BT=position_BT)
-        return {name: np.asarray(to_host(x)) for name, x in found.items()}
+            arrays = activations(
+                self.model, self.params, cache, tokens_BT, positions_BT=position_BT
+            )
+        return {name: np.asarray(to_host(x)) for name, x in arrays.items()}
 
     def decode(
         self, case: ParityCase, steps: int, forced_BN: np.ndarray | None = None
@@ -128,14 +130,14 @@ class JaxBackend:
         """Run `prefill`, then a `decode_step` for each new token after the first."""
         with jax.default_matmul_precision("highest"):
             logits_BV, cache = self._prefill(case, case.pieces, steps)
-            found = [np.asarray(to_host(logits_BV))]
+            logits = [np.asarray(to_host(logits_BV))]
             for n in range(1, steps):
-                before = found[-1].argmax(axis=1) if forced_BN is None else forced_BN[:, n - 1]
+                before = logits[-1].argmax(axis=1) if forced_BN is None else forced_BN[:, n - 1]
                 logits_BV, cache = decode_step(
                     self.model, self.params, cache, before.astype(np.int32), donate=True
                 )
-                found.append(np.asarray(to_host(logits_BV)))
-        logits_BNV = np.stack(found, axis=1)
+                logits.append(np.asarray(to_host(logits_BV)))
+        logits_BNV = np.stack(logits, axis=1)
         position_BS = np.asarray(to_host(cache.position_BS))
         k, v = (
             tuple(

@@ -1,6 +1,6 @@
 """Parity check: runs the same input through two backends, and compares every activation.
 
-The report names the first activation that diverges, as defined in `difference.Tolerance`. For
+The report names the first activation that diverges, as defined in `tolerance.Tolerance`. For
 decoding, both backends are fed the reference's greedy tokens, one at a time through their caches,
 so that an early difference does not hide later ones.
 """

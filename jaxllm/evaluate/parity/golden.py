@@ -24,7 +24,6 @@ from jaxllm.evaluate.parity.backends import Backend, JaxBackend, ParityCase, pad
 from jaxllm.evaluate.parity.compare import Report, compare_activations, compare_greedy
 from jaxllm.evaluate.parity.tolerance import TOLERANCES, Tolerance, coarser_dtype, measure
 from jaxllm.files import (
-    as_schema,
     atomic_directory,
     check_vacant,
     path_exists,
@@ -34,6 +33,7 @@ from jaxllm.files import (
 )
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import steps_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.lazy import LazyTensor
 from jaxllm.weights.safetensors import digest, open_tensors, write_tensors
 
@@ -155,9 +155,9 @@ def make(
         },
     }
     lazy = {name: LazyTensor.from_array(np.ascontiguousarray(x)) for name, x in tensors.items()}
-    with atomic_directory(directory, JSON) as made:
-        write_tensors(made / TENSORS, lazy, aligned=False)
-        write_json(made / JSON, header)
+    with atomic_directory(directory, JSON) as folder:
+        write_tensors(folder / TENSORS, lazy, aligned=False)
+        write_json(folder / JSON, header)
 
 
 def read(directory: Path) -> Vectors:
@@ -249,8 +249,8 @@ def check(vectors: Vectors, ours: JaxBackend, *, tolerance: Tolerance | None = N
     shapes differ, TokenError for ids outside its vocabulary.
     """
     identity = _identity(ours)
-    said = {name: _drop_defaults(value) for name, value in vectors.identity.items()}
-    differs = tuple(name for name, value in said.items() if identity[name] != value)
+    expected = {name: _drop_defaults(value) for name, value in vectors.identity.items()}
+    differs = tuple(name for name, value in expected.items() if identity[name] != value)
     with steps_bar("checking", len(vectors.cases)) as advance:
         reports = {}
         for name, (case, rows) in vectors.cases.items():
@@ -315,8 +315,8 @@ def _drop_defaults(options: Any) -> Any:
     """Drop options that are off, so that options added later do not make old files differ."""
     if not isinstance(options, dict):
         return options
-    found = {name: _drop_defaults(value) for name, value in options.items()}
-    return {name: value for name, value in found.items() if value not in (None, False, (), [])}
+    values = {name: _drop_defaults(value) for name, value in options.items()}
+    return {name: value for name, value in values.items() if value not in (None, False, (), [])}
 
 
 def _matches_texts(case: ParityCase, texts: list[list[int]]) -> bool:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.errors import SamplingError
-from jaxllm.generation.loops.finish import set_column
+from jaxllm.generation.loops.finish import select_rows, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
 
 Result = tuple[jax.Array, jax.Array, jax.Array]
@@ -19,15 +19,15 @@ def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Has
     """Return a sampler's kind and the sampler with leaf shapes that stay fixed between draws.
 
     The kind is the tree structure with the original shapes and dtypes; each set of kinds compiles
-    once. places: width of the token buffer.
+    once. text_width: width of the token buffer.
     """
     leaves, shape = jax.tree.flatten(jax.tree.map(jnp.asarray, sampler))
     kind = (shape, tuple((x.shape, x.dtype) for x in leaves))
-    kept = [
+    fitted = [
         jnp.broadcast_to(x, like.shape).astype(like.dtype)
         for x, like in zip(leaves, _leaf_shapes(kind, vocab_size, text_width), strict=True)
     ]
-    return kind, jax.tree.unflatten(shape, kept)
+    return kind, jax.tree.unflatten(shape, fitted)
 
 
 @lru_cache(maxsize=256)
@@ -87,12 +87,9 @@ def draw_by_kind(
 def _draw_some(
     mine_B: jax.Array, sampler: Sampler, logits_BV: jax.Array, context: Context
 ) -> tuple[jax.Array, Sampler]:
-    token_B, then = jax.vmap(_draw_one)(sampler, logits_BV, context)
-
-    def select_rows(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(mine_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-    return token_B, jax.tree.map(select_rows, then, sampler)
+    token_B, after = jax.vmap(_draw_one)(sampler, logits_BV, context)
+    selected: Sampler = select_rows(mine_B, after, sampler)
+    return token_B, selected
 
 
 def _draw_none(

@@ -3,7 +3,7 @@
 Each token has a position, one or more sequences, and an output flag. An invalid batch is detected
 before anything runs and reported as a `Status`, not as an exception; the state is then unchanged.
 
-`plan_batch.py` validates and plans on the host; `places.py` builds and runs the microbatches.
+`llama_batch_plan.py` validates and plans on the host; `slots.py` builds and runs the microbatches.
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def decode(
         return Status(StatusCode.NO_ROOM, str(error)), None, state
     if pooling != "none":
         stages = [[run._replace(output_T=run.output_T | True) for run in s] for s in stages]
-    found: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
+    results: list[tuple[jax.Array, list[TokenRun], np.ndarray]] = []
     ours: set[bool] = set()  # segments copied by this call (shared or not) may be donated
     for runs in (group for stage in stages for group in split_microbatches(stage, n_ubatch)):
         places, at = pack_microbatch(runs, state.batch)
@@ -131,9 +131,9 @@ def decode(
             donate=donate or shared in ours,
         )
         ours.add(shared)
-        found.append((out, runs, at))
+        results.append((out, runs, at))
     state = with_positions(state, _update_positions(now, stages))
-    outputs = _gather_outputs(found)
+    outputs = _gather_outputs(results)
     if output == "embeddings":
         outputs = _pool_outputs(outputs, stages, pooling)
         if normalize:

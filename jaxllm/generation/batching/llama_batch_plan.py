@@ -74,11 +74,11 @@ def _tokens(config: ModelConfig, batch: TokenBatch) -> np.ndarray:
 
 def _sequence_sets(batch: TokenBatch, count: int, rows: int) -> list[tuple[int, ...]]:
     """Return the sorted, unique sequence ids of each token."""
-    given = [0] * count if batch.sequences is None else list(batch.sequences)
-    if len(given) != count:
-        raise TokenError(f"sequences has length {len(given)}, expected {count}, one per token")
+    sequences = [0] * count if batch.sequences is None else list(batch.sequences)
+    if len(sequences) != count:
+        raise TokenError(f"sequences has length {len(sequences)}, expected {count}, one per token")
     sets = []
-    for i, ids in enumerate(given):
+    for i, ids in enumerate(sequences):
         members = tuple(
             np.unique(_check_int_vector("sequence ids", [ids] if is_integer(ids) else ids)).tolist()
         )

@@ -67,11 +67,6 @@ class StepStats:
     elapsed_seconds: float
 
     @property
-    def occupancy(self) -> float:
-        """Fraction of rows that are occupied, 0 to 1."""
-        return self.busy_rows / self.rows
-
-    @property
     def tokens_per_second(self) -> float:
         """Generated tokens per second since the loop started."""
         return self.generated_tokens / self.elapsed_seconds if self.elapsed_seconds > 0 else 0.0

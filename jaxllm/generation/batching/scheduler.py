@@ -23,6 +23,7 @@ from jaxllm.generation.batching.requests import Event, RejectedRequest, Request,
 from jaxllm.generation.batching.slots import (
     TokenRun,
     pack_microbatch,
+    row_adapters,
     run_microbatch,
     split_microbatches,
 )
@@ -34,7 +35,6 @@ from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
-from jaxllm.weights.types.lora import NO_ADAPTER
 
 MAX_BURST = 4096
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
@@ -204,7 +204,7 @@ def _admit_request(
     return state._replace(
         cache=state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS)),
         context=context,
-        samplers=_sort_samplers({**_drop_unused(state), kind: stacked}),
+        samplers=_add_sampler(state, kind, stacked),
         active={**state.active, row: _ActiveRequest(request, prompt_T, kind)},
     )
 
@@ -214,7 +214,7 @@ def _run_step(
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run the token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, found = tuple(state.samplers.values()), []
+    samplers, results = tuple(state.samplers.values()), []
     for group in split_microbatches(runs, rows + chunk):
         places, at = pack_microbatch(group, rows)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
@@ -224,9 +224,9 @@ def _run_step(
             take_B[list(take)] = list(take.values())
             kind_KB = _kind_mask(state, take)
             result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
-            found.append((take, result))
+            results.append((take, result))
     drawn: _StepSamples = {}
-    for take, result in found:  # read only after everything has been dispatched
+    for take, result in results:  # read only after everything has been dispatched
         arrays = to_host(result)
         drawn.update({row: _Sampled(*(x[row].item() for x in arrays)) for row in take})
     held = dict(zip(state.samplers, samplers, strict=True))
@@ -256,7 +256,7 @@ def _run_burst(
         eos_BE,
         burst,
         np.int32(min(burst, left)),
-        _adapter_numbers(state),
+        row_adapters({row: seat.request.adapter for row, seat in seats.items()}, rows),
     )
     count, arrays = to_host((done, results))
     steps = [
@@ -264,17 +264,6 @@ def _run_burst(
     ]
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
-
-
-def _adapter_numbers(state: _ServeState) -> np.ndarray | None:
-    """Return each row's adapter index, or None if no request sets one."""
-    asked = {row: seat.request.adapter for row, seat in state.active.items()}
-    if all(number is None for number in asked.values()):
-        return None
-    adapter_B = np.full(state.cache.batch, NO_ADAPTER, np.int32)
-    for row, number in asked.items():
-        adapter_B[row] = NO_ADAPTER if number is None else number
-    return adapter_B
 
 
 def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:
@@ -359,16 +348,15 @@ def _empty_context(rows: int, capacity: int) -> Context:
     return Context(token_BL, prompt_B, length_B, row_keys(0, rows))
 
 
-def _drop_unused(state: _ServeState) -> dict[Hashable, Sampler]:
-    """Drop unused samplers once there are many kinds: each set of kinds compiles a program."""
-    held = {seat.kind for seat in state.active.values()}
-    few = len(state.samplers) < _MAX_KINDS
-    return {kind: stacked for kind, stacked in state.samplers.items() if few or kind in held}
-
-
-def _sort_samplers(samplers: dict[Hashable, Sampler]) -> dict[Hashable, Sampler]:
-    """Sort sampler kinds, so that the order of arrival does not compile another program."""
-    return {kind: samplers[kind] for kind in sorted(samplers, key=str)}
+def _add_sampler(state: _ServeState, kind: Hashable, stacked: Sampler) -> dict[Hashable, Sampler]:
+    """Return the samplers by kind with one more. Each set and order of kinds compiles a program:
+    so unused ones are dropped once there are many, and the order is not that of arrival.
+    """
+    samplers = {**state.samplers, kind: stacked}
+    if len(state.samplers) >= _MAX_KINDS:
+        used = {kind, *(seat.kind for seat in state.active.values())}
+        samplers = {name: sampler for name, sampler in samplers.items() if name in used}
+    return {name: samplers[name] for name in sorted(samplers, key=str)}
 
 
 def _stack_sampler(sampler: Sampler, rows: int) -> Sampler:
@@ -387,8 +375,8 @@ def _fill_row(
 ) -> tuple[jax.Array, Context, Sampler]:
     """Clear a row of the cache and give it a new text and sampler."""
     token_L, length, key = text
-    own = Context(token_L, length, length, key)
+    filled = Context(token_L, length, length, key)
     context, stacked = jax.tree.map(
-        lambda old, new: old.at[row].set(new), (context, stacked), (own, sampler)
+        lambda old, new: old.at[row].set(new), (context, stacked), (filled, sampler)
     )
     return position_BS.at[row].set(EMPTY), context, stacked

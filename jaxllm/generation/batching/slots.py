@@ -1,10 +1,11 @@
 """Microbatches of tokens from many sequences, and the compiled programs that run them.
 
 Sequences are independent, so those with a similar number of tokens are grouped: a row that decodes
-one token is not padded to the width of another row's prompt. Used by `batch.decode` and `serve`.
+one token is not padded to the width of another row's prompt. Used by `llama_batch.decode` and
+`serve`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -51,7 +52,7 @@ class TokenRun(NamedTuple):
 
 
 class Microbatch(struct.PyTreeNode):
-    """A microbatch of R rows of T tokens; padding has position -1 and slot NOWHERE.
+    """A microbatch of R rows of T tokens; padding has position -1 and slot NO_SLOT.
 
     Attributes:
         row_R: Cache rows; None for all rows in order, which avoids a gather.
@@ -115,9 +116,9 @@ def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np
     """
     width = _padded_width(max(run.index_T.size for run in runs))
     few = next_power_of_two(len(runs))
-    whole = width == 1 or few >= rows
-    R = rows if whole else few
-    at = np.array([run.rows[0] for run in runs]) if whole else np.arange(len(runs))
+    uses_all_rows = width == 1 or few >= rows
+    R = rows if uses_all_rows else few
+    at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
     row_R = np.zeros(R, np.int32)
     token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
     slot_RT = np.full((R, width), NO_SLOT, np.int32)
@@ -132,24 +133,25 @@ def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np
         member_RB[r, run.rows] = True
     several = any(np.count_nonzero(run.output_T) > 1 for run in runs)
     places = Microbatch(
-        None if whole else row_R,
+        None if uses_all_rows else row_R,
         token_RT,
         position_RT,
         slot_RT,
         length_R,
         None if several else column_R,
         member_RB if len(runs[0].rows) > 1 else None,
-        _adapter_numbers(runs, at, R),
+        row_adapters({r: run.adapter for r, run in zip(at, runs, strict=True)}, R),
     )
     return places, at
 
 
-def _adapter_numbers(runs: Sequence[TokenRun], at: np.ndarray, rows: int) -> np.ndarray | None:
-    if all(run.adapter is None for run in runs):
+def row_adapters(adapters: Mapping[int, int | None], rows: int) -> np.ndarray | None:
+    """Return each row's adapter index, int32 `[rows]`, or None if no row has one."""
+    if all(adapter is None for adapter in adapters.values()):
         return None
     adapter_R = np.full(rows, NO_ADAPTER, np.int32)
-    for r, run in zip(at, runs, strict=True):
-        adapter_R[r] = NO_ADAPTER if run.adapter is None else run.adapter
+    for row, adapter in adapters.items():
+        adapter_R[row] = NO_ADAPTER if adapter is None else adapter
     return adapter_R
 
 

@@ -70,7 +70,7 @@ class BeamResult(struct.PyTreeNode):
 class StopCriteria(struct.PyTreeNode):
     """Stopping criteria, constant over the search.
 
-    budget, length_penalty: scalars. eos_E: end-of-text ids, padded with -1. full_is_enough,
+    budget, length_penalty: scalars. eos_E: end-of-text ids, padded with -1. stop_when_full,
     assume_max_length: bool scalars for `early_stopping` True and "never".
     """
 
@@ -86,7 +86,8 @@ class SearchState(struct.PyTreeNode):
 
     step: number of tokens of each running beam. token_BNT, score_BN: these tokens and the sums of
     their log-probabilities, best first; -inf is no beam. parent_R: the row that each beam extended
-    in the last step. found: finished sequences. done_B: whether a prompt's search has ended.
+    in the last step. finished: the best finished sequences. done_B: whether a
+    prompt's search has ended.
     """
 
     step: jax.Array
@@ -164,10 +165,10 @@ def beam_search(
         np.bool_(early_stopping == "never"),
     )
     criteria = StopCriteria(*jax.device_put(values))
-    found = _run_search(model, params, out.cache, criteria, sampler, out.logits, num_beams, width)
+    result = _run_search(model, params, out.cache, criteria, sampler, out.logits, num_beams, width)
     # On the host: a JAX slice would compile.
-    n, found = num_return_sequences, to_host(found)
-    cut: BeamResult = jax.tree.map(lambda x: x[:, :n], found)
+    n, result = num_return_sequences, to_host(result)
+    cut: BeamResult = jax.tree.map(lambda x: x[:, :n], result)
     return jax.device_put(cut.replace(token_BNT=cut.token_BNT[:, :, :max_new_tokens]))
 
 

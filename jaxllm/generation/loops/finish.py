@@ -67,6 +67,17 @@ def set_column(x_BL: jax.Array, at_B: jax.Array, new_B: jax.Array, where_B: jax.
     return x_BL.at[jnp.arange(at_B.shape[0]), at_B].set(new_B, mode="drop")
 
 
+def select_rows(rows_B: jax.Array, new: Any, old: Any) -> Any:
+    """Take these rows from the new tree and the others from the old; other leaves are the new."""
+
+    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
+        if x is y or x.ndim == 0 or x.shape[0] != rows_B.shape[0]:
+            return x
+        return jnp.where(rows_B.reshape(-1, *[1] * (x.ndim - 1)), x, y)
+
+    return jax.tree.map(pick, new, old)
+
+
 def finish_reasons(
     token_B: jax.Array,
     length_B: jax.Array,

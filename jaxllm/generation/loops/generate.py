@@ -12,7 +12,6 @@ from flax import struct
 
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
 from jaxllm.errors import SamplingError
-from jaxllm.generation.loops import pipelined
 from jaxllm.generation.loops.capacity import (
     check_capacity,
     check_continuation,
@@ -21,6 +20,7 @@ from jaxllm.generation.loops.capacity import (
 )
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids, token_budgets
 from jaxllm.generation.loops.overflow import OverflowPolicy, OverflowState, make_room
+from jaxllm.generation.loops.pipelined import decode_pipelined, row_groups
 from jaxllm.generation.loops.state import (
     DecodeState,
     LoopConstants,
@@ -124,7 +124,8 @@ def generate(
         return _make_result(state, cache, options)
     mass, overflow = _requested_mass(options), options.get("overflow")
     is_simple = overflow is None and mass is False
-    loop = _PIPELINED_LOOP if is_simple and model.row_groups(cache.batch) is not None else _LOOP
+    in_groups = is_simple and row_groups(model, cache.batch) is not None
+    loop = _PIPELINED_LOOP if in_groups else _LOOP
     while True:
         cache, state = _run_program(loop, model, params, limits, cache, state, mass)
         if overflow is None or not is_running(state):
@@ -334,4 +335,4 @@ def _requested_mass(options: GenerateKwargs) -> MassMode:
 _SAMPLE = CachedJit(sample)
 _STEP = CachedJit(decode_and_sample, static_argnums=(0, 4), donate_argnums=2)
 _LOOP = CachedJit(decode_until_done, static_argnums=(0, 4), donate_argnums=2)
-_PIPELINED_LOOP = CachedJit(pipelined.decode_pipelined, static_argnums=(0, 4), donate_argnums=2)
+_PIPELINED_LOOP = CachedJit(decode_pipelined, static_argnums=(0, 4), donate_argnums=2)

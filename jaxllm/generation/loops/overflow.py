@@ -165,7 +165,8 @@ class PoolOlder:
 
     The `pooled_slots` newest averaged slots are retained (see `cache.token_merging`), so the cache
     represents sinks + pooled * ratio + recent tokens. Each token is averaged once. Gaps are closed;
-    nothing is recomputed. Requires rotary positions. pooled: by default a quarter of the cache.
+    nothing is recomputed. Requires rotary positions. pooled_slots: by default a quarter of the
+    cache.
     recent: by default, so that at most three quarters of the cache stay in use.
     """
 

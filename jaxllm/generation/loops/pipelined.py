@@ -8,11 +8,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.cache.kv import KVCache, constrain_cache, replicate_for_host
-from jaxllm.generation.loops.finish import Finish
+from jaxllm.generation.loops.finish import Finish, select_rows
 from jaxllm.generation.loops.state import DecodeState, LoopConstants, sample
 from jaxllm.steps import MassMode
+
+
+def row_groups(model: Any, rows: int) -> np.ndarray | None:
+    """Return the group of each row, int32 `[B]`, if stages decode one group each; else None.
+
+    It is None if the rows are not divisible into groups.
+    """
+    stages, devices = len(model.stage_layers), model.num_data_shards(rows)
+    if not stages or model.runner.chunks > 1 or rows % (devices * stages):
+        return None
+    size = rows // (devices * stages)
+    return np.tile(np.repeat(np.arange(stages, dtype=np.int32), size), devices)
 
 
 def decode_pipelined(
@@ -22,12 +35,12 @@ def decode_pipelined(
     state: DecodeState,
     attention_mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
-    """Run `state.decode_pipelined` pipelined, for a model with `Model.row_groups`.
+    """Run `state.decode_until_done` pipelined, for a model and rows with `row_groups`.
 
     The tail must have room for all tokens. The attention mass is not supported.
     """
     rows = tail.batch
-    group_B, start = jnp.asarray(model.row_groups(rows)), tail.cursor
+    group_B, start = jnp.asarray(row_groups(model, rows)), tail.cursor
     stages = model.axes.stage
 
     def is_unfinished(carry: Any) -> jax.Array:
@@ -52,7 +65,7 @@ def decode_pipelined(
         leaves_B = (group_B == (number + 1) % stages) & (number + 1 >= stages)
         others_B = jnp.where(leaves_B, state.finish_B, jnp.int32(Finish.STOP))
         drawn = sample(constants.limits, state.replace(finish_B=others_B), logits_BV)
-        state = jax.tree.map(lambda new, old: _select_rows(leaves_B, new, old), drawn, state)
+        state = select_rows(leaves_B, drawn, state)
         return number + 1, tail.replace(tail=segment), state, flight, position_B
 
     begin = (
@@ -85,10 +98,3 @@ def _record_tokens(
         cursor=jnp.where(real_B.any(), jnp.maximum(tail.cursor, slot + 1), tail.cursor),
         next_position_B=jnp.where(real_B, position_B + 1, tail.next_position_B),
     )
-
-
-def _select_rows(rows_B: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Take these rows from the new array, the others from the old; arrays without rows are new."""
-    if new.ndim == 0 or new.shape[0] != rows_B.shape[0]:
-        return new
-    return jnp.where(rows_B.reshape(-1, *[1] * (new.ndim - 1)), new, old)

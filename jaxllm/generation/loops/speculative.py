@@ -31,6 +31,7 @@ from jaxllm.generation.loops.finish import (
     finish_reasons,
     is_eos,
     pad_eos_ids,
+    select_rows,
     token_budgets,
 )
 from jaxllm.generation.loops.prompt_lookup import PromptLookup, TextState, look_up_draft
@@ -86,7 +87,7 @@ class RoundState(struct.PyTreeNode):
     """State at the start of a round.
 
     caches: the target's, which holds the text but its last token, and the draft model's, which
-    lacks one more if all of its proposals were accepted. alone_B: rows whose last pass was not
+    lacks one more if all of its proposals were accepted. retry_B: rows whose last pass was not
     finite; because a rejected draft token may have caused that, they repeat it without a draft.
     """
 
@@ -247,8 +248,8 @@ def _run_round(
     if isinstance(draft, PromptLookup):
         rest, draft_BK, q_KBV = [], look_up_draft(text, draft.ngram, width), None
     else:
-        found = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
-        rest, draft_BK, q_KBV = [found[0]], *found[1:]
+        proposal = _propose_tokens(draft, params[1], width, inputs, text, state.caches[1], room_B)
+        rest, draft_BK, q_KBV = [proposal[0]], *proposal[1:]
     draft_BK = _mask_draft(draft_BK, room_B, inputs.eos_E)
     token_BT = jnp.concatenate([text.last_tokens(1), draft_BK], axis=1)
     real_BT = (token_BT >= 0) & running_B[:, None]
@@ -306,7 +307,7 @@ def _accept_tokens(
             token_B, agreed_B = accept_or_resample(scores_BV, draft_B, q_BV, accept_B, draw_B)
         finite_B = jnp.isfinite(logits_BV).all(axis=1)
         taken_B = alive_B & finite_B
-        memory = _select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        memory = select_rows(taken_B, text.sampler.observe(scores_BV, token_B), text.sampler)
         text = text.append(token_B, taken_B).replace(sampler=memory)
         finish_B = finish_reasons(token_B, text.length_B, inputs.limit_B, inputs.eos_E, finite_B)
         text = text.replace(finish_B=jnp.where(alive_B, finish_B, text.finish_B))
@@ -397,12 +398,3 @@ def _position_keys(
 
 def _context(inputs: LoopInputs, text: TextState, key_B: jax.Array) -> Context:
     return Context(text.token_BL, inputs.prompt_B, text.length_B, key_B)
-
-
-def _select_rows(where_B: jax.Array, new: Any, old: Any) -> Any:
-    """Take the new values in these rows and the old ones elsewhere; unchanged leaves stay."""
-
-    def pick(x: jax.Array, y: jax.Array) -> jax.Array:
-        return y if x is y else jnp.where(where_B.reshape(-1, *[1] * (y.ndim - 1)), x, y)
-
-    return jax.tree.map(pick, new, old)

@@ -1,7 +1,7 @@
 """State of a generation loop, and the pure functions that advance it.
 
-`generate` compiles them: one step, the loop of steps, and (`rounds`) the loop for a pipelined
-model.
+`generate` compiles them: one step, the loop of steps, and (`pipelined`) the loop for a
+pipelined model.
 """
 
 import jax

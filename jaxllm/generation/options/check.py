@@ -73,8 +73,10 @@ def select_decoder(
     if selected and kind == "stream":
         raise SamplingError(f"stream does not support {decoder.name}. Use generate")
     if selected and kind == "serve":
-        own = [name for name in OPTIONS if OPTIONS[name].decoders == (decoder,) and name in merged]
-        raise SamplingError(f"{_CALL_NAMES[kind]} does not take {own[0]}")
+        names = [
+            name for name in OPTIONS if OPTIONS[name].decoders == (decoder,) and name in merged
+        ]
+        raise SamplingError(f"{_CALL_NAMES[kind]} does not take {names[0]}")
     for name, value in options.items():
         option = OPTIONS[name]
         if not option.is_taken_by(decoder, kind) and not _is_default(value, option.default):

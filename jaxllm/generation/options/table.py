@@ -4,7 +4,8 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict, TypeVar, get_type_hints
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -33,9 +34,11 @@ from jaxllm.generation.options.validators import (
 )
 from jaxllm.generation.sampling.options import PROCESSORS, check_option_value
 from jaxllm.generation.sampling.sampler import Processor, Sampler
+from jaxllm.runtime.docstrings import split_docstring
 
 Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
 Function = TypeVar("Function", bound=Callable[..., Any])
+OverflowName = Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
 SAMPLERS = tuple(decoder for decoder in DECODERS if decoder.samples)
 
 
@@ -43,7 +46,7 @@ class Option(NamedTuple):
     """One option.
 
     check: returns the normalized value; raises TypeError or ValueError for an invalid one. meaning:
-    the valid values. help: its effect. default: the neutral or usual value. per_row: whether a list
+    the valid values. default: the neutral or usual value. per_row: whether a list
     with one value per prompt is accepted. from_file: whether generation_config.json may set it.
     decoders: the decoders that take it; by default all, or those that have it as a field.
     selects_decoder: whether any value but the default selects its decoder. calls: the methods that
@@ -52,7 +55,6 @@ class Option(NamedTuple):
 
     check: Callable[[Any], Any]
     meaning: str
-    help: str
     default: Any = None
     per_row: bool = False
     from_file: bool = True
@@ -65,68 +67,82 @@ class Option(NamedTuple):
         return decoder in self.decoders and kind in self.calls
 
 
-_AT_LEAST_ONE = "a whole number from 1 up"
-
-
 class GenerateOptions(TypedDict, total=False):
-    """Options of `LM.generate`, `LM.stream` and `LM.serve`, for editors, mypy and `OPTIONS`."""
+    """Options of `LM.generate`, `LM.stream` and `LM.serve`; their docstrings list them, too.
 
-    max_new_tokens: Annotated[
-        Ids | None,
-        Option(
-            per_prompt_checker(lambda n: n if n is None else int_checker(1, MAX_TOKENS)(n)),
-            f"a whole number from 1 to {MAX_TOKENS}, or one for each prompt",
-            "maximum number of new tokens (256, or fewer if the context is shorter)",
-            per_row=True,
-        ),
-    ]
-    eos_token_id: Annotated[
-        Ids | None,
-        Option(
-            check_ids,
-            "a token id or a list of them",
-            "token ids that end the text; included in the tokens",
-        ),
-    ]
-    stop_strings: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            check_texts,
-            "a text or a list of them, none empty",
-            "strings that end the text; the text excludes them",
-            (),
-        ),
-    ]
-    stopping_criteria: Annotated[
-        StoppingCriterion | Sequence[StoppingCriterion] | None,
-        Option(
-            check_criteria,
-            "a function of (text, token ids) so far, or a list of them",
-            "Python functions (text, ids) -> bool, called after every token; True ends the text",
-            from_file=False,
-        ),
-    ]
-    do_sample: Annotated[
-        bool | None,
-        Option(
-            check_bool,
-            "true or false",
-            "sample tokens; the default is greedy, unless a temperature is given",
-            decoders=SAMPLERS,
-        ),
-    ]
-    seed: Annotated[
-        Ids | Literal["random"] | None,
-        Option(
-            per_prompt_checker(check_seed),
-            'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
-            "random seed; the same seed gives the same text",
-            0,
-            per_row=True,
-            from_file=False,
-        ),
-    ]
-    # Logits processors; each is described next to its class.
+    Attributes:
+        max_new_tokens: maximum number of new tokens (256, or fewer if the context is shorter).
+        eos_token_id: token ids that end the text; included in the tokens.
+        stop_strings: strings that end the text; the text excludes them.
+        stopping_criteria: Python functions (text, ids) -> bool, called after every token; True ends
+            the text.
+        do_sample: sample tokens; the default is greedy, unless a temperature is given.
+        seed: random seed; the same seed gives the same text.
+        logit_bias: biases added to the scores of tokens, as in OpenAI's API.
+        sequence_bias: biases added to the scores of tokens that complete these sequences.
+        repetition_penalty: penalty for tokens already in the text, including the prompt (CTRL).
+        presence_penalty: subtracted once from the scores of tokens already generated, as in
+            OpenAI's API.
+        frequency_penalty: subtracted once per time that a token was generated, as in OpenAI's API.
+        dry_multiplier: DRY: strength of the penalty for extending a repetition.
+        dry_base: DRY: base of the penalty's exponential growth with the repetition's length.
+        dry_allowed_length: DRY: length from which repetitions are penalized.
+        dry_penalty_last_n: DRY: number of last tokens to search for repetitions.
+        dry_sequence_breakers: DRY: tokens that repetitions do not extend across.
+        no_repeat_ngram_size: ban repeated n-grams of this many tokens, including the prompt.
+        bad_words_ids: banned token sequences.
+        suppress_tokens: banned tokens.
+        begin_suppress_tokens: tokens banned at the first step.
+        min_length: minimum length of the text in tokens, including the prompt.
+        min_new_tokens: minimum number of new tokens.
+        forced_bos_token_id: forced second token after a prompt of one token.
+        forced_eos_token_id: forced last token if max_new_tokens ends the text.
+        temperature: divides the logits; setting it enables sampling.
+        top_n_sigma: keep tokens within this many standard deviations of the best score.
+        top_k: keep the k best tokens; in contrastive search, the number of candidates.
+        top_p: keep the best tokens whose probabilities add up to p.
+        min_p: keep tokens with at least this fraction of the best token's probability.
+        typical_p: keep the most typical tokens whose probabilities add up to p.
+        epsilon_cutoff: keep tokens with at least this probability.
+        eta_cutoff: like epsilon_cutoff, but less strict if the entropy is high.
+        xtc_probability: XTC: probability of excluding the top choices at a step.
+        xtc_threshold: XTC: exclude all but the least likely of the tokens with at least this
+            probability.
+        mirostat_tau: mirostat: target surprisal.
+        mirostat_eta: mirostat: learning rate.
+        sampler: a custom sampler, instead of all sampling options.
+        logits_processor: more processors, applied before temperature and the ones after it.
+        num_return_sequences: number of texts per prompt.
+        num_beams: beam search: number of beams.
+        length_penalty: beam search: values above 0 favor long texts.
+        early_stopping: beam search: when to stop.
+        assistant_model: speculative decoding: a smaller draft model with the same vocabulary.
+        num_assistant_tokens: speculative decoding: tokens that assistant_model drafts per step.
+        prompt_lookup_num_tokens: speculative decoding: tokens drafted per step by lookup in the
+            text itself.
+        max_matching_ngram_size: speculative decoding: longest n-gram to look up, in tokens.
+        penalty_alpha: contrastive search: weight of the penalty for similarity to the text.
+        guidance_scale: classifier-free guidance: strength of the push away from negative_prompt.
+        negative_prompt: classifier-free guidance: the prompt to steer away from.
+        top_logprobs: number of likeliest tokens to report per step.
+        overflow: when the context is full: refuse, restart from the recent half (slide), keep the
+            first tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks
+            and recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop
+            finished segments that the model's memory holds (segments).
+        cache: a cache of one row; a prefix shared with the prompt is not recomputed.
+        chunk: prefill chunk, in tokens.
+        adapter: name of a loaded adapter; "base" for none; the default is the first.
+        batch_invariant: run each prompt separately, so that rounding does not depend on the other
+            prompts.
+        pad_token_id: accepted but ignored: padding is marked by position -1, not by an id.
+    """
+
+    max_new_tokens: Ids | None
+    eos_token_id: Ids | None
+    stop_strings: str | Sequence[str] | None
+    stopping_criteria: StoppingCriterion | Sequence[StoppingCriterion] | None
+    do_sample: bool | None
+    seed: Ids | Literal["random"] | None
     logit_bias: Mapping[Any, float] | Lists | None
     sequence_bias: Mapping[Any, float] | Lists | None
     repetition_penalty: Numbers | None
@@ -157,225 +173,112 @@ class GenerateOptions(TypedDict, total=False):
     xtc_threshold: Numbers | None
     mirostat_tau: Numbers | None
     mirostat_eta: Numbers | None
-    sampler: Annotated[
-        Sampler | None,
-        Option(
-            instance_checker(Sampler),
-            "a jaxllm.Sampler",
-            "a custom sampler, instead of all sampling options",
-            from_file=False,
-            decoders=SAMPLERS,
-        ),
-    ]
-    logits_processor: Annotated[
-        Sequence[Processor | ScoreFunction] | None,
-        Option(
-            check_processors,
-            "a list of Processors and functions of (scores [B, V], Context) in JAX",
-            "more processors, applied before temperature and the ones after it",
-            from_file=False,
-            decoders=SAMPLERS,
-        ),
-    ]
-    num_return_sequences: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "number of texts per prompt",
-            1,
-            decoders=(PlainGeneration, BeamSearch),
-            calls=("generate",),
-        ),
-    ]
-    num_beams: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "beam search: number of beams",
-            1,
-            selects_decoder=True,
-        ),
-    ]
-    length_penalty: Annotated[
-        float | None,
-        Option(
-            number_checker(),
-            "a finite number",
-            "beam search: values above 0 favor long texts",
-            1.0,
-        ),
-    ]
-    early_stopping: Annotated[
-        bool | Literal["never"] | None,
-        Option(
-            check_early_stopping,
-            'false, true or "never"',
-            "beam search: when to stop",
-            False,
-        ),
-    ]
-    assistant_model: Annotated[
-        LanguageModel | None,
-        Option(
-            instance_checker(LanguageModel),
-            "a jaxllm.LM",
-            "speculative decoding: a smaller draft model with the same vocabulary",
-            from_file=False,
-            selects_decoder=True,
-        ),
-    ]
-    num_assistant_tokens: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: tokens that assistant_model drafts per step",
-            4,
-        ),
-    ]
-    prompt_lookup_num_tokens: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: tokens drafted per step by lookup in the text itself",
-            selects_decoder=True,
-        ),
-    ]
-    max_matching_ngram_size: Annotated[
-        int | None,
-        Option(
-            int_checker(1),
-            _AT_LEAST_ONE,
-            "speculative decoding: longest n-gram to look up, in tokens",
-            3,
-        ),
-    ]
-    penalty_alpha: Annotated[
-        float | None,
-        Option(
-            number_checker(0, 1),
-            "a number from 0 to 1",
-            "contrastive search: weight of the penalty for similarity to the text",
-            selects_decoder=True,
-        ),
-    ]
-    guidance_scale: Annotated[
-        float | None,
-        Option(
-            number_checker(),
-            "a finite number, 1 is off",
-            "classifier-free guidance: strength of the push away from negative_prompt",
-            1.0,
-            selects_decoder=True,
-        ),
-    ]
-    negative_prompt: Annotated[
-        str | Sequence[int] | None,
-        Option(
-            instance_checker(str | Sequence | np.ndarray),
-            "a text or token ids",
-            "classifier-free guidance: the prompt to steer away from",
-            from_file=False,
-        ),
-    ]
-    top_logprobs: Annotated[
-        int | None,
-        Option(
-            int_checker(0),
-            "a whole number from 0 (off) up",
-            "number of likeliest tokens to report per step",
-            0,
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    overflow: Annotated[
-        Literal["refuse", "slide", "sinks", "heavy", "segments", "pooled", "pooled-by-use"]
-        | OverflowPolicy
-        | None,
-        Option(
-            check_overflow,
-            f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
-            "when the context is full: refuse, restart from the recent half (slide), keep the first"
-            " tokens and a window (sinks) or recent and most attended ones (heavy), keep sinks and"
-            " recent ones and merge older ones four to a slot (pooled; pooled-by-use), or drop"
-            " finished segments that the model's memory holds (segments)",
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    cache: Annotated[
-        KVCache | None,
-        Option(
-            instance_checker(KVCache),
-            "a jaxllm.KVCache",
-            "a cache of one row; a prefix shared with the prompt is not recomputed",
-            from_file=False,
-            decoders=(PlainGeneration,),
-            calls=("generate", "stream"),
-        ),
-    ]
-    chunk: Annotated[
-        int | None,
-        Option(int_checker(1), _AT_LEAST_ONE, "prefill chunk, in tokens", 256, from_file=False),
-    ]
-    adapter: Annotated[
-        str | Sequence[str | None] | None,
-        Option(
-            per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
-            "a text, or one for each prompt",
-            'name of a loaded adapter; "base" for none; the default is the first',
-            per_row=True,
-            from_file=False,
-        ),
-    ]
-    batch_invariant: Annotated[
-        bool | None,
-        Option(
-            check_bool,
-            "true or false",
-            "run each prompt separately, so that rounding does not depend on the other prompts",
-            False,
-            from_file=False,
-        ),
-    ]
-    pad_token_id: Annotated[
-        int | None,
-        Option(
-            int_checker(-1),
-            "a token id",
-            "accepted but ignored: padding is marked by position -1, not by an id",
-        ),
-    ]
+    sampler: Sampler | None
+    logits_processor: Sequence[Processor | ScoreFunction] | None
+    num_return_sequences: int | None
+    num_beams: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    assistant_model: LanguageModel | None
+    num_assistant_tokens: int | None
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
+    penalty_alpha: float | None
+    guidance_scale: float | None
+    negative_prompt: str | Sequence[int] | None
+    top_logprobs: int | None
+    overflow: OverflowName | OverflowPolicy | None
+    cache: KVCache | None
+    chunk: int | None
+    adapter: str | Sequence[str | None] | None
+    batch_invariant: bool | None
+    pad_token_id: int | None
+
+
+_plain_option = partial(
+    Option, from_file=False, decoders=(PlainGeneration,), calls=("generate", "stream")
+)
+_COUNT = int_checker(1), "a whole number from 1 up"
+_ROWS: dict[str, Option] = {
+    "max_new_tokens": Option(
+        per_prompt_checker(lambda n: n if n is None else int_checker(1, MAX_TOKENS)(n)),
+        f"a whole number from 1 to {MAX_TOKENS}, or one for each prompt",
+        per_row=True,
+    ),
+    "eos_token_id": Option(check_ids, "a token id or a list of them"),
+    "stop_strings": Option(check_texts, "a text or a list of them, none empty", ()),
+    "stopping_criteria": Option(
+        check_criteria, "a function of (text, token ids) so far, or a list of them", from_file=False
+    ),
+    "do_sample": Option(check_bool, "true or false", decoders=SAMPLERS),
+    "seed": Option(
+        per_prompt_checker(check_seed),
+        'a whole number from 0 to 2**64 - 1, "random", or one for each prompt',
+        0,
+        per_row=True,
+        from_file=False,
+    ),
+    "sampler": Option(
+        instance_checker(Sampler), "a jaxllm.Sampler", from_file=False, decoders=SAMPLERS
+    ),
+    "logits_processor": Option(
+        check_processors,
+        "a list of Processors and functions of (scores [B, V], Context) in JAX",
+        from_file=False,
+        decoders=SAMPLERS,
+    ),
+    "num_return_sequences": Option(
+        *_COUNT, 1, decoders=(PlainGeneration, BeamSearch), calls=("generate",)
+    ),
+    "num_beams": Option(*_COUNT, 1, selects_decoder=True),
+    "length_penalty": Option(number_checker(), "a finite number", 1.0),
+    "early_stopping": Option(check_early_stopping, 'false, true or "never"', False),
+    "assistant_model": Option(
+        instance_checker(LanguageModel), "a jaxllm.LM", from_file=False, selects_decoder=True
+    ),
+    "num_assistant_tokens": Option(*_COUNT, 4),
+    "prompt_lookup_num_tokens": Option(*_COUNT, selects_decoder=True),
+    "max_matching_ngram_size": Option(*_COUNT, 3),
+    "penalty_alpha": Option(number_checker(0, 1), "a number from 0 to 1", selects_decoder=True),
+    "guidance_scale": Option(
+        number_checker(), "a finite number, 1 is off", 1.0, selects_decoder=True
+    ),
+    "negative_prompt": Option(
+        instance_checker(str | Sequence | np.ndarray), "a text or token ids", from_file=False
+    ),
+    "top_logprobs": _plain_option(int_checker(0), "a whole number from 0 (off) up", 0),
+    "overflow": _plain_option(
+        check_overflow,
+        f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
+    ),
+    "cache": _plain_option(instance_checker(KVCache), "a jaxllm.KVCache"),
+    "chunk": Option(*_COUNT, 256, from_file=False),
+    "adapter": Option(
+        per_prompt_checker(lambda name: name if name is None else instance_checker(str)(name)),
+        "a text, or one for each prompt",
+        per_row=True,
+        from_file=False,
+    ),
+    "batch_invariant": Option(check_bool, "true or false", False, from_file=False),
+    "pad_token_id": Option(int_checker(-1), "a token id"),
+}
 
 
 def _sampling_option(name: str) -> Option:
     """Convert a row of `PROCESSORS` to a row of this table."""
-    row = PROCESSORS[name]
-
-    def check(value: Any) -> Any:
-        check_option_value(name, value)
-        return value
-
-    return Option(check, row.meaning, row.help, per_row=not row.is_list, decoders=SAMPLERS)
+    row, check = PROCESSORS[name], partial(check_option_value, name)
+    return Option(check, row.meaning, per_row=not row.is_list, decoders=SAMPLERS)
 
 
 def _add_decoders(name: str, option: Option) -> Option:
     """Fill in the decoders that have the option as a field."""
-    own = tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
-    return option._replace(decoders=option.decoders + own or DECODERS)
+    owners = tuple(d for d in DECODERS if name in {f.name for f in dataclasses.fields(d)})
+    return option._replace(decoders=option.decoders + owners or DECODERS)
 
 
 OPTIONS: dict[str, Option] = {
-    name: _add_decoders(
-        name, _sampling_option(name) if name in PROCESSORS else hint.__metadata__[0]
-    )
-    for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
+    name: _add_decoders(name, _sampling_option(name) if name in PROCESSORS else _ROWS[name])
+    for name in GenerateOptions.__annotations__
 }
 
 
@@ -383,8 +286,9 @@ def document_options(function: Function) -> Function:
     """Replace OPTIONS in the function's docstring by the table, and add the option names to the
     signature that `help` and editors show.
     """
+    effects = split_docstring(GenerateOptions)[1]
     rows = (
-        f"{name}{'' if row.default in (None, ()) else f' ({row.default})'}: {row.help}."
+        f"{name}{'' if row.default in (None, ()) else f' ({row.default})'}: {effects[name]}"
         f" {row.meaning[0].upper()}{row.meaning[1:]}."
         for name, row in OPTIONS.items()
     )

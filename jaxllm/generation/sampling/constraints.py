@@ -187,63 +187,34 @@ BIASES: dict[str, SamplingOption] = {
         LogitBias,
         biases(single=True),
         "a table from token ids to biases from -100 to 100, or one such table per row",
-        "biases added to the scores of tokens, as in OpenAI's API",
         is_list=True,
     ),
     "sequence_bias": SamplingOption(
         SequenceBias,
         biases(single=False),
         "a table from sequences of token ids to finite biases, or one such table per row",
-        "biases added to the scores of tokens that complete these sequences",
         is_list=True,
     ),
 }
 
 OPTIONS: dict[str, SamplingOption] = {
-    "no_repeat_ngram_size": SamplingOption(
-        NoRepeatNGram,
-        integer("size", 0),
-        OFF_AT_0,
-        "ban repeated n-grams of this many tokens, including the prompt",
-    ),
+    "no_repeat_ngram_size": SamplingOption(NoRepeatNGram, integer("size", 0), OFF_AT_0),
     "bad_words_ids": SamplingOption(
         BadWords,
         parse_bad_words,
         "a list of lists of token ids, or one such list per row",
-        "banned token sequences",
         is_list=True,
     ),
-    "suppress_tokens": SamplingOption(
-        SuppressTokens, tokens("token_N"), TOKENS, "banned tokens", is_list=True
-    ),
+    "suppress_tokens": SamplingOption(SuppressTokens, tokens("token_N"), TOKENS, is_list=True),
     "begin_suppress_tokens": SamplingOption(
-        BeginSuppressTokens,
-        parse_begin_suppress,
-        TOKENS,
-        "tokens banned at the first step",
-        is_list=True,
+        BeginSuppressTokens, parse_begin_suppress, TOKENS, is_list=True
     ),
-    "min_length": SamplingOption(
-        MinLength,
-        min_length("total"),
-        OFF_AT_0,
-        "minimum length of the text in tokens, including the prompt",
-        0,
-    ),
-    "min_new_tokens": SamplingOption(
-        MinLength, min_length("new"), OFF_AT_0, "minimum number of new tokens", 0
-    ),
+    "min_length": SamplingOption(MinLength, min_length("total"), OFF_AT_0, 0),
+    "min_new_tokens": SamplingOption(MinLength, min_length("new"), OFF_AT_0, 0),
     "forced_bos_token_id": SamplingOption(
-        ForcedBos,
-        parse_forced_bos,
-        "a token id, -1 is off, or one per row",
-        "forced second token after a prompt of one token",
+        ForcedBos, parse_forced_bos, "a token id, -1 is off, or one per row"
     ),
     "forced_eos_token_id": SamplingOption(
-        ForcedEos,
-        parse_forced_eos,
-        f"a token id, {TOKENS}",
-        "forced last token if max_new_tokens ends the text",
-        is_list=True,
+        ForcedEos, parse_forced_eos, f"a token id, {TOKENS}", is_list=True
     ),
 }

@@ -66,21 +66,22 @@ def make_sampler(
         )
     except (TypeError, ValueError) as error:
         raise SamplingError(f"eos_token_ids: {error}") from None
-    wanted = {o.factory for name, o in PROCESSORS.items() if o.always_on or name in options}
+    factories = {o.factory for name, o in PROCESSORS.items() if o.always_on or name in options}
     chain: dict[Callable[..., Processor], dict[str, jax.Array]] = {}
     for name, option in PROCESSORS.items():
-        if option.factory in wanted:
+        if option.factory in factories:
             value = options.get(name, option.default)
             chain.setdefault(option.factory, {}).update(_parse_option(name, value, option, facts))
-    made = {make: make(**fields) for make, fields in chain.items()}
-    text = [made.pop(make) for make in list(made) if make in _TEXT_MAKERS]
+    processors = {make: make(**fields) for make, fields in chain.items()}
+    text = [processors.pop(make) for make in list(processors) if make in _TEXT_MAKERS]
     added = [p if isinstance(p, Processor) else FunctionProcessor(p) for p in logits_processor]
-    return Sampler((*text, *added, *made.values()))
+    return Sampler((*text, *added, *processors.values()))
 
 
-def check_option_value(name: str, value: Any) -> None:
-    """Raise SamplingError for a value that is invalid for every vocabulary and text."""
+def check_option_value(name: str, value: Any) -> Any:
+    """Return a value; raise SamplingError if it is invalid for every vocabulary and text."""
     _parse_option(name, value, PROCESSORS[name], ParseContext(None, (), 1, -1))
+    return value
 
 
 def _parse_option(

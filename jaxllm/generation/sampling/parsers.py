@@ -36,7 +36,6 @@ class SamplingOption(NamedTuple):
         parse: Converts the value to keyword arguments of the maker; a ValueError or TypeError
             becomes an error that quotes `meaning`.
         meaning: Valid values.
-        help: Effect of the option.
         default: The value if only other options of the processor are set.
         always_on: Whether the processor is part of every sampler, so that setting it does not
             recompile. Others join the chain only if set.
@@ -46,7 +45,6 @@ class SamplingOption(NamedTuple):
     factory: Callable[..., Processor]
     parse: Parser
     meaning: str
-    help: str
     default: Any = None
     always_on: bool = False
     is_list: bool = False

@@ -165,59 +165,27 @@ def _count_tokens(scores_BV: jax.Array, context: Context, *, prompt: bool) -> ja
 
 OPTIONS: dict[str, SamplingOption] = {
     "repetition_penalty": SamplingOption(
-        RepetitionPenalty,
-        number("penalty", lambda x: x > 0),
-        "a number above 0, 1 is off",
-        "penalty for tokens already in the text, including the prompt (CTRL)",
+        RepetitionPenalty, number("penalty", lambda x: x > 0), "a number above 0, 1 is off"
     ),
     "presence_penalty": SamplingOption(
-        FrequencyPenalty,
-        number("presence", any_number),
-        "a finite number, 0 is off",
-        "subtracted once from the scores of tokens already generated, as in OpenAI's API",
-        0,
+        FrequencyPenalty, number("presence", any_number), "a finite number, 0 is off", 0
     ),
     "frequency_penalty": SamplingOption(
-        FrequencyPenalty,
-        number("frequency", any_number),
-        "a finite number, 0 is off",
-        "subtracted once per time that a token was generated, as in OpenAI's API",
-        0,
+        FrequencyPenalty, number("frequency", any_number), "a finite number, 0 is off", 0
     ),
     "dry_multiplier": SamplingOption(
-        DryPenalty,
-        number("multiplier", lambda x: x >= 0),
-        "a number from 0 (off) up",
-        "DRY: strength of the penalty for extending a repetition",
-        0,
+        DryPenalty, number("multiplier", lambda x: x >= 0), "a number from 0 (off) up", 0
     ),
     "dry_base": SamplingOption(
-        DryPenalty,
-        number("base", lambda x: x >= 1),
-        "a number from 1 up",
-        "DRY: base of the penalty's exponential growth with the repetition's length",
-        1.75,
+        DryPenalty, number("base", lambda x: x >= 1), "a number from 1 up", 1.75
     ),
     "dry_allowed_length": SamplingOption(
-        DryPenalty,
-        integer("allowed_length", 1),
-        "a whole number from 1 up",
-        "DRY: length from which repetitions are penalized",
-        2,
+        DryPenalty, integer("allowed_length", 1), "a whole number from 1 up", 2
     ),
     "dry_penalty_last_n": SamplingOption(
-        DryPenalty,
-        integer("last_n", -1),
-        "a whole number, -1 is all, 0 is off",
-        "DRY: number of last tokens to search for repetitions",
-        -1,
+        DryPenalty, integer("last_n", -1), "a whole number, -1 is all, 0 is off", -1
     ),
     "dry_sequence_breakers": SamplingOption(
-        DryPenalty,
-        tokens("breakers"),
-        TOKENS,
-        "DRY: tokens that repetitions do not extend across",
-        (),
-        is_list=True,
+        DryPenalty, tokens("breakers"), TOKENS, (), is_list=True
     ),
 }

@@ -252,82 +252,38 @@ OPTIONS: dict[str, SamplingOption] = {
         Temperature,
         number("temperature", lambda x: x >= 0),
         "a number from 0 (greedy) up",
-        "divides the logits; setting it enables sampling",
         1.0,
         always_on=True,
     ),
     "top_n_sigma": SamplingOption(
-        TopNSigma,
-        number("n", lambda x: x >= 0),
-        "a number from 0 (off) up",
-        "keep tokens within this many standard deviations of the best score",
+        TopNSigma, number("n", lambda x: x >= 0), "a number from 0 (off) up"
     ),
-    "top_k": SamplingOption(
-        TopK,
-        integer("top_k", 0),
-        OFF_AT_0,
-        "keep the k best tokens; in contrastive search, the number of candidates",
-        0,
-        always_on=True,
-    ),
+    "top_k": SamplingOption(TopK, integer("top_k", 0), OFF_AT_0, 0, always_on=True),
     "top_p": SamplingOption(
-        TopP,
-        number("top_p", is_probability),
-        "a number from 0 to 1 (off)",
-        "keep the best tokens whose probabilities add up to p",
-        1.0,
-        always_on=True,
+        TopP, number("top_p", is_probability), "a number from 0 to 1 (off)", 1.0, always_on=True
     ),
-    "min_p": SamplingOption(
-        MinP,
-        number("min_p", is_probability),
-        "a number from 0 (off) to 1",
-        "keep tokens with at least this fraction of the best token's probability",
-    ),
+    "min_p": SamplingOption(MinP, number("min_p", is_probability), "a number from 0 (off) to 1"),
     "typical_p": SamplingOption(
         TypicalP,
         number("typical_p", lambda x: (x > 0) & (x <= 1)),
         "a number above 0, up to 1 (off)",
-        "keep the most typical tokens whose probabilities add up to p",
     ),
     "epsilon_cutoff": SamplingOption(
-        EpsilonCutoff,
-        number("epsilon", lambda x: (x >= 0) & (x < 1)),
-        _FRACTION,
-        "keep tokens with at least this probability",
+        EpsilonCutoff, number("epsilon", lambda x: (x >= 0) & (x < 1)), _FRACTION
     ),
     "eta_cutoff": SamplingOption(
-        EtaCutoff,
-        number("epsilon", lambda x: (x >= 0) & (x < 1)),
-        _FRACTION,
-        "like epsilon_cutoff, but less strict if the entropy is high",
+        EtaCutoff, number("epsilon", lambda x: (x >= 0) & (x < 1)), _FRACTION
     ),
     "xtc_probability": SamplingOption(
-        XTC,
-        number("probability", is_probability),
-        "a number from 0 (off) to 1",
-        "XTC: probability of excluding the top choices at a step",
-        0,
+        XTC, number("probability", is_probability), "a number from 0 (off) to 1", 0
     ),
     "xtc_threshold": SamplingOption(
-        XTC,
-        number("threshold", is_probability),
-        "a number from 0 to 1",
-        "XTC: exclude all but the least likely of the tokens with at least this probability",
-        0.1,
+        XTC, number("threshold", is_probability), "a number from 0 to 1", 0.1
     ),
     "mirostat_tau": SamplingOption(
-        Mirostat.start,
-        number("tau", lambda x: x >= 0),
-        "a number of bits from 0 (off) up",
-        "mirostat: target surprisal",
-        0,
+        Mirostat.start, number("tau", lambda x: x >= 0), "a number of bits from 0 (off) up", 0
     ),
     "mirostat_eta": SamplingOption(
-        Mirostat.start,
-        number("eta", lambda x: x >= 0),
-        "a number from 0 up",
-        "mirostat: learning rate",
-        0.1,
+        Mirostat.start, number("eta", lambda x: x >= 0), "a number from 0 up", 0.1
     ),
 }

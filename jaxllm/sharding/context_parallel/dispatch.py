@@ -1,8 +1,8 @@
 """How a call uses the axis `sequence`: where its tokens are, and which attention it runs.
 
 Norms, linears and MLPs work token by token, so each device runs them on its own tokens of a split
-text. Only attention differs: `models.layers.attend` calls one of the classes here. A few tokens, as
-in decoding, are not split: every device runs them, with its shard of the cache.
+text. Only attention differs: `models.layers.attend` calls one of the functions here. A few tokens,
+as in decoding, are not split: every device runs them, with its shard of the cache.
 """
 
 import dataclasses
@@ -101,10 +101,10 @@ class ContextParallel:
             return ParallelHooks()
         if not self.is_split:
             return ParallelHooks(
-                UlyssesDecode() if self.use_ulysses else SplitCacheAttention(tuple(replicated))
+                decode_ulysses if self.use_ulysses else SplitCacheAttention(tuple(replicated))
             )
         if self.use_ulysses:
-            return ParallelHooks(UlyssesAttention())
+            return ParallelHooks(attend_ulysses)
         return ParallelHooks(
             RingAttention(tuple(replicated), has_past), global_sync=self.global_sync
         )
@@ -221,35 +221,29 @@ class SplitCacheAttention:
         return split_cache.attend(Queries.from_heads(q, at, here, **rules), here, AXIS), parts[-1]
 
 
-@dataclasses.dataclass(frozen=True)
-class UlyssesAttention:
-    """Ulysses: split tokens are exchanged for heads, which attend to a cache of the same heads."""
-
-    def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
-    ) -> AttentionResult:
-        *cached, new = parts
-        q, k, v = ulysses.to_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
-        at = ulysses.gather_tokens(at, AXIS)
-        if document_BT is not None:
-            document_BT = ulysses.gather_tokens(document_BT, AXIS)
-        new = Part(k, v, at)
-        out = _attend_local(q, at, [*cached, new], document_BT, **rules)
-        return ulysses.to_tokens(out, AXIS), new
+def attend_ulysses(
+    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+) -> AttentionResult:
+    """Exchange split tokens for heads, which attend to a cache of the same heads (Ulysses)."""
+    *cached, new = parts
+    q, k, v = ulysses.to_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+    at = ulysses.gather_tokens(at, AXIS)
+    if document_BT is not None:
+        document_BT = ulysses.gather_tokens(document_BT, AXIS)
+    new = Part(k, v, at)
+    out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+    return ulysses.to_tokens(out, AXIS), new
 
 
-@dataclasses.dataclass(frozen=True)
-class UlyssesDecode:
-    """Replicated tokens: each device attends with some heads, to a cache of these heads."""
-
-    def __call__(
-        self, q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
-    ) -> AttentionResult:
-        *cached, new = parts
-        q, k, v = ulysses.take_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
-        new = Part(k, v, new.position_BS)
-        out = _attend_local(q, at, [*cached, new], document_BT, **rules)
-        return jax.lax.all_gather(out, AXIS, axis=2, tiled=True), new
+def decode_ulysses(
+    q: jax.Array, at: jax.Array, parts: Sequence[Part], document_BT: Any, **rules: Any
+) -> AttentionResult:
+    """Attend with replicated tokens: each device with some heads, to a cache of these heads."""
+    *cached, new = parts
+    q, k, v = ulysses.take_heads((q, new.k_BSKH, new.v_BSKH), AXIS)
+    new = Part(k, v, new.position_BS)
+    out = _attend_local(q, at, [*cached, new], document_BT, **rules)
+    return jax.lax.all_gather(out, AXIS, axis=2, tiled=True), new
 
 
 def _attend_local(

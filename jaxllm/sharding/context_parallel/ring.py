@@ -131,7 +131,7 @@ def _softmax(q_BTKGH: jax.Array, place: TokenPlaces, slots: KVSlots, rules: Ring
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         states, slots = carry
         # The two are independent: slots are sent while they are used.
-        return (meet(list(states), slots), pass_to_next(slots, rules.axis)), None
+        return (meet(list(states), slots), pass_on(slots, rules.axis)), None
 
     rounds = jax.lax.axis_size(rules.axis)
     (states, slots), _ = jax.lax.scan(run_round, (blank, slots), length=rounds - 1)
@@ -185,12 +185,12 @@ def _backward(rules: RingOptions, kept: Any, given: tuple[jax.Array, jax.Array])
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         dq, received, slots = carry
         dq, received = meet(list(dq), received, slots)
-        return (dq, pass_to_next(received, rules.axis), pass_to_next(slots, rules.axis)), None
+        return (dq, pass_on(received, rules.axis), pass_on(slots, rules.axis)), None
 
     rounds, start = jax.lax.axis_size(rules.axis), (dq, received, slots)
     (dq, received, last), _ = jax.lax.scan(run_round, start, length=rounds - 1)
     dq, received = meet(list(dq), received, last)
-    home = pass_to_next(received, rules.axis)
+    home = pass_on(received, rules.axis)
     entries = tuple(x.astype(like.dtype) for x, like in zip(home, slots[:2], strict=True))
     return jnp.concatenate(dq, axis=1).astype(q_BTKGH.dtype), entries, None, None
 
@@ -225,10 +225,13 @@ def _pull_cotangents(sums: Any, asking: Any, slots: KVSlots, rules: RingOptions)
     return dq, tuple(x + _merge_blocks(y, x.shape[1]) for x, y in zip(got, more, strict=True))
 
 
-def pass_to_next(x: T, axis: str) -> T:
-    """Send an array to the next device of the ring, and return that of the previous one."""
+def pass_on(x: T, axis: str, step: int = 1) -> T:
+    """Send an array to the next device of a ring, and return that of the previous one.
+
+    step: -1 to send to the previous device.
+    """
     n = jax.lax.axis_size(axis)
-    given: T = jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+    given: T = jax.lax.ppermute(x, axis, [(i, (i + step) % n) for i in range(n)])
     return given
 
 

@@ -23,7 +23,7 @@ from jaxllm.ops.attention import (
     softmax,
 )
 from jaxllm.ops.varying_axes import match_varying
-from jaxllm.sharding.context_parallel.ring import pass_to_next
+from jaxllm.sharding.context_parallel.ring import pass_on
 
 
 def attend(queries: Queries, parts: Sequence[Part], axis: str) -> jax.Array:
@@ -54,7 +54,7 @@ def attend_pass_q(
     def run_round(carry: Any, _: None) -> tuple[Any, None]:
         (q, at), state = carry
         here = queries._replace(q_BTKGH=q, position_BT=at)
-        return pass_to_next(((q, at), absorb_parts(state, [KeyView(here)], parts)), axis), None
+        return pass_on(((q, at), absorb_parts(state, [KeyView(here)], parts)), axis), None
 
     (_, state), _ = jax.lax.scan(run_round, (asking, state), length=jax.lax.axis_size(axis))
     log_BTN = jnp.moveaxis(state.lse_BKGT, 3, 1).reshape(B, T, K * G)

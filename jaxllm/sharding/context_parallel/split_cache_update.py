@@ -12,7 +12,7 @@ from jaxllm.cache.kv import Segment
 from jaxllm.cache.slot_update import NO_SLOT, add_dependency, write_at_cursor
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel.dispatch import AXIS, ContextParallel
-from jaxllm.sharding.context_parallel.ring import pass_to_next
+from jaxllm.sharding.context_parallel.ring import pass_on
 from jaxllm.sharding.mesh_spec import MeshSpec, build_mesh
 
 
@@ -72,7 +72,7 @@ def _write_local(split: bool, cursor: jax.Array, tail: Any, new: Any) -> Any:
 
     def run_round(carry: Any, number: jax.Array) -> tuple[Any, None]:
         tail, new = carry
-        return (write_slots(tail, new, (here - number) % devices), pass_to_next(new, AXIS)), None
+        return (write_slots(tail, new, (here - number) % devices), pass_on(new, AXIS)), None
 
     numbers = jnp.arange(devices - 1, dtype=jnp.int32)
     (tail, new), _ = jax.lax.scan(run_round, (tail, new), numbers)

@@ -20,6 +20,7 @@ from jaxllm.models.layers import AttentionContext
 from jaxllm.ops.kv_quant import cast
 from jaxllm.sharding import partition_specs
 from jaxllm.sharding.context_parallel.dispatch import AXIS as SEQUENCE, ContextParallel
+from jaxllm.sharding.context_parallel.ring import pass_on
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
 from jaxllm.sharding.model_sharding import ModelSharding
@@ -58,7 +59,6 @@ def run_tick(
     whole = [
         partition_specs.slot_axis(model.axes, x.position_BS.shape[1]) is None for x in segments
     ]
-    ring = [(i, (i + 1) % stages) for i in range(stages)]
 
     def run(
         params: Params, segments: Any, flight: Any, by_row: Any, number: Any, start: Any
@@ -118,7 +118,7 @@ def run_tick(
         leaving = ((number + 1) % stages) * size
         logits_BV = jnp.zeros((token_B.shape[0], trace.logits.shape[-1]), trace.logits.dtype)
         logits_BV = jax.lax.dynamic_update_slice(logits_BV, trace.logits[:, 0], (leaving, 0))
-        return logits_BV, jax.lax.ppermute(read[0], AXIS, ring), (k, v)
+        return logits_BV, pass_on(read[0], AXIS), (k, v)
 
     in_segments = tuple(
         partition_specs.segment_specs(segment, batch, rows, model.axes) for segment in segments
@@ -126,14 +126,7 @@ def run_tick(
     run_sharded = jax.shard_map(
         run,
         mesh=build_mesh(model.axes),
-        in_specs=(
-            local.specs,
-            in_segments,
-            P(rows, None, AXIS),
-            P(rows),
-            P(),
-            P(),
-        ),
+        in_specs=(local.specs, in_segments, P(rows, None, AXIS), P(rows), P(), P()),
         out_specs=(P(rows), P(rows, None, AXIS), (in_segments[-1].k, in_segments[-1].v)),
         check_vma=False,
     )

@@ -21,6 +21,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError, TokenError
 from jaxllm.models.layers import AttentionContext, Layer
 from jaxllm.runtime.validation import check_int
+from jaxllm.sharding.context_parallel.ring import pass_on
 from jaxllm.sharding.pipeline.schedule import Schedule, forward_only
 from jaxllm.sharding.pipeline.stage_layers import AXIS, assign_layers, run_places
 from jaxllm.weights.precision import Precision
@@ -71,7 +72,6 @@ class PipelineRunner:
         each = len(layers_by_stage[0]) // self.chunks
         chunks = [range(i, i + each) for i in range(0, each * self.chunks, each)]
         stage, rows = jax.lax.axis_index(AXIS), x.shape[0] // count
-        ring = [(i, (i + 1) % self.stages) for i in range(self.stages)]
 
         def work(number: jax.Array, chunk: jax.Array, message: jax.Array) -> Any:
             new, begins = take_microbatch(x, number, count), (stage == 0) & (chunk == 0)
@@ -95,17 +95,17 @@ class PipelineRunner:
             number, chunk, busy = (job[stage] for job in jobs)
             job = partial(work, number, chunk, message)
             layers = job() if scope.hooks.global_sync else jax.lax.cond(busy, job, blank)
-            return jax.lax.ppermute(layers[-1].x, AXIS, ring), layers
+            return pass_on(layers[-1].x, AXIS), layers
 
         _, ticks = jax.lax.scan(tick, blank_x, _job_arrays(table))
         when = jnp.asarray(_job_ticks(table))[stage]  # [chunks, microbatches]
 
-        def gather_chunk(y: jax.Array, chunk: int) -> jax.Array:
+        def gather_chunk(at: jax.Array, y: jax.Array) -> jax.Array:
             """Select a chunk's jobs from all ticks `[ticks, rows, ...]`, as `[B, ...]`."""
-            return jnp.take(y, when[chunk], axis=0).reshape(-1, *y.shape[2:])
+            return jnp.take(y, at, axis=0).reshape(-1, *y.shape[2:])
 
         layers = tuple(
-            jax.tree.map(lambda y, chunk=chunk: gather_chunk(y, chunk), layer)
+            jax.tree.map(partial(gather_chunk, when[chunk]), layer)
             for chunk in range(self.chunks)
             for layer in ticks
         )

@@ -26,6 +26,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.layers import AttentionContext, Trace
 from jaxllm.sharding.context_parallel import sequence_parallel
 from jaxllm.sharding.context_parallel.dispatch import ContextParallel
+from jaxllm.sharding.context_parallel.ring import pass_on
 from jaxllm.sharding.fsdp import FsdpShard
 from jaxllm.sharding.local_params import LocalParams
 from jaxllm.sharding.mesh_spec import build_mesh
@@ -206,7 +207,7 @@ def _loss_and_gradient(
         )
     token_slice = sequence_parallel.make_token_slice(model.axes, context_parallel.local_columns)
     local = LocalParams(model, params, over, token_slice)
-    flat = jax.tree.leaves(local.specs, is_leaf=lambda x: isinstance(x, P))
+    flat = jax.tree.leaves(local.specs)
     # Replicas compute the same loss; each counts a part of it, as the transpose of psum needs.
     apart = batch // share * (context_parallel.devices if context_parallel.is_split else 1)
     alike = model.axes.num_devices // (model.axes.stage * apart)
@@ -309,23 +310,14 @@ def _run_stage(
             return blank, dx, total + found, jax.tree.map(jnp.add, gradients, more)
 
         y, dx, total, gradients = jax.lax.switch(job.kind, [wait, run_forward, run_backward])
-        ring = [(i, (i + 1) % stages) for i in range(stages)]
-        x = jax.lax.ppermute(y, AXIS, ring)
-        g = jax.lax.ppermute(dx, AXIS, [(b, a) for a, b in ring])
+        x, g = pass_on(y, AXIS), pass_on(dx, AXIS, step=-1)
         return (inputs, slopes, x, g, total, gradients), None
 
-    def make_buffers(count: int) -> jax.Array:
-        return jnp.zeros((count + 1, *blank.shape), blank.dtype)
-
-    none = [jnp.zeros_like(x) for x in moved]
-    start = (
-        make_buffers(x_places),
-        make_buffers(g_places),
-        blank,
-        blank,
-        jnp.zeros((), jnp.float32),
-        none,
+    x_buffers, g_buffers = (
+        jnp.zeros((count + 1, *blank.shape), blank.dtype) for count in (x_places, g_places)
     )
+    none = [jnp.zeros_like(x) for x in moved]
+    start = (x_buffers, g_buffers, blank, blank, jnp.zeros((), jnp.float32), none)
     carry, _ = jax.lax.scan(tick, start, ScheduleArrays(*map(jnp.asarray, table)))
     return carry[4], list(back(carry[5]))
 

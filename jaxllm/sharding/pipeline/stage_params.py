@@ -202,7 +202,5 @@ def stacked_specs(leaf: Any, stage_specs: Callable[[Any], Any]) -> Any:
     stage.
     """
     one = jax.eval_shape(lambda leaf: jax.tree.map(lambda x: x[0], leaf), leaf)
-    found: Any = jax.tree.map(
-        lambda spec: P(AXIS, *spec), stage_specs(one), is_leaf=lambda x: isinstance(x, P)
-    )
+    found: Any = jax.tree.map(lambda spec: P(AXIS, *spec), stage_specs(one))
     return found

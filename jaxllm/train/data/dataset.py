@@ -5,6 +5,7 @@ Rows are packed once; each epoch has them in another order.
 
 import dataclasses
 import hashlib
+from bisect import bisect_left, insort
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import CapacityError, ConfigError, TokenError
 from jaxllm.runtime.validation import check_int, check_token_ids
 from jaxllm.train.data.examples import Examples
-from jaxllm.train.data.packing import best_fit
 from jaxllm.train.data.rows import IGNORED, Rows, blank_rows
 
 
@@ -24,7 +24,7 @@ class _Pieces(NamedTuple):
 
     Attributes:
       head_P: a token that replaces the first one, -1 for none.
-      short, gone: number of examples that lost some of their tokens, and all of them.
+      num_shortened, num_dropped: number of examples that lost some of their tokens, and all.
     """
 
     start_P: np.ndarray
@@ -167,48 +167,68 @@ def _shuffle_rows(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 def _cut_pieces(examples: Examples, width: int) -> _Pieces:
     """Cut examples into pieces of at most `width` + 1 tokens, each with something to learn."""
-    found: list[tuple[int, int, int]] = []
-    short = gone = 0
-    counts_N, begin = examples.loss_mask_N, examples.begin_E.tolist()
-    for start, end in pairwise(begin):
-        pieces = [(start, end, -1)]
+    pieces: list[tuple[int, int, int]] = []
+    num_shortened = num_dropped = 0
+    counts_N = examples.loss_mask_N
+    for number, (start, end) in enumerate(pairwise(examples.begin_E.tolist())):
+        parts = [(start, end, -1)]
         if end - start > width + 1:
-            pieces = _SHORTEN[examples.long](examples, start, end, width)
-            short += examples.long != "split"
-        kept = [p for p in pieces if p[1] - p[0] > 1]
+            parts = _shorten(examples, number, width)
+            num_shortened += examples.long != "split"
+        parts = [p for p in parts if p[1] - p[0] > 1]
         if counts_N is not None:
-            kept = [p for p in kept if counts_N[p[0] + 1 : p[1]].any()]
-        gone += not kept
-        found += kept
-    table = np.array(found, np.int64).reshape(-1, 3)
-    return _Pieces(table[:, 0], table[:, 1], table[:, 2], short, gone)
+            parts = [p for p in parts if counts_N[p[0] + 1 : p[1]].any()]
+        num_dropped += not parts
+        pieces += parts
+    table = np.array(pieces, np.int64).reshape(-1, 3)
+    return _Pieces(table[:, 0], table[:, 1], table[:, 2], num_shortened, num_dropped)
 
 
-def _split_example(
-    examples: Examples, start: int, end: int, width: int
-) -> list[tuple[int, int, int]]:
-    """Split an example; the last token of a piece, only a label there, starts the next piece."""
-    return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
-
-
-def _truncate_left(
-    examples: Examples, start: int, end: int, width: int
-) -> list[tuple[int, int, int]]:
-    counts_L = examples[_example_index(examples, start)].loss_mask_T
+def _shorten(examples: Examples, number: int, width: int) -> list[tuple[int, int, int]]:
+    """Return the pieces of an example that is longer than a row."""
+    start, end = examples.begin_E[number : number + 2].tolist()
+    if examples.long == "split":  # a piece's last token, only a label there, starts the next piece
+        return [(at, min(at + width + 1, end), -1) for at in range(start, end - 1, width)]
+    if examples.long == "right":
+        return [(start, start + width + 1, -1)]
+    counts_L = examples[number].loss_mask_T
     learned = int(np.argmax(counts_L[1:])) + 1 if counts_L[1:].any() else 1
     begin = min(end - width - 1, start + learned - 1)
     head = -1 if examples.bos is None or begin == start else examples.bos
     return [(begin, min(begin + width + 1, end), head)]
 
 
-def _truncate_right(
-    examples: Examples, start: int, end: int, width: int
-) -> list[tuple[int, int, int]]:
-    return [(start, start + width + 1, -1)]
+def best_fit(length_P: np.ndarray, width: int, seed: int) -> list[np.ndarray]:
+    """Pack pieces into rows of at most `width` columns; each row is an array of piece numbers.
 
+    Best-fit decreasing, as in Ding et al. 2024 (arXiv 2404.10830): the longest pieces come first,
+    equal ones in random order; each goes to the row that it fills best. Time: `P log(width)`.
 
-def _example_index(examples: Examples, start: int) -> int:
-    return int(np.searchsorted(examples.begin_E, start, side="right")) - 1
-
-
-_SHORTEN = {"split": _split_example, "left": _truncate_left, "right": _truncate_right}
+    Args:
+      length_P: columns of each piece, from 1 to `width`.
+      seed: of the order of equal pieces.
+    """
+    drawn_P = np.random.default_rng(seed).permutation(len(length_P))
+    order_P = drawn_P[np.argsort(-length_P[drawn_P], kind="stable")]
+    rows: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # rows by their number of free columns
+    rooms: list[int] = []  # the keys of `with_room`, sorted
+    for piece in order_P.tolist():
+        length = int(length_P[piece])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, left = len(rows), width - length
+            rows.append([])
+        else:
+            left = rooms[at]
+            row = with_room[left].pop()
+            if not with_room[left]:
+                del with_room[left], rooms[at]
+            left -= length
+        rows[row].append(piece)
+        if left:
+            if left not in with_room:
+                with_room[left] = []
+                insort(rooms, left)
+            with_room[left].append(row)
+    return [np.array(row, np.int64) for row in rows]

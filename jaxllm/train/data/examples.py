@@ -1,4 +1,4 @@
-"""Examples as one array of tokens, with a loss mask."""
+"""Examples as one array of tokens, with a loss mask, and their train/validation split."""
 
 import dataclasses
 from array import array
@@ -61,7 +61,7 @@ class ExampleBuilder:
         self._counts: bytearray | None = None
 
     def extend(self, token_T: Any, loss_mask_T: Any = None) -> None:
-        """Append tokens to the current example. counts_T: which are learned; default: all."""
+        """Append tokens to the current example. loss_mask_T: which are learned; default: all."""
         ids = as_token_array(f"example {len(self._begin) - 1}", token_T)
         if loss_mask_T is not None and self._counts is None:
             self._counts = bytearray(b"\1") * len(self._tokens)
@@ -147,6 +147,45 @@ def _check_iterable(documents: Any) -> Iterable[Any]:
 
 def _as_array(numbers: "array[int]") -> np.ndarray:
     """View an `array` as a read-only numpy array, without a copy."""
-    found = np.frombuffer(numbers, np.dtype(numbers.typecode))
-    found.setflags(write=False)
-    return found
+    array_N = np.frombuffer(numbers, np.dtype(numbers.typecode))
+    array_N.setflags(write=False)
+    return array_N
+
+
+def split_examples(examples: Examples, fraction: float, seed: int = 0) -> tuple[Examples, Examples]:
+    """Return training and validation examples, split at random; both keep their order.
+
+    A single example is cut: its end is held out. Raises ConfigError if `fraction` is not between 0
+    and 1, TokenError if there are too few tokens to split.
+    """
+    if not 0 < fraction < 1:
+        raise ConfigError(f"the held-out share must be between 0 and 1, got {fraction}")
+    count = len(examples)
+    if count == 1:
+        size = len(examples.token_N)
+        end = size - max(2, round(fraction * size))
+        if end < 2:
+            raise TokenError(f"{size} tokens are too few to hold some out: give validation data")
+        return _slice_tokens(examples, 0, end), _slice_tokens(examples, end, size)
+    held = np.zeros(count, bool)
+    chosen = np.random.default_rng(seed).permutation(count)
+    held[chosen[: min(count - 1, max(1, round(fraction * count)))]] = True
+    return _select_examples(examples, ~held), _select_examples(examples, held)
+
+
+def _slice_tokens(examples: Examples, start: int, end: int) -> Examples:
+    counts_N = None if examples.loss_mask_N is None else examples.loss_mask_N[start:end]
+    begin_E = np.array([0, end - start], np.int64)
+    return dataclasses.replace(
+        examples, token_N=examples.token_N[start:end], loss_mask_N=counts_N, begin_E=begin_E
+    )
+
+
+def _select_examples(examples: Examples, chosen_E: np.ndarray) -> Examples:
+    length_E = np.diff(examples.begin_E)
+    chosen_N = np.repeat(chosen_E, length_E)
+    begin_E = np.concatenate([[0], np.cumsum(length_E[chosen_E])]).astype(np.int64)
+    counts_N = None if examples.loss_mask_N is None else examples.loss_mask_N[chosen_N]
+    return dataclasses.replace(
+        examples, token_N=examples.token_N[chosen_N], loss_mask_N=counts_N, begin_E=begin_E
+    )

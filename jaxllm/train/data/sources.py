@@ -10,7 +10,8 @@ import numpy as np
 from jaxllm.data.chunking import MAX_PIECE_BYTES, ChunkSpec, EncodedPieces, map_file
 from jaxllm.data.wikitext import read_wikitext
 from jaxllm.errors import ConfigError, JaxllmError, TokenError
-from jaxllm.files import as_schema, read_json_lines
+from jaxllm.files import read_json_lines
+from jaxllm.runtime.schema import as_schema
 from jaxllm.text.chat import ChatTemplate
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.conversations import check_length, common_prefix_length, encode_conversation
@@ -42,16 +43,14 @@ class TextEncoder(NamedTuple):
         return self.required_tokenizer.encode(text)
 
     def encode_long(self, text: str) -> np.ndarray:
-        """Encode a text of any length as a file is: beyond `cutting.MAX_PIECE_BYTES` bytes in
-        pieces, to bound memory.
-        """
+        """Encode a text as a file is: beyond `MAX_PIECE_BYTES` bytes in pieces, to bound memory."""
         if len(text) <= MAX_PIECE_BYTES:
             return np.array(self.encode(text), np.int32)
         try:
             pieces = EncodedPieces(text.encode(), self.required_tokenizer, ChunkSpec(width=1))
         except UnicodeEncodeError:
             raise TokenError("the text has lone surrogates, which are not characters") from None
-        return np.concatenate(list(pieces.iter_from(0)))
+        return np.concatenate(list(pieces))
 
     @property
     def required_tokenizer(self) -> Tokenizer:
@@ -127,9 +126,7 @@ def _encode_bytes(content: Any, encoder: TextEncoder, path: Path, kind: str) -> 
     growing = ExampleBuilder()
     growing.extend(encoder.bos_ids)
     try:
-        for ids in EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1)).iter_from(
-            0
-        ):
+        for ids in EncodedPieces(content, encoder.required_tokenizer, ChunkSpec(width=1)):
             growing.extend(ids)
     except TokenError as error:
         raise TokenError(f"{path}: {error}") from None
@@ -194,13 +191,13 @@ def _messages_example(line: _Line, encoder: TextEncoder, where: str) -> tuple[Ex
     tools = {} if line.tools is None else {"tools": line.tools}
     assert line.messages is not None
     try:
-        found = encode_conversation(template, encoder.required_tokenizer, line.messages, **tools)
+        example = encode_conversation(template, encoder.required_tokenizer, line.messages, **tools)
     except JaxllmError as error:
         raise type(error)(f"{where}: {error}") from None
     if encoder.eos:
         end = np.array(encoder.eos_ids, np.int32)
-        found = Example(np.append(found.token_T, end), np.append(found.loss_mask_T, True))
-    return found, 0
+        example = Example(np.append(example.token_T, end), np.append(example.loss_mask_T, True))
+    return example, 0
 
 
 def _make_example(ids: list[int] | np.ndarray, num_prompt: int) -> Example:
@@ -209,9 +206,10 @@ def _make_example(ids: list[int] | np.ndarray, num_prompt: int) -> Example:
 
 
 class _Kind(NamedTuple):
-    """A kind of line, with required and optional (`optional`) fields.
+    """A kind of line.
 
-    `num_prompt` returns the example, and 1 if prompt and completion share a token.
+    fields, optional: required and optional fields. read: returns the example, and 1 if prompt and
+    completion share a token.
     """
 
     fields: frozenset[str]
@@ -259,11 +257,11 @@ def _lines(path: Path) -> Iterator[tuple[str, _Line]]:
 
 
 def _line_kind(line: _Line, where: str) -> _Kind:
-    given = {name for name in line.__struct_fields__ if getattr(line, name) is not None}
+    names = {name for name in line.__struct_fields__ if getattr(line, name) is not None}
     for kind in _KINDS:
-        if kind.fields <= given <= kind.fields | kind.optional:
+        if kind.fields <= names <= kind.fields | kind.optional:
             return kind
-    raise TokenError(f"{where} must be {_WANTED}: got {', '.join(sorted(given)) or 'none'}")
+    raise TokenError(f"{where} must be {_WANTED}: got {', '.join(sorted(names)) or 'none'}")
 
 
 def _kind_name(kind: _Kind) -> str:

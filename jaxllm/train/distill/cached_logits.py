@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import msgspec
@@ -23,9 +23,9 @@ import numpy as np
 from jaxllm.cache.files import fingerprint
 from jaxllm.checkpoints.resume import TensorStore
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.files import as_schema
 from jaxllm.runtime.multihost import all_gather_objects, broadcast_from_zero, to_host
 from jaxllm.runtime.progress import status_bar
+from jaxllm.runtime.schema import as_schema
 from jaxllm.train.data.rows import IGNORED, Data, Rows
 from jaxllm.train.distill.losses import DistillRows, TopKLogprobs, ids_dtype, topk_logprobs
 from jaxllm.train.objective import forward
@@ -63,11 +63,6 @@ class _ShardFacts(msgspec.Struct, forbid_unknown_fields=True):
     batches: _Count
 
 
-class _RowPlace(NamedTuple):
-    shard: int
-    row: int
-
-
 @dataclasses.dataclass(frozen=True)
 class TeacherRecord:
     """A complete record; `record_teacher` makes and opens it."""
@@ -93,28 +88,19 @@ class TeacherRecord:
                     f"{self.directory} has no teacher outputs for a row of this batch: it was"
                     " recorded with other data"
                 )
-            tensors = self._tensors[place.shard]
-            token[row] = tensors["token"][place.row]
-            logprob[row] = tensors["logprob"][place.row]
-        return DistillRows(
-            rows.token_BT,
-            rows.label_BT,
-            rows.position_BT,
-            rows.document_BT,
-            teacher=TopKLogprobs(token, logprob),
-        )
+            tensors, index = place
+            token[row], logprob[row] = tensors["token"][index], tensors["logprob"][index]
+        return DistillRows(**vars(rows), teacher=TopKLogprobs(token, logprob))
 
     @cached_property
-    def _row_places(self) -> dict[bytes, _RowPlace]:
+    def _row_places(self) -> dict[bytes, tuple[dict[str, np.ndarray], int]]:
+        """The shard's tensors and the index of each row, by its key."""
+        shards = [self._read_shard(_shard_name(number)) for number in range(self.shards)]
         return {
-            key.tobytes(): _RowPlace(number, row)
-            for number, tensors in enumerate(self._tensors)
+            key.tobytes(): (tensors, row)
+            for tensors in shards
             for row, key in enumerate(tensors["key"])
         }
-
-    @cached_property
-    def _tensors(self) -> list[dict[str, np.ndarray]]:
-        return [self._read_shard(_shard_name(number)) for number in range(self.shards)]
 
     def _read_shard(self, name: str) -> dict[str, np.ndarray]:
         """Return a shard's tensors, memory-mapped. Raises CheckpointError if it is damaged."""
@@ -219,14 +205,11 @@ def _record_batch(
     top = _run_teacher(teacher, params, rows, record.size, record.temperature, record.k)
     labelled_B = (np.asarray(rows.label_BT) != IGNORED).any(axis=1)
     key = np.frombuffer(b"".join(_row_keys(rows)), np.uint8).reshape(-1, 32)
-    all_rows = {
-        "key": key,
-        "token": to_host(top.token_BTk),
-        "logprob": to_host(top.logprob_BTL),
-    }
-    if np.isnan(all_rows["logprob"][labelled_B]).any():
+    arrays = {"key": key, "token": to_host(top.token_BTk), "logprob": to_host(top.logprob_BTL)}
+    arrays = {name: x[labelled_B] for name, x in arrays.items()}
+    if np.isnan(arrays["logprob"]).any():
         raise ConfigError("the teacher's outputs contain NaN: it cannot be used")
-    return {name: x[labelled_B] for name, x in all_rows.items()}
+    return arrays
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4, 5))

@@ -85,11 +85,11 @@ def with_projections(
     if student.hidden_size == teacher.hidden_size:
         return params
     shape = (teacher.hidden_size, student.hidden_size)
-    rng, made = np.random.default_rng(check_seed(seed)), {}
+    rng, projections = np.random.default_rng(check_seed(seed)), {}
     for layer in dict.fromkeys(layer for layer, _ in hidden.pairs):
         drawn = rng.standard_normal(shape, np.float32) * np.float32(shape[1] ** -0.5)
-        made[str(layer)] = {"weight": jax.device_put(drawn)}
-    return {**params, PARAMS_KEY: made}
+        projections[str(layer)] = {"weight": jax.device_put(drawn)}
+    return {**params, PARAMS_KEY: projections}
 
 
 def remove_projections(params: Params) -> Params:

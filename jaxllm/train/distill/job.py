@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from jaxllm.errors import ConfigError, TokenError
-from jaxllm.files import field_errors
 from jaxllm.lm import LM
+from jaxllm.runtime.schema import field_errors
+from jaxllm.sharding.sharded_model import replicate_arrays, with_sharded_rows
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.train.data.rows import Data
 from jaxllm.train.distill.cached_logits import RecordedData, record_teacher
@@ -160,7 +161,7 @@ def distill(
         hidden = HiddenLossConfig(options.hidden, pairs, options.hidden_weight)
         params = with_projections(params, hidden, student.config, teacher.config, seed)
         if PARAMS_KEY in params:
-            params[PARAMS_KEY] = student.model.replicate(params[PARAMS_KEY])
+            params[PARAMS_KEY] = replicate_arrays(student.model, params[PARAMS_KEY])
     if options.on_policy:
         prepare = OnPolicySampler(
             student.model,
@@ -171,7 +172,7 @@ def distill(
             eos_token_ids(student),
         )
     objective = OnlineTeacherLoss(
-        teacher.model.with_sharded_rows(), size, options.loss_config, hidden
+        with_sharded_rows(teacher.model), size, options.loss_config, hidden
     )
     return dataclasses.replace(
         job, params=params, objective=objective, extra_inputs=teacher.params, prepare=prepare

@@ -32,8 +32,7 @@ from jaxllm.evaluate.likelihood.divergence import kl_divergence
 from jaxllm.ops.token_logprobs import map_rows
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.distill.feature_loss import HiddenLossConfig, hidden_loss
-from jaxllm.train.losses import log_likelihoods
-from jaxllm.train.objective import LossOutput, forward
+from jaxllm.train.objective import LossOutput, forward, log_likelihoods
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -85,15 +84,6 @@ def log_probs(logits_XV: jax.Array, size: int, temperature: float) -> jax.Array:
     return jax.nn.log_softmax(x_XV if temperature == 1 else x_XV / temperature, axis=-1)
 
 
-class DistillLoss(NamedTuple):
-    """Sums over the tokens with a label, float32. tokens: their number."""
-
-    loss: jax.Array
-    divergence: jax.Array
-    cross_entropy: jax.Array
-    tokens: jax.Array
-
-
 # Maps the student's logits [N, T, V] and the teacher's output for the same tokens, [N, T, ...], to
 # the log-probabilities of teacher and student.
 Compare = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
@@ -105,16 +95,18 @@ def distill_loss(
     teacher: Any,
     compare: Compare,
     config: DistillLossConfig,
-    data_shards: int = 1,
-) -> DistillLoss:
+    model: Model | None = None,
+) -> LossOutput:
     """Return the loss of `DistillLossConfig` summed over all tokens with a label.
+
+    Its parts are extras: `divergence` and `cross_entropy`.
 
     Each device runs one row at a time and recomputes it in the backward pass. So besides the logits
     and their gradient only one row of `[T, V]` is in memory.
 
     Args:
       teacher: arrays `[B, T, ...]` for `compare`.
-      data_shards: as in `map_rows`.
+      model: the student, whose mesh shards the rows; None for one device.
     """
 
     @jax.checkpoint
@@ -125,12 +117,14 @@ def distill_loss(
         entropy_NT = -log_likelihoods(logits_NTV, label_NT)
         return jnp.where(label_NT == IGNORED, 0.0, divergence_NT), entropy_NT
 
-    divergence_BT, entropy_BT = map_rows(row_losses, (logits_BTV, label_BT, teacher), data_shards)
+    shards = 1 if model is None else model.num_data_shards(len(label_BT))
+    divergence_BT, entropy_BT = map_rows(row_losses, (logits_BTV, label_BT, teacher), shards)
     total, entropy = divergence_BT.sum(), entropy_BT.sum()
     loss = config.alpha * config.temperature**2 * total
     if config.alpha != 1:
         loss = loss + (1 - config.alpha) * entropy
-    return DistillLoss(loss, total, entropy, (label_BT != IGNORED).sum().astype(jnp.float32))
+    tokens = (label_BT != IGNORED).sum().astype(jnp.float32)
+    return LossOutput(loss, tokens, {"divergence": total, "cross_entropy": entropy})
 
 
 def compare_logits(size: int, temperature: float) -> Compare:
@@ -229,7 +223,8 @@ class OnlineTeacherLoss:
         student = forward(model, params, rows)
         teacher = jax.lax.stop_gradient(forward(self.teacher, extra_inputs, rows))
         compare = compare_logits(self.vocab_size, self.config.temperature)
-        loss = _loss_output(model, student.logits, rows, teacher.logits, compare, self.config)
+        label_BT = jnp.asarray(rows.label_BT)
+        loss = distill_loss(student.logits, label_BT, teacher.logits, compare, self.config, model)
         if self.hidden is None:
             return loss
         states = student.hidden_states, teacher.hidden_states
@@ -255,20 +250,5 @@ class RecordedTeacherLoss:
         if not isinstance(rows, DistillRows):
             raise ConfigError("the rows have no recorded teacher outputs: use RecordedData")
         compare = compare_topk(self.vocab_size, self.config.temperature)
-        logits_BTV = forward(model, params, rows).logits
-        return _loss_output(model, logits_BTV, rows, rows.teacher, compare, self.config)
-
-
-def _loss_output(
-    model: Model,
-    logits_BTV: jax.Array,
-    rows: Rows,
-    teacher: Any,
-    compare: Compare,
-    config: DistillLossConfig,
-) -> LossOutput:
-    label_BT = jnp.asarray(rows.label_BT)
-    shards = model.num_data_shards(len(label_BT))
-    sums = distill_loss(logits_BTV, label_BT, teacher, compare, config, shards)
-    extras = {"divergence": sums.divergence, "cross_entropy": sums.cross_entropy}
-    return LossOutput(sums.loss, sums.tokens, extras)
+        logits_BTV, label_BT = forward(model, params, rows).logits, jnp.asarray(rows.label_BT)
+        return distill_loss(logits_BTV, label_BT, rows.teacher, compare, self.config, model)

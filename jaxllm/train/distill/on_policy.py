@@ -68,8 +68,8 @@ class OnPolicySampler:
             return rows
         shape = np.shape(rows.token_BT)
         flat: Rows = jax.tree.map(lambda x: np.asarray(x).reshape(-1, shape[-1]), rows)
-        made = self._generate_rows(params, flat, jax.random.split(key)[1])
-        result: Rows = jax.tree.map(lambda x: x.reshape(shape), made)
+        sampled = self._generate_rows(params, flat, jax.random.split(key)[1])
+        result: Rows = jax.tree.map(lambda x: x.reshape(shape), sampled)
         return result
 
     def _generate_rows(self, params: Params, rows: Rows, key: jax.Array) -> Rows:

@@ -1,5 +1,6 @@
-"""The fake-quantized weight of quantization-aware training."""
+"""The fake-quantized weight, and surrogate gradients of rounding."""
 
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -7,13 +8,59 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxllm.errors import ConfigError
-from jaxllm.train.qat.gradient import fake_quantize, with_derivative
 from jaxllm.weights.linear import round_to_int8
 from jaxllm.weights.types.arrays import matmul
 from jaxllm.weights.types.base import LinearFn, group_slice, nan_out_of_range, round_up
 from jaxllm.weights.types.bitpack import CHUNK
 from jaxllm.weights.types.int_weight import MAX_INPUT, MIN_INPUT, IntFormat, IntWeight
 from jaxllm.weights.types.wrapper import WeightWrapper
+
+
+@jax.custom_jvp
+def with_derivative(value: jax.Array, surrogate: jax.Array) -> jax.Array:
+    """Return `value` with the derivative of `surrogate`, an array of the same shape and dtype."""
+    return value
+
+
+@with_derivative.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+def fake_quantize(
+    x: jax.Array, scale: jax.Array, zero: jax.Array, levels: tuple[int, int], factor: float
+) -> jax.Array:
+    """Return `(clip(round(x / scale) + zero, levels) - zero) * scale`, float32. Its derivative is
+
+    for x: 1 where the code was not clipped, else 0 (straight-through; Bengio et al. 2013);
+    for scale: `round(x / scale) - x / scale` there, else the clipped code minus `zero`, all times
+    `factor` (LSQ, Esser et al. 2020, equations 2 and 3). The mask is that of PyTorch's
+    `_fake_quantize_learnable_per_channel_affine`: clipping is tested after rounding.
+
+    scale, zero: must broadcast with x. A scale of 0 is replaced by 1.
+    """
+    return (jnp.clip(_unclipped_code(x, scale, zero), *levels) - zero.astype(jnp.float32)) * scale
+
+
+@fake_quantize.defjvp
+def _(levels: tuple[int, int], factor: float, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x, scale, zero), (dx, dscale, _) = primals, tangents
+    wide, middle = _unclipped_code(x, scale, zero), zero.astype(jnp.float32)
+    code = jnp.clip(wide, *levels)
+    inside = code == wide
+    slope = code - middle - jnp.where(inside, _divide_scale(x, scale), 0.0)
+    passed = jnp.where(inside, dx.astype(jnp.float32), 0.0)
+    return fake_quantize(x, scale, zero, levels, factor), passed + slope * (dscale * factor)
+
+
+def _divide_scale(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) / jnp.where(scale == 0, 1.0, scale)
+
+
+def _unclipped_code(x: jax.Array, scale: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return the code before clipping, as a float."""
+    return jnp.round(_divide_scale(x, scale)) + zero.astype(jnp.float32)
 
 
 class InputQParams(struct.PyTreeNode):
@@ -32,8 +79,9 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
     Attributes:
       scale: learned scales, float32 `[..., O, G]`; None: computed from the weight, no gradient.
       zero: fixed zero points, uint8 `[..., O, G]`, if `target_format` has them and scales are
-      learned. input_qparams: scale and zero point of the inputs, if they are quantized statically
-      (`IntWeight.with_input_grid`).
+        learned.
+      input_qparams: scale and zero point of the inputs, if they are quantized statically
+        (`IntWeight.with_input_grid`).
       step: the scale of `input_qparams`, if it is learned.
       start_step: the first training step that rounds, int32 scalar; None: the first of all.
       is_active: whether to round in this step, a bool scalar; None: yes.
@@ -133,24 +181,21 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         return with_derivative(y_RO, surrogate(x_RI, self))
 
     def _wrap_static(self, weight: IntWeight) -> IntWeight:
-        if self.input_qparams is None:
-            return weight
-        grid = self.input_qparams
-        return weight.with_input_grid(self._input_step(grid), grid.zero)
+        grid = self._input_grid
+        return weight if grid is None else weight.with_input_grid(grid.step, grid.zero)
 
-    def _input_step(self, grid: InputQParams) -> jax.Array:
-        return grid.step if self.step is None else self.step
+    @property
+    def _input_grid(self) -> InputQParams | None:
+        """`input_qparams` with the learned scale, if there is one."""
+        grid = self.input_qparams
+        return grid if grid is None or self.step is None else grid.replace(step=self.step)
 
     def _fake_quantize_inputs(self, x_RI: jax.Array) -> jax.Array:
         """Return the inputs as quantized for the product, with straight-through gradients."""
-        if self.input_qparams is not None:
-            step, zero = (
-                x.reshape(1, 1)
-                for x in (self._input_step(self.input_qparams), self.input_qparams.zero)
-            )
-            return fake_quantize(
-                x_RI, step, zero, (MIN_INPUT, MAX_INPUT), (x_RI.shape[1] * MAX_INPUT) ** -0.5
-            )
+        if (grid := self._input_grid) is not None:
+            step, zero = grid.step.reshape(1, 1), grid.zero.reshape(1, 1)
+            factor = (x_RI.shape[1] * MAX_INPUT) ** -0.5
+            return fake_quantize(x_RI, step, zero, (MIN_INPUT, MAX_INPUT), factor)
         if self.dynamic_inputs:
             return with_derivative(round_to_int8(x_RI), x_RI.astype(jnp.float32))
         return x_RI
@@ -180,9 +225,8 @@ class FakeQuantWeight(WeightWrapper, struct.PyTreeNode):
         2.2).
         """
         w_OGg, scale, zero = self._split_groups()
-        most = self.target_format.code_range[1] - (
-            0 if self.target_format.zero_point else self.target_format.zero_code
-        )
+        format = self.target_format
+        most = format.code_range[1] - (0 if format.zero_point else format.zero_code)
         factor = (w_OGg.shape[-1] * most) ** -0.5
         values = fake_quantize(w_OGg, scale, zero, self.target_format.code_range, factor)
         return values.reshape(*values.shape[:-2], -1)[..., : self.weight.shape[-1]]

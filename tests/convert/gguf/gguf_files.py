@@ -69,41 +69,47 @@ def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found | {n: np.stack([each[i] for i in range(len(each))]) for n, each in experts.items()}
 
 
+# A setting of GGUF, and its names in config.json.
+SETTINGS = {
+    "context_length": ("n_positions", "max_position_embeddings"),
+    "embedding_length": ("n_embd", "hidden_size"),
+    "feed_forward_length": ("n_inner", "intermediate_size"),
+    "block_count": ("n_layer", "num_hidden_layers"),
+    "head_count": ("n_head", "num_attention_heads"),
+    "head_count_kv": ("num_key_value_heads",),
+    "layer_norm_eps": ("layer_norm_epsilon", "layer_norm_eps"),
+    "layer_norm_rms_eps": ("rms_norm_eps",),
+    "parallel_residual": ("use_parallel_residual",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention_scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling",),
+}
+
+
 def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
-    if config["model_type"] == "gpt2":
-        writer.add_context_length(config["n_positions"])
-        writer.add_embedding_length(config["n_embd"])
-        writer.add_feed_forward_length(config["n_inner"] or 4 * config["n_embd"])
-        writer.add_block_count(config["n_layer"])
-        writer.add_head_count(config["n_head"])
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+    kind = config["model_type"]
+    for setting, names in SETTINGS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            getattr(writer, f"add_{setting}")(value)
+    if kind == "gpt2":
+        if config["n_inner"] is None:
+            writer.add_feed_forward_length(4 * config["n_embd"])
         return
-    if config["model_type"] == "gpt_neox":
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
-        rope = config["rope_parameters"]
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
-        writer.add_rope_freq_base(rope["rope_theta"])
-        writer.add_parallel_residual(config["use_parallel_residual"])
-        writer.add_layer_norm_eps(config["layer_norm_eps"])
-        return
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    kind, rope = config["model_type"], config["rope_parameters"]
+    rope = config["rope_parameters"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if kind == "gemma3_text":
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
-    if kind == "phi3":
+    if kind == "gpt_neox":
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim))
+    elif kind == "phi3":
         add_longrope(writer, config, head_dim)
     elif config.get("head_dim"):
         writer.add_key_length(head_dim)
@@ -113,19 +119,6 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_vocab_size(config["vocab_size"])
     if config.get("sliding_window") and kind in ("mistral", "phi3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
-    if experts := config.get("num_local_experts", config.get("num_experts")):
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind == "qwen3_moe":
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if kind == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if kind == "granite":
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
 
 
 def add_longrope(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: int) -> None:
@@ -162,6 +155,27 @@ def raw_of(kind: gguf.GGMLQuantizationType, seed: int = 0) -> Bytes:
     return store
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file of a writer that has all its keys and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def overwrite(change: Callable[[gguf.GGUFWriter], object]) -> Callable[[gguf.GGUFWriter], None]:
+    """Return `also` for `write` with a change whose keys replace those of the checkpoint."""
+
+    def also(writer: gguf.GGUFWriter) -> None:
+        kept = dict(writer.kv_data[0])
+        writer.kv_data[0].clear()  # the writer refuses a key that it has
+        change(writer)
+        for key, value in kept.items():
+            writer.kv_data[0].setdefault(key, value)
+
+    return also
+
+
 def write(
     path: Path,
     directory: Path,
@@ -179,11 +193,16 @@ def write(
     for name, array in hf_tensors(directory).items():
         data, kind = raw(name, array)
         writer.add_tensor(name, data, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
+
+
+def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return type, shape and bytes of a file's tensors, as the package reads them."""
+    return {
+        t.name: (t.tensor_type.name, tuple(map(int, t.shape)), np.asarray(t.data).tobytes())
+        for t in gguf.GGUFReader(path).tensors
+    }
 
 
 def dequantized(path: Path) -> dict[str, np.ndarray]:

@@ -24,12 +24,6 @@ def random_rows(block: BlockType, rows: int = 7, blocks: int = 5, seed: int = 0)
     return raw.reshape(rows, -1)
 
 
-def test_block_sizes_equal_gguf_package() -> None:
-    for block in BLOCKS.values():
-        assert block.name == theirs(block).name
-        assert (block.columns, block.nbytes) == gguf.GGML_QUANT_SIZES[theirs(block)]
-
-
 @pytest.mark.parametrize("block", QUANTIZED, ids=lambda block: block.name)
 def test_dequantization_equals_gguf_package(block: BlockType) -> None:
     """Random blocks of every quantized type dequantize to the package's bits."""

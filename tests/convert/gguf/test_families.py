@@ -22,7 +22,7 @@ from jaxllm.convert.registry import open_checkpoint
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.weights.formats import to_dense, weight_format
 from jaxllm.weights.paths import flatten
-from tests.convert.gguf.gguf_files import ARCHS, raw_of, write
+from tests.convert.gguf.gguf_files import ARCHS, overwrite, raw_of, raw_tensors, write
 from tests.tiny_models import assert_close, saved_once, tokens
 
 # Head sizes differ from hidden_size / heads if a family allows it; rows are whole blocks.
@@ -55,6 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
     "qwen3_moe": {"head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32},
     "gpt_neox": {},
+    "mistral": {"head_dim": 8, "sliding_window": 5},
+    "gpt2": {"n_layer": 1, "n_embd": 64, "n_inner": 96, "n_head": 4},
 }  # fmt: skip
 IDS = tokens(2, 9)
 # Families whose tensor layout differs from Llama's; `make test-full` runs all.
@@ -64,11 +66,21 @@ EVERY_DAY = [
         marks=[] if family in ("gemma2", "phi3", "mixtral", "gpt_neox") else [pytest.mark.full],
     )
     for family in FAMILIES
+    if family != "gpt2"  # tests/convert/gguf/test_reader.py
+]
+TYPES = [
+    *((family, "Q8_0") for family in FAMILIES),
+    *((family, name) for family in ("mistral", "gpt2") for name in ("F32", "F16", "BF16", "Q4_0")),
+    *(
+        pytest.param(family, "F32", marks=pytest.mark.full)
+        for family in FAMILIES
+        if family not in ("mistral", "gpt2")
+    ),
 ]
 
 
 def sizes_of(family: str) -> dict[str, Any]:
-    sizes = {**SIZES, **FAMILIES[family], "spread": 0.1}
+    sizes = {**({} if family == "gpt2" else SIZES), **FAMILIES[family], "spread": 0.1}
     if family == "gpt_neox":
         sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
     return sizes
@@ -139,16 +151,7 @@ def test_q8_0_families_equal_transformers(family: str, directory: Any, tmp_path:
     assert_close(jaxllm.forward(lm.model, lm.params, None, IDS).logits, logits(source))
 
 
-def raw_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Return type, shape and bytes of a file's tensors, as the package reads them."""
-    return {
-        t.name: (t.tensor_type.name, tuple(map(int, t.shape)), np.asarray(t.data).tobytes())
-        for t in gguf.GGUFReader(path).tensors
-    }
-
-
-@pytest.mark.parametrize("name", [pytest.param("F32", marks=pytest.mark.full), "Q8_0"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), TYPES)
 def test_written_gguf_equals_llama_cpp_converter(
     family: str, name: str, directory: Any, tmp_path: Path
 ) -> None:
@@ -239,22 +242,69 @@ BAD: dict[str, tuple[str, Callable[[gguf.GGUFWriter], object], str]] = {
     "more rotated dimensions than the head": (
         "gpt_neox", lambda w: w.add_rope_dimension_count(18), "rope.dimension_count is 18",
     ),
+    "an unknown key": (
+        "llama", lambda w: w.add_uint32("llama.expert_feed", 3), "llama.expert_feed is not",
+    ),
+    "experts": ("llama", lambda w: w.add_expert_count(8), "llama.expert_used_count is missing"),
+    "an attention scale": (
+        "llama", lambda w: w.add_attention_scale(0.5), "attention.scale must be",
+    ),
+    "different layers": (
+        "llama", lambda w: w.add_array("llama.attention.head_count_kv", [1, 2]),
+        "differs from layer",
+    ),
+    "partial RoPE": (
+        "llama", lambda w: w.add_uint32("llama.rope.dimension_count", 4), "supported: got 4",
+    ),
+    "longrope": (
+        "llama", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+        "'longrope' is not",
+    ),
+    "another yarn": (
+        "llama",
+        lambda w: (
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN), w.add_rope_scaling_factor(2.0),
+            w.add_rope_scaling_yarn_attn_factor(1.5),
+        ),
+        "yarn_attn_factor must be 1.0, got 1.5",
+    ),
+    "a string for a number": (
+        "llama", lambda w: w.add_string("llama.block_count", "two"), "num_hidden",
+    ),
+    "an adapter": ("llama", lambda w: w.add_type("adapter"), "is an adapter"),
+    "another architecture": (
+        "llama", lambda w: w.add_string("general.architecture", "mamba"), "'mamba'",
+    ),
+    "an invalid token id": (
+        "llama", lambda w: w.add_int32("tokenizer.ggml.eos_token_id", -7), "eos_token",
+    ),
+    "more layers": (
+        "llama", lambda w: w.add_uint32("llama.block_count", 2), "layers.1.input_layernorm",
+    ),
+    "fewer heads": (
+        "llama", lambda w: w.add_uint32("llama.attention.head_count", 2),
+        "blk.0.attn_q.weight has 32 rows",
+    ),
+    "an unknown tensor": (
+        "llama", lambda w: w.add_tensor("blk.0.ssm.weight", np.zeros(3, np.float32)),
+        "ssm.weight is not",
+    ),
+    "divisors of another head size": (
+        "llama", lambda w: w.add_tensor("rope_freqs.weight", np.full(3, 2, np.float32)),
+        "divisors has 3",
+    ),
+    "negative divisors": (
+        "llama", lambda w: w.add_tensor("rope_freqs.weight", np.full(4, -1, np.float32)),
+        "not positive",
+    ),
     "many layers": ("smollm3", lambda w: w.add_block_count(2**32 - 1), "<= 1024, got 4294967295"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_family_settings_are_refused(case: str, directory: Any, tmp_path: Path) -> None:
+def test_invalid_gguf_settings_are_refused(case: str, directory: Any, tmp_path: Path) -> None:
     family, change, message = BAD[case]
-
-    def also(writer: gguf.GGUFWriter) -> None:
-        kept = dict(writer.kv_data[0])
-        writer.kv_data[0].clear()  # allow overwriting keys
-        change(writer)
-        for key, value in kept.items():
-            writer.kv_data[0].setdefault(key, value)
-
-    file = write(tmp_path / "a.gguf", directory(family), also=also)
+    file = write(tmp_path / "a.gguf", directory(family), also=overwrite(change))
     with pytest.raises((CheckpointError, ConfigError), match=message):
         open_gguf(file)
 
@@ -293,6 +343,23 @@ UNWRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "another scale": ("gemma2", {"query_pre_attn_scalar": 9}, "query_pre_attn_scalar 9"),
     "unnormalized probabilities": ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
     "an activation": ("gpt_neox", {"hidden_act": "relu"}, "hidden_act 'relu'"),
+    "an exact GELU": ("gpt2", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "attention scaled by layer": (
+        "gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse",
+    ),
+    "dynamic RoPE": (
+        "llama", {"rope": Rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)}, "'dynamic'",
+    ),
+    "an attention factor": (
+        "llama",
+        {
+            "rope": Rope(
+                rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=24,
+                attention_factor=1.3,
+            )
+        },
+        "attention_factor",
+    ),
     "partial RoPE": (
         "olmo2",
         {"rope": Rope(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5)},

@@ -13,6 +13,7 @@ import pytest
 
 from jaxllm.convert.gguf.header import is_gguf, read_header
 from jaxllm.errors import CheckpointError
+from tests.convert.gguf.gguf_files import finish
 
 TEXTS = ["", "a", "\u2581the", "\U0001f999", "<|im_start|>"]
 
@@ -33,10 +34,7 @@ def write(path: Path, alignment: int | None = None) -> Path:
     writer.add_tensor(
         "blocks", np.zeros((3, 68), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_0
     )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -20,7 +20,15 @@ from jaxllm.evaluate.needle.stories import FRIENDS, KINDS
 from jaxllm.generation.loops.overflow import HeavyHitters, PoolOlder, SinksAndWindow, Slide
 from jaxllm.models import build
 from tests.conftest import Run
-from tests.tiny_models import Twin, assert_close, load_twin, random_model, save_random, tokens
+from tests.tiny_models import (
+    Twin,
+    assert_close,
+    load_twin,
+    make_twin,
+    random_model,
+    save_random,
+    tokens,
+)
 
 ANSWERS = [[[3], [5, 7], [11, 13, 17]], [[4], [6, 8], [9, 9, 9]]]
 
@@ -36,9 +44,7 @@ def decode(ids: Any) -> str:
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    directory = tmp_path_factory.mktemp("llama")
-    save_random(directory, "llama", num_hidden_layers=1)
-    return load_twin(directory)
+    return make_twin(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest.mark.parametrize("style", STYLES)

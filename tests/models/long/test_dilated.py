@@ -24,7 +24,7 @@ from jaxllm.train.data.rows import Rows
 from jaxllm.train.objective import NextToken
 from jaxllm.weights.precision import Precision
 from tests.cache.caches import close, filled, fresh, peek
-from tests.conftest import Run
+from tests.conftest import Run, succeed
 from tests.tiny_models import cut_demo, random_model, tokens
 
 DILATED = {"kind": "dilated", "segment_lengths": [4, 12], "dilated_ratios": [1, 3]}
@@ -189,8 +189,7 @@ def test_train_full_preserves_dilated_attention(run: Run, tmp_path: Path) -> Non
     text.write_text("Once upon a time there was a little girl who had a red ball.\n" * 20)
     short = ("--length", 24, "--batch-size", 2, "--steps", 2)
     out = tmp_path / "out"
-    status, _, err = run("train", "full", source, out, "--data", text, *short)
-    assert status == 0, err
+    succeed(run, "train", "full", source, out, "--data", text, *short)
     before, after = jaxllm.load(source, dtype="float32"), jaxllm.load(out, dtype="float32")
     assert after.config == before.config
     assert after.config.attention == KIND

@@ -1,7 +1,6 @@
 """Models with Infini-attention against PyTorch formulas, the dense model and cached runs."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,16 +12,10 @@ import torch
 import jaxllm
 from jaxllm import models
 from jaxllm.cache import (
-    branch,
     compact,
     current_segment,
-    fork,
-    load_cache,
-    merge_rows,
     patch,
     rewind,
-    save_cache,
-    select,
     shift,
 )
 from jaxllm.cache.edit import keep_slots
@@ -34,6 +27,7 @@ from jaxllm.generation.loops.overflow import DropSegments, HeavyHitters
 from jaxllm.generation.loops.streaming_prefill import prefill_in_segments
 from jaxllm.train.infini import with_memory
 from jaxllm.weights.precision import Precision, cast
+from tests.cache.caches import close, peek
 from tests.tiny_models import random_model, tokens
 
 L, T = 5, 23
@@ -66,11 +60,6 @@ def linear() -> Any:
 @pytest.fixture(scope="module")
 def delta() -> Any:
     return make_lm("delta")
-
-
-def close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
-    scale = max(1.0, float(np.abs(np.asarray(theirs)).max()))
-    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=atol * scale)
 
 
 def in_torch(lm: Any, ids: np.ndarray, leaves: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -212,10 +201,6 @@ def filled(lm: Any, count: int, rows: int = 1, capacity: int = 40) -> jaxllm.KVC
     return jaxllm.prefill(*lm, cache, ids, lengths_B=np.full(rows, count), chunk=8).cache
 
 
-def peek(lm: Any, cache: jaxllm.KVCache) -> np.ndarray:
-    return np.asarray(jaxllm.decode_step(*lm, cache, np.full(cache.batch, 7)).logits)
-
-
 def test_two_segment_cache_streams_forty_segments(delta: Any) -> None:
     """A cache of two segments gives the logits of a cache for all 40, and its size
     does not grow.
@@ -238,19 +223,6 @@ def test_current_segment_drops_only_finished_segments(linear: Any) -> None:
     left = compact(current_segment(cache), capacity=2 * L)
     assert left.length_B.tolist() == [T % L] * 2
     close(peek(linear, left), peek(linear, cache))
-
-
-def test_memory_follows_row_operations_and_files(tmp_path: Path) -> None:
-    """select, fork, branch, merge_rows, compact and cache files carry each row's memory."""
-    lm = make_lm("delta_once")
-    cache = filled(lm, T - 5, rows=2)
-    logits = peek(lm, cache)
-    close(peek(lm, select(cache, [1, 0])), logits[::-1])
-    close(peek(lm, fork(branch(cache, 1), 2, capacity=2)), logits[[1, 1]])
-    close(peek(lm, merge_rows([branch(cache, 1), branch(cache, 0)])), logits[::-1])
-    close(peek(lm, compact(cache, capacity=25)), logits)
-    save_cache(tmp_path / "c", cache, *lm)
-    assert load_cache(tmp_path / "c", *lm) == cache
 
 
 @pytest.mark.parametrize("format", [pytest.param("float32", marks=FULL), "int8"])
@@ -301,16 +273,6 @@ def test_infini_refuses_unsupported_operations(linear: Any) -> None:
         narrow_config(linear[0].config, "heads", 1)
     with pytest.raises(ConfigError, match="no segments"):
         current_segment(jaxllm.init_cache(random_model("llama")[0], 1, 4))
-
-
-@pytest.mark.full  # tests/cache/test_memory.py covers the same code daily
-def test_beam_search_and_speculation_refuse_memory(linear: Any) -> None:
-    with pytest.raises(ConfigError, match="keep a memory"):
-        jaxllm.beam_search(*linear, tokens(1, T), num_beams=2, max_new_tokens=3)
-    with pytest.raises((ConfigError, CacheMismatchError), match="memory"):
-        jaxllm.speculative_generate(
-            *linear, tokens(1, T), draft=jaxllm.PromptLookup(), max_new_tokens=3
-        )
 
 
 def test_half_precision_and_int8_stay_within_ten_percent(linear: Any) -> None:

@@ -75,6 +75,16 @@ def relative_error(a: Any, b: Any) -> float:
     return max(float(jnp.abs(x - y).max() / jnp.abs(y).max()) for x, y in pairs)
 
 
+def check_outputs_and_gradients(found: Any, want: Any, *given: jax.Array) -> None:
+    """Check outputs, and the gradients of their sum of squares in all arguments."""
+    assert relative_error(jax.jit(found)(*given), want(*given)) < 1e-5
+    here, there = (
+        jax.jit(jax.grad(lambda *x, f=f: (f(*x) ** 2).sum(), tuple(range(len(given)))))(*given)
+        for f in (found, want)
+    )
+    assert relative_error(here, there) < 1e-5
+
+
 RULES: list[dict[str, Any]] = [
     {"window": 19, "cap": 1.5},
     {"window": None},
@@ -111,17 +121,13 @@ def test_ring_with_multiple_blocks_equals_single_device() -> None:
     """Halves of 300 slots, a full block of 256 and a partial one, give the outputs and gradients of
     one device.
     """
-    q, k, v, position = text(1200, ragged=False)
-
-    def loss(attend: Callable[..., jax.Array], *given: Any) -> jax.Array:
-        return (attend(*given, position) ** 2).sum()
-
+    *qkv, position = text(1200, ragged=False)
     for rules in ({"window": None}, {"window": 333}):
-        one, split = partial(dense, **rules), ring_attention(2, 1200, **rules)
-        assert relative_error(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
-        want = jax.jit(jax.grad(partial(loss, one), (0, 1, 2)))(q, k, v)
-        found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
-        assert relative_error(found, want) < 1e-5
+        one, split = (
+            lambda *x, f=f: f(*x, position)
+            for f in (partial(dense, **rules), ring_attention(2, 1200, **rules))
+        )
+        check_outputs_and_gradients(split, one, *qkv)
 
 
 @pytest.mark.full
@@ -151,13 +157,7 @@ def test_ring_with_packed_documents_equals_masked_attention() -> None:
         given = (q, k, v, position, document)
         return split(*(x[:, there] for x in given))[:, np.argsort(there)]
 
-    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
-        return (f(*given) ** 2).sum()
-
-    assert relative_error(jax.jit(ring_documents)(q, k, v), one(q, k, v)) < 1e-5
-    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
-    found = jax.jit(jax.grad(partial(loss, ring_documents), (0, 1, 2)))(q, k, v)
-    assert relative_error(found, want) < 1e-5
+    check_outputs_and_gradients(ring_documents, one, q, k, v)
 
 
 @pytest.mark.parametrize("dtype", first([("float32",), ("int8",)]))
@@ -207,11 +207,10 @@ def test_combined_outputs_have_single_device_gradient() -> None:
     """
     q, k, v, position = text(16, ragged=False)
     _, old_k, old_v, old = text(8, ragged=False, seed=1)
-    given = (q, k, v, old_k, old_v)
 
     def one(q: Any, k: Any, v: Any, old_k: Any, old_v: Any) -> jax.Array:
         parts = [ops.Part(old_k, old_v, old), ops.Part(k, v, position + 8)]
-        return (ops.attend(q, position + 8, parts, scale=SCALE, window=None)[0] ** 2).sum()
+        return ops.attend(q, position + 8, parts, scale=SCALE, window=None)[0]
 
     def split(q: Any, k: Any, v: Any, old_k: Any, old_v: Any, old: Any, at: Any) -> jax.Array:
         cached, new = [ops.Part(old_k, old_v, old)], ops.Part(k, v, at)
@@ -222,12 +221,9 @@ def test_combined_outputs_have_single_device_gradient() -> None:
     over = jax.shard_map(split, mesh=mesh_of(2), in_specs=SPLIT, out_specs=SPLIT)
 
     def two(*given: Any) -> jax.Array:
-        return (over(*given, old, position + 8) ** 2).sum()
+        return over(*given, old, position + 8)
 
-    every = tuple(range(5))
-    assert (
-        relative_error(jax.jit(jax.grad(two, every))(*given), jax.grad(one, every)(*given)) < 1e-5
-    )
+    check_outputs_and_gradients(two, one, q, k, v, old_k, old_v)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +246,10 @@ def test_ulysses_equals_single_device(devices: int, queries: int, keys: int) -> 
 
     split = jax.shard_map(attend, mesh=mesh_of(devices), in_specs=(SPLIT,) * 4, out_specs=SPLIT)
 
-    def loss(f: Callable[..., jax.Array], *given: Any) -> jax.Array:
-        return (f(*given, position) ** 2).sum()
-
     one = partial(dense, window=9)
-    assert relative_error(jax.jit(split)(q, k, v, position), one(q, k, v, position)) < 1e-5
-    want = jax.grad(partial(loss, one), (0, 1, 2))(q, k, v)
-    found = jax.jit(jax.grad(partial(loss, split), (0, 1, 2)))(q, k, v)
-    assert relative_error(found, want) < 1e-5
+    check_outputs_and_gradients(
+        lambda *x: split(*x, position), lambda *x: one(*x, position), q, k, v
+    )
 
 
 def test_ulysses_refuses_indivisible_heads() -> None:

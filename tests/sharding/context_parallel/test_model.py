@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,19 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxllm
 from jaxllm import steps
-from jaxllm.cache import compact, drop_range, fork, init_cache, rewind
+from jaxllm.cache import init_cache
 from jaxllm.errors import ConfigError
-from jaxllm.generation.loops.generate import generate
 from jaxllm.sharding import make_sharded_model
 from jaxllm.sharding.collective_stats import count_collectives
 from jaxllm.sharding.mesh_spec import parse_mesh
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.train.objective import NextToken
-from jaxllm.train.optimizer import Optimizer
-from jaxllm.train.partition import partition
-from jaxllm.train.step import Setup, init_state, train_step
 from tests.sharding.tiny_models import FAMILIES, largest_difference, make_model, shard_model
 
 pytestmark = pytest.mark.devices
@@ -93,61 +87,6 @@ def test_prompts_and_decoding_equal_single_device(family: str, mesh: str) -> Non
     assert (np.asarray(caches[0].position_BS) == np.asarray(caches[1].position_BS)).all()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family, mesh", QUICK + MORE)
-def test_greedy_text_equals_single_device(family: str, mesh: str) -> None:
-    """Greedy tokens equal one device, also if the cache size does not divide and the cache is
-    replicated.
-    """
-    model, params = make_model(family)
-    over, shared = shard_model(model, params, mesh)
-    for capacity in (64, 57):
-        texts = []
-        for m, p in ((model, params), (over, shared)):
-            cache = init_cache(m, 2, capacity)
-            given: Any = {"cache": cache, "max_new_tokens": 12, "lengths_B": LENGTHS}
-            texts.append(generate(m, p, prompt(), **given).token_BT)
-        assert (np.asarray(texts[0]) == np.asarray(texts[1])).all()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads", "sequence=2,tensor=2:tokens"])
-def test_decoding_modes_equal_single_device(shallow: Callable[[str], Path], mesh: str) -> None:
-    """Sampling, beam search, prompt lookup and serving give the tokens of one device."""
-    one, over = (jaxllm.load(shallow("llama"), dtype="float32", mesh=m) for m in (None, mesh))
-    prompts = ["Once upon a time", "One day, a little girl and her dog went to the park"]
-    for options in (
-        {"temperature": 0.9, "top_p": 0.9, "seed": 3},
-        {"num_beams": 3},
-        {"prompt_lookup_num_tokens": 3},
-    ):
-        texts = [lm.generate(prompts, max_new_tokens=12, **options) for lm in (one, over)]
-        assert [x.tokens for x in texts[1]] == [x.tokens for x in texts[0]], options
-    requests = [
-        {"id": i, "prompt": prompt, "max_new_tokens": 6 + 2 * i, "temperature": 0.5 * i, "seed": i}
-        for i, prompt in enumerate(["Once", *prompts])
-    ]
-    whole, found = (dict(lm.serve(requests, rows=2, capacity=48)) for lm in (one, over))
-    assert {i: x.tokens for i, x in found.items()} == {i: x.tokens for i, x in whole.items()}
-
-
-@pytest.mark.full
-def test_forked_and_edited_split_cache_equals_single_device() -> None:
-    """Fork, rewind, drop_range and compact of a split cache give the logits of one device."""
-    model, params = make_model("llama")
-    over, shared = shard_model(model, params, "sequence=4")
-    token, found = np.array([5, 6], np.int32), []
-    for m, p in ((model, params), (over, shared)):
-        cache = steps.prefill(m, p, init_cache(m, 1, 64), prompt(rows=1)).cache
-        branches = fork(rewind(drop_range(cache, 3, 9), to=25), 2, capacity=7)
-        for _ in range(2):
-            logits, branches = steps.decode_step(m, p, branches, token)
-        left = compact(drop_range(cache, 3, 9), capacity=48)
-        found.append((logits, steps.forward(m, p, left, prompt(T=5, rows=1)).logits))
-    for mine, theirs in zip(found[1], found[0], strict=True):
-        assert largest_difference(mine, theirs) < 1e-5
-
-
 def packed(T: int = 40, seed: int = 0) -> Rows:
     """Return rows of two documents each; the second row ends in padding."""
     ids = prompt(T=T + 1, seed=seed)
@@ -179,31 +118,6 @@ def test_gradients_equal_single_device(family: str, mesh: str) -> None:
     for mine, theirs in pairs:
         if mine.shape == theirs.shape:  # tables whose last shard is padded have another shape
             assert float(jnp.abs(mine - theirs).max()) < 1e-5 * largest
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2:heads"])
-def test_train_step_equals_single_device(mesh: str) -> None:
-    """The compiled step, with two accumulated batches, gives the loss, gradient norm and weights of
-    one device.
-    """
-    model, params = make_model("llama", num_hidden_layers=2)
-    over, shared = shard_model(model, params, mesh)
-    rows = jax.tree.map(lambda *x: np.stack(x), packed(), packed(seed=1))
-    done = []
-    for m, p in ((model, params), (over, shared)):
-        trained, rest = partition(p)
-        optimizer = Optimizer(steps=3, lr=1e-3, warmup=0.0, eps=1e-3)
-        setup = Setup(m, NextToken(), optimizer)
-        state = init_state(trained, setup)
-        for _ in range(2):
-            state, metrics = train_step(state, rest, None, rows, jax.random.key(0), setup=setup)
-        done.append((state.trained, metrics))
-    (want, want_metrics), (found, metrics) = done
-    assert float(metrics.loss) == pytest.approx(float(want_metrics.loss), rel=1e-5)
-    assert float(metrics.grad_norm) == pytest.approx(float(want_metrics.grad_norm), rel=1e-4)
-    for path, x in want.items():
-        assert float(jnp.abs(found[path] - x).max()) < 1e-3 * 1e-3, path
 
 
 @pytest.mark.parametrize("mesh", ["sequence=4", "sequence=4:heads"])

@@ -176,6 +176,8 @@ def test_on_policy_run_resumes_bit_identically(
     _, student = random_model("llama", seed=7, num_hidden_layers=1)
     sampler, prepared = OnPolicySampler(MODEL, 0.7, prompt_tokens=2, new_tokens=99), [0]
 
+    plan = loop.TrainPlan(steps=4)
+
     def run(folder: Path, killed: int) -> Any:
         def prepare(params: Any, rows: Rows, key: jax.Array) -> Rows:
             prepared[0] += 1
@@ -183,7 +185,6 @@ def test_on_policy_run_resumes_bit_identically(
                 raise KeyboardInterrupt
             return sampler(params, rows, key)
 
-        plan = loop.TrainPlan(steps=4)
         return loop.train(
             student, Texts(texts), DISTILLED, plan, extra_inputs=TEACHER, prepare=prepare,
             directory=folder, show_progress=False,
@@ -199,11 +200,6 @@ def test_on_policy_run_resumes_bit_identically(
     for ours, theirs in zip(*map(jax.tree.leaves, (again.params, whole.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     alone = loop.train(
-        student,
-        Texts(texts),
-        DISTILLED,
-        loop.TrainPlan(steps=4),
-        extra_inputs=TEACHER,
-        show_progress=False,
+        student, Texts(texts), DISTILLED, plan, extra_inputs=TEACHER, show_progress=False
     )
     assert [r.weight for r in alone.records] != [r.weight for r in whole.records]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.compress.student import StudentSize, cut_student
 from jaxllm.errors import ConfigError
 from jaxllm.lm import LM
 from jaxllm.train.data.dataset import Dataset
 from jaxllm.train.data.examples import from_ids
-from jaxllm.train.distill import student_init as students
 from jaxllm.train.distill.feature_loss import PARAMS_KEY, HiddenLossConfig
 from jaxllm.train.distill.job import Distillation, distill, extract_student
 from jaxllm.train.distill.losses import (
@@ -23,7 +23,7 @@ from jaxllm.train.distill.losses import (
     RecordedTeacherLoss,
 )
 from jaxllm.train.distill.on_policy import OnPolicySampler
-from jaxllm.train.distill.student_init import StudentSize
+from jaxllm.train.distill.student_init import from_config
 from jaxllm.train.objective import NextToken
 
 IDS = np.random.default_rng(0).integers(3, 1000, (6, 9))
@@ -37,7 +37,7 @@ def teacher(shallow: Callable[[str], Path]) -> LM:
 
 @pytest.fixture(scope="module")
 def student(teacher: LM) -> LM:
-    return students.cut_student(teacher, StudentSize(layers=1))
+    return cut_student(teacher, StudentSize(layers=1))
 
 
 def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
@@ -66,7 +66,7 @@ def test_distillation_options_configure_run(teacher: LM, student: LM) -> None:
 
 def test_projections_are_trained_and_not_saved(teacher: LM, student: LM) -> None:
     config = dataclasses.replace(student.config, hidden_size=64, num_attention_heads=2)
-    narrow = students.from_config(teacher, config, 0)
+    narrow = from_config(teacher, config, 0)
     found = distill(teacher, narrow, DATA, Distillation(hidden="mse"))
     assert found.params[PARAMS_KEY]["1"]["weight"].shape == (128, 64)
     assert PARAMS_KEY not in extract_student(narrow, found.params).params

@@ -1,4 +1,4 @@
-"""Schemas: values from files are checked against the annotations of the type they become.
+"""Schemas: values, such as those of files, are checked against the annotations of their type.
 
 A schema is any annotation that msgspec supports, with bounds: `Annotated[int, Meta(ge=1)]`.
 """
@@ -38,7 +38,9 @@ def as_schema(
 def field_errors(instance: Any) -> list[str]:
     """Return messages for dataclass fields that violate their annotations: "size must be ..."."""
     found = []
-    for name, hint in _field_hints(type(instance)).items():
+    for name, hint in get_type_hints(type(instance), include_extras=True).items():
+        if get_origin(hint) is ClassVar:
+            continue
         value = getattr(instance, name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint):
             continue
@@ -52,11 +54,6 @@ def field_errors(instance: Any) -> list[str]:
             else:
                 found.append(_describe_problem(problem, value, name))
     return found
-
-
-def _field_hints(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
 def _describe_problem(problem: msgspec.ValidationError, value: Any, name: str = "") -> str:
