@@ -75,6 +75,24 @@ JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
   return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(place)));
 }
 
+// 32 columns of 2:4 bytes: the position of a number is that of its four columns' first, plus how many bits are set
+// before it: its column, less the zeros there.
+#define JAXLLM_TWO_OF_FOUR
+JAXLLM_INLINE Bytes two_of_four(const uint8_t* mask, const uint8_t* numbers) {
+  const __m256i repeat = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  const __m256i column =
+      _mm256_setr_epi64x(0x0504030203020100, 0x0908070607060504, 0x0d0c0b0a0b0a0908, 0x11100f0e0f0e0d0c);
+  const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(mask)), repeat);
+  const __m256i zero = _mm256_cmpeq_epi8(_mm256_and_si256(bits, bit), _mm256_setzero_si256());
+  const __m256i one = _mm256_slli_epi32(zero, 8), two = _mm256_slli_epi32(zero, 16),
+                three = _mm256_slli_epi32(zero, 24);
+  const __m256i zeros = _mm256_add_epi8(_mm256_add_epi8(one, two), three);
+  const __m256i place = _mm256_or_si256(_mm256_add_epi8(column, zeros), zero);
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
+  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), place));
+}
+
 struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
   __m256i high, low;
 
