@@ -416,6 +416,7 @@ def load(
     *,
     dtype: Dtype | Precision | None = None,
     quantize: Rules | None = None,
+    int8_inputs: bool = False,
     adapters: AdapterPaths = (),
     place: Placement | None = None,
     mesh: str | MeshSpec | None = None,
@@ -437,6 +438,8 @@ def load(
             JAX or PyTorch, or a `Precision`. The default is the checkpoint's.
         quantize: a format ("int8", "int4", "bf16-packed", ...) or ordered rules, as
             `jaxllm.quantize` takes them, applied to each tensor while loading.
+        int8_inputs: round the inputs of integer weights to int8, as llama.cpp does: faster, but not
+            exact (`Precision`). Warns if no weight is of integers.
         adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
             with the names that `generate` takes. The first is used by default.
         place: a function of an array's path and the array that returns its device or sharding, or
@@ -464,6 +467,8 @@ def load(
         precision = precision.with_dtype(dtype)
     if quantize is not None:
         precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
+    if int8_inputs:
+        precision = dataclasses.replace(precision, int8_inputs=True)
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)
@@ -476,6 +481,12 @@ def load(
         reading = beside.submit(read_text_assets, opened)
         params = native.load_params(opened, precision, placer=into, show_progress=show_progress)
     texts = reading.result()
+    leaves = (leaf for _, leaf in flatten(params))
+    if int8_inputs and not any(getattr(x, "supports_int8_inputs", False) for x in leaves):
+        warnings.warn(
+            'int8_inputs changes nothing: no weight is of integers. Add quantize="int8"',
+            stacklevel=2,
+        )
     if adapters and any(isinstance(leaf, NotLocal) for _, leaf in flatten(params)):
         raise ConfigError(
             "adapters require all layers on every process, but this mesh splits them into stages."

@@ -25,6 +25,7 @@ from jaxllm.errors import (
     TemplateError,
     TokenError,
 )
+from tests.conftest import Run, succeed
 from tests.tiny_models import BOTH, in_both, save_random, tokens
 
 
@@ -272,6 +273,20 @@ def test_generation_config_gives_defaults(plain: Path, tmp_path: Path) -> None:
 def test_unsupported_generation_config_fields_warn(plain: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="num_beam_groups is not supported"):
         jaxllm.load(with_settings(plain, tmp_path / "m", {"num_beam_groups": 2}))
+
+
+def test_int8_inputs_option_rounds_inputs(demo_names: None, run: Run) -> None:
+    """`load` and --int8-inputs change logits alike, a little, and warn without integers."""
+    exact = jaxllm.load("demo:llama", quantize="int8")
+    rounded = jaxllm.load("demo:llama", quantize="int8", int8_inputs=True)
+    a, b = (lm.generate("Once", max_new_tokens=4).logprobs for lm in (exact, rounded))
+    assert a != b
+    assert a == pytest.approx(b, abs=0.1)
+    flags = ("-n", 4, "--quantize", "int8", "--int8-inputs", "--json")
+    out, _ = succeed(run, "generate", "demo:llama", "Once", *flags)
+    assert json.loads(out)["logprobs"] == [round(x, 6) for x in b]
+    with pytest.warns(UserWarning, match="no weight is of integers"):
+        jaxllm.load("demo:llama", int8_inputs=True)
 
 
 def test_unsupported_requests_are_refused_by_name(plain: Path) -> None:

@@ -20,7 +20,6 @@ def bench(
     batches: str = "1,4,8,16",
     repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 5,
     sparse: str | None = None,
-    int8_inputs: bool = False,
     as_json: AsJson = False,
     as_csv: Annotated[bool, typer.Option("--csv")] = False,
     *,
@@ -38,7 +37,6 @@ def bench(
       repetitions: Repetitions of each test.
       sparse: Sparse format to prune to by magnitude first: bfloat16-2:4, int8-bitmap, ... (the
         model's output is then meaningless).
-      int8_inputs: Quantize the inputs of linear layers to int8 (not exact).
       as_csv: Print CSV instead of a table.
     """
     if as_json and as_csv:
@@ -61,7 +59,7 @@ def bench(
 
     start = time.perf_counter()
     # Compiling is timed too: no stored programs.
-    lm = loading.load(model, int8_inputs=int8_inputs, reuse_compiled=False)
+    lm = loading.load(model, reuse_compiled=False)
     loaded = time.perf_counter() - start
     if sparse is not None:
         from jaxllm.compress.pipeline import prune_to_format

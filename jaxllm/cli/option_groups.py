@@ -131,8 +131,13 @@ class AdapterOptions(WeightOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadingOptions(AdapterOptions):
-    """Options of model loading: formats, mesh, adapters, cache."""
+    """Options of model loading: formats, mesh, adapters, cache.
 
+    Attributes:
+      int8_inputs: Round the inputs of integer weights to int8: faster, not exact.
+    """
+
+    int8_inputs: bool = False
     cache_dtype: CacheDtype = None
     self_extend: SelfExtend = None
 

@@ -172,14 +172,13 @@ def load_model(
             chosen = override_precision(chosen, table, f"--precision {precision}")
         if cache_dtype is not None:
             chosen = dataclasses.replace(chosen, cache=cache_dtype)
-        if int8_inputs:
-            chosen = dataclasses.replace(chosen, int8_inputs=True)
     if self_extend is not None:  # before the weights are read
         opened.config.with_self_extend(*parse_self_extend(self_extend))
     lm = load(
         opened,
         dtype=chosen,
         quantize=quantize,
+        int8_inputs=int8_inputs,
         adapters=_parse_adapters(adapters or []),
         mesh=mesh,
         exact=exact,

@@ -7,24 +7,36 @@
 namespace jaxllm {
 namespace {
 
-// Where a row's scales are, and how a unit's are distributed over lanes.
+// The scales and zero points of a row's groups.
+struct GroupRow {
+  const float* scales;
+  const uint8_t* zeros;
+};
+
+// How a unit's scales are distributed over lanes, and memory for those of a tile's rows: they are converted once for a
+// tile, not once for each register of weights, and four of them can be read at any place.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
   Spread spread;
+  int64_t stride;
+  float* memory;
 
-  JAXLLM_INLINE Floats scale(int64_t first, int64_t c) const {
-    const int64_t at = first + (c >> shift);
-    return w.half ? spread.halves(static_cast<const uint16_t*>(w.scale) + at)
-                  : spread.floats(static_cast<const float*>(w.scale) + at);
+  JAXLLM_INLINE Floats scale(GroupRow row, int64_t c) const { return spread.floats(row.scales + (c >> shift)); }
+  JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
+  GroupRow row(int64_t o) const {
+    float* to = memory + o % 4 * stride;
+    to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, o * w.groups, w.groups, to);
+    return {to, w.zero + o * w.groups};
   }
-  JAXLLM_INLINE Ints zero(int64_t first, int64_t c) const { return spread.bytes(w.zero + first + (c >> shift)); }
 };
 
 // Those of units of `kUnit` columns.
 inline Groups groups_of(const Weight& w, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
-  return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1)};
+  const int64_t stride = w.groups + 4;
+  float* memory = reinterpret_cast<float*>(space<Groups>(4 * 4 * stride));
+  return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1), stride, memory};
 }
 
 template <bool Pairs>
@@ -45,7 +57,7 @@ struct Int8 {
   struct Row {
     const Int8* of;
     const int8_t* at;
-    int64_t first;  // of its scales
+    GroupRow groups;
 
     JAXLLM_INLINE void fetch(int64_t c) const { ahead(reinterpret_cast<const uint8_t*>(at + c), of->distance); }
     template <int N>
@@ -59,7 +71,7 @@ struct Int8 {
           out[n] = from_int8(p);
       }
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
   };
   const Weight& w;
   int64_t distance;
@@ -67,7 +79,7 @@ struct Int8 {
   explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, Unit)) {}
 
   JAXLLM_INLINE Row row(int64_t o) const {
-    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), o * w.groups};
+    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), groups.row(o)};
   }
 };
 
@@ -80,16 +92,16 @@ struct Int4 {
   struct Row {
     const Int4* of;
     const uint8_t* at;
-    int64_t first;  // of its scales
+    GroupRow groups;
 
     JAXLLM_INLINE void fetch(int64_t c) const { ahead(at + c / 2, of->distance); }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) const {
       Ints zero = {};
-      if (Zero) zero = of->groups.zero(first, c);
+      if (Zero) zero = of->groups.zero(groups, c);
       of->nibbles.values(jaxllm::load<Bytes>(at + c / 2), zero, out);
     }
-    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(first, c); }
+    JAXLLM_INLINE Floats scale(int64_t c) const { return of->groups.scale(groups, c); }
   };
   const Weight& w;
   int64_t distance;
@@ -97,7 +109,7 @@ struct Int4 {
   Nibbles<Zero> nibbles;
   explicit Int4(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, kUnit)) {}
 
-  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, o * w.groups}; }
+  JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, groups.row(o)}; }
 };
 
 template <bool Pairs>

@@ -42,11 +42,17 @@ JAXLLM_INLINE auto factor(Halves w) {
     return Two{even(w), odd(w)};
 }
 
-JAXLLM_INLINE void add(Floats& sum, Floats w, const float* x) { sum = fma(w, load<Floats>(x), sum); }
-JAXLLM_INLINE void add(Floats& sum, Halves w, const uint16_t* x) { add_pairs(sum, w, load<Halves>(x)); }
-JAXLLM_INLINE void add(Floats& sum, const Two& w, const float* x) {
-  sum = fma(w.first, load<Floats>(x), sum);
-  sum = fma(w.second, load<Floats>(x + kLanes), sum);
+// The n-th product of a unit to one of two sums, or to a single one that is passed as both.
+JAXLLM_INLINE void add(int n, Floats& even, Floats& odd, Floats w, const float* x) {
+  Floats& sum = n % 2 ? odd : even;
+  sum = fma(w, load<Floats>(x), sum);
+}
+JAXLLM_INLINE void add(int n, Floats& even, Floats& odd, Halves w, const uint16_t* x) {
+  add_pairs(n % 2 ? odd : even, w, load<Halves>(x));
+}
+JAXLLM_INLINE void add(int, Floats& even, Floats& odd, const Two& w, const float* x) {
+  even = fma(w.first, load<Floats>(x), even);
+  odd = fma(w.second, load<Floats>(x + kLanes), odd);
 }
 
 template <bool Pairs>
@@ -60,35 +66,43 @@ struct InputOf<true> {
 template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
-// Adds a unit's products to a tile's sums. P weight rows at once, for a single input row, whose sums would wait for
-// each other.
+// Adds a unit's products to a tile's sums, P weight rows at once. Units that have their own scales are added up first:
+// with few registers in two sums, since one would wait for itself.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
-  constexpr bool kParts = S::kScales == Scales::kUnit;
+  constexpr bool kParts = S::kScales == Scales::kUnit, kTwo = kParts && kRegisters < 32;
   constexpr int P = R == 1 && kRegisters >= 32 ? O : 1;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
-    Floats part[P][R];
+    Floats part[P][R], other[P][R];
     clear(part);
+    clear(other);
     JAXLLM_UNROLL
     for (int p = 0; p < P; p++) row[i + p].load(c, value[p]);
     JAXLLM_UNROLL
-    for (int n = 0; n < N; n++) JAXLLM_UNROLL
-    for (int p = 0; p < P; p++) {
-      const auto w = factor<S::kPairs>(value[p][n]);
+    for (int n = 0; n < N; n++) {
+      decltype(factor<S::kPairs>(Value{})) w[P];
       JAXLLM_UNROLL
-      for (int j = 0; j < R; j++) add(kParts ? part[p][j] : sum[i + p][j], w, x + j * x_stride + c + n * kColumns);
+      for (int p = 0; p < P; p++) w[p] = factor<S::kPairs>(value[p][n]);
+      JAXLLM_UNROLL
+      for (int j = 0; j < R; j++) JAXLLM_UNROLL
+      for (int p = 0; p < P; p++) {
+        Floats& even = kParts ? part[p][j] : sum[i + p][j];
+        add(n, even, kTwo ? other[p][j] : even, w[p], x + j * x_stride + c + n * kColumns);
+      }
     }
-    JAXLLM_UNROLL
-    for (int p = 0; p < P; p++)
-      if constexpr (kParts) {
+    if constexpr (kParts) {
+      JAXLLM_UNROLL
+      for (int p = 0; p < P; p++) {
         const Floats scale = row[i + p].scale(c);
         JAXLLM_UNROLL
-        for (int j = 0; j < R; j++) sum[i + p][j] = fma(part[p][j], scale, sum[i + p][j]);
+        for (int j = 0; j < R; j++)
+          sum[i + p][j] = fma(kTwo ? part[p][j] + other[p][j] : part[p][j], scale, sum[i + p][j]);
       }
+    }
   }
 }
 
@@ -130,9 +144,11 @@ inline int64_t stride_of(const Input& in) { return up(in.columns, 128) + 32 * 5;
 template <class S>
 void multiply_source(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t row_bytes,
                      int64_t begin, int64_t end, float* y) {
-  constexpr int kMost = (S::kScales != Scales::kUnit || S::kMany) && kRegisters == 32 ? 4 : 2;
+  constexpr bool kParts = S::kScales == Scales::kUnit, kSmall = kRegisters < 32;
+  constexpr int kOne = kParts && kSmall ? 1 : 4, kMost = !kParts ? (kSmall ? 2 : 4) : (kSmall ? 1 : 2);
+  constexpr int kFew = !kParts && kSmall ? 3 : kMost;
   blocks(begin, end, row_bytes, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    tiles<kOne, kFew, kMost, S::kMany>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
       tile<S, O, R>(source, w, reinterpret_cast<const X<S>*>(x), stride_of(in), o, r, y);
     });
   });
@@ -164,11 +180,12 @@ struct Expanded {
   JAXLLM_INLINE Row row(int64_t o) const { return {data + (o - first) * stride, source.row(o)}; }
 };
 
-// The same if decoding values is expensive: done once for many rows, more than two or four tiles of them.
+// The same if decoding values is expensive: done once for many rows, unless a group's scales cost more than its values.
 template <class S>
 void multiply_expanded(const S& source, const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end,
                        float* y) {
-  if (in.rows <= (S::kScales == Scales::kNone ? 8 : 16))
+  constexpr bool kExpand = S::kScales == Scales::kNone || (S::kScales == Scales::kRow && S::kPairs);
+  if (!kExpand || in.rows <= (S::kScales == Scales::kNone ? 4 : 16))
     return multiply_source(source, w, in, x, w.stride, begin, end, y);
   typedef typename S::Value Value;
   const int64_t stride = (up(in.columns, 128) + 32 * 3) * Expanded<S>::kSize, most = rows_in_cache(stride);

@@ -65,7 +65,7 @@ inline void write_block(const Weight& w, const float* x, bool codes, Block& out)
       memcpy(&out.digit[c][four ? b % 2 * 64 + b / 2 * 16 : b * 16], digit + 128 * c + 16 * b, 16);
     for (int lane = 0; lane < 32; lane++) {
       const int8_t* of = &out.digit[c][4 * lane];
-      const int32_t bias = offset * (of[0] + of[1] + of[2] + of[3]);
+      const int32_t bias = -offset * (of[0] + of[1] + of[2] + of[3]);
       out.bias[c][four ? lane % 16 : lane] += bias;
       out.whole[lane % kLanes] += bias;
     }
@@ -92,6 +92,9 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
   const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
   const Groups groups = groups_of(w, kColumns);
   const int64_t distance = r ? 0 : distance_of(w.stride);
+  GroupRow group[O];
+  JAXLLM_UNROLL
+  for (int i = 0; i < O && !kRow; i++) group[i] = groups.row(o + i);
   Floats total[O][R];
   Ints exact[O][R];
   clear(total);
@@ -104,7 +107,7 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
     clear(part);
     JAXLLM_UNROLL
     for (int i = 0; i < O; i++) JAXLLM_UNROLL
-    for (int j = 0; j < R; j++) all[i][j] = kOffset ? -load<Ints>(x[j * blocks + b].whole) : Ints{};
+    for (int j = 0; j < R; j++) all[i][j] = kOffset ? load<Ints>(x[j * blocks + b].whole) : Ints{};
     const int64_t some = chunks - b * kChunks < kChunks ? chunks - b * kChunks : kChunks;
     for (int64_t c = 0; c < some; c++) JAXLLM_UNROLL
     for (int i = 0; i < O; i += P) {
@@ -122,12 +125,12 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
         Ints zero[P];
         JAXLLM_UNROLL
         for (int p = 0; p < P; p++) {
-          const int64_t first_group = (o + i + p) * w.groups, column = 128 * (b * kChunks + c) + v * kColumns;
+          const int64_t column = 128 * (b * kChunks + c) + v * kColumns;
           const Bytes bytes = load<Bytes>(line[p] + v * kBytes);
           first[p] = kFour ? bytes & 15 : (kOffset ? bytes ^ uint8_t(kOffset) : bytes);
           if (kFour) second[p] = bytes >> 4;
-          if (!kRow) scale[p] = groups.scale(first_group, column);
-          if (W == Read::kInt4Zero) zero[p] = groups.zero(first_group, column);
+          if (!kRow) scale[p] = groups.scale(group[i + p], column);
+          if (W == Read::kInt4Zero) zero[p] = groups.zero(group[i + p], column);
         }
         JAXLLM_UNROLL
         for (int j = 0; j < R; j++) {
@@ -143,13 +146,11 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
               add_bytes(all[i + p][j], first[p], here);
               continue;
             }
-            Ints t = W == Read::kInt4Zero ? -(bias * zero[p]) : -bias;
-            if (kFour) {
-              add_nibbles(t, first[p], here);
-              add_nibbles(t, second[p], there);
-            } else {
+            Ints t = W == Read::kInt4Zero ? bias * zero[p] : bias;
+            if (kFour)
+              add_nibbles(t, first[p], second[p], here, there);
+            else
               add_bytes(t, first[p], here);
-            }
             part[i + p][j] = fma(to_floats(t), scale[p], part[i + p][j]);
           }
         }
@@ -177,9 +178,10 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
 
 template <Read W, bool Codes = false>
 void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  constexpr int kMost = kRegisters == 32 ? 4 : (W == Read::kInt4 || W == Read::kInt4Zero ? 1 : 2);
   const int64_t chunks = up(in.columns, 128) / 128;
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
-    tiles<kRegisters == 32 ? 4 : 2, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
+    tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
       rounded_tile<O, R, W, Codes>(w, x, chunks, o, r, y);
     });
   });

@@ -72,6 +72,9 @@ struct Numbers {
       return all;
     }
 #endif
+#ifdef JAXLLM_TWO_OF_FOUR
+    if constexpr (TwoOfFour && sizeof(T) == 1) return two_of_four(mask + c / 8, at + c / 2);
+#endif
     constexpr int kParts = kBytes / 16, kColumns = 16 / sizeof(T);
     Sixteen place[kParts], number[kParts];
     JAXLLM_UNROLL
@@ -86,8 +89,8 @@ struct Numbers {
       else if constexpr (sizeof(T) == 2)
         place[i] = load<Sixteen>(kPlaces.halves[bits]);
       else
-        place[i] = Sixteen(Eights{load<uint64_t>(kPlaces.bytes[bits]),
-                                  load<uint64_t>(kPlaces.bytes[more]) + (TwoOfFour ? 4 : 8) * 0x0101010101010101u});
+        place[i] = Sixteen(Eights{load<uint64_t>(kPlaces.bytes[bits]), load<uint64_t>(kPlaces.bytes[more])}) +
+                   Sixteen(Eights{0, (TwoOfFour ? 4 : 8) * 0x0101010101010101u});
       if constexpr (!TwoOfFour) {
         if constexpr (sizeof(T) == 1)
           number[i] = Sixteen(Eights{load<uint64_t>(at), load<uint64_t>(at + count)});
@@ -236,7 +239,12 @@ inline void multiply_sparse(const Weight& w, const Input& in, const uint8_t* x, 
       default: return multiply_exact<false>(rows, in, x, 0, count, y + o);
     }
   };
-  if (in.rows > 1 || rounded(w, in))
+#ifdef JAXLLM_TWO_OF_FOUR
+  const bool decode_first = w.kind == Kind::kSparse24Int8;  // decoding is cheaper than taking registers apart
+#else
+  const bool decode_first = false;
+#endif
+  if (in.rows > 1 || rounded(w, in) || decode_first)
     return by_blocks(w, begin, end, in.rows > 1 ? rows_in_cache(2 * w.columns) : 4, dense);
   if (!in.rows) return;
   by_kind(w, [&](auto number, auto two_of_four, auto spread) {

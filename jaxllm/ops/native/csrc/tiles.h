@@ -43,12 +43,12 @@ JAXLLM_INLINE void put(const Floats (&of)[O][R], const Weight& w, int64_t o, int
   }
 }
 
-// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: four by four (or `Most` by four). The remainder
-// is computed in overlapping tiles, or row by row: an output's bits are the same in any tile.
-template <int Most, bool Many, class Tile>
+// Calls tile(Int<O>, Int<R>, o, r) over begin <= o < end and all rows: `Most` by four, `Few` by two or three, `One` by
+// one. The remainder is computed in overlapping tiles, or row by row: an output's bits are the same in any tile.
+template <int One, int Few, int Most, bool Many, class Tile>
 void tiles(int64_t begin, int64_t end, int64_t rows, const Tile& tile) {
   const auto down = [&](auto R, int64_t r) {
-    constexpr int O = R == 1 ? 4 : Most;
+    constexpr int O = R == 1 ? One : (R < 4 ? Few : Most);
     for (int64_t o = begin; o < end && end - begin >= O; o += O) tile(Int<O>(), R, o + O <= end ? o : end - O, r);
     for (int64_t o = begin; o < end && end - begin < O; o++)
       for (int j = 0; j < R; j++) tile(Int<1>(), Int<1>(), o, r + j);

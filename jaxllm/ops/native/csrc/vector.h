@@ -15,7 +15,7 @@
 //                             else 0;
 //      add_bytes(sum, w, x)   products of 8-bit numbers, w (-128 to 127) with that offset and x signed (-127 to
 //                             127), those of four neighbors added to their lane;
-//      add_nibbles(sum, w, x) the same for w from 0 to 15;
+//      add_nibbles(sum, w, w2, x, x2) the same for w and w2 from 0 to 15, both pairs;
 //      Exponents(base).join(byte, index, first, second)   bfloat16 from 12 bits: sign and mantissa in `byte`, the
 //                             exponent base + index; put together from the lower and the upper eight bytes of
 //                             each 16;

@@ -44,15 +44,19 @@ constexpr int kOffset = 128;
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // as an intrinsic GCC 12 copies the sums
   asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 }
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
+  add_bytes(sum, w, x);
+  add_bytes(sum, w2, x2);
+}
 #else
 constexpr int kOffset = 0;
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) {
-  const __m256i pairs = _mm256_maddubs_epi16(__m256i(w), __m256i(x));
-  sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-}
+JAXLLM_INLINE void add_shorts(Ints& sum, __m256i pairs) { sum += Ints(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
-  add_nibbles(sum, Bytes(_mm256_abs_epi8(__m256i(w))), Bytes(_mm256_sign_epi8(__m256i(x), __m256i(w))));
+  add_shorts(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(__m256i(w)), _mm256_sign_epi8(__m256i(x), __m256i(w))));
+}
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
+  add_shorts(sum, _mm256_add_epi16(_mm256_maddubs_epi16(__m256i(w), __m256i(x)),
+                                   _mm256_maddubs_epi16(__m256i(w2), __m256i(x2))));
 }
 #endif
 
@@ -69,6 +73,24 @@ JAXLLM_INLINE Bytes eights(const void* p) {
 }
 JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
   return Bytes(_mm256_shuffle_epi8(__m256i(from), __m256i(place)));
+}
+
+// 32 columns of 2:4 bytes: the position of a number is that of its four columns' first, plus how many bits are set
+// before it: its column, less the zeros there.
+#define JAXLLM_TWO_OF_FOUR
+JAXLLM_INLINE Bytes two_of_four(const uint8_t* mask, const uint8_t* numbers) {
+  const __m256i repeat = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  const __m256i column =
+      _mm256_setr_epi64x(0x0504030203020100, 0x0908070607060504, 0x0d0c0b0a0b0a0908, 0x11100f0e0f0e0d0c);
+  const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(mask)), repeat);
+  const __m256i zero = _mm256_cmpeq_epi8(_mm256_and_si256(bits, bit), _mm256_setzero_si256());
+  const __m256i one = _mm256_slli_epi32(zero, 8), two = _mm256_slli_epi32(zero, 16),
+                three = _mm256_slli_epi32(zero, 24);
+  const __m256i zeros = _mm256_add_epi8(_mm256_add_epi8(one, two), three);
+  const __m256i place = _mm256_or_si256(_mm256_add_epi8(column, zeros), zero);
+  const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers));
+  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(all), place));
 }
 
 struct Exponents {  // per index: the upper seven bits, and the lowest as the top bit of a byte
@@ -145,10 +167,6 @@ struct Spread {
     if (!two) return _mm256_broadcast_ss(p);
     const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), index);
-  }
-  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
-    const __m128i bits = two ? _mm_insert_epi16(_mm_cvtsi32_si128(p[0]), p[1], 1) : _mm_cvtsi32_si128(p[0]);
-    return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_cvtph_ps(bits)), index);
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     const int first = p[0], second = two ? p[1] : first;

@@ -81,17 +81,21 @@ JAXLLM_INLINE void interleave(Halves a, Halves b, Halves& first, Halves& second)
 #ifdef __AVX512VNNI__
 constexpr int kOffset = 128;
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
+  add_bytes(sum, w, x);
+  add_bytes(sum, w2, x2);
+}
 #else
 constexpr int kOffset = 0;
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) {
-  const __m512i pairs = _mm512_maddubs_epi16(__m512i(w), __m512i(x));
-  sum += Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+JAXLLM_INLINE void add_shorts(Ints& sum, __m512i pairs) { sum += Ints(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1))); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {  // fits 16 bits: 4 * 15 * 127
+  add_shorts(sum, _mm512_add_epi16(_mm512_maddubs_epi16(__m512i(w), __m512i(x)),
+                                   _mm512_maddubs_epi16(__m512i(w2), __m512i(x2))));
 }
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // |w| times x with the sign of w
   const __m512i turned =
       _mm512_mask_sub_epi8(__m512i(x), _mm512_movepi8_mask(__m512i(w)), _mm512_setzero_si512(), __m512i(x));
-  add_nibbles(sum, Bytes(_mm512_abs_epi8(__m512i(w))), Bytes(turned));
+  add_shorts(sum, _mm512_maddubs_epi16(_mm512_abs_epi8(__m512i(w)), turned));
 }
 #endif
 
@@ -201,10 +205,9 @@ struct Spread {
   }
 
   JAXLLM_INLINE Floats floats(const float* p) const {
-    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_maskz_loadu_ps(mask, p)));
-  }
-  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
-    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_maskz_loadu_epi16(mask, p))));
+    const __m128 some =
+        mask < 4 ? _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))) : _mm_loadu_ps(p);
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(some));
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     return Ints(_mm512_permutexvar_epi32(index, _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, p))));

@@ -59,7 +59,10 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {
   sum = Ints(vpadalq_s16(int32x4_t(sum), vpaddq_s16(low, high)));
 #endif
 }
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
+  add_bytes(sum, w, x);
+  add_bytes(sum, w2, x2);
+}
 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
 JAXLLM_INLINE Bytes eights(const void* p) {
@@ -132,7 +135,6 @@ struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than wha
 struct Spread {  // a register never spans groups
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
-  JAXLLM_INLINE Floats halves(const uint16_t* p) const { return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(*p))); }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints(vdupq_n_s32(*p)); }
 };
 

@@ -50,7 +50,10 @@ JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products fit
   const Shorts pair = even + (Shorts(w) >> 8) * (Shorts(x) >> 8);
   sum += (Ints(Bits(pair) << 16) >> 16) + (Ints(pair) >> 16);
 }
-JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes x) { add_bytes(sum, w, x); }
+JAXLLM_INLINE void add_nibbles(Ints& sum, Bytes w, Bytes w2, Bytes x, Bytes x2) {
+  add_bytes(sum, w, x);
+  add_bytes(sum, w2, x2);
+}
 
 JAXLLM_INLINE Bytes joined(const Sixteen (&part)[1]) { return part[0]; }
 JAXLLM_INLINE Bytes eights(const void* p) { return Bytes(Longs{load<uint64_t>(p), 0}); }
@@ -91,10 +94,6 @@ struct Nibbles {
 struct Spread {  // a register never spans groups
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return load<float>(p) - Floats{}; }
-  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
-    const Words all = Words{} + *p;
-    return from_f16(reinterpret_cast<const uint16_t*>(&all));
-  }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints{} + int32_t(*p); }
 };
 
