@@ -42,17 +42,11 @@ JAXLLM_INLINE auto factor(Halves w) {
     return Two{even(w), odd(w)};
 }
 
-// The n-th product of a unit to one of two sums, or to a single one that is passed as both.
-JAXLLM_INLINE void add(int n, Floats& even, Floats& odd, Floats w, const float* x) {
-  Floats& sum = n % 2 ? odd : even;
-  sum = fma(w, load<Floats>(x), sum);
-}
-JAXLLM_INLINE void add(int n, Floats& even, Floats& odd, Halves w, const uint16_t* x) {
-  add_pairs(n % 2 ? odd : even, w, load<Halves>(x));
-}
-JAXLLM_INLINE void add(int, Floats& even, Floats& odd, const Two& w, const float* x) {
-  even = fma(w.first, load<Floats>(x), even);
-  odd = fma(w.second, load<Floats>(x + kLanes), odd);
+JAXLLM_INLINE void add(Floats& sum, Floats w, const float* x) { sum = fma(w, load<Floats>(x), sum); }
+JAXLLM_INLINE void add(Floats& sum, Halves w, const uint16_t* x) { add_pairs(sum, w, load<Halves>(x)); }
+JAXLLM_INLINE void add(Floats& sum, const Two& w, const float* x) {
+  sum = fma(w.first, load<Floats>(x), sum);
+  sum = fma(w.second, load<Floats>(x + kLanes), sum);
 }
 
 template <bool Pairs>
@@ -67,40 +61,35 @@ template <class S>
 using X = typename InputOf<S::kPairs>::Type;
 
 // Adds a unit's products to a tile's sums, P weight rows at once. Units that have their own scales are added up first:
-// with few registers in two sums, since one would wait for itself.
+// with few registers in two halves, since a long sum waits for itself.
 template <class S, int O, int R, class Row>
 JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const X<S>* x, int64_t x_stride) {
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
-  constexpr bool kParts = S::kScales == Scales::kUnit, kTwo = kParts && kRegisters < 32;
-  constexpr int P = R == 1 && kRegisters >= 32 ? O : 1;
+  constexpr bool kParts = S::kScales == Scales::kUnit;
+  constexpr int P = R == 1 && kRegisters >= 32 ? O : 1, kPart = kRegisters < 32 ? (N + 1) / 2 : N;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
-    Floats part[P][R], other[P][R];
+    Floats part[P][R], scale[P];
     clear(part);
-    clear(other);
     JAXLLM_UNROLL
-    for (int p = 0; p < P; p++) row[i + p].load(c, value[p]);
-    JAXLLM_UNROLL
-    for (int n = 0; n < N; n++) {
-      decltype(factor<S::kPairs>(Value{})) w[P];
-      JAXLLM_UNROLL
-      for (int p = 0; p < P; p++) w[p] = factor<S::kPairs>(value[p][n]);
-      JAXLLM_UNROLL
-      for (int j = 0; j < R; j++) JAXLLM_UNROLL
-      for (int p = 0; p < P; p++) {
-        Floats& even = kParts ? part[p][j] : sum[i + p][j];
-        add(n, even, kTwo ? other[p][j] : even, w[p], x + j * x_stride + c + n * kColumns);
-      }
+    for (int p = 0; p < P; p++) {
+      row[i + p].load(c, value[p]);
+      if constexpr (kParts) scale[p] = row[i + p].scale(c);
     }
-    if constexpr (kParts) {
+    JAXLLM_UNROLL
+    for (int n = 0; n < N; n++) JAXLLM_UNROLL
+    for (int p = 0; p < P; p++) {
+      const auto w = factor<S::kPairs>(value[p][n]);
       JAXLLM_UNROLL
-      for (int p = 0; p < P; p++) {
-        const Floats scale = row[i + p].scale(c);
+      for (int j = 0; j < R; j++) add(kParts ? part[p][j] : sum[i + p][j], w, x + j * x_stride + c + n * kColumns);
+      if (kParts && (n + 1) % kPart == 0) {
         JAXLLM_UNROLL
-        for (int j = 0; j < R; j++)
-          sum[i + p][j] = fma(kTwo ? part[p][j] + other[p][j] : part[p][j], scale, sum[i + p][j]);
+        for (int j = 0; j < R; j++) {
+          sum[i + p][j] = fma(part[p][j], scale[p], sum[i + p][j]);
+          part[p][j] = Floats{};
+        }
       }
     }
   }
