@@ -46,9 +46,7 @@ def test_every_fault_matches_source_and_tests_exist() -> None:
 
 
 def test_mutate_reports_killed_survived_and_stale_faults(tmp_path: Path) -> None:
-    """The script reports each fault as killed, survived or stale, restores the source, and writes
-    the table.
-    """
+    """The script reports each fault as killed, survived or stale, and restores the source."""
     for name, text in {
         "jaxllm/sums.py": "add = lambda a, b: a + b\ntimes = lambda a, b: a * b\n",
         "jaxllm/__init__.py": "",
@@ -66,8 +64,6 @@ def test_mutate_reports_killed_survived_and_stale_faults(tmp_path: Path) -> None
         "1/3 killed: sum subtracts tests/test_sums.py::test_sum",
         "2/3 survived: product divides ",
         "3/3 stale: text is missing ",
+        "1 killed, 1 survived, 1 stale",
     ]
     assert (tmp_path / "jaxllm/sums.py").read_bytes() == before
-    table = (tmp_path / "scripts/tools/mutants/README.md").read_text()
-    assert "3 faults, 1 killed, 1 survived, 1 stale" in table
-    assert "| sum subtracts | `jaxllm/sums.py` | killed | `tests/test_sums.py::test_sum` |" in table
