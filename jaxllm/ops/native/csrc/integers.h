@@ -26,7 +26,10 @@ struct Groups {
   JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
   GroupRow row(int64_t o) const {
     float* to = memory + o % 4 * stride;
-    to_floats(w.half ? Kind::kF16 : Kind::kF32, w.scale, o * w.groups, w.groups, to);
+    if (w.half)
+      to_floats(Kind::kF16, w.scale, o * w.groups, w.groups, to);
+    else if (w.groups)
+      memcpy(to, static_cast<const float*>(w.scale) + o * w.groups, 4 * w.groups);
     return {to, w.zero + o * w.groups};
   }
 };
@@ -79,7 +82,8 @@ struct Int8 {
   explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, Unit)) {}
 
   JAXLLM_INLINE Row row(int64_t o) const {
-    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride), groups.row(o)};
+    return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
+            S == Scales::kUnit ? groups.row(o) : GroupRow{}};
   }
 };
 
