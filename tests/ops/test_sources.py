@@ -68,3 +68,12 @@ def test_paths_table_names_known_sets_and_kinds() -> None:
             kind, inputs = name.split()
             assert kind in kinds and inputs in ("float32", "bfloat16", "int8")
             assert path["rows"] is None or path["rows"] >= 0
+
+
+def test_unmeasured_sets_have_default_paths(isa: str) -> None:
+    """Without a row of the table, int8 inputs use the kernel for any number of rows."""
+    table = json.loads((SOURCES.parent / "paths.json").read_text(encoding="utf-8")).get(isa, {})
+    for kind in (native.Kind.INT8, native.Kind.INT4):
+        if f"{kind.name.lower()} int8" not in table:
+            assert native.kernel_path(kind, "int8") == native.KernelPath(None, "widened")
+            assert native.kernel_path(kind, "bfloat16").max_rows == 16
