@@ -69,7 +69,7 @@ bench-first: $(VENV)/.installed
 bench-gpu: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/gpu.py
 
-# Half an hour; unchanged faults that were killed before are skipped.
+# An hour or more; unchanged faults that were killed before are skipped.
 mutate: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/mutate.py
 

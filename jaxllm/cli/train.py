@@ -293,7 +293,7 @@ def distill(
     """
     with spinner("starting"):
         from jaxllm.compress.student import StudentSize, check_student, make_student
-        from jaxllm.train.data.rows import whole_rows
+        from jaxllm.train.data.rows import select_full_rows
         from jaxllm.train.distill import sequence_kd
         from jaxllm.train.distill.job import Distillation, distill as job_of
 
@@ -318,7 +318,7 @@ def distill(
 
     def make_job(data: "Data", eval_data: "Data | None") -> "TrainJob":
         taught = None if student is None else load_training_model(student, options)
-        taught = taught or make_student(teacher, part, whole_rows(data.batch(0)))
+        taught = taught or make_student(teacher, part, select_full_rows(data.batch(0)))
         return job_of(
             teacher, taught, data, asked, eval_data=eval_data, directory=directory,
             seed=options.seed,

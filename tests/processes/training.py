@@ -15,7 +15,7 @@ from jaxllm.lm import LM
 from jaxllm.runtime import multihost
 from jaxllm.runtime.multihost import Group, join_group
 from jaxllm.train import frozen_prefix, jobs, loop
-from jaxllm.train.data.rows import IGNORED, Rows, whole_rows
+from jaxllm.train.data.rows import IGNORED, Rows, select_full_rows
 from jaxllm.train.distill.job import Distillation, distill
 from jaxllm.train.jobs import TrainJob
 from jaxllm.train.loop import TrainPlan
@@ -52,7 +52,7 @@ def adapter(lm: LM, dora: bool = False) -> TrainJob:
 
 
 def student(lm: LM, directory: Path, **asked: Any) -> TrainJob:
-    part = make_student(lm, StudentSize(layers=1, channels=64), whole_rows(Texts().batch(0)))
+    part = make_student(lm, StudentSize(layers=1, channels=64), select_full_rows(Texts().batch(0)))
     asked_for = Distillation(**asked)
     return distill(lm, part, Texts(), asked_for, eval_data=Texts(), directory=directory, seed=2)
 
