@@ -7,24 +7,33 @@
 namespace jaxllm {
 namespace {
 
-// The scales and zero points of a row's groups.
+// The scales and zero points of a row's groups: the scales as stored, or converted to floats.
 struct GroupRow {
-  const float* scales;
+  const void* scales;
   const uint8_t* zeros;
 };
 
 // How a unit's scales are distributed over lanes, and memory for those of a tile's rows: they are converted once for a
-// tile, not once for each register of weights, and four of them can be read at any place.
+// tile, not once for each register of weights, and four of them can be read at any place. One or two input rows need
+// each of them once: sets that spread halves quickly read them as they are stored.
 struct Groups {
   const Weight& w;
   int shift;  // log2 of a group's columns
   Spread spread;
   int64_t stride;
   float* memory;
+  bool as_stored;
 
-  JAXLLM_INLINE Floats scale(GroupRow row, int64_t c) const { return spread.floats(row.scales + (c >> shift)); }
+  template <class S = Spread>
+  JAXLLM_INLINE Floats scale(GroupRow row, int64_t c) const {
+    const S& how = spread;
+    if constexpr (S::kHalves)
+      if (as_stored) return how.halves(static_cast<const uint16_t*>(row.scales) + (c >> shift));
+    return how.floats(static_cast<const float*>(row.scales) + (c >> shift));
+  }
   JAXLLM_INLINE Ints zero(GroupRow row, int64_t c) const { return spread.bytes(row.zeros + (c >> shift)); }
   GroupRow row(int64_t o) const {
+    if (as_stored) return {static_cast<const uint16_t*>(w.scale) + o * w.groups, w.zero + o * w.groups};
     float* to = memory + o % 4 * stride;
     if (w.half)
       to_floats(Kind::kF16, w.scale, o * w.groups, w.groups, to);
@@ -35,11 +44,12 @@ struct Groups {
 };
 
 // Those of units of `kUnit` columns.
-inline Groups groups_of(const Weight& w, int columns) {
+inline Groups groups_of(const Weight& w, const Input& in, int columns) {
   const int shift = w.groups <= 1 ? 62 : (w.group == 32 ? 5 : (w.group == 64 ? 6 : 7));
   const int64_t stride = w.groups + 4;
   float* memory = reinterpret_cast<float*>(space<Groups>(4 * 4 * stride));
-  return {w, shift, Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1), stride, memory};
+  return {w,      shift,  Spread(w.group < columns && w.groups > 1 ? int(columns / w.group) : 1),
+          stride, memory, Spread::kHalves && in.rows <= 2 && w.half && w.groups > 1};
 }
 
 template <bool Pairs>
@@ -79,7 +89,7 @@ struct Int8 {
   const Weight& w;
   int64_t distance;
   Groups groups;
-  explicit Int8(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, Unit)) {}
+  Int8(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, Unit)) {}
 
   JAXLLM_INLINE Row row(int64_t o) const {
     return {this, reinterpret_cast<const int8_t*>(w.data + o * w.stride),
@@ -111,7 +121,7 @@ struct Int4 {
   int64_t distance;
   Groups groups;
   Nibbles<Zero> nibbles;
-  explicit Int4(const Weight& w) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, kUnit)) {}
+  Int4(const Weight& w, const Input& in) : w(w), distance(distance_of(w.stride)), groups(groups_of(w, in, kUnit)) {}
 
   JAXLLM_INLINE Row row(int64_t o) const { return {this, w.data + o * w.stride, groups.row(o)}; }
 };
@@ -119,12 +129,12 @@ struct Int4 {
 template <bool Pairs>
 void multiply_integers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
   if (w.kind == Kind::kInt4) {
-    if (w.zero) return multiply_expanded(Int4<true, Pairs>(w), w, in, x, begin, end, y);
-    return multiply_expanded(Int4<false, Pairs>(w), w, in, x, begin, end, y);
+    if (w.zero) return multiply_expanded(Int4<true, Pairs>(w, in), w, in, x, begin, end, y);
+    return multiply_expanded(Int4<false, Pairs>(w, in), w, in, x, begin, end, y);
   }
-  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w), w, in, x, begin, end, y);
-  if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w), w, in, x, begin, end, y);
-  return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w), w, in, x, begin, end, y);
+  if (w.groups <= 1) return multiply_expanded(Int8<Scales::kRow, 4 * kLanes, Pairs>(w, in), w, in, x, begin, end, y);
+  if (w.group > 32) return multiply_expanded(Int8<Scales::kUnit, 64, Pairs>(w, in), w, in, x, begin, end, y);
+  return multiply_expanded(Int8<Scales::kUnit, 32, Pairs>(w, in), w, in, x, begin, end, y);
 }
 
 // One output alone: slow, from dequantized weights.

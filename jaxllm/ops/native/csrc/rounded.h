@@ -84,13 +84,13 @@ JAXLLM_INLINE int32_t exact_sum(Ints v) {
 
 // Codes: inputs are codes and rows have one scale, so sums are scaled once, at the end.
 template <int O, int R, Read W, bool Codes>
-void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r, float* y) {
+void rounded_tile(const Weight& w, const Groups& groups, const uint8_t* prepared, int64_t chunks, int64_t o, int64_t r,
+                  float* y) {
   constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero, kRow = W == Read::kInt8Row;
   constexpr int P = O == 1 || kRegisters < 32 ? 1 : 2;  // weight rows that share loads of x
   constexpr int kRegistersOfChunk = (kFour ? 64 : 128) / kBytes, kColumns = kFour ? 2 * kBytes : kBytes;
   const int64_t blocks = (chunks + kChunks - 1) / kChunks;
   const Block* x = reinterpret_cast<const Block*>(prepared) + r * blocks;
-  const Groups groups = groups_of(w, kColumns);
   const int64_t distance = r ? 0 : distance_of(w.stride);
   GroupRow group[O];
   JAXLLM_UNROLL
@@ -178,11 +178,13 @@ void rounded_tile(const Weight& w, const uint8_t* prepared, int64_t chunks, int6
 
 template <Read W, bool Codes = false>
 void multiply_read(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  constexpr int kMost = kRegisters == 32 ? 4 : (W == Read::kInt4 || W == Read::kInt4Zero ? 1 : 2);
+  constexpr bool kFour = W == Read::kInt4 || W == Read::kInt4Zero;
+  constexpr int kMost = kRegisters == 32 ? 4 : (kFour ? 1 : 2);
+  const Groups groups = groups_of(w, in, kFour ? 2 * kBytes : kBytes);
   const int64_t chunks = up(in.columns, 128) / 128;
   blocks(begin, end, w.stride, in.rows, [&](int64_t begin, int64_t end) {
     tiles<4, kMost, kMost, false>(begin, end, in.rows, [&](auto O, auto R, int64_t o, int64_t r) {
-      rounded_tile<O, R, W, Codes>(w, x, chunks, o, r, y);
+      rounded_tile<O, R, W, Codes>(w, groups, x, chunks, o, r, y);
     });
   });
 }

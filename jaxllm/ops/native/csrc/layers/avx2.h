@@ -158,6 +158,7 @@ struct Nibbles {  // with a zero point: of 0 to 15, signed afterwards
 };
 
 struct Spread {
+  static constexpr bool kHalves = false;
   bool two;
   __m256i index;
 

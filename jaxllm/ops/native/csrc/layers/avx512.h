@@ -196,6 +196,7 @@ struct Nibbles {
 };
 
 struct Spread {
+  static constexpr bool kHalves = true;
   __m512i index;
   __mmask8 mask;
 
@@ -208,6 +209,9 @@ struct Spread {
     const __m128 some =
         mask < 4 ? _mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))) : _mm_loadu_ps(p);
     return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(some));
+  }
+  JAXLLM_INLINE Floats halves(const uint16_t* p) const {
+    return _mm512_permutexvar_ps(index, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_maskz_loadu_epi16(mask, p))));
   }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const {
     return Ints(_mm512_permutexvar_epi32(index, _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, p))));

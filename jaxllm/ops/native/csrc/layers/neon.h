@@ -133,6 +133,7 @@ struct Nibbles {  // by the nibble: q - 8; with a zero point by 15 more than wha
 };
 
 struct Spread {  // a register never spans groups
+  static constexpr bool kHalves = false;
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return vdupq_n_f32(load<float>(p)); }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints(vdupq_n_s32(*p)); }

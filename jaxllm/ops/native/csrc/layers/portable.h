@@ -92,6 +92,7 @@ struct Nibbles {
 };
 
 struct Spread {  // a register never spans groups
+  static constexpr bool kHalves = false;
   explicit Spread(int) {}
   JAXLLM_INLINE Floats floats(const float* p) const { return load<float>(p) - Floats{}; }
   JAXLLM_INLINE Ints bytes(const uint8_t* p) const { return Ints{} + int32_t(*p); }
