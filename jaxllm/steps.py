@@ -176,6 +176,44 @@ def prefill(
 
     Raises what `forward` raises, and CapacityError if the prompt does not fit.
     """
+    args = _prefill_arguments(
+        model, params, cache, tokens_BT, lengths_B, positions_BT, chunk, attention_mass
+    )
+    return _run_compiled(_PREFILL, cache, donate, *args)
+
+
+def prepare_prefill(
+    model: Model,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Array,
+    *,
+    lengths_B: Array | None = None,
+    chunk: int = 256,
+    attention_mass: MassMode = False,
+    donate: bool = False,
+) -> None:
+    """Load or compile, in another thread, the program of `prefill` with the same arguments.
+
+    Raises what `prefill` raises.
+    """
+    args = _prefill_arguments(
+        model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass
+    )
+    _PREFILL[donate].prepare(cache.replace(frozen=()), cache.frozen, *args)
+
+
+def _prefill_arguments(
+    model: Model,
+    params: Params,
+    cache: KVCache,
+    tokens_BT: Array,
+    lengths_B: Array | None,
+    positions_BT: Array | None,
+    chunk: int,
+    attention_mass: MassMode,
+) -> tuple[Any, ...]:
+    """Check and pad the arguments of `prefill`; return those of its program after the cache."""
     check_model(model, params)
     _check_mass(attention_mass)
     check_usable(cache)
@@ -194,9 +232,7 @@ def prefill(
     padding = ((0, 0), (0, -T % width))
     tokens_BT = array_namespace(tokens_BT).pad(tokens_BT, padding)
     positions_BT = array_namespace(positions_BT).pad(positions_BT, padding, constant_values=-1)
-    return _run_compiled(
-        _PREFILL, cache, donate, model, params, tokens_BT, positions_BT, attention_mass, width
-    )
+    return model, params, tokens_BT, positions_BT, attention_mass, width
 
 
 def run_model(

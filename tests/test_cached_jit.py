@@ -1,8 +1,10 @@
 """Compile cache on disk: equal results, and no tracing the second time."""
 
 import os
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,14 @@ import pytest
 
 import jaxllm
 import jaxllm.convert.registry
-from jaxllm import models
+from jaxllm import models, steps
+from jaxllm.errors import CheckpointError
+from jaxllm.generation.loops import generate
 from jaxllm.generation.sampling.sampler import FunctionProcessor
 from jaxllm.ops import compile_cache
 from jaxllm.ops.compile_cache import CachedJit
+from jaxllm.weights import load
+from jaxllm.weights.safetensors import first_non_finite
 
 traced: list[str] = []
 
@@ -63,6 +69,72 @@ def test_kernel_setting_changes_cache_key(folder: Path) -> None:
     with jaxllm.ops.native.disable_kernels():
         fresh()(X, 2.0, ())
     assert len(traced) == (2 if jaxllm.ops.native.is_enabled() else 1)
+
+
+def test_prepared_program_is_not_retraced(folder: Path) -> None:
+    """`prepare` traces once for shapes alone; the call, in this or a later process, does not."""
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    first = fresh()
+    for _ in range(2):
+        first.prepare(shape, 2.0, ())
+    assert traced == ["2.0 (4,)"]
+    np.testing.assert_array_equal(first(X, 2.0, ()), X * 2)
+    (file,) = folder.iterdir()
+    later = fresh()
+    later.prepare(shape, 2.0, ())
+    np.testing.assert_array_equal(later(X, 2.0, ()), X * 2)
+    assert len(traced) == 1
+    later.prepare(jax.ShapeDtypeStruct((9,), X.dtype), 2.0, ())  # it ran: nothing to prepare
+    assert len(traced) == 1
+    file.write_bytes(b"damaged")
+    again = fresh()
+    again.prepare(shape, 2.0, ())
+    np.testing.assert_array_equal(again(X, 2.0, ()), X * 2)
+    assert len(traced) == 2
+
+
+def test_prepared_programs_are_those_of_generation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generating waits for the programs that it prepared, and compiles no other."""
+    started: list[str] = []
+    start = CachedJit._start
+
+    def count(self: CachedJit, folder: Path, key: str, args: Any) -> Any:
+        if key not in self._pending:
+            started.append(self._function.__name__)
+        return start(self, folder, key, args)
+
+    monkeypatch.setattr(CachedJit, "_start", count)
+    programs = [generate._SAMPLE, generate._STEP, *steps._PREFILL]
+    for program in programs:  # as in a new process
+        monkeypatch.setattr(program, "_loaded", {})
+    lm = jaxllm.load("demo:llama")
+    list(lm.stream("Once", max_new_tokens=3, temperature=0.8, seed=3))
+    assert sorted({*started} - {"_empty_cache", "_row_keys"}) == [
+        "_prefill",
+        "decode_and_sample",
+        "sample",
+    ]
+    assert len(started) == len({*started})
+
+
+def test_numbers_are_checked_again_if_a_file_changes(folder: Path, tmp_path: Path) -> None:
+    """A file whose numbers were finite is not searched again until anything of it changes."""
+    path = tmp_path / "model"
+    jaxllm.load("demo:llama").save(path)
+    with unittest.mock.patch.object(load, "first_non_finite", wraps=first_non_finite) as search:
+        jaxllm.load(path)
+        assert search.call_count > 0
+        search.reset_mock()
+        jaxllm.load(path)
+        assert search.call_count == 0
+        file = path / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-4:] = np.float32(np.nan).tobytes()
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match="holds nan"):
+            jaxllm.load(path)
 
 
 def test_damaged_cache_file_is_rebuilt(folder: Path) -> None:

@@ -171,7 +171,12 @@ class GGUFTensor:
                 made = kept.read_piece(self.block, name, blocks)  # often a view: copied only once
                 made = made.reshape(len(raw), -1, made.shape[1])
                 into = rows[done : done + len(raw)].reshape(len(raw), -1, made.shape[2])
-                into[:, : made.shape[1]], into[:, made.shape[1] :] = made, empty
+                count = made.shape[1]
+                into[:, count:] = empty
+                if made.dtype == into.dtype and made.strides[2] == made.itemsize:
+                    whole = np.dtype((np.void, made.shape[2] * made.itemsize))
+                    into, made = into.view(whole), made.view(whole)  # a copy per block, not number
+                into[:, :count] = made
                 done += len(raw)
             return array
 

@@ -6,7 +6,11 @@ and checking lazy tensors is shared with `convert`.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +31,7 @@ from jaxllm.files import (
     read_json,
     write_json,
 )
+from jaxllm.ops.compile_cache import is_known, remember
 from jaxllm.runtime import multihost
 from jaxllm.runtime.progress import bytes_bar
 from jaxllm.runtime.schema import as_schema
@@ -42,6 +47,9 @@ from jaxllm.weights.types.arrays import DTYPES
 FORMAT = "jaxllm"
 VERSION = 1
 WEIGHTS = "model.safetensors"
+READ_AHEAD = 2  # quantized weights that other threads read while one is placed
+
+Pieces = dict[str, np.ndarray]  # the arrays of a quantized weight, by their names in files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,19 +203,31 @@ def load_params(
 
     placer: places each tensor on its devices, one after the other. Memory: the parameters, plus a
     block of rows if a tensor's format changes. Raises CheckpointError with every tensor that holds
-    NaN or infinity, or that overflows a narrower format.
+    NaN or infinity, or that overflows a narrower format. Tensors that are used as they are stored
+    are checked once: if a compile cache is enabled, it remembers files that have passed.
     """
     shapes = models.param_shapes(models.build(checkpoint.config))
     complaints: list[str] = []
     placed = placer or ParamPlacer()
     total = sum(t.nbytes for t in checkpoint.tensors.values())
-    with bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance:
+    files = _identify_files(checkpoint.directory), repr(precision)
+    passed = is_known(files)
+    quantized = [
+        partial(_read_pieces, checkpoint, path, shape.shape)
+        for path, shape in flatten(shapes)
+        if path in checkpoint.formats and placed.is_local(path)
+    ]
+    with (
+        bytes_bar(f"loading {checkpoint.directory.name}", total, show_progress) as advance,
+        closing(_run_ahead(quantized)) as pieces,
+    ):
 
         def read(path: str, shape: jax.ShapeDtypeStruct) -> Weight | NotLocal:
             if not placed.is_local(path):
                 return NotLocal()
             if path in checkpoint.formats:
-                leaf = precision.cast(path, _read_quantized(checkpoint, path, shape.shape))
+                format = parse_format(checkpoint.formats[path])
+                leaf = precision.cast(path, format.from_file(path, shape.shape, next(pieces)))
                 advance(leaf.nbytes)
                 return placed.place_weight(path, leaf)
             tensor = checkpoint.tensors[path]
@@ -215,7 +235,7 @@ def load_params(
             made = placed.load_tensor(
                 path,
                 tensor,
-                lambda some: read_weight(path, some, formats, complaints),
+                lambda some: read_weight(path, some, formats, complaints, passed=passed),
                 sliceable_axes(formats[-1]),
             )
             advance(tensor.nbytes)
@@ -226,7 +246,31 @@ def load_params(
         dict.fromkeys(itertools.chain(*multihost.all_gather_objects(complaints)))
     ):
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(complaints)}")
+    if not passed:
+        remember(files)
     return params
+
+
+def _identify_files(path: Path) -> tuple[Any, ...]:
+    """Return names, sizes and times of a checkpoint's files; any change of one changes it."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(str(file.absolute()), file.stat()) for file in files]
+    return tuple((name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
+
+
+def _run_ahead(jobs: Iterable[Callable[[], Pieces]]) -> Generator[Pieces, None, None]:
+    """Yield the jobs' results in order, while other threads run the next `READ_AHEAD` jobs."""
+    with ThreadPoolExecutor(READ_AHEAD) as threads:
+        running = deque[Future[Pieces]]()
+        try:
+            for job in jobs:
+                running.append(threads.submit(job))
+                if len(running) > READ_AHEAD:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def with_params(checkpoint: Checkpoint, params: Params, precision: Precision) -> Checkpoint:
@@ -290,9 +334,13 @@ def dequantize_checkpoint(checkpoint: Checkpoint) -> Checkpoint:
 
 def _read_quantized(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Weight:
     format = parse_format(checkpoint.formats[path])
-    pieces = {key: checkpoint.tensors[f"{path}{key}"].read() for key in format.array_specs(shape)}
-    weight: Weight = format.from_file(path, shape, pieces)
+    weight: Weight = format.from_file(path, shape, _read_pieces(checkpoint, path, shape))
     return weight
+
+
+def _read_pieces(checkpoint: Checkpoint, path: str, shape: tuple[int, ...]) -> Pieces:
+    specs = parse_format(checkpoint.formats[path]).array_specs(shape)
+    return {key: checkpoint.tensors[f"{path}{key}"].read() for key in specs}
 
 
 def native_precision(tensors: Mapping[str, LazyTensor]) -> Precision:

@@ -17,7 +17,8 @@ import platform
 import stat
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ _COMPILE_EVENTS = frozenset(  # JAX's duration events
 _PLAIN_TYPES = (str, int, float, bool, bytes, type(None), np.dtype, np.generic)
 
 _NO_TRACE = get_opaque_trace_state(convention="flax")  # outside of any jit
+_workers = ThreadPoolExecutor(2, "compile")
 _folder: Path | None = None
 _hits = 0  # hits of JAX's own cache, whose programs cannot be serialized again
 
@@ -166,6 +168,21 @@ def load_or_make(facts: Any, make: Callable[[], Any]) -> Any:
     return value
 
 
+def remember(fact: Any) -> None:
+    """Save that `fact` holds, for `is_known` in later processes with the same code."""
+    load_or_make(fact, _nothing)
+
+
+def is_known(fact: Any) -> bool:
+    """Return whether a process has saved with `remember` that `fact` holds."""
+    if _folder is None or not _has_full_repr(fact):
+        return False
+    return _read_payload(_folder / f"{_key(_nothing.__qualname__, fact)}{VALUE_SUFFIX}") is not None
+
+
+def _nothing() -> None: ...
+
+
 class CachedJit:
     """`jax.jit(function)` with positional arguments, whose programs can be saved.
 
@@ -187,26 +204,64 @@ class CachedJit:
         }
         self._jit = jax.jit(function, **self._options)
         self._loaded: dict[Hashable, list[Any]] = {}
+        self._pending: dict[str, Future[Any]] = {}  # by key
 
     def __call__(self, *args: Any) -> Any:
         if _folder is None or get_opaque_trace_state(convention="flax") != _NO_TRACE:
             return self._jit(*args)
-        constant = tuple(args[i] for i in sorted(self._static))
-        traced = [x for i, x in enumerate(args) if i not in self._static]
+        constant, traced = self._split(args)
         known = self._loaded.setdefault((constant, _native_settings()), [])
         for compiled in known:
             try:
                 return compiled(*traced)
             except TypeError:  # other shapes; nothing has run
                 continue
-        compiled = self._load_or_compile(_folder, constant, args, traced)
-        if compiled is None:
+        if (key := self._find_key(constant, traced)) is None:
             return self._jit(*args)
+        compiled = self._start(_folder, key, args).result()
+        self._pending.pop(key, None)
+        if compiled is None:  # the saved program is damaged
+            compiled = _compile(_folder, key, self._lower(key, args))
         known.append(compiled)
         return compiled(*traced)
 
-    def _load_or_compile(self, folder: Path, constant: Any, args: Any, traced: Any) -> Any:
-        """Load or compile the program for these arguments; None if it cannot be saved."""
+    def prepare(self, *args: Any) -> None:
+        """Load or compile in another thread, for a later call, the program for such arguments.
+
+        Tracing happens here, compiling while the caller goes on. Nothing happens without a folder,
+        for programs that cannot be saved, and once the function ran with these static arguments.
+
+        Args:
+            args: arguments of the call, or `jax.ShapeDtypeStruct` in place of arrays.
+        """
+        if _folder is None or get_opaque_trace_state(convention="flax") != _NO_TRACE:
+            return
+        constant, traced = self._split(args)
+        if (constant, _native_settings()) in self._loaded:
+            return
+        if (key := self._find_key(constant, traced)) is not None:
+            self._start(_folder, key, args)
+
+    def _start(self, folder: Path, key: str, args: Any) -> Future[Any]:
+        """Return the program with this key: being loaded, or compiled from these arguments.
+
+        The result is None if the saved program is damaged.
+        """
+        if key not in self._pending:
+            file = folder / f"{key}{SUFFIX}"
+            job = partial(_load_program, file)
+            if not file.exists():
+                job = partial(_compile, folder, key, self._lower(key, args))
+            self._pending[key] = _workers.submit(job)
+        return self._pending[key]
+
+    def _split(self, args: Any) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return the static and the other arguments."""
+        constant = tuple(args[i] for i in sorted(self._static))
+        return constant, [x for i, x in enumerate(args) if i not in self._static]
+
+    def _find_key(self, constant: Any, traced: Any) -> str | None:
+        """Return the key of the program for these arguments; None if it cannot be saved."""
         leaves, structure = jax.tree.flatten(traced)
         if (
             not all(map(_has_full_repr, (constant, *_static_data(structure))))
@@ -215,16 +270,20 @@ class CachedJit:
             return None
         forms = [jax.typeof(x) for x in leaves]
         function, options = self._function, sorted(self._options.items())
-        what = (function.__module__, function.__qualname__, options, constant, structure, forms)
-        key = _key(*what)
-        if (found := _load_program(folder / f"{key}{SUFFIX}")) is not None:
-            return found
-        before = _hits
+        return _key(function.__module__, function.__qualname__, options, constant, structure, forms)
+
+    def _lower(self, key: str, args: Any) -> Any:
         # A unique name, or JAX's cache could return a program of earlier code.
-        compiled = jax.jit(_rename_function(function, key), **self._options).lower(*args).compile()
-        if _hits == before:
-            _save_program(folder / f"{key}{SUFFIX}", compiled)
-        return compiled
+        return jax.jit(_rename_function(self._function, key), **self._options).lower(*args)
+
+
+def _compile(folder: Path, key: str, lowered: Any) -> Any:
+    """Compile a program and save it."""
+    before = _hits
+    compiled = lowered.compile()
+    if _hits == before:
+        _save_program(folder / f"{key}{SUFFIX}", compiled)
+    return compiled
 
 
 def _key(*what: Any) -> str:

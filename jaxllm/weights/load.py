@@ -61,7 +61,12 @@ class ParamPlacer:
 
 
 def read_weight(
-    path: str, tensor: LazyTensor, formats: Sequence[str], complaints: list[str]
+    path: str,
+    tensor: LazyTensor,
+    formats: Sequence[str],
+    complaints: list[str],
+    *,
+    passed: bool = False,
 ) -> Weight:
     """Read the tensor in the last of `formats`, converted through those before it.
 
@@ -70,11 +75,14 @@ def read_weight(
         formats: as `Precision.format_chain` returns them.
         complaints: gets a message for NaN or infinity, and for numbers that overflow a narrower
             dtype.
+        passed: whether the stored numbers are known to be finite; those that are converted are
+            checked nevertheless.
     """
     name = formats[-1]
     if name == tensor.dtype.name and name in DTYPES:
         array = tensor.read()
-        _report_non_finite(path, array, first_non_finite(array), 0, complaints)
+        if not passed:
+            _report_non_finite(path, array, first_non_finite(array), 0, complaints)
         return jax.device_put(array, may_alias=True)
     dtypes = [np.dtype(DTYPES[n]) for n in formats if n in DTYPES]
     leaf: Weight = parse_format(name).quantize_blocks(

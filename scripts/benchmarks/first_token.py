@@ -47,7 +47,7 @@ STAGES = {  # module: functions and their stages
     "jaxllm.weights.load": [("first_non_finite", "looking for NaN")],
     "jaxllm.ops.compile_cache": [
         ("enable_compile_cache", "finding the compile cache"),
-        ("CachedJit._load_or_compile", "tracing"),
+        ("CachedJit._lower", "tracing"),
         ("_load_program", "loading cached programs"),
         ("_save_program", "caching programs"),
     ],

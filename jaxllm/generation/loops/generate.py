@@ -36,7 +36,7 @@ from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int
-from jaxllm.steps import MassMode, prefill
+from jaxllm.steps import MassMode, prefill, prepare_prefill
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -118,7 +118,8 @@ def generate(
         Also whatever `prefill` raises.
     """
     until, asked = _split_until(options)
-    limits, cache, state = _prefill(model, params, tokens_BT, **asked)
+    program = _LOOP if until is None else _STEP
+    limits, cache, state = _prefill(program, model, params, tokens_BT, **asked)
     if until is not None:
         *_, (cache, state) = _iterate_steps(model, params, limits, cache, state, until, options)
         return _make_result(state, cache, options)
@@ -146,7 +147,7 @@ def stream(
     latest step alone, initially that of the prompt.
     """
     until, asked = _split_until(options)
-    limits, cache, state = _prefill(model, params, tokens_BT, **asked)
+    limits, cache, state = _prefill(_STEP, model, params, tokens_BT, **asked)
     before_B = np.asarray(state.context.prompt_B)
     for now, step in _iterate_steps(model, params, limits, cache, state, until, options):
         yield _make_result(step, now, options, before_B, width=1)
@@ -162,6 +163,7 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
 
 
 def _prefill(
+    program: CachedJit,
     model: Model,
     params: Params,
     tokens_BT: Any,
@@ -177,7 +179,10 @@ def _prefill(
     chunk: int = 256,
     attention_mass: MassMode = False,
 ) -> tuple[StopLimits, KVCache, DecodeState]:
-    """Check capacities, prefill, and sample the first token of each row."""
+    """Check capacities, prefill, and sample the first token of each row.
+
+    program: the one that runs next, which is compiled while the prompt runs.
+    """
     check_model(model, params)
     check_sampler(sampler)
     if overflow is not None and not isinstance(overflow, OverflowPolicy):
@@ -206,16 +211,9 @@ def _prefill(
         tokens_BT, lengths_B = truncate_to_recent(cache, tokens_BT, lengths_B, overflow)
     if overflow is not None and overflow.reads_mass:
         attention_mass = True
-    out = prefill(
-        model,
-        params,
-        cache,
-        tokens_BT,
-        lengths_B=lengths_B,
-        chunk=chunk,
-        attention_mass=attention_mass,
-        donate=fresh,
-    )
+    reading: Any = {"lengths_B": lengths_B, "chunk": chunk, "attention_mass": attention_mass}
+    reading["donate"] = fresh
+    prepare_prefill(model, params, cache, tokens_BT, **reading)
     limits = StopLimits(*jax.device_put((budget_B, pad_eos_ids(eos_token_ids))))
     key_B = as_row_keys(seed, B)
     L, N = token_BL.shape[1], top_logprobs
@@ -231,16 +229,16 @@ def _prefill(
         )
     )
     context, sampler = Context(token_BL, length_B, length_B, key_B), sampler.begin(B)
-    state = DecodeState(
-        newest_B,
-        finish_B,
-        context,
-        sampler,
-        logprob_BL,
-        (top_token, top_logprob),
-        out.attention_mass,
-    )
-    return limits, out.cache, _SAMPLE(limits, state, out.logits)
+    top_BLN = (top_token, top_logprob)
+    state = DecodeState(newest_B, finish_B, context, sampler, logprob_BL, top_BLN, None)
+    if attention_mass is False:  # while the prompt's program is compiled, and the prompt runs
+        logits = jax.ShapeDtypeStruct((B, model.config.vocab_size), np.float32)
+        _SAMPLE.prepare(limits, state, logits)
+        if budget_B.max() > 1:
+            args = _program_arguments(model, params, limits, cache, state, attention_mass)
+            program.prepare(*args)
+    out = prefill(model, params, cache, tokens_BT, **reading)
+    return limits, out.cache, _SAMPLE(limits, state.replace(mass=out.attention_mass), out.logits)
 
 
 def _make_result(
@@ -320,9 +318,20 @@ def _run_program(
     mass: MassMode,
 ) -> tuple[KVCache, DecodeState]:
     """Run a program on the tail; frozen segments are inputs only, so they are never copied."""
-    fixed = LoopConstants(params, cache.frozen, limits)
-    tail, state = program(model, fixed, cache.replace(frozen=()), state, mass)
+    tail, state = program(*_program_arguments(model, params, limits, cache, state, mass))
     return tail.replace(frozen=cache.frozen), state
+
+
+def _program_arguments(
+    model: Model,
+    params: Params,
+    limits: StopLimits,
+    cache: KVCache,
+    state: DecodeState,
+    mass: MassMode,
+) -> tuple[Any, ...]:
+    constants = LoopConstants(params, cache.frozen, limits)
+    return model, constants, cache.replace(frozen=()), state, mass
 
 
 def _requested_mass(options: GenerateKwargs) -> MassMode:
