@@ -46,7 +46,7 @@ def main() -> None:
             model = jaxllm.build(lm.config, precision)
             result = jaxllm.divergence(exact.model, exact.params, model, lm.params, text)
             inputs = "int8" if int8 else "exact"
-            kl, ratio = result.kl, result.ratio
+            kl, ratio = result.kl, result.perplexity_ratio
             print(
                 f"| {name} | {inputs} | {kl.mean:.2e} ± {kl.error:.0e} | {result.kl_p99:.2e}"
                 f" | {result.kl_max:.2e} | {result.same_top.mean:.2%}"
