@@ -158,8 +158,8 @@ def _multiply_blocks(x_AI: jax.Array, stack: Weight, expert_A: jax.Array) -> jax
         return as_weight(jax.tree.map(lambda piece: piece[expert], stack)).matmul(x_RI)
 
     y_GRO = jax.lax.map(block, (x_GRI.reshape(count, width, x_AI.shape[1]), expert_G))
-    y_AO = y_GRO.reshape(count * width, stack.shape[1]).at[at_A].get(mode="clip")
-    return jnp.where(known_A[:, None], y_AO, 0.0)
+    y_AO = y_GRO.reshape(count * width, stack.shape[1])
+    return y_AO.at[at_A].get(mode="fill", fill_value=0.0)
 
 
 def _multiply_smooth(x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array) -> Products:

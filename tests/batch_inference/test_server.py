@@ -60,6 +60,13 @@ def test_stream_excludes_stop_string(lm: Any, live: BackgroundServer) -> None:
     assert "".join(pieces) == last.text == whole[: whole.index(stop)]
 
 
+def test_stream_ends_with_held_back_text(lm: Any, live: BackgroundServer) -> None:
+    """Text that could begin a stop string is held back, and sent when the stream ends."""
+    whole = lm.generate(PROMPTS[0], **OPTIONS).text
+    *pieces, last = asyncio.run(collect(live, PROMPTS[0], stop_strings=[whole[-3:] + "never"]))
+    assert "".join(pieces) == last.text == whole
+
+
 def test_invalid_request_leaves_other_requests_unaffected(lm: Any, live: BackgroundServer) -> None:
     bad = live.submit({"prompt": "x", "temperature": -1})
     good = live.submit({"prompt": "One day", **OPTIONS})
