@@ -6,11 +6,14 @@ One decision: a machine contributes results for its best instruction set only. X
 (YNNPACK) detect the processor themselves, whatever XLA is configured to use, so a comparison with
 an older set would mix two machines. --sets times other sets, but never writes them.
 
-Each set runs in a separate process. For each weight format and input type, and for 1 to 512 rows,
-the products of a few shapes are timed on all paths: the native kernel; the kernel for many rows, if
-there is one; weights dequantized natively for XLA's product; and plain JAX, as with
-JAXLLM_NATIVE=0. --write writes the table that `native.kernel_path` reads: the number of rows up to
-which the kernel is used, and the path beyond it, chosen to minimize the total slowdown.
+Each set runs in a separate process. For each weight format and input type, a model of two layers of
+TinyLlama's shape runs 1 to 16 rows (a step of so many texts) and 64 to 512 (a prompt), with all its
+products on one path: the native kernel; the kernel for many rows, if there is one; weights
+dequantized natively for XLA's product; and plain JAX. Whole models, because a product that is timed
+by itself finds its weights in the cache: tables made from such times chose a path for int4 prompts
+that was 1.5 times slower in a model. --write writes the table that `native.kernel_path` reads: the
+number of rows up to which the kernel is used, and the path beyond it, chosen to minimize the total
+slowdown.
 """
 
 import argparse
@@ -21,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +38,17 @@ FORMATS = {
     "bfloat16-bitmap": ("bfloat16", "float32"), "int8-bitmap": ("float32", "bfloat16", "int8"),
 }  # fmt: skip
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
-SHAPES = [(2048, 2048), (5632, 2048), (2048, 5632), (32000, 2048)]  # [out, in]
-MAX_ROWS_OF_HEAD = 1  # rows up to which the last shape is timed too
+MAX_BATCH = 16  # more rows than this are one prompt
+MODEL: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 2, "vocab_size": 1024,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64, "hidden_act": "silu",
+    "max_position_embeddings": 2048, "norm_eps": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 MAX_SLOWDOWN = 3.0  # a kernel slower by this factor is not timed with more rows
 
 
 class Row(NamedTuple):
-    """Total milliseconds for all shapes; None if a path was not timed or does not exist."""
+    """Milliseconds of the model; None if a path was not timed or does not exist."""
 
     kind: str
     inputs: str
@@ -58,15 +64,20 @@ class Row(NamedTuple):
 
 
 def measure(seconds: float) -> Iterator[Row]:
-    """Yield the rows of the instruction set in use, within about `seconds`."""
+    """Yield the rows of the instruction set in use, within about `seconds`, compiling apart."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxllm import models
     from jaxllm.compress.methods.magnitude import prune_magnitude
+    from jaxllm.config.model import Rope
+    from jaxllm.models.llama import LlamaConfig
     from jaxllm.ops import native
-    from jaxllm.weights import linear
+    from jaxllm.steps import run_model
     from jaxllm.weights.formats import as_format, as_weight
+    from jaxllm.weights.paths import map_leaves
+    from jaxllm.weights.precision import Precision
     from jaxllm.weights.sparsity import parse as parse_sparsity
     from jaxllm.weights.types.base import WeightBase
     from jaxllm.weights.types.sparse import parse as parse_sparse
@@ -74,59 +85,73 @@ def measure(seconds: float) -> Iterator[Row]:
     assert native.is_enabled() and jax.default_backend() == "cpu"
     row_seconds = seconds / (len(ROWS) * sum(map(len, FORMATS.values())))
     rng = np.random.default_rng(0)
+    config = LlamaConfig(**MODEL, rope=Rope(rope_type="default", rope_theta=10000.0))
     for name, kinds in FORMATS.items():
         dtype = jnp.bfloat16 if name.startswith("bf") else jnp.float32
-        matrices = [jnp.asarray(rng.normal(0, 0.02, s).astype(np.float32), dtype) for s in SHAPES]
-        if parse_sparse(name) is not None:
-            half = parse_sparsity("2:4" if name.endswith("2:4") else "50%")
-            matrices = [prune_magnitude(array, half) for array in matrices]
-        weights = [as_format(array, name) for array in matrices]
-        kind = as_weight(weights[0]).native_matrix().kind.name.lower()
+
+        def draw(path: str, form: Any, name: str = name, dtype: Any = dtype) -> Any:
+            array = jnp.asarray(rng.normal(0, 0.02, form.shape).astype(np.float32), dtype)
+            if len(form.shape) == 1 or "embed" in path:
+                return array
+            if parse_sparse(name) is not None:
+                half = parse_sparsity("2:4" if name.endswith("2:4") else "50%")
+                array = prune_magnitude(array, half)
+            return as_format(array, name)
+
+        params = map_leaves(draw, models.param_shapes(models.build(config)))
+        leaf = params["layers.0"]["mlp"]["down_proj"]["weight"]
         for inputs in kinds:
-            digits = 1 if inputs == "int8" else 3
-            paths: dict[str, Callable[..., Any]] = {
-                "kernel": linear._multiply_native,
-                "plain": linear._multiply_jax,
-            }
+            paths = {"kernel": native.KernelPath(None), "plain": native.KernelPath(0, "plain")}
             if native.has_matrix_unit() and (inputs == "int8" or inputs == "bfloat16"):
-                paths["many"] = linear._multiply_many
-            if isinstance(weights[0], WeightBase):
-                paths["widened"] = linear._multiply_dequantized
+                paths["many"] = native.KernelPath(0, "many")
+            if isinstance(leaf, WeightBase):
+                paths["widened"] = native.KernelPath(0, "widened")
+            floats = "bfloat16" if inputs == "bfloat16" else "float32"
+            precision = Precision(activations=floats, cache=floats, int8_inputs=inputs == "int8")
+            model = models.build(config, precision)
             for rows in ROWS:
-                timed_weights = weights if rows <= MAX_ROWS_OF_HEAD else weights[:-1]
-                dtype = "bfloat16" if inputs == "bfloat16" else "float32"
-                shapes = [(rows, w.shape[1]) for w in timed_weights]
-                x = [jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in shapes]
-                best = time_paths(paths, digits, x, timed_weights, row_seconds)
+                shape = (rows, 1) if rows <= MAX_BATCH else (1, rows)
+                tokens = rng.integers(0, config.vocab_size, shape).astype(np.int32)
+                positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+                last = np.full(shape[0], shape[1] - 1, np.int32)
+
+                def run(
+                    params: Any, model: Any = model, given: Any = (tokens, positions, last)
+                ) -> Any:
+                    tokens, positions, last = given
+                    return run_model(model, params, (), tokens, positions, column_B=last)[0].logits
+
+                best = time_paths(paths, run, params, row_seconds)
                 if best.get("kernel", 0) > MAX_SLOWDOWN * min(best.values()):
                     del paths["kernel"]
+                kind = as_weight(leaf).native_matrix().kind.name.lower()
                 yield Row(kind, inputs, rows, *(best.get(path) for path in Row._fields[3:]))
 
 
 def time_paths(
-    paths: dict[str, Callable[..., Any]], digits: int, x: Any, weights: Any, seconds: float
+    paths: dict[str, Any], run: Callable[[Any], Any], params: Any, seconds: float
 ) -> dict[str, float]:
-    """Return the milliseconds of each path: the best of several alternating runs."""
+    """Return the milliseconds on each path: the best of several alternating runs."""
     import jax
 
     from jaxllm.ops import native
-
-    def run(call: Callable[..., Any], x: Any, weights: Any) -> Any:
-        return [call(digits, x_RI, (w,))[0] for x_RI, w in zip(x, weights, strict=True)]
+    from jaxllm.weights import linear
 
     compiled, best = {}, dict.fromkeys(paths, float("inf"))
+    choose, products = native.kernel_path, linear._PRODUCTS
+    try:
+        for name, path in paths.items():
+            native.kernel_path = lambda kind, inputs, path=path: path
+            # Products traced for another path are cached.
+            linear._PRODUCTS = {digits: linear._make_product(digits) for digits in products}
+            compiled[name] = jax.jit(lambda params: run(params)).lower(params).compile()
+    finally:
+        native.kernel_path, linear._PRODUCTS = choose, products
     start, turns = time.perf_counter(), 0
-    for name, call in paths.items():
-        function = jax.jit(partial(run, call))
-        if name == "plain":
-            with native.disable_kernels():
-                compiled[name] = function.lower(x, weights).compile()
-        else:
-            compiled[name] = function.lower(x, weights).compile()
     while True:
         for name, function in compiled.items():
             begin = time.perf_counter()
-            jax.block_until_ready(function(x, weights))
+            jax.block_until_ready(function(params))
             if turns:  # the first run warms the caches
                 best[name] = min(best[name], 1e3 * (time.perf_counter() - begin))
         turns += 1
@@ -140,7 +165,8 @@ def choose_paths(rows: list[Row]) -> dict[str, dict[str, Any]]:
     table: dict[str, dict[str, Any]] = {}
     for kind, inputs in dict.fromkeys((row.kind, row.inputs) for row in rows):
         matching = [row for row in rows if (row.kind, row.inputs) == (kind, inputs)]
-        choices = [(limit, beyond) for limit in (0, *ROWS) for beyond in Row._fields[4:]]
+        others = [path for path in Row._fields[4:] if getattr(matching[0], path) is not None]
+        choices = [(limit, beyond) for limit in (0, *ROWS) for beyond in others]
         limit, beyond = min(choices, key=lambda path: (total_slowdown(matching, *path), -path[0]))
         path = {"rows": None if limit == ROWS[-1] else limit, "beyond": beyond}
         table[f"{kind} {inputs}"] = path

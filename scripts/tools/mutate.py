@@ -202,7 +202,8 @@ def _run_pytest(tests: str, copy: Path, library: Path | None) -> int:
     options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not full", "--tb", "no"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported before
     timeout = ["--timeout", str(SECONDS), "--timeout-method", "thread"]
-    return int(pytest.main([*shlex.split(tests), *options, *timeout]))
+    # A fault's own -m, the last one, counts.
+    return int(pytest.main([*options, *timeout, *shlex.split(tests)]))
 
 
 def _build_kernels(copy: Path) -> Path:

@@ -66,8 +66,9 @@ class Kind(IntEnum):
     BITMAP_INT8 = 11
 
 
+PLAIN_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16)
 # Kinds that `experts` supports: each matrix of a stack starts at its own offset.
-EXPERT_KINDS = (Kind.FLOAT32, Kind.BFLOAT16, Kind.FLOAT16, Kind.INT8, Kind.INT4)
+EXPERT_KINDS = (*PLAIN_KINDS, Kind.INT8, Kind.INT4)
 
 
 class KernelPath(NamedTuple):
@@ -86,15 +87,19 @@ class KernelPath(NamedTuple):
 def kernel_path(kind: Kind, inputs: str) -> KernelPath:
     """Return the path for a kind of weights on the current instruction set, from paths.json.
 
-    `scripts/benchmarks/paths.py` writes that file from measurements. Sets without a row have the
-    defaults of `KernelPath`; for int8 inputs the kernel for any number of rows, which reads a
-    prompt of 128 tokens 2.4 times as fast (docs/benchmarks/decoding.md, AVX2).
+    `scripts/benchmarks/paths.py` writes that file, from whole models. Sets without a row have
+    defaults. Int8 inputs use the kernel for any number of rows: a prompt of 128 tokens is read 2.4
+    times as fast (docs/benchmarks/decoding.md, AVX2). So do weights that XLA would have to
+    dequantize first, on other AVX sets: measured on the nearest one, avx512-bf16, where the kernel
+    reads such prompts 1.1 to 1.9 times as fast, and for avx2 beside an XLA with AVX-512.
     inputs: float32, bfloat16 or int8.
     """
-    row = _kernel_paths().get(str(isa()), {}).get(f"{kind.name.lower()} {inputs}")
+    name = str(isa())
+    row = _kernel_paths().get(name, {}).get(f"{kind.name.lower()} {inputs}")
     if row is not None:
         return KernelPath(row["rows"], row["beyond"])
-    return KernelPath(max_rows=None) if inputs == "int8" else KernelPath()
+    any_rows = inputs == "int8" or (name.startswith("avx") and kind not in PLAIN_KINDS)
+    return KernelPath(max_rows=None) if any_rows else KernelPath()
 
 
 @cache
