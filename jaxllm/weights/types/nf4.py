@@ -250,6 +250,7 @@ def _midpoints(levels: np.ndarray) -> np.ndarray:
     return ((exact[1:] + exact[:-1]) / 2).astype(np.float32)
 
 
+@jax.jit  # op by op, the product would be rounded before the mean is added
 def _absmax(weight: NF4) -> jax.Array:
     """Return the factor of each block's levels, float32 `[..., B]`."""
     if weight.scale is None or weight.mean is None:

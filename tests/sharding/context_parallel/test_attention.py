@@ -327,10 +327,12 @@ def test_ring_balances_chunk_pairs(n: int, monkeypatch: pytest.MonkeyPatch, afre
     assert len(met) == n * (2 * n + 1)
     # A chunk attends to itself and to all earlier chunks.
     assert [met.count(4 * chunk) for chunk in range(2 * n)] == [c + 1 for c in range(2 * n)]
-    met.clear()
-    jax.block_until_ready(jax.jit(ring_attention(n, 8 * n, window=5))(*given))
-    jax.effects_barrier()
-    assert [met.count(4 * chunk) for chunk in range(2 * n)] == [1] + [2] * (2 * n - 1)
+    # Chunks of 4: the first query is 5 tokens after the end of the chunk before the previous one.
+    for window, counts in ((5, [1, *[2] * (2 * n - 1)]), (6, [1, 2, *[3] * (2 * n - 2)])):
+        met.clear()
+        jax.block_until_ready(jax.jit(ring_attention(n, 8 * n, window=window))(*given))
+        jax.effects_barrier()
+        assert [met.count(4 * chunk) for chunk in range(2 * n)] == counts
 
 
 def test_ring_skips_future_chunks() -> None:
