@@ -47,7 +47,7 @@ sanitize: $(VENV)/.installed-test
 test-arm: $(VENV)/.installed-test
 	$(BIN)/python scripts/tools/run_arm.py
 
-# Two minutes of an idle machine: kernels compared with XLA, by format and number of rows, on the best instruction set.
+# Nine minutes of an idle machine: kernels compared with XLA, by format and number of rows, on the best instruction set.
 # It writes the table that selects the path.
 bench-paths: $(VENV)/.installed
 	$(BIN)/python scripts/benchmarks/paths.py --write
