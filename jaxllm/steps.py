@@ -5,6 +5,7 @@ in chunks) combine the two. Invalid input raises here, on the host, before anyth
 inside `jit` the same functions run unchecked.
 """
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
@@ -197,9 +198,11 @@ def prepare_prefill(
 
     Raises what `prefill` raises.
     """
-    args = _prefill_arguments(
-        model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass
-    )
+    with warnings.catch_warnings():  # `prefill` itself warns
+        warnings.simplefilter("ignore")
+        args = _prefill_arguments(
+            model, params, cache, tokens_BT, lengths_B, None, chunk, attention_mass
+        )
     _PREFILL[donate].prepare(cache.replace(frozen=()), cache.frozen, *args)
 
 
