@@ -120,7 +120,7 @@ def test_prepared_programs_are_those_of_generation(
 
 
 def test_numbers_are_checked_again_if_a_file_changes(folder: Path, tmp_path: Path) -> None:
-    """A file whose numbers were finite is not searched again until anything of it changes."""
+    """A file that held no NaN is searched for one again only after it changes."""
     path = tmp_path / "model"
     jaxllm.load("demo:llama").save(path)
     with unittest.mock.patch.object(load, "first_non_finite", wraps=first_non_finite) as search:

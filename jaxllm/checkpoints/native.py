@@ -252,9 +252,12 @@ def load_params(
 
 
 def _identify_files(path: Path) -> tuple[Any, ...]:
-    """Return names, sizes and times of a checkpoint's files; any change of one changes it."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(str(file.absolute()), file.stat()) for file in files]
+    """Return names, sizes and times of a checkpoint's files; any change of one changes it.
+
+    For a file, those of its folder with the same suffix: it may be one part of several.
+    """
+    files = path.iterdir() if path.is_dir() else path.parent.glob(f"*{path.suffix}")
+    stats = [(str(file.absolute()), file.stat()) for file in sorted(files) if file.exists()]
     return tuple((name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
 
 

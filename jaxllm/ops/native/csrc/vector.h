@@ -23,9 +23,8 @@
 //                             Halves or [8] of Floats, in the order nibble_column(i), the column (of 128) of the
 //                             i-th number; any order in which lane l of each register is of columns of the same
 //                             32 as byte 4 l;
-//      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more than
-//      the
-//                             32 columns of a register of nibbles), each repeated over its share of the lanes;
+//      Spread(count)          .floats(p), .bytes(p), if kHalves .halves(p): `count` neighbors (1, 2 or 4; no more
+//                             than the 32 columns of a register of nibbles), each repeated over its share of lanes;
 //      joined(part[N / 4])    a register from N / 4 times sixteen bytes;
 //      eights(p)              2 N bytes from p on, eight of them to the lower half of each sixteen;
 //      picked(from, place)    for each byte, byte `place` (0 to 15) of the same sixteen of `from`; 0 from 128 on.
