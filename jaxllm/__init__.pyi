@@ -49,6 +49,10 @@ from .generation.sampling.sampler import (
     row_keys as row_keys,
     sample as sample,
 )
+from .grammar import (
+    Grammar as Grammar,
+    Matcher as Matcher,
+)
 from .lm import (
     LM as LM,
     StreamChunk as StreamChunk,

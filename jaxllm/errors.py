@@ -31,6 +31,10 @@ class SamplingError(JaxllmError):
     """A sampling or generation option is unknown, invalid or out of range."""
 
 
+class GrammarError(SamplingError):
+    """A grammar is invalid or unsupported, or leaves a row without a token."""
+
+
 class NonFiniteError(JaxllmError):
     """The model returned NaN or infinite logits."""
 

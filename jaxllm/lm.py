@@ -84,6 +84,7 @@ class StreamChunk:
             the last piece stays valid.
         top_logprobs: the likeliest tokens of this step, if requested.
         seed: the seed of the call.
+        grammar_complete: whether the text so far is one of the grammar, None without one.
     """
 
     text: str
@@ -94,6 +95,7 @@ class StreamChunk:
     cache: KVCache = dataclasses.field(repr=False)
     top_logprobs: TopLogprobs | None = None
     seed: int = 0
+    grammar_complete: bool | None = None
 
     def __str__(self) -> str:
         """Return the text, so that `print(piece, end="")` prints the stream."""
@@ -262,6 +264,7 @@ class LM:
                 step.cache,
                 top_logprobs(step, 0, 1)[0] if config.top_logprobs else None,
                 config.seed if isinstance(config.seed, int) else config.seed[0],
+                tracker.grammar_complete,
             )
 
     def serve(
@@ -408,7 +411,9 @@ class LM:
         if options.get("negative_prompt") is not None:
             options = {**options, "negative_prompt": self.encode(options["negative_prompt"])}
         dtype = self.model.precision.cache
-        return resolve_options(self.config, self.generation, prompts, options, kind, dtype)
+        return resolve_options(
+            self.config, self.generation, prompts, options, kind, dtype, self.tokenizer
+        )
 
 
 def load(

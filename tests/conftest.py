@@ -103,11 +103,14 @@ def afresh() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _limit_programs(compiled: list[str]) -> Iterator[None]:
-    """Let modules reuse compiled programs until there are too many."""
+    """Let tests reuse compiled programs until there are too many.
+
+    A program for several devices has more maps: a module of 300 tests on eight ended by it.
+    """
     yield
-    if len(compiled) > MOST_PROGRAMS:
+    if len(compiled) > MOST_PROGRAMS // min(4, jax.device_count()):
         jax.clear_caches()
         compiled.clear()
 

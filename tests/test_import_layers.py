@@ -18,7 +18,7 @@ LAYERS = """
     weights data
     cache
     models
-    checkpoints steps sharding
+    checkpoints steps sharding grammar
     convert export generation
     adapters plan
     lm

@@ -46,6 +46,7 @@ def _write_parquet(out: Path, answers: Iterable[Answer], task: str, rows: Sequen
         "float64": pyarrow.float64(),
         "int64": pyarrow.int64(),
         "uint64": pyarrow.uint64(),
+        "bool": pyarrow.bool_(),
         "list<int32>": pyarrow.list_(pyarrow.int32()),
         "list<float32>": pyarrow.list_(pyarrow.float32()),
     }

@@ -74,6 +74,11 @@ def format_completion(result: Completion | JaxllmError) -> Answer:
         "text": result.text,
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
+        **(
+            {}
+            if result.grammar_complete is None
+            else {"grammar_complete": result.grammar_complete}
+        ),
         "seed": result.seed,
     }
 
@@ -162,6 +167,7 @@ TASKS = {
             "text": "string",
             "tokens": "list<int32>",
             "finish_reason": "string",
+            "grammar_complete": "bool",
             "seed": "uint64",
         },
     ),

@@ -108,6 +108,7 @@ def generate(
             "tokens": [p.token for p in pieces],
             "logprobs": [round(p.logprob, 6) for p in pieces],
             "finish_reason": last.finish_reason,
+            "grammar_complete": last.grammar_complete,
             "seed": seed,
             "load_s": round(loaded - start, 3),
             "first_token_s": round(first, 3),
@@ -117,6 +118,8 @@ def generate(
         write(json.dumps(report, ensure_ascii=False) + "\n")
     elif sys.stdout.isatty():
         write("\n")
+    if last.grammar_complete is False:
+        log("the text ends before the grammar does: give it more tokens (-n)")
     drawn = "" if seed is None else f"; seed {seed}"
     log(
         f"{len(pieces)} tokens ({last.finish_reason}), {last.tokens_per_second:.1f}"
@@ -216,6 +219,7 @@ def _print_completions(
                 "text": completion.text,
                 "tokens": completion.tokens,
                 "finish_reason": completion.finish_reason,
+                "grammar_complete": completion.grammar_complete,
                 "score": completion.score,
                 "drafted": completion.draft_stats,
                 "seed": seed,

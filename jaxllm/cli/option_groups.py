@@ -21,6 +21,7 @@ from jaxllm.cli.options import (
     load_model,
     parse_dtype,
     read_json_option,
+    read_text_option,
 )
 from jaxllm.errors import SamplingError
 from jaxllm.runtime import multihost
@@ -47,6 +48,11 @@ class SamplingOptions:
       more: Any other option of LM.generate, with a JSON value: -o min_p=0.05 -o num_beams=4
       min_p: Minimum probability of a token to sample, relative to the most likely one.
       repetition_penalty: Penalty on the logits of tokens already in the text; 1 is off.
+      regex: Regular expression that the text must match as a whole.
+      choice: Texts with commas between them, of which the text must be one.
+      json_schema: File with a JSON schema: the text must be JSON that it describes.
+      lark: File with a Lark grammar that the text must follow.
+      gbnf: File with a grammar in llama.cpp's form that the text must follow.
       seed: Random seed [default: random for generate and chat, which print it; 0 for batch].
     """
 
@@ -57,12 +63,21 @@ class SamplingOptions:
     more: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE")] = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    regex: Annotated[str | None, typer.Option(metavar="REGEX")] = None
+    choice: Annotated[str | None, typer.Option(metavar="A,B,...")] = None
+    json_schema: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+    lark: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+    gbnf: Annotated[Path | None, typer.Option(metavar="FILE")] = None
     seed: Annotated[str | None, typer.Option(metavar="N|random")] = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `LM.generate` by name, without the seed."""
-        return {name: x for name, x in vars(self).items() if name not in ("more", "seed")}
+        """The options of `LM.generate` by name, without the seed; grammars are read from files."""
+        named = {name: x for name, x in vars(self).items() if name not in ("more", "seed")}
+        for name in ("json_schema", "lark", "gbnf"):
+            if named[name] is not None:
+                named[name] = read_text_option(f"--{name.replace('_', '-')}", named[name])
+        return named
 
     def parse_seed(self, default: int | str) -> int | str:
         """Return --seed as a number or "random"; `default` if it is not given.

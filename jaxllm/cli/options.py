@@ -218,6 +218,16 @@ def read_json_option(option: str, file: Path) -> Any:
         raise ConfigError(f"{option}: {error}") from None
 
 
+def read_text_option(option: str, file: Path) -> str:
+    """Return the content of an option's text file. Raises ConfigError if it cannot be read."""
+    from jaxllm.files import read_text
+
+    try:
+        return read_text(file)
+    except CheckpointError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def override_precision(base: "Precision", data: Any, where: str) -> "Precision":
     """Return `base` with a table applied: an object of `Precision` fields, or only its overrides.
 

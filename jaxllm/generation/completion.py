@@ -11,11 +11,18 @@ import numpy as np
 
 from jaxllm.cache.kv import KVCache
 from jaxllm.cache.prefix_reuse import reuse_prefix
-from jaxllm.errors import CacheMismatchError, NonFiniteError, SamplingError, TokenError
+from jaxllm.errors import (
+    CacheMismatchError,
+    GrammarError,
+    NonFiniteError,
+    SamplingError,
+    TokenError,
+)
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.loops.generate import GenerateKwargs, GenerateResult
 from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.generation.sampling.sampler import Sampler, row_keys
+from jaxllm.grammar.grammar import Matcher
 from jaxllm.ops.padding import pad_rows
 from jaxllm.text.stream_decoder import StreamDecoder
 from jaxllm.text.tokenizer import Tokenizer
@@ -56,6 +63,7 @@ class GenerationConfig:
 
     max_new_tokens: a number, or one per sequence. seed: likewise; "random" is replaced by the
     number drawn for it. adapter: a name, or one per prompt; None means the default adapter.
+    matcher: of the empty text, if there is a grammar.
     """
 
     decoder: "Decoder"
@@ -72,6 +80,7 @@ class GenerationConfig:
     cache: KVCache | None
     batch_invariant: bool
     adapter: str | list[str | None] | None
+    matcher: Matcher | None
 
     @property
     def checks_every_token(self) -> bool:
@@ -96,6 +105,8 @@ class Completion:
         score: the score of a beam.
         draft_stats: with speculative decoding, the numbers of proposed and of accepted tokens.
         seed: the seed used, which reproduces a result of seed="random".
+        grammar_complete: whether the text is one of the grammar, None without one. A text that
+            ends by its limit of tokens, a stop string or a criterion may be only a beginning.
     """
 
     text: str | None
@@ -108,6 +119,7 @@ class Completion:
     score: float | None = None
     draft_stats: tuple[int, int] | None = None
     seed: int = dataclasses.field(default=0, compare=False)
+    grammar_complete: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +206,18 @@ class StopTracker:
         self._criteria = config.stopping_criteria
         self._text: str | None = None if tokenizer is None else ""
         self._tokens: list[int] = []
+        self._matcher = config.matcher
+        self._count = 0
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add one token; return the text that is now final."""
+        """Add one token; return the text that is now final.
+
+        Raises GrammarError for one that the grammar does not allow: no other was left.
+        """
+        self._count += 1
         piece = self._decoder.push(token)
+        self._matcher = _follow_grammar(self._matcher, token)
         if self._criteria:
             self._tokens.append(token)
             self._text = None if self._text is None else self._text + piece
@@ -216,6 +235,16 @@ class StopTracker:
                 f" {type(error).__name__}: {error!s:.200}"
             ) from error
 
+    def push_all(self, tokens: Sequence[int]) -> None:
+        """Add the tokens after those that were pushed before."""
+        for token in tokens[self._count :]:
+            self.push(token)
+
+    @property
+    def grammar_complete(self) -> bool | None:
+        """Whether the text is one of the grammar; None without one."""
+        return None if self._matcher is None else self._matcher.complete
+
     def flush(self) -> str:
         """Return the rest of the text after the last token."""
         return self._decoder.flush()
@@ -223,6 +252,18 @@ class StopTracker:
     def decode_all(self, tokens: Sequence[int]) -> str | None:
         """Return the text of all tokens, pushed before or not; None without a tokenizer."""
         return self._decoder.decode_all(tokens)
+
+
+def _follow_grammar(matcher: Matcher | None, token: int) -> Matcher | None:
+    if matcher is None:
+        return None
+    try:
+        return matcher.take(token)
+    except GrammarError as error:
+        raise GrammarError(
+            f"no token was left after {len(matcher.tokens)} new ones: the grammar allows"
+            f" {int(matcher.allowed().sum())}, and other options ban these ({error})"
+        ) from None
 
 
 def to_finish_reason(finish: Finish, row: int, length: int) -> str | None:
@@ -255,7 +296,14 @@ def make_completion(
         count += 1
     tokens = tokens[:count]
     finish_reason = "stop" if tracker.stopped else finish_reason or "length"
-    return Completion(tracker.decode_all(tokens), tokens, [], finish_reason, len(prompt))
+    return Completion(
+        tracker.decode_all(tokens),
+        tokens,
+        [],
+        finish_reason,
+        len(prompt),
+        grammar_complete=tracker.grammar_complete,
+    )
 
 
 def make_completions(

@@ -33,6 +33,7 @@ from jaxllm.generation.loops.generate import generate
 from jaxllm.generation.loops.guidance import generate_with_guidance
 from jaxllm.generation.loops.prompt_lookup import PromptLookup
 from jaxllm.generation.loops.speculative import speculative_generate
+from jaxllm.generation.sampling.grammar_mask import only_masks
 from jaxllm.ops.padding import pad_rows
 
 Prompts = list[list[int]]
@@ -67,6 +68,8 @@ class PlainGeneration(Decoder):
             reason = to_finish_reason(Finish(int(result.finish_B[row])), row, length)
             assert reason is not None
             tokens = np.asarray(result.token_BT)[row, :length].tolist()
+            if config.matcher is not None:
+                tracker.push_all(tokens)
             completions.append(
                 Completion(
                     tracker.decode_all(tokens),
@@ -76,6 +79,7 @@ class PlainGeneration(Decoder):
                     len(prompt),
                     result.cache,
                     top_logprobs(result, row, length) if config.top_logprobs else None,
+                    grammar_complete=tracker.grammar_complete,
                 )
             )
         return completions
@@ -181,6 +185,7 @@ class ContrastiveSearch(Decoder):
         self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
     ) -> list[Completion]:
         options = {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k or 4}
+        options["sampler"] = only_masks(config.sampler)
         return _decode_serially(contrastive_search, options, lm, prompts, config)
 
 

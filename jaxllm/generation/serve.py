@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import JaxllmError, NonFiniteError, SamplingError
+from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
 from jaxllm.generation.completion import (
@@ -26,12 +26,16 @@ ReadPrompt = Callable[[Any, Mapping[str, Any]], tuple[list[int], GenerationConfi
 
 @dataclasses.dataclass
 class _ActiveRequest:
-    """Running request: its text decoder, its text callback and its tokens so far."""
+    """Running request: its text decoder, its text callback and its tokens so far.
+
+    error: why it ends before its time.
+    """
 
     tracker: StopTracker
     prompt_tokens: int
     seed: int
     on_text: Callable[[str], Any] | None = None
+    error: JaxllmError | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
 
@@ -44,6 +48,12 @@ class _ActiveRequest:
             return None
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
+        try:
+            self.tracker.push_all(self.tokens)
+        except GrammarError as error:
+            self.error = error
+        if self.error is not None:
+            return self.error
         if self.on_text is not None and (rest := self.tracker.flush()):
             self.on_text(rest)
         return Completion(
@@ -53,6 +63,7 @@ class _ActiveRequest:
             FINISH_REASONS[event.finish],
             self.prompt_tokens,
             seed=self.seed,
+            grammar_complete=self.tracker.grammar_complete,
         )
 
 
@@ -133,14 +144,19 @@ def _open_request(
         raise SamplingError(f"on_text must be a function of one text argument, got {on_text!r:.40}")
     ids, config = read_prompt(request.get("prompt"), options)
     tracker = StopTracker(lm.tokenizer, ids, config)
+    seed = config.seed[0] if isinstance(config.seed, list) else config.seed
+    active = _ActiveRequest(tracker, len(ids), seed, on_text)
 
     def check_stop(token: int) -> bool:
-        piece = tracker.push(token)
+        try:
+            piece = tracker.push(token)
+        except GrammarError as error:  # of this row; the others continue
+            active.error = error
+            return True
         if piece and on_text is not None:
             on_text(piece)
         return tracker.stopped
 
-    seed = config.seed[0] if isinstance(config.seed, list) else config.seed
     row_request = Request(
         id=number,
         prompt=ids,
@@ -152,7 +168,7 @@ def _open_request(
         is_cancelled=is_cancelled,
         adapter=_adapter_index(lm, config),
     )
-    return row_request, _ActiveRequest(tracker, len(ids), seed, on_text)
+    return row_request, active
 
 
 def _adapter_index(lm: LanguageModel, config: GenerationConfig) -> int | None:

@@ -16,8 +16,16 @@ from jaxllm.cache.batch_ops import fork
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import init_cache
 from jaxllm.errors import NonFiniteError, SamplingError
-from jaxllm.generation.loops.finish import check_positions, pad_eos_ids
+from jaxllm.generation.loops.finish import NO_TOKEN, check_positions, pad_eos_ids
+from jaxllm.generation.sampling.sampler import (
+    GREEDY,
+    Context,
+    Sampler,
+    apply_processors,
+    row_keys,
+)
 from jaxllm.models.inputs import check_longrope_limit
+from jaxllm.ops.padding import pad_rows
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import Output, forward
 from jaxllm.weights.model import Model
@@ -33,6 +41,7 @@ def contrastive_search(
     max_new_tokens: int,
     top_k: int = 4,
     eos_token_ids: Sequence[int] = (),
+    sampler: Sampler = GREEDY,
 ) -> list[int]:
     """Continue a prompt until `max_new_tokens` or an end-of-text token, which is included.
 
@@ -40,6 +49,7 @@ def contrastive_search(
 
     Args:
         penalty_alpha: Weight of the penalty, 0 (greedy search) to 1.
+        sampler: Its processors change the scores that select the candidates; nothing is drawn.
 
     Raises:
         SamplingError: For values out of range.
@@ -65,16 +75,22 @@ def contrastive_search(
     logits_V, said_SD = _read_prompt(out, said_SD)
 
     tokens: list[int] = []
+    text_L = pad_rows([list(prompt)], width=room, fill=NO_TOKEN)[0]
+    sampler, key_B = sampler.begin(1), row_keys(0, 1)
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
-        likely_C, token_C = _candidates(logits_V, top_k)
+        end = len(prompt) + len(tokens)
+        likely_C, token_C = _candidates(
+            logits_V, top_k, sampler, text_L, len(prompt), end, key_B
+        )
         rows = fork(cache, top_k, capacity=1)
         out = forward(model, params, rows, token_C[:, None], hidden_states=True)
-        end = len(prompt) + len(tokens)
         best, score_C, chosen, said_SD = _best_candidate(likely_C, out, said_SD, end, penalty_alpha)
-        if not np.isfinite(score_C).all():
+        if not (np.isfinite(score_C) | (np.asarray(likely_C) == 0)).all():
             raise NonFiniteError(f"the scores of token {len(tokens)} are not finite")
         cache, logits_V = commit(cache, chosen.delta, donate=True), chosen.logits
         tokens.append(int(token_C[best]))
+        text_L[end] = tokens[-1]
+        sampler = sampler.observe(logits_V[None], token_C[best][None])
     return tokens
 
 
@@ -92,9 +108,20 @@ def score(
 
 
 @partial(jax.jit, static_argnums=1)
-def _candidates(logits_V: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+def _candidates(
+    logits_V: jax.Array,
+    top_k: int,
+    sampler: Sampler,
+    text_L: jax.Array,
+    start: Any,
+    end: Any,
+    key_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Return probabilities and ids of the likeliest tokens, `[C]` each."""
-    likely_C, token_C = jax.lax.top_k(jax.nn.softmax(logits_V), top_k)
+    start_B, end_B = (jnp.full((1,), x, jnp.int32) for x in (start, end))
+    context = Context(text_L[None], start_B, end_B, key_B)
+    scores_V = apply_processors(logits_V[None], sampler, context)[0]
+    likely_C, token_C = jax.lax.top_k(jax.nn.softmax(scores_V), top_k)
     return likely_C, token_C
 
 
@@ -112,6 +139,7 @@ def _best_candidate(
     """Return the best candidate, all scores, its output, and the buffer with its hidden state."""
     hidden_CD = _unit_vectors(out)[:, 0]
     score_C = score(prob_C, hidden_CD, text_SD, penalty_alpha)
+    score_C = jnp.where(prob_C == 0, -jnp.inf, score_C)  # removed by a processor
     best = jnp.argmax(score_C)
     chosen: Output = out.replace(
         logits=out.logits[best, 0], delta=jax.tree.map(lambda x: x[best][None], out.delta)

@@ -351,7 +351,9 @@ def _propose_tokens(
             token_B = jax.vmap(jax.random.categorical)(draw_B, scores_BV)
         good_B = jnp.isfinite(logits_BV).all(axis=1) & (position_BT[:, -1] >= 0)
         token_B = jnp.where(good_B, token_B.astype(jnp.int32), NO_TOKEN)
-        return (_write_delta(cache, delta), text.append(token_B, good_B), token_B), (token_B, q_BV)
+        memory = select_rows(good_B, text.sampler.observe(scores_BV, token_B), text.sampler)
+        text = text.append(token_B, good_B).replace(sampler=memory)
+        return (_write_delta(cache, delta), text, token_B), (token_B, q_BV)
 
     def draft_next(carry: Any, i: jax.Array) -> Any:
         cache, text, token_B = carry

@@ -13,11 +13,15 @@ from jaxllm.generation.completion import GenerationConfig
 from jaxllm.generation.loops.overflow import OverflowPolicy
 from jaxllm.generation.options.check import Kind, check_values, select_decoder
 from jaxllm.generation.options.table import OPTIONS
+from jaxllm.generation.sampling.grammar_mask import grammar_mask
 from jaxllm.generation.sampling.options import ALWAYS_ON, PROCESSORS, make_sampler
-from jaxllm.generation.sampling.sampler import GREEDY, Sampler
+from jaxllm.generation.sampling.sampler import GREEDY, Processor, Sampler
+from jaxllm.grammar.grammar import KINDS, Matcher, start_matcher
+from jaxllm.grammar.vocabulary import make_vocabulary
 from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.ops.padding import bucket_size
 from jaxllm.runtime import multihost
+from jaxllm.text.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -37,10 +41,12 @@ def resolve_options(
     options: Mapping[str, Any],
     kind: Kind = "generate",
     cache_dtype: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> GenerationConfig:
     """Return the settings of a call: its options, else generation_config.json, else the defaults.
 
     kind: the kind of call. cache_dtype: dtype of keys and values, to estimate the cache's memory.
+    tokenizer: required by grammars.
 
     Raises SamplingError for an unknown or invalid option, CapacityError if prompt and new tokens
     exceed the context without an overflow policy, or if they exceed the machine's memory.
@@ -64,6 +70,11 @@ def resolve_options(
     longest = max(map(len, prompts)) + (max(new) if isinstance(new, list) else new)
     rows = len(prompts) * decoder.rows_per_prompt(n)
     _check_memory(config, rows, longest, merged, cache_dtype)
+    matcher = _start_grammar(config, options, eos, tokenizer)
+    masks = []
+    if matcher is not None:
+        mask = grammar_mask(matcher.grammar, matcher.vocabulary, by_text=kind == "serve")
+        masks.append(mask)
     shared = {f.name for f in dataclasses.fields(GenerationConfig)} & OPTIONS.keys()
     return GenerationConfig(
         **{name: merged[name] for name in shared}
@@ -72,7 +83,10 @@ def resolve_options(
             "max_new_tokens": [count for count in new for _ in range(n)]
             if isinstance(new, list)
             else new,
-            "sampler": _build_sampler(config, generation, options, defaults | options, eos, new),
+            "sampler": _build_sampler(
+                config, generation, options, defaults | options, eos, new, masks
+            ),
+            "matcher": matcher,
             "seed": _resolve_seeds(merged["seed"]),
             "stopping_criteria": merged["stopping_criteria"] or (),
         },
@@ -132,6 +146,25 @@ def _check_memory(
     )
 
 
+def _start_grammar(
+    config: ModelConfig,
+    options: Mapping[str, Any],
+    eos_token_ids: tuple[int, ...],
+    tokenizer: Tokenizer | None,
+) -> Matcher | None:
+    """Return the matcher of an empty text, if a grammar is given.
+
+    Raises SamplingError for two grammars, GrammarError for one that does not compile.
+    """
+    given = [name for name in (*KINDS, "grammar") if name in options]
+    if len(given) > 1:
+        raise SamplingError(f"give one grammar: {' and '.join(given)} cannot be combined")
+    if not given:
+        return None
+    vocabulary = make_vocabulary(tokenizer, config.vocab_size, eos_token_ids)
+    return start_matcher(options[given[0]], vocabulary)
+
+
 def _resolve_seeds(value: Any) -> int | list[int]:
     """Return the seeds, with a 63-bit number drawn for each "random"."""
     if isinstance(value, list):
@@ -158,17 +191,21 @@ def _build_sampler(
     merged: Mapping[str, Any],
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int | list[int],
+    masks: list[Processor],
 ) -> Sampler:
     """Return a greedy sampler unless sampling is requested. Penalties, bans and forced tokens apply
     to both.
 
-    options: the call's; merged: these over the checkpoint's.
+    options: the call's; merged: these over the checkpoint's. masks: those of a grammar. They come
+    after what depends on the text and before what truncates; in a custom sampler first.
     """
     if "sampler" in options:
         sampler: Sampler = options["sampler"]
-        return sampler
+        return sampler.replace(processors=(*masks, *sampler.processors))
     do_sample = uses_sampling(options, generation)
     processors = {k: merged[k] for k in (*PROCESSORS, "logits_processor") if k in merged}
+    if masks:
+        processors["logits_processor"] = [*processors.get("logits_processor", []), *masks]
     if not do_sample:
         processors = {k: v for k, v in processors.items() if k not in ALWAYS_ON}
         if not processors:

@@ -34,6 +34,7 @@ from jaxllm.generation.options.validators import (
 )
 from jaxllm.generation.sampling.options import PROCESSORS, check_option_value
 from jaxllm.generation.sampling.sampler import Processor, Sampler
+from jaxllm.grammar.grammar import KINDS, Grammar, as_grammar
 from jaxllm.runtime.docstrings import split_docstring
 
 Kind = Literal["generate", "stream", "serve"]  # the methods of LM that take options
@@ -110,6 +111,12 @@ class GenerateOptions(TypedDict, total=False):
             probability.
         mirostat_tau: mirostat: target surprisal.
         mirostat_eta: mirostat: learning rate.
+        regex: the text must match this regular expression as a whole, in Python's syntax.
+        choice: the text must be one of these.
+        json_schema: the text must be JSON that this schema describes.
+        lark: the text must be one of this Lark grammar, as llguidance reads it.
+        gbnf: the text must be one of this grammar in llama.cpp's form.
+        grammar: the text must be one of this grammar.
         sampler: a custom sampler, instead of all sampling options.
         logits_processor: more processors, applied before temperature and the ones after it.
         num_return_sequences: number of texts per prompt.
@@ -173,6 +180,12 @@ class GenerateOptions(TypedDict, total=False):
     xtc_threshold: Numbers | None
     mirostat_tau: Numbers | None
     mirostat_eta: Numbers | None
+    regex: str | None
+    choice: Sequence[str] | None
+    json_schema: Any
+    lark: str | None
+    gbnf: str | None
+    grammar: Grammar | None
     sampler: Sampler | None
     logits_processor: Sequence[Processor | ScoreFunction] | None
     num_return_sequences: int | None
@@ -218,6 +231,11 @@ _ROWS: dict[str, Option] = {
         per_row=True,
         from_file=False,
     ),
+    **{
+        name: Option(partial(as_grammar, kind=name), meaning, from_file=False)
+        for name, meaning in KINDS.items()
+    },
+    "grammar": Option(instance_checker(Grammar), "a jaxllm.Grammar", from_file=False),
     "sampler": Option(
         instance_checker(Sampler), "a jaxllm.Sampler", from_file=False, decoders=SAMPLERS
     ),

@@ -109,6 +109,11 @@ def _kernel_paths() -> dict[str, dict[str, Any]]:
     return table
 
 
+# Addresses of a row's grammar, prompt length, length and text, then B, L, that of the bits, and W.
+MaskFunction = ctypes.CFUNCTYPE(
+    None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, ctypes.c_void_p, ctypes.c_int64
+)
+
 # Part of the key of compiled functions, as device and precision are.
 _ENABLED = jax.make_user_context(True)
 
@@ -166,10 +171,16 @@ def load_kernels() -> ctypes.CDLL | None:
     loaded.jaxllm_isa.restype = ctypes.c_char_p
     loaded.jaxllm_kernels.restype = ctypes.c_void_p
     _select_isa(loaded, os.environ.get("JAXLLM_ISA"))
-    for name in ("linear", "experts", "widen", "take", "attend", "write", "read"):
+    for name in ("linear", "experts", "widen", "take", "attend", "write", "read", "mask_tokens"):
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return loaded
+
+
+def set_mask_function(function: Any) -> None:
+    """Set what `jaxllm_mask_tokens` calls, if there are kernels: a `MaskFunction`, kept for ever."""
+    if (loaded := load_kernels()) is not None:
+        loaded.jaxllm_set_mask_function(function)
 
 
 def library_path() -> str | None:

@@ -269,6 +269,23 @@ ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result
   return ffi::Error::Success();
 }
 
+// What Python does to the masks of grammars: a function of rows' grammars, prompt lengths, lengths and
+// texts. It takes the interpreter's lock; whoever waits for this program has released it.
+using MaskFunction = void (*)(const void*, const void*, const void*, const void*, int64_t, int64_t, void*, int64_t);
+std::atomic<MaskFunction> mask_function{nullptr};
+
+ffi::Error mask_tokens(ffi::Buffer<ffi::S32> grammar, ffi::Buffer<ffi::S32> prompt, ffi::Buffer<ffi::S32> length,
+                       ffi::Buffer<ffi::S32> text, ffi::Result<ffi::Buffer<ffi::U32>> bits) {
+  const MaskFunction call = mask_function.load();
+  const int64_t rows = prompt.element_count();
+  if (!call) return wrong("no function for masks of tokens is set");
+  if (grammar.element_count() != rows || length.element_count() != rows || text.dimensions().size() == 0)
+    return wrong("masks of tokens need a grammar, a length and a text for each row");
+  call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), rows,
+       text.dimensions().back(), bits->untyped_data(), bits->dimensions().back());
+  return ffi::Error::Success();
+}
+
 // The sum of all 8-byte words, the last padded with zeros: a read at full memory bandwidth, as a
 // reference for benchmarks.
 ffi::Error read(ffi::ThreadPool pool, ffi::AnyBuffer array, ffi::Result<ffi::BufferR0<ffi::U32>> sum) {
@@ -440,6 +457,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_read, jaxllm::read,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mask_tokens, jaxllm::mask_tokens,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::U32>>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -450,6 +474,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("cap"));
+
+extern "C" void jaxllm_set_mask_function(jaxllm::MaskFunction function) { jaxllm::mask_function = function; }
 
 // An instruction set's `Kernels`; null if this machine or this build does not support it.
 extern "C" const jaxllm::Kernels* jaxllm_kernels(const char* name) {

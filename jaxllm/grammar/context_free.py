@@ -1,0 +1,228 @@
+"""JSON Schema, Lark and GBNF through `llguidance`, which is imported only when one is asked for.
+
+Its matchers change in place. Here a state is never changed: `advance` copies it, which takes a few
+microseconds.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.errors import GrammarError
+from jaxllm.grammar.vocabulary import Vocabulary
+
+Spelling = Literal["canonical", "any"]
+WHITESPACE = r"[ \n\t]{1,8}"  # at most this much in each place: models can repeat it for ever
+_NO_REWIND = re.compile(r"[\[,]\s*(max_tokens|temperature|stop)\s*=")
+
+
+@dataclass(frozen=True)
+class MatcherState:
+    """A text so far: llguidance's matcher, which nothing changes any more, or the end of text."""
+
+    matcher: Any
+    ended: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ContextFreeGrammar:
+    """A grammar of llguidance over a vocabulary's tokens, with the methods of `TokenAutomaton`."""
+
+    start: MatcherState
+    vocabulary: Vocabulary
+
+    def advance(self, state: MatcherState, token: int) -> MatcherState | None:
+        """Return the state after a token; None if it is not allowed."""
+        if state.ended or token in self.vocabulary.eos_ids:
+            ends = token in self.vocabulary.eos_ids and self.is_complete(state)
+            return MatcherState(state.matcher, True) if ends else None
+        if token >= self.vocabulary.size or state.matcher.validate_tokens([token]) != 1:
+            return None
+        matcher = state.matcher.deep_copy()
+        if not matcher.consume_token(token) or matcher.is_error():
+            raise GrammarError(f"the grammar's parser failed: {_one_line(matcher.get_error())}")
+        return MatcherState(matcher)
+
+    def mask(self, state: MatcherState) -> np.ndarray:
+        """Return the allowed tokens as bits, uint32 `[W]`."""
+        if state.ended:
+            return self._eos_W
+        bits_W = np.frombuffer(state.matcher.deep_copy().compute_bitmask(), "<u4")
+        bits_W = bits_W[: self._eos_W.size]  # it may have a word too many
+        if self.is_complete(state):
+            return bits_W | self._eos_W
+        return bits_W & ~self._eos_W
+
+    def is_complete(self, state: MatcherState) -> bool:
+        """Return whether the text may end in this state."""
+        return state.ended or bool(state.matcher.is_accepting())
+
+    def forced(self, state: MatcherState) -> list[int]:
+        """Return the tokens that must follow, one after the other."""
+        if state.ended or self.is_complete(state):
+            return []
+        tokens: list[int] = state.matcher.deep_copy().compute_ff_tokens()
+        return tokens
+
+    @cached_property
+    def _eos_W(self) -> np.ndarray:
+        bits_W = np.zeros(-(-self.vocabulary.size // 32), np.uint32)
+        for index in self.vocabulary.eos_ids:
+            bits_W[index // 32] |= np.uint32(1 << index % 32)
+        return bits_W
+
+
+def compile_context_free(
+    text: str, vocabulary: Vocabulary, what: str, explain: Callable[[str], str] = str
+) -> ContextFreeGrammar:
+    """Return a grammar, given in llguidance's own form, over a vocabulary.
+
+    explain: adds to its messages where in the user's text the problem is. Raises GrammarError for a
+    grammar that is invalid, not supported, or matches no text.
+    """
+    llguidance = _llguidance()
+    matcher = llguidance.LLMatcher(_tokenizer(vocabulary), text, log_level=0)
+    if matcher.is_error():
+        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    made = ContextFreeGrammar(MatcherState(matcher), vocabulary)
+    if not made.mask(made.start).any():
+        raise GrammarError(f"{what} matches no text that this vocabulary can spell")
+    return made
+
+
+def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
+    """Return a JSON schema in llguidance's form. whitespace: a regex for each place, "" for none."""
+    options: dict[str, Any] = {"whitespace_flexible": bool(whitespace), "lenient": False}
+    if whitespace:
+        options["whitespace_pattern"] = whitespace
+    if isinstance(schema, Mapping):
+        if schema.get("x-guidance", {}).get("lenient"):
+            raise GrammarError("the schema's x-guidance asks for lenient, which would weaken it")
+        schema = {**schema, "x-guidance": {**options, **schema.get("x-guidance", {})}}
+        return lark_text(f"start: %json {json.dumps(schema)}", spelling)
+    text: str = _llguidance().LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), defaults=options
+    )
+    return text
+
+
+def lark_text(grammar: str, spelling: Spelling) -> str:
+    """Return a Lark grammar in llguidance's form. Raises GrammarError for what cannot rewind."""
+    if found := _NO_REWIND.search(grammar):
+        raise GrammarError(
+            f"the Lark grammar uses {found[1]}=, whose matcher cannot go back in the text. Use the"
+            " options of generate instead"
+        )
+    if spelling == "any" and not grammar.lstrip().startswith("%llguidance"):
+        grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
+    return grammar
+
+
+def gbnf_text(grammar: str, spelling: Spelling) -> str:
+    """Return a GBNF grammar as Lark. Raises GrammarError for one that is invalid."""
+    try:
+        text = _llguidance().grammar_from("gbnf", grammar)
+    except ValueError as error:
+        raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
+    return lark_text(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
+
+
+def keyword_place(schema: Any, message: str) -> str:
+    """Return a message about a JSON schema with the place of the keyword that it names."""
+    for name in re.findall(r'"([^"]+)"|format: (\S+)|type: (\S+)', message):
+        for place in _places(schema, next(filter(None, name)), ""):
+            return f"{message} at {place}"
+    return message
+
+
+def _places(value: Any, name: str, place: str) -> Iterator[str]:
+    """Yield the JSON pointers of a key or of a text value."""
+    items = (
+        value.items()
+        if isinstance(value, Mapping)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    for key, inner in items:
+        here = f"{place}/{key}"
+        if key == name or inner == name:
+            yield here
+        yield from _places(inner, name, here)
+
+
+def _one_line(message: str) -> str:
+    """Return llguidance's message without the line of the grammar that it quotes."""
+    message = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", str(message).strip())
+    return " ".join(re.split(r"\n\s*\d+ \| ", message)[0].split())[:300]
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise GrammarError(
+            "JSON schemas, Lark and GBNF need llguidance: pip install 'jaxllm[grammar]'"
+        ) from None
+    return llguidance
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(vocabulary: Vocabulary) -> Any:
+    """Return llguidance's form of a vocabulary; it is built once and kept."""
+    llguidance = _llguidance()
+    return llguidance.LLTokenizer(
+        llguidance.TokenizerWrapper(_TokenTable(vocabulary)),
+        n_vocab=vocabulary.size,
+        eos_token=list(vocabulary.eos_ids),
+    )
+
+
+class _TokenTable:
+    """The attributes that llguidance reads of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        names = {
+            index: vocabulary.tokenizer.token(index).encode()
+            for index in vocabulary.tokenizer.special_ids
+            if index < vocabulary.size
+        }
+        unused = {i for i, token in enumerate(vocabulary.bytes_V) if not token}
+        self.tokens = [
+            token or names.get(index, b"<[%d]>" % index)
+            for index, token in enumerate(vocabulary.bytes_V)
+        ]
+        self.special_token_ids = sorted(unused)
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self._encode = vocabulary.encode
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._encode(text.encode() if isinstance(text, str) else text)
+
+
+def match_bytes(
+    text: str, what: str, data: bytes, explain: Callable[[str], str] = str
+) -> tuple[bool, bool]:
+    """Return whether bytes are the beginning of a text of a grammar, and whether they are one.
+
+    text: the grammar in llguidance's form. Raises GrammarError for one that is not supported.
+    """
+    llguidance = _llguidance()
+    matcher = llguidance.LLMatcher(_byte_tokenizer(), text, log_level=0)
+    if matcher.is_error():
+        raise GrammarError(f"{what} is not supported: {explain(_one_line(matcher.get_error()))}")
+    if matcher.try_consume_tokens(list(data)) != len(data):
+        return False, False
+    return True, bool(matcher.is_accepting())
+
+
+@lru_cache(maxsize=1)
+def _byte_tokenizer() -> Any:
+    return _llguidance().LLTokenizer("byte")

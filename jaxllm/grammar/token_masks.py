@@ -1,0 +1,151 @@
+"""Masks of grammars inside compiled programs: a call from XLA to Python with the text so far.
+
+A mask depends on nothing but the grammar and the generated tokens. So the loops that fork, rewind,
+reorder or speculate need not know of it: whatever text they hold, its mask is that of this text.
+The matchers of recent texts are kept; the one of a text is made from that of the text before its
+last token.
+"""
+
+import ctypes
+import zlib
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.grammar.grammar import CompiledGrammar, Grammar
+from jaxllm.grammar.vocabulary import Vocabulary
+from jaxllm.ops import native
+
+_MAX_TEXTS = 4096  # matchers kept for each grammar
+_MAX_GRAMMARS = 1024
+_NO_GRAMMAR = 0
+
+
+class _Texts:
+    """The states of a grammar after recent texts, by their token ids as bytes."""
+
+    def __init__(self, compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
+        self._compiled = compiled
+        self._states: OrderedDict[bytes, Any] = OrderedDict()
+        self._eos = np.zeros(-(-vocabulary.size // 32), np.uint32)
+        for index in vocabulary.eos_ids:
+            self._eos[index // 32] |= np.uint32(1 << index % 32)
+
+    def mask(self, text: bytes) -> np.ndarray:
+        """Return the mask after a text: the end of text alone if it is none of the grammar."""
+        state = self._state(text)
+        return self._eos if state is None else self._compiled.mask(state)
+
+    def _state(self, text: bytes) -> Any:
+        if not text:
+            return self._compiled.start
+        if text in self._states:
+            self._states.move_to_end(text)
+            return self._states[text]
+        known = len(text) - 4
+        while known and text[:known] not in self._states:
+            known -= 4
+        state = self._states[text[:known]] if known else self._compiled.start
+        for token in np.frombuffer(text[known:], np.int32).tolist():
+            state = None if state is None else self._compiled.advance(state, token)
+        self._states[text] = state
+        if len(self._states) > _MAX_TEXTS:
+            self._states.popitem(last=False)
+        return state
+
+
+_GRAMMARS: OrderedDict[int, _Texts] = OrderedDict()
+_LOCK = Lock()
+
+
+def register(grammar: Grammar, vocabulary: Vocabulary) -> int:
+    """Compile a grammar for `mask_tokens`; return its number, equal in all processes."""
+    compiled = grammar.compile(vocabulary)
+    native.set_mask_function(_C_MASK)  # here: a kept program is loaded without being traced
+    name = repr((grammar, vocabulary.tokenizer.name, vocabulary.size, vocabulary.eos_ids))
+    number = (zlib.crc32(name.encode()) & 0x7FFFFFFF) or 1
+    with _LOCK:
+        _GRAMMARS.setdefault(number, _Texts(compiled, vocabulary))
+        _GRAMMARS.move_to_end(number)
+        if len(_GRAMMARS) > _MAX_GRAMMARS:
+            _GRAMMARS.popitem(last=False)
+    return number
+
+
+def mask_tokens(
+    grammar_B: jax.Array, prompt_B: jax.Array, length_B: jax.Array, token_BL: jax.Array, size: int
+) -> jax.Array:
+    """Return which tokens may follow in each row, bool `[B, V]`, inside a compiled program.
+
+    Args:
+      grammar_B: numbers of `register`; 0 allows every token.
+      prompt_B: where the generated text begins. length_B: where it ends.
+      token_BL: the text.
+      size: V.
+    """
+    words = -(-size // 32)
+    out = jax.ShapeDtypeStruct((*prompt_B.shape, words), jnp.uint32)
+    arrays = grammar_B, prompt_B, length_B, token_BL
+    if native.is_enabled() and jax.default_backend() == "cpu":
+        call = jax.ffi.ffi_call("jaxllm_mask_tokens", out, vmap_method="broadcast_all")
+        bits_BW = call(*arrays)
+    else:
+        bits_BW = jax.pure_callback(_mask_arrays, out, *arrays, vmap_method="broadcast_all")
+    index_V = np.arange(size, dtype=np.uint32)
+    word_BV = jnp.take(bits_BW, (index_V >> 5).astype(np.int32), axis=-1)
+    return (word_BV >> jnp.broadcast_to(index_V & 31, word_BV.shape)) & 1 != 0
+
+
+def _mask_arrays(grammar_B: Any, prompt_B: Any, length_B: Any, token_BL: Any) -> np.ndarray:
+    """Return the masks of rows, uint32 `[..., W]`; leading axes are rows."""
+    grammar_B, prompt_B, length_B, token_BL = map(
+        np.asarray, (grammar_B, prompt_B, length_B, token_BL)
+    )
+    rows = [
+        _row_mask(int(grammar), token_L[int(prompt) : int(length)].tobytes())
+        for grammar, prompt, length, token_L in zip(
+            grammar_B.reshape(-1),
+            prompt_B.reshape(-1),
+            length_B.reshape(-1),
+            token_BL.reshape(-1, token_BL.shape[-1]),
+            strict=True,
+        )
+    ]
+    width = max((row.size for row in rows if row is not None), default=0)
+    full = np.full(width, 0xFFFFFFFF, np.uint32)
+    return np.stack([full if row is None else row for row in rows]).reshape(*prompt_B.shape, width)
+
+
+def _row_mask(grammar: int, text: bytes) -> np.ndarray | None:
+    """Return the mask of a text; None allows every token."""
+    with _LOCK:
+        texts = _GRAMMARS.get(grammar)
+        return None if texts is None else texts.mask(text)
+
+
+def _fill_masks(
+    grammar: int, prompt: int, length: int, token: int, rows: int, width: int, bits: int, words: int
+) -> None:
+    """Fill the masks of rows, given the addresses of arrays: `_mask_arrays` for the kernels."""
+
+    def array(address: int, *shape: int) -> np.ndarray:
+        count = int(np.prod(shape))
+        memory = (ctypes.c_int32 * count).from_address(address)
+        return np.frombuffer(memory, np.int32).reshape(shape)
+
+    bits_BW = array(bits, rows, words).view(np.uint32)
+    bits_BW[:] = 0xFFFFFFFF  # whatever goes wrong, the loops end and their text is checked
+    grammar_B, prompt_B, length_B = (array(x, rows) for x in (grammar, prompt, length))
+    token_BL = array(token, rows, width)
+    for row in range(rows):
+        begin, end = int(prompt_B[row]), int(length_B[row])
+        found = _row_mask(int(grammar_B[row]), token_BL[row, begin:end].tobytes())
+        if found is not None:
+            bits_BW[row] = found
+
+
+_C_MASK = native.MaskFunction(_fill_masks)

@@ -1,0 +1,92 @@
+"""Regular expressions as automata over bytes, against Python's `re`."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import GrammarError
+from jaxllm.grammar.regex import DEAD, ByteAutomaton, compile_choice, compile_regex
+from tests.grammar.patterns import PATTERNS, random_text
+
+
+def _walk(automaton: ByteAutomaton, rng: random.Random) -> bytes:
+    """Return bytes that the automaton allows, often all of a text."""
+    state, found = 0, bytearray()
+    for _ in range(rng.randrange(14)):
+        allowed = np.flatnonzero(automaton.next_SN[state] != DEAD)
+        if not allowed.size or (automaton.accepts_S[state] and rng.random() < 0.2):
+            break
+        found.append(int(rng.choice(allowed.tolist())))
+        state = int(automaton.next_SN[state, found[-1]])
+    return bytes(found)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_automaton_accepts_what_re_fullmatch_accepts(pattern: str) -> None:
+    """On 340 texts of each pattern, half of them walks through the automaton."""
+    automaton, expected, rng = compile_regex(pattern), re.compile(pattern), random.Random(pattern)
+    texts = [random_text(rng) for _ in range(170)]
+    texts += [_walk(automaton, rng).decode(errors="ignore") for _ in range(170)]
+    assert any(map(expected.fullmatch, texts))
+    for text in texts:
+        state = automaton.run(text.encode())
+        accepted = state != DEAD and bool(automaton.accepts_S[state])
+        assert accepted == (expected.fullmatch(text) is not None), text
+
+
+@pytest.mark.parametrize("pattern", [r"(ab)*", r"[0-9]{4}-[0-9]{2}", r"[^x]?", r"(a|b)*abb"])
+def test_automaton_is_minimal_without_dead_ends(pattern: str) -> None:
+    """No two states have the same future, and each leads to an end."""
+    automaton = compile_regex(pattern)
+    S = automaton.accepts_S.size
+    differ = automaton.accepts_S[:, None] != automaton.accepts_S[None]
+    for _ in range(S):  # pairs that some text tells apart
+        wide = np.pad(differ, ((0, 1), (0, 1)), constant_values=True)
+        wide[S, S] = False
+        for byte in range(256):
+            after = automaton.next_SN[:, byte]
+            differ = differ | wide[after[:, None], after[None]]
+    assert differ.sum() == S * (S - 1)
+    ends = automaton.accepts_S.copy()
+    for _ in range(S):
+        ends |= np.append(ends, False)[automaton.next_SN].any(axis=1)
+    assert ends.all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("(?=a)b", "look-around"),
+        (r"(a)\1", "a reference to a group"),
+        ("a(", "is invalid: missing"),
+        (".{0,100000}", "too large"),
+        (r"[^\x00-\U0010ffff]", "matches no text"),
+        (r"a\bb", "word boundary"),
+        ("a++", "possessive"),
+        ("(?m)a", "flag"),
+        ("(a|b)*a(a|b){20}", "needs more than 20,000 states"),
+    ],
+)
+def test_unsupported_pattern_is_refused_by_name(pattern: str, message: str) -> None:
+    """In one line."""
+    with pytest.raises(GrammarError, match=re.escape(message)) as error:
+        compile_regex(pattern)
+    assert "\n" not in str(error.value)
+
+
+def test_choice_accepts_exactly_its_texts() -> None:
+    """Also texts that begin like others, and none outside."""
+    texts = ["yes", "yesterday", "nö", "", "日本"]
+    automaton = compile_choice(texts)
+    for text in [*texts, "y", "ye", "yester", "n", "日", "no"]:
+        state = automaton.run(text.encode())
+        assert (state != DEAD and bool(automaton.accepts_S[state])) == (text in texts)
+
+
+@pytest.mark.parametrize("texts", [[], "yes", [1], None])
+def test_invalid_choice_is_refused(texts: object) -> None:
+    """An empty list, a single text, and what is no text."""
+    with pytest.raises(GrammarError, match="choice must be a list"):
+        compile_choice(texts)  # type: ignore[arg-type]
