@@ -64,7 +64,9 @@ def bench(
     if sparse is not None:
         from jaxllm.compress.pipeline import prune_to_format
         from jaxllm.lm import shard_like, to_one_device
+        from jaxllm.weights.sparse_speed import log_slow_formats
 
+        log_slow_formats([sparse], log)
         lm = shard_like(prune_to_format(to_one_device(lm), sparse), lm)
         log(f"pruned by magnitude to {sparse}, for timing only: the output is meaningless")
     context = lm.config.context_length

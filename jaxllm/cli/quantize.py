@@ -47,12 +47,14 @@ def quantize(
         from jaxllm.convert.registry import open_checkpoint
         from jaxllm.lm import load
         from jaxllm.weights.quantize import resolve_rules
+        from jaxllm.weights.sparse_speed import log_slow_formats
 
     chosen = (
         read_rules(rules) if rules else name or _format_name(bits, group, zero_point, half_scales)
     )
-    resolve_rules(chosen)
+    formats = [row[1] for row in resolve_rules(chosen)]
     check_output_directory(target)  # before the work, not after it
+    log_slow_formats(formats, log)
     load(model, dtype=dtype, quantize=chosen).save(target)
     opened, result = open_checkpoint(model), open_checkpoint(target)
     before, after = (sum(t.nbytes for t in c.tensors.values()) for c in (opened, result))

@@ -20,6 +20,7 @@ from jaxllm.config.model import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext, Layer, rotary_angles
+from jaxllm.models.modules import Head
 from jaxllm.ops.compile_cache import load_or_make
 from jaxllm.runtime.schema import as_schema
 from jaxllm.weights.model import Model
@@ -89,6 +90,24 @@ def run_layer(
     scope = AttentionContext(position_BT, angles=rotary_angles(c, position_BT, length_B))
     ran: Layer = made.apply({"params": params}, x_BTD, scope)
     return ran
+
+
+def head_params(model: Model, params: Params) -> Params:
+    """Return the parameters of the head alone: those that `compute_logits` reads."""
+    c = model.config
+    name = get_family(c.model_type).token_table if c.tie_word_embeddings else "lm_head"
+    return {name: params[name]}
+
+
+def compute_logits(model: Model, head: Params, norm_BTD: jax.Array) -> jax.Array:
+    """Return the logits of an unsharded model, float32 `[B, T, V]`, from its final norm's output.
+
+    head: `head_params` of the model.
+    """
+    (module,) = head.values()
+    made: Any = Head(model.config, model.precision)
+    logits: jax.Array = made.apply({"params": head}, norm_BTD, module["weight"])
+    return logits
 
 
 def config_from_dict(data: Any, where: str = "the configuration") -> ModelConfig:

@@ -329,9 +329,7 @@ class Decoder(Model, nn.Module):
         layers, x = run_blocks(blocks, x, scope, self.remat, self.runner)
         norm = scope.gather_tokens(self.final_norm(x))
         logits = unembed(c, p, table, select_columns(norm, column_B))
-        if c.logits_scale != 1:
-            logits = logits * c.logits_scale
-        return Trace(embeddings, layers, norm, ops.soft_cap(logits, c.logits_cap))
+        return Trace(embeddings, layers, norm, logits)
 
     def finish_embeddings(self, x: jax.Array, position_BT: jax.Array) -> jax.Array:
         """Return the input of the first layer from the embeddings of the tokens."""

@@ -118,8 +118,24 @@ def select_columns(x_BTD: jax.Array, column_B: jax.Array | None) -> jax.Array:
     return jnp.take_along_axis(x_BTD, column_B[:, None, None], axis=1)
 
 
+class Head(nn.Module):
+    """The logits, soft-capped and scaled, from the final norm's output."""
+
+    config: ModelConfig
+    precision: Precision
+
+    @nn.compact
+    def __call__(self, x: jax.Array, table: Any) -> jax.Array:
+        return unembed(self.config, self.precision, table, x)
+
+
 def unembed(config: ModelConfig, precision: Precision, table: Any, x: jax.Array) -> jax.Array:
     """Return float32 logits, from the embedding table if tied, else from `lm_head`."""
     if config.tie_word_embeddings:
-        return linear(x, table)
-    return Linear(config.vocab_size, False, precision, out_dtype="float32", name="lm_head")(x)
+        logits = linear(x, table)
+    else:
+        head = Linear(config.vocab_size, False, precision, out_dtype="float32", name="lm_head")
+        logits = head(x)
+    if config.logits_scale != 1:
+        logits = logits * config.logits_scale
+    return ops.soft_cap(logits, config.logits_cap)

@@ -36,7 +36,7 @@ from jaxllm.runtime.validation import check_token_ids
 from jaxllm.sharding.sharded_model import replicate_arrays
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
+from jaxllm.train.objective import LossOutput, NextToken, forward, next_token_loss
 from jaxllm.train.partition import Rules
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.model import Model
@@ -101,8 +101,9 @@ class PrefixLoss:
         begin, position_BT = next_position(segments), jnp.asarray(rows.position_BT)
         position_BT = jnp.where(position_BT < 0, position_BT, position_BT + begin)
         moved = rows.replace(position_BT=position_BT)
-        trace = forward(model, remove_prompt(params), moved, segments)
-        return LossOutput(*cross_entropy(trace.logits, rows.label_BT))
+        params = remove_prompt(params)
+        trace = forward(model, params, moved, segments)
+        return LossOutput(*next_token_loss(model, params, trace, rows.label_BT))
 
 
 def check_context(model: Model, prefix: int, width: int) -> None:

@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.moe import MoEConfig
 from jaxllm.train.data.rows import Rows
 from jaxllm.train.jobs import TrainJob
-from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
+from jaxllm.train.objective import LossOutput, NextToken, forward, next_token_loss
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -68,7 +68,7 @@ class BalancedLoss:
         self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
         trace = forward(model, params, rows)
-        total, weight = cross_entropy(trace.logits, rows.label_BT)
+        total, weight = next_token_loss(model, params, trace, rows.label_BT)
         scores = [layer.router for layer in trace.layers if layer.router is not None]
         config: Any = model.config
         count = config.num_experts_per_tok

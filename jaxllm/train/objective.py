@@ -5,12 +5,14 @@ weight tokens by the size of their batch.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
-from jaxllm import steps
+from jaxllm import models, steps
 from jaxllm.errors import ConfigError
 from jaxllm.models.layers import Trace
 from jaxllm.ops.token_logprobs import AxisNames, log_likelihood
@@ -19,6 +21,8 @@ from jaxllm.sharding.pipeline.one_f_one_b import PipelineLoss, make_pipeline_los
 from jaxllm.train.data.rows import IGNORED, Rows
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
+
+CHUNK_BYTES = 64 * 2**20  # of the logits that exist at once
 
 
 class LossOutput(NamedTuple):
@@ -83,7 +87,89 @@ class NextToken:
     def __call__(
         self, model: Model, params: Params, extra_inputs: Any, rows: Rows, key: jax.Array
     ) -> LossOutput:
-        return LossOutput(*cross_entropy(forward(model, params, rows).logits, rows.label_BT))
+        trace = forward(model, params, rows)
+        return LossOutput(*next_token_loss(model, params, trace, rows.label_BT))
+
+
+def next_token_loss(
+    model: Model, params: Params, trace: Trace, label_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the `cross_entropy` of a forward pass, of which many logits never exist at once.
+
+    Logits of more than `CHUNK_BYTES` are computed again from the final norm's output, for some
+    tokens at a time. XLA then removes those of the trace, if nothing else reads them. On a mesh,
+    logits are sharded instead.
+    """
+    tokens = label_BT.size
+    chunks = -(-4 * tokens * model.config.vocab_size // CHUNK_BYTES)
+    if model.is_sharded or chunks <= 1:
+        return cross_entropy(trace.logits, label_BT)
+    size = -(-tokens // chunks)
+    padding = (0, size * chunks - tokens)
+    label_N = jnp.pad(label_BT.reshape(-1), padding, constant_values=IGNORED)
+    x_ND = jnp.pad(trace.norm.reshape(tokens, -1), (padding, (0, 0)))
+    total = _sum_chunks(
+        model,
+        models.head_params(model, params),
+        x_ND.reshape(chunks, 1, size, -1),
+        (label_N.reshape(chunks, 1, size), jnp.arange(chunks)),
+    )
+    return total, (label_N != IGNORED).sum().astype(jnp.float32)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _sum_chunks(
+    model: Model, head: Params, x_C1SD: jax.Array, labels: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Return the summed cross-entropy of C chunks of tokens, float32.
+
+    A chunk's gradient is computed together with its loss. So no logits are stored for the backward
+    pass or computed again in it.
+
+    Args:
+        head: Parameters of the head; only those that are differentiated have a gradient.
+        x_C1SD: The final norm's output.
+        labels: Labels `[C, 1, S]` and numbers `[C]` of the chunks.
+    """
+    return jax.lax.map(lambda chunk: _chunk_loss(model, head, *chunk), (x_C1SD, labels)).sum()
+
+
+@partial(_sum_chunks.defjvp, symbolic_zeros=True)
+def _(model: Model, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (head, *chunks), (head_tangent, x_tangent, _) = primals, tangents
+    arrays, structure = jax.tree.flatten(head)
+    moved = jax.tree.leaves(head_tangent)
+    trained = {i: x for i, x in enumerate(arrays) if not isinstance(moved[i], SymbolicZero)}
+
+    def loss(trained: dict[int, jax.Array], *chunk: Any) -> jax.Array:
+        leaves = [trained.get(i, x) for i, x in enumerate(arrays)]
+        return _chunk_loss(model, jax.tree.unflatten(structure, leaves), *chunk)
+
+    def add_chunk(sums: Any, chunk: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        total, (gradient, x_gradient) = jax.value_and_grad(loss, (0, 1))(trained, *chunk)
+        sums = jax.tree.map(lambda old, new: old + new.astype(jnp.float32), sums, gradient)
+        return sums, (total, x_gradient)
+
+    zeros = {i: jnp.zeros(x.shape, jnp.float32) for i, x in trained.items()}
+    sums, (totals, x_gradient) = jax.lax.scan(add_chunk, zeros, tuple(chunks))
+    terms = [(gradient, moved[i]) for i, gradient in sums.items()]
+    terms += [] if isinstance(x_tangent, SymbolicZero) else [(x_gradient, x_tangent)]
+    products = [jnp.vdot(g.astype(jnp.float32), t.astype(jnp.float32)) for g, t in terms]
+    return totals.sum(), sum(products, jnp.zeros((), jnp.float32))
+
+
+def _chunk_loss(
+    model: Model, head: Params, x_1SD: jax.Array, labels: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Return the summed cross-entropy of one chunk; its number selects the dropout mask."""
+    label_1S, number = labels
+
+    def fold_key(leaf: jax.Array) -> jax.Array:
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.fold_in(leaf, number) if is_key else leaf
+
+    logits = models.compute_logits(model, jax.tree.map(fold_key, head), x_1SD)
+    return cross_entropy(logits, label_1S)[0]
 
 
 def log_likelihoods(logits_BTV: jax.Array, label_BT: jax.Array, over: AxisNames = ()) -> jax.Array:

@@ -5,7 +5,7 @@
     python scripts/benchmarks/memory.py training CHECKPOINT [--ways full LoRA QLoRA]
     python scripts/benchmarks/memory.py mesh MODEL --meshes none tensor=2 data=2,tensor=4
     python scripts/benchmarks/memory.py fsdp demo:llama --meshes data=2 data=8
-    python scripts/benchmarks/memory.py logits --meshes tensor=2 tensor=4
+    python scripts/benchmarks/memory.py logits --meshes none tensor=2 tensor=4
     python scripts/benchmarks/memory.py sequence --meshes none sequence=8 --length 4096
 
 formats: peak memory of loading, prefill and decoding, GB. The first process of a row compiles its
@@ -15,7 +15,8 @@ commands: the same for `jaxllm quantize` and `jaxllm convert`.
 training: the same for two steps of one row; "state" is the memory held between steps.
 mesh: weights on each device, and the estimate of `jaxllm plan`.
 fsdp: bytes of a training step without and with FSDP.
-logits: bytes of a training step with gathered and with sharded logits.
+logits: bytes of a training step that holds all logits, and of one that trains as jaxllm does: with
+sharded logits, or on one device (`--meshes none`) with those of a chunk of tokens.
 sequence: arguments and temporary arrays of a prefill and of a loss gradient.
 The last three run no step: the figures are XLA's memory analysis.
 
@@ -228,7 +229,7 @@ def compile_fsdp(mesh: str, path: str, rows: int, length: int) -> list[int]:
 
 
 def compile_logits(mesh: str, vocabulary: int, rows: int, length: int) -> list[int]:
-    """Return a device's temporary bytes and sent bytes, each with gathered and sharded logits."""
+    """Return a device's temporary bytes and sent bytes, each with all logits and in training."""
     from jaxllm.sharding.collective_stats import count_collectives
     from jaxllm.train.distill.student_init import init_params
     from jaxllm.train.objective import LossOutput, NextToken, cross_entropy, forward
@@ -320,7 +321,7 @@ ON_MESHES: dict[str, tuple[Callable[..., list[int]], str, str]] = {
     "logits": (
         compile_logits,
         "vocabulary rows length",
-        "temporary: gathered|sharded|sent: gathered|sharded",
+        "temporary: all logits|training|sent: all logits|training",
     ),
     "sequence": (compile_sequence, "length", "prompt|gradient"),
 }

@@ -7,12 +7,14 @@ import jax
 from jaxllm.compress.recipe import FORMAT, ModelState, Options, RuleOptions, Step, StepContext
 from jaxllm.weights.formats import Weight, as_format, as_weight, parse_format
 from jaxllm.weights.paths import first_match, map_leaves
+from jaxllm.weights.sparse_speed import log_slow_formats
 from jaxllm.weights.types.base import WeightBase
 from jaxllm.weights.types.int_weight import IntWeight
 
 
 def store(context: StepContext[RuleOptions]) -> ModelState:
     """Convert weights to another format; values may round."""
+    log_slow_formats([context.argument], context.log)
     rule = [(context.options.on, True)]
 
     def change(path: str, leaf: Weight) -> Weight:

@@ -1,0 +1,37 @@
+"""The speed of sparse formats: a warning before one is stored that this processor decodes slowly.
+
+A sparse weight has fewer bytes, but a kernel has to expand it. Which of the two decides depends on
+the instruction set.
+"""
+
+from collections.abc import Callable, Iterable
+
+import jax
+
+from jaxllm.ops import native
+
+# Instruction set -> format -> decoding speed, as a ratio to the dense format: tokens per second of
+# a whole model with one row (docs/benchmarks/compression.md). Unmeasured formats are absent.
+DECODE_SPEED: dict[str, dict[str, float]] = {
+    "avx512-amx": {  # the slower of two runs, on a machine that was not idle
+        "bfloat16-2:4": 1.32,
+        "int8-2:4": 1.14,
+        "bfloat16-bitmap": 1.35,
+        "int8-bitmap": 1.01,
+    },
+}
+
+
+def log_slow_formats(names: Iterable[str | None], log: Callable[[str], None]) -> None:
+    """Log each of these formats that this processor decodes more slowly than its dense format."""
+    if not native.is_enabled() or jax.default_backend() != "cpu":
+        return
+    isa = str(native.isa())
+    for name in dict.fromkeys(names):
+        ratio = DECODE_SPEED.get(isa, {}).get(str(name), 1.0)
+        if ratio < 1:
+            dense = str(name).rpartition("-")[0]
+            log(
+                f"{name} decodes at {ratio:.2g}x the speed of {dense} on this processor ({isa}):"
+                " see docs/benchmarks/compression.md"
+            )
