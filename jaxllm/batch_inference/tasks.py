@@ -75,9 +75,7 @@ def format_completion(result: Completion | JaxllmError) -> Answer:
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
         **(
-            {}
-            if result.grammar_complete is None
-            else {"grammar_complete": result.grammar_complete}
+            {} if result.grammar_complete is None else {"grammar_complete": result.grammar_complete}
         ),
         "seed": result.seed,
     }

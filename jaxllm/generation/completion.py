@@ -81,11 +81,18 @@ class GenerationConfig:
     batch_invariant: bool
     adapter: str | list[str | None] | None
     matcher: Matcher | None
+    fast_forward: bool
 
     @property
     def checks_every_token(self) -> bool:
         """Return whether Python must decide after each token whether to continue."""
         return bool(self.stop_strings or self.stopping_criteria)
+
+    def can_fast_forward(self, rows: int) -> bool:
+        """Return whether to run tokens that the grammar forces in one pass."""
+        if self.matcher is None or not self.fast_forward or rows > 1 or self.overflow is not None:
+            return False
+        return self.matcher.can_force
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +246,10 @@ class StopTracker:
         """Add the tokens after those that were pushed before."""
         for token in tokens[self._count :]:
             self.push(token)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that the grammar forces after the pushed ones."""
+        return [] if self._matcher is None else self._matcher.forced()
 
     @property
     def grammar_complete(self) -> bool | None:

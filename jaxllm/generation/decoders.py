@@ -52,7 +52,8 @@ class PlainGeneration(Decoder):
         prompts = [p for p in prompts for _ in range(config.num_return_sequences)]
         tokens_BT, arguments = generation_args(prompts, config)
         trackers = [StopTracker(lm.tokenizer, p, config) for p in prompts]
-        if config.checks_every_token:
+        forces = lm.model.config.segment_length is None and config.can_fast_forward(len(prompts))
+        if config.checks_every_token or forces:
 
             def check_stop(token_B: np.ndarray) -> np.ndarray:
                 for tracker, token in zip(trackers, token_B.tolist(), strict=True):
@@ -61,6 +62,7 @@ class PlainGeneration(Decoder):
                 return np.array([tracker.stopped for tracker in trackers])
 
             arguments["until"] = check_stop
+            arguments["forced"] = trackers[0].forced if forces else None
         result = generate(lm.model, lm.params, tokens_BT, **arguments)
         completions = []
         for row, (prompt, tracker) in enumerate(zip(prompts, trackers, strict=True)):
@@ -184,7 +186,7 @@ class ContrastiveSearch(Decoder):
     def run(
         self, lm: LanguageModel, prompts: Prompts, config: GenerationConfig
     ) -> list[Completion]:
-        options = {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k or 4}
+        options: dict[str, Any] = {"penalty_alpha": self.penalty_alpha, "top_k": self.top_k or 4}
         options["sampler"] = only_masks(config.sampler)
         return _decode_serially(contrastive_search, options, lm, prompts, config)
 

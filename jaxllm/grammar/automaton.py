@@ -59,6 +59,13 @@ class TokenAutomaton:
         return tokens
 
     @cached_property
+    def can_force(self) -> bool:
+        """Whether a state forces two or more tokens."""
+        only = self._only_S >= 0
+        after_S = self.next_SC[np.arange(only.size), self.class_V[np.maximum(self._only_S, 0)]]
+        return bool((only & only[after_S]).any())
+
+    @cached_property
     def _masks(self) -> dict[int, np.ndarray]:
         return {}
 
@@ -83,8 +90,8 @@ def over_tokens(automaton: ByteAutomaton, vocabulary: Vocabulary, what: str) -> 
     states, classes = automaton.accepts_S.size + 1, first_C.size + 1
     if states * classes > MAX_ENTRIES:
         raise GrammarError(
-            f"{what} needs a table of {states:,} states and {classes:,} classes of tokens, more than"
-            f" {MAX_ENTRIES:,} entries. Simplify it, or use lark="
+            f"{what} needs a table of {states:,} states and {classes:,} classes of tokens,"
+            f" more than {MAX_ENTRIES:,} entries. Simplify it, or use lark="
         )
     next_SC = np.full((states, classes), DEAD, np.int32)
     rows_S = np.arange(states - 1)

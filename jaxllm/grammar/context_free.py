@@ -36,6 +36,8 @@ class ContextFreeGrammar:
     start: MatcherState
     vocabulary: Vocabulary
 
+    can_force = True  # where spelling is canonical
+
     def advance(self, state: MatcherState, token: int) -> MatcherState | None:
         """Return the state after a token; None if it is not allowed."""
         if state.ended or token in self.vocabulary.eos_ids:
@@ -63,10 +65,16 @@ class ContextFreeGrammar:
         return state.ended or bool(state.matcher.is_accepting())
 
     def forced(self, state: MatcherState) -> list[int]:
-        """Return the tokens that must follow, one after the other."""
-        if state.ended or self.is_complete(state):
-            return []
-        tokens: list[int] = state.matcher.deep_copy().compute_ff_tokens()
+        """Return the tokens that must follow, one after the other: each is the only one allowed."""
+        tokens: list[int] = []
+        after: MatcherState | None = state
+        found = [] if self.is_complete(state) else state.matcher.deep_copy().compute_ff_tokens()
+        for token in found:
+            if after is None or np.bitwise_count(self.mask(after)).sum() != 1:
+                break
+            after = self.advance(after, token)
+            if after is not None:
+                tokens.append(token)
         return tokens
 
     @cached_property
@@ -96,7 +104,10 @@ def compile_context_free(
 
 
 def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
-    """Return a JSON schema in llguidance's form. whitespace: a regex for each place, "" for none."""
+    """Return a JSON schema in llguidance's form.
+
+    whitespace: a regex for each place, "" for none.
+    """
     options: dict[str, Any] = {"whitespace_flexible": bool(whitespace), "lenient": False}
     if whitespace:
         options["whitespace_pattern"] = whitespace

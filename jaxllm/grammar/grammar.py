@@ -1,4 +1,4 @@
-"""`Grammar`, the texts that a row may write, and `Matcher`, a place in such a text; both immutable."""
+"""`Grammar`, the texts that a row may write, and `Matcher`, a place in one; both immutable."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +35,8 @@ class CompiledGrammar(Protocol):
     def advance(self, state: Any, token: int) -> Any | None: ...
     def mask(self, state: Any) -> np.ndarray: ...
     def is_complete(self, state: Any) -> bool: ...
+    @property
+    def can_force(self) -> bool: ...
     def forced(self, state: Any) -> list[int]: ...
 
 
@@ -47,7 +49,7 @@ class Grammar:
         text: The regex, the Lark or GBNF grammar; the schema or the choices as JSON.
         whitespace: Of a JSON schema: a regex for the whitespace allowed in each place.
         spelling: "any": every sequence of tokens that spells an allowed text. "canonical": where
-            the text is forced, only the tokens that the tokenizer would use. The texts are the same.
+            the text is forced, only the tokens that the tokenizer would use. The texts are equal.
     """
 
     kind: Kind
@@ -68,8 +70,7 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Iterable[str]) -> Self:
         """One of these texts. Raises GrammarError for an empty list."""
-        texts = texts if isinstance(texts, str) else list(texts)
-        compile_choice(texts)  # type: ignore[arg-type]  # refuses a single text
+        compile_choice(texts := texts if isinstance(texts, str) else list(texts))
         return cls("choice", json.dumps(texts))
 
     @classmethod
@@ -98,7 +99,8 @@ class Grammar:
                 raise GrammarError(f"json_schema is not JSON: {error}") from None
         if not isinstance(schema, Mapping | bool):
             raise GrammarError(
-                f"json_schema must be a mapping, its JSON text or a pydantic model: got {schema!r:.60}"
+                "json_schema must be a mapping, its JSON text or a pydantic model: got"
+                f" {schema!r:.60}"
             )
         try:
             text = json.dumps(schema)
@@ -245,6 +247,11 @@ class Matcher:
         return self._compiled.forced(self._state)
 
     @property
+    def can_force(self) -> bool:
+        """Whether two or more tokens may be forced in a row."""
+        return self._compiled.can_force
+
+    @property
     def complete(self) -> bool:
         """Whether the text may end here."""
         return self._compiled.is_complete(self._state)
@@ -278,4 +285,3 @@ def as_grammar(value: Any, kind: Kind) -> Grammar:
         value = value.split(",")
     make: Any = getattr(Grammar, kind)
     return make(value)
-

@@ -14,6 +14,7 @@ import re._parser as parser  # type: ignore[import-not-found]
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -156,7 +157,8 @@ class _Builder:
             self._flags = before
             return end
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeat(*value, start)
+            low, high, inner = value
+            return self._repeat(low, high, list(inner), start)
         if kind is op.AT:
             return self._anchor(value, start, first, last)
         if kind in _REFUSED:
@@ -165,8 +167,7 @@ class _Builder:
             )
         return self._characters(self._item_ranges(kind, value), start)
 
-    def _repeat(self, low: int, high: Any, items: Any, start: int) -> int:
-        items = list(items)
+    def _repeat(self, low: int, high: Any, items: list[Any], start: int) -> int:
         for _ in range(low):
             start = self.sequence(items, start, False, False)
         if high is op.MAXREPEAT:
@@ -291,7 +292,13 @@ def _category(name: str, ascii_only: bool) -> Ranges:
 def _utf8_sequences(ranges: Ranges) -> Iterable[tuple[tuple[int, int], ...]]:
     """Yield sequences of byte ranges that together spell exactly these code points in UTF-8."""
     for low, high in ranges:
-        for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, _LAST)):
+        for first, last in (
+            (0, 0x7F),
+            (0x80, 0x7FF),
+            (0x800, 0xD7FF),
+            (0xE000, 0xFFFF),
+            (0x10000, _LAST),
+        ):
             a, b = max(low, first), min(high, last)
             if a <= b:
                 yield from _split(chr(a).encode(), chr(b).encode())
@@ -337,7 +344,7 @@ def _determine(builder: _Builder, end: int, what: str) -> ByteAutomaton:
         row = np.full(256, DEAD, np.int32)
         edges = [edge for state in subset for edge in builder.edges[state]]
         cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
-        for low, above in zip(cuts, cuts[1:], strict=False):
+        for low, above in pairwise(cuts):
             targets = [target for first, last, target in edges if first <= low <= last]
             if not targets:
                 continue
@@ -376,7 +383,8 @@ def can_finish(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
 
 def _minimize(next_SN: np.ndarray, accepts_S: np.ndarray) -> ByteAutomaton:
     """Merge states that accept the same texts; state 0 stays the start."""
-    class_S, count = accepts_S.astype(np.int32), 0
+    class_S: np.ndarray = accepts_S.astype(np.int32)
+    count = 0
     while True:
         signature_SX = np.concatenate([class_S[:, None], np.append(class_S, DEAD)[next_SN]], axis=1)
         _, first, class_S = np.unique(signature_SX, axis=0, return_index=True, return_inverse=True)

@@ -135,7 +135,7 @@ def _fill_masks(
     def array(address: int, *shape: int) -> np.ndarray:
         count = int(np.prod(shape))
         memory = (ctypes.c_int32 * count).from_address(address)
-        return np.frombuffer(memory, np.int32).reshape(shape)
+        return np.frombuffer(memoryview(memory), np.int32).reshape(shape)
 
     bits_BW = array(bits, rows, words).view(np.uint32)
     bits_BW[:] = 0xFFFFFFFF  # whatever goes wrong, the loops end and their text is checked

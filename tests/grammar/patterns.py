@@ -34,7 +34,7 @@ PATTERNS = [
     r"(?i)[a-c]ß+",
     r"(?i)ks|[^x]",
 ]
-ALPHABET = "KkKſsSÉéXCByab12xyz,. -\"\\一龥😀A\nß9٣_@0eE+"
+ALPHABET = 'KkK\u017fsSÉéXCByab12xyz,. -"\\一龥😀A\nß9٣_@0eE+'
 
 
 def random_text(rng: random.Random) -> str:

@@ -208,7 +208,7 @@ def test_budget_ends_a_text_that_is_not_complete(lm: jaxllm.LM) -> None:
 def test_row_without_a_token_is_an_error(lm: jaxllm.LM, call: str) -> None:
     """Options that ban all that the grammar allows: the error names the place."""
     options: dict[str, Any] = {"choice": ["ab"], "min_new_tokens": 9, "max_new_tokens": 12}
-    with pytest.raises(GrammarError, match="no token was left after [12] new ones"):
+    with pytest.raises(GrammarError, match=r"no token was left after [12] new ones"):
         if call == "serve":
             other = {"prompt": "The", "max_new_tokens": 14}
             found = dict(lm.serve([{"prompt": PROMPT, **options}, other], rows=2, capacity=64))
@@ -279,11 +279,63 @@ def test_second_grammar_compiles_nothing(lm: jaxllm.LM, compiled: list[str]) -> 
     assert Counter(compiled) == before
 
 
+FORMS = {
+    "json": {
+        "json_schema": {
+            **OBJECT,
+            "properties": {"description": {"const": "fine"}, **OBJECT["properties"]},
+            "required": ["description", "ok", "n"],
+        }
+    },
+    "regex": {"regex": "(Mr|Mrs)\\. Longname Smith, aged [0-9]{2}, of London"},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["greedy", "sampled", "penalized"])
+def test_fast_forward_leaves_the_result(lm: jaxllm.LM, form: str, name: str) -> None:
+    """Tokens, log-probabilities, the likeliest tokens, the cache; also where a text stops within
+    forced tokens, and with every budget.
+    """
+    options = {**FORMS[form], **DECODERS[name], "top_logprobs": 2, "max_new_tokens": 80}
+    for more in ({}, {"stop_strings": ["ng"]}, {"max_new_tokens": 7}, {"max_new_tokens": 2}):
+        slow, fast = (
+            lm.generate(PROMPT, **{**options, **more}, fast_forward=on) for on in (False, True)
+        )
+        assert slow.tokens == fast.tokens and slow.text == fast.text
+        assert slow.finish_reason == fast.finish_reason
+        assert slow.cache.tokens() == fast.cache.tokens()
+        np.testing.assert_allclose(slow.logprobs, fast.logprobs, rtol=1e-4, atol=1e-5)
+        pieces = list(lm.stream(PROMPT, **{**options, **more}))
+        assert [p.token for p in pieces] == slow.tokens
+        assert pieces[-1].finish_reason == slow.finish_reason
+        assert "".join(p.text for p in pieces) == slow.text
+        assert pieces[-1].cache.tokens() == slow.cache.tokens()
+
+
+def test_forced_tokens_run_in_one_pass(lm: jaxllm.LM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer passes than tokens."""
+    from jaxllm.generation.loops import generate
+
+    passes: list[int] = []
+
+    def count(tokens: Any, state: Any, options: Any) -> Any:
+        token_1T = forced_run(tokens, state, options)
+        passes.append(1 if token_1T is None else token_1T.shape[1])
+        return token_1T
+
+    forced_run = generate._forced_run
+    monkeypatch.setattr(generate, "_forced_run", count)
+    found = lm.generate(PROMPT, **FORMS["json"], max_new_tokens=80)
+    assert found.grammar_complete and sum(passes) == len(found.tokens) - 1
+    assert len(passes) < len(found.tokens) - 5
+
+
 def test_two_grammars_are_refused(lm: jaxllm.LM) -> None:
     """And so are a value of the wrong kind and a grammar without llguidance's support."""
     with pytest.raises(SamplingError, match="one grammar: regex and choice"):
         lm.generate(PROMPT, regex="a", choice=["b"])
-    with pytest.raises(SamplingError, match="grammar must be a jaxllm.Grammar"):
+    with pytest.raises(SamplingError, match=r"grammar must be a jaxllm\.Grammar"):
         lm.generate(PROMPT, grammar="a")
     for name, value in itertools.product(("regex", "lark", "gbnf"), (3, [], b"a")):
         with pytest.raises(SamplingError, match=name):

@@ -4,7 +4,6 @@ import json
 import pickle
 import random
 import re
-import time
 
 import numpy as np
 import pytest
@@ -180,13 +179,22 @@ def test_whitespace_of_json_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grammar.json_schema({"properties": {"x": {"not": {}}}}), '"not"] at /properties/x/not'),
-        (lambda: Grammar.json_schema({"items": {"type": "sting"}}), "Invalid type: sting at /items/type"),
+        (
+            lambda: Grammar.json_schema({"properties": {"x": {"not": {}}}}),
+            '"not"] at /properties/x/not',
+        ),
+        (
+            lambda: Grammar.json_schema({"items": {"type": "sting"}}),
+            "Invalid type: sting at /items/type",
+        ),
         (lambda: Grammar.json_schema({"$ref": "#/nope"}), "Pointer '/nope' does not exist"),
         (lambda: Grammar.json_schema({"x-guidance": {"lenient": True}}), "would weaken it"),
         (lambda: Grammar.lark("start: nope"), 'unknown name: "nope"'),
         (lambda: Grammar.lark('start: start "a"'), "matches no text"),
-        (lambda: Grammar.lark('start[max_tokens=3]: /a*/'), "max_tokens=, whose matcher cannot go back"),
+        (
+            lambda: Grammar.lark("start[max_tokens=3]: /a*/"),
+            "max_tokens=, whose matcher cannot go back",
+        ),
         (lambda: Grammar.gbnf("root ::= ("), "GBNF grammar is invalid"),
         (lambda: Grammar.regex("\x00\xff[\U0010fffe]"), None),
     ],

@@ -79,9 +79,7 @@ def contrastive_search(
     sampler, key_B = sampler.begin(1), row_keys(0, 1)
     while len(tokens) < max_new_tokens and (not tokens or tokens[-1] not in ends):
         end = len(prompt) + len(tokens)
-        likely_C, token_C = _candidates(
-            logits_V, top_k, sampler, text_L, len(prompt), end, key_B
-        )
+        likely_C, token_C = _candidates(logits_V, top_k, sampler, text_L, len(prompt), end, key_B)
         rows = fork(cache, top_k, capacity=1)
         out = forward(model, params, rows, token_C[:, None], hidden_states=True)
         best, score_C, chosen, said_SD = _best_candidate(likely_C, out, said_SD, end, penalty_alpha)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from flax import struct
 
+from jaxllm.cache.edit import rewind
 from jaxllm.cache.kv import KVCache, check_usable, init_cache
 from jaxllm.errors import SamplingError
 from jaxllm.generation.loops.capacity import (
@@ -26,6 +27,7 @@ from jaxllm.generation.loops.state import (
     LoopConstants,
     StopLimits,
     decode_and_sample,
+    decode_forced,
     decode_until_done,
     is_running,
     sample,
@@ -42,6 +44,10 @@ from jaxllm.weights.paths import Params
 
 # Maps each row's newest token (-1 if the row has ended) to whether the row ends with it.
 Until = Callable[[np.ndarray], np.ndarray]
+# Returns the tokens that must follow the newest one, after `until` was called with it.
+Forced = Callable[[], list[int]]
+
+_MOST_FORCED = 64  # tokens in one pass
 
 
 class GenerateResult(struct.PyTreeNode):
@@ -80,6 +86,8 @@ class GenerateKwargs(TypedDict, total=False):
         eos_token_ids: A row ends with any of these.
         until: Called in Python after every step with each row's newest token; returns which rows
             end.
+        forced: With `until` and a single row: returns the tokens that a grammar forces after the
+            newest one, which then run in one pass. The result is the same without it.
         cache: A cache that the prompts continue; it stays valid.
         overflow: Eviction policy for a full cache; without one, a generation that does not fit
             raises an error.
@@ -94,6 +102,7 @@ class GenerateKwargs(TypedDict, total=False):
     seed: int | jax.Array
     eos_token_ids: Sequence[int]
     until: Until | None
+    forced: Forced | None
     cache: KVCache | None
     overflow: OverflowPolicy | None
     top_logprobs: int
@@ -159,7 +168,7 @@ def _split_until(options: GenerateKwargs) -> tuple[Until | None, Any]:
     until = options.get("until")
     if until is not None and not callable(until):
         raise SamplingError(f"until must be a function of the newest tokens, got {until!r:.60}")
-    return until, {k: v for k, v in options.items() if k != "until"}
+    return until, {k: v for k, v in options.items() if k not in ("until", "forced")}
 
 
 def _prefill(
@@ -285,19 +294,26 @@ def _iterate_steps(
     options: GenerateKwargs,
 ) -> Iterator[tuple[KVCache, DecodeState]]:
     """Yield cache and state after each step, until every row has ended."""
-    overflow = options.get("overflow")
+    overflow, forced = options.get("overflow"), options.get("forced")
     mass, before_B = _requested_mass(options), np.asarray(state.context.prompt_B)
     total = state.mass
     while True:
-        if until is not None:
-            grown_B = np.asarray(state.context.length_B) > before_B
-            ends_B = until(np.where(grown_B, state.newest_B, NO_TOKEN))
-            finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), state.finish_B)
-            state = state.replace(finish_B=jax.device_put(finish_B))
-        before_B = np.asarray(state.context.length_B)
-        yield cache, state
-        if not is_running(state):
-            return
+        for cache_now, now in _each_token(cache, state, before_B):
+            if until is not None:
+                grown_B = np.asarray(now.context.length_B) > before_B
+                ends_B = until(np.where(grown_B, now.newest_B, NO_TOKEN))
+                finish_B = np.where(ends_B & grown_B, np.int32(Finish.STOP), now.finish_B)
+                now = now.replace(finish_B=jax.device_put(finish_B))
+            before_B = np.asarray(now.context.length_B)
+            yield cache_now, now
+            if not is_running(now):
+                return
+        state = now
+        if forced is not None and (token_1T := _forced_run(forced(), state, options)) is not None:
+            constants = LoopConstants(params, cache.frozen, limits)
+            tail, state = _FORCED(model, constants, cache.replace(frozen=()), state, token_1T)
+            cache = tail.replace(frozen=cache.frozen)
+            continue
         if overflow is not None and int(cache.cursor) >= cache.capacity:
             cache, total = make_room(
                 overflow, OverflowState(model, params, cache, state.context, total)
@@ -306,6 +322,37 @@ def _iterate_steps(
         cache, state = _run_program(_STEP, model, params, limits, cache, state, mass)
         if total is not None and state.mass is not None:
             total = total + state.mass
+
+
+def _each_token(
+    cache: KVCache, state: DecodeState, before_B: np.ndarray
+) -> Iterator[tuple[KVCache, DecodeState]]:
+    """Yield cache and state after each of the newest tokens, of which one row may have several."""
+    length_B = np.asarray(state.context.length_B)
+    more = int((length_B - before_B).max()) - 1
+    for back in range(more, 0, -1):
+        at_B = length_B - back
+        context = state.context.replace(length_B=jax.device_put(at_B))
+        newest_B = np.asarray(state.context.token_BL)[np.arange(at_B.size), at_B - 1]
+        running_B = np.full_like(state.finish_B, Finish.RUNNING)
+        newest_B, running_B = jax.device_put((newest_B, running_B))
+        then = state.replace(context=context, newest_B=newest_B, finish_B=running_B)
+        yield rewind(cache, back), then
+    yield cache, state
+
+
+def _forced_run(
+    tokens: list[int], state: DecodeState, options: GenerateKwargs
+) -> np.ndarray | None:
+    """Return the newest token and forced ones to run in one pass, `[1, T]`; None for few.
+
+    T is a power of two, so that few programs are compiled.
+    """
+    new = int(state.context.length_B[0]) - int(state.context.prompt_B[0])
+    room = int(np.max(options["max_new_tokens"])) - new
+    count = min(len(tokens) + 1, room, _MOST_FORCED)
+    width = 1 << (count.bit_length() - 1) if count > 0 else 0
+    return np.array([[int(state.newest_B[0]), *tokens[: width - 1]]]) if width > 1 else None
 
 
 def _run_program(
@@ -344,4 +391,5 @@ def _requested_mass(options: GenerateKwargs) -> MassMode:
 _SAMPLE = CachedJit(sample)
 _STEP = CachedJit(decode_and_sample, static_argnums=(0, 4), donate_argnums=2)
 _LOOP = CachedJit(decode_until_done, static_argnums=(0, 4), donate_argnums=2)
+_FORCED = CachedJit(decode_forced, static_argnums=(0,), donate_argnums=2)
 _PIPELINED_LOOP = CachedJit(decode_pipelined, static_argnums=(0, 4), donate_argnums=2)

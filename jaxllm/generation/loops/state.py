@@ -112,6 +112,28 @@ def decode_and_sample(
     return out.cache, replicate_for_host(state, model)
 
 
+def decode_forced(
+    model: Model, constants: LoopConstants, tail: KVCache, state: DecodeState, token_BT: jax.Array
+) -> tuple[KVCache, DecodeState]:
+    """Run the newest tokens and those that a grammar forces after them in one pass; sample all.
+
+    token_BT: the newest tokens and T - 1 forced ones. Each forced token is sampled from its own
+    logits, of which the mask leaves it alone; so the state is that of T steps.
+    """
+    position_BT = (
+        tail.next_position_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
+    )
+    out = run_and_commit(
+        model, constants.params, constants.frozen, tail, token_BT, position_BT, attention_mass=False
+    )
+
+    def sample_column(state: DecodeState, logits_BV: jax.Array) -> tuple[DecodeState, None]:
+        return sample(constants.limits, state, logits_BV), None
+
+    state, _ = jax.lax.scan(sample_column, state, jnp.moveaxis(out.logits, 1, 0))
+    return out.cache, replicate_for_host(state, model)
+
+
 def decode_until_done(
     model: Model,
     constants: LoopConstants,

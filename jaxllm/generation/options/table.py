@@ -117,6 +117,7 @@ class GenerateOptions(TypedDict, total=False):
         lark: the text must be one of this Lark grammar, as llguidance reads it.
         gbnf: the text must be one of this grammar in llama.cpp's form.
         grammar: the text must be one of this grammar.
+        fast_forward: run the tokens that a grammar forces in one pass; the text is the same.
         sampler: a custom sampler, instead of all sampling options.
         logits_processor: more processors, applied before temperature and the ones after it.
         num_return_sequences: number of texts per prompt.
@@ -186,6 +187,7 @@ class GenerateOptions(TypedDict, total=False):
     lark: str | None
     gbnf: str | None
     grammar: Grammar | None
+    fast_forward: bool | None
     sampler: Sampler | None
     logits_processor: Sequence[Processor | ScoreFunction] | None
     num_return_sequences: int | None
@@ -236,6 +238,7 @@ _ROWS: dict[str, Option] = {
         for name, meaning in KINDS.items()
     },
     "grammar": Option(instance_checker(Grammar), "a jaxllm.Grammar", from_file=False),
+    "fast_forward": _plain_option(check_bool, "true or false", True),
     "sampler": Option(
         instance_checker(Sampler), "a jaxllm.Sampler", from_file=False, decoders=SAMPLERS
     ),

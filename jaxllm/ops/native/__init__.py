@@ -178,7 +178,7 @@ def load_kernels() -> ctypes.CDLL | None:
 
 
 def set_mask_function(function: Any) -> None:
-    """Set what `jaxllm_mask_tokens` calls, if there are kernels: a `MaskFunction`, kept for ever."""
+    """Set what `jaxllm_mask_tokens` calls, with kernels: a `MaskFunction` that is kept."""
     if (loaded := load_kernels()) is not None:
         loaded.jaxllm_set_mask_function(function)
 
