@@ -179,6 +179,37 @@ print(both.show(tokenizer))
 print("the prefix is still the same array:", both.frozen[0].k[0] is cache.tail.k[0])
 
 # %% [markdown]
+# ## A grammar beside a branch
+#
+# A grammar says which texts a row may write. Its `Matcher` is a value as the cache is: `take`
+# returns the next one and changes nothing, so a branch of the text has a branch of the matcher.
+# Here a girl has one of two names, or a hat. The bars are what the model thinks of the tokens that
+# each branch allows, renormalized; all others are out.
+
+# %%
+grammar = jaxllm.Grammar.regex(" (named (Lily|Rosa)|whose (hat|coat) was (red|blue))\\.")
+matcher = grammar.matcher(tokenizer, vocab_size=lm.config.vocab_size)
+out = jaxllm.forward(model, params, forks, [[named], [whose], [who]])
+places = {"": (matcher, logits[0])}
+for row, token in enumerate((named, whose)):
+    places[tokenizer.decode([token])] = (matcher.take(token), out.logits[row, -1])
+
+figure, axes = plt.subplots(1, len(places), figsize=(9, 2.4), layout="constrained")
+for ax, (text, (place, logits_V)) in zip(axes, places.items(), strict=True):
+    share_V = np.asarray(jax.nn.softmax(jnp.where(place.allowed(), logits_V, -jnp.inf)))
+    best = [token for token in favourites(share_V, 5) if place.allowed()[token]]
+    labels = [repr(tokenizer.decode([token])) for token in best]
+    ax.barh(labels[::-1], share_V[best][::-1], color="#4477aa")
+    ax.set_title(f"girl{text} ...", loc="left", fontsize=10)
+    ax.set_xlim(0, 1)
+    ax.spines[["top", "right"]].set_visible(False)
+    print(f"girl{text}: {int(place.allowed().sum())} tokens allowed, best {labels[0]}")
+plt.show()
+
+told = lm.generate(ids, grammar=grammar, max_new_tokens=16)
+print(told.text, "| complete:", told.grammar_complete)
+
+# %% [markdown]
 # ## Go back in time
 #
 # Every earlier cache that still has a name still works. Below, one variable is kept for each

@@ -370,8 +370,15 @@ def _read_payload(file: Path) -> bytes | None:
 
 
 def _save_program(file: Path, compiled: Any) -> None:
-    """Save a program if the disk has room, evicting the least recently used ones."""
-    _save_payload(file, pickle.dumps(serialize_executable.serialize(compiled)))
+    """Save a program if the disk has room, evicting the least recently used ones.
+
+    One that calls Python cannot be saved (masks of grammars, without kernels).
+    """
+    try:
+        payload = pickle.dumps(serialize_executable.serialize(compiled))
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return
+    _save_payload(file, payload)
 
 
 def _save_payload(file: Path, payload: bytes) -> None:

@@ -306,7 +306,7 @@ def test_fast_forward_leaves_the_result(lm: jaxllm.LM, form: str, name: str) -> 
         assert slow.finish_reason == fast.finish_reason
         assert slow.cache.tokens() == fast.cache.tokens()
         np.testing.assert_allclose(slow.logprobs, fast.logprobs, rtol=1e-4, atol=1e-5)
-        pieces = list(lm.stream(PROMPT, **{**options, **more}))
+        pieces = list(lm.stream(PROMPT, **{**options, **more}, fast_forward=True))
         assert [p.token for p in pieces] == slow.tokens
         assert pieces[-1].finish_reason == slow.finish_reason
         assert "".join(p.text for p in pieces) == slow.text
@@ -326,7 +326,7 @@ def test_forced_tokens_run_in_one_pass(lm: jaxllm.LM, monkeypatch: pytest.Monkey
 
     forced_run = generate._forced_run
     monkeypatch.setattr(generate, "_forced_run", count)
-    found = lm.generate(PROMPT, **FORMS["json"], max_new_tokens=80)
+    found = lm.generate(PROMPT, **FORMS["json"], max_new_tokens=80, fast_forward=True)
     assert found.grammar_complete and sum(passes) == len(found.tokens) - 1
     assert len(passes) < len(found.tokens) - 5
 

@@ -47,7 +47,7 @@ Until = Callable[[np.ndarray], np.ndarray]
 # Returns the tokens that must follow the newest one, after `until` was called with it.
 Forced = Callable[[], list[int]]
 
-_MOST_FORCED = 64  # tokens in one pass
+_FORCED_WIDTHS = (64, 16, 4)  # tokens in one pass: each is a compiled program
 
 
 class GenerateResult(struct.PyTreeNode):
@@ -344,15 +344,14 @@ def _each_token(
 def _forced_run(
     tokens: list[int], state: DecodeState, options: GenerateKwargs
 ) -> np.ndarray | None:
-    """Return the newest token and forced ones to run in one pass, `[1, T]`; None for few.
-
-    T is a power of two, so that few programs are compiled.
-    """
+    """Return the newest token and forced ones to run in one pass, `[1, T]`; None for few."""
     new = int(state.context.length_B[0]) - int(state.context.prompt_B[0])
     room = int(np.max(options["max_new_tokens"])) - new
-    count = min(len(tokens) + 1, room, _MOST_FORCED)
-    width = 1 << (count.bit_length() - 1) if count > 0 else 0
-    return np.array([[int(state.newest_B[0]), *tokens[: width - 1]]]) if width > 1 else None
+    count = min(len(tokens) + 1, room)
+    for width in _FORCED_WIDTHS:
+        if width <= count:
+            return np.array([[int(state.newest_B[0]), *tokens[: width - 1]]])
+    return None
 
 
 def _run_program(

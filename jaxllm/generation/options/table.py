@@ -117,7 +117,8 @@ class GenerateOptions(TypedDict, total=False):
         lark: the text must be one of this Lark grammar, as llguidance reads it.
         gbnf: the text must be one of this grammar in llama.cpp's form.
         grammar: the text must be one of this grammar.
-        fast_forward: run the tokens that a grammar forces in one pass; the text is the same.
+        fast_forward: run the tokens that a grammar forces in one pass; the text is the same. It
+            compiles up to three more programs: worth it for many calls.
         sampler: a custom sampler, instead of all sampling options.
         logits_processor: more processors, applied before temperature and the ones after it.
         num_return_sequences: number of texts per prompt.
@@ -238,7 +239,7 @@ _ROWS: dict[str, Option] = {
         for name, meaning in KINDS.items()
     },
     "grammar": Option(instance_checker(Grammar), "a jaxllm.Grammar", from_file=False),
-    "fast_forward": _plain_option(check_bool, "true or false", True),
+    "fast_forward": _plain_option(check_bool, "true or false", False),
     "sampler": Option(
         instance_checker(Sampler), "a jaxllm.Sampler", from_file=False, decoders=SAMPLERS
     ),
