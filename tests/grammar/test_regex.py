@@ -1,5 +1,6 @@
 """Regular expressions as automata over bytes, against Python's `re`."""
 
+import itertools
 import random
 import re
 
@@ -90,3 +91,14 @@ def test_invalid_choice_is_refused(texts: object) -> None:
     """An empty list, a single text, and what is no text."""
     with pytest.raises(GrammarError, match="choice must be a list"):
         compile_choice(texts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pattern", ["(?i)k[r-t]a", "(?i)K[^S]É", "(?ai)kS[a-c]"])
+def test_case_is_ignored_as_in_re(pattern: str) -> None:
+    """Also of letters with three forms, such as the Kelvin sign and the long s."""
+    automaton, expected = compile_regex(pattern), re.compile(pattern)
+    for letters in itertools.product("kK\u212asS\u017faAéÉ", repeat=3):
+        text = "".join(letters)
+        state = automaton.run(text.encode())
+        accepted = state != DEAD and bool(automaton.accepts_S[state])
+        assert accepted == (expected.fullmatch(text) is not None), text
