@@ -38,7 +38,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "truncated": {"temperature": 1.3, "top_k": 4, "top_p": 0.9, "seed": 5},
     "penalized": {"repetition_penalty": 1.3, "logit_bias": {300: 2.0}},
     "beams": {"num_beams": 3},
-    "contrastive": {"penalty_alpha": 0.6},
+    "contrastive": {"penalty_alpha": 1.0},
     "lookup": {"prompt_lookup_num_tokens": 3},
     "lookup, sampled": {"prompt_lookup_num_tokens": 3, "temperature": 1.0, "seed": 1},
     "guided": {"guidance_scale": 1.5},
