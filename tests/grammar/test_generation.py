@@ -298,7 +298,7 @@ def test_fast_forward_leaves_the_result(lm: jaxllm.LM, form: str, name: str) -> 
     forced tokens, and with every budget.
     """
     options = {**FORMS[form], **DECODERS[name], "top_logprobs": 2, "max_new_tokens": 80}
-    for more in ({}, {"stop_strings": ["ng"]}, {"max_new_tokens": 7}, {"max_new_tokens": 2}):
+    for more in ({}, {"stop_strings": ["rip", "ng"]}, {"max_new_tokens": 7}, {"max_new_tokens": 2}):
         slow, fast = (
             lm.generate(PROMPT, **{**options, **more}, fast_forward=on) for on in (False, True)
         )

@@ -250,6 +250,17 @@ def test_byte_without_token_is_refused() -> None:
         start_matcher(Grammar.regex(re.escape(chr(missing))), few)
 
 
+@pytest.mark.parametrize("grammar", [Grammar.regex("(?s).*"), Grammar.lark("start: /(?s:.*)/")])
+def test_control_tokens_are_never_allowed(grammar: Grammar) -> None:
+    """Not even where any text is; the end of text is."""
+    words = vocabulary("demo:llama")
+    allowed = start_matcher(grammar, words).allowed()
+    special = sorted(words.tokenizer.special_ids)
+    assert allowed.sum() > 1000
+    assert [token for token in special if allowed[token]] == list(words.eos_ids)
+    assert len(special) > 1
+
+
 def test_table_of_automaton_is_small() -> None:
     """A date over 1,536 tokens: classes of equal columns."""
     compiled = Grammar.regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}").compile(vocabulary("demo:llama"))
