@@ -118,6 +118,12 @@ def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
     whitespace: a regex for each place, "" for none. Raises GrammarError for what llguidance would
     take and not hold to.
     """
+    closed = _close_schema(schema, whitespace)
+    return _with_spelling(f"start: %json {json.dumps(closed)}", spelling)
+
+
+def _close_schema(schema: Any, whitespace: str) -> dict[str, Any]:
+    """Return a schema with the options under which its texts are what it describes."""
     if schema is False:
         raise GrammarError("the schema false describes no JSON")
     schema = {} if schema is True else schema
@@ -135,8 +141,7 @@ def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
     asserts_content = "draft-07" in str(schema.get("$schema"))
     for place, inner in _subschemas(schema):
         _check_subschema(place, inner, asserts_content)
-    schema = {**schema, "x-guidance": {**options, **own}}
-    return lark_text(f"start: %json {json.dumps(schema)}", spelling)
+    return {**schema, "x-guidance": {**options, **own}}
 
 
 def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: bool) -> None:
@@ -161,12 +166,30 @@ def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: boo
 
 
 def lark_text(grammar: str, spelling: Spelling) -> str:
-    """Return a Lark grammar in llguidance's form. Raises GrammarError for what cannot rewind."""
+    """Return a Lark grammar in llguidance's form, its schemas (%json) as `schema_text` does.
+
+    Raises GrammarError for what cannot rewind, and for what `schema_text` refuses.
+    """
     if found := _NO_REWIND.search(grammar):
         raise GrammarError(
             f"the Lark grammar uses {found[1]}=, whose matcher cannot go back in the text. Use the"
             " options of generate instead"
         )
+    parts, end = [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        if found.start() < end:
+            continue  # within a schema
+        try:
+            schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # llguidance reports it
+        closed = json.dumps(_close_schema(schema, WHITESPACE))
+        parts.append(f"{grammar[end : found.end()]}{closed}")
+        end = after
+    return _with_spelling("".join(parts) + grammar[end:], spelling)
+
+
+def _with_spelling(grammar: str, spelling: Spelling) -> str:
     if spelling == "any" and not grammar.lstrip().startswith("%llguidance"):
         grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
     return grammar
@@ -178,7 +201,7 @@ def gbnf_text(grammar: str, spelling: Spelling) -> str:
         text = _llguidance().grammar_from("gbnf", grammar)
     except ValueError as error:
         raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
-    return lark_text(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
+    return _with_spelling(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
 
 
 def keyword_place(schema: Any, message: str) -> str:

@@ -264,3 +264,16 @@ def test_least_number_of_keys_counts_required_ones() -> None:
     )
     assert grammar.complete('{"a":1,"b":2}') and not grammar.complete('{"a":1}')
     assert not grammar.complete('{"a":1,"a":2}')
+
+
+def test_schema_within_lark_is_held_to() -> None:
+    """Whitespace is bounded, keys are not spelled otherwise, and keywords are refused by name."""
+    schema = {"type": "object", "properties": {"a": {"const": "%json {"}, "b": {"type": "null"}}}
+    grammar = Grammar.lark(f'start: "<" %json {json.dumps(schema)} ">"')
+    assert grammar.complete('<{"a": "%json {", "b": null}>')
+    assert grammar.allows("<{" + " " * 8) and not grammar.allows("<{" + " " * 9)
+    assert not grammar.allows(r'<{"\u0061":')
+    with pytest.raises(GrammarError, match="minProperties 2"):
+        Grammar.lark('start: %json {"minProperties": 2}').complete("{}")
+    with pytest.raises(GrammarError, match="is not supported"):
+        Grammar.lark('start: %json {"type": }').complete("{}")
