@@ -25,6 +25,7 @@ PAGES = (
             "cli",
             "evaluation",
             "generation",
+            "grammar",
             "guarantees",
             "long_context",
             "quantization",

@@ -18,6 +18,15 @@ from jaxllm.grammar.vocabulary import Vocabulary
 
 Spelling = Literal["canonical", "any"]
 WHITESPACE = r"[ \n\t]{1,8}"  # at most this much in each place: models can repeat it for ever
+_WEAKENING = (  # options of x-guidance
+    "lenient",
+    "coerce_one_of",
+    "json_allowed_escapes",
+    "json_allow_general_unicode_escapes",
+)
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples", "x-guidance")  # keywords that hold no schemas
+_CONTROL = re.compile(r"(?<!\\)\\u00[01]|\x7f")  # in JSON: what llguidance would leave out
 _NO_REWIND = re.compile(r"[\[,]\s*(max_tokens|temperature|stop)\s*=")
 
 
@@ -106,29 +115,81 @@ def compile_context_free(
 def schema_text(schema: Any, whitespace: str, spelling: Spelling) -> str:
     """Return a JSON schema in llguidance's form.
 
-    whitespace: a regex for each place, "" for none.
+    whitespace: a regex for each place, "" for none. Raises GrammarError for what llguidance would
+    take and not hold to.
     """
+    closed = _close_schema(schema, whitespace)
+    return _with_spelling(f"start: %json {json.dumps(closed)}", spelling)
+
+
+def _close_schema(schema: Any, whitespace: str) -> dict[str, Any]:
+    """Return a schema with the options under which its texts are what it describes."""
+    if schema is False:
+        raise GrammarError("the schema false describes no JSON")
+    schema = {} if schema is True else schema
     options: dict[str, Any] = {"whitespace_flexible": bool(whitespace), "lenient": False}
+    # Not \uXXXX: a key that spells a listed name so would be one of the other keys.
+    options["json_allowed_escapes"] = r"nrbtf\""
     if whitespace:
         options["whitespace_pattern"] = whitespace
-    if isinstance(schema, Mapping):
-        if schema.get("x-guidance", {}).get("lenient"):
-            raise GrammarError("the schema's x-guidance asks for lenient, which would weaken it")
-        schema = {**schema, "x-guidance": {**options, **schema.get("x-guidance", {})}}
-        return lark_text(f"start: %json {json.dumps(schema)}", spelling)
-    text: str = _llguidance().LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), defaults=options
-    )
-    return text
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        raise GrammarError(f"the schema's x-guidance must be a mapping: got {own!r:.60}")
+    for name in _WEAKENING:
+        if own.get(name):
+            raise GrammarError(f"the schema's x-guidance asks for {name}, which would weaken it")
+    asserts_content = "draft-07" in str(schema.get("$schema"))
+    for place, inner in _subschemas(schema):
+        _check_subschema(place, inner, asserts_content)
+    return {**schema, "x-guidance": {**options, **own}}
+
+
+def _check_subschema(place: str, schema: Mapping[str, Any], asserts_content: bool) -> None:
+    """Refuse keywords that llguidance takes although texts can then break them."""
+    required, least = schema.get("required", []), schema.get("minProperties", 0)
+    if isinstance(least, int) and isinstance(required, list) and least > len(required) + 1:
+        raise GrammarError(
+            f"the schema's minProperties {least} at {place}/minProperties is not supported: a key"
+            " may be repeated. List the keys in properties and required"
+        )
+    for name in ("enum", "const"):
+        if _CONTROL.search(json.dumps(schema.get(name), ensure_ascii=False)):
+            raise GrammarError(
+                f"the schema's {name} at {place}/{name} is not supported: a control character"
+            )
+    for name in ("contentMediaType", "contentEncoding") if asserts_content else ():
+        if name in schema:
+            raise GrammarError(
+                f"the schema's {name} at {place}/{name} is not supported. Remove it, or $schema:"
+                " since 2019-09 it is a mere annotation"
+            )
 
 
 def lark_text(grammar: str, spelling: Spelling) -> str:
-    """Return a Lark grammar in llguidance's form. Raises GrammarError for what cannot rewind."""
+    """Return a Lark grammar in llguidance's form, its schemas (%json) as `schema_text` does.
+
+    Raises GrammarError for what cannot rewind, and for what `schema_text` refuses.
+    """
     if found := _NO_REWIND.search(grammar):
         raise GrammarError(
             f"the Lark grammar uses {found[1]}=, whose matcher cannot go back in the text. Use the"
             " options of generate instead"
         )
+    parts, end = [], 0
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        if found.start() < end:
+            continue  # within a schema
+        try:
+            schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # llguidance reports it
+        closed = json.dumps(_close_schema(schema, WHITESPACE))
+        parts.append(f"{grammar[end : found.end()]}{closed}")
+        end = after
+    return _with_spelling("".join(parts) + grammar[end:], spelling)
+
+
+def _with_spelling(grammar: str, spelling: Spelling) -> str:
     if spelling == "any" and not grammar.lstrip().startswith("%llguidance"):
         grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
     return grammar
@@ -140,31 +201,34 @@ def gbnf_text(grammar: str, spelling: Spelling) -> str:
         text = _llguidance().grammar_from("gbnf", grammar)
     except ValueError as error:
         raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
-    return lark_text(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
+    return _with_spelling(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
 
 
 def keyword_place(schema: Any, message: str) -> str:
     """Return a message about a JSON schema with the place of the keyword that it names."""
     for name in re.findall(r'"([^"]+)"|format: (\S+)|type: (\S+)', message):
-        for place in _places(schema, next(filter(None, name)), ""):
-            return f"{message} at {place}"
+        word = next(filter(None, name))
+        for place, inner in _subschemas(schema):
+            for key, value in inner.items():
+                if key == word or value == word:
+                    return f"{message} at {place}/{key}"
     return message
 
 
-def _places(value: Any, name: str, place: str) -> Iterator[str]:
-    """Yield the JSON pointers of a key or of a text value."""
-    items = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, inner in items:
-        here = f"{place}/{key}"
-        if key == name or inner == name:
-            yield here
-        yield from _places(inner, name, here)
+def _subschemas(value: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the schemas within a schema, itself first, with their JSON pointers."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _subschemas(inner, f"{place}/{index}")
+    if not isinstance(value, Mapping):
+        return
+    yield place, value
+    for key, inner in value.items():
+        if key in _BY_NAME and isinstance(inner, Mapping):
+            for name, named in inner.items():
+                yield from _subschemas(named, f"{place}/{key}/{name}")
+        elif key not in _VALUES:
+            yield from _subschemas(inner, f"{place}/{key}")
 
 
 def _one_line(message: str) -> str:

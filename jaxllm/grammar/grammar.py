@@ -199,7 +199,8 @@ def _compile(grammar: Grammar, vocabulary: Vocabulary) -> CompiledGrammar:
 class Matcher:
     """A place in a text of a grammar: the tokens so far. `take` returns the next one.
 
-    Two are equal if grammar, vocabulary and tokens are. Pickled, it is these, and is read anew.
+    Two are equal if grammar, vocabulary (the same tokenizer) and tokens are. Pickled, it is these,
+    and the text is read anew.
     """
 
     grammar: Grammar

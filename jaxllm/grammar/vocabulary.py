@@ -11,6 +11,7 @@ from jaxllm.errors import GrammarError
 from jaxllm.text.tokenizer import Tokenizer
 
 _UNKNOWN = "\ufffd"
+_BEFORE = ("\n", "\x02")  # characters that rarely merge with the next one
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,39 @@ class Vocabulary:
         return bytes_V
 
     def encode(self, text: bytes) -> list[int]:
-        """Return the tokens of a text in the tokenizer's own spelling."""
-        return self.tokenizer.encode(text.decode(errors="replace"))
+        """Return the tokens that spell exactly these bytes within a text, as the tokenizer would.
+
+        It is asked for the text alone and after a character: alone, many add a space before it. If
+        neither gives these bytes, each token is the longest one that fits.
+        """
+        spelled = self.bytes_V
+        for before in ("", *_BEFORE):
+            head = self.tokenizer.encode(before)
+            ids = self.tokenizer.encode(before + text.decode(errors="replace"))
+            rest = ids[len(head) :]
+            if ids[: len(head)] != head or max(rest, default=0) >= self.size:
+                continue
+            if b"".join(spelled[index] for index in rest) == text:
+                return rest
+        return self._encode_greedily(text)
+
+    def _encode_greedily(self, text: bytes) -> list[int]:
+        found, tokens = self._tokens_by_bytes, []
+        while text:
+            fitting = [n for n in range(min(len(text), self._longest), 0, -1) if text[:n] in found]
+            if not fitting:
+                break
+            tokens.append(found[text[: fitting[0]]])
+            text = text[fitting[0] :]
+        return tokens
+
+    @cached_property
+    def _tokens_by_bytes(self) -> dict[bytes, int]:
+        return {token: index for index, token in reversed([*enumerate(self.bytes_V)]) if token}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.bytes_V))
 
 
 def make_vocabulary(tokenizer: Tokenizer | None, size: int, eos_ids: Iterable[int]) -> Vocabulary:

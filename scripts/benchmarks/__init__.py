@@ -19,5 +19,7 @@ qat_table: how much of the rounding loss quantization-aware training recovers.
 distill_table: loss after each distillation method at equal steps.
 prefix_table: time saved by training on a frozen prefix.
 policy_table: recall from a long text under each cache policy.
+json_schema_suite: the official JSON Schema test suite against the grammars of schemas.
+grammar_speed: decoding speed with and without a grammar, and the time of masks.
 simulate_serving: the tables of docs/scale.md.
 """

@@ -266,3 +266,24 @@ def test_table_of_automaton_is_small() -> None:
     compiled = Grammar.regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}").compile(vocabulary("demo:llama"))
     assert isinstance(compiled, TokenAutomaton)
     assert compiled.next_SC.size < 1000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vocabulary_encodes_exactly_the_bytes(name: str) -> None:
+    """Also where the tokenizer adds a space before a text, and for bytes that are no text."""
+    words = vocabulary(name)
+    texts = (b'{"name":', b" a b", b"", "é日😀".encode(), b"\xff\xfe", b"\n\n", b"  x")
+    for text in texts:
+        assert b"".join(words.bytes_V[token] for token in words.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_allows_the_tokenizers_own_spelling(name: str) -> None:
+    """With keys that are forced, in canonical tokens."""
+    words = vocabulary(name)
+    matcher = start_matcher(Grammar.json_schema(PERSON, whitespace=""), words)
+    text = b"".join(words.bytes_V[token] for token in matcher.forced())
+    assert b'{"name":"'.startswith(text)
+    matcher = _walk(matcher, random.Random(0), 200)
+    spelled = b"".join(words.bytes_V[token] for token in matcher.tokens).decode(errors="ignore")
+    assert spelled.startswith('{"name":"') and matcher.grammar.allows(spelled)
