@@ -7,6 +7,7 @@ last token.
 """
 
 import ctypes
+import itertools
 import zlib
 from collections import OrderedDict
 from threading import Lock
@@ -16,21 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.grammar.grammar import CompiledGrammar, Grammar
+from jaxllm.grammar.grammar import Grammar
 from jaxllm.grammar.vocabulary import Vocabulary
 from jaxllm.ops import native
 
-_MAX_TEXTS = 4096  # matchers kept for each grammar
+_MAX_TEXTS = 8192  # states kept, of about 5 kB each
 _MAX_GRAMMARS = 1024
-_NO_GRAMMAR = 0
+_STATES: OrderedDict[tuple[int, bytes], Any] = OrderedDict()  # by `_Texts.id` and token ids
+_IDS = itertools.count()
 
 
 class _Texts:
-    """The states of a grammar after recent texts, by their token ids as bytes."""
+    """A grammar and its states after recent texts, which are in `_STATES`.
 
-    def __init__(self, compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
-        self._compiled = compiled
-        self._states: OrderedDict[bytes, Any] = OrderedDict()
+    id: a number that no other had, so that no state is taken for one of another grammar.
+    """
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        self.name, self.id = (grammar, vocabulary), next(_IDS)
+        self._compiled = grammar.compile(vocabulary)
         self._eos = np.zeros(-(-vocabulary.size // 32), np.uint32)
         for index in vocabulary.eos_ids:
             self._eos[index // 32] |= np.uint32(1 << index % 32)
@@ -43,18 +48,19 @@ class _Texts:
     def _state(self, text: bytes) -> Any:
         if not text:
             return self._compiled.start
-        if text in self._states:
-            self._states.move_to_end(text)
-            return self._states[text]
+        key = (self.id, text)
+        if key in _STATES:
+            _STATES.move_to_end(key)
+            return _STATES[key]
         known = len(text) - 4
-        while known and text[:known] not in self._states:
+        while known and (self.id, text[:known]) not in _STATES:
             known -= 4
-        state = self._states[text[:known]] if known else self._compiled.start
+        state = _STATES[self.id, text[:known]] if known else self._compiled.start
         for token in np.frombuffer(text[known:], np.int32).tolist():
             state = None if state is None else self._compiled.advance(state, token)
-        self._states[text] = state
-        if len(self._states) > _MAX_TEXTS:
-            self._states.popitem(last=False)
+        _STATES[key] = state
+        if len(_STATES) > _MAX_TEXTS:
+            _STATES.popitem(last=False)
         return state
 
 
@@ -63,13 +69,18 @@ _LOCK = Lock()
 
 
 def register(grammar: Grammar, vocabulary: Vocabulary) -> int:
-    """Compile a grammar for `mask_tokens`; return its number, equal in all processes."""
-    compiled = grammar.compile(vocabulary)
+    """Compile a grammar for `mask_tokens`; return its number.
+
+    It is the same in all processes of a group, which register the same grammars in the same order.
+    """
+    made = _Texts(grammar, vocabulary)
     native.set_mask_function(_C_MASK)  # here: a kept program is loaded without being traced
     name = repr((grammar, vocabulary.tokenizer.name, vocabulary.size, vocabulary.eos_ids))
     number = (zlib.crc32(name.encode()) & 0x7FFFFFFF) or 1
     with _LOCK:
-        _GRAMMARS.setdefault(number, _Texts(compiled, vocabulary))
+        while number in _GRAMMARS and _GRAMMARS[number].name != made.name:
+            number = number % 0x7FFFFFFF + 1
+        _GRAMMARS.setdefault(number, made)
         _GRAMMARS.move_to_end(number)
         if len(_GRAMMARS) > _MAX_GRAMMARS:
             _GRAMMARS.popitem(last=False)

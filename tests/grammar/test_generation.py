@@ -19,7 +19,8 @@ from jaxllm.errors import GrammarError, SamplingError
 from jaxllm.generation.loops.overflow import Slide
 from jaxllm.generation.sampling.grammar_mask import TextMask, grammar_mask
 from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
-from jaxllm.grammar import Grammar
+from jaxllm.grammar import Grammar, token_masks
+from jaxllm.grammar.grammar import start_matcher
 from jaxllm.grammar.vocabulary import Vocabulary, make_vocabulary
 from jaxllm.ops import native
 from tests.grammar.schemas import random_schema
@@ -100,6 +101,24 @@ def test_masks_by_text_and_by_state_are_equal(lm: jaxllm.LM, words: Vocabulary) 
         found.append(run(mask[1]))
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[1][0, :3], found[2][0, :3])
+
+
+def test_grammars_with_equal_numbers_are_kept_apart(
+    words: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the same grammar of two tokenizers with one name."""
+    monkeypatch.setattr(token_masks.zlib, "crc32", lambda _: 77)
+    again = jaxllm.load("demo:gpt2").tokenizer
+    other = make_vocabulary(again, again.vocab_size, [again.eos_id])
+    pairs = [(NAME, words), (Grammar.choice(["x"]), words), (NAME, other)]
+    numbers = [token_masks.register(*pair) for pair in pairs]
+    assert len(set(numbers)) == 3 and numbers == [token_masks.register(*pair) for pair in pairs]
+    nothing = np.zeros((1, 1), np.int32)
+    for number, (grammar, vocabulary) in zip(numbers, pairs, strict=True):
+        where = np.full(1, number, np.int32), nothing[0], nothing[0], nothing
+        found = token_masks.mask_tokens(*where, vocabulary.size)[0]
+        expected = start_matcher(grammar, vocabulary).allowed()
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_masked_draws_have_the_renormalized_law(words: Vocabulary) -> None:
