@@ -15,9 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxllm
+from jaxllm.generation.sampling.grammar_mask import grammar_mask
+from jaxllm.generation.sampling.options import make_sampler
+from jaxllm.generation.sampling.sampler import Context, sample_next
 from jaxllm.grammar import Grammar
 from jaxllm.grammar.automaton import TokenAutomaton
 from jaxllm.grammar.grammar import start_matcher
@@ -92,6 +97,40 @@ def decode_speeds(lm: jaxllm.LM, tokens: int, rounds: int) -> dict[str, list[flo
     return speeds
 
 
+def sample_times(words: Vocabulary, steps: int = 60, rounds: int = 6) -> dict[str, float]:
+    """Return the median seconds of a sampled token without and with each grammar of `DECODED`.
+
+    The texts are those of a walk that all of these grammars allow; they are new in each round.
+    """
+    size, rng = words.size, np.random.default_rng(0)
+    logits_1V = jnp.asarray(rng.normal(size=(1, size)), jnp.float32)
+    samplers = {
+        name: make_sampler(
+            temperature=1.0,
+            vocab_size=size,
+            logits_processor=[] if grammar is None else [grammar_mask(grammar, words)],
+        ).begin(1)
+        for name, grammar in DECODED.items()
+    }
+    draw, times = jax.jit(sample_next), {name: [] for name in DECODED}  # type: ignore[var-annotated]
+    key_1, start_1 = jax.random.split(jax.random.key(0), 1), jnp.zeros(1, jnp.int32)
+    for number in range(rounds):
+        walk, grammar = [], DECODED["schema of many strings"]
+        matcher = start_matcher(grammar, words)  # type: ignore[arg-type]
+        for end in range(steps):
+            text_1L = np.full((1, steps), -1, np.int32)
+            text_1L[0, : len(walk)] = walk
+            context = Context(jnp.asarray(text_1L), start_1, start_1 + end, key_1)
+            for name, sampler in samplers.items():
+                began = time.perf_counter()
+                jax.block_until_ready(draw(logits_1V, sampler, context)[0])
+                if number:  # the first round compiles
+                    times[name].append(time.perf_counter() - began)
+            walk.append(int(rng.choice(np.flatnonzero(matcher.allowed()))))
+            matcher = matcher.take(walk[-1])
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
 def measure_masks(words: Vocabulary, grammar: Grammar) -> tuple[float, float, int | None]:
     """Return seconds to the first mask, seconds per mask of a walk, and bytes of an automaton."""
     began = time.perf_counter()
@@ -151,6 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokenizers[name] = Tokenizer.from_directory(folder)
     if options.made:
         tokenizers["made"] = make_tokenizer(options.made)
+    print("\n| vocabulary | " + " | ".join(f"{name}, us" for name in DECODED) + " |")
+    print("|---" * (len(DECODED) + 1) + "|")
+    for name, tokenizer in tokenizers.items():
+        words = make_vocabulary(tokenizer, tokenizer.vocab_size, [tokenizer.eos_id or 0])
+        found = sample_times(words).values()
+        print(f"| {name} ({words.size:,}) | {' | '.join(f'{x * 1e6:.0f}' for x in found)} |")
     print_masks(tokenizers)
 
 
