@@ -197,8 +197,9 @@ def _with_spelling(grammar: str, spelling: Spelling) -> str:
 
 def gbnf_text(grammar: str, spelling: Spelling) -> str:
     """Return a GBNF grammar as Lark. Raises GrammarError for one that is invalid."""
+    llguidance = _llguidance()
     try:
-        text = _llguidance().grammar_from("gbnf", grammar)
+        text = llguidance.grammar_from("gbnf", grammar)
     except ValueError as error:
         raise GrammarError(f"the GBNF grammar is invalid: {_one_line(str(error))}") from None
     return _with_spelling(re.sub(r"^%llguidance \{\}\s*", "", text), spelling)
@@ -242,7 +243,8 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise GrammarError(
-            "JSON schemas, Lark and GBNF need llguidance: pip install 'jaxllm[grammar]'"
+            "JSON schemas, Lark and GBNF need llguidance, which is not installed:"
+            " pip install 'llguidance>=1.9.1,<1.10'"
         ) from None
     return llguidance
 

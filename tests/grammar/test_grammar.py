@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -287,3 +288,12 @@ def test_schema_allows_the_tokenizers_own_spelling(name: str) -> None:
     matcher = _walk(matcher, random.Random(0), 200)
     spelled = b"".join(words.bytes_V[token] for token in matcher.tokens).decode(errors="ignore")
     assert spelled.startswith('{"name":"') and matcher.grammar.allows(spelled)
+
+
+@pytest.mark.parametrize("grammar", _grammars()[2:], ids=lambda g: g.kind)
+def test_missing_llguidance_is_named(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs it; regexes and choices do without."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"^JSON schemas.* pip install 'llguidance"):
+        grammar.complete("x")
+    assert Grammar.choice(["x"]).complete("x")
