@@ -181,7 +181,7 @@ print("the prefix is still the same array:", both.frozen[0].k[0] is cache.tail.k
 # %% [markdown]
 # ## A grammar beside a branch
 #
-# A grammar says which texts a row may write. Its `Matcher` is a value as the cache is: `take`
+# A grammar says which texts a row may write. Its `Matcher` is a value, like the cache: `take`
 # returns the next one and changes nothing, so a branch of the text has a branch of the matcher.
 # Here a girl has one of two names, or a hat. The bars are what the model thinks of the tokens that
 # each branch allows, renormalized; all others are out.

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -62,12 +62,12 @@ class ContextFreeGrammar:
     def mask(self, state: MatcherState) -> np.ndarray:
         """Return the allowed tokens as bits, uint32 `[W]`."""
         if state.ended:
-            return self._eos_W
+            return self.vocabulary.eos_W
         bits_W = np.frombuffer(state.matcher.deep_copy().compute_bitmask(), "<u4")
-        bits_W = bits_W[: self._eos_W.size]  # it may have a word too many
+        bits_W = bits_W[: self.vocabulary.eos_W.size]  # it may have a word too many
         if self.is_complete(state):
-            return bits_W | self._eos_W
-        return bits_W & ~self._eos_W
+            return bits_W | self.vocabulary.eos_W
+        return bits_W & ~self.vocabulary.eos_W
 
     def is_complete(self, state: MatcherState) -> bool:
         """Return whether the text may end in this state."""
@@ -85,13 +85,6 @@ class ContextFreeGrammar:
             if after is not None:
                 tokens.append(token)
         return tokens
-
-    @cached_property
-    def _eos_W(self) -> np.ndarray:
-        bits_W = np.zeros(-(-self.vocabulary.size // 32), np.uint32)
-        for index in self.vocabulary.eos_ids:
-            bits_W[index // 32] |= np.uint32(1 << index % 32)
-        return bits_W
 
 
 def compile_context_free(
@@ -172,7 +165,7 @@ def lark_text(grammar: str, spelling: Spelling) -> str:
     """
     if found := _NO_REWIND.search(grammar):
         raise GrammarError(
-            f"the Lark grammar uses {found[1]}=, whose matcher cannot go back in the text. Use the"
+            f"the Lark grammar uses {found[1]}=, after which no text can be rewound. Use the"
             " options of generate instead"
         )
     parts, end = [], 0

@@ -36,14 +36,11 @@ class _Texts:
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
         self.name, self.id = (grammar, vocabulary), next(_IDS)
         self._compiled = grammar.compile(vocabulary)
-        self._eos = np.zeros(-(-vocabulary.size // 32), np.uint32)
-        for index in vocabulary.eos_ids:
-            self._eos[index // 32] |= np.uint32(1 << index % 32)
 
     def mask(self, text: bytes) -> np.ndarray:
         """Return the mask after a text: the end of text alone if it is none of the grammar."""
         state = self._state(text)
-        return self._eos if state is None else self._compiled.mask(state)
+        return self.name[1].eos_W if state is None else self._compiled.mask(state)
 
     def _state(self, text: bytes) -> Any:
         if not text:

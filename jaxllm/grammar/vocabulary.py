@@ -37,6 +37,13 @@ class Vocabulary:
             bytes_V[index] = b""
         return bytes_V
 
+    @cached_property
+    def eos_W(self) -> np.ndarray:
+        """The mask that allows the end of text alone, as bits."""
+        allowed_V = np.zeros(self.size, bool)
+        allowed_V[list(self.eos_ids)] = True
+        return pack_mask(allowed_V)
+
     def encode(self, text: bytes) -> list[int]:
         """Return the tokens that spell exactly these bytes within a text, as the tokenizer would.
 

@@ -215,7 +215,7 @@ def test_beams_equal_brute_force(lm: jaxllm.LM, words: Vocabulary) -> None:
 
 
 def test_budget_ends_a_text_that_is_not_complete(lm: jaxllm.LM) -> None:
-    """It says so, in generate and in a stream."""
+    """The completion and the last piece of a stream say so."""
     found = lm.generate(PROMPT, json_schema=OBJECT, max_new_tokens=3)
     assert found.finish_reason == "length" and found.grammar_complete is False
     pieces = list(lm.stream(PROMPT, json_schema=OBJECT, max_new_tokens=3))
