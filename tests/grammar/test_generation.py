@@ -141,6 +141,51 @@ def test_masked_draws_have_the_renormalized_law(words: Vocabulary) -> None:
     assert degrees >= 2 and chi < degrees + 5 * math.sqrt(2 * degrees)
 
 
+@pytest.mark.parametrize("drafter", ["model", "lookup"])
+def test_drafted_texts_have_the_masked_law(
+    lm: jaxllm.LM, words: Vocabulary, shallow: Any, drafter: str
+) -> None:
+    """Chi-square of 1,000 drafted texts against the product of renormalized probabilities."""
+    grammar, prompt, rows = Grammar.regex("[ab]{2}"), lm.encode(PROMPT), 1000
+    law: dict[tuple[int, ...], float] = {}
+    layer = [(start_matcher(grammar, words), 1.0)]
+    while layer:
+        following = []
+        for matcher, p in layer:
+            text = np.array([[*prompt, *matcher.tokens]])
+            out = jaxllm.forward(lm.model, lm.params, jaxllm.init_cache(lm.model, 1, 64), text)
+            scores_V = jnp.where(matcher.allowed(), out.logits[0, -1], -jnp.inf)
+            share_V = np.asarray(jax.nn.softmax(scores_V))
+            for token in matcher:
+                if token in words.eos_ids:
+                    law[(*matcher.tokens, token)] = p * float(share_V[token])
+                else:
+                    following.append((matcher.take(token), p * float(share_V[token])))
+        layer = following
+    assert math.isclose(sum(law.values()), 1, rel_tol=1e-4)
+    other = jaxllm.load(shallow("llama"), dtype="float32", quantize="int4")
+    draft: Any = (other.model, other.params) if drafter == "model" else jaxllm.PromptLookup()
+    found = jaxllm.speculative_generate(
+        lm.model,
+        lm.params,
+        np.array([prompt] * rows),
+        draft=draft,
+        num_draft_tokens=2,
+        max_new_tokens=3,
+        sampler=Sampler((grammar_mask(grammar, words),)),
+        eos_token_ids=words.eos_ids,
+        seed=1,
+    )
+    tokens = np.asarray(found.token_BT).tolist()
+    count = Counter(tuple(t for t in row if t >= 0) for row in tokens)
+    assert count.keys() <= law.keys()
+    frequent = {text: p for text, p in law.items() if rows * p >= 5}
+    chi = sum((count[text] - rows * p) ** 2 / (rows * p) for text, p in frequent.items())
+    degrees = len(frequent)
+    assert degrees >= 3 and chi < degrees + 5 * math.sqrt(2 * degrees)
+    assert drafter == "lookup" or int(found.accepted_B.sum()) > 0
+
+
 def test_state_goes_through_scan_vmap_and_branches(words: Vocabulary) -> None:
     """A loop of one's own: branches of a state are those of a matcher that took the same tokens."""
     grammar = Grammar.regex("(ab|ba){2}c?")
