@@ -20,7 +20,10 @@ from .evaluate.verify import verify as verify
 from .export import FixedShapeRunner as FixedShapeRunner
 from .generation.batching.requests import Request as Request
 from .generation.batching.scheduler import serve as serve
-from .generation.completion import Completion as Completion
+from .generation.completion import (
+    Completion as Completion,
+    StreamChunk as StreamChunk,
+)
 from .generation.embeddings import embeddings as embeddings
 from .generation.loops.beam import (
     BeamResult as BeamResult,
@@ -55,7 +58,6 @@ from .grammar import (
 )
 from .lm import (
     LM as LM,
-    StreamChunk as StreamChunk,
     load as load,
 )
 from .models import (

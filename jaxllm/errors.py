@@ -39,6 +39,10 @@ class NonFiniteError(JaxllmError):
     """The model returned NaN or infinite logits."""
 
 
+class OverloadError(JaxllmError):
+    """Too many requests are waiting."""
+
+
 class CacheMismatchError(JaxllmError):
     """A cache does not belong to this model, batch, precision or prefix."""
 

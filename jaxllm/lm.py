@@ -1,10 +1,12 @@
 """`LM`, the high-level interface: a language model that continues text; `load` opens one."""
 
+import contextlib
 import dataclasses
+import functools
 import textwrap
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -26,11 +28,12 @@ from jaxllm.errors import (
     suggest_name,
 )
 from jaxllm.files import as_path
+from jaxllm.generation.background import BackgroundServer
 from jaxllm.generation.completion import (
     Completion,
     GenerationConfig,
     StopTracker,
-    TopLogprobs,
+    StreamChunk,
     complete_prompts,
     generation_args,
     to_finish_reason,
@@ -48,7 +51,7 @@ from jaxllm.generation.options import (
 )
 from jaxllm.generation.options.resolve import UNSUPPORTED, resolve_options
 from jaxllm.generation.prompts import Prompt, encode_prompt, split_prompts, token_list
-from jaxllm.generation.serve import answer_requests
+from jaxllm.generation.serve import PreparedRequest, answer_requests, prepare_request
 from jaxllm.models import FAMILIES
 from jaxllm.ops import compile_cache
 from jaxllm.runtime import multihost
@@ -68,38 +71,6 @@ from jaxllm.weights.types.lora import LoraWeight, adapter_index, choose_adapters
 
 # Options of `embeddings`.
 _EMBED_OPTIONS = ("layer", "pooling", "normalize", "batch", "show_progress")
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamChunk:
-    """One token of a stream; `str(piece)` is its text.
-
-    Attributes:
-        text: the text that this token completes; "" in the middle of a character.
-        token: its id.
-        logprob: its log-probability under the model, before any sampler.
-        finish_reason: None until the last piece.
-        tokens_per_second: measured from the second token on, because the first step compiles.
-        cache: the cache of the text before this token. The next step overwrites it; the cache of
-            the last piece stays valid.
-        top_logprobs: the likeliest tokens of this step, if requested.
-        seed: the seed of the call.
-        grammar_complete: whether the text so far is one of the grammar, None without one.
-    """
-
-    text: str
-    token: int
-    logprob: float
-    finish_reason: str | None
-    tokens_per_second: float
-    cache: KVCache = dataclasses.field(repr=False)
-    top_logprobs: TopLogprobs | None = None
-    seed: int = 0
-    grammar_complete: bool | None = None
-
-    def __str__(self) -> str:
-        """Return the text, so that `print(piece, end="")` prints the stream."""
-        return self.text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +242,7 @@ class LM:
 
     def serve(
         self,
-        requests: Iterable[Mapping[str, Any] | None],
+        requests: Iterable[Mapping[str, Any] | PreparedRequest | None],
         *,
         rows: int = 8,
         capacity: int | None = None,
@@ -286,8 +257,8 @@ class LM:
                 equal ids are answered separately. `is_cancelled`: a function without arguments that
                 returns whether to stop this request (for example `threading.Event().is_set`). The
                 completion then holds the tokens so far, and its finish_reason is "cancelled".
-                `on_text`: a function called with each piece of text once it is final. The pieces
-                add up to the completion's text.
+                `on_chunk`: a function called with a `StreamChunk` for each token. Their texts add
+                up to the completion's. A request may also be one of `prepare_request`.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
 
@@ -295,12 +266,49 @@ class LM:
         each alone, or `(id, error)` for a request that fails; the others continue.
         """
         capacity = self.config.default_cache_size if capacity is None else capacity
+        return answer_requests(self, requests, self._read_request, rows=rows, capacity=capacity)
 
-        def read(prompt: Any, options: Mapping[str, Any]) -> tuple[list[int], GenerationConfig]:
-            ids = self.encode(prompt)
-            return ids, self._resolve_options([ids], options, "serve")
+    def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest:
+        """Encode and check a request of `serve` ahead, in any thread: long texts, grammars.
 
-        return answer_requests(self, requests, read, rows=rows, capacity=capacity)
+        Raises what makes `serve` answer a request with an error, apart from its length.
+        """
+        return prepare_request(request, self._read_request)
+
+    async def agenerate(self, prompt: Prompt, **options: Any) -> Completion:
+        """Generate from one prompt as `generate` does, without blocking the event loop.
+
+        All coroutines of this model share one batch of 8 rows (`BackgroundServer`), so many run at
+        the cost of few. Cancelling the task frees its row. Options and errors are those of a
+        request of `serve`.
+        """
+        items = self._background.stream({"prompt": prompt, **options})
+        *_, completion = [item async for item in items]
+        assert isinstance(completion, Completion)
+        return completion
+
+    async def astream(self, prompt: Prompt, **options: Any) -> AsyncIterator[StreamChunk]:
+        """Yield a `StreamChunk` per token as `stream` does, without blocking the event loop.
+
+        Leaving the loop early ends the request; see `agenerate`.
+        `async for piece in lm.astream("Once"): print(piece, end="")`.
+        """
+        items = self._background.stream({"prompt": prompt, **options})
+        async with contextlib.aclosing(items):  # else it would end only when collected
+            async for item in items:
+                if isinstance(item, StreamChunk):
+                    yield item
+
+    @functools.cached_property
+    def _background(self) -> BackgroundServer:
+        """What `agenerate` and `astream` share; its cache is freed a moment after the last call."""
+        return BackgroundServer(self, idle_seconds=1.0)
+
+    def _read_request(
+        self, prompt: Any, options: Mapping[str, Any]
+    ) -> tuple[list[int], GenerationConfig]:
+        ids = self.encode(prompt)
+        return ids, self._resolve_options([ids], options, "serve")
 
     def embed(
         self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any

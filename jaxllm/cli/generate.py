@@ -99,6 +99,7 @@ def generate(
                 write(piece.text if lm.tokenizer else f"{piece.token} ")
     last = pieces[-1]
     if prompt_cache:
+        assert last.cache is not None  # this request has its own
         save_cache(prompt_cache, last.cache, lm.model, lm.params)
         log(f"{prompt_cache}: {len(last.cache.tokens())} tokens written")
     if as_json:

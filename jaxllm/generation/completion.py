@@ -130,6 +130,38 @@ class Completion:
 
 
 @dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """One token of a stream; `str(piece)` is its text.
+
+    Attributes:
+        text: the text that this token completes; "" in the middle of a character.
+        token: its id.
+        logprob: its log-probability under the model, before any sampler.
+        finish_reason: None until the last piece.
+        tokens_per_second: measured from the second token on, because the first step compiles.
+        cache: the cache of the text before this token. The next step overwrites it; the cache of
+            the last piece stays valid. None if several requests share a batch.
+        top_logprobs: the likeliest tokens of this step, if requested.
+        seed: the seed of the call.
+        grammar_complete: whether the text so far is one of the grammar, None without one.
+    """
+
+    text: str
+    token: int
+    logprob: float
+    finish_reason: str | None
+    tokens_per_second: float
+    cache: KVCache | None = dataclasses.field(repr=False)
+    top_logprobs: TopLogprobs | None = None
+    seed: int = 0
+    grammar_complete: bool | None = None
+
+    def __str__(self) -> str:
+        """Return the text, so that `print(piece, end="")` prints the stream."""
+        return self.text
+
+
+@dataclasses.dataclass(frozen=True)
 class Decoder(ABC):
     """A decoding method: a frozen dataclass. Its fields are the options that only it takes.
 

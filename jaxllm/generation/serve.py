@@ -1,4 +1,7 @@
-"""`LM.serve`: continuous batching of requests with text and options, on top of `serve`."""
+"""`LM.serve`: continuous batching of requests with text and options, on top of `serve`.
+
+A request is prepared (its text encoded, its grammar compiled) in the caller's thread if it wishes.
+"""
 
 import dataclasses
 import itertools
@@ -16,6 +19,7 @@ from jaxllm.generation.completion import (
     GenerationConfig,
     LanguageModel,
     StopTracker,
+    StreamChunk,
 )
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.runtime.validation import is_integer
@@ -24,52 +28,95 @@ Answer = tuple[Any, Completion | JaxllmError]
 ReadPrompt = Callable[[Any, Mapping[str, Any]], tuple[list[int], GenerationConfig]]
 
 
-@dataclasses.dataclass
-class _ActiveRequest:
-    """Running request: its text decoder, its text callback and its tokens so far.
+@dataclasses.dataclass(frozen=True)
+class PreparedRequest:
+    """A checked request: its prompt as token ids and its options resolved (`LM.prepare_request`).
 
-    error: why it ends before its time.
+    on_chunk: called with a `StreamChunk` for each token. is_cancelled: called between steps.
     """
 
+    id: Any
+    prompt: list[int]
+    config: GenerationConfig
+    on_chunk: Callable[[StreamChunk], Any] | None = None
+    is_cancelled: Callable[[], bool] | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed of its row."""
+        seed = self.config.seed
+        return seed[0] if isinstance(seed, list) else seed
+
+
+@dataclasses.dataclass
+class _ActiveRequest:
+    """Running request: its text decoder and its tokens so far.
+
+    piece: the text that the newest token completed. error: why it ends before its time.
+    """
+
+    request: PreparedRequest
     tracker: StopTracker
-    prompt_tokens: int
-    seed: int
-    on_text: Callable[[str], Any] | None = None
+    piece: str = ""
     error: JaxllmError | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+
+    def check_stop(self, token: int) -> bool:
+        """Add the newest token to the text; return whether the text ends."""
+        try:
+            self.piece = self.tracker.push(token)
+        except GrammarError as error:  # of this row; the others continue
+            self.error = error
+            return True
+        return self.tracker.stopped
 
     def handle_event(self, event: Event) -> Completion | JaxllmError | None:
         """Apply an event; return the result if the request is finished, else None."""
         if event.token is not None and event.logprob is not None:
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
-        if event.finish is None:
-            return None
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
-        try:
-            self.tracker.push_all(self.tokens)
-        except GrammarError as error:
-            self.error = error
-        if self.error is not None:
+        finish = None if event.finish is None else FINISH_REASONS[event.finish]
+        if finish is not None:
+            try:
+                self.tracker.push_all(self.tokens)
+            except GrammarError as error:
+                self.error = error
+        if self.error is None and self.request.on_chunk is not None and event.token is not None:
+            self.request.on_chunk(self._make_chunk(event, finish))
+        if finish is None or self.error is not None:
             return self.error
-        if self.on_text is not None and (rest := self.tracker.flush()):
-            self.on_text(rest)
         return Completion(
             self.tracker.decode_all(self.tokens),
             self.tokens,
             self.logprobs,
-            FINISH_REASONS[event.finish],
-            self.prompt_tokens,
-            seed=self.seed,
+            finish,
+            len(self.request.prompt),
+            seed=self.request.seed,
             grammar_complete=self.tracker.grammar_complete,
+        )
+
+    def _make_chunk(self, event: Event, finish: str | None) -> StreamChunk:
+        assert event.token is not None and event.logprob is not None
+        piece, self.piece = self.piece, ""
+        return StreamChunk(
+            piece + (self.tracker.flush() if finish else ""),
+            event.token,
+            event.logprob,
+            finish,
+            event.step.tokens_per_second,
+            None,
+            None,
+            self.request.seed,
+            self.tracker.grammar_complete,
         )
 
 
 def answer_requests(
     lm: LanguageModel,
-    requests: Iterable[Mapping[str, Any] | None],
+    requests: Iterable[Mapping[str, Any] | PreparedRequest | None],
     read_prompt: ReadPrompt,
     *,
     rows: int,
@@ -94,7 +141,9 @@ def answer_requests(
             number = next(numbers)
             names[number] = default.assign_id(request, number)
             try:
-                row_request, active[number] = _open_request(lm, number, request, read_prompt)
+                if not isinstance(request, PreparedRequest):
+                    request = prepare_request(request, read_prompt)
+                row_request, active[number] = _open_request(lm, number, request)
                 yield row_request
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
@@ -117,66 +166,57 @@ class _RequestIds:
         """Return the id under which to answer this request."""
         self._next = max(self._next, number)
         self._taken = {taken for taken in self._taken if taken >= self._next}
-        if isinstance(request, Mapping) and request.get("id") is not None:
-            if is_integer(request["id"]):
-                self._taken.add(int(request["id"]))
-            return request["id"]
+        given = request.get("id") if isinstance(request, Mapping) else getattr(request, "id", None)
+        if given is not None:
+            if is_integer(given):
+                self._taken.add(int(given))
+            return given
         while self._next in self._taken:
             self._next += 1
         self._next += 1
         return self._next - 1
 
 
-def _open_request(
-    lm: LanguageModel, number: int, request: Any, read_prompt: ReadPrompt
-) -> tuple[Request, _ActiveRequest]:
+def prepare_request(request: Any, read_prompt: ReadPrompt) -> PreparedRequest:
+    """Return a checked request; see `LM.prepare_request`."""
     if not isinstance(request, Mapping):
         raise SamplingError(
             f"a request is a mapping with a prompt and options, got {request!r:.60}"
         )
     options = {key: value for key, value in request.items() if key not in _REQUEST_KEYS}
-    is_cancelled, on_text = request.get("is_cancelled"), request.get("on_text")
+    is_cancelled, on_chunk = request.get("is_cancelled"), request.get("on_chunk")
     if is_cancelled is not None and not callable(is_cancelled):
         raise SamplingError(
             f"is_cancelled must be a function without arguments, got {is_cancelled!r:.40}"
         )
-    if on_text is not None and not callable(on_text):
-        raise SamplingError(f"on_text must be a function of one text argument, got {on_text!r:.40}")
+    if on_chunk is not None and not callable(on_chunk):
+        raise SamplingError(f"on_chunk must be a function of one chunk, got {on_chunk!r:.40}")
     ids, config = read_prompt(request.get("prompt"), options)
-    tracker = StopTracker(lm.tokenizer, ids, config)
-    seed = config.seed[0] if isinstance(config.seed, list) else config.seed
-    active = _ActiveRequest(tracker, len(ids), seed, on_text)
+    if isinstance(config.adapter, list):
+        raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
+    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled)
 
-    def check_stop(token: int) -> bool:
-        try:
-            piece = tracker.push(token)
-        except GrammarError as error:  # of this row; the others continue
-            active.error = error
-            return True
-        if piece and on_text is not None:
-            on_text(piece)
-        return tracker.stopped
 
+def _open_request(
+    lm: LanguageModel, number: int, request: PreparedRequest
+) -> tuple[Request, _ActiveRequest]:
+    config = request.config
+    active = _ActiveRequest(request, StopTracker(lm.tokenizer, request.prompt, config))
+    needs_text = config.checks_every_token or request.on_chunk is not None
+    adapter: Any = config.adapter  # `prepare_request` rejects a list
+    index = lm.adapter_index(adapter)
     row_request = Request(
         id=number,
-        prompt=ids,
+        prompt=request.prompt,
         max_new_tokens=int(np.max(config.max_new_tokens)),
         sampler=config.sampler,
-        seed=seed,
+        seed=request.seed,
         eos_token_ids=config.eos_token_ids,
-        until=check_stop if config.checks_every_token or on_text is not None else None,
-        is_cancelled=is_cancelled,
-        adapter=_adapter_index(lm, config),
+        until=active.check_stop if needs_text else None,
+        is_cancelled=request.is_cancelled,
+        adapter=index if lm.adapters else None,
     )
     return row_request, active
 
 
-def _adapter_index(lm: LanguageModel, config: GenerationConfig) -> int | None:
-    """Return the index of a request's adapter; None if the model has no adapters."""
-    if isinstance(config.adapter, list):
-        raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
-    index = lm.adapter_index(config.adapter)
-    return index if lm.adapters else None
-
-
-_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_text")
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk")
