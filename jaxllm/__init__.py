@@ -4,7 +4,12 @@ Public names are in `__init__.pyi`; each is imported when it is first used, so t
 (and `jaxllm --help`) does not import JAX. CONTRIBUTING.md has a map of the rooms.
 """
 
+import os
+
 import lazy_loader
+
+if _threads := os.environ.get("JAXLLM_THREADS"):  # XLA reads it when its CPU client is created
+    os.environ.setdefault("PJRT_NPROC", _threads)
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

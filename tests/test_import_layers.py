@@ -22,6 +22,7 @@ LAYERS = """
     convert export generation
     adapters plan
     lm
+    server
     evaluate batch_inference
     compress train
     cli

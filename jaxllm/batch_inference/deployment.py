@@ -1,69 +1,31 @@
-"""A model behind Ray Serve: continuous batching in each replica, with optional streaming.
+"""`jaxllm serve` behind Ray Serve: the same application in each replica.
 
-    serve run jaxllm.batch_inference.deployment:build model=demo:llama rows=8 replicas=1
+    serve run jaxllm.batch_inference.deployment:build model=demo:llama rows=8 replicas=2
 
-A request is a POST of a JSON object with `prompt` and options of `LM.generate`. The response is a
-JSON object; with `"stream": true` JSON lines: `{"text": piece}` each, then the whole answer.
+Clients use OpenAI's interface, as for one server. Each replica has its own queue and caches.
 """
 
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from jaxllm.batch_inference.worker import take_cores
-from jaxllm.errors import ConfigError, JaxllmError, SamplingError, suggest_name
+from jaxllm.errors import ConfigError, suggest_name
 
-_DEFAULTS = {"model": "demo:llama", "rows": "8", "capacity": "", "threads": "1", "replicas": "1"}
-
-
-class Replica:
-    """One replica: a model with its background thread."""
-
-    def __init__(self, model: str, rows: int, capacity: int | None, threads: int) -> None:
-        take_cores((), threads)
-        from jaxllm.batch_inference.server import BackgroundServer
-        from jaxllm.lm import load
-
-        self._live = BackgroundServer(load(model), rows=rows, capacity=capacity)
-
-    async def generate(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Yield `{"text": piece}` for each piece, then the whole answer, or `{"error": ...}`."""
-        from jaxllm.batch_inference.tasks import format_completion
-
-        try:
-            async for item in self._live.stream(_check_request(request)):
-                yield {"text": item} if isinstance(item, str) else format_completion(item)
-        except JaxllmError as error:
-            yield {"error": str(error)}
-
-    async def __call__(self, request: Any) -> Any:
-        """Answer a Starlette HTTP request."""
-        from starlette.responses import JSONResponse, StreamingResponse
-
-        from jaxllm.files import parse_json
-
-        try:
-            asked = parse_json(await request.body(), "the request", SamplingError)
-            if not isinstance(asked, dict):
-                raise SamplingError("a request must be a JSON object with a prompt and options")
-        except SamplingError as error:
-            return JSONResponse({"error": str(error)}, 400)
-        streams = bool(asked.pop("stream", False))
-        answers = self.generate(asked)
-        if streams:
-            return StreamingResponse(_json_lines(answers), media_type="application/x-ndjson")
-        async for answer in answers:
-            last = answer
-        return JSONResponse(last, 400 if "error" in last else 200)
+_DEFAULTS = {
+    "model": "demo:llama", "name": "", "rows": "8", "capacity": "0", "threads": "1",
+    "replicas": "1",
+}  # fmt: skip
 
 
 def build(arguments: Mapping[str, str] | None = None) -> Any:
     """Return the application for `serve run`.
 
     Args:
-      arguments: strings by name: model, rows, capacity (tokens per row), threads, replicas.
+      arguments: strings by name: model, name (for clients), rows, capacity (tokens per row),
+        threads, replicas.
 
-    Raises ConfigError for other arguments, and if Ray is missing.
+    Raises ConfigError for other arguments, and if Ray or the server's packages are missing.
     """
     given = dict(arguments or {})
     for name in given:
@@ -73,31 +35,44 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
     try:
         from ray import serve
 
-        rows, threads, replicas = (int(chosen[n]) for n in ("rows", "threads", "replicas"))
-        capacity = int(chosen["capacity"]) if chosen["capacity"] else None
+        from jaxllm.server.app import ServerSettings, build_app
+        from jaxllm.server.model_process import ModelSettings
     except ImportError as error:
-        raise ConfigError(f"this needs Ray Serve ({error}): pip install 'jaxllm[ray]'") from None
-    except ValueError as error:
-        raise ConfigError(f"rows, capacity, threads and replicas must be integers: {error}") from (
-            None
+        message = f"this needs Ray Serve ({error}): pip install 'jaxllm[ray]'"
+        raise ConfigError(message) from None
+    try:
+        rows, capacity, threads, replicas = (
+            int(chosen[n]) for n in ("rows", "capacity", "threads", "replicas")
         )
+    except ValueError as error:
+        message = f"rows, capacity, threads and replicas must be integers: {error}"
+        raise ConfigError(message) from None
+    name = chosen["name"] or Path(chosen["model"]).name
+    settings = ServerSettings((name,))
+    process = ModelSettings(rows=rows, capacity=capacity, threads=threads)
+
+    def build_replica() -> Any:
+        """Return the application; its model's process starts with the first request."""
+        from jaxllm.server.model_client import ModelClient
+
+        client = ModelClient(partial(_load, chosen["model"]), process)
+        return build_app(client, settings, starts_model=True)
+
+    ingress: Any = serve.ingress(build_replica)
     deployed: Any = serve.deployment(
-        Replica,
         name="jaxllm",
         num_replicas=replicas,
-        max_ongoing_requests=4 * rows,  # more than rows: requests queue in the replica
+        max_ongoing_requests=rows + settings.max_waiting,  # the replica queues them itself
         ray_actor_options={"num_cpus": threads},
     )
-    return deployed.bind(chosen["model"], rows, capacity, threads)
+    return deployed(ingress(_Replica)).bind()
 
 
-def _check_request(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in ("on_text", "is_cancelled", "id"):
-        if name in request:
-            raise SamplingError(f"a request cannot have {name!r}")
-    return request
+class _Replica:
+    """A replica: what Ray puts the application into."""
 
 
-async def _json_lines(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
-    async for answer in answers:
-        yield json.dumps(answer, ensure_ascii=False) + "\n"
+def _load(model: str) -> Any:
+    from jaxllm.lm import load
+
+    return load(model, show_progress=False)

@@ -119,7 +119,7 @@ class BackgroundServer:
             yield item.result()
         finally:
             gone.set()
-            self._drop_cancelled()
+            self.drop_cancelled()
 
     def close(self, *, refuse_waiting: bool = False) -> None:
         """Answer the queued requests, or refuse them, then end the thread."""
@@ -143,7 +143,7 @@ class BackgroundServer:
             raise RuntimeError("this model was closed")
         if self._max_waiting is None and self._max_waiting_tokens is None:
             return
-        self._drop_cancelled()
+        self.drop_cancelled()
         waiting = len(self._waiting)
         if self._max_waiting is not None and waiting >= self._max_waiting + self._free_rows():
             raise OverloadError(f"{waiting} requests are waiting, which is the limit. Retry later")
@@ -162,7 +162,7 @@ class BackgroundServer:
         rows: int = self._options["rows"]
         return max(0, rows - len(self._running))
 
-    def _drop_cancelled(self) -> None:
+    def drop_cancelled(self) -> None:
         """Answer the waiting requests that were cancelled."""
         with self._change:
             gone = [pending for pending in self._waiting if pending.is_cancelled()]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import CapacityError, ConfigError, NonFiniteError, TokenError
@@ -128,6 +129,39 @@ def _log_probs(
         0
     ].logits[:, :-1]
     return log_likelihood(logits_BTV, token_BT[:, 1:])
+
+
+def prompt_logprobs(
+    model: Model, params: Params, ids: Sequence[int], *, top: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the log-probability of each token but the first, and the likeliest tokens there.
+
+    top: how many of the likeliest. Returns float32 `[T - 1]`, the numbers of `log_probs`; int32 and
+    float32 `[T - 1, top]`, best first. Raises what `embeddings` raises.
+    """
+    token_T = check_text(model, 0, ids)
+    logprob_BT, top_BTN, top_logprob_BTN = _top_log_probs(
+        model, params, *_pad_batch([token_T], 1), top=top
+    )
+    known = slice(len(token_T) - 1)
+    logprob_T = np.asarray(logprob_BT)[0, known]
+    if not np.isfinite(logprob_T).all():
+        raise NonFiniteError("the model returned NaN or infinite logits")
+    return logprob_T, np.asarray(top_BTN)[0, known], np.asarray(top_logprob_BTN)[0, known]
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="top")
+def _top_log_probs(
+    model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array, *, top: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    logits_BTV = run_model(model, params, (), token_BT, position_BT)[0].logits[:, :-1]
+    top_BTN = jax.lax.top_k(logits_BTV, top)[1]
+    top_logprob_BNT = jax.vmap(log_likelihood, (None, 2))(logits_BTV, top_BTN)
+    return (
+        log_likelihood(logits_BTV, token_BT[:, 1:]),
+        top_BTN,
+        jnp.moveaxis(top_logprob_BNT, 0, 2),
+    )
 
 
 def _group_by_length(

@@ -1,0 +1,116 @@
+"""`jaxllm serve`: an HTTP server with OpenAI's interface."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxllm.cli.console import log
+from jaxllm.cli.option_groups import LoadingOptions
+from jaxllm.cli.options import Model
+from jaxllm.errors import ConfigError
+
+EXAMPLE = """
+Examples:
+
+  jaxllm serve demo:llama --port 8000
+
+  curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "Once upon a time", "max_tokens": 40}'
+"""
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def serve(
+    model: Model = "demo:llama",
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8000,
+    unix: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
+    name: list[str] | None = None,
+    api_key_file: Path | None = None,
+    cors: Annotated[list[str] | None, typer.Option(metavar="ORIGIN")] = None,
+    rows: Annotated[int, typer.Option(min=1)] = 8,
+    capacity: Annotated[int | None, typer.Option(min=1)] = None,
+    max_waiting: Annotated[int, typer.Option(min=0)] = 64,
+    max_waiting_tokens: Annotated[int, typer.Option(min=1)] = 262_144,
+    max_body: Annotated[str, typer.Option(metavar="BYTES")] = "4MiB",
+    grace: Annotated[float, typer.Option(min=0, metavar="SECONDS")] = 30.0,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    chat_template: Path | None = None,
+    pooling: str = "mean",
+    *,
+    loading: LoadingOptions,
+) -> None:
+    """Serve a model over HTTP with OpenAI's interface: completions, chat, embeddings, streams.
+
+    A request's tokens are those of LM.generate with the same options and seed, whatever else runs.
+    http://HOST:PORT/ is a page to try it; /metrics is for Prometheus. SIGTERM lets running requests
+    finish. The model runs in a process of its own, which is started again if it dies.
+
+    Args:
+      host: Address to listen on; 0.0.0.0 lets other machines ask.
+      port: Port; 0 takes a free one.
+      unix: Unix socket to listen on instead, which only you can open.
+      name: Name of the model for clients; repeatable [default: the file's name].
+      api_key_file: File with the keys that clients must send, one a line.
+      cors: Web page that may ask, such as https://example.org; * for all; repeatable.
+      rows: Requests that run at once.
+      capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
+      max_waiting: Requests that may wait; more get status 429.
+      max_waiting_tokens: Tokens of their prompts, likewise.
+      max_body: Largest body of a request.
+      grace: Time for running requests to finish after SIGTERM.
+      threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
+      chat_template: Jinja file to use instead of the checkpoint's chat template.
+      pooling: Pooling of embeddings: mean, last or cls.
+    """
+    try:
+        from jaxllm.server.app import ServerSettings, build_app
+        from jaxllm.server.listen import Address, run
+    except ImportError as error:
+        message = f"serve needs more packages ({error}): pip install 'jaxllm[serve]'"
+        raise ConfigError(message) from None
+    from jaxllm.server.limits import read_keys
+    from jaxllm.server.model_client import ModelClient
+    from jaxllm.server.model_process import ModelSettings
+
+    keys = tuple(read_keys(api_key_file)) if api_key_file else ()
+    settings = ServerSettings(
+        names=tuple(name or [default_name(model)]), keys=keys, origins=tuple(cors or ()),
+        max_waiting=max_waiting, body_bytes=parse_bytes("--max-body", max_body), pooling=pooling,
+    )  # fmt: skip
+    if host not in ("127.0.0.1", "localhost", "::1") and unix is None and not keys:
+        log(f"jaxllm: anybody who reaches {host} may ask; --api-key-file requires a key")
+    client = ModelClient(
+        partial(load_model, loading, model, chat_template),
+        ModelSettings(rows, capacity or 0, max_waiting, max_waiting_tokens, threads or 0),
+        log=lambda line: log(f"jaxllm: {line}"),
+    )
+    run(build_app(client, settings), client, Address(host, port, unix), grace=grace, log=log)
+
+
+def default_name(model: str) -> str:
+    """Return a model's name for clients: the last part of its path."""
+    return model if ":" in model else Path(model).resolve().name
+
+
+def load_model(loading: LoadingOptions, model: str, chat_template: Path | None) -> Any:
+    """Load the model, in its process."""
+    import dataclasses
+
+    lm = loading.load(model, show_progress=False)
+    if chat_template is not None:
+        from jaxllm.convert.registry import read_chat_template
+
+        template = read_chat_template(chat_template, lm.path)
+        lm = dataclasses.replace(lm, chat_template=template)
+    return lm
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Return a number of bytes such as 4MiB. Raises ConfigError."""
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit).strip()
+    if not number.replace(".", "", 1).isdigit():
+        raise ConfigError(f"{flag} must be a size such as 512MiB or 1GiB, got {text!r:.40}")
+    return int(float(number) * UNITS.get(unit, 1))

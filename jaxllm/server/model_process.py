@@ -1,0 +1,350 @@
+"""The process that has the model: it answers frames of the HTTP process until that one ends.
+
+A thread of `BackgroundServer` decodes. Everything else (templates, tokenizers, grammars,
+embeddings) runs in a pool of threads, so that a long prompt delays nobody.
+"""
+
+import dataclasses
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, OverloadError, TokenError
+from jaxllm.server.frames import FrameSocket
+
+if TYPE_CHECKING:
+    from jaxllm.generation.completion import Completion, StreamChunk
+    from jaxllm.lm import LM
+
+Frame = dict[str, Any]
+PREPARING_THREADS = 4
+# Options of `LM.generate` that are Python objects, or that the server sets itself.
+_PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
+                    "assistant_model", "overflow", "adapter", "top_logprobs", "chunk"}  # fmt: skip
+_ROLE_ENDS = "\x02"  # stands for the end of a prefilled answer; no template writes it
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """How the model runs.
+
+    rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
+    max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
+    """
+
+    rows: int = 8
+    capacity: int = 0
+    max_waiting: int = 64
+    max_waiting_tokens: int = 262_144
+    threads: int = 0
+
+
+def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: ModelSettings) -> None:
+    """Load the model, send its `ready` frame and answer frames. The target of a new process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the HTTP process ends this one
+        signal.signal(number, signal.SIG_IGN)
+    frames = FrameSocket(connection)
+    if settings.threads:  # before XLA creates its CPU client
+        os.environ["PJRT_NPROC"] = str(settings.threads)
+    try:
+        process = ModelProcess(load(), settings, frames)
+    except (JaxllmError, OSError) as error:
+        frames.send({"failed": str(error)})
+        return
+    frames.send({"ready": process.describe()})
+    for frame in frames:
+        process.receive(frame)
+    os._exit(0)  # the HTTP process has ended: do not wait for running requests
+
+
+class ModelProcess:
+    """A loaded model that answers frames.
+
+    A request is `{"id", "do", ...}`. Its answers have the same id: `chunk`s and `done` for
+    "generate", `done` for all others, or `error`.
+    """
+
+    def __init__(self, lm: "LM", settings: ModelSettings, frames: FrameSocket) -> None:
+        from jaxllm.generation.background import BackgroundServer
+
+        usual = min(lm.config.default_cache_size, 4096)
+        self.lm, self.rows, self.capacity = lm, settings.rows, settings.capacity or usual
+        self._frames = frames
+        self._server = BackgroundServer(
+            lm, rows=self.rows, capacity=self.capacity,
+            max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
+        )  # fmt: skip
+        self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
+        self._cancelled: dict[int, threading.Event] = {}
+        self._operations: dict[str, Callable[[Frame], Any]] = {
+            "embed": self._embed,
+            "score": self._score,
+            "tokenize": self._tokenize,
+            "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
+            "render": lambda frame: {"text": self._render(frame)},
+        }
+
+    def describe(self) -> Frame:
+        """Return what the HTTP process tells clients about the model."""
+        from jaxllm.text.chat import ChatTemplate
+
+        lm, tokenizer = self.lm, self.lm.tokenizer
+        template = lm.chat_template
+        special = dict(template.special_tokens) if isinstance(template, ChatTemplate) else {}
+        if tokenizer is not None:
+            for name, index in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id)):
+                if index is not None:
+                    special.setdefault(name, tokenizer.token(index))
+        return {
+            "context": min(lm.config.position_limit, self.capacity),
+            "rows": self.rows,
+            "adapters": list(lm.adapters),
+            "vocab_size": lm.config.vocab_size,
+            "special_tokens": special,
+            "chat_template": template.source if isinstance(template, ChatTemplate) else None,
+            "model": repr(lm),
+        }
+
+    def receive(self, frame: Frame) -> None:
+        """Begin what a frame asks for; answers are sent when they are there."""
+        number, do = frame["id"], frame["do"]
+        if do == "cancel":
+            if (event := self._cancelled.get(number)) is not None:
+                event.set()
+                self._server.drop_cancelled()
+        elif do == "drain":
+            threading.Thread(target=self._server.close, kwargs={"refuse_waiting": True}).start()
+        elif do == "generate":
+            self._cancelled[number] = threading.Event()
+            self._pool.submit(self._generate, frame)
+        else:
+            self._pool.submit(self._answer, self._operations[do], frame)
+
+    def _answer(self, operation: Callable[[Frame], Any], frame: Frame) -> None:
+        try:
+            answer = {"done": operation(frame)}
+        except Exception as error:
+            answer = {"error": describe_failure(error)}
+        self._send({"id": frame["id"], **answer})
+
+    def _send(self, frame: Frame) -> None:
+        try:
+            self._frames.send(frame)
+        except OSError:  # the HTTP process has ended
+            os._exit(0)
+
+    def _generate(self, frame: Frame) -> None:
+        """Prepare and queue a request; its chunks are sent from the thread that decodes."""
+        number, shows_tokens = frame["id"], frame.get("logprobs") is not None
+        cancelled = self._cancelled[number]
+
+        def send_chunk(chunk: "StreamChunk") -> None:
+            item: list[Any] = [chunk.text, chunk.token, chunk.finish_reason]
+            if shows_tokens:
+                item += self._describe_logprobs(chunk)
+            self._send({"id": number, "chunk": item})
+
+        def finish(future: "Future[Completion]") -> None:
+            self._cancelled.pop(number, None)
+            error = future.exception()
+            if error is not None:
+                self._send({"id": number, "error": describe_failure(error)})
+                if not isinstance(error, JaxllmError) and "the model ended" in str(error):
+                    os._exit(1)  # the HTTP process starts a new one
+                return
+            self._send({"id": number, "done": describe_completion(future.result())})
+
+        try:
+            if cancelled.is_set():
+                raise TokenError("cancelled")
+            request = self._make_request(frame)
+            request |= {"on_chunk": send_chunk, "is_cancelled": cancelled.is_set}
+        except Exception as error:
+            self._cancelled.pop(number, None)
+            self._send({"id": number, "error": describe_failure(error)})
+            return
+        future = self._server.submit(
+            request, on_start=lambda: self._send({"id": number, "started": True})
+        )
+        future.add_done_callback(finish)
+
+    def _make_request(self, frame: Frame) -> dict[str, Any]:
+        """Return the request of `LM.serve` that a frame describes."""
+        from jaxllm.generation.options import OPTIONS
+
+        extra = {
+            name: value
+            for name, value in frame["extra"].items()
+            if name in OPTIONS and name not in _PRIVATE_OPTIONS and value is not None
+        }
+        options = {**extra, **frame["options"]}
+        if options.get("temperature") is None and not _decides_sampling(self.lm, options):
+            options["temperature"] = 1.0  # as in OpenAI's interface
+        prompt = self.lm.encode(self._read_prompt(frame))
+        room = self.context - len(prompt) + 1  # the last token never runs
+        if room < 1 or (options.get("max_new_tokens") or 1) > room:
+            raise _ContextExceeded(len(prompt), options.get("max_new_tokens"), self.context)
+        if options.get("max_new_tokens") is None:
+            options["max_new_tokens"] = room
+        if frame.get("ignore_eos"):
+            options["min_new_tokens"] = options["max_new_tokens"]
+        if frame.get("tools"):
+            options |= tool_options(frame["tools"], self._tool_style)
+        if frame.get("logprobs"):
+            options["top_logprobs"] = frame["logprobs"]
+        return {**options, "prompt": prompt, "adapter": frame.get("adapter")}
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt and its continuation."""
+        return min(self.lm.config.position_limit, self.capacity)
+
+    @cached_property
+    def _tool_style(self) -> str:
+        from jaxllm.server.tools import find_style
+
+        return find_style(getattr(self.lm.chat_template, "source", ""))
+
+    def _read_prompt(self, frame: Frame) -> Any:
+        return frame["prompt"] if "prompt" in frame else self._encode_messages(frame)
+
+    def _encode_messages(self, frame: Frame) -> list[int]:
+        if self.lm.tokenizer is None:
+            raise TokenError("the model has no tokenizer, so it cannot chat")
+        return self.lm.tokenizer.encode(self._render(frame), parse_special=True)
+
+    def _render(self, frame: Frame) -> str:
+        """Return a conversation as text, with an answer's beginning where one is given."""
+        template = self.lm.chat_template
+        if isinstance(template, JaxllmError):
+            raise template
+        messages, variables = frame["messages"], frame["variables"]
+        if not frame.get("continues"):
+            return template.render(messages, **variables)
+        beginning = messages[-1]["content"]
+        marked = [*messages[:-1], {**messages[-1], "content": beginning + _ROLE_ENDS}]
+        text = template.render(marked, **{**variables, "add_generation_prompt": False})
+        if _ROLE_ENDS not in text:
+            raise ConfigError("the chat template does not show the last message")
+        return text[: text.rindex(_ROLE_ENDS)]
+
+    def _describe_logprobs(self, chunk: "StreamChunk") -> list[Any]:
+        """Return `[log-probability, bytes, [[bytes, log-probability], ...]]` of a token."""
+        top = [[self._token_bytes(t), lp] for t, lp in chunk.top_logprobs or []]
+        return [chunk.logprob, self._token_bytes(chunk.token), top]
+
+    def _token_bytes(self, token: int) -> bytes:
+        """Return a token's bytes; for a special token those of its name."""
+        tokenizer = self.lm.tokenizer
+        if tokenizer is None:
+            return b""
+        return self._bytes_V[token] or tokenizer.token(token).encode()
+
+    @cached_property
+    def _bytes_V(self) -> list[bytes]:
+        from jaxllm.grammar.vocabulary import token_bytes
+
+        assert self.lm.tokenizer is not None
+        found = token_bytes(self.lm.tokenizer)
+        return found + [b""] * (self.lm.config.vocab_size - len(found))
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.lm.decode(tokens)
+
+    def _tokenize(self, frame: Frame) -> Frame:
+        """Return token ids, and their texts if the frame asks for pieces."""
+        lm = self.lm
+        if "messages" in frame:
+            tokens = self._encode_messages(frame)
+        elif lm.tokenizer is None:
+            raise TokenError("the model has no tokenizer")
+        else:
+            bos = frame["add_special"] and lm.tokenizer.adds_bos
+            tokens = lm.tokenizer.encode(frame["text"], bos=bos, parse_special=True)
+        pieces = [self._token_bytes(token) for token in tokens] if frame.get("pieces") else None
+        return {"tokens": tokens, "pieces": pieces}
+
+    def _embed(self, frame: Frame) -> Frame:
+        """Return float32 vectors as bytes, and the number of tokens of each text."""
+        texts = [self.lm.encode(text) for text in frame["texts"]]
+        for text in texts:
+            if len(text) > self.lm.config.context_length:
+                raise _ContextExceeded(len(text), None, self.lm.config.context_length)
+        vectors_ND = self.lm.embed(
+            texts, adapter=frame.get("adapter"), show_progress=False, **frame["options"]
+        )
+        return {
+            "vectors": [vector.astype("<f4").tobytes() for vector in vectors_ND],
+            "lengths": [len(text) for text in texts],
+        }
+
+    def _score(self, frame: Frame) -> Frame:
+        """Return each prompt token's bytes, log-probability and the likeliest tokens there."""
+        from jaxllm.generation.embeddings import prompt_logprobs
+
+        lm = self.lm.with_adapter(frame.get("adapter"))
+        ids = lm.encode(frame["prompt"])
+        logprob_T, top_TN, top_logprob_TN = prompt_logprobs(
+            lm.model, lm.params, ids, top=frame["top"]
+        )
+        tops = [
+            [[self._token_bytes(int(t)), float(lp)] for t, lp in zip(*row, strict=True)]
+            for row in zip(top_TN, top_logprob_TN, strict=True)
+        ]
+        return {
+            "tokens": [self._token_bytes(token) for token in ids],
+            "logprobs": logprob_T.tolist(),
+            "top": tops,
+        }
+
+
+class _ContextExceeded(CapacityError):
+    """A prompt does not fit; has the numbers that clients show."""
+
+    def __init__(self, prompt: int, new: int | None, context: int) -> None:
+        asked = "" if new is None else f" and {new} new ones"
+        super().__init__(f"{prompt} tokens{asked} do not fit into the context of {context}")
+        self.numbers = {"n_prompt_tokens": prompt, "n_ctx": context}
+
+
+def describe_failure(error: BaseException) -> Frame:
+    """Return an error as a frame's value: its kind decides the HTTP status."""
+    if isinstance(error, _ContextExceeded):
+        return {"kind": "context", "message": str(error), **error.numbers}
+    if isinstance(error, OverloadError):
+        return {"kind": "overload", "message": str(error)}
+    if isinstance(error, JaxllmError):
+        kind = "context" if isinstance(error, CapacityError) else "invalid"
+        return {"kind": kind, "message": str(error)}
+    return {"kind": "failed", "message": f"{type(error).__name__}: {error!s:.300}"}
+
+
+def describe_completion(completion: "Completion") -> Frame:
+    """Return the end of a generation as a frame's value."""
+    return {
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "completion_tokens": len(completion.tokens),
+        "cached_tokens": getattr(completion, "cached_tokens", 0),
+        "seed": completion.seed,
+        "grammar_complete": completion.grammar_complete,
+    }
+
+
+def tool_options(tools: Mapping[str, Any], style: str) -> dict[str, Any]:
+    """Return the grammar option under which a model calls tools; see `tools`."""
+    from jaxllm.server.tools import tool_grammar
+
+    return tool_grammar(tools["tools"], tools["choice"], style)
+
+
+def _decides_sampling(lm: "LM", options: Mapping[str, Any]) -> bool:
+    """Whether the request or generation_config.json says how to sample."""
+    if options.get("do_sample") is not None:
+        return True
+    return any(lm.generation.get(name) is not None for name in ("do_sample", "temperature"))

@@ -1,0 +1,342 @@
+"""Requests in OpenAI's JSON, as frames for the model process.
+
+What is unknown is ignored, as clients expect; what would change the answer and is not there is
+refused. All other options of `LM.generate` are taken under their own names.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxllm.server.errors import invalid, unsupported
+
+Body = Mapping[str, Any]
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_COMPLETION_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
+_REFUSED = {"suffix": "suffix", "audio": "audio", "modalities": "audio", "functions": "functions",
+            "web_search_options": "web search", "prediction": "prediction"}  # fmt: skip
+_RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
+           "frequency_penalty": (-10, 10)}  # fmt: skip
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Names of other servers -> ours.
+_ALIASES = {"n_predict": "max_new_tokens", "typical": "typical_p", "repeat_penalty":
+            "repetition_penalty", "min_tokens": "min_new_tokens", "guided_json": "json_schema",
+            "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "lark",
+            "grammar": "gbnf"}  # fmt: skip
+_STRUCTURES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+
+class GenerationCall(NamedTuple):
+    """A checked request for text.
+
+    Attributes:
+        model: The requested model's name, "" for the default.
+        frames: One frame of `ModelProcess` per choice, in order.
+        stream, include_usage: Whether to stream, and to end the stream with the usage.
+        logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
+        echo: Whether each choice begins with its prompt.
+        forces_tool: Whether the whole answer is a call of a tool; None without tools.
+    """
+
+    model: str
+    frames: list[dict[str, Any]]
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    echo: bool = False
+    forces_tool: bool | None = None
+
+
+def read_completion(body: Body) -> GenerationCall:
+    """Read the body of /v1/completions. Raises ApiError."""
+    prompts = _read_prompts(body)
+    n, best_of = _integer(body, "n", 1, 1, MAX_CHOICES), body.get("best_of")
+    if best_of not in (None, n):
+        raise unsupported("best_of", "best_of")
+    logprobs = body.get("logprobs")
+    if logprobs is not None:
+        logprobs = _integer(body, "logprobs", 0, 0, MAX_COMPLETION_LOGPROBS)
+    options = _read_options(body)
+    echo = _boolean(body, "echo")
+    limit = _integer(body, "max_tokens", DEFAULT_COMPLETION_TOKENS, 0, None)
+    if "max_new_tokens" not in options:
+        options["max_new_tokens"] = limit
+    if not options["max_new_tokens"] and not echo:
+        raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
+    base = {"options": options, "extra": _read_extra(body), "logprobs": logprobs,
+            "ignore_eos": _boolean(body, "ignore_eos")}  # fmt: skip
+    frames = [
+        {**base, "prompt": prompt, "options": {**options, "seed": _nth_seed(options["seed"], i)}}
+        for prompt in prompts
+        for i in range(n)
+    ]
+    if len(frames) > MAX_CHOICES:
+        raise invalid(f"{len(frames)} choices are too many: expected at most {MAX_CHOICES}", "n")
+    return GenerationCall(*_read_common(body), frames, *_read_stream(body), logprobs, echo)
+
+
+def read_chat(body: Body) -> GenerationCall:
+    """Read the body of /v1/chat/completions. Raises ApiError."""
+    logprobs = None
+    if _boolean(body, "logprobs"):
+        logprobs = _integer(body, "top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
+    elif body.get("top_logprobs"):
+        raise invalid("top_logprobs requires logprobs=true", "top_logprobs")
+    options = _read_options(body)
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None:
+            options.setdefault("max_new_tokens", _integer(body, name, 1, 1, None))
+    tools, forces_tool = _read_tools(body)
+    conversation = read_conversation(body)
+    frame = {**conversation, "options": options, "extra": _read_extra(body), "logprobs": logprobs,
+             "ignore_eos": _boolean(body, "ignore_eos"), "tools": tools}  # fmt: skip
+    n = _integer(body, "n", 1, 1, MAX_CHOICES)
+    frames = [
+        {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
+    ]
+    return GenerationCall(
+        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool
+    )
+
+
+def read_conversation(body: Body) -> dict[str, Any]:
+    """Return messages, the template's variables, and whether the last message goes on."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise invalid("messages must be a list of messages, not empty", "messages")
+    plain = [_read_message(message, i) for i, message in enumerate(messages)]
+    variables = body.get("chat_template_kwargs") or {}
+    if not isinstance(variables, Mapping):
+        raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    variables = dict(variables)
+    continues = _boolean(body, "continue_final_message")
+    adds = body.get("add_generation_prompt", True)
+    last_answers = plain[-1]["role"] == "assistant"
+    if continues and (not last_answers or body.get("add_generation_prompt")):
+        raise invalid(
+            "continue_final_message requires an assistant message at the end and"
+            " add_generation_prompt=false",
+            "continue_final_message",
+        )
+    # As llama.cpp: an answer at the end is one to go on with, unless the client says otherwise.
+    continues = continues or (last_answers and "add_generation_prompt" not in body
+                              and not plain[-1].get("tool_calls"))  # fmt: skip
+    if continues and not isinstance(plain[-1].get("content"), str):
+        raise invalid("the message to continue has no text", "messages")
+    tools = body.get("tools")
+    if tools and body.get("tool_choice") != "none":
+        variables["tools"] = tools
+    return {"messages": plain, "continues": continues,
+            "variables": {"add_generation_prompt": bool(adds), **variables}}  # fmt: skip
+
+
+def _read_message(message: Any, index: int) -> dict[str, Any]:
+    """Return a message whose content is a text, as templates take it."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise invalid(f"{where} must be an object, got {message!r:.40}", "messages")
+    role, content = message.get("role"), message.get("content")
+    if role not in _ROLES:
+        raise invalid(f"{where}.role must be one of {', '.join(_ROLES)}, got {role!r:.40}",
+                      "messages")  # fmt: skip
+    if isinstance(content, list):
+        content = "".join(_read_part(part, where) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise invalid(f"{where}.content must be a text or a list of parts", "messages")
+    calls = message.get("tool_calls")
+    if content is None and not (role == "assistant" and calls):
+        raise invalid(f"{where}.content is missing", "messages")
+    plain = {**message, "content": content}
+    if calls:
+        plain["tool_calls"] = [_read_call(call, where) for call in calls]
+    return plain
+
+
+def _read_part(part: Any, where: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        raise invalid(f"{where}: a part must be a text, got {kind!r:.40}", "messages")
+    if not isinstance(text := part.get("text"), str):
+        raise invalid(f"{where}: a part has no text", "messages")
+    return text
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a call whose arguments are an object, as templates take them."""
+    import json
+
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        return {**call, "function": {**function, "arguments": arguments}}
+    except (TypeError, KeyError, ValueError):
+        raise invalid(f"{where}: a tool call is malformed: {call!r:.60}", "messages") from None
+
+
+def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
+    """Return what `tools.tool_grammar` takes, and whether a call is forced; None without tools."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if not tools or choice == "none":
+        if choice not in (None, "none", "auto"):
+            raise invalid("tool_choice requires tools", "tool_choice")
+        return None, None
+    if not isinstance(tools, list):
+        raise invalid("tools must be a list", "tools")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise invalid(f"a tool must be a function with a name, got {tool!r:.60}", "tools")
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            raise invalid("a tool's parameters must be a JSON schema", "tools")
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if kind == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)  # type: ignore[union-attr]
+        names = [item.get("function", item).get("name") for item in allowed.get("tools", [])]
+        tools = _pick_tools(tools, names)
+        choice = allowed.get("mode", "auto")
+    elif kind == "function":
+        tools = _pick_tools(tools, [choice.get("function", choice).get("name")])  # type: ignore
+        choice = "required"
+    if choice not in (None, "auto", "required"):
+        raise invalid(f"tool_choice is unknown: got {choice!r:.60}", "tool_choice")
+    return {"tools": tools, "choice": choice or "auto"}, choice == "required"
+
+
+def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
+    chosen = [tool for tool in tools if tool["function"]["name"] in names]
+    if not chosen or len(chosen) < len(set(names)):
+        raise invalid(f"tool_choice names a tool that is not among tools: {names}", "tool_choice")
+    return chosen
+
+
+def _read_options(body: Body) -> dict[str, Any]:
+    """Return options of `LM.generate` from OpenAI's fields, with a seed."""
+    for name, what in _REFUSED.items():
+        if body.get(name) and body[name] != ["text"]:
+            raise unsupported(what, name)
+    options: dict[str, Any] = {}
+    for name, (low, high) in _RANGES.items():
+        if body.get(name) is not None:
+            options[name] = _number(body, name, low, high)
+    if body.get("stop") is not None:
+        options["stop_strings"] = _read_stops(body["stop"])
+    if body.get("logit_bias"):
+        options["logit_bias"] = body["logit_bias"]
+    seed = body.get("seed")
+    if seed is None or seed == -1:
+        options["seed"] = secrets.randbits(32)
+    else:
+        options["seed"] = _integer(body, "seed", 0, -(1 << 63), (1 << 64) - 1) % (1 << 64)
+    return options | _read_structure(body)
+
+
+def _read_structure(body: Body) -> dict[str, Any]:
+    """Return the grammar option of response_format and of structured_outputs."""
+    wanted = body.get("response_format")
+    structured = body.get("structured_outputs")
+    if isinstance(structured, Mapping):
+        return {
+            ours: structured[theirs]
+            for theirs, ours in _STRUCTURES.items()
+            if structured.get(theirs) is not None
+        }
+    if wanted is None:
+        return {}
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": wanted.get("schema") or {"type": "object"}}
+    if kind == "json_schema":
+        outer = wanted.get("json_schema", wanted)
+        schema = outer.get("schema") if isinstance(outer, Mapping) else None
+        if isinstance(schema, Mapping | bool):
+            return {"json_schema": schema}
+        raise invalid("response_format.json_schema.schema must be a JSON schema",
+                      "response_format")  # fmt: skip
+    raise invalid(f"response_format is unknown: got {wanted!r:.60}", "response_format")
+
+
+def _read_extra(body: Body) -> dict[str, Any]:
+    """Return all fields, for the options of `LM.generate` among them, under our names."""
+    return {_ALIASES.get(name, name): value for name, value in body.items() if name not in _OURS}
+
+
+# Fields that have a meaning of their own here.
+_OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop",
+         "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
+         "max_tokens", "max_completion_tokens", "tools", "tool_choice", "response_format",
+         "structured_outputs", "stream", "stream_options", "user", "metadata"}  # fmt: skip
+
+
+def _read_common(body: Body) -> tuple[str]:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise invalid(f"model must be a name, got {model!r:.40}", "model")
+    return (model or "",)
+
+
+def _read_stream(body: Body) -> tuple[bool, bool]:
+    stream, options = _boolean(body, "stream"), body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise invalid("stream_options must be an object", "stream_options")
+    return stream, bool(options.get("include_usage"))
+
+
+def _read_prompts(body: Body) -> list[Any]:
+    """Return the prompts: texts or lists of token ids."""
+    prompt = body.get("prompt")
+    if _is_prompt(prompt):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
+        return prompt
+    raise invalid("prompt must be a text, token ids, or a list of them, not empty", "prompt")
+
+
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, str) and bool(value)
+
+
+def _read_stops(stop: Any) -> list[str]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
+        raise invalid("stop must be a text or a list of texts", "stop")
+    if len(stops) > MAX_STOPS:
+        raise invalid(f"stop has {len(stops)} texts: expected at most {MAX_STOPS}", "stop")
+    return [text for text in stops if text]
+
+
+def _nth_seed(seed: int, i: int) -> int:
+    """Return the seed of the i-th choice: the first has the given one."""
+    return (seed + i) % (1 << 64)
+
+
+def _integer(body: Body, name: str, default: int, low: int, high: int | None) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or value < low or (high is not None and value > high):
+        upper = "" if high is None else f" to {high}"
+        raise invalid(f"{name} must be a whole number from {low}{upper}, got {value!r:.40}", name)
+    return value
+
+
+def _number(body: Body, name: str, low: float, high: float) -> float:
+    value = body.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise invalid(f"{name} must be a number from {low} to {high}, got {value!r:.40}", name)
+    return float(value)
+
+
+def _boolean(body: Body, name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise invalid(f"{name} must be true or false, got {value!r:.40}", name)
+    return bool(value)

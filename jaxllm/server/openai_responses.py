@@ -1,0 +1,219 @@
+"""Answers in OpenAI's JSON: whole completions, chunks of a stream, log-probabilities."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxllm.server.tools import ToolText
+
+IMPOSSIBLE = -9999.0  # stands for minus infinity, which JSON has not
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+Json = dict[str, Any]
+
+
+def encode_json(value: Any) -> bytes:
+    """Return compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
+        errors="replace"
+    )
+
+
+class Answer:
+    """The frame around an answer's choices: id, object, time, model.
+
+    chat: whether it answers a conversation.
+    """
+
+    def __init__(self, model: str, fingerprint: str, *, chat: bool) -> None:
+        self.chat = chat
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    @property
+    def id(self) -> str:
+        """The answer's id."""
+        return str(self._head["id"])
+
+    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
+        """Return an answer that is not streamed."""
+        return {**self._head, "choices": list(choices), "usage": usage}
+
+    def chunk(self, choices: Sequence[Json], usage: Json | None = None, **more: Any) -> Json:
+        """Return a chunk of a stream. more: `usage=None` where usage comes at the end."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        used = {} if usage is None else {"usage": usage}
+        return {**self._head, "object": kind, "choices": list(choices), **more, **used}
+
+
+def usage(ends: Iterable[Mapping[str, Any]], prompts: int) -> Json:
+    """Return the tokens of all choices, from their `done` frames; each prompt counts once.
+
+    prompts: how many different prompts there are, each with the same number of choices.
+    """
+    ends = list(ends)
+    choices = max(1, len(ends) // max(1, prompts))
+    first = ends[::choices]
+    prompt = sum(end["prompt_tokens"] for end in first)
+    new = sum(end["completion_tokens"] for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(end["cached_tokens"] for end in first)},
+    }
+
+
+class Choice:
+    """One choice while it grows: text, log-probabilities, tool calls.
+
+    logprobs: the number of likeliest tokens to show, None for no log-probabilities. forces_tool:
+    see `GenerationCall`. style: of the chat template's tool calls.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        chat: bool,
+        logprobs: int | None,
+        forces_tool: bool | None = None,
+        style: str = "",
+    ) -> None:
+        self.index, self._chat, self._logprobs = index, chat, logprobs
+        self._tools = None if forces_tool is None else ToolText(style, forced=forces_tool)
+        self._text = ""
+        self._calls: list[Json] = []
+        self._finish: str | None = None
+        self._shown: list[tuple[bytes, float, list[Any]]] = []
+        self._first_shown = self._offset = 0
+        self._begun = False
+
+    def prefix(self, text: str, scored: Mapping[str, Any] | None) -> None:
+        """Put an echoed prompt in front. scored: the answer of `ModelProcess` to "score"."""
+        self._text = text
+        if scored is None:
+            return
+        self._shown += [(scored["tokens"][0], float("nan"), [])]
+        rows = zip(scored["tokens"][1:], scored["logprobs"], scored["top"], strict=True)
+        self._shown += [(token, logprob, top) for token, logprob, top in rows]
+
+    def push(self, chunk: Sequence[Any]) -> Json | None:
+        """Add a `chunk` frame; return the choice of a stream's chunk, None if nothing is new."""
+        piece, _, finish, *shown = chunk
+        if shown:
+            self._shown.append((shown[1], shown[0], shown[2]))
+        if self._tools is not None:
+            piece = self._tools.push(piece)
+        if finish is not None:
+            self._finish = FINISH_REASONS[finish]
+            if self._tools is not None:
+                rest, calls = self._tools.finish()
+                piece += rest
+                self._calls = [_make_call(call, i) for i, call in enumerate(calls)]
+                self._finish = "tool_calls" if calls else self._finish
+        self._text += piece
+        if not piece and not shown and finish is None:
+            return None
+        if self._tools is not None and not piece and finish is None:
+            return None
+        return self._stream_choice(piece)
+
+    def end(self, reason: str) -> None:
+        """Set why it ended, for an end without a chunk (a cancelled request)."""
+        self._finish = self._finish or FINISH_REASONS[reason]
+
+    def echo_chunk(self) -> Json:
+        """Return the choice of a stream's chunk with the echoed prompt."""
+        return self._stream_choice(self._text)
+
+    def finish_chunk(self) -> Json:
+        """Return the last choice of a chat's stream: the reason of its end, and no content."""
+        delta: Json = {"tool_calls": self._calls} if self._calls else {}
+        return {"index": self.index, "delta": delta, "logprobs": None,
+                "finish_reason": self._finish}  # fmt: skip
+
+    def role_chunk(self) -> Json:
+        """Return the first choice of a chat's stream."""
+        return {"index": self.index, "delta": {"role": "assistant", "content": None},
+                "logprobs": None, "finish_reason": None}  # fmt: skip
+
+    def whole(self) -> Json:
+        """Return the finished choice."""
+        self._first_shown = self._offset = 0
+        logprobs = self._take_logprobs()
+        if not self._chat:
+            return {"index": self.index, "text": self._text, "logprobs": logprobs,
+                    "finish_reason": self._finish}  # fmt: skip
+        content = None if self._calls and not self._text else self._text
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if self._calls:
+            message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"}
+                                     for c in self._calls]  # fmt: skip
+        return {"index": self.index, "message": message, "logprobs": logprobs,
+                "finish_reason": self._finish}  # fmt: skip
+
+    def _stream_choice(self, piece: str) -> Json:
+        logprobs = self._take_logprobs()
+        if not self._chat:
+            return {"index": self.index, "text": piece, "logprobs": logprobs,
+                    "finish_reason": self._finish}  # fmt: skip
+        return {"index": self.index, "delta": {"content": piece}, "logprobs": logprobs,
+                "finish_reason": None}  # fmt: skip
+
+    def _take_logprobs(self) -> Json | None:
+        """Return the log-probabilities that were not returned before."""
+        if self._logprobs is None:
+            return None
+        new, self._first_shown = self._shown[self._first_shown :], len(self._shown)
+        if self._chat:
+            return {"content": [_chat_token(*item, self._logprobs) for item in new],
+                    "refusal": None}  # fmt: skip
+        texts = [_text(token) for token, _, _ in new]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if lp != lp else _number(lp) for _, lp, _ in new],
+            "top_logprobs": [_top(*item, self._logprobs) for item in new],
+            "text_offset": offsets,
+        }
+
+
+def _make_call(call: Json, index: int) -> Json:
+    return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function",
+            "function": call}  # fmt: skip
+
+
+def _chat_token(token: bytes, logprob: float, top: Sequence[Any], count: int) -> Json:
+    def describe(token: bytes, logprob: float) -> Json:
+        return {"token": _text(token), "bytes": list(token), "logprob": _number(logprob)}
+
+    return {**describe(token, logprob), "top_logprobs": [describe(*t) for t in top[:count]]}
+
+
+def _top(token: bytes, logprob: float, top: Sequence[Any], count: int) -> Json | None:
+    """Return a token's alternatives by text, with the token itself; None for the first token."""
+    if logprob != logprob:
+        return None
+    best: Json = {}
+    for other, value in [*top[:count], (token, logprob)]:
+        best.setdefault(_text(other), _number(value))
+    return best
+
+
+def _text(token: bytes) -> str:
+    return token.decode(errors="replace")
+
+
+def _number(logprob: float) -> float:
+    """Return a log-probability with the digits that identify the float32, or IMPOSSIBLE."""
+    return max(float(logprob), IMPOSSIBLE)
