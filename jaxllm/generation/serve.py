@@ -20,6 +20,7 @@ from jaxllm.generation.completion import (
     LanguageModel,
     StopTracker,
     StreamChunk,
+    TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.runtime.validation import is_integer
@@ -61,6 +62,7 @@ class _ActiveRequest:
     error: JaxllmError | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
 
     def check_stop(self, token: int) -> bool:
         """Add the newest token to the text; return whether the text ends."""
@@ -76,6 +78,8 @@ class _ActiveRequest:
         if event.token is not None and event.logprob is not None:
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
+        if event.top_logprobs is not None:
+            self.top_logprobs.append(event.top_logprobs)
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
         finish = None if event.finish is None else FINISH_REASONS[event.finish]
@@ -94,6 +98,7 @@ class _ActiveRequest:
             self.logprobs,
             finish,
             len(self.request.prompt),
+            top_logprobs=self.top_logprobs or None,
             seed=self.request.seed,
             grammar_complete=self.tracker.grammar_complete,
         )
@@ -108,7 +113,7 @@ class _ActiveRequest:
             finish,
             event.step.tokens_per_second,
             None,
-            None,
+            event.top_logprobs,
             self.request.seed,
             self.tracker.grammar_complete,
         )
@@ -215,6 +220,7 @@ def _open_request(
         until=active.check_stop if needs_text else None,
         is_cancelled=request.is_cancelled,
         adapter=index if lm.adapters else None,
+        top_logprobs=config.top_logprobs,
     )
     return row_request, active
 
