@@ -190,6 +190,7 @@ class _Api:
         metrics.running.set(len(client.running))
         metrics.waiting.set(len(client.waiting))
         metrics.restarts.set(client.restarts)
+        metrics.tasks.set(len(asyncio.all_tasks()))
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:

@@ -35,6 +35,7 @@ class Metrics:
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
+        self.tasks = gauge("event_loop_tasks", "Tasks of the HTTP process's event loop.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
