@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, OverloadError, TokenError
+from jaxllm.errors import CapacityError, ClosedError, ConfigError, JaxllmError, OverloadError, TokenError
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
@@ -164,13 +164,13 @@ class ModelProcess:
                 raise TokenError("cancelled")
             request = self._make_request(frame)
             request |= {"on_chunk": send_chunk, "is_cancelled": cancelled.is_set}
+            future = self._server.submit(
+                request, on_start=lambda: self._send({"id": number, "started": True})
+            )
         except Exception as error:
             self._cancelled.pop(number, None)
             self._send({"id": number, "error": describe_failure(error)})
             return
-        future = self._server.submit(
-            request, on_start=lambda: self._send({"id": number, "started": True})
-        )
         future.add_done_callback(finish)
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
@@ -318,6 +318,8 @@ def describe_failure(error: BaseException) -> Frame:
         return {"kind": "context", "message": str(error), **error.numbers}
     if isinstance(error, OverloadError):
         return {"kind": "overload", "message": str(error)}
+    if isinstance(error, ClosedError):
+        return {"kind": "unavailable", "message": "the server is shutting down"}
     if isinstance(error, JaxllmError):
         kind = "context" if isinstance(error, CapacityError) else "invalid"
         return {"kind": kind, "message": str(error)}
