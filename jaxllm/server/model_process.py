@@ -186,7 +186,7 @@ class ModelProcess:
         if options.get("temperature") is None and not _decides_sampling(self.lm, options):
             options["temperature"] = 1.0  # as in OpenAI's interface
         prompt = self.lm.encode(self._read_prompt(frame))
-        room = self.context - len(prompt) + 1  # the last token never runs
+        room = self.context - len(prompt)
         if room < 1 or (options.get("max_new_tokens") or 1) > room:
             raise _ContextExceeded(len(prompt), options.get("max_new_tokens"), self.context)
         if options.get("max_new_tokens") is None:
