@@ -5,6 +5,7 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,8 +31,9 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Any:
-    return make_client(server.url)
+def client(server: RunningServer) -> Iterator[Any]:
+    with make_client(server.url) as client:
+        yield client
 
 
 def post(server: RunningServer, path: str, body: Any) -> tuple[int, Any]:
@@ -187,8 +189,8 @@ def test_structured_answers_follow_schema(client: Any) -> None:
         )  # fmt: skip
         value = json.loads(found.choices[0].message.content)
         assert value["color"] in ("red", "blue") and isinstance(value["big"], bool)
-    found = client.completions.create(model="demo", prompt="x", max_tokens=50,
-                                      extra_body={"structured_outputs": {"regex": "[ab]{4}"}})  # fmt: skip
+    regex = {"structured_outputs": {"regex": "[ab]{4}"}}
+    found = client.completions.create(model="demo", prompt="x", max_tokens=50, extra_body=regex)
     assert set(found.choices[0].text) <= set("ab") and len(found.choices[0].text) == 4
 
 
