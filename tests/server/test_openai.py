@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.server.conftest import NAMES
 from tests.server.processes import RunningServer, make_client
 
 PROMPT = "Once upon a time"
@@ -279,7 +280,7 @@ def test_tokens_and_models(client: Any, server: RunningServer, lm: Any) -> None:
     assert found["tokens"] == lm.chat_prompt(messages)
     _, found = post(server, "/apply-template", {"messages": messages})
     assert lm.tokenizer.encode(found["prompt"], parse_special=True) == lm.chat_prompt(messages)
-    assert [model.id for model in client.models.list()] == ["demo", "gpt-4o"]
+    assert [model.id for model in client.models.list()] == [*NAMES]
     assert client.models.retrieve("gpt-4o").id == "gpt-4o"
     info = json.loads(get(server, "/tokenizer_info"))
     assert info["bos_token"] and info["chat_template"] == lm.chat_template.source
@@ -306,7 +307,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "n must be"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 501, "suffix"),
-        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "demo, gpt-4o"),
+        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "demo, gpt-4o, demo:llama"),
         ("/v1/completions", {"prompt": [99999]}, 400, "outside the vocabulary"),
         ("/v1/completions", {"prompt": "x", "regex": "("}, 400, "unterminated"),
         ("/v1/completions", {"prompt": "x", "min_p": 7}, 400, "min_p"),
