@@ -280,14 +280,14 @@ class LM:
 
         Args:
             requests: mappings with `prompt` (text or token ids) and options of `generate`, except
-                beams, several sequences, overflow, cache and top_logprobs. The iterator is read
-                whenever a row is free; None means that no request is waiting. Further keys: `id`:
-                any value, by default the request's number or the next unused one. Requests with
-                equal ids are answered separately. `is_cancelled`: a function without arguments that
-                returns whether to stop this request (for example `threading.Event().is_set`). The
-                completion then holds the tokens so far, and its finish_reason is "cancelled".
-                `on_text`: a function called with each piece of text once it is final. The pieces
-                add up to the completion's text.
+                beams, several sequences, overflow and cache; top_logprobs is at most 20. The
+                iterator is read whenever a row is free; None means that no request is waiting.
+                Further keys: `id`: any value, by default the request's number or the next unused
+                one. Requests with equal ids are answered separately. `is_cancelled`: a function
+                without arguments that returns whether to stop this request (for example
+                `threading.Event().is_set`). The completion then holds the tokens so far, and its
+                finish_reason is "cancelled". `on_text`: a function called with each piece of text
+                once it is final. The pieces add up to the completion's text.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
 

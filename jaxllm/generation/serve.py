@@ -16,6 +16,7 @@ from jaxllm.generation.completion import (
     GenerationConfig,
     LanguageModel,
     StopTracker,
+    TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.runtime.validation import is_integer
@@ -38,12 +39,15 @@ class _ActiveRequest:
     error: JaxllmError | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
 
     def handle_event(self, event: Event) -> Completion | JaxllmError | None:
         """Apply an event; return the result if the request is finished, else None."""
         if event.token is not None and event.logprob is not None:
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
+        if event.top_logprobs is not None:
+            self.top_logprobs.append(event.top_logprobs)
         if event.finish is None:
             return None
         if event.finish == Finish.NON_FINITE:
@@ -62,6 +66,7 @@ class _ActiveRequest:
             self.logprobs,
             FINISH_REASONS[event.finish],
             self.prompt_tokens,
+            top_logprobs=self.top_logprobs or None,
             seed=self.seed,
             grammar_complete=self.tracker.grammar_complete,
         )
@@ -167,6 +172,7 @@ def _open_request(
         until=check_stop if config.checks_every_token or on_text is not None else None,
         is_cancelled=is_cancelled,
         adapter=_adapter_index(lm, config),
+        top_logprobs=config.top_logprobs,
     )
     return row_request, active
 

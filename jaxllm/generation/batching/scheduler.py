@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,15 @@ import numpy as np
 
 from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
 from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
-from jaxllm.generation.batching.batched_sampling import draw, fit_sampler
+from jaxllm.generation.batching.batched_sampling import Drawn, draw, fit_sampler
 from jaxllm.generation.batching.multi_step import decode_burst
-from jaxllm.generation.batching.requests import Event, RejectedRequest, Request, StepStats
+from jaxllm.generation.batching.requests import (
+    MAX_TOP_LOGPROBS,
+    Event,
+    RejectedRequest,
+    Request,
+    StepStats,
+)
 from jaxllm.generation.batching.slots import (
     TokenRun,
     pack_microbatch,
@@ -37,6 +43,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
+_TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
@@ -68,11 +75,12 @@ class _ActiveRequest:
 
 
 class _Sampled(NamedTuple):
-    """A row's next token; invalid if its logits were not finite."""
+    """A row's next token; invalid if its logits were not finite. top: the likeliest tokens."""
 
     token: int
     logprob: float
     finite: bool
+    top: list[tuple[int, float]]
 
 
 _StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
@@ -214,7 +222,7 @@ def _run_step(
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run the token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, results = tuple(state.samplers.values()), []
+    samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
     for group in split_microbatches(runs, rows + chunk):
         places, at = pack_microbatch(group, rows)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
@@ -223,12 +231,12 @@ def _run_step(
             take_B = np.zeros(rows, np.int32)
             take_B[list(take)] = list(take.values())
             kind_KB = _kind_mask(state, take)
-            result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
+            result, context, samplers = draw(context, samplers, kind_KB, out, take_B, top)
             results.append((take, result))
     drawn: _StepSamples = {}
     for take, result in results:  # read only after everything has been dispatched
         arrays = to_host(result)
-        drawn.update({row: _Sampled(*(x[row].item() for x in arrays)) for row in take})
+        drawn.update({row: _read_sampled(arrays, row) for row in take})
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(cache, context, held, seats), [drawn]
 
@@ -257,13 +265,27 @@ def _run_burst(
         burst,
         np.int32(min(burst, left)),
         row_adapters({row: seat.request.adapter for row, seat in seats.items()}, rows),
+        _top_width(model, seats),
     )
     count, arrays = to_host((done, results))
-    steps = [
-        {row: _Sampled(*(x[i, row].item() for x in arrays)) for row in seats} for i in range(count)
-    ]
+    steps = [{row: _read_sampled(arrays, (i, row)) for row in seats} for i in range(count)]
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
+
+
+def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
+    """Return how many likeliest tokens to compute: the least width that all requests fit into."""
+    needed = max(seat.request.top_logprobs for seat in seats.values())
+    return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
+
+
+def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
+    """Return a row's token from host arrays. at: its row, or its step and row."""
+    token, logprob, finite = (x[at].item() for x in drawn[:3])
+    if drawn.top_token_BN is None:
+        return _Sampled(token, logprob, finite, [])
+    pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
+    return _Sampled(token, logprob, finite, list(zip(*pair, strict=True)))
 
 
 def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:
@@ -284,7 +306,8 @@ def _make_events(
         seat = seats[row] = dataclasses.replace(seat, num_run=seat.num_run + run.index_T.size)
         if row not in samples:
             continue
-        token, logprob, finite = samples[row]
+        token, logprob, finite, top = samples[row]
+        count = seat.request.top_logprobs
         if not finite:
             del seats[row]
             events.append(Event(seat.request.id, None, None, Finish.NON_FINITE, None, step))
@@ -295,7 +318,8 @@ def _make_events(
         finish = _finish_reason(seat)
         if finish is not None:
             del seats[row]
-        events.append(Event(seat.request.id, token, logprob, finish, None, step))
+        likeliest = top[:count] if count else None
+        events.append(Event(seat.request.id, token, logprob, finish, None, step, likeliest))
     return state._replace(active=seats), events
 
 
@@ -330,6 +354,8 @@ def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
     new = check_int("max_new_tokens", request.max_new_tokens, 1)
     check_token_ids(prompt_T, model.config.vocab_size, "the prompt: ")
+    widest = min(MAX_TOP_LOGPROBS, model.config.vocab_size)
+    check_int("top_logprobs", request.top_logprobs, 0, widest)
     needed = prompt_T.size + new - 1  # the last token never runs
     check_longrope_limit(prompt_T.size, needed, model.config)
     warn_dynamic_ntk(prompt_T.size, needed, model.config)
