@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.adapters.multi_lora import AdapterPaths, with_loaded_adapters
 from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.checkpoints import native
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files, read_text_assets
@@ -275,6 +276,7 @@ class LM:
         *,
         rows: int = 8,
         capacity: int | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests with continuous batching: requests join and leave while others run.
 
@@ -287,9 +289,14 @@ class LM:
                 without arguments that returns whether to stop this request (for example
                 `threading.Event().is_set`). The completion then holds the tokens so far, and its
                 finish_reason is "cancelled". `on_text`: a function called with each piece of text
-                once it is final. The pieces add up to the completion's text.
+                once it is final. The pieces add up to the completion's text. `namespace`: a text;
+                requests of different namespaces share nothing in `prefix_cache`, except the first
+                `public_prefix` tokens, a number.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
+            prefix_cache: holds prompts, so that later requests that begin like them run only the
+                rest (`Completion.cached_tokens`). It does not change any result. Pass the same one
+                to later calls to keep it.
 
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
@@ -300,7 +307,9 @@ class LM:
             ids = self.encode(prompt)
             return ids, self._resolve_options([ids], options, "serve")
 
-        return answer_requests(self, requests, read, rows=rows, capacity=capacity)
+        return answer_requests(
+            self, requests, read, rows=rows, capacity=capacity, prefix_cache=prefix_cache
+        )
 
     def embed(
         self, texts: Sequence[Prompt], *, adapter: str | None = None, **options: Any

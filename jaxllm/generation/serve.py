@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
@@ -68,6 +69,7 @@ class _ActiveRequest:
             self.prompt_tokens,
             top_logprobs=self.top_logprobs or None,
             seed=self.seed,
+            cached_tokens=event.cached_tokens,
             grammar_complete=self.tracker.grammar_complete,
         )
 
@@ -79,6 +81,7 @@ def answer_requests(
     *,
     rows: int,
     capacity: int,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
@@ -104,7 +107,8 @@ def answer_requests(
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
-    for event in serve(lm.model, lm.params, open_requests(), rows=rows, capacity=capacity):
+    sizes: Any = {"rows": rows, "capacity": capacity}
+    for event in serve(lm.model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
             active.pop(event.id, None)
@@ -173,6 +177,8 @@ def _open_request(
         is_cancelled=is_cancelled,
         adapter=_adapter_index(lm, config),
         top_logprobs=config.top_logprobs,
+        namespace=request.get("namespace", ""),
+        public_prefix=request.get("public_prefix", 0),
     )
     return row_request, active
 
@@ -185,4 +191,4 @@ def _adapter_index(lm: LanguageModel, config: GenerationConfig) -> int | None:
     return index if lm.adapters else None
 
 
-_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_text")
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_text", "namespace", "public_prefix")
