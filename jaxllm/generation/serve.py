@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
@@ -34,6 +35,7 @@ class PreparedRequest:
     """A checked request: its prompt as token ids and its options resolved (`LM.prepare_request`).
 
     on_chunk: called with a `StreamChunk` for each token. is_cancelled: called between steps.
+    namespace, public_prefix: as in `Request`.
     """
 
     id: Any
@@ -41,6 +43,8 @@ class PreparedRequest:
     config: GenerationConfig
     on_chunk: Callable[[StreamChunk], Any] | None = None
     is_cancelled: Callable[[], bool] | None = None
+    namespace: str = ""
+    public_prefix: int = 0
 
     @property
     def seed(self) -> int:
@@ -101,6 +105,7 @@ class _ActiveRequest:
             top_logprobs=self.top_logprobs or None,
             seed=self.request.seed,
             grammar_complete=self.tracker.grammar_complete,
+            cached_tokens=event.cached_tokens,
         )
 
     def _make_chunk(self, event: Event, finish: str | None) -> StreamChunk:
@@ -126,6 +131,7 @@ def answer_requests(
     *,
     rows: int,
     capacity: int,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
@@ -153,7 +159,8 @@ def answer_requests(
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
-    for event in serve(lm.model, lm.params, open_requests(), rows=rows, capacity=capacity):
+    sizes: Any = {"rows": rows, "capacity": capacity}
+    for event in serve(lm.model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
             active.pop(event.id, None)
@@ -199,7 +206,8 @@ def prepare_request(request: Any, read_prompt: ReadPrompt) -> PreparedRequest:
     ids, config = read_prompt(request.get("prompt"), options)
     if isinstance(config.adapter, list):
         raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
-    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled)
+    shared = request.get("namespace", ""), request.get("public_prefix", 0)
+    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled, *shared)
 
 
 def _open_request(
@@ -221,8 +229,10 @@ def _open_request(
         is_cancelled=request.is_cancelled,
         adapter=index if lm.adapters else None,
         top_logprobs=config.top_logprobs,
+        namespace=request.namespace,
+        public_prefix=request.public_prefix,
     )
     return row_request, active
 
 
-_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk")
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk", "namespace", "public_prefix")

@@ -8,10 +8,12 @@ import pytest
 import jaxllm
 from tests.server.processes import RunningServer, start_server
 
+NAMES = ("demo", "gpt-4o", "demo:llama")
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    with start_server("--name", "demo", "--name", "gpt-4o", "--rows", "16") as running:
+    with start_server(*(f"--name={name}" for name in NAMES), "--rows", "16") as running:
         yield running
 
 

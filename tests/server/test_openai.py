@@ -5,6 +5,7 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.server.conftest import NAMES
 from tests.server.processes import RunningServer, make_client
 
 PROMPT = "Once upon a time"
@@ -30,8 +32,9 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Any:
-    return make_client(server.url)
+def client(server: RunningServer) -> Iterator[Any]:
+    with make_client(server.url) as client:
+        yield client
 
 
 def post(server: RunningServer, path: str, body: Any) -> tuple[int, Any]:
@@ -187,8 +190,8 @@ def test_structured_answers_follow_schema(client: Any) -> None:
         )  # fmt: skip
         value = json.loads(found.choices[0].message.content)
         assert value["color"] in ("red", "blue") and isinstance(value["big"], bool)
-    found = client.completions.create(model="demo", prompt="x", max_tokens=50,
-                                      extra_body={"structured_outputs": {"regex": "[ab]{4}"}})  # fmt: skip
+    regex = {"structured_outputs": {"regex": "[ab]{4}"}}
+    found = client.completions.create(model="demo", prompt="x", max_tokens=50, extra_body=regex)
     assert set(found.choices[0].text) <= set("ab") and len(found.choices[0].text) == 4
 
 
@@ -277,7 +280,7 @@ def test_tokens_and_models(client: Any, server: RunningServer, lm: Any) -> None:
     assert found["tokens"] == lm.chat_prompt(messages)
     _, found = post(server, "/apply-template", {"messages": messages})
     assert lm.tokenizer.encode(found["prompt"], parse_special=True) == lm.chat_prompt(messages)
-    assert [model.id for model in client.models.list()] == ["demo", "gpt-4o"]
+    assert [model.id for model in client.models.list()] == [*NAMES]
     assert client.models.retrieve("gpt-4o").id == "gpt-4o"
     info = json.loads(get(server, "/tokenizer_info"))
     assert info["bos_token"] and info["chat_template"] == lm.chat_template.source
@@ -304,7 +307,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "n must be"),
         ("/v1/completions", {"prompt": "x", "suffix": "y"}, 501, "suffix"),
-        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "demo, gpt-4o"),
+        ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "demo, gpt-4o, demo:llama"),
         ("/v1/completions", {"prompt": [99999]}, 400, "outside the vocabulary"),
         ("/v1/completions", {"prompt": "x", "regex": "("}, 400, "unterminated"),
         ("/v1/completions", {"prompt": "x", "min_p": 7}, 400, "min_p"),

@@ -26,6 +26,9 @@ class Request:
         adapter: Index of a LoRA adapter if the parameters hold several, -1 for none. Set it for all
             requests or for none.
         top_logprobs: Number of likeliest tokens to report per step, at most `MAX_TOP_LOGPROBS`.
+        namespace: Requests of different namespaces share no entries of a prefix cache. For a
+            service, derive it from the caller's key: shared entries show in response times.
+        public_prefix: Number of leading tokens that all namespaces may share.
     """
 
     id: Hashable
@@ -38,6 +41,8 @@ class Request:
     is_cancelled: Callable[[], bool] | None = None
     adapter: int | None = None
     top_logprobs: int = 0
+    namespace: str = ""
+    public_prefix: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,7 @@ class Event:
         error: Why the request was rejected, or None. No part of a rejected request ran.
         step: Statistics of the step.
         top_logprobs: The likeliest tokens of the step and their log-probabilities, if requested.
+        cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     id: Hashable
@@ -98,3 +104,4 @@ class Event:
     error: JaxllmError | None
     step: StepStats
     top_logprobs: list[tuple[int, float]] | None = None
+    cached_tokens: int = 0
