@@ -165,7 +165,8 @@ class BackgroundServer:
     def drop_cancelled(self) -> None:
         """Answer the waiting requests that were cancelled."""
         with self._change:
-            gone, waiting = [], list(self._waiting)
+            gone: list[_Pending] = []
+            waiting = list(self._waiting)
             self._waiting.clear()  # `remove` would compare requests, which have arrays
             for pending in waiting:
                 (gone if pending.is_cancelled() else self._waiting).append(pending)

@@ -34,7 +34,7 @@ from scripts.tools.hostile.server import Server, Usage, start_server
 
 EXAMPLE = "Example: python scripts/tools/hostile_requests.py --requests 1000 --seed 1"
 CLIENTS, PER_MARK, ROWS, WAITING = 16, 1000, 4, 32
-ANSWER_SECONDS = 90.0
+ANSWER_SECONDS, SLOW_SECONDS = 90.0, 40.0
 PAGES = ("text/html", "text/javascript", "text/css", "text/plain; version=0.0.4")
 GOOD = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 7, "logprobs": 2}
 TEMPLATE = (
@@ -84,7 +84,8 @@ async def _read_all(connection: Connection, case: Case, answers: list[Answer]) -
 
 def describe_fault(case: Case, answers: list[Answer]) -> str | None:
     """Return what is wrong with the answers to a case."""
-    if case.is_http and case.end == "read" and len(answers) < case.answers:
+    small = sum(map(len, case.pieces)) <= BODY_LIMIT  # a larger body may be reset with the 413
+    if case.is_http and small and case.end == "read" and len(answers) < case.answers:
         return f"{len(answers)} of {case.answers} answers"
     methods = itertools.chain(case.methods, itertools.repeat(case.methods[-1]))
     for answer, method in zip(answers, methods, strict=False):
@@ -149,7 +150,7 @@ class Campaign:
         self.server, self.seed = server, seed
         self.statuses: Counter[str] = Counter()
         self.faults: list[str] = []
-        self.slowest = 0.0
+        self.slowest, self.slowest_case = 0.0, 0
         self.marks: list[Usage] = []
         self.first_answer: Any = None
 
@@ -176,7 +177,8 @@ class Campaign:
             fault = f"no answer in {ANSWER_SECONDS:g} s"
         except (MalformedAnswerError, ConnectionError) as error:
             fault = f"{type(error).__name__}: {error}"
-        self.slowest = max(self.slowest, time.monotonic() - began)
+        if (seconds := time.monotonic() - began) > self.slowest:
+            self.slowest, self.slowest_case = seconds, number
         if fault is not None:
             self.add_fault(f"case {number} ({case.family}): {fault}\n  {describe(case.pieces)}")
 
@@ -208,6 +210,8 @@ class Campaign:
             f" {usage.model_files} | {usage.tasks} | {usage.running} | {usage.waiting} |"
             f" {usage.restarts} |\n"
         )
+        if self.slowest > SLOW_SECONDS:
+            log(f"{self.slowest:.1f} s: case {self.slowest_case}")
         self.statuses.clear()
         self.slowest = 0.0
 

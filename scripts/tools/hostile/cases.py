@@ -298,7 +298,7 @@ def draw_framing(rng: random.Random) -> Case:
     if kind == 5:
         size = BODY_LIMIT + rng.choice((-1, 0, 1, 1000))
         large = b'{"prompt":"x","max_tokens":1,"user":"' + b"y" * (size - 39) + b'"}'
-        return Case("framing", (post(path, large),), is_http=size <= BODY_LIMIT)
+        return Case("framing", (post(path, large),))
     if kind == 6:
         sizes = (BODY_LIMIT + 1, 2**40)
         return Case("framing", (head + b"content-length: %d\r\n\r\n" % rng.choice(sizes),))
