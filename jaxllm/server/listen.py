@@ -174,6 +174,20 @@ def run(
         asyncio.run(_serve(app, client, listening, address.text(listening), grace, log))
 
 
+def make_server(
+    app: Any, protocol: type[BoundedProtocol] = BoundedProtocol
+) -> uvicorn.Server:  # fmt: skip
+    """Return uvicorn's server of an application, not started."""
+    return _Server(
+        uvicorn.Config(
+            app, http=protocol, ws="none", loop="asyncio", lifespan="off",
+            log_config=None, log_level="critical", access_log=False, server_header=False,
+            proxy_headers=False, h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_graceful_shutdown=5,
+        )
+    )  # fmt: skip
+
+
 async def _serve(
     app: Any,
     client: ModelClient,
@@ -182,14 +196,7 @@ async def _serve(
     grace: float,
     log: Callable[[str], None],
 ) -> None:
-    server = _Server(
-        uvicorn.Config(
-            app, http=BoundedProtocol, ws="none", loop="asyncio", lifespan="off",
-            log_config=None, log_level="critical", access_log=False, server_header=False,
-            proxy_headers=False, h11_max_incomplete_event_size=HEADER_BYTES,
-            timeout_graceful_shutdown=5,
-        )
-    )  # fmt: skip
+    server = make_server(app)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

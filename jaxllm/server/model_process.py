@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS = 4
+MAX_PROGRAMS = 400  # compiled ones in memory: each combination of options needs a few
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
                     "assistant_model", "overflow", "adapter", "top_logprobs", "chunk"}  # fmt: skip
@@ -56,6 +57,9 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
     except (JaxllmError, OSError) as error:
         frames.send({"failed": str(error)})
         return
+    import jax
+
+    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
     for frame in frames:
         process.receive(frame)
@@ -81,6 +85,7 @@ class ModelProcess:
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
+        self._programs = 0
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
             "score": self._score,
@@ -151,6 +156,7 @@ class ModelProcess:
 
         def finish(future: "Future[Completion]") -> None:
             self._cancelled.pop(number, None)
+            self._limit_programs()
             error = future.exception()
             if error is not None:
                 self._send({"id": number, "error": describe_failure(error)})
@@ -172,6 +178,18 @@ class ModelProcess:
             self._send({"id": number, "error": describe_failure(error)})
             return
         future.add_done_callback(finish)
+
+    def count_compile(self, event: str, seconds: float, **_: Any) -> None:
+        """Count a program that was compiled; a listener of `jax.monitoring`."""
+        self._programs += event == "/jax/core/compile/backend_compile_duration"
+
+    def _limit_programs(self) -> None:
+        """Forget the compiled programs if there are too many; those in use are compiled again."""
+        if self._programs > MAX_PROGRAMS:
+            import jax
+
+            self._programs = 0
+            jax.clear_caches()
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""

@@ -153,6 +153,8 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     if content is None and not (role == "assistant" and calls):
         raise invalid(f"{where}.content is missing", "messages")
     plain = {**message, "content": content}
+    if calls is not None and not isinstance(calls, list):
+        raise invalid(f"{where}.tool_calls must be a list, got {calls!r:.40}", "messages")
     if calls:
         plain["tool_calls"] = [_read_call(call, where) for call in calls]
     return plain
