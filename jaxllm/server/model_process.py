@@ -14,7 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import CapacityError, ClosedError, ConfigError, JaxllmError, OverloadError, TokenError
+from jaxllm.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    JaxllmError,
+    OverloadError,
+    TokenError,
+)
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
