@@ -98,6 +98,8 @@ def describe_fault(case: Case, answers: list[Answer]) -> str | None:
         if answer.status >= 500 and answer.status not in (501, 503):
             return f"status {answer.status}: {answer.body[:200]!r}"
         if not answer.is_complete:
+            if case.end != "read":  # the client left, also by a half-close
+                continue
             return f"status {answer.status}, and half a body: {answer.body[-200:]!r}"
         if method != "HEAD":
             try:
