@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,10 @@ class _Api:
         metrics.running.set(len(client.running))
         metrics.waiting.set(len(client.waiting))
         metrics.restarts.set(client.restarts)
+        with suppress(ModelError):
+            stats = await client.call("stats")
+            metrics.cache_bytes.set(stats.get("nbytes", 0))
+            metrics.cache_evictions.set(stats.get("evictions", 0))
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:

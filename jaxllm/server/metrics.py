@@ -34,6 +34,7 @@ class Metrics:
         self.running = gauge("num_requests_running", "Requests that have a row.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
+        self.cache_evictions = gauge("prefix_cache_evictions", "Chunks that gave way to others.")
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
