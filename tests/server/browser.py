@@ -25,7 +25,8 @@ class Browser:
     """One page of a browser.
 
     Attributes:
-        problems: Texts of exceptions, and of errors in the console, since it was opened.
+        problems: Texts of exceptions, and of errors in the console, since the page
+            was opened.
     """
 
     def __init__(self, commands: int, answers: int) -> None:
@@ -60,6 +61,7 @@ class Browser:
 
     def open(self, url: str, *, width: int = 1200, height: int = 800, dark: bool = False) -> None:
         """Load a page anew in a window of this size."""
+        self.problems.clear()
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height,
                   deviceScaleFactor=1, mobile=False)  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Empty, Queue
 from threading import Thread
 from typing import IO
@@ -15,7 +16,15 @@ START_SECONDS = 120.0
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """The address of `jaxllm serve demo:llama`, in processes of its own."""
-    command = [sys.executable, "-m", "jaxllm", "serve", "demo:llama", "--port", "0", "--grace", "1"]
+    with start_server("demo:llama") as address:
+        yield address
+
+
+@contextmanager
+def start_server(*arguments: object) -> Iterator[str]:
+    """Run `jaxllm serve ARGUMENTS` within the block, and return its address."""
+    command = [sys.executable, "-m", "jaxllm", "serve", *map(str, arguments)]
+    command += ["--port", "0", "--grace", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines: Queue[str] = Queue()

@@ -1,10 +1,9 @@
 """The page at /: its files, the branch view's numbers, and its use in a browser."""
 
+import json
 import os
 import re
-import signal
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +13,19 @@ import numpy as np
 import pytest
 
 import jaxllm
+from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.lm import LM
 from jaxllm.server.app import PAGE
 from jaxllm.server.branch_view import describe_tokens, last_step
+from jaxllm.server.openai_responses import Choice
 from jaxllm.steps import forward
 from tests.server.browser import Browser, open_browser
+from tests.server.conftest import start_server
 
 TEXT = "Once upon a time there was a"
 IDLE = "!document.body.classList.contains('busy')"
 LOOKED = f"{IDLE} && document.querySelectorAll('#next button').length === 3"
+CLIENT = httpx.Client(timeout=60)
 PICTURES = os.environ.get("JAXLLM_PAGE_PICTURES")  # a folder, such as docs
 
 
@@ -42,7 +45,7 @@ def test_page_files_load_nothing_from_elsewhere(name: str) -> None:
 
 def test_page_files_have_strict_policy(server: str) -> None:
     for name, kind in (("", "html"), ("page.js", "javascript"), ("page.css", "css")):
-        answer = httpx.get(f"{server}/{name}")
+        answer = CLIENT.get(f"{server}/{name}")
         assert answer.status_code == 200
         assert f"text/{kind}" in answer.headers["content-type"]
         assert answer.text == (PAGE / (name or "index.html")).read_text("utf-8")
@@ -78,17 +81,18 @@ def test_token_texts_are_the_text(lm: LM, text: str) -> None:
 def test_look_returns_tokens_and_likeliest(server: str, lm: LM) -> None:
     """Text and ids give the same answer: that of the library, with the greedy token first."""
     ids = lm.encode(TEXT)
-    answer = httpx.post(f"{server}/page/look", json={"text": TEXT}).json()
-    assert answer == httpx.post(f"{server}/page/look", json={"tokens": ids}).json()
+    answer = CLIENT.post(f"{server}/page/look", json={"text": TEXT}).json()
+    assert answer == CLIENT.post(f"{server}/page/look", json={"tokens": ids}).json()
     expected = describe_tokens(lm, ids)
     assert [t["id"] for t in answer["tokens"]] == ids
     assert [t["text"] for t in answer["tokens"]] == [t["text"] for t in expected["tokens"]]
     assert sum(t["attention"] for t in answer["tokens"]) == pytest.approx(1)
     assert [t["id"] for t in answer["next"]] == [t["id"] for t in expected["next"]]
-    greedy = lm.generate(ids, max_new_tokens=1)
-    assert answer["next"][0]["id"] == greedy.tokens[0]
-    assert answer["next"][0]["logprob"] == pytest.approx(greedy.logprobs[0], abs=1e-2)
-    assert answer["next"][0]["text"] == greedy.text
+    body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 0}
+    greedy = CLIENT.post(f"{server}/v1/completions", json=body).json()["choices"][0]
+    assert answer["next"][0]["text"] == greedy["text"]
+    logprob = greedy["logprobs"]["token_logprobs"][0]
+    assert answer["next"][0]["logprob"] == pytest.approx(logprob, abs=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -103,22 +107,35 @@ def test_look_returns_tokens_and_likeliest(server: str, lm: LM) -> None:
     ],
 )
 def test_look_refuses_wrong_bodies(server: str, body: object, status: int, message: str) -> None:
-    answer = httpx.post(f"{server}/page/look", json=body)
+    answer = CLIENT.post(f"{server}/page/look", json=body)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_completion_returns_token_ids(server: str, lm: LM, stream: bool) -> None:
-    """return_token_ids: the ids of all new tokens, also of those inside a character."""
-    ids = lm.encode("é 漢")[:-1]
-    body = {"prompt": ids, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
-    expected = lm.generate(ids, max_new_tokens=6, temperature=0).tokens
-    answer = httpx.post(f"{server}/v1/completions", json={**body, "stream": stream})
-    found = re.findall(r'"token_ids":\[([\d,]*)\]', answer.text)
-    assert [int(x) for x in ",".join(filter(None, found)).split(",")] == expected
-    plain = httpx.post(f"{server}/v1/completions", json={**body, "return_token_ids": False})
+def test_completion_returns_token_ids(server: str, lm: LM) -> None:
+    """return_token_ids: whole and streamed answers have the ids of their text."""
+    body = {"prompt": TEXT, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+    (choice,) = CLIENT.post(f"{server}/v1/completions", json=body).json()["choices"]
+    assert len(choice["token_ids"]) == 12
+    assert lm.decode(choice["token_ids"]) == choice["text"]
+    streamed = CLIENT.post(f"{server}/v1/completions", json={**body, "stream": True}).text
+    found = ",".join(re.findall(r'"token_ids":\[([\d,]+)\]', streamed))
+    assert [int(number) for number in found.split(",")] == choice["token_ids"]
+    plain = CLIENT.post(f"{server}/v1/completions", json={**body, "return_token_ids": False})
     assert "token_ids" not in plain.text
+
+
+def test_choice_returns_ids_within_a_character() -> None:
+    """A token in the middle of a character makes no chunk: the next chunk has its id."""
+    choice = Choice(0, chat=False, logprobs=None, shows_ids=True)
+    assert choice.push(["", 5, None]) is None
+    chunk = choice.push(["é", 6, None])
+    assert chunk is not None
+    assert chunk["token_ids"] == [5, 6]
+    end = choice.push(["!", 7, "length"])
+    assert end is not None
+    assert end["token_ids"] == [7]
+    assert choice.whole()["token_ids"] == [5, 6, 7]
 
 
 @pytest.fixture(scope="module")
@@ -161,16 +178,19 @@ def test_branches_fork_append_and_continue(server: str, browser: Browser) -> Non
     root = browser.run("document.querySelector('#tokens').textContent")
     assert root.startswith(TEXT)
     assert browser.run("document.querySelectorAll('.token').length") == 8 + 20
-    for rank in (1, 2):
-        _click(browser, "[data-focus=branch-0]")
-        _click(browser, "[data-focus=token-7]")
-        assert browser.run("document.querySelector('#tokens').textContent") == TEXT
+    for parent, token, rank in ((0, 7, 1), (1, 11, 1), (0, 7, 2)):
+        _click(browser, f"[data-focus=branch-{parent}]")
+        texts = browser.run("[...document.querySelectorAll('.token')].map((x) => x.textContent)")
+        beginning = "".join(texts[: token + 1])
+        _click(browser, f"[data-focus=token-{token}]")
+        assert browser.run("document.querySelector('#tokens').textContent") == beginning
         _click(browser, f"[data-focus=next-{rank}]")
         _click(browser, "#more")
     fork = browser.run("document.querySelector('#tokens').textContent")
     assert fork.startswith(TEXT)
     assert fork != root
-    assert browser.run("document.querySelectorAll('#tree li li').length") == 2
+    assert browser.run("document.querySelectorAll('#tree > ul > li > ul > li').length") == 2
+    assert browser.run("document.querySelectorAll('#tree li li li').length") == 1
     brightness = "+getComputedStyle(x).getPropertyValue('--attention')"
     shares = browser.run(f"[...document.querySelectorAll('.token')].map((x) => {brightness})")
     assert shares[0] == 0  # the sink
@@ -179,6 +199,35 @@ def test_branches_fork_append_and_continue(server: str, browser: Browser) -> Non
     _click(browser, "[data-focus=branch-0]")
     assert browser.run("document.querySelector('#tokens').textContent") == root
     assert not browser.problems
+
+
+def test_page_takes_key_and_continues_text(browser: Browser, tmp_path: Path) -> None:
+    """A key is asked for if the server requires one; without a chat template a text is continued.
+
+    If the server ends, the page shows that in words.
+    """
+    (tmp_path / "keys").write_text("secret\n", encoding="utf-8")
+    model = shutil.copytree(DEMO_DIR / "llama", tmp_path / "story")
+    settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
+    del settings["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with start_server(model, "--api-key-file", tmp_path / "keys") as address:
+        browser.open(f"{address}/#text=Once upon a time")
+        browser.wait("document.querySelector('#alert').textContent.includes('API key')")
+        assert not browser.run("document.querySelector('#key-form').hidden")
+        browser.run("document.querySelector('#key').value = 'secret'")
+        browser.run("document.querySelector('#key-form').requestSubmit()")
+        browser.wait(f"{IDLE} && document.querySelector('#prompt').value")
+        assert browser.run("document.querySelector('#key-form').hidden")
+        assert browser.run("document.querySelector('#alert').textContent") == ""
+        _fill(browser, max_tokens=12)
+        browser.run("document.querySelector('#ask').requestSubmit()")
+        browser.wait(f"{IDLE} && document.querySelector('#prompt').value.length > 20")
+        assert browser.run("document.querySelector('#prompt').value").startswith("Once upon a time")
+        browser.open(f"{address}/#view=branches&text={TEXT}")  # the key is kept
+        browser.wait(LOOKED)
+    browser.run("document.querySelector('#more').click()")
+    browser.wait("document.querySelector('#alert').textContent.includes('Is it still running?')")
 
 
 def test_tokens_fork_with_the_keyboard(server: str, browser: Browser) -> None:
@@ -191,7 +240,9 @@ def test_tokens_fork_with_the_keyboard(server: str, browser: Browser) -> None:
         browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
         browser.call("Input.dispatchKeyEvent", type="keyUp", key=key)
     browser.wait(f"{LOOKED} && document.querySelectorAll('#tree li').length === 2")
-    assert browser.run("document.querySelector('#tokens').textContent") == TEXT.removesuffix(" was a")
+    assert browser.run("document.querySelector('#tokens').textContent") == TEXT.removesuffix(
+        " was a"
+    )
     assert not browser.problems
 
 

@@ -286,7 +286,7 @@ function drawToken(token, index, most) {
   span.textContent = token.text;
   if (token.name) span.dataset.name = token.name;
   if (/^[\n\r]+$/.test(token.text)) span.classList.add("lines");
-  const brightness = index ? Math.sqrt(token.attention / most) : 0; // the eye sees small shares too
+  const brightness = index ? (token.attention / most) ** 0.7 : 0; // small shares are visible too
   span.style.setProperty("--attention", brightness.toFixed(3));
   const sink = index ? "" : ", an attention sink that the scale leaves out";
   span.title = `Token ${index + 1}, id ${token.id}: ${percent(token.attention)} of the next token's`
@@ -317,7 +317,7 @@ function drawBranches(parent) {
     const button = makeButton(shorten(own) || "(nothing new yet)", () => choose(i));
     if (parent !== null) {
       const place = document.createElement("small");
-      place.textContent = `behind “${shorten(textOf(branch.tokens.slice(0, branch.at)), 24, true)}”`;
+      place.textContent = `after “${shorten(textOf(branch.tokens.slice(0, branch.at)), 18, true)}”`;
       button.prepend(place);
     }
     if (i === state.current) button.setAttribute("aria-current", "true");
@@ -396,7 +396,7 @@ async function start(signal) {
   $("log").dataset.empty = "Write the first message below.";
   if (state.chats) return;
   $("prompt-label").textContent = "Text to continue (this model has no chat template)";
-  $("prompt-help").textContent = "The model writes behind your text.";
+  $("prompt-help").textContent = "The model continues your text in its field.";
   $("send").textContent = "Continue";
   $("clear").textContent = "Clear";
 }
