@@ -11,6 +11,7 @@ from typing import IO
 import pytest
 
 START_SECONDS = 120.0
+END_SECONDS = 30.0
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +29,13 @@ def start_server(*arguments: object) -> Iterator[str]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         lines: Queue[str] = Queue()
-        Thread(target=_read_lines, args=(process.stderr, lines), daemon=True).start()
+        reader = Thread(target=_read_lines, args=(process.stderr, lines), daemon=True)
+        reader.start()
         try:
             yield _read_address(lines)
         finally:
             process.terminate()
+            reader.join(END_SECONDS)
 
 
 def _read_lines(stream: IO[str], lines: "Queue[str]") -> None:
