@@ -8,6 +8,7 @@ from .cache.kv import (
     Segment as Segment,
     init_cache as init_cache,
 )
+from .cache.prefix_cache import PrefixCache as PrefixCache
 from .config.model import (
     ModelConfig as ModelConfig,
     Rope as Rope,

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxllm.adapters.multi_lora import AdapterPaths, with_loaded_adapters
 from jaxllm.cache.kv import KVCache, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.checkpoints import native
 from jaxllm.config.model import ModelConfig
 from jaxllm.convert.registry import open_checkpoint, open_tokenizer_files, read_text_assets
@@ -246,27 +247,36 @@ class LM:
         *,
         rows: int = 8,
         capacity: int | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> Iterator[tuple[Any, Completion | JaxllmError]]:
         """Answer requests with continuous batching: requests join and leave while others run.
 
         Args:
             requests: mappings with `prompt` (text or token ids) and options of `generate`, except
-                beams, several sequences, overflow, cache and top_logprobs. The iterator is read
-                whenever a row is free; None means that no request is waiting. Further keys: `id`:
-                any value, by default the request's number or the next unused one. Requests with
-                equal ids are answered separately. `is_cancelled`: a function without arguments that
-                returns whether to stop this request (for example `threading.Event().is_set`). The
-                completion then holds the tokens so far, and its finish_reason is "cancelled".
-                `on_chunk`: a function called with a `StreamChunk` for each token. Their texts add
-                up to the completion's. A request may also be one of `prepare_request`.
+                beams, several sequences, overflow and cache; top_logprobs is at most 20. The
+                iterator is read whenever a row is free; None means that no request is waiting.
+                Further keys: `id`: any value, by default the request's number or the next unused
+                one. Requests with equal ids are answered separately. `is_cancelled`: a function
+                without arguments that returns whether to stop this request (for example
+                `threading.Event().is_set`). The completion then holds the tokens so far, and its
+                finish_reason is "cancelled". `on_chunk`: a function called with a `StreamChunk` for
+                each token. Their texts add up to the completion's. `namespace`: a text; requests of
+                different namespaces share nothing in `prefix_cache`, except the first
+                `public_prefix` tokens, a number. A request may also be one of `prepare_request`.
             rows: the batch size.
             capacity: cache slots per row; by default the model's context.
+            prefix_cache: holds prompts, so that later requests that begin like them run only the
+                rest (`Completion.cached_tokens`). It does not change any result. Pass the same one
+                to later calls to keep it.
 
         Yields `(id, Completion)` as requests finish, with the tokens that `generate` returns for
         each alone, or `(id, error)` for a request that fails; the others continue.
         """
         capacity = self.config.default_cache_size if capacity is None else capacity
-        return answer_requests(self, requests, self._read_request, rows=rows, capacity=capacity)
+        return answer_requests(
+            self, requests, self._read_request, rows=rows, capacity=capacity,
+            prefix_cache=prefix_cache,
+        )  # fmt: skip
 
     def prepare_request(self, request: Mapping[str, Any]) -> PreparedRequest:
         """Encode and check a request of `serve` ahead, in any thread: long texts, grammars.

@@ -285,6 +285,20 @@ def test_custom_stopping_criterion_ends_generation(lm: jaxllm.LM) -> None:
     assert [p.token for p in lm.stream([5], **cut)] == free.tokens[:3]
 
 
+def test_serve_takes_top_logprobs(lm: jaxllm.LM) -> None:
+    """A request's completion has the likeliest tokens of generate; more than 20 are refused."""
+    options: Any = {"max_new_tokens": 5, "top_logprobs": 3}
+    requests = [{"prompt": [5], **options}, {"prompt": [5], "top_logprobs": 21}, {"prompt": [7]}]
+    found = dict(lm.serve([{"max_new_tokens": 5, **r} for r in requests], rows=3, capacity=32))
+    expected = lm.generate([5], **options).top_logprobs
+    assert [[i for i, _ in top] for top in found[0].top_logprobs] == [
+        [i for i, _ in top] for top in expected
+    ]
+    np.testing.assert_allclose(found[0].top_logprobs, expected, atol=1e-4)
+    assert "top_logprobs must be a whole number from 0 to 20, got 21" in str(found[1])
+    assert found[2].top_logprobs is None
+
+
 def test_custom_stopping_criterion_receives_decoded_text() -> None:
     """The criterion receives the growing text and stops at the fourth space; log_probs equals
     log-softmax of forward.

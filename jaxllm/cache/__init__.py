@@ -3,8 +3,8 @@
 kv: the cache, and an empty one. growth: `commit`. slot_update: the only code that writes slots.
 batch_ops: fork, branch, select, merge. edit: rewind, cull, compact, move, patch. infini_rewind:
 rewinding a memory. eviction: what to cull. token_merging: several tokens in one slot. sequences:
-llama.cpp's sequence operations. prefix_reuse: prompt-prefix reuse. files: save and load. render: a
-row as text. equality: equality.
+llama.cpp's sequence operations. prefix_reuse: prompt-prefix reuse. prefix_cache: prompt prefixes
+across requests. files: save and load. render: a row as text. equality: equality.
 """
 
 from jaxllm.cache.batch_ops import branch, fork, merge_rows, select
@@ -23,11 +23,13 @@ from jaxllm.cache.eviction import current_segment, heavy_hitters, sinks_and_wind
 from jaxllm.cache.files import fingerprint, load_cache, save_cache
 from jaxllm.cache.growth import commit
 from jaxllm.cache.kv import Delta, KVCache, Segment, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.cache.token_merging import pool
 
 __all__ = [
     "Delta",
     "KVCache",
+    "PrefixCache",
     "Segment",
     "branch",
     "close_gaps",

@@ -110,7 +110,8 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises CheckpointError if the model or an adapter is missing."""
-        if any(p.name == MODEL and isinstance(p, TyperArgument) for p in self.params):
+        takes_model = any(p.name == MODEL and isinstance(p, TyperArgument) for p in self.params)
+        if takes_model and not ctx.params.get("server"):  # a server has its own
             check_model(ctx.params)
         check_adapters(ctx.params.get("adapter"))
         return super().invoke(ctx)

@@ -34,6 +34,8 @@ def generate(
     echo: bool = False,
     chat: bool = False,
     as_json: Annotated[bool, typer.Option("--json")] = False,
+    server: Annotated[str | None, typer.Option(metavar="URL|PATH")] = None,
+    api_key: str | None = None,
     *,
     sampling: SamplingOptions,
     loading: LoadingOptions,
@@ -50,9 +52,16 @@ def generate(
       echo: Print the prompt before its continuation.
       chat: Apply the model's chat template to the prompt.
       as_json: Print one JSON object with text, tokens and timings.
+      server: URL or Unix socket of a running jaxllm serve, whose model answers.
+      api_key: Key for that server.
     """
     start = time.perf_counter()
+    if server is not None and prompt is None and prompt_option is None and prompt_file is None:
+        model, prompt = "", model  # the one argument is the text
     text = _read_prompt(prompt, prompt_option, prompt_file)
+    if server is not None:
+        _ask_server(server, api_key, text, stop, sampling, model, chat, echo, as_json)
+        return
     options = read_options(
         sampling.more,
         stop_strings=stop,
@@ -127,6 +136,29 @@ def generate(
         f" tokens/s{drawn}; loaded in {loaded - start:.1f} s, first token after {first:.1f} s"
         + _describe_compiling(compiled)
     )
+
+
+def _ask_server(
+    server: str,
+    key: str | None,
+    text: str,
+    stop: list[str] | None,
+    sampling: SamplingOptions,
+    model: str,
+    chat: bool,
+    echo: bool,
+    as_json: bool,
+) -> None:
+    """Print a server's answer: the way of `server.ask.main` for all other options."""
+    from jaxllm.server.ask import print_answer
+
+    seed = sampling.parse_seed("random")
+    options = read_options(sampling.more, stop_strings=stop, **sampling.options)
+    options["seed"] = None if seed == "random" else seed
+    renamed = {"max_new_tokens": "max_tokens", "stop_strings": "stop"}
+    options = {renamed.get(name, name): value for name, value in options.items()}
+    text = read_stdin().rstrip("\n") if text == "-" else text
+    print_answer(server, text, options, chat=chat, echo=echo, as_json=as_json, model=model, key=key)
 
 
 def _describe_compiling(seconds: float) -> str:

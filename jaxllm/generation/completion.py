@@ -114,6 +114,7 @@ class Completion:
         seed: the seed used, which reproduces a result of seed="random".
         grammar_complete: whether the text is one of the grammar, None without one. A text that
             ends by its limit of tokens, a stop string or a criterion may be only a beginning.
+        cached_tokens: prompt tokens that came from the prefix cache of `LM.serve`.
     """
 
     text: str | None
@@ -127,6 +128,7 @@ class Completion:
     draft_stats: tuple[int, int] | None = None
     seed: int = dataclasses.field(default=0, compare=False)
     grammar_complete: bool | None = None
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.cache.prefix_cache import PrefixCache
 from jaxllm.errors import GrammarError, JaxllmError, NonFiniteError, SamplingError
 from jaxllm.generation.batching.requests import Event, RejectedRequest, Request
 from jaxllm.generation.batching.scheduler import serve
@@ -20,6 +21,7 @@ from jaxllm.generation.completion import (
     LanguageModel,
     StopTracker,
     StreamChunk,
+    TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.runtime.validation import is_integer
@@ -33,6 +35,7 @@ class PreparedRequest:
     """A checked request: its prompt as token ids and its options resolved (`LM.prepare_request`).
 
     on_chunk: called with a `StreamChunk` for each token. is_cancelled: called between steps.
+    namespace, public_prefix: as in `Request`.
     """
 
     id: Any
@@ -40,6 +43,8 @@ class PreparedRequest:
     config: GenerationConfig
     on_chunk: Callable[[StreamChunk], Any] | None = None
     is_cancelled: Callable[[], bool] | None = None
+    namespace: str = ""
+    public_prefix: int = 0
 
     @property
     def seed(self) -> int:
@@ -61,6 +66,7 @@ class _ActiveRequest:
     error: JaxllmError | None = None
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = dataclasses.field(default_factory=list)
 
     def check_stop(self, token: int) -> bool:
         """Add the newest token to the text; return whether the text ends."""
@@ -76,6 +82,8 @@ class _ActiveRequest:
         if event.token is not None and event.logprob is not None:
             self.tokens.append(event.token)
             self.logprobs.append(event.logprob)
+        if event.top_logprobs is not None:
+            self.top_logprobs.append(event.top_logprobs)
         if event.finish == Finish.NON_FINITE:
             return NonFiniteError("the model returned NaN or infinite logits")
         finish = None if event.finish is None else FINISH_REASONS[event.finish]
@@ -94,8 +102,10 @@ class _ActiveRequest:
             self.logprobs,
             finish,
             len(self.request.prompt),
+            top_logprobs=self.top_logprobs or None,
             seed=self.request.seed,
             grammar_complete=self.tracker.grammar_complete,
+            cached_tokens=event.cached_tokens,
         )
 
     def _make_chunk(self, event: Event, finish: str | None) -> StreamChunk:
@@ -108,7 +118,7 @@ class _ActiveRequest:
             finish,
             event.step.tokens_per_second,
             None,
-            None,
+            event.top_logprobs,
             self.request.seed,
             self.tracker.grammar_complete,
         )
@@ -121,6 +131,7 @@ def answer_requests(
     *,
     rows: int,
     capacity: int,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Answer]:
     """Yield `(id, Completion or error)` of each request as it finishes; see `LM.serve`.
 
@@ -148,7 +159,8 @@ def answer_requests(
             except JaxllmError as error:
                 yield RejectedRequest(number, error)
 
-    for event in serve(lm.model, lm.params, open_requests(), rows=rows, capacity=capacity):
+    sizes: Any = {"rows": rows, "capacity": capacity}
+    for event in serve(lm.model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
             active.pop(event.id, None)
@@ -194,7 +206,8 @@ def prepare_request(request: Any, read_prompt: ReadPrompt) -> PreparedRequest:
     ids, config = read_prompt(request.get("prompt"), options)
     if isinstance(config.adapter, list):
         raise SamplingError(f"adapter of a request must be one name, got {config.adapter!r:.60}")
-    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled)
+    shared = request.get("namespace", ""), request.get("public_prefix", 0)
+    return PreparedRequest(request.get("id"), ids, config, on_chunk, is_cancelled, *shared)
 
 
 def _open_request(
@@ -215,8 +228,11 @@ def _open_request(
         until=active.check_stop if needs_text else None,
         is_cancelled=request.is_cancelled,
         adapter=index if lm.adapters else None,
+        top_logprobs=config.top_logprobs,
+        namespace=request.namespace,
+        public_prefix=request.public_prefix,
     )
     return row_request, active
 
 
-_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk")
+_REQUEST_KEYS = ("id", "prompt", "is_cancelled", "on_chunk", "namespace", "public_prefix")

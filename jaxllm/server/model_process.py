@@ -187,11 +187,11 @@ class ModelProcess:
         if options.get("temperature") is None and not _decides_sampling(self.lm, options):
             options["temperature"] = 1.0  # as in OpenAI's interface
         prompt = self.lm.encode(self._read_prompt(frame))
-        room = self.context - len(prompt) + 1  # the last token never runs
-        if room < 1 or (options.get("max_new_tokens") or 1) > room:
-            raise _ContextExceeded(len(prompt), options.get("max_new_tokens"), self.context)
-        if options.get("max_new_tokens") is None:
-            options["max_new_tokens"] = room
+        room = self.context - len(prompt)
+        new = options.get("max_new_tokens")
+        if room < 1 or (new is not None and new > room and not frame.get("fit_max_tokens")):
+            raise _ContextExceeded(len(prompt), new, self.context)
+        options["max_new_tokens"] = room if new is None else min(new, room)
         if frame.get("ignore_eos"):
             options["min_new_tokens"] = options["max_new_tokens"]
         if frame.get("tools"):

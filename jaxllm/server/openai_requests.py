@@ -68,8 +68,7 @@ def read_completion(body: Body) -> GenerationCall:
         options["max_new_tokens"] = limit
     if not options["max_new_tokens"] and not echo:
         raise invalid("max_tokens must be at least 1 without echo", "max_tokens")
-    base = {"options": options, "extra": _read_extra(body), "logprobs": logprobs,
-            "ignore_eos": _boolean(body, "ignore_eos")}  # fmt: skip
+    base = {"extra": _read_extra(body), "logprobs": logprobs, **_read_flags(body)}
     frames = [
         {**base, "prompt": prompt, "options": {**options, "seed": _nth_seed(options["seed"], i)}}
         for prompt in prompts
@@ -96,8 +95,8 @@ def read_chat(body: Body) -> GenerationCall:
             options.setdefault("max_new_tokens", _integer(body, name, 1, 1, None))
     tools, forces_tool = _read_tools(body)
     conversation = read_conversation(body)
-    frame = {**conversation, "options": options, "extra": _read_extra(body), "logprobs": logprobs,
-             "ignore_eos": _boolean(body, "ignore_eos"), "tools": tools}  # fmt: skip
+    frame = {**conversation, "extra": _read_extra(body), "logprobs": logprobs, "tools": tools,
+             **_read_flags(body)}  # fmt: skip
     n = _integer(body, "n", 1, 1, MAX_CHOICES)
     frames = [
         {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
@@ -268,6 +267,11 @@ def _read_structure(body: Body) -> dict[str, Any]:
     raise invalid(f"response_format is unknown: got {wanted!r:.60}", "response_format")
 
 
+def _read_flags(body: Body) -> dict[str, bool]:
+    """Return whether ends of text are ignored, and whether max_tokens may be cut to what fits."""
+    return {name: _boolean(body, name) for name in ("ignore_eos", "fit_max_tokens")}
+
+
 def _read_extra(body: Body) -> dict[str, Any]:
     """Return all fields, for the options of `LM.generate` among them, under our names."""
     return {_ALIASES.get(name, name): value for name, value in body.items() if name not in _OURS}
@@ -277,7 +281,8 @@ def _read_extra(body: Body) -> dict[str, Any]:
 _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprobs", "echo", "stop",
          "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
          "max_tokens", "max_completion_tokens", "tools", "tool_choice", "response_format",
-         "structured_outputs", "stream", "stream_options", "user", "metadata"}  # fmt: skip
+         "structured_outputs", "stream", "stream_options", "user", "metadata",
+         "fit_max_tokens", "return_token_ids"}  # fmt: skip
 
 
 def _read_common(body: Body) -> tuple[str]:

@@ -66,6 +66,7 @@ def usage(ends: Iterable[Mapping[str, Any]], prompts: int) -> Json:
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
+        "seed": ends[0]["seed"] if ends else None,
         "prompt_tokens_details": {"cached_tokens": sum(end["cached_tokens"] for end in first)},
     }
 

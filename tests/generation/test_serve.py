@@ -184,6 +184,7 @@ def test_invalid_requests_fail_individually(lm: Any) -> None:
         "ragged": (make_request(0, id="ragged", prompt=[[1], [2, 3]]), TokenError),
         "eos": (make_request(0, id="eos", eos_token_ids=2), SamplingError),
         "sampler": (make_request(0, id="sampler", sampler="top_k"), SamplingError),
+        "top": (make_request(0, id="top", top_logprobs=21), SamplingError),
         "rows": (make_request(0, id="rows", sampler=make_sampler(top_k=[1, 2])), SamplingError),
     }
     good = [make_request(i) for i in range(4)]
@@ -211,6 +212,37 @@ def test_nan_request_does_not_affect_batch() -> None:
     found = events_by_id(serve(model, broken, [good[0], bad, *good[1:]], **SHAPE))
     assert [(e.token, e.finish) for e in found[9]] == [(None, Finish.NON_FINITE)]
     assert {i: text for i, text in tokens_by_id(found).items() if i != 9} == expected
+
+
+@pytest.mark.parametrize("burst", [1, 16])
+def test_top_logprobs_equal_generate(lm: Any, burst: int) -> None:
+    """In a batch, each request gets the number that it asks for: the tokens, log-probabilities and
+    order of generate. The log-probability of a token does not depend on what others ask for.
+    """
+    counts = [0, 3, 5, 12, 0]
+    requests = [make_request(i, top_logprobs=n) for i, n in enumerate(counts)]
+    found = events_by_id(serve(*lm, requests, **SHAPE, burst=burst))
+    plain = events_by_id(serve(*lm, [make_request(i) for i in range(5)], **SHAPE, burst=burst))
+    for request, count in zip(requests, counts, strict=True):
+        events = found[request.id]
+        assert [e.logprob for e in events] == [e.logprob for e in plain[request.id]]
+        assert all(e.top_logprobs is None for e in plain[request.id])
+        if not count:
+            assert all(e.top_logprobs is None for e in events)
+            continue
+        result = jaxllm.generate(
+            *lm,
+            np.asarray(request.prompt)[None],
+            max_new_tokens=request.max_new_tokens,
+            sampler=request.sampler,
+            seed=request.seed,
+            top_logprobs=count,
+        )
+        top_TN = [e.top_logprobs or [] for e in events]
+        assert [[i for i, _ in top_N] for top_N in top_TN] == result.top_token_BTN[0].tolist()
+        logprob_TN = [[x for _, x in top_N] for top_N in top_TN]
+        np.testing.assert_allclose(logprob_TN, result.top_logprob_BTN[0], atol=1e-4)
+        assert all(e.logprob == dict(e.top_logprobs or []).get(e.token, e.logprob) for e in events)
 
 
 def test_serve_refuses_invalid_sizes(lm: Any) -> None:

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 
-import jaxllm
 from jaxllm.checkpoints.resolve import DEMO_DIR
 from jaxllm.lm import LM
 from jaxllm.server.app import PAGE
@@ -20,18 +19,14 @@ from jaxllm.server.branch_view import describe_tokens, last_step
 from jaxllm.server.openai_responses import Choice
 from jaxllm.steps import forward
 from tests.server.browser import Browser, open_browser
-from tests.server.conftest import start_server
+from tests.server.conftest import NAMES
+from tests.server.processes import RunningServer, start_server
 
 TEXT = "Once upon a time there was a"
 IDLE = "!document.body.classList.contains('busy')"
 LOOKED = f"{IDLE} && document.querySelectorAll('#next button').length === 3"
 CLIENT = httpx.Client(timeout=60)
 PICTURES = os.environ.get("JAXLLM_PAGE_PICTURES")  # a folder, such as docs
-
-
-@pytest.fixture(scope="module")
-def lm() -> LM:
-    return jaxllm.load("demo:llama")
 
 
 @pytest.mark.parametrize("name", ["index.html", "page.js", "page.css"])
@@ -43,9 +38,9 @@ def test_page_files_load_nothing_from_elsewhere(name: str) -> None:
     assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", text))
 
 
-def test_page_files_have_strict_policy(server: str) -> None:
+def test_page_files_have_strict_policy(server: RunningServer) -> None:
     for name, kind in (("", "html"), ("page.js", "javascript"), ("page.css", "css")):
-        answer = CLIENT.get(f"{server}/{name}")
+        answer = CLIENT.get(f"{server.url}/{name}")
         assert answer.status_code == 200
         assert f"text/{kind}" in answer.headers["content-type"]
         assert answer.text == (PAGE / (name or "index.html")).read_text("utf-8")
@@ -78,18 +73,18 @@ def test_token_texts_are_the_text(lm: LM, text: str) -> None:
         assert tokens[1] == {**tokens[1], "text": "", "name": "<0xC3>"}
 
 
-def test_look_returns_tokens_and_likeliest(server: str, lm: LM) -> None:
+def test_look_returns_tokens_and_likeliest(server: RunningServer, lm: LM) -> None:
     """Text and ids give the same answer: that of the library, with the greedy token first."""
     ids = lm.encode(TEXT)
-    answer = CLIENT.post(f"{server}/page/look", json={"text": TEXT}).json()
-    assert answer == CLIENT.post(f"{server}/page/look", json={"tokens": ids}).json()
+    answer = CLIENT.post(f"{server.url}/page/look", json={"text": TEXT}).json()
+    assert answer == CLIENT.post(f"{server.url}/page/look", json={"tokens": ids}).json()
     expected = describe_tokens(lm, ids)
     assert [t["id"] for t in answer["tokens"]] == ids
     assert [t["text"] for t in answer["tokens"]] == [t["text"] for t in expected["tokens"]]
     assert sum(t["attention"] for t in answer["tokens"]) == pytest.approx(1)
     assert [t["id"] for t in answer["next"]] == [t["id"] for t in expected["next"]]
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 0}
-    greedy = CLIENT.post(f"{server}/v1/completions", json=body).json()["choices"][0]
+    greedy = CLIENT.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
     assert answer["next"][0]["text"] == greedy["text"]
     logprob = greedy["logprobs"]["token_logprobs"][0]
     assert answer["next"][0]["logprob"] == pytest.approx(logprob, abs=1e-2)
@@ -106,22 +101,24 @@ def test_look_returns_tokens_and_likeliest(server: str, lm: LM) -> None:
         ({"text": "a", "model": "other"}, 404, "does not exist"),
     ],
 )
-def test_look_refuses_wrong_bodies(server: str, body: object, status: int, message: str) -> None:
-    answer = CLIENT.post(f"{server}/page/look", json=body)
+def test_look_refuses_wrong_bodies(
+    server: RunningServer, body: object, status: int, message: str
+) -> None:
+    answer = CLIENT.post(f"{server.url}/page/look", json=body)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
 
 
-def test_completion_returns_token_ids(server: str, lm: LM) -> None:
+def test_completion_returns_token_ids(server: RunningServer, lm: LM) -> None:
     """return_token_ids: whole and streamed answers have the ids of their text."""
     body = {"prompt": TEXT, "max_tokens": 12, "seed": 3, "return_token_ids": True}
-    (choice,) = CLIENT.post(f"{server}/v1/completions", json=body).json()["choices"]
+    (choice,) = CLIENT.post(f"{server.url}/v1/completions", json=body).json()["choices"]
     assert len(choice["token_ids"]) == 12
     assert lm.decode(choice["token_ids"]) == choice["text"]
-    streamed = CLIENT.post(f"{server}/v1/completions", json={**body, "stream": True}).text
+    streamed = CLIENT.post(f"{server.url}/v1/completions", json={**body, "stream": True}).text
     found = ",".join(re.findall(r'"token_ids":\[([\d,]+)\]', streamed))
     assert [int(number) for number in found.split(",")] == choice["token_ids"]
-    plain = CLIENT.post(f"{server}/v1/completions", json={**body, "return_token_ids": False})
+    plain = CLIENT.post(f"{server.url}/v1/completions", json={**body, "return_token_ids": False})
     assert "token_ids" not in plain.text
 
 
@@ -144,11 +141,13 @@ def browser() -> Iterator[Browser]:
         yield opened
 
 
-def test_chat_streams_stops_and_repeats(server: str, browser: Browser) -> None:
+def test_chat_streams_stops_and_repeats(server: RunningServer, browser: Browser) -> None:
     """A message is answered, Again gives another answer, and Stop ends a long one."""
-    browser.open(f"{server}/#text=Once upon a time there was a cat.")
-    browser.wait("document.querySelector('#name').textContent === 'demo:llama'")
-    browser.wait("document.querySelector('#prompt').value")
+    browser.open(f"{server.url}/#text=Once upon a time there was a cat.")
+    browser.wait(f"{IDLE} && document.querySelector('#prompt').value")
+    names = browser.run("[...document.querySelectorAll('#model option')].map((x) => x.value)")
+    assert names == list(NAMES)
+    browser.run("document.querySelector('#model').value = 'demo:llama'")
     _fill(browser, seed=11, max_tokens=120)
     browser.run("document.querySelector('#ask').requestSubmit()")
     browser.wait(f"{IDLE} && document.querySelector('.tools')")
@@ -168,11 +167,12 @@ def test_chat_streams_stops_and_repeats(server: str, browser: Browser) -> None:
     assert not browser.problems
 
 
-def test_branches_fork_append_and_continue(server: str, browser: Browser) -> None:
+def test_branches_fork_append_and_continue(server: RunningServer, browser: Browser) -> None:
     """A fork has its parent's first tokens; switching shows each branch as it was."""
-    browser.open(f"{server}/#view=branches&text={TEXT}")
+    browser.open(f"{server.url}/#view=branches&text={TEXT}")
     browser.wait(LOOKED)
     assert browser.run("document.querySelector('#tokens').textContent") == TEXT
+    browser.run("document.querySelector('#model').value = 'demo:llama'")
     _fill(browser, seed=4)
     _click(browser, "#more")
     root = browser.run("document.querySelector('#tokens').textContent")
@@ -211,8 +211,9 @@ def test_page_takes_key_and_continues_text(browser: Browser, tmp_path: Path) -> 
     settings = json.loads((model / "tokenizer_config.json").read_text("utf-8"))
     del settings["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with start_server(model, "--api-key-file", tmp_path / "keys") as address:
-        browser.open(f"{address}/#text=Once upon a time")
+    keys = ("--api-key-file", str(tmp_path / "keys"))
+    with start_server(*keys, "--grace", "1", model=str(model)) as running:
+        browser.open(f"{running.url}/#text=Once upon a time")
         browser.wait("document.querySelector('#alert').textContent.includes('API key')")
         assert not browser.run("document.querySelector('#key-form').hidden")
         browser.run("document.querySelector('#key').value = 'secret'")
@@ -224,15 +225,15 @@ def test_page_takes_key_and_continues_text(browser: Browser, tmp_path: Path) -> 
         browser.run("document.querySelector('#ask').requestSubmit()")
         browser.wait(f"{IDLE} && document.querySelector('#prompt').value.length > 20")
         assert browser.run("document.querySelector('#prompt').value").startswith("Once upon a time")
-        browser.open(f"{address}/#view=branches&text={TEXT}")  # the key is kept
+        browser.open(f"{running.url}/#view=branches&text={TEXT}")  # the key is kept
         browser.wait(LOOKED)
     browser.run("document.querySelector('#more').click()")
     browser.wait("document.querySelector('#alert').textContent.includes('Is it still running?')")
 
 
-def test_tokens_fork_with_the_keyboard(server: str, browser: Browser) -> None:
+def test_tokens_fork_with_the_keyboard(server: RunningServer, browser: Browser) -> None:
     """The arrow keys move between tokens, and Enter forks; a narrow window has no overflow."""
-    browser.open(f"{server}/#view=branches&text={TEXT}", width=360, height=700, dark=True)
+    browser.open(f"{server.url}/#view=branches&text={TEXT}", width=360, height=700, dark=True)
     browser.wait(LOOKED)
     assert browser.run("document.documentElement.scrollWidth") == 360
     browser.run("document.querySelector('.token[tabindex=\"0\"]').focus()")

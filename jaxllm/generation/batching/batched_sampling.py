@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,21 @@ from jaxllm.errors import SamplingError
 from jaxllm.generation.loops.finish import select_rows, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
 
-Result = tuple[jax.Array, jax.Array, jax.Array]
 Samplers = tuple[Sampler, ...]
+
+
+class Drawn(NamedTuple):
+    """The tokens drawn in one step; with a leading axis of steps, those of a burst.
+
+    finite_B: whether the row's logits are finite. top_token_BN, top_logprob_BN: the N likeliest
+    tokens, if requested.
+    """
+
+    token_B: Any
+    logprob_B: Any
+    finite_B: Any
+    top_token_BN: Any = None
+    top_logprob_BN: Any = None
 
 
 def fit_sampler(sampler: Sampler, vocab_size: int, text_width: int) -> tuple[Hashable, Sampler]:
@@ -60,12 +73,12 @@ def _draw_one(sampler: Sampler, logits_V: jax.Array, context: Context) -> tuple[
 
 
 def draw_by_kind(
-    context: Context, samplers: Samplers, kind_KB: jax.Array, logits_BV: jax.Array
-) -> tuple[Result, Context, Samplers]:
+    context: Context, samplers: Samplers, kind_KB: jax.Array, logits_BV: jax.Array, top: int = 0
+) -> tuple[Drawn, Context, Samplers]:
     """Draw a token for each row with its own kind of sampler; rows without a kind do not change.
 
-    kind_KB: bool, which rows use which sampler kind. Returns tokens, log-probabilities and whether
-    the logits are finite, `[B]` each, then the next context and samplers.
+    kind_KB: bool, which rows use which sampler kind. top: static, number of likeliest tokens to
+    return. Returns the tokens, then the next context and samplers.
     """
     live_B = kind_KB.any(axis=0)
     token_B, then = jnp.zeros(live_B.shape, jnp.int32), []
@@ -81,7 +94,11 @@ def draw_by_kind(
         token_BL=set_column(context.token_BL, context.length_B, token_B, live_B),
         length_B=context.length_B + live_B.astype(jnp.int32),
     )
-    return (token_B, logprob_B, jnp.isfinite(logits_BV).all(axis=1)), context, tuple(then)
+    drawn = Drawn(token_B, logprob_B, jnp.isfinite(logits_BV).all(axis=1))
+    if top:
+        top_logprob_BN, top_token_BN = jax.lax.top_k(logprob_BV, top)
+        drawn = drawn._replace(top_token_BN=top_token_BN, top_logprob_BN=top_logprob_BN)
+    return drawn, context, tuple(then)
 
 
 def _draw_some(
@@ -98,13 +115,14 @@ def _draw_none(
     return jnp.zeros(logits_BV.shape[:1], jnp.int32), sampler
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, static_argnums=5, donate_argnums=(0, 1))
 def draw(
     context: Context,
     samplers: Samplers,
     kind_KB: jax.Array,
     out_R1V: jax.Array,
     take_B: jax.Array,
-) -> tuple[Result, Context, Samplers]:
+    top: int = 0,
+) -> tuple[Drawn, Context, Samplers]:
     """Apply `draw_by_kind` to row `take_B` of a microbatch's logits `[R, 1, V]`."""
-    return draw_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0])
+    return draw_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0], top)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jaxllm.cache.kv import EMPTY, Segment
 from jaxllm.cache.slot_update import NO_SLOT
-from jaxllm.generation.batching.batched_sampling import Result, Samplers, draw_by_kind
+from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
-@partial(jax.jit, static_argnums=(3, 8), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(3, 8, 11), donate_argnums=(0, 1, 2))
 def decode_burst(
     tail: Segment,
     context: Context,
@@ -28,17 +28,21 @@ def decode_burst(
     burst: int,
     steps: jax.Array,
     adapter_B: jax.Array | None = None,
-) -> tuple[jax.Array, Result, Segment, Context, Samplers]:
+    top: int = 0,
+) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
     """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
 
-    steps: at most `burst`, which is static. adapter_B: as in `Microbatch`. Returns the number of
-    steps, `[]`, then tokens, log-probabilities and finite flags, `[burst, B]` each, and the new
-    state.
+    steps: at most `burst`, which is static. adapter_B: as in `Microbatch`. top: as in
+    `draw_by_kind`. Returns the number of steps, `[]`, then the tokens of all steps, `[burst, B]`,
+    and the new state.
     """
     live_B = kind_KB.any(axis=0)
     zeros_B = jnp.zeros(live_B.shape, jnp.int32)
     blank = jnp.zeros((burst, *live_B.shape))
-    results = (blank.astype(jnp.int32), blank, blank.astype(bool))
+    results = Drawn(blank.astype(jnp.int32), blank, blank.astype(bool))
+    if top:
+        blank = jnp.zeros((*blank.shape, top))
+        results = results._replace(top_token_BN=blank.astype(jnp.int32), top_logprob_BN=blank)
 
     def is_unfinished(carry: Any) -> jax.Array:
         i, ended, *_ = carry
@@ -59,11 +63,10 @@ def decode_burst(
             adapter_R=adapter_B,
         )
         out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
-        drawn, context, samplers = draw_by_kind(context, samplers, kind_KB, out[:, 0])
-        results = tuple(x.at[i].set(new) for x, new in zip(results, drawn, strict=True))
-        token_B, _, finite_B = drawn
-        ends_B = (token_B[:, None] == eos_BE).any(axis=1) | ~finite_B
-        return i + 1, (live_B & ends_B).any(), token_B, results, tail, context, samplers
+        drawn, context, samplers = draw_by_kind(context, samplers, kind_KB, out[:, 0], top)
+        results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
+        ends_B = (drawn.token_B[:, None] == eos_BE).any(axis=1) | ~drawn.finite_B
+        return i + 1, (live_B & ends_B).any(), drawn.token_B, results, tail, context, samplers
 
     nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
     loop: Any = jax.lax.while_loop(is_unfinished, decode_token, (*nothing, tail, context, samplers))

@@ -9,6 +9,8 @@ from jaxllm.errors import JaxllmError
 from jaxllm.generation.loops.finish import Finish
 from jaxllm.generation.sampling.sampler import GREEDY, Sampler
 
+MAX_TOP_LOGPROBS = 20
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Request:
@@ -23,6 +25,10 @@ class Request:
             the row; the request's last event is then CANCELLED.
         adapter: Index of a LoRA adapter if the parameters hold several, -1 for none. Set it for all
             requests or for none.
+        top_logprobs: Number of likeliest tokens to report per step, at most `MAX_TOP_LOGPROBS`.
+        namespace: Requests of different namespaces share no entries of a prefix cache. For a
+            service, derive it from the caller's key: shared entries show in response times.
+        public_prefix: Number of leading tokens that all namespaces may share.
     """
 
     id: Hashable
@@ -34,6 +40,9 @@ class Request:
     until: Callable[[int], bool] | None = None
     is_cancelled: Callable[[], bool] | None = None
     adapter: int | None = None
+    top_logprobs: int = 0
+    namespace: str = ""
+    public_prefix: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Event:
             without a token.
         error: Why the request was rejected, or None. No part of a rejected request ran.
         step: Statistics of the step.
+        top_logprobs: The likeliest tokens of the step and their log-probabilities, if requested.
+        cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     id: Hashable
@@ -92,3 +103,5 @@ class Event:
     finish: Finish | None
     error: JaxllmError | None
     step: StepStats
+    top_logprobs: list[tuple[int, float]] | None = None
+    cached_tokens: int = 0

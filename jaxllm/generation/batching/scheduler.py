@@ -7,24 +7,33 @@ cache is written in place. A rejected request does not affect the others.
 
 import dataclasses
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, init_cache
-from jaxllm.errors import CapacityError, JaxllmError, SamplingError, TokenError
-from jaxllm.generation.batching.batched_sampling import draw, fit_sampler
+from jaxllm.cache.kv import EMPTY, MAX_SLOTS, KVCache, Segment, init_cache
+from jaxllm.cache.prefix_cache import PrefixCache, cut_chunk, write_chunk
+from jaxllm.config.model import ModelConfig
+from jaxllm.errors import CapacityError, ConfigError, JaxllmError, SamplingError, TokenError
+from jaxllm.generation.batching.batched_sampling import Drawn, draw, fit_sampler
 from jaxllm.generation.batching.multi_step import decode_burst
-from jaxllm.generation.batching.requests import Event, RejectedRequest, Request, StepStats
+from jaxllm.generation.batching.requests import (
+    MAX_TOP_LOGPROBS,
+    Event,
+    RejectedRequest,
+    Request,
+    StepStats,
+)
 from jaxllm.generation.batching.slots import (
     TokenRun,
     pack_microbatch,
     row_adapters,
     run_microbatch,
+    split_chunks,
     split_microbatches,
 )
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
@@ -37,6 +46,7 @@ from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 MAX_BURST = 4096
+_TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
@@ -45,6 +55,7 @@ class _ActiveRequest:
     """A request that occupies a row.
 
     num_run: tokens that have run. newest: the last generated token. count: tokens generated.
+    keys: of the prompt's chunks in the prefix cache. cached_tokens: tokens that were found there.
     """
 
     request: Request
@@ -53,10 +64,17 @@ class _ActiveRequest:
     num_run: int = 0
     newest_token: int = NO_TOKEN
     num_generated: int = 0
+    keys: Sequence[bytes] = ()
+    cached_tokens: int = 0
 
-    def next_run(self, row: int, room: int) -> TokenRun:
-        """Return the next tokens to run: up to `room` prompt tokens, or the newest token."""
+    def next_run(self, row: int, room: int, multiple: int = 1) -> TokenRun:
+        """Return the next tokens to run: up to `room` prompt tokens, or the newest token.
+
+        multiple: of the prompt's first tokens that have run, unless all of them have.
+        """
         stop = min(self.num_run + room, self.prompt_T.size)
+        if stop < self.prompt_T.size:
+            stop -= stop % multiple
         if self.num_run < self.prompt_T.size:
             token_T, length = self.prompt_T[self.num_run : stop], self.prompt_T.size
         else:
@@ -68,11 +86,12 @@ class _ActiveRequest:
 
 
 class _Sampled(NamedTuple):
-    """A row's next token; invalid if its logits were not finite."""
+    """A row's next token; invalid if its logits were not finite. top: the likeliest tokens."""
 
     token: int
     logprob: float
     finite: bool
+    top: list[tuple[int, float]]
 
 
 _StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
@@ -87,6 +106,35 @@ class _ServeState(NamedTuple):
     active: dict[int, _ActiveRequest]
 
 
+class _PrefixStore(NamedTuple):
+    """The prefix cache of a serving loop, and the number of the loop's model in it."""
+
+    cache: PrefixCache
+    program: int
+
+    def find(
+        self, config: ModelConfig, request: Request, prompt_T: np.ndarray
+    ) -> tuple[list[bytes], list[Segment]]:
+        """Return the keys of the prompt's chunks, and the entries found.
+
+        At least one token remains to run.
+        """
+        root = (self.program, request.adapter, _angle_length(config, prompt_T.size))
+        keys = self.cache.chunk_keys(root, prompt_T, request.namespace, request.public_prefix)
+        usable = (prompt_T.size - 1) // self.cache.chunk
+        return keys, self.cache.find(keys[:usable], prompt_T.size)
+
+    def add(self, state: _ServeState, runs: list[TokenRun]) -> None:
+        """Add the prompt chunks that these runs, in the state after them, completed."""
+        size = self.cache.chunk
+        for run in runs:
+            row, seat = run.rows[0], state.active[run.rows[0]]
+            end = min((seat.num_run + run.index_T.size) // size, len(seat.keys))
+            for i in range(seat.num_run // size, end):
+                at = np.int32(row), np.int32(i * size)
+                self.cache.add(seat.keys, i, partial(cut_chunk, state.cache.tail, *at, size))
+
+
 def serve(
     model: Model,
     params: Params,
@@ -96,6 +144,7 @@ def serve(
     capacity: int = 1024,
     chunk: int = 256,
     burst: int = 16,
+    prefix_cache: PrefixCache | None = None,
 ) -> Iterator[Event]:
     """Generate for a stream of requests with continuous batching; yield events with new tokens.
 
@@ -114,9 +163,13 @@ def serve(
         burst: Maximum number of steps in one call of the compiled loop. It applies if all rows
             decode and none has an `until`; the loop also stops when a row ends. 1 yields each
             token immediately.
+        prefix_cache: Holds prompt chunks, which later requests do not run again. Tokens and
+            log-probabilities have the same bits whether chunks are found or not, and whatever else
+            runs. Each prompt then runs alone in chunks of `prefix_cache.chunk` tokens.
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
+        ConfigError: If a prefix cache is given for a model whose layers keep a memory.
     """
     check_model(model, params)
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
@@ -126,6 +179,10 @@ def serve(
     if not isinstance(requests, Iterable):
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
+    store, multiple = _open_store(prefix_cache, model, params, cache), 1
+    if store is not None:
+        multiple = store.cache.chunk
+        chunk = max(chunk, multiple)
     now = _ServeState(cache, _empty_context(rows, capacity), {}, {})
     source, more = iter(requests), True
     step, start = StepStats(0, 0, 0, 0, rows, 0, 0.0), time.perf_counter()
@@ -147,22 +204,38 @@ def serve(
                 yield Event(request.id, None, None, Finish.CANCELLED, None, step)
                 continue
             try:
-                now = _admit_request(model, now, request, capacity)
+                now = _admit_request(model, now, request, capacity, store)
             except JaxllmError as error:
                 yield Event(request.id, None, None, None, error, step)
         for row, seat in list(now.active.items()):
             if _is_cancelled(seat.request):
                 seats = {other: kept for other, kept in now.active.items() if other != row}
                 now = now._replace(active=seats)
-                yield Event(seat.request.id, None, None, Finish.CANCELLED, None, step)
+                yield Event(
+                    seat.request.id,
+                    None,
+                    None,
+                    Finish.CANCELLED,
+                    None,
+                    step,
+                    cached_tokens=seat.cached_tokens,
+                )
         if not now.active:
             continue
         if all(seat.num_generated and seat.request.until is None for seat in now.active.values()):
             now, steps = _run_burst(model, params, now, burst)
         else:
-            now, steps = _run_step(model, params, now, _token_runs(now.active, chunk), chunk)
+            runs = _token_runs(now.active, chunk, multiple)
+            groups = (
+                split_microbatches(runs, rows + chunk)
+                if store is None
+                else split_chunks(runs, multiple)
+            )
+            now, steps = _run_step(model, params, now, groups)
+            if store is not None:
+                store.add(now, runs)
         for drawn in steps:
-            runs = _token_runs(now.active, chunk)
+            runs = _token_runs(now.active, chunk, multiple)
             decoded = sum(now.active[run.rows[0]].num_generated > 0 for run in runs)
             step = StepStats(
                 index=step.index + 1,
@@ -182,7 +255,7 @@ def _is_cancelled(request: Request) -> bool:
 
 
 def _admit_request(
-    model: Model, state: _ServeState, request: Request, capacity: int
+    model: Model, state: _ServeState, request: Request, capacity: int, store: _PrefixStore | None
 ) -> _ServeState:
     """Put a request into the first free row, or raise the JaxllmError that rejects it."""
     rows = state.cache.batch
@@ -201,21 +274,27 @@ def _admit_request(
         (token_L, np.int32(prompt_T.size), key),
         sampler,
     )
+    tail, num_run = state.cache.tail.replace(position_BS=position_BS), 0
+    keys, found = ([], []) if store is None else store.find(model.config, request, prompt_T)
+    for entry in found:
+        tail = write_chunk(tail, entry, np.int32(row), np.int32(num_run))
+        num_run += entry.position_BS.shape[1]
+    seat = _ActiveRequest(request, prompt_T, kind, num_run, keys=keys, cached_tokens=num_run)
     return state._replace(
-        cache=state.cache.replace(tail=state.cache.tail.replace(position_BS=position_BS)),
+        cache=state.cache.replace(tail=tail),
         context=context,
         samplers=_add_sampler(state, kind, stacked),
-        active={**state.active, row: _ActiveRequest(request, prompt_T, kind)},
+        active={**state.active, row: seat},
     )
 
 
 def _run_step(
-    model: Model, params: Params, state: _ServeState, runs: list[TokenRun], chunk: int
+    model: Model, params: Params, state: _ServeState, groups: Iterable[list[TokenRun]]
 ) -> tuple[_ServeState, list[_StepSamples]]:
-    """Run the token runs; draw a token for each row whose text has run to its end."""
+    """Run groups of token runs; draw a token for each row whose text has run to its end."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
-    samplers, results = tuple(state.samplers.values()), []
-    for group in split_microbatches(runs, rows + chunk):
+    samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
+    for group in groups:
         places, at = pack_microbatch(group, rows)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
         take = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
@@ -223,12 +302,12 @@ def _run_step(
             take_B = np.zeros(rows, np.int32)
             take_B[list(take)] = list(take.values())
             kind_KB = _kind_mask(state, take)
-            result, context, samplers = draw(context, samplers, kind_KB, out, take_B)
+            result, context, samplers = draw(context, samplers, kind_KB, out, take_B, top)
             results.append((take, result))
     drawn: _StepSamples = {}
     for take, result in results:  # read only after everything has been dispatched
         arrays = to_host(result)
-        drawn.update({row: _Sampled(*(x[row].item() for x in arrays)) for row in take})
+        drawn.update({row: _read_sampled(arrays, row) for row in take})
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(cache, context, held, seats), [drawn]
 
@@ -257,13 +336,27 @@ def _run_burst(
         burst,
         np.int32(min(burst, left)),
         row_adapters({row: seat.request.adapter for row, seat in seats.items()}, rows),
+        _top_width(model, seats),
     )
     count, arrays = to_host((done, results))
-    steps = [
-        {row: _Sampled(*(x[i, row].item() for x in arrays)) for row in seats} for i in range(count)
-    ]
+    steps = [{row: _read_sampled(arrays, (i, row)) for row in seats} for i in range(count)]
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
+
+
+def _top_width(model: Model, seats: dict[int, _ActiveRequest]) -> int:
+    """Return how many likeliest tokens to compute: the least width that all requests fit into."""
+    needed = max(seat.request.top_logprobs for seat in seats.values())
+    return min(next(n for n in _TOP_WIDTHS if n >= needed), model.config.vocab_size)
+
+
+def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
+    """Return a row's token from host arrays. at: its row, or its step and row."""
+    token, logprob, finite = (x[at].item() for x in drawn[:3])
+    if drawn.top_token_BN is None:
+        return _Sampled(token, logprob, finite, [])
+    pair = (drawn.top_token_BN[at].tolist(), drawn.top_logprob_BN[at].tolist())
+    return _Sampled(token, logprob, finite, list(zip(*pair, strict=True)))
 
 
 def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:
@@ -284,10 +377,21 @@ def _make_events(
         seat = seats[row] = dataclasses.replace(seat, num_run=seat.num_run + run.index_T.size)
         if row not in samples:
             continue
-        token, logprob, finite = samples[row]
+        token, logprob, finite, top = samples[row]
+        count = seat.request.top_logprobs
         if not finite:
             del seats[row]
-            events.append(Event(seat.request.id, None, None, Finish.NON_FINITE, None, step))
+            events.append(
+                Event(
+                    seat.request.id,
+                    None,
+                    None,
+                    Finish.NON_FINITE,
+                    None,
+                    step,
+                    cached_tokens=seat.cached_tokens,
+                )
+            )
             continue
         seats[row] = seat = dataclasses.replace(
             seat, newest_token=token, num_generated=seat.num_generated + 1
@@ -295,7 +399,9 @@ def _make_events(
         finish = _finish_reason(seat)
         if finish is not None:
             del seats[row]
-        events.append(Event(seat.request.id, token, logprob, finish, None, step))
+        likeliest = top[:count] if count else None
+        cached = seat.cached_tokens
+        events.append(Event(seat.request.id, token, logprob, finish, None, step, likeliest, cached))
     return state._replace(active=seats), events
 
 
@@ -309,11 +415,14 @@ def _finish_reason(active: _ActiveRequest) -> Finish | None:
     return Finish.LENGTH if active.num_generated >= request.max_new_tokens else None
 
 
-def _token_runs(active: dict[int, _ActiveRequest], chunk: int) -> list[TokenRun]:
-    """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival."""
+def _token_runs(active: dict[int, _ActiveRequest], chunk: int, multiple: int) -> list[TokenRun]:
+    """Return one token of every decoding row, and `chunk` prompt tokens in order of arrival.
+
+    multiple: as in `_ActiveRequest.next_run`.
+    """
     runs = []
     for row, seat in active.items():
-        run = seat.next_run(row, chunk)
+        run = seat.next_run(row, chunk, multiple)
         if not seat.num_generated:
             chunk -= run.index_T.size
         runs.append(run)
@@ -330,6 +439,11 @@ def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
         raise SamplingError(f"sampler must be a Sampler, got {request.sampler!r:.60}")
     new = check_int("max_new_tokens", request.max_new_tokens, 1)
     check_token_ids(prompt_T, model.config.vocab_size, "the prompt: ")
+    widest = min(MAX_TOP_LOGPROBS, model.config.vocab_size)
+    check_int("top_logprobs", request.top_logprobs, 0, widest)
+    if not isinstance(request.namespace, str):
+        raise SamplingError(f"namespace must be a text, got {request.namespace!r:.60}")
+    check_int("public_prefix", request.public_prefix, 0)
     needed = prompt_T.size + new - 1  # the last token never runs
     check_longrope_limit(prompt_T.size, needed, model.config)
     warn_dynamic_ntk(prompt_T.size, needed, model.config)
@@ -339,6 +453,30 @@ def _check_request(model: Model, request: Request, capacity: int) -> np.ndarray:
             f"{needed} tokens of prompt and continuation do not fit into {limit} slots or positions"
         )
     return prompt_T.astype(np.int32)
+
+
+def _open_store(
+    prefix_cache: PrefixCache | None, model: Model, params: Params, cache: KVCache
+) -> _PrefixStore | None:
+    """Return the store of a serving loop with this empty cache; None without a prefix cache."""
+    if prefix_cache is None:
+        return None
+    if not isinstance(prefix_cache, PrefixCache):
+        raise ConfigError(f"prefix_cache must be a jaxllm.PrefixCache, got {prefix_cache!r:.60}")
+    if cache.memory:
+        raise ConfigError(
+            "prefix_cache does not support this model: its layers keep a memory of the whole text,"
+            " which cannot be cut into chunks. Serve it without prefix_cache"
+        )
+    sizes = (cache.batch, cache.capacity)
+    return _PrefixStore(prefix_cache, prefix_cache.program_number(model, params, sizes))
+
+
+def _angle_length(config: ModelConfig, length: int) -> tuple[int, bool]:
+    """Return what the rotary angles of a text of this length depend on besides positions."""
+    border, limit = config.original_context, config.max_position_embeddings
+    dynamic = any(rope.rope_type == "dynamic" for rope in config.ropes)
+    return max(length - limit, 0) if dynamic else 0, border is not None and length > border
 
 
 def _empty_context(rows: int, capacity: int) -> Context:

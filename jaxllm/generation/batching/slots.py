@@ -93,6 +93,22 @@ def split_microbatches(runs: Sequence[TokenRun], limit: int) -> Iterator[list[To
         queue = [run.slice_tokens(slice(limit, None)) for run in queue if run.index_T.size > limit]
 
 
+def split_chunks(runs: Sequence[TokenRun], chunk: int) -> Iterator[list[TokenRun]]:
+    """Split token runs into chunks that run alone, and one last group of all single tokens.
+
+    So the shape in which a token runs depends only on its own text. Longer runs must begin at a
+    multiple of `chunk`.
+    """
+    pieces = [
+        run.slice_tokens(slice(start, start + chunk))
+        for run in runs
+        for start in range(0, run.index_T.size, chunk)
+    ]
+    yield from ([piece] for piece in pieces if piece.index_T.size > 1)
+    if single := [piece for piece in pieces if piece.index_T.size == 1]:
+        yield single
+
+
 def _split_groups(pieces: list[TokenRun], limit: int) -> Iterator[list[TokenRun]]:
     group: list[TokenRun] = []
     for piece in pieces:

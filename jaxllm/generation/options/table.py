@@ -268,7 +268,9 @@ _ROWS: dict[str, Option] = {
     "negative_prompt": Option(
         instance_checker(str | Sequence | np.ndarray), "a text or token ids", from_file=False
     ),
-    "top_logprobs": _plain_option(int_checker(0), "a whole number from 0 (off) up", 0),
+    "top_logprobs": _plain_option(
+        int_checker(0), "a whole number from 0 (off) up", 0, calls=("generate", "stream", "serve")
+    ),
     "overflow": _plain_option(
         check_overflow,
         f"one of {', '.join(OVERFLOWS)}, or a policy of jaxllm.generation.loops.overflow",
