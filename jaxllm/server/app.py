@@ -143,6 +143,7 @@ class _Api:
             ("/tokenize", "POST", self._tokenize),
             ("/detokenize", "POST", self._detokenize),
             ("/apply-template", "POST", self._apply_template),
+            ("/page/look", "POST", self._look),
         ]
         for prefix in ("", "/v1"):
             routes += [
@@ -250,6 +251,18 @@ class _Api:
         done = await self._call("render", **read_conversation(await _read_body(request)))
         return _json({"prompt": done["text"]})
 
+    async def _look(self, request: Request) -> Response:
+        """Answer the page's branch view: tokens, attention and the likeliest next tokens."""
+        body = await _read_body(request)
+        text, tokens = body.get("text"), body.get("tokens")
+        prompt = text if tokens is None else tokens
+        if (text is not None and tokens is not None) or not (
+            (isinstance(prompt, str) and prompt) or _is_ids(prompt)
+        ):
+            raise invalid("expected text or tokens, a list of token ids; not both, nor empty")
+        adapter = self._adapter(_name(body))
+        return _json(await self._call("look", prompt=prompt, adapter=adapter))
+
     # Vectors
 
     async def _embeddings(self, request: Request) -> Response:
@@ -336,9 +349,10 @@ class _Api:
         answer = Answer(call.model or self._settings.names[0], f"jaxllm-{__version__}", chat=chat)
         style = find_style(self._info()["chat_template"] or "")
         choices = [
-            Choice(i, chat=chat, logprobs=call.logprobs, forces_tool=call.forces_tool, style=style)
+            Choice(i, chat=chat, logprobs=call.logprobs, forces_tool=call.forces_tool, style=style,
+                   shows_ids=call.shows_ids)
             for i in range(len(frames))
-        ]
+        ]  # fmt: skip
         if call.echo:
             await self._echo(call, choices, frames)
         if call.stream:

@@ -97,6 +97,7 @@ class ModelProcess:
         self._cancelled: dict[int, threading.Event] = {}
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
+            "look": self._look,
             "score": self._score,
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
@@ -332,6 +333,16 @@ class ModelProcess:
             "vectors": [vector.astype("<f4").tobytes() for vector in vectors_ND],
             "lengths": [len(text) for text in texts],
         }
+
+    def _look(self, frame: Frame) -> Frame:
+        """Return the branch view of a text or of token ids."""
+        from jaxllm.server.branch_view import describe_tokens
+
+        lm = self.lm.with_adapter(frame.get("adapter"))
+        ids = lm.encode(frame["prompt"])
+        if len(ids) > self.context:
+            raise _ContextExceeded(len(ids), None, self.context)
+        return describe_tokens(lm, ids)
 
     def _score(self, frame: Frame) -> Frame:
         """Return each prompt token's bytes, log-probability and the likeliest tokens there."""

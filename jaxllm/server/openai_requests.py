@@ -39,6 +39,7 @@ class GenerationCall(NamedTuple):
         logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
         echo: Whether each choice begins with its prompt.
         forces_tool: Whether the whole answer is a call of a tool; None without tools.
+        shows_ids: Whether each choice has the ids of its tokens (vLLM's return_token_ids).
     """
 
     model: str
@@ -48,6 +49,7 @@ class GenerationCall(NamedTuple):
     logprobs: int | None
     echo: bool = False
     forces_tool: bool | None = None
+    shows_ids: bool = False
 
 
 def read_completion(body: Body) -> GenerationCall:
@@ -74,7 +76,10 @@ def read_completion(body: Body) -> GenerationCall:
     ]
     if len(frames) > MAX_CHOICES:
         raise invalid(f"{len(frames)} choices are too many: expected at most {MAX_CHOICES}", "n")
-    return GenerationCall(*_read_common(body), frames, *_read_stream(body), logprobs, echo)
+    shows_ids = _boolean(body, "return_token_ids")
+    return GenerationCall(
+        *_read_common(body), frames, *_read_stream(body), logprobs, echo, None, shows_ids
+    )
 
 
 def read_chat(body: Body) -> GenerationCall:
@@ -97,8 +102,9 @@ def read_chat(body: Body) -> GenerationCall:
         {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
     ]
     return GenerationCall(
-        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool
-    )
+        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool,
+        _boolean(body, "return_token_ids"),
+    )  # fmt: skip
 
 
 def read_conversation(body: Body) -> dict[str, Any]:
@@ -276,7 +282,7 @@ _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprob
          "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
          "max_tokens", "max_completion_tokens", "tools", "tool_choice", "response_format",
          "structured_outputs", "stream", "stream_options", "user", "metadata",
-         "fit_max_tokens"}  # fmt: skip
+         "fit_max_tokens", "return_token_ids"}  # fmt: skip
 
 
 def _read_common(body: Body) -> tuple[str]:
