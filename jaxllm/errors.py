@@ -43,6 +43,10 @@ class OverloadError(JaxllmError):
     """Too many requests are waiting."""
 
 
+class ClosedError(RuntimeError):
+    """A background server was closed."""
+
+
 class CacheMismatchError(JaxllmError):
     """A cache does not belong to this model, batch, precision or prefix."""
 

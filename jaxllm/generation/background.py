@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from jaxllm.errors import JaxllmError, OverloadError
+from jaxllm.errors import ClosedError, JaxllmError, OverloadError
 from jaxllm.generation.completion import Completion, StreamChunk
 from jaxllm.generation.serve import PreparedRequest
 
@@ -78,7 +78,7 @@ class BackgroundServer:
         """Queue a request of `LM.serve`, without `id`, and return its future completion.
 
         The future raises a JaxllmError if the request is invalid, OverloadError if too many wait,
-        RuntimeError if the server is closed or its model has failed.
+        ClosedError if the server is closed, RuntimeError if its model has failed.
         """
         future: Future[Completion] = Future()
         try:
@@ -131,7 +131,7 @@ class BackgroundServer:
             thread = self._thread
             self._change.notify()
         for pending in refused:
-            pending.future.set_exception(RuntimeError("this model was closed"))
+            pending.future.set_exception(ClosedError("this model was closed"))
         if thread is not None:
             thread.join()
 
@@ -140,7 +140,7 @@ class BackgroundServer:
         if self._end_error is not None:
             raise self._end_error
         if self._closed:
-            raise RuntimeError("this model was closed")
+            raise ClosedError("this model was closed")
         if self._max_waiting is None and self._max_waiting_tokens is None:
             return
         self.drop_cancelled()
@@ -165,9 +165,11 @@ class BackgroundServer:
     def drop_cancelled(self) -> None:
         """Answer the waiting requests that were cancelled."""
         with self._change:
-            gone = [pending for pending in self._waiting if pending.is_cancelled()]
-            for pending in gone:
-                self._waiting.remove(pending)
+            gone: list[_Pending] = []
+            waiting = list(self._waiting)
+            self._waiting.clear()  # `remove` would compare requests, which have arrays
+            for pending in waiting:
+                (gone if pending.is_cancelled() else self._waiting).append(pending)
         for pending in gone:
             prompt_tokens = len(pending.request.prompt)
             pending.future.set_result(Completion("", [], [], "cancelled", prompt_tokens))

@@ -24,6 +24,7 @@ from jaxllm.errors import GrammarError
 DEAD = -1
 MAX_FRAGMENT_STATES = 200_000
 MAX_STATES = 20_000
+MAX_ROUNDS = 1000
 _LAST = sys.maxunicode
 _FLAGS = re.UNICODE | re.DOTALL | re.VERBOSE | re.ASCII | re.IGNORECASE
 _REFUSED = {
@@ -373,25 +374,46 @@ def _prune(next_SN: np.ndarray, accepts_S: np.ndarray, what: str) -> tuple[np.nd
 
 def can_finish(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
     """Return which states lead to an accepting one, bool `[S]`; entries below 0 lead nowhere."""
-    useful_S = accepts_S.copy()
-    while True:
-        more_S = useful_S | (np.append(useful_S, False)[next_SX]).any(axis=1)
-        if (more_S == useful_S).all():
-            return useful_S
-        useful_S = more_S
+    return _distance_to_end(next_SX, accepts_S) >= 0
+
+
+def _distance_to_end(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
+    """Return the least number of steps to an accepting state, int32 `[S]`; -1 for none."""
+    states = accepts_S.size
+    source, column = np.nonzero(next_SX >= 0)
+    edge = np.unique(next_SX[source, column].astype(np.int64) * states + source)
+    target, source = np.divmod(edge, states)
+    first = np.searchsorted(target, np.arange(states + 1))
+    distance_S, steps = np.where(accepts_S, 0, -1).astype(np.int32), 0
+    new = np.flatnonzero(accepts_S)
+    while new.size:
+        steps += 1
+        before = np.unique(np.concatenate([source[first[s] : first[s + 1]] for s in new]))
+        new = before[distance_S[before] < 0]
+        distance_S[new] = steps
+    return distance_S
 
 
 def _minimize(next_SN: np.ndarray, accepts_S: np.ndarray) -> ByteAutomaton:
-    """Merge states that accept the same texts; state 0 stays the start."""
-    class_S: np.ndarray = accepts_S.astype(np.int32)
-    count = 0
-    while True:
-        signature_SX = np.concatenate([class_S[:, None], np.append(class_S, DEAD)[next_SN]], axis=1)
-        _, first, class_S = np.unique(signature_SX, axis=0, return_index=True, return_inverse=True)
-        class_S = class_S.reshape(-1).astype(np.int32)
+    """Merge states that accept the same texts; state 0 stays the start.
+
+    Rounds split classes of states that begin with the distance to the end; signatures are compared by
+    random 64-bit sums. Many rounds take long, so after `MAX_ROUNDS` the states stay as they are.
+    """
+    columns_SX = np.unique(next_SN, axis=1)
+    weight_X = np.random.default_rng(0).integers(0, 1 << 64, columns_SX.shape[1] + 1, np.uint64)
+    class_S, count = _distance_to_end(next_SN, accepts_S).astype(np.uint64), 0
+    for _ in range(MAX_ROUNDS):
+        sum_S = class_S * weight_X[-1]
+        sum_S += (np.append(class_S + 1, 0).astype(np.uint64)[columns_SX] * weight_X[:-1]).sum(1)
+        _, first, inverse = np.unique(sum_S, return_index=True, return_inverse=True)
+        class_S = inverse.reshape(-1).astype(np.uint64)
         if first.size == count:
             break
         count = first.size
+    else:
+        return ByteAutomaton(next_SN, accepts_S)
+    class_S = class_S.astype(np.int32)
     order = np.argsort(np.where(np.arange(count) == class_S[0], -1, first))
     rank = np.empty(count + 1, np.int32)
     rank[order], rank[count] = np.arange(count), DEAD

@@ -117,10 +117,11 @@ def build_app(
         routes=routes, middleware=layers, lifespan=live,
         exception_handlers={
             ApiError: api.answer_error, HTTPException: api.answer_http_error,
-            ClientDisconnect: _forget_client,
+            ClientDisconnect: _forget_client, Exception: api.answer_failure,
         },
     )  # fmt: skip
     app.state.api = api
+    app.router.redirect_slashes = False
     return app
 
 
@@ -169,11 +170,16 @@ class _Api:
     async def answer_http_error(self, request: Request, error: Any) -> Response:
         """Return Starlette's own errors (no such route, wrong method) in OpenAI's form."""
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        made = ApiError(error.status_code, f"{request.method} {request.url.path:.80}:"
+        made = ApiError(error.status_code, f"{request.method:.20} {request.scope['path']:.80}:"
                         f" {error.detail}", type=kind)  # fmt: skip
         response = await self.answer_error(request, made)
         response.headers.update(error.headers or {})
         return response
+
+    async def answer_failure(self, request: Request, error: Exception) -> Response:
+        """Return an error of the server itself in OpenAI's form; Starlette logs it."""
+        message = f"the server failed: {type(error).__name__}"
+        return await self.answer_error(request, ApiError(500, message, type="server_error"))
 
     # What the server is
 
@@ -191,6 +197,7 @@ class _Api:
         metrics.running.set(len(client.running))
         metrics.waiting.set(len(client.waiting))
         metrics.restarts.set(client.restarts)
+        metrics.tasks.set(len(asyncio.all_tasks()))
         with suppress(ModelError):
             stats = await client.call("stats")
             metrics.cache_bytes.set(stats.get("nbytes", 0))
@@ -357,7 +364,9 @@ class _Api:
             await self._echo(call, choices, frames)
         if call.stream:
             first = self._stream(call, answer, choices, frames)
-            return await EventStream.open(first, self._settings.ping_seconds)
+            opening = EventStream.open(first, self._settings.ping_seconds)
+            stream: Response = await _unless_gone(request, opening)  # it may wait in the queue
+            return stream
         ends = await _unless_gone(request, self._collect(choices, frames))
         prompts = len({str(frame.get("prompt")) for frame in frames})
         return _json(answer.whole([c.whole() for c in choices], usage(ends, prompts)))
@@ -497,6 +506,8 @@ class _Api:
 
     def _page(self, file: Path) -> Callable[[Request], Awaitable[Response]]:
         async def send_page(request: Request) -> Response:
+            if not file.exists():
+                raise HTTPException(404, "Not Found")
             kind = PAGE_TYPES[file.suffix]
             return Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS)
 

@@ -100,11 +100,16 @@ class Bounds:
 
 async def send_error(send: Send, error: ApiError) -> None:
     """Send an error as the whole answer."""
+    headers, body = error_parts(error)
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_parts(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Return the headers and the body of an error's answer."""
     body = encode_json(error.body)
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)),
                **error.headers}  # fmt: skip
     if error.status in (408, 413):
         headers["Connection"] = "close"  # the rest of the body is not read
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()], body

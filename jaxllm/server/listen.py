@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxllm.errors import ConfigError
+from jaxllm.server.errors import ApiError
+from jaxllm.server.limits import Receive, Scope, Send, error_parts, send_error
 from jaxllm.server.model_client import ModelClient, ModelError
 
 HEADER_BYTES = 16 << 10
@@ -34,6 +37,8 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self.app = _refuse_connection
         self._watch_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -43,6 +48,24 @@ class BoundedProtocol(H11Protocol):
             self._header_timer = None
         else:
             self._watch_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or has too large headers, in OpenAI's form."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # within another answer
+            self.transport.close()
+            return
+        if self.conn.trailing_data[0][HEADER_BYTES:]:
+            error = ApiError(431, f"the headers exceed {HEADER_BYTES} bytes")
+        else:
+            error = ApiError(400, "the request is not valid HTTP/1.1")
+        headers, body = error_parts(error)
+        headers = [*headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=error.status, headers=headers), h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):  # fmt: skip
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -65,6 +88,10 @@ class BoundedProtocol(H11Protocol):
         self._header_timer = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
+
+
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    await send_error(send, ApiError(503, "too many connections", type="unavailable_error"))
 
 
 def _stop(timer: asyncio.TimerHandle | None) -> None:
@@ -147,6 +174,20 @@ def run(
         asyncio.run(_serve(app, client, listening, address.text(listening), grace, log))
 
 
+def make_server(
+    app: Any, protocol: type[BoundedProtocol] = BoundedProtocol
+) -> uvicorn.Server:  # fmt: skip
+    """Return uvicorn's server of an application, not started."""
+    return _Server(
+        uvicorn.Config(
+            app, http=protocol, ws="none", loop="asyncio", lifespan="off",
+            log_config=None, log_level="critical", access_log=False, server_header=False,
+            proxy_headers=False, h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_graceful_shutdown=5,
+        )
+    )  # fmt: skip
+
+
 async def _serve(
     app: Any,
     client: ModelClient,
@@ -155,14 +196,7 @@ async def _serve(
     grace: float,
     log: Callable[[str], None],
 ) -> None:
-    server = _Server(
-        uvicorn.Config(
-            app, http=BoundedProtocol, ws="none", loop="asyncio", lifespan="off",
-            log_config=None, log_level="critical", access_log=False, server_header=False,
-            proxy_headers=False, h11_max_incomplete_event_size=HEADER_BYTES,
-            limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=5,
-        )
-    )  # fmt: skip
+    server = make_server(app)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -36,6 +36,7 @@ class Metrics:
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
         self.cache_evictions = gauge("prefix_cache_evictions", "Chunks that gave way to others.")
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
+        self.tasks = gauge("event_loop_tasks", "Tasks of the HTTP process's event loop.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
         self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up.")

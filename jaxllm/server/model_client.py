@@ -99,7 +99,11 @@ class ModelClient:
         """Send a frame to the process. Raises ModelError if there is none."""
         if self._writer is None or self._writer.is_closing():
             raise ModelError("unavailable", "the model is not loaded")
-        self._writer.write(encode_frame(frame))
+        try:
+            data = encode_frame(frame)
+        except (OverflowError, UnicodeEncodeError, RecursionError) as error:
+            raise ModelError("invalid", f"the request has an unusable value: {error}") from None
+        self._writer.write(data)
 
     def open_request(self) -> int:
         """Return the number of a new request. Raises ModelError if none are taken now."""
@@ -188,7 +192,7 @@ class _Request:
             self._client.waiting.add(self._number)
         try:
             self._client.send({"id": self._number, "do": self._do, **self._fields})
-        except ModelError:
+        except BaseException:
             self._client.close_request(self._number)
             raise
         return self

@@ -15,7 +15,14 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from jaxllm.errors import CapacityError, ConfigError, JaxllmError, OverloadError, TokenError
+from jaxllm.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    JaxllmError,
+    OverloadError,
+    TokenError,
+)
 from jaxllm.server.frames import FrameSocket
 
 if TYPE_CHECKING:
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS = 4
+MAX_PROGRAMS = 400  # compiled ones in memory: each combination of options needs a few
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
                     "assistant_model", "overflow", "adapter", "top_logprobs", "chunk"}  # fmt: skip
@@ -64,6 +72,9 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
     except (JaxllmError, OSError) as error:
         frames.send({"failed": str(error)})
         return
+    import jax
+
+    jax.monitoring.register_event_duration_secs_listener(process.count_compile)
     frames.send({"ready": process.describe()})
     for frame in frames:
         process.receive(frame)
@@ -95,6 +106,7 @@ class ModelProcess:
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
+        self._programs = 0
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
             "look": self._look,
@@ -185,6 +197,7 @@ class ModelProcess:
 
         def finish(future: "Future[Completion]") -> None:
             self._cancelled.pop(number, None)
+            self._limit_programs()
             error = future.exception()
             if error is not None:
                 self._send({"id": number, "error": describe_failure(error)})
@@ -198,14 +211,26 @@ class ModelProcess:
                 raise TokenError("cancelled")
             request = self._make_request(frame)
             request |= {"on_chunk": send_chunk, "is_cancelled": cancelled.is_set}
+            future = self._server.submit(
+                request, on_start=lambda: self._send({"id": number, "started": True})
+            )
         except Exception as error:
             self._cancelled.pop(number, None)
             self._send({"id": number, "error": describe_failure(error)})
             return
-        future = self._server.submit(
-            request, on_start=lambda: self._send({"id": number, "started": True})
-        )
         future.add_done_callback(finish)
+
+    def count_compile(self, event: str, seconds: float, **_: Any) -> None:
+        """Count a program that was compiled; a listener of `jax.monitoring`."""
+        self._programs += event == "/jax/core/compile/backend_compile_duration"
+
+    def _limit_programs(self) -> None:
+        """Forget the compiled programs if there are too many; those in use are compiled again."""
+        if self._programs > MAX_PROGRAMS:
+            import jax
+
+            self._programs = 0
+            jax.clear_caches()
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""
@@ -379,6 +404,8 @@ def describe_failure(error: BaseException) -> Frame:
         return {"kind": "context", "message": str(error), **error.numbers}
     if isinstance(error, OverloadError):
         return {"kind": "overload", "message": str(error)}
+    if isinstance(error, ClosedError):
+        return {"kind": "unavailable", "message": "the server is shutting down"}
     if isinstance(error, JaxllmError):
         kind = "context" if isinstance(error, CapacityError) else "invalid"
         return {"kind": kind, "message": str(error)}

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxllm.errors import JaxllmError
+from jaxllm.files import parse_json
 from jaxllm.server.errors import invalid, unsupported
 
 Body = Mapping[str, Any]
@@ -116,6 +118,8 @@ def read_conversation(body: Body) -> dict[str, Any]:
     variables = body.get("chat_template_kwargs") or {}
     if not isinstance(variables, Mapping):
         raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
+    if taken := {"self", "messages"} & variables.keys():
+        raise invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
     variables = dict(variables)
     continues = _boolean(body, "continue_final_message")
     adds = body.get("add_generation_prompt", True)
@@ -155,6 +159,8 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     if content is None and not (role == "assistant" and calls):
         raise invalid(f"{where}.content is missing", "messages")
     plain = {**message, "content": content}
+    if calls is not None and not isinstance(calls, list):
+        raise invalid(f"{where}.tool_calls must be a list, got {calls!r:.40}", "messages")
     if calls:
         plain["tool_calls"] = [_read_call(call, where) for call in calls]
     return plain
@@ -171,15 +177,13 @@ def _read_part(part: Any, where: str) -> str:
 
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     """Return a call whose arguments are an object, as templates take them."""
-    import json
-
     try:
         function = call["function"]
         arguments = function["arguments"]
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments, "arguments")
         return {**call, "function": {**function, "arguments": arguments}}
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, JaxllmError):
         raise invalid(f"{where}: a tool call is malformed: {call!r:.60}", "messages") from None
 
 
@@ -199,14 +203,16 @@ def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise invalid("a tool's parameters must be a JSON schema", "tools")
     kind = choice.get("type") if isinstance(choice, Mapping) else None
-    if kind == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)  # type: ignore[union-attr]
-        names = [item.get("function", item).get("name") for item in allowed.get("tools", [])]
-        tools = _pick_tools(tools, names)
-        choice = allowed.get("mode", "auto")
-    elif kind == "function":
-        tools = _pick_tools(tools, [choice.get("function", choice).get("name")])  # type: ignore
-        choice = "required"
+    try:
+        if kind == "allowed_tools":
+            allowed = choice.get("allowed_tools", choice)  # type: ignore[union-attr]
+            names = [item.get("function", item).get("name") for item in allowed.get("tools", [])]
+            tools, choice = _pick_tools(tools, names), allowed.get("mode", "auto")
+        elif kind == "function":
+            names = [choice.get("function", choice).get("name")]  # type: ignore[union-attr]
+            tools, choice = _pick_tools(tools, names), "required"
+    except (AttributeError, TypeError):  # what should be an object or a list is not
+        raise invalid(f"tool_choice is malformed: got {choice!r:.60}", "tool_choice") from None
     if choice not in (None, "auto", "required"):
         raise invalid(f"tool_choice is unknown: got {choice!r:.60}", "tool_choice")
     return {"tools": tools, "choice": choice or "auto"}, choice == "required"
@@ -215,7 +221,8 @@ def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
 def _pick_tools(tools: Sequence[Any], names: Sequence[Any]) -> list[Any]:
     chosen = [tool for tool in tools if tool["function"]["name"] in names]
     if not chosen or len(chosen) < len(set(names)):
-        raise invalid(f"tool_choice names a tool that is not among tools: {names}", "tool_choice")
+        raise invalid(f"tool_choice names a tool that is not among tools: {names!r:.80}",
+                      "tool_choice")  # fmt: skip
     return chosen
 
 

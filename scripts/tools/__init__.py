@@ -5,6 +5,7 @@ sanitize: the kernels under AddressSanitizer and UndefinedBehaviorSanitizer.
 run_arm: the kernels for aarch64, built with arm_driver.cc and run under an emulator.
 bad_files: every command with invalid files.
 interrupts: Ctrl-C at random moments of commands.
+hostile_requests: hostile requests and clients that leave, against `jaxllm serve`.
 soak: many requests and generations in one process, where memory and programs must not grow.
 execute_notebooks: execution of the notebooks, whose outputs are stored.
 make_checkpoint: a random checkpoint with a published model's shape.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import GrammarError
+from jaxllm.grammar import regex
 from jaxllm.grammar.regex import DEAD, ByteAutomaton, compile_choice, compile_regex
 from tests.grammar.patterns import PATTERNS, random_text
 
@@ -102,3 +103,15 @@ def test_case_is_ignored_as_in_re(pattern: str) -> None:
         state = automaton.run(text.encode())
         accepted = state != DEAD and bool(automaton.accepts_S[state])
         assert accepted == (expected.fullmatch(text) is not None), text
+
+
+def test_long_texts_compile_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ends of long texts are merged in a few rounds; without enough of them nothing is."""
+    monkeypatch.setattr(regex, "MAX_ROUNDS", 3)
+    ends = compile_choice(["x" + "a" * 500, "y" + "a" * 500])
+    assert ends.accepts_S.size == 502
+    automaton = compile_regex("(a{0,40}b)?")
+    for text in ("", "b", "a" * 40 + "b", "a" * 41 + "b", "a", "ab" * 2):
+        state = automaton.run(text.encode())
+        accepted = state >= 0 and bool(automaton.accepts_S[state])
+        assert accepted == bool(re.fullmatch("(a{0,40}b)?", text)), text

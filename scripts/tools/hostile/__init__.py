@@ -1,0 +1,1 @@
+"""Parts of `hostile_requests`: a raw HTTP client, and what it sends."""
