@@ -12,7 +12,7 @@ from jaxllm.evaluate.lm_eval import JaxLM
 from tests.server.processes import start_server
 
 pytestmark = pytest.mark.full
-WORDS = "Once upon a time there was little girl named Lily who saw big red ball and dog .".split()
+WORDS = ["Once", "upon", "a", "time", "there", "was", "girl", "Lily", "who", "saw", "ball", "."]
 DOCUMENTS = 50
 
 
