@@ -131,8 +131,11 @@ def read_conversation(body: Body) -> dict[str, Any]:
             "continue_final_message",
         )
     # As llama.cpp: an answer at the end is one to go on with, unless the client says otherwise.
-    continues = continues or (last_answers and "add_generation_prompt" not in body
-                              and not plain[-1].get("tool_calls"))  # fmt: skip
+    if not continues and last_answers and "add_generation_prompt" not in body:
+        continues = not plain[-1].get("tool_calls")
+        if continues and [message["role"] for message in plain[-2:-1]] == ["assistant"]:
+            raise invalid("messages end with two of the assistant: expected one to go on with",
+                          "messages")  # fmt: skip
     if continues and not isinstance(plain[-1].get("content"), str):
         raise invalid("the message to continue has no text", "messages")
     tools = body.get("tools")
