@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 PREPARING_THREADS = 4
-MAX_PROGRAMS = 400  # compiled ones in memory: each combination of options needs a few
+MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
                     "assistant_model", "overflow", "adapter", "top_logprobs", "chunk"}  # fmt: skip

@@ -173,6 +173,21 @@ def test_full_queue_refuses_requests(lm: Any) -> None:
             refused.result()
 
 
+def test_cancelled_request_leaves_queue_of_equal_ones(lm: Any) -> None:
+    """Requests in the queue have arrays, so they are told apart by identity, never compared."""
+    live = BackgroundServer(lm, rows=1, capacity=200)
+    started, cancelled = threading.Event(), threading.Event()
+    live.submit({"prompt": "Once", "max_new_tokens": 150}, on_start=started.set)
+    assert started.wait(60)
+    equal = {"prompt": "One day", **OPTIONS, "logit_bias": {5: 1.0, 6: 2.0}}
+    futures = [live.submit({**equal, "is_cancelled": gone}) for gone in (bool, cancelled.is_set)]
+    cancelled.set()
+    live.drop_cancelled()
+    assert futures[1].result(1).finish_reason == "cancelled"
+    assert live.waiting == 1
+    live.close(refuse_waiting=True)
+
+
 def test_many_coroutines_share_one_batch(lm: Any) -> None:
     """`agenerate` and `astream` give the tokens of `generate`; a cancelled task frees its row."""
 

@@ -10,7 +10,7 @@ import struct
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 1 << 20
 LINES_END = b"\r\n\r\n"
 
 

@@ -1,0 +1,129 @@
+"""Both ends of the socket between the HTTP process and the model's, each by itself."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxllm.server import model_process
+from jaxllm.server.frames import encode_frame
+from jaxllm.server.model_client import ModelClient
+from jaxllm.server.model_process import ModelProcess, ModelSettings
+
+GENERATE = {"do": "generate", "extra": {}, "logprobs": None}
+
+
+class _Writer:
+    """Collects the frames that a client sends, as bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.write = self.sent.append
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_cancel_is_sent_for_open_request() -> None:
+    """A generation that is left is cancelled in the model, and is not counted any more; one that
+    has ended is not cancelled.
+    """
+
+    async def run() -> None:
+        client, writer = ModelClient(lambda: None, ModelSettings()), _Writer()
+        client.state, client._writer = "ready", writer  # type: ignore[assignment]
+        for is_started in (False, True):
+            frames = client.generate({"prompt": "x"})
+            first = asyncio.create_task(anext(frames))  # type: ignore[var-annotated,arg-type]
+            await asyncio.sleep(0)
+            (number,) = client.waiting
+            if is_started:
+                client._receive({"id": number, "started": True}, asyncio.Event())
+                assert await first == {"id": number, "started": True}
+                assert (client.waiting, client.running) == (set(), {number})
+                await frames.aclose()
+            else:
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            assert (client.waiting, client.running, client._answers) == (set(), set(), {})
+            assert writer.sent[-1] == encode_frame({"id": number, "do": "cancel"})
+        frames = client.generate({"prompt": "x"})
+        first = asyncio.create_task(anext(frames))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        (number,) = client.waiting
+        client._receive({"id": number, "done": {}}, asyncio.Event())
+        await first
+        await frames.aclose()
+        assert writer.sent[-1] != encode_frame({"id": number, "do": "cancel"})
+
+    asyncio.run(run())
+
+
+class _Frames:
+    """Collects the frames that a model process sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, frame: Any) -> None:
+        self.sent.append(frame)
+
+    def wait_for(self, condition: Callable[[Any], bool]) -> Any:
+        """Return the first frame for which a condition holds, once it was sent."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if found := [frame for frame in self.sent if condition(frame)]:
+                return found[0]
+            time.sleep(0.01)
+        raise AssertionError(f"no such frame: {self.sent}")
+
+
+def test_unexpected_error_is_answered(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is nobody's on purpose ends its request, not the process."""
+    frames = _Frames()
+    process = ModelProcess(lm, ModelSettings(rows=1), frames)  # type: ignore[arg-type]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("unexpected")
+
+    monkeypatch.setattr(process._server, "submit", fail)
+    frame = {"prompt": "x", "options": {"max_new_tokens": 1, "seed": 0}, "extra": {}}
+    process.receive({"id": 5, "do": "generate", **frame})
+    frames.wait_for(lambda frame: "error" in frame)
+    assert frames.sent == [{"id": 5, "error": {"kind": "failed", "message": "TypeError: unexpected"}}]
+    assert not process._cancelled
+
+
+def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many compiled programs are forgotten; further answers are the same."""
+    cleared: list[bool] = []
+    monkeypatch.setattr("jax.clear_caches", lambda: cleared.append(True))
+    monkeypatch.setattr(model_process, "MAX_PROGRAMS", 3)
+    process = ModelProcess(lm, ModelSettings(rows=1), _Frames())  # type: ignore[arg-type]
+    for _ in range(8):
+        process.count_compile("/jax/core/compile/backend_compile_duration", 0.1)
+        process.count_compile("/jax/other", 0.1)
+        process._limit_programs()
+    assert len(cleared) == 2
+
+
+def test_drain_refuses_waiting_request(lm: Any) -> None:
+    """The running request finishes; one that waits, and a new one, end as unavailable."""
+    frames = _Frames()
+    process = ModelProcess(lm, ModelSettings(rows=1), frames)  # type: ignore[arg-type]
+    for number, new in ((1, 200), (2, 5)):
+        options = {"max_new_tokens": new, "seed": 0}
+        process.receive({**GENERATE, "id": number, "prompt": "x", "options": options})
+        if number == 1:
+            frames.wait_for(lambda frame: frame["id"] == 1 and "started" in frame)
+    deadline = time.monotonic() + 60
+    while not process._server.waiting and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.receive({"id": 0, "do": "drain"})
+    refused = frames.wait_for(lambda frame: frame["id"] == 2)
+    assert refused["error"]["kind"] == "unavailable"
+    frames.wait_for(lambda frame: frame["id"] == 1 and "done" in frame)
+    process.receive({**GENERATE, "id": 3, "prompt": "x", "options": options})
+    assert frames.wait_for(lambda frame: frame["id"] == 3)["error"]["kind"] == "unavailable"
