@@ -119,15 +119,13 @@ class ModelProcess:
 
     def warm_up(self) -> None:
         """Compile the programs of prompts of any length, and of decoding."""
-        token = self.lm.encode("")[:1] if self.lm.tokenizer else [0]
         longest = self._prefix_cache.chunk if self._prefix_cache else 256
         widths = [n for n in (1, 8, 16, 32, 64, 128, 256) if n <= longest]
         for length in (*widths, longest + 1):
             if length + 2 > self.context:
                 break
             for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
-                request = {"prompt": token * length, "max_new_tokens": 2, "min_new_tokens": 2,
-                           "namespace": "warm-up"}  # fmt: skip
+                request = {"prompt": [0] * length, "max_new_tokens": 2, "namespace": "warm-up"}
                 self._server.submit({**request, **options, "on_chunk": bool}).result()
 
     def _describe_cache(self) -> Frame:
