@@ -117,7 +117,8 @@ def test_wheel_with_compiler_contains_kernels(sources: Path, story: str, tmp_pat
     names = built.namelist()
     assert "jaxllm/ops/native/_kernels.so" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"jaxllm"}
-    assert {"jaxllm/convert/hf.py", "jaxllm/__init__.pyi"} <= {*names}
+    page = {f"jaxllm/server/page/{name}" for name in ("index.html", "page.js", "page.css")}
+    assert {"jaxllm/convert/hf.py", "jaxllm/__init__.pyi", *page} <= {*names}
     assert not [name for name in names if "csrc" in name]
     built.extractall(tmp_path / "packages")
     assert generates_story(tmp_path / "packages", story)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.cache.kv import MAX_SLOTS, Segment
@@ -179,7 +180,11 @@ def write_chunk(tail: Segment, chunk: Segment, row: jax.Array, slot: jax.Array) 
     """Return the tail with an entry in the slots of a row from `slot` on; written in place."""
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new, (row, slot, *[0] * (old.ndim - 2)))
+        dtype = old.dtype
+        if dtype.itemsize == 2:  # XLA:CPU would rewrite a whole bfloat16 array
+            old, new = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (old, new))
+        old = jax.lax.dynamic_update_slice(old, new, (row, slot, *[0] * (old.ndim - 2)))
+        return jax.lax.bitcast_convert_type(old, dtype) if dtype.itemsize == 2 else old
 
     written: Segment = jax.tree.map(write, tail, chunk)
     return written

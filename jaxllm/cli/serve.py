@@ -33,6 +33,8 @@ def serve(
     capacity: Annotated[int | None, typer.Option(min=1)] = None,
     max_waiting: Annotated[int, typer.Option(min=0)] = 64,
     max_waiting_tokens: Annotated[int, typer.Option(min=1)] = 262_144,
+    prefix_cache: Annotated[str, typer.Option(metavar="BYTES")] = "256MiB",
+    public_prefix: list[Path] | None = None,
     max_body: Annotated[str, typer.Option(metavar="BYTES")] = "4MiB",
     grace: Annotated[float, typer.Option(min=0, metavar="SECONDS")] = 30.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -58,6 +60,10 @@ def serve(
       capacity: Tokens per row, prompt and answer [default: the context, at most 4096].
       max_waiting: Requests that may wait; more get status 429.
       max_waiting_tokens: Tokens of their prompts, likewise.
+      prefix_cache: Memory for prompts, so that later ones with the same beginning run only the
+        rest. Answers have the same bits with and without; 0 keeps nothing.
+      public_prefix: File with a system message or a text that requests of all API keys may share in
+        that memory; else keys share nothing. Repeatable.
       max_body: Largest body of a request.
       grace: Time for running requests to finish after SIGTERM.
       threads: Threads of XLA and the kernels [default: JAXLLM_THREADS, or all cores].
@@ -83,7 +89,15 @@ def serve(
         log(f"jaxllm: anybody who reaches {host} may ask; --api-key-file requires a key")
     client = ModelClient(
         partial(load_model, loading, model, chat_template),
-        ModelSettings(rows, capacity or 0, max_waiting, max_waiting_tokens, threads or 0),
+        ModelSettings(
+            rows,
+            capacity or 0,
+            max_waiting,
+            max_waiting_tokens,
+            threads or 0,
+            parse_bytes("--prefix-cache", prefix_cache),
+            tuple(file.read_text("utf-8").rstrip("\n") for file in public_prefix or ()),
+        ),
         log=lambda line: log(f"jaxllm: {line}"),
     )
     run(build_app(client, settings), client, Address(host, port, unix), grace=grace, log=log)

@@ -112,7 +112,7 @@ def log_probs(
     ids = [check_text(model, number, text) for number, text in enumerate(texts)]
     logprobs = [np.zeros(0, np.float32)] * len(ids)
     for members in _group_by_length(ids, batch, LOGITS_BYTES // (4 * model.config.vocab_size)):
-        arrays = _pad_batch([ids[member] for member in members], batch)
+        arrays = _pad_batch([ids[member] for member in members], batch, targets=1)
         logprob_BT = np.asarray(_log_probs(model, params, *arrays))
         for row, member in enumerate(members):
             logprobs[member] = logprob_BT[row, : len(ids[member]) - 1]
@@ -125,9 +125,9 @@ def log_probs(
 def _log_probs(
     model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array
 ) -> jax.Array:
-    logits_BTV = run_model(model.with_sharded_logits(), params, (), token_BT, position_BT)[
-        0
-    ].logits[:, :-1]
+    logits_BTV = run_model(
+        model.with_sharded_logits(), params, (), token_BT[:, :-1], position_BT[:, :-1]
+    )[0].logits
     return log_likelihood(logits_BTV, token_BT[:, 1:])
 
 
@@ -141,7 +141,7 @@ def prompt_logprobs(
     """
     token_T = check_text(model, 0, ids)
     logprob_BT, top_BTN, top_logprob_BTN = _top_log_probs(
-        model, params, *_pad_batch([token_T], 1), top=top
+        model, params, *_pad_batch([token_T], 1, targets=1), top=top
     )
     known = slice(len(token_T) - 1)
     logprob_T = np.asarray(logprob_BT)[0, known]
@@ -154,7 +154,7 @@ def prompt_logprobs(
 def _top_log_probs(
     model: Model, params: Params, token_BT: jax.Array, position_BT: jax.Array, *, top: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    logits_BTV = run_model(model, params, (), token_BT, position_BT)[0].logits[:, :-1]
+    logits_BTV = run_model(model, params, (), token_BT[:, :-1], position_BT[:, :-1])[0].logits
     top_BTN = jax.lax.top_k(logits_BTV, top)[1]
     top_logprob_BNT = jax.vmap(log_likelihood, (None, 2))(logits_BTV, top_BTN)
     return (
@@ -181,10 +181,16 @@ def _group_by_length(
     return groups
 
 
-def _pad_batch(texts: list[np.ndarray], batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and positions `[B, T]` of texts; few sizes mean few compiled programs."""
+def _pad_batch(
+    texts: list[np.ndarray], batch: int, *, targets: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and positions `[B, T]` of texts; few sizes mean few compiled programs.
+
+    targets: 1 if the last token of a text is no input. The width is then that of
+    `evaluate.likelihood`, so a text alone has the same bits there.
+    """
     rows: list[Any] = [*texts, *[[]] * (min(batch, next_power_of_two(len(texts))) - len(texts))]
-    return pad_texts(rows, width=_padded_width(max(map(len, texts))))
+    return pad_texts(rows, width=_padded_width(max(map(len, texts)) - targets) + targets)
 
 
 def _padded_width(length: int) -> int:

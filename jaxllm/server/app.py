@@ -10,7 +10,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,7 @@ class _Api:
             ("/tokenize", "POST", self._tokenize),
             ("/detokenize", "POST", self._detokenize),
             ("/apply-template", "POST", self._apply_template),
+            ("/page/look", "POST", self._look),
         ]
         for prefix in ("", "/v1"):
             routes += [
@@ -151,6 +152,7 @@ class _Api:
                 (f"{prefix}/models/{{name:path}}", "GET", self._model),
                 (f"{prefix}/completions", "POST", text),
                 (f"{prefix}/chat/completions", "POST", chat),
+                (f"{prefix}/chat/completions/input_tokens", "POST", self._input_tokens),
                 (f"{prefix}/embeddings", "POST", self._embeddings),
                 (f"{prefix}/rerank", "POST", self._rerank),
             ]
@@ -197,6 +199,10 @@ class _Api:
         metrics.waiting.set(len(client.waiting))
         metrics.restarts.set(client.restarts)
         metrics.tasks.set(len(asyncio.all_tasks()))
+        with suppress(ModelError):
+            stats = await client.call("stats")
+            metrics.cache_bytes.set(stats.get("nbytes", 0))
+            metrics.cache_evictions.set(stats.get("evictions", 0))
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:
@@ -252,6 +258,24 @@ class _Api:
     async def _apply_template(self, request: Request) -> Response:
         done = await self._call("render", **read_conversation(await _read_body(request)))
         return _json({"prompt": done["text"]})
+
+    async def _look(self, request: Request) -> Response:
+        """Answer the page's branch view: tokens, attention and the likeliest next tokens."""
+        body = await _read_body(request)
+        text, tokens = body.get("text"), body.get("tokens")
+        prompt = text if tokens is None else tokens
+        if (text is not None and tokens is not None) or not (
+            (isinstance(prompt, str) and prompt) or _is_ids(prompt)
+        ):
+            raise invalid("expected text or tokens, a list of token ids; not both, nor empty")
+        adapter = self._adapter(_name(body))
+        return _json(await self._call("look", prompt=prompt, adapter=adapter))
+
+    async def _input_tokens(self, request: Request) -> Response:
+        """Count a conversation's tokens, under llama.cpp's name."""
+        done = await self._call("tokenize", **read_conversation(await _read_body(request)))
+        return _json({"object": "chat.completion.input_tokens",
+                      "input_tokens": len(done["tokens"])})  # fmt: skip
 
     # Vectors
 
@@ -313,6 +337,8 @@ class _Api:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}
         results.sort(key=lambda result: -result["relevance_score"])
+        if "texts" in body:  # as text-embeddings-inference asks, and wants its answer
+            return _json([_tei_result(result, documents, body) for result in results[:top]])
         total = sum(done["lengths"])
         return _json({"object": "list", "model": self._answer_name(body), "results": results[:top],
                       "usage": {"prompt_tokens": total, "total_tokens": total}})  # fmt: skip
@@ -339,9 +365,10 @@ class _Api:
         answer = Answer(call.model or self._settings.names[0], f"jaxllm-{__version__}", chat=chat)
         style = find_style(self._info()["chat_template"] or "")
         choices = [
-            Choice(i, chat=chat, logprobs=call.logprobs, forces_tool=call.forces_tool, style=style)
+            Choice(i, chat=chat, logprobs=call.logprobs, forces_tool=call.forces_tool, style=style,
+                   shows_ids=call.shows_ids)
             for i in range(len(frames))
-        ]
+        ]  # fmt: skip
         if call.echo:
             await self._echo(call, choices, frames)
         if call.stream:
@@ -351,7 +378,8 @@ class _Api:
             return stream
         ends = await _unless_gone(request, self._collect(choices, frames))
         prompts = len({str(frame.get("prompt")) for frame in frames})
-        return _json(answer.whole([c.whole() for c in choices], usage(ends, prompts)))
+        whole = answer.whole([c.whole() for c in choices], usage(ends, prompts))
+        return _json({**whole, **_timings(ends)})
 
     async def _echo(
         self, call: GenerationCall, choices: Sequence[Choice], frames: Sequence[Frame]
@@ -415,7 +443,7 @@ class _Api:
                         yield event(choice.finish_chunk())
         if call.include_usage:
             prompts = len({str(frame.get("prompt")) for frame in frames})
-            yield _event(answer.chunk([], usage(ends, prompts)))
+            yield _event(answer.chunk([], usage(ends, prompts), **_timings(ends)))
 
     async def _run(self, frames: Sequence[Frame]) -> AsyncGenerator[tuple[int, Frame]]:
         """Yield `(choice, frame)` of all choices as they come. Raises ApiError."""
@@ -431,6 +459,8 @@ class _Api:
                 async with aclosing(self._client.generate(fields)) as events:
                     async for frame in events:
                         clock.see(frame)
+                        if "done" in frame:
+                            frame["done"]["timings"] = clock.timings(frame["done"])
                         queue.put_nowait((index, frame))
             except (ModelError, ApiError) as error:
                 queue.put_nowait((index, error))
@@ -629,6 +659,13 @@ def _name(body: Frame) -> str:
     return name
 
 
+def _tei_result(result: Frame, documents: Sequence[str], body: Frame) -> Frame:
+    """Return a document's rank in the form of Hugging Face's text-embeddings-inference."""
+    index = result["index"]
+    text = {"text": documents[index]} if body.get("return_text") else {}
+    return {"index": index, "score": result["relevance_score"], **text}
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
@@ -653,6 +690,11 @@ def _as_text(fields: Frame) -> Frame:
     prompt = fields["prompt"]
     text = prompt if isinstance(prompt, str) else ""
     return {"text": text, "add_special": True}
+
+
+def _timings(ends: Sequence[Frame]) -> Frame:
+    """Return the times of an answer with one choice, as llama.cpp's clients show them."""
+    return {"timings": ends[0]["timings"]} if len(ends) == 1 and "timings" in ends[0] else {}
 
 
 def _no_tokens(prompt: int) -> Frame:

@@ -34,6 +34,7 @@ class Metrics:
         self.running = gauge("num_requests_running", "Requests that have a row.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a row.")
         self.cache_bytes = gauge("prefix_cache_bytes", "Bytes of the prefix cache.")
+        self.cache_evictions = gauge("prefix_cache_evictions", "Chunks that gave way to others.")
         self.restarts = gauge("model_restarts", "Starts of the model's process after the first.")
         self.tasks = gauge("event_loop_tasks", "Tasks of the HTTP process's event loop.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
@@ -103,3 +104,21 @@ class _Request:
                 m._decode.observe(self._last - self._first)
             if done["completion_tokens"] > 1:
                 m._per_token.observe((self._last - self._first) / (done["completion_tokens"] - 1))
+
+    def timings(self, done: dict[str, Any]) -> dict[str, Any]:
+        """Return the times of a finished request, in milliseconds, under llama.cpp's names.
+
+        As there, the first token belongs to the prompt: the rate is that of the tokens after it.
+        """
+        prompt, new = done["prompt_tokens"] - done["cached_tokens"], done["completion_tokens"]
+        prompt_s = max(0.0, self._first - self._started)
+        new_s = max(0.0, self._last - self._first)
+        return {
+            "cache_n": done["cached_tokens"],
+            "prompt_n": prompt,
+            "prompt_ms": 1e3 * prompt_s,
+            "prompt_per_second": prompt / prompt_s if prompt_s else 0.0,
+            "predicted_n": new,
+            "predicted_ms": 1e3 * new_s,
+            "predicted_per_second": (new - 1) / new_s if new_s else 0.0,
+        }

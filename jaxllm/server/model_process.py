@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ class ModelSettings:
 
     rows, capacity: as in `LM.serve`; capacity 0 is the context, at most 4,096. max_waiting,
     max_waiting_tokens: as in `BackgroundServer`. threads: XLA's and the kernels', 0 for all cores.
+    prefix_bytes: of the prefix cache. public_prefixes: system messages or texts whose keys and
+    values all API keys may share. warms_up: compile before the first request.
     """
 
     rows: int = 8
@@ -50,6 +53,9 @@ class ModelSettings:
     max_waiting: int = 64
     max_waiting_tokens: int = 262_144
     threads: int = 0
+    prefix_bytes: int = 256 << 20
+    public_prefixes: tuple[str, ...] = ()
+    warms_up: bool = True
 
 
 def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: ModelSettings) -> None:
@@ -61,6 +67,8 @@ def run_model(connection: socket.socket, load: Callable[[], "LM"], settings: Mod
         os.environ["PJRT_NPROC"] = str(settings.threads)
     try:
         process = ModelProcess(load(), settings, frames)
+        if settings.warms_up:
+            process.warm_up()
     except (JaxllmError, OSError) as error:
         frames.send({"failed": str(error)})
         return
@@ -81,25 +89,49 @@ class ModelProcess:
     """
 
     def __init__(self, lm: "LM", settings: ModelSettings, frames: FrameSocket) -> None:
+        from jaxllm.cache.prefix_cache import PrefixCache
         from jaxllm.generation.background import BackgroundServer
 
         usual = min(lm.config.default_cache_size, 4096)
         self.lm, self.rows, self.capacity = lm, settings.rows, settings.capacity or usual
-        self._frames = frames
+        self._frames, self._prefixes = frames, settings.public_prefixes
+        # Without bytes it holds nothing; prompts run in the same chunks, so bits are the same.
+        self._prefix_cache = (
+            PrefixCache(settings.prefix_bytes) if lm.config.segment_length is None else None
+        )
         self._server = BackgroundServer(
             lm, rows=self.rows, capacity=self.capacity,
             max_waiting=settings.max_waiting, max_waiting_tokens=settings.max_waiting_tokens,
+            prefix_cache=self._prefix_cache,
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
         self._programs = 0
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
+            "look": self._look,
             "score": self._score,
             "tokenize": self._tokenize,
             "detokenize": lambda frame: {"text": self._decode(frame["tokens"])},
             "render": lambda frame: {"text": self._render(frame)},
+            "stats": lambda _: self._describe_cache(),
         }
+
+    def warm_up(self) -> None:
+        """Compile the programs of prompts of any length, and of decoding."""
+        longest = self._prefix_cache.chunk if self._prefix_cache else 256
+        widths = [n for n in (1, 8, 16, 32, 64, 128, 256) if n <= longest]
+        for length in (*widths, longest + 1):
+            if length + 2 > self.context:
+                break
+            for options in ({}, {"temperature": 1.0}) if length == 1 else ({},):
+                request = {"prompt": [0] * length, "max_new_tokens": 2, "namespace": "warm-up"}
+                self._server.submit({**request, **options, "on_chunk": bool}).result()
+
+    def _describe_cache(self) -> Frame:
+        if self._prefix_cache is None:
+            return {}
+        return dataclasses.asdict(self._prefix_cache.stats())
 
     def describe(self) -> Frame:
         """Return what the HTTP process tells clients about the model."""
@@ -222,7 +254,24 @@ class ModelProcess:
             options |= tool_options(frame["tools"], self._tool_style)
         if frame.get("logprobs"):
             options["top_logprobs"] = frame["logprobs"]
-        return {**options, "prompt": prompt, "adapter": frame.get("adapter")}
+        return {
+            **options, "prompt": prompt, "adapter": frame.get("adapter"),
+            "namespace": frame.get("namespace", ""), "public_prefix": self._public_tokens(prompt),
+        }  # fmt: skip
+
+    def _public_tokens(self, prompt: list[int]) -> int:
+        """Return how many of a prompt's first tokens are those of a public prefix."""
+        return max((_common_length(prompt, ids) for ids in self._public_ids), default=0)
+
+    @cached_property
+    def _public_ids(self) -> list[list[int]]:
+        """The public prefixes as tokens: as texts, and as system messages of the template."""
+        found = [self.lm.encode(text) for text in self._prefixes]
+        for text in self._prefixes:
+            with suppress(JaxllmError):  # a template may refuse a conversation of one message
+                messages = [{"role": "system", "content": text}]
+                found.append(self.lm.chat_prompt(messages, add_generation_prompt=False))
+        return found
 
     @property
     def context(self) -> int:
@@ -308,6 +357,16 @@ class ModelProcess:
             "lengths": [len(text) for text in texts],
         }
 
+    def _look(self, frame: Frame) -> Frame:
+        """Return the branch view of a text or of token ids."""
+        from jaxllm.server.branch_view import describe_tokens
+
+        lm = self.lm.with_adapter(frame.get("adapter"))
+        ids = lm.encode(frame["prompt"])
+        if len(ids) > self.context:
+            raise _ContextExceeded(len(ids), None, self.context)
+        return describe_tokens(lm, ids)
+
     def _score(self, frame: Frame) -> Frame:
         """Return each prompt token's bytes, log-probability and the likeliest tokens there."""
         from jaxllm.generation.embeddings import prompt_logprobs
@@ -357,7 +416,7 @@ def describe_completion(completion: "Completion") -> Frame:
         "finish_reason": completion.finish_reason,
         "prompt_tokens": completion.prompt_tokens,
         "completion_tokens": len(completion.tokens),
-        "cached_tokens": getattr(completion, "cached_tokens", 0),
+        "cached_tokens": completion.cached_tokens,
         "seed": completion.seed,
         "grammar_complete": completion.grammar_complete,
     }
@@ -368,6 +427,12 @@ def tool_options(tools: Mapping[str, Any], style: str) -> dict[str, Any]:
     from jaxllm.server.tools import tool_grammar
 
     return tool_grammar(tools["tools"], tools["choice"], style)
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many leading items are equal."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _decides_sampling(lm: "LM", options: Mapping[str, Any]) -> bool:

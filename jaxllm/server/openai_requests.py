@@ -41,6 +41,7 @@ class GenerationCall(NamedTuple):
         logprobs: Number of likeliest tokens to show per token; None shows no log-probabilities.
         echo: Whether each choice begins with its prompt.
         forces_tool: Whether the whole answer is a call of a tool; None without tools.
+        shows_ids: Whether each choice has the ids of its tokens (vLLM's return_token_ids).
     """
 
     model: str
@@ -50,6 +51,7 @@ class GenerationCall(NamedTuple):
     logprobs: int | None
     echo: bool = False
     forces_tool: bool | None = None
+    shows_ids: bool = False
 
 
 def read_completion(body: Body) -> GenerationCall:
@@ -76,7 +78,10 @@ def read_completion(body: Body) -> GenerationCall:
     ]
     if len(frames) > MAX_CHOICES:
         raise invalid(f"{len(frames)} choices are too many: expected at most {MAX_CHOICES}", "n")
-    return GenerationCall(*_read_common(body), frames, *_read_stream(body), logprobs, echo)
+    shows_ids = _boolean(body, "return_token_ids")
+    return GenerationCall(
+        *_read_common(body), frames, *_read_stream(body), logprobs, echo, None, shows_ids
+    )
 
 
 def read_chat(body: Body) -> GenerationCall:
@@ -99,8 +104,9 @@ def read_chat(body: Body) -> GenerationCall:
         {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
     ]
     return GenerationCall(
-        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool
-    )
+        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool,
+        _boolean(body, "return_token_ids"),
+    )  # fmt: skip
 
 
 def read_conversation(body: Body) -> dict[str, Any]:
@@ -125,8 +131,11 @@ def read_conversation(body: Body) -> dict[str, Any]:
             "continue_final_message",
         )
     # As llama.cpp: an answer at the end is one to go on with, unless the client says otherwise.
-    continues = continues or (last_answers and "add_generation_prompt" not in body
-                              and not plain[-1].get("tool_calls"))  # fmt: skip
+    if not continues and last_answers and "add_generation_prompt" not in body:
+        continues = not plain[-1].get("tool_calls")
+        if continues and [message["role"] for message in plain[-2:-1]] == ["assistant"]:
+            raise invalid("messages end with two of the assistant: expected one to go on with",
+                          "messages")  # fmt: skip
     if continues and not isinstance(plain[-1].get("content"), str):
         raise invalid("the message to continue has no text", "messages")
     tools = body.get("tools")
@@ -283,7 +292,7 @@ _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprob
          "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias",
          "max_tokens", "max_completion_tokens", "tools", "tool_choice", "response_format",
          "structured_outputs", "stream", "stream_options", "user", "metadata",
-         "fit_max_tokens"}  # fmt: skip
+         "fit_max_tokens", "return_token_ids"}  # fmt: skip
 
 
 def _read_common(body: Body) -> tuple[str]:

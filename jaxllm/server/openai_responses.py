@@ -75,7 +75,8 @@ class Choice:
     """One choice while it grows: text, log-probabilities, tool calls.
 
     logprobs: the number of likeliest tokens to show, None for no log-probabilities. forces_tool:
-    see `GenerationCall`. style: of the chat template's tool calls.
+    see `GenerationCall`. style: of the chat template's tool calls. shows_ids: whether it has the
+    ids of its tokens.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Choice:
         logprobs: int | None,
         forces_tool: bool | None = None,
         style: str = "",
+        shows_ids: bool = False,
     ) -> None:
         self.index, self._chat, self._logprobs = index, chat, logprobs
         self._tools = None if forces_tool is None else ToolText(style, forced=forces_tool)
@@ -95,6 +97,9 @@ class Choice:
         self._shown: list[tuple[bytes, float, list[Any]]] = []
         self._first_shown = self._offset = 0
         self._begun = False
+        self._shows_ids = shows_ids
+        self._ids: list[int] = []
+        self._first_id = 0
 
     def prefix(self, text: str, scored: Mapping[str, Any] | None) -> None:
         """Put an echoed prompt in front. scored: the answer of `ModelProcess` to "score"."""
@@ -107,7 +112,8 @@ class Choice:
 
     def push(self, chunk: Sequence[Any]) -> Json | None:
         """Add a `chunk` frame; return the choice of a stream's chunk, None if nothing is new."""
-        piece, _, finish, *shown = chunk
+        piece, token, finish, *shown = chunk
+        self._ids.append(token)
         if shown:
             self._shown.append((shown[1], shown[0], shown[2]))
         if self._tools is not None:
@@ -147,26 +153,33 @@ class Choice:
 
     def whole(self) -> Json:
         """Return the finished choice."""
-        self._first_shown = self._offset = 0
-        logprobs = self._take_logprobs()
+        self._first_shown = self._offset = self._first_id = 0
+        logprobs, ids = self._take_logprobs(), self._take_ids()
         if not self._chat:
             return {"index": self.index, "text": self._text, "logprobs": logprobs,
-                    "finish_reason": self._finish}  # fmt: skip
+                    "finish_reason": self._finish, **ids}  # fmt: skip
         content = None if self._calls and not self._text else self._text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self._calls:
             message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"}
                                      for c in self._calls]  # fmt: skip
         return {"index": self.index, "message": message, "logprobs": logprobs,
-                "finish_reason": self._finish}  # fmt: skip
+                "finish_reason": self._finish, **ids}  # fmt: skip
 
     def _stream_choice(self, piece: str) -> Json:
-        logprobs = self._take_logprobs()
+        logprobs, ids = self._take_logprobs(), self._take_ids()
         if not self._chat:
             return {"index": self.index, "text": piece, "logprobs": logprobs,
-                    "finish_reason": self._finish}  # fmt: skip
+                    "finish_reason": self._finish, **ids}  # fmt: skip
         return {"index": self.index, "delta": {"content": piece}, "logprobs": logprobs,
-                "finish_reason": None}  # fmt: skip
+                "finish_reason": None, **ids}  # fmt: skip
+
+    def _take_ids(self) -> Json:
+        """Return the token ids that were not returned before, as a choice's field."""
+        if not self._shows_ids:
+            return {}
+        new, self._first_id = self._ids[self._first_id :], len(self._ids)
+        return {"token_ids": new}
 
     def _take_logprobs(self) -> Json | None:
         """Return the log-probabilities that were not returned before."""

@@ -26,6 +26,9 @@ STYLES = {
     "mistral": CallStyle("[TOOL_CALLS]", ""),
 }
 PLAIN = CallStyle("", "")  # the whole text is a call
+# A forced call has the spaces that templates show, and no others: small models fill their last
+# tokens with spaces where these are allowed. Clients do not see them.
+_SEPARATORS = {"key_separator": ": ", "item_separator": ", "}
 
 
 def find_style(template: str) -> str:
@@ -57,7 +60,11 @@ def tool_grammar(tools: Sequence[Tool], choice: str, style: str) -> dict[str, An
     text if it has none with an end.
     """
     if choice == "required":
-        return {"json_schema": tool_schema(tools)}
+        from jaxllm.grammar import Grammar
+
+        schema = {**tool_schema(tools), "x-guidance": _SEPARATORS}
+        grammar = Grammar.json_schema(schema, whitespace="")
+        return {"grammar": grammar, "json_schema": None}  # not the one of response_format
     form = STYLES.get(style, PLAIN)
     if not form.end:
         return {}

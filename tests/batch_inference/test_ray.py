@@ -2,13 +2,13 @@
 
 import json
 import os
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import jaxllm
@@ -26,6 +26,7 @@ from tests.batch_inference.crashing_models import (
     read_answers,
 )
 from tests.conftest import ROOT
+from tests.server.processes import make_client
 
 pytestmark = [
     pytest.mark.full,
@@ -85,21 +86,8 @@ def url(ray: Any) -> Iterator[str]:
     port = 18_423
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build({"model": "demo:llama", "rows": "4"}), name="jaxllm", route_prefix="/")
-    yield f"http://127.0.0.1:{port}/"
+    yield f"http://127.0.0.1:{port}"
     serve.shutdown()
-
-
-def ask(url: str, request: Any) -> tuple[int, list[Any], int]:
-    """Return the status, the lines of the answer, and the number of chunks received."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    asked = urllib.request.Request(url, json.dumps(request).encode())
-    try:
-        with opener.open(asked, timeout=300) as response:
-            pieces = list(iter(lambda: response.read1(), b""))
-            lines = b"".join(pieces).splitlines()
-            return response.status, [json.loads(line) for line in lines], len(pieces)
-    except urllib.error.HTTPError as error:
-        return error.code, [json.loads(error.read())], 1
 
 
 def test_deployment_requests_share_batch_and_stream(url: str) -> None:
@@ -108,39 +96,26 @@ def test_deployment_requests_share_batch_and_stream(url: str) -> None:
     """
     lm = jaxllm.load("demo:llama")
     prompts = ["Once upon a time", "One day", "The cat", "There was", "A boy", "Mom"]
-    options = {"max_new_tokens": 30, "temperature": 0.9}
-    requests = [
-        {"prompt": prompt, **options, "seed": n, "stream": n % 2 == 0}
-        for n, prompt in enumerate(prompts)
-    ]
-    with ThreadPoolExecutor(len(requests)) as threads:
-        answers = list(threads.map(partial(ask, url), requests))
-    for n, (status, (*pieces, whole), count) in enumerate(answers):
-        single = lm.generate(prompts[n], **options, seed=n)
-        assert status == 200
-        assert whole["text"] == single.text
-        assert whole["tokens"] == single.tokens
-        assert whole["finish_reason"] == single.finish_reason
-        if n % 2 == 0:
-            assert "".join(piece["text"] for piece in pieces) == single.text
-            assert count > 3
-        else:
-            assert pieces == []
+
+    def ask(n: int) -> list[str]:
+        with make_client(url) as client:
+            stream = client.completions.create(
+                model="demo:llama", prompt=prompts[n], max_tokens=30, temperature=0.9, seed=n,
+                stream=True,
+            )  # fmt: skip
+            return [chunk.choices[0].text for chunk in stream]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(threads.map(ask, range(len(prompts))))
+    for n, pieces in enumerate(answers):
+        single = lm.generate(prompts[n], max_new_tokens=30, temperature=0.9, seed=n)
+        assert "".join(pieces) == single.text
+        assert len(pieces) > 3
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"prompt": "x", "temperature": -1}, "temperature must be"),
-        ({"prompt": 5}, "prompt"),
-        ({"prompt": "x", "on_text": 1}, "cannot have 'on_text'"),
-        ([1], "a JSON object with a prompt"),
-    ],
-)
-def test_invalid_requests_return_400_with_reason(url: str, request_: Any, message: str) -> None:
-    status, (answer,), _ = ask(url, request_)
-    assert status == 400
-    assert message in answer["error"]
+def test_deployment_refuses_invalid_requests(url: str) -> None:
+    with make_client(url) as client, pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="demo:llama", prompt="x", temperature=-1)
 
 
 def test_deployment_arguments_are_checked(ray: Any) -> None:

@@ -1,0 +1,68 @@
+"""Spellings of other servers and clients: what they ask in their own words gets an answer."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.server.processes import RunningServer
+from tests.server.test_openai import TOOLS, post
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}], "seed": 3}
+TEXTS = ["One day", "Once upon a time"]
+
+
+def test_forced_calls_are_compact(server: RunningServer) -> None:
+    """A forced call spends no tokens on spaces, and comes before the form of a plain answer."""
+    form = {"type": "json_schema", "json_schema": {"schema": {"const": "plain"}}}
+    body = {**CHAT, "max_tokens": 60, "tools": TOOLS, "tool_choice": "required", "logprobs": True}
+    for seed in range(4):
+        status, found = post(
+            server, "/v1/chat/completions", {**body, "seed": seed, "response_format": form}
+        )
+        assert status == 200, found
+        (choice,) = found["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        text = b"".join(bytes(token["bytes"]) for token in choice["logprobs"]["content"]).decode()
+        whole = {"name": call["function"]["name"],
+                 "arguments": json.loads(call["function"]["arguments"])}  # fmt: skip
+        assert text.removesuffix("<|eos|>") == json.dumps(whole)
+
+
+def test_rerank_answers_in_form_of_request(server: RunningServer) -> None:
+    """`texts` is text-embeddings-inference's field, whose answer is a list of scores."""
+    _, ours = post(server, "/rerank", {"query": "One day", "documents": TEXTS})
+    asked = {"query": "One day", "texts": TEXTS}
+    status, theirs = post(server, "/rerank", asked)
+    assert status == 200
+    assert theirs == [{"index": r["index"], "score": r["relevance_score"]} for r in ours["results"]]
+    _, best = post(server, "/rerank", {**asked, "top_n": 1, "return_text": True})
+    assert best == [{**theirs[0], "text": TEXTS[0]}]
+
+
+def test_conversations_are_counted(server: RunningServer) -> None:
+    status, found = post(server, "/v1/chat/completions/input_tokens", CHAT)
+    _, whole = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": 1})
+    assert (status, found["input_tokens"]) == (200, whole["usage"]["prompt_tokens"])
+
+
+def test_timings_add_up(server: RunningServer) -> None:
+    """An answer with one choice has llama.cpp's `timings`; a stream has them beside the usage."""
+    body = {"prompt": "One day", "max_tokens": 5, "temperature": 0}
+    _, whole = post(server, "/v1/completions", body)
+    timings, used = whole["timings"], whole["usage"]
+    assert timings["predicted_n"] == used["completion_tokens"] == 5
+    assert timings["cache_n"] + timings["prompt_n"] == used["prompt_tokens"]
+    assert timings["predicted_per_second"] == pytest.approx(4e3 / timings["predicted_ms"])
+    assert timings["prompt_ms"] > 0
+    _, several = post(server, "/v1/completions", {**body, "n": 2})
+    assert "timings" not in several
+
+
+def test_two_answers_at_end_are_refused(server: RunningServer) -> None:
+    """Which of the two goes on is unclear, so the client must choose."""
+    answers = [{"role": "assistant", "content": "Once"}, {"role": "assistant", "content": "upon"}]
+    body = {"messages": CHAT["messages"] + answers, "max_tokens": 2}
+    status, found = post(server, "/v1/chat/completions", body)
+    assert status == 400 and "two of the assistant" in found["error"]["message"]
+    assert post(server, "/v1/chat/completions", {**body, "add_generation_prompt": True})[0] == 200
