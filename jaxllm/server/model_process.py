@@ -4,6 +4,8 @@ A thread of `BackgroundServer` decodes. Everything else (templates, tokenizers, 
 embeddings) runs in a pool of threads, so that a long prompt delays nobody.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from jaxllm.lm import LM
 
 Frame = dict[str, Any]
-PREPARING_THREADS = 4
+PREPARING_THREADS, PROGRAMS_PER_TRIM = 4, 8
 MAX_PROGRAMS = 96  # compiled ones in memory, of about 10 MB: options need some per combination
 # Options of `LM.generate` that are Python objects, or that the server sets itself.
 _PRIVATE_OPTIONS = {"cache", "grammar", "sampler", "logits_processor", "stopping_criteria",
@@ -106,7 +108,7 @@ class ModelProcess:
         )  # fmt: skip
         self._pool = ThreadPoolExecutor(PREPARING_THREADS, "jaxllm-prepare")
         self._cancelled: dict[int, threading.Event] = {}
-        self._programs = 0
+        self._programs, self._trim_at = 0, PROGRAMS_PER_TRIM
         self._operations: dict[str, Callable[[Frame], Any]] = {
             "embed": self._embed,
             "look": self._look,
@@ -223,12 +225,20 @@ class ModelProcess:
         self._programs += event == "/jax/core/compile/backend_compile_duration"
 
     def _limit_programs(self) -> None:
-        """Forget the compiled programs if there are too many; those in use are compiled again."""
+        """Forget the compiled programs if there are too many; those in use are compiled again.
+
+        Compiling leaves much freed memory with the allocator, so some of it is given back.
+        """
+        if self._programs < self._trim_at:
+            return
         if self._programs > MAX_PROGRAMS:
             import jax
 
             self._programs = 0
             jax.clear_caches()
+        self._trim_at = self._programs + PROGRAMS_PER_TRIM
+        with contextlib.suppress(AttributeError, OSError):  # glibc's alone
+            ctypes.CDLL(None).malloc_trim(0)
 
     def _make_request(self, frame: Frame) -> dict[str, Any]:
         """Return the request of `LM.serve` that a frame describes."""

@@ -151,7 +151,7 @@ def test_killed_model_process_is_started_again(running: Server, expected: Any) -
             rest = (await stream.reader.readuntil(b"data: [DONE]\n\n")).decode()
         assert '{"error":{"message":"the model\'s process ended"' in rest
         assert (await running.ask("GET", "/health")).status == 503
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while (await running.ask("GET", "/health")).status != 200:
                 await asyncio.sleep(0.05)
         await check_good(running, expected)

@@ -132,9 +132,11 @@ def test_slow_clients_are_cut() -> None:
             body = json.dumps({**BODY, "stream": True}).encode()
             connection = await Connection.open(server.host, server.port, receive_bytes=4096)
             await connection.send(encode_request("POST", PATH, body))
-            await until(lambda: model.left == 1)
-            connection.reset()
-            await connection.close()
+            try:
+                await until(lambda: model.left == 1)
+            finally:
+                connection.reset()
+                await connection.close()
 
     asyncio.run(run())
 

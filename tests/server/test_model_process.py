@@ -103,6 +103,7 @@ def test_compiled_programs_are_bounded(lm: Any, monkeypatch: pytest.MonkeyPatch)
     cleared: list[bool] = []
     monkeypatch.setattr("jax.clear_caches", lambda: cleared.append(True))
     monkeypatch.setattr(model_process, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(model_process, "PROGRAMS_PER_TRIM", 1)
     process = ModelProcess(lm, ModelSettings(rows=1), _Frames())  # type: ignore[arg-type]
     for _ in range(8):
         process.count_compile("/jax/core/compile/backend_compile_duration", 0.1)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from scripts.tools.hostile.client import Answer, Connection, encode_request
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
