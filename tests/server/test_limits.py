@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxllm.server import limits
+from jaxllm.server import limits, listen
 from jaxllm.server.listen import HEADER_BYTES
 from jaxllm.server.model_client import ModelClient, ModelError
 from jaxllm.server.model_process import ModelSettings
@@ -173,6 +173,23 @@ def test_full_queue_is_refused_with_retry_after() -> None:
             assert int(answer.headers["retry-after"]) > 0
             model.waiting = {3}
             assert (await server.ask("POST", PATH, BODY)).status == 200
+
+    asyncio.run(run())
+
+
+def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection too many gets 503 in OpenAI's form; then there is room again."""
+    monkeypatch.setattr(listen, "MAX_CONNECTIONS", 1)
+
+    async def run() -> None:
+        async with serve_stub(StubModel()) as server:
+            first = await Connection.open(server.host, server.port)
+            await asyncio.sleep(0.05)
+            answer = await server.ask("GET", "/health")
+            assert (answer.status, error_of(answer)["type"]) == (503, "unavailable_error")
+            await first.close()
+            await asyncio.sleep(0.05)
+            assert (await server.ask("GET", "/health")).status == 200
 
     asyncio.run(run())
 
