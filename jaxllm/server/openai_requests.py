@@ -111,6 +111,8 @@ def read_conversation(body: Body) -> dict[str, Any]:
     if not isinstance(variables, Mapping):
         raise invalid("chat_template_kwargs must be an object", "chat_template_kwargs")
     variables = dict(variables)
+    if body.get("reasoning_effort") is not None:  # OpenAI's field, which some templates show
+        variables.setdefault("reasoning_effort", body["reasoning_effort"])
     continues = _boolean(body, "continue_final_message")
     adds = body.get("add_generation_prompt", True)
     last_answers = plain[-1]["role"] == "assistant"
