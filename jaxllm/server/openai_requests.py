@@ -121,6 +121,8 @@ def read_conversation(body: Body) -> dict[str, Any]:
     if taken := {"self", "messages"} & variables.keys():
         raise invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
     variables = dict(variables)
+    if body.get("reasoning_effort") is not None:  # OpenAI's field, which some templates show
+        variables.setdefault("reasoning_effort", body["reasoning_effort"])
     continues = _boolean(body, "continue_final_message")
     adds = body.get("add_generation_prompt", True)
     last_answers = plain[-1]["role"] == "assistant"
