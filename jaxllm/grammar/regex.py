@@ -397,8 +397,8 @@ def _distance_to_end(next_SX: np.ndarray, accepts_S: np.ndarray) -> np.ndarray:
 def _minimize(next_SN: np.ndarray, accepts_S: np.ndarray) -> ByteAutomaton:
     """Merge states that accept the same texts; state 0 stays the start.
 
-    Rounds split classes of states that begin with the distance to the end; signatures are compared by
-    random 64-bit sums. Many rounds take long, so after `MAX_ROUNDS` the states stay as they are.
+    Rounds split classes of states, which begin with the distance to the end; signatures are
+    compared by random 64-bit sums. If `MAX_ROUNDS` are not enough, the states stay as they are.
     """
     columns_SX = np.unique(next_SN, axis=1)
     weight_X = np.random.default_rng(0).integers(0, 1 << 64, columns_SX.shape[1] + 1, np.uint64)

@@ -218,7 +218,7 @@ class ModelProcess:
             return
         future.add_done_callback(finish)
 
-    def count_compile(self, event: str, seconds: float, **_: Any) -> None:
+    def count_compile(self, event: str, duration_secs: float, **_: Any) -> None:
         """Count a program that was compiled; a listener of `jax.monitoring`."""
         self._programs += event == "/jax/core/compile/backend_compile_duration"
 

@@ -4,7 +4,7 @@
 
 A case (`hostile/cases.py`) is a request, several, or a part of one. Laws: no status 500; each
 answer is well-formed, errors in OpenAI's form; each well-formed request is answered. After every
-thousand, one good request must get the answer that it had at first, and after the second mark memory,
+thousand, a good request must get the answer that it had at first. After the first thousand memory,
 open files and asyncio's tasks must not grow. `--kill-clients N` has N clients leave in the middle,
 beside good ones whose answers must not change. One decision: a case is determined by --seed and its
 number, so that `--case NUMBER` repeats it.
@@ -29,20 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where `scripts` 
 from jaxllm.cli import run_command
 from jaxllm.cli.console import log, write
 from scripts.tools.hostile.cases import BODY_LIMIT, CONTEXT, Case, describe, draw_case
-from scripts.tools.hostile.client import Answer, Connection, MalformedAnswerError
+from scripts.tools.hostile.client import (
+    Answer,
+    Connection,
+    MalformedAnswerError,
+    encode_request,
+)
 from scripts.tools.hostile.server import Server, Usage, start_server
 
 EXAMPLE = "Example: python scripts/tools/hostile_requests.py --requests 1000 --seed 1"
 CLIENTS, PER_MARK, ROWS, WAITING = 16, 1000, 4, 32
 ANSWER_SECONDS, SLOW_SECONDS = 300.0, 60.0
 PAGES = ("text/html", "text/javascript", "text/css", "text/plain; version=0.0.4")
-GOOD = {
-    "prompt": "Once upon a time",
-    "max_tokens": 12,
-    "temperature": 0.9,
-    "seed": 7,
-    "logprobs": 2,
-}
+GOOD = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0.9, "seed": 7,
+        "logprobs": 2}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
     "<tool_call>{{ c.function.name }}{{ c.function.arguments | tojson }}</tool_call>{% endfor %}"
@@ -98,6 +98,8 @@ def describe_fault(case: Case, answers: list[Answer]) -> str | None:
         if answer.status >= 500 and answer.status not in (501, 503):
             return f"status {answer.status}: {answer.body[:200]!r}"
         if not answer.is_complete:
+            if case.end != "read":  # the client left, also by a half-close
+                continue
             return f"status {answer.status}, and half a body: {answer.body[-200:]!r}"
         if method != "HEAD":
             try:
@@ -248,14 +250,13 @@ async def kill_clients(campaign: Campaign, count: int) -> None:
 
     async def leave() -> None:
         for _ in numbers:
-            body = {"prompt": "Once " * rng.choice((1, 100)), "max_tokens": 100, "n": rng.choice((1, 3)),
-                    "stream": rng.random() < 0.5, "ignore_eos": True}  # fmt: skip
+            body = {
+                "prompt": "Once " * rng.choice((1, 100)), "max_tokens": 100, "ignore_eos": True,
+                "n": rng.choice((1, 3)), "stream": rng.random() < 0.5,
+            }  # fmt: skip
             data = json.dumps(body).encode()
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
-            )
             connection = await Connection.open(server.host, server.port)
-            await connection.send(head.encode() + data)
+            await connection.send(encode_request("POST", "/v1/completions", data))
             with suppress(TimeoutError, ConnectionError):
                 async with asyncio.timeout(rng.choice((0.0, 0.002, 0.02, 0.1, 0.5))):
                     await connection.reader.readexactly(rng.choice((1, 400, 2000)))
@@ -318,8 +319,10 @@ def hostile_requests(
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE, encoding="utf-8")
-        arguments = [model, "--rows", str(ROWS), "--capacity", str(CONTEXT), "--max-waiting",
-                     str(WAITING), "--max-body", str(BODY_LIMIT), "--chat-template", str(template)]  # fmt: skip
+        arguments = [
+            model, "--rows", str(ROWS), "--capacity", str(CONTEXT), "--max-waiting", str(WAITING),
+            "--max-body", str(BODY_LIMIT), "--chat-template", str(template),
+        ]  # fmt: skip
         with start_server(arguments) as server:
             campaign = asyncio.run(run_campaign(server, requests, seed, case, kill_clients))
             if requests and case is None:

@@ -92,7 +92,9 @@ def test_unexpected_error_is_answered(lm: Any, monkeypatch: pytest.MonkeyPatch) 
     frame = {"prompt": "x", "options": {"max_new_tokens": 1, "seed": 0}, "extra": {}}
     process.receive({"id": 5, "do": "generate", **frame})
     frames.wait_for(lambda frame: "error" in frame)
-    assert frames.sent == [{"id": 5, "error": {"kind": "failed", "message": "TypeError: unexpected"}}]
+    assert frames.sent == [
+        {"id": 5, "error": {"kind": "failed", "message": "TypeError: unexpected"}}
+    ]
     assert not process._cancelled
 
 

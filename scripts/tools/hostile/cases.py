@@ -109,22 +109,23 @@ def draw_options(rng: random.Random) -> dict[str, Any]:
 
 
 # Names of fields whose values are checked somewhere: OpenAI's, other servers', our options.
-FIELDS = (
-    "model prompt messages max_tokens max_completion_tokens temperature top_p n stream"
-    " stream_options stop seed logprobs top_logprobs echo logit_bias presence_penalty"
-    " frequency_penalty best_of user ignore_eos response_format structured_outputs tools tool_choice"
-    " parallel_tool_calls suffix add_generation_prompt continue_final_message chat_template_kwargs"
-    " input encoding_format dimensions query documents top_n return_documents tokens content"
-    " add_special with_pieces max_new_tokens n_predict min_new_tokens min_tokens eos_token_id"
-    " stop_strings do_sample sequence_bias repetition_penalty dry_multiplier dry_base"
-    " dry_allowed_length dry_sequence_breakers no_repeat_ngram_size bad_words_ids suppress_tokens"
-    " begin_suppress_tokens min_length forced_bos_token_id forced_eos_token_id top_n_sigma top_k"
-    " min_p typical_p epsilon_cutoff eta_cutoff xtc_probability xtc_threshold mirostat_tau"
-    " mirostat_eta regex choice json_schema lark gbnf guided_json guided_regex guided_choice"
-    " fast_forward num_return_sequences num_beams length_penalty early_stopping assistant_model"
-    " num_assistant_tokens prompt_lookup_num_tokens max_matching_ngram_size penalty_alpha"
-    " guidance_scale negative_prompt overflow cache chunk adapter batch_invariant pad_token_id"
-).split()
+_FIELDS = """
+model prompt messages max_tokens max_completion_tokens temperature top_p n stream stream_options
+stop seed logprobs top_logprobs echo logit_bias presence_penalty frequency_penalty best_of user
+ignore_eos response_format structured_outputs tools tool_choice parallel_tool_calls suffix
+add_generation_prompt continue_final_message chat_template_kwargs input encoding_format dimensions
+query documents top_n return_documents tokens content add_special with_pieces max_new_tokens
+n_predict min_new_tokens min_tokens eos_token_id stop_strings do_sample sequence_bias
+repetition_penalty dry_multiplier dry_base dry_allowed_length dry_sequence_breakers
+no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens min_length
+forced_bos_token_id forced_eos_token_id top_n_sigma top_k min_p typical_p epsilon_cutoff
+eta_cutoff xtc_probability xtc_threshold mirostat_tau mirostat_eta regex choice json_schema lark
+gbnf guided_json guided_regex guided_choice fast_forward num_return_sequences num_beams
+length_penalty early_stopping assistant_model num_assistant_tokens prompt_lookup_num_tokens
+max_matching_ngram_size penalty_alpha guidance_scale negative_prompt overflow cache chunk adapter
+batch_invariant pad_token_id
+"""
+FIELDS = _FIELDS.split()
 
 
 def draw_body(rng: random.Random, path: str) -> dict[str, Any]:
@@ -237,11 +238,14 @@ def draw_header(rng: random.Random) -> Case:
     body = encode({"prompt": "x", "max_tokens": 1})
     request = post("/v1/completions", body)
     fault = rng.choice((
-        b"host: [\r\n", b"host: a\x7fb:99999999\r\n", b"host: \r\nhost: x\r\n", b"a\r\n", b": x\r\n",
-        b"a b: c\r\n", b"x: \x00\r\n", b"x: \xff\xfe\r\n", b" folded: x\r\n", b"x:" + b"y" * 20_000 +
-        b"\r\n", b"x: y\r\n" * 500, b"x: y\r\n" * 5000, b"content-length: -1\r\n",
+        b"host: [\r\n", b"host: a\x7fb:99999999\r\n", b"host: \r\nhost: x\r\n", b"a\r\n",
+        b": x\r\n",
+        b"a b: c\r\n", b"x: \x00\r\n", b"x: \xff\xfe\r\n", b" folded: x\r\n",
+        b"x:" + b"y" * 20_000 + b"\r\n", b"x: y\r\n" * 500, b"x: y\r\n" * 5000,
+        b"content-length: -1\r\n",
         b"content-length: 5\r\n", b"content-length: 99999999999999999999\r\n",
-        b"content-length: 1e3\r\n", b"transfer-encoding: chunked\r\n", b"transfer-encoding: gzip\r\n",
+        b"content-length: 1e3\r\n", b"transfer-encoding: chunked\r\n",
+        b"transfer-encoding: gzip\r\n",
         b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-key: x\r\n",
         b"upgrade: h2c\r\nconnection: upgrade, http2-settings\r\n", b"connection: close\r\n",
         b"connection: keep-alive\r\n", b"expect: 100-continue\r\n", b"expect: 200-maybe\r\n",
@@ -260,10 +264,11 @@ def draw_header(rng: random.Random) -> Case:
                 (b"POST /v1/completions", b"POST /nothing", b"PUT /health")))  # fmt: skip
     else:
         request = rng.choice((
-            b"GET /health HTTP/1.0\r\n\r\n", b"GET /health\r\n\r\n", b"GET /health HTTP/2.0\r\n\r\n",
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9,
-            b"\r\n\r\n", b"GET  /health  HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\n\n", b"\x00" * 99,
-            b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", b"A" * 70_000,
+            b"GET /health HTTP/1.0\r\n\r\n", b"GET /health\r\n\r\n",
+            b"GET /health HTTP/2.0\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 9, b"\r\n\r\n", b"\x00" * 99,
+            b"GET  /health  HTTP/1.1\r\n\r\n", b"GET /health HTTP/1.1\n\n", b"A" * 70_000,
+            b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
             b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n", rng.randbytes(500),
             b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 12_000,
         ))  # fmt: skip
@@ -285,8 +290,9 @@ def draw_framing(rng: random.Random) -> Case:
         return Case("framing", (chunked, whole[: rng.randrange(len(whole))]), is_http=False,
                     end=rng.choice(("reset", "half-close")), delay=0.05)  # fmt: skip
     if kind == 2:
-        fault = rng.choice((b"zz\r\nx\r\n", b"-1\r\nx\r\n", b"ffffffffffffffffffff\r\nx", b"5\r\nabc\r\n",
-                            b"3;a=b\r\nabc\r\n0\r\nx: y\r\n\r\n", b"3\nabc\n0\n\n"))  # fmt: skip
+        fault = rng.choice((b"zz\r\nx\r\n", b"-1\r\nx\r\n", b"ffffffffffffffffffff\r\nx",
+                            b"5\r\nabc\r\n", b"3;a=b\r\nabc\r\n0\r\nx: y\r\n\r\n",
+                            b"3\nabc\n0\n\n"))  # fmt: skip
         return Case("framing", (chunked + fault,), is_http=False, end="half-close", delay=0.1)
     if kind == 3:
         more = head + b"content-length: %d\r\n\r\n" % (len(body) + rng.choice((1, 100, 9**6)))
@@ -375,7 +381,8 @@ def draw_schema(rng: random.Random) -> Any:
         {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}},
          "$ref": "#/$defs/a"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
         {"enum": [f"value {i}" for i in range(rng.choice((10, 5000)))]}, {"enum": []}, {"not": {}},
-        {"type": "string", "pattern": rng.choice(HOSTILE_REGEXES)}, {"type": "nothing"}, True, False,
+        {"type": "string", "pattern": rng.choice(HOSTILE_REGEXES)}, {"type": "nothing"}, True,
+        False,
         {"type": "integer", "minimum": 5, "maximum": 3}, {"type": "string", "minLength": 10**9},
         {"type": "array", "minItems": 10**6, "items": {"type": "null"}}, {"allOf": [{}] * 1000},
         {"oneOf": [{"const": i} for i in range(300)]}, {"$ref": "http://example.org/x.json"},
@@ -395,8 +402,10 @@ def draw_grammar(rng: random.Random) -> Case:
         "start: " + "(" * 200 + '"a"' + ")" * 200, "%import common.NUMBER", "start: %json {}",
         "start: " + " | ".join(f'"{i}"' for i in range(900)), "\x00", 'start: "a"~0..99999999',
     ))  # fmt: skip
-    gbnf = rng.choice(("root ::= root", 'root ::= "a"{0,99999999}', "root ::= [^", 'root ::= ("a"*)*',
-                       "root ::= x", "root ::= " + "(" * 3000, 'root ::= "' + "a" * 9000 + '"'))  # fmt: skip
+    gbnf = rng.choice((
+        "root ::= root", 'root ::= "a"{0,99999999}', "root ::= [^", 'root ::= ("a"*)*',
+        "root ::= x", "root ::= " + "(" * 3000, 'root ::= "' + "a" * 9000 + '"',
+    ))  # fmt: skip
     body = {"prompt": "Once", "max_tokens": rng.choice((1, 8)), **rng.choice((
         {"regex": rng.choice(HOSTILE_REGEXES)},
         {"structured_outputs": {"regex": rng.choice(HOSTILE_REGEXES)}},
@@ -435,7 +444,8 @@ def draw_chat(rng: random.Random) -> Case:
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": draw_schema(rng)}}
     tools = rng.choice((
         draw_garbage(rng), [tool], [tool] * 300, [draw_garbage(rng)], [{"type": "function"}], [],
-        [{"type": "function", "function": {"name": rng.choice(("", "\n", '"', "\ud800", "x" * 9999))}}],
+        [{"type": "function",
+          "function": {"name": rng.choice(("", "\n", '"', "\ud800", "x" * 9999))}}],
         [{"type": "function", "function": draw_garbage(rng)}],
     ))  # fmt: skip
     choice = rng.choice((
@@ -443,7 +453,8 @@ def draw_chat(rng: random.Random) -> Case:
         {"type": "function", "function": draw_garbage(rng)}, {"type": "allowed_tools"},
         {"type": "function", "function": {"name": rng.choice(("f", "g"))}},
         {"type": "allowed_tools", "allowed_tools": draw_garbage(rng)},
-        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": draw_garbage(rng)}},
+        {"type": "allowed_tools",
+         "allowed_tools": {"mode": "required", "tools": draw_garbage(rng)}},
         {"type": "allowed_tools", "allowed_tools": {"tools": [draw_garbage(rng)]}},
         {"type": "function", "function": {"name": draw_garbage(rng)}},
     ))  # fmt: skip
@@ -451,8 +462,8 @@ def draw_chat(rng: random.Random) -> Case:
         {}, {"tools": tools}, {"tools": tools, "tool_choice": choice}, {"tool_choice": choice},
         {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": choice},
         {"chat_template_kwargs": draw_garbage(rng)}, {"continue_final_message": draw_garbage(rng)},
-        {"chat_template_kwargs": {rng.choice(("messages", "self", "tools", "", "a b", "add_generation"
-         "_prompt", "bos_token")): draw_garbage(rng)}}, {"add_generation_prompt": False},
+        {"chat_template_kwargs": {rng.choice(("messages", "self", "tools", "", "a b", "bos_token",
+         "add_generation_prompt")): draw_garbage(rng)}}, {"add_generation_prompt": False},
         {"continue_final_message": True, "add_generation_prompt": False},
         {"logprobs": True, "top_logprobs": rng.choice((0, 5, 20, 21, -1))},
     ))}  # fmt: skip
