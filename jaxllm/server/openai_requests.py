@@ -19,7 +19,8 @@ MAX_COMPLETION_LOGPROBS = 20
 MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
 _REFUSED = {"suffix": "suffix", "audio": "audio", "modalities": "audio", "functions": "functions",
-            "web_search_options": "web search", "prediction": "prediction"}  # fmt: skip
+            "web_search_options": "web search", "prediction": "prediction",
+            "lora": "lora (the model's name chooses the adapter)"}  # fmt: skip
 _RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
            "frequency_penalty": (-10, 10)}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
