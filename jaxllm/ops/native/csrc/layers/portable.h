@@ -72,12 +72,14 @@ JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
 
 template <int Size, int Count>
 JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* const (&place)[2], int n) {
-  uint32_t lane[4] = {};
-  for (int i = 0; i < 4; i++) {
-    const uint8_t first = place[n / 2][16 * (n % 2) + 4 * i + 4 - Size];
-    if (first < 128) memcpy(reinterpret_cast<uint8_t*>(lane + i) + 4 - Size, from[n / 2] + first, Size);
+  uint32_t lane[4];
+  JAXLLM_UNROLL
+  for (int i = 0; i < 4; i++) {  // without branches: half of them would be predicted wrongly
+    const uint8_t first = place[n / 2][16 * (n % 2) + 4 * i + 4 - Size], *at = from[n / 2] + (first & 15);
+    const uint32_t number = Size == 1 ? *at : load<uint16_t>(at);
+    lane[i] = number << (32 - 8 * Size) & ((first >> 7) - 1u);
   }
-  return load<Bytes>(lane);
+  return Bytes(Bits{lane[0], lane[1], lane[2], lane[3]});
 }
 
 struct Exponents {
