@@ -13,6 +13,12 @@ from jaxllm.ops import native
 # Instruction set -> format -> decoding speed, as a ratio to the dense format: tokens per second of
 # a whole model with one row (docs/benchmarks/compression.md). Unmeasured formats are absent.
 DECODE_SPEED: dict[str, dict[str, float]] = {
+    "portable": {  # of one product
+        "bfloat16-2:4": 0.22,
+        "int8-2:4": 0.23,
+        "bfloat16-bitmap": 0.17,
+        "int8-bitmap": 0.17,
+    },
     "avx2": {
         "bfloat16-2:4": 1.54,
         "int8-2:4": 1.30,
