@@ -66,13 +66,14 @@ class PrefixCache:
     and sizes that made them, so several models may share a store.
     """
 
-    def __init__(self, max_bytes: int, chunk: int = 64) -> None:
+    def __init__(self, max_bytes: int, chunk: int = 128) -> None:
         """Create an empty store.
 
         Args:
             max_bytes: Limit of the bytes held. 0 holds nothing.
             chunk: Tokens per entry. Prompts run in chunks of this size: a larger one is faster to
-                run, a smaller one finds more of a text.
+                run, a smaller one finds more of a text. Per token, 128 take 1.2 times the
+                processor time of 256, and 64 take 1.7 times (TinyLlama, int8, AMX).
 
         Raises:
             CapacityError: A size is not an integer in its range.

@@ -439,8 +439,8 @@ class _Api:
                 elif "done" in frame:
                     choice.end(frame["done"]["finish_reason"])
                     ends.append(frame["done"])
-                    if answer.chat:
-                        yield event(choice.finish_chunk())
+                    for piece in choice.end_chunks() if answer.chat else ():
+                        yield event(piece)
         if call.include_usage:
             prompts = len({str(frame.get("prompt")) for frame in frames})
             yield _event(answer.chunk([], usage(ends, prompts), **_timings(ends)))

@@ -117,8 +117,10 @@ class _Request:
             "cache_n": done["cached_tokens"],
             "prompt_n": prompt,
             "prompt_ms": 1e3 * prompt_s,
+            "prompt_per_token_ms": 1e3 * prompt_s / prompt if prompt else 0.0,
             "prompt_per_second": prompt / prompt_s if prompt_s else 0.0,
             "predicted_n": new,
             "predicted_ms": 1e3 * new_s,
+            "predicted_per_token_ms": 1e3 * new_s / (new - 1) if new > 1 else 0.0,
             "predicted_per_second": (new - 1) / new_s if new_s else 0.0,
         }

@@ -147,7 +147,7 @@ class ModelProcess:
                 if index is not None:
                     special.setdefault(name, tokenizer.token(index))
         return {
-            "context": min(lm.config.position_limit, self.capacity),
+            "context": self.context,
             "rows": self.rows,
             "adapters": list(lm.adapters),
             "vocab_size": lm.config.vocab_size,
@@ -286,7 +286,8 @@ class ModelProcess:
     @property
     def context(self) -> int:
         """Tokens of a prompt and its continuation."""
-        return min(self.lm.config.position_limit, self.capacity)
+        config = self.lm.config
+        return min(config.context_length, config.position_limit, self.capacity)
 
     @cached_property
     def _tool_style(self) -> str:

@@ -19,7 +19,8 @@ MAX_COMPLETION_LOGPROBS = 20
 MAX_TOP_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's interface
 _REFUSED = {"suffix": "suffix", "audio": "audio", "modalities": "audio", "functions": "functions",
-            "web_search_options": "web search", "prediction": "prediction"}  # fmt: skip
+            "web_search_options": "web search", "prediction": "prediction",
+            "lora": "lora (the model's name chooses the adapter)"}  # fmt: skip
 _RANGES = {"temperature": (0, 100), "top_p": (0, 1), "presence_penalty": (-10, 10),
            "frequency_penalty": (-10, 10)}  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -121,6 +122,8 @@ def read_conversation(body: Body) -> dict[str, Any]:
     if taken := {"self", "messages"} & variables.keys():
         raise invalid(f"chat_template_kwargs cannot set {', '.join(taken)}", "chat_template_kwargs")
     variables = dict(variables)
+    if body.get("reasoning_effort") is not None:  # OpenAI's field, which some templates show
+        variables.setdefault("reasoning_effort", body["reasoning_effort"])
     continues = _boolean(body, "continue_final_message")
     adds = body.get("add_generation_prompt", True)
     last_answers = plain[-1]["role"] == "assistant"

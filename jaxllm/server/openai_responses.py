@@ -140,11 +140,22 @@ class Choice:
         """Return the choice of a stream's chunk with the echoed prompt."""
         return self._stream_choice(self._text)
 
-    def finish_chunk(self) -> Json:
-        """Return the last choice of a chat's stream: the reason of its end, and no content."""
-        delta: Json = {"tool_calls": self._calls} if self._calls else {}
-        return {"index": self.index, "delta": delta, "logprobs": None,
-                "finish_reason": self._finish}  # fmt: skip
+    def end_chunks(self) -> list[Json]:
+        """Return the last choices of a chat's stream: calls of tools, then the reason of its end.
+
+        A call's name comes before its arguments, and both before the reason: OpenAI's client
+        reports a call as complete only where something follows it.
+        """
+        deltas: list[Json] = []
+        for call in self._calls:
+            function = call["function"]
+            begun = {**call, "function": {**function, "arguments": ""}}
+            rest = {"index": call["index"], "function": {"arguments": function["arguments"]}}
+            deltas += [{"tool_calls": [begun]}, {"tool_calls": [rest]}]
+        return [
+            {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+            for delta, reason in [*((delta, None) for delta in deltas), ({}, self._finish)]
+        ]
 
     def role_chunk(self) -> Json:
         """Return the first choice of a chat's stream."""

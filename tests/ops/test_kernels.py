@@ -18,7 +18,7 @@ from tests.ops.samples import (
 
 # Outputs and columns: one, odd, a tile plus a remainder, groups and chunks that do not divide.
 SHAPES = [(1, 1), (7, 100), (33, 200), (18, 1300)]
-ROWS = (1, 2, 3, 5, 16, 40)
+ROWS = (1, 2, 3, 5, 8, 9, 16, 40)
 TYPES = [np.dtype(np.float32), bfloat16]
 INTEGERS = [name for name in FORMATS if name.startswith("int")]
 SPARSE = [name for name in FORMATS if name.endswith(("2:4", "bitmap"))]

@@ -1,12 +1,13 @@
 """Spellings of other servers and clients: what they ask in their own words gets an answer."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.processes import RunningServer
-from tests.server.test_openai import TOOLS, post
+from tests.server.processes import RunningServer, start_server
+from tests.server.test_openai import TOOLS, get, post
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me"}], "seed": 3}
 TEXTS = ["One day", "Once upon a time"]
@@ -66,3 +67,29 @@ def test_two_answers_at_end_are_refused(server: RunningServer) -> None:
     status, found = post(server, "/v1/chat/completions", body)
     assert status == 400 and "two of the assistant" in found["error"]["message"]
     assert post(server, "/v1/chat/completions", {**body, "add_generation_prompt": True})[0] == 200
+
+
+def test_template_gets_reasoning_effort(tmp_path: Path) -> None:
+    """OpenAI's field is a variable of the template; a capacity beyond the context is cut to it."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ reasoning_effort or 'no' }} {{ enable_thinking or 'off' }}", "utf-8")
+    with start_server(
+        "--chat-template", str(template), "--rows", "1", "--capacity", "4096"
+    ) as server:
+        body = {**CHAT, "add_generation_prompt": True}
+        assert post(server, "/apply-template", body)[1]["prompt"] == "no off"
+        asked = {**body, "reasoning_effort": "high"}
+        asked["chat_template_kwargs"] = {"enable_thinking": "on"}
+        assert post(server, "/apply-template", asked)[1]["prompt"] == "high on"
+        assert json.loads(get(server, "/v1/models"))["data"][0]["max_model_len"] == 512
+        status, found = post(server, "/v1/completions", {"prompt": "x", "max_tokens": 600})
+        assert status == 400 and found["error"]["n_ctx"] == 512
+        ends = post(server, "/v1/chat/completions", {**CHAT, "seed": 1, "ignore_eos": True})[1]
+        assert ends["usage"]["total_tokens"] == 512
+
+
+def test_adapters_by_number_are_refused(server: RunningServer) -> None:
+    """llama.cpp's `lora` would change the answer, so it is not ignored."""
+    body = {"prompt": "x", "lora": [{"id": 0, "scale": 0.5}]}
+    status, found = post(server, "/v1/completions", body)
+    assert status == 501 and "chooses the adapter" in found["error"]["message"]

@@ -206,9 +206,14 @@ def test_tools_are_called(client: Any) -> None:
     (call,) = whole.message.tool_calls
     assert call.function.name in ("paint", "wait") and call.id.startswith("call_")
     named: Any = {"type": "function", "function": {"name": "paint"}}
-    *_, last = client.chat.completions.create(**request, tool_choice=named, stream=True)
-    (call,) = last.choices[0].delta.tool_calls
-    assert call.function.name == "paint" and call.index == 0
+    *_, begun, rest, last = (
+        chunk.choices[0]
+        for chunk in client.chat.completions.create(**request, tool_choice=named, stream=True)
+    )
+    assert last.finish_reason == "tool_calls" and last.delta.tool_calls is None
+    (call,), (piece,) = begun.delta.tool_calls, rest.delta.tool_calls
+    assert (call.function.name, call.function.arguments, call.index) == ("paint", "", 0)
+    call.function.arguments += piece.function.arguments
     assert json.loads(call.function.arguments)["color"] in ("red", "blue")
     plain = client.chat.completions.create(**request, tool_choice="none")
     assert plain.choices[0].message.tool_calls is None

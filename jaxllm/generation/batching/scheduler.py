@@ -50,6 +50,15 @@ _TOP_WIDTHS = (0, 5, MAX_TOP_LOGPROBS)  # each compiles its own programs
 _MAX_KINDS = 8  # unused kinds of samplers are dropped once there are this many kinds
 
 
+class _Sampled(NamedTuple):
+    """A row's next token; invalid if its logits were not finite. top: the likeliest tokens."""
+
+    token: int
+    logprob: float
+    finite: bool
+    top: list[tuple[int, float]]
+
+
 @dataclasses.dataclass(frozen=True)
 class _ActiveRequest:
     """A request that occupies a row.
@@ -84,14 +93,22 @@ class _ActiveRequest:
         at, adapter = position_T, self.request.adapter
         return TokenRun((row,), at, token_T, at, at, output_T, length, adapter)
 
-
-class _Sampled(NamedTuple):
-    """A row's next token; invalid if its logits were not finite. top: the likeliest tokens."""
-
-    token: int
-    logprob: float
-    finite: bool
-    top: list[tuple[int, float]]
+    def make_event(
+        self, finish: Finish | None, step: StepStats, drawn: _Sampled | None = None
+    ) -> Event:
+        """Return an event of the request, without a token if none was drawn."""
+        token, logprob, top = (drawn.token, drawn.logprob, drawn.top) if drawn else (None, None, [])
+        count = self.request.top_logprobs
+        return Event(
+            self.request.id,
+            token,
+            logprob,
+            finish,
+            None,
+            step,
+            top_logprobs=top[:count] if count and drawn else None,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 _StepSamples = dict[int, _Sampled]  # the tokens of one step, by row
@@ -211,15 +228,7 @@ def serve(
             if _is_cancelled(seat.request):
                 seats = {other: kept for other, kept in now.active.items() if other != row}
                 now = now._replace(active=seats)
-                yield Event(
-                    seat.request.id,
-                    None,
-                    None,
-                    Finish.CANCELLED,
-                    None,
-                    step,
-                    cached_tokens=seat.cached_tokens,
-                )
+                yield seat.make_event(Finish.CANCELLED, step)
         if not now.active:
             continue
         if all(seat.num_generated and seat.request.until is None for seat in now.active.values()):
@@ -377,31 +386,17 @@ def _make_events(
         seat = seats[row] = dataclasses.replace(seat, num_run=seat.num_run + run.index_T.size)
         if row not in samples:
             continue
-        token, logprob, finite, top = samples[row]
-        count = seat.request.top_logprobs
-        if not finite:
+        if not samples[row].finite:
             del seats[row]
-            events.append(
-                Event(
-                    seat.request.id,
-                    None,
-                    None,
-                    Finish.NON_FINITE,
-                    None,
-                    step,
-                    cached_tokens=seat.cached_tokens,
-                )
-            )
+            events.append(seat.make_event(Finish.NON_FINITE, step))
             continue
         seats[row] = seat = dataclasses.replace(
-            seat, newest_token=token, num_generated=seat.num_generated + 1
+            seat, newest_token=samples[row].token, num_generated=seat.num_generated + 1
         )
         finish = _finish_reason(seat)
         if finish is not None:
             del seats[row]
-        likeliest = top[:count] if count else None
-        cached = seat.cached_tokens
-        events.append(Event(seat.request.id, token, logprob, finish, None, step, likeliest, cached))
+        events.append(seat.make_event(finish, step, samples[row]))
     return state._replace(active=seats), events
 
 

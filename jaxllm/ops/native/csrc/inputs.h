@@ -41,7 +41,8 @@ inline const Order* order_of(const Weight& w, bool pairs) {
   const Kind kind = dense_of(w.kind);
   if (kind == Kind::kInt8) return pairs ? &kNarrowed : nullptr;
   if (kind == Kind::kInt4) return pairs || !kWidened ? &kNibbles : &kNibblesEvenOdd;
-  return (kind == Kind::kBF16 || kind == Kind::kPacked) && !pairs ? &kEvenOdd : nullptr;
+  if (pairs || (sparse(w) && kInOrder)) return nullptr;
+  return kind == Kind::kBF16 || kind == Kind::kPacked ? &kEvenOdd : nullptr;
 }
 
 inline size_t prepared_bytes(const Weight& w, const Input& in) {

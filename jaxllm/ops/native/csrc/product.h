@@ -4,7 +4,8 @@
 //   Value          a register of weights: Floats of kLanes columns, or Halves, of twice as many bfloat16.
 //   kPairs         whether Halves multiply bfloat16 inputs in pairs; else they are converted, and multiply floats.
 //   kUnit          columns that are multiplied at once, and share their scales; kChunk: columns per prefetch.
-//   kScales        none, one per row (applied last), or one for each lane of a unit.
+//   kScales        none, one per row (applied last; shifted: to weights 2^24 times as large), or one for each lane of a
+//                  unit.
 //   kMany          whether there are more input rows than a tile has.
 //   kTail          whether rows may end within a chunk, without zero padding.
 //   Row            row(o): a row's address. fetch(c) prefetches a later row's chunk, load(c, values) reads a unit's
@@ -17,7 +18,7 @@
 namespace jaxllm {
 namespace {
 
-enum class Scales { kNone, kRow, kUnit };
+enum class Scales { kNone, kRow, kShifted, kUnit };
 
 template <class V>
 constexpr int columns_of() {
@@ -67,7 +68,7 @@ JAXLLM_INLINE void add_unit(Floats (&sum)[O][R], Row (&row)[O], int64_t c, const
   typedef typename S::Value Value;
   constexpr int kColumns = columns_of<Value>(), N = S::kUnit / kColumns;
   constexpr bool kParts = S::kScales == Scales::kUnit;
-  constexpr int P = R == 1 && kRegisters >= 32 ? O : 1, kPart = kRegisters < 32 ? (N + 1) / 2 : N;
+  constexpr int P = R == 1 && (kRegisters >= 32 || N <= 2) ? O : 1, kPart = kRegisters < 32 ? (N + 1) / 2 : N;
   JAXLLM_UNROLL
   for (int i = 0; i < O; i += P) {
     Value value[P][N];
@@ -123,7 +124,11 @@ void tile(const S& source, const Weight& w, const X<S>* x, int64_t x_stride, int
       add_unit<S, O, R>(sum, row, whole, x, x_stride);
     }
   }
-  put(sum, w, o, r, S::kScales == Scales::kRow, y);
+  constexpr bool kShifted = S::kScales == Scales::kShifted;
+  JAXLLM_UNROLL
+  for (int i = 0; i < O && kShifted; i++) JAXLLM_UNROLL
+  for (int j = 0; j < R; j++) sum[i][j] *= 0x1p-24f;
+  put(sum, w, o, r, kShifted || S::kScales == Scales::kRow, y);
 }
 
 // Distance between rows of a prepared input: not a power of two, or rows of both factors would share a few lines of the

@@ -1,10 +1,9 @@
 // Sparse weights: for each row a bit per column, and its nonzero numbers in the order of columns
-// (weights/leaves/sparse.py). A register of columns is assembled sixteen bytes at a time, by a table that maps bits to
-// the position of each number, or to zero.
+// (weights/types/sparse.py). Tables map bits to the position of each number, or to zero.
 //
-// A single input row is multiplied while weights are decoded; several rows are multiplied with decoded blocks of rows,
-// in the same order of additions. Inputs are floats in any set: products of bfloat16 pairs would use the same execution
-// ports as assembling registers.
+// Few input rows are multiplied while weights are expanded, in registers; more of them are multiplied with decoded
+// blocks of rows, in the same order of additions. Inputs are floats in any set: products of bfloat16 pairs would use
+// the same execution ports as assembling registers.
 #pragma once
 
 #include "floats.h"
@@ -37,6 +36,39 @@ constexpr Places all_places() {
 }
 
 alignas(64) constexpr Places kPlaces = all_places();
+
+// The same for eight lanes, whose highest bytes are numbers of Size bytes: the upper half of a float, or an integer
+// times 2^24, which needs no sign extension. The second table, for the upper half of large registers, is of numbers
+// that follow four others.
+template <int Size>
+struct LanePlaces {
+  uint8_t of[kLanes == 16 ? 2 : 1][256][32];
+};
+
+template <int Size>
+constexpr LanePlaces<Size> lane_places() {
+  LanePlaces<Size> places = {};
+  for (auto& table : places.of)
+    for (int bits = 0; bits < 256; bits++) {
+      int number = &table == places.of ? 0 : 4;
+      for (int i = 0; i < 8; number += bits >> i++ & 1)
+        for (int b = 0; b < 4; b++) {
+          const bool there = (bits >> i & 1) && b >= 4 - Size;
+          table[bits][4 * i + b] = uint8_t(there ? Size * (number + 1) + b - 4 : 128);
+        }
+    }
+  return places;
+}
+
+template <int Size>
+alignas(64) constexpr LanePlaces<Size> kLanePlaces = lane_places<Size>();
+
+// Whether a register of 16-bit numbers is expanded in the order of lanes, not of their halves.
+#ifdef JAXLLM_SPREADS_HALVES
+constexpr bool kInOrder = false;
+#else
+constexpr bool kInOrder = true;
+#endif
 
 typedef uint64_t Eights __attribute__((vector_size(16)));
 
@@ -135,12 +167,12 @@ void by_kind(const Weight& w, const Call& call) {
   }
 }
 
-// Prefetches the numbers of columns c to c + 127 of a later row, and its bits.
-template <class N>
-JAXLLM_INLINE void fetch_numbers(const N& row, int64_t c, bool two_of_four, int64_t distance, int64_t mask_distance) {
-  const uint8_t* from = reinterpret_cast<const uint8_t*>(row.at + (two_of_four ? c / 2 : 0));
-  for (size_t line = 0; line < 64 * sizeof *row.at; line += 64) ahead(from + line, distance);
-  if (!(c & 511)) ahead(row.mask + c / 8, mask_distance);
+// Prefetches what a later row has in place of these numbers of columns c to c + 127, and of these bits.
+template <class T>
+JAXLLM_INLINE void fetch_numbers(const T* at, const uint8_t* mask, int64_t c, int64_t distance, int64_t mask_distance) {
+  for (size_t line = 0; line < 64 * sizeof *at; line += 64)
+    ahead(reinterpret_cast<const uint8_t*>(at) + line, distance);
+  if (!(c & 511)) ahead(mask, mask_distance);
 }
 
 // A decoded row, with its zeros, padded to 128 columns.
@@ -150,7 +182,7 @@ inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
     auto row = numbers_of<T, two_of_four, spread>(w, o);
     const int64_t distance = distance_of(w.stride), mask_distance = distance_of(w.mask_stride);
     for (int64_t c = 0; c < w.columns; c += 128) {
-      fetch_numbers(row, c, two_of_four, distance, mask_distance);
+      fetch_numbers(row.at + (two_of_four ? c / 2 : 0), row.mask + c / 8, c, distance, mask_distance);
       JAXLLM_UNROLL
       for (int i = 0; i < 128; i += int(kBytes / sizeof(T))) store(to + (c + i) * sizeof(T), row.next(c + i));
     }
@@ -158,8 +190,8 @@ inline void write_row(const Weight& w, int64_t o, uint8_t* to) {
 }
 
 // dense(rows, o, count) for `most` decoded rows at a time: weights whose row 0 is row o of these.
-template <class Dense>
-void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
+template <class Dense, class Write>
+void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense, const Write& write) {
   Weight rows = {};
   rows.kind = dense_of(w.kind);
   rows.rows = w.rows;  // the distance of outputs
@@ -171,10 +203,15 @@ void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const 
   rows.data = memory;
   for (int64_t o = begin; o < end; o += most) {
     const int64_t count = end - o < most ? end - o : most;
-    for (int64_t i = 0; i < count; i++) write_row(w, o + i, memory + i * rows.stride);
+    for (int64_t i = 0; i < count; i++) write(w, o + i, memory + i * rows.stride);
     if (w.scale) rows.scale = static_cast<const float*>(w.scale) + o;
     dense(rows, o, count);
   }
+}
+
+template <class Dense>
+void by_blocks(const Weight& w, int64_t begin, int64_t end, int64_t most, const Dense& dense) {
+  by_blocks(w, begin, end, most, dense, write_row);
 }
 
 // A source (product.h) whose numbers come in the order of the dense weights'.
@@ -196,7 +233,9 @@ struct Sparse {
     Numbers<T, TwoOfFour, Spread> numbers;
     int64_t distance, mask_distance;
 
-    JAXLLM_INLINE void fetch(int64_t c) const { fetch_numbers(numbers, c, TwoOfFour, distance, mask_distance); }
+    JAXLLM_INLINE void fetch(int64_t c) const {
+      fetch_numbers(numbers.at + (TwoOfFour ? c / 2 : 0), numbers.mask + c / 8, c, distance, mask_distance);
+    }
     template <int N>
     JAXLLM_INLINE void load(int64_t c, Value (&out)[N]) {
       if constexpr (kInteger) {
@@ -219,39 +258,138 @@ struct Sparse {
   JAXLLM_INLINE Row row(int64_t o) const { return {numbers_of<T, TwoOfFour, Spread>(w, o), distance, mask_distance}; }
 };
 
-// One row of inputs.
-template <class S>
-void multiply_one(const Weight& w, const Input& in, const uint8_t* prepared, int64_t begin, int64_t end, float* y) {
-  const S source(w);
-  const X<S>* x = reinterpret_cast<const X<S>*>(prepared);
-  const int64_t stride = stride_of(in);
-  for (int64_t o = begin; o < end && end - begin >= 4; o += 4)
-    tile<S, 4, 1>(source, w, x, stride, o + 4 <= end ? o : end - 4, 0, y);
-  for (int64_t o = begin; o < end && end - begin < 4; o++) tile<S, 1, 1>(source, w, x, stride, o, 0, y);
+// Lanes whose highest bytes are numbers, as floats: integers stay 2^24 times as large.
+template <class T>
+JAXLLM_INLINE Floats from_lanes(Bytes lanes) {
+  if constexpr (sizeof(T) == 1)
+    return to_floats(Ints(lanes));
+  else
+    return Floats(lanes);
+}
+
+// A source of floats in the order of columns: each byte of bits selects eight of them. It reads on from where it was,
+// so that addresses within a chunk are constants.
+template <class T, bool TwoOfFour>
+struct ByEights {
+  static constexpr bool kPairs = false, kTail = false, kEnds = false, kMany = false;
+  static constexpr int kUnit = 16, kChunk = 128;
+  static constexpr Scales kScales = sizeof(T) == 1 ? Scales::kShifted : Scales::kNone;
+  typedef Floats Value;
+  struct Row {
+    Numbers<T, TwoOfFour, false> numbers;
+    int64_t distance, mask_distance;
+
+    JAXLLM_INLINE void fetch(int64_t c) const { fetch_numbers(numbers.at, numbers.mask, c, distance, mask_distance); }
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Floats (&out)[N]) {
+      const uint8_t *from[2], *place[2];
+      if (!TwoOfFour && !(c & 63)) numbers.at = numbers.at < numbers.last ? numbers.at : numbers.last;
+      const unsigned both = jaxllm::load<uint16_t>(numbers.mask);
+      JAXLLM_UNROLL
+      for (int i = 0; i < 2; i++) {  // bitmaps need each byte twice: loading it again is cheaper than two shifts
+        const unsigned bits = TwoOfFour ? (i ? both >> 8 : both & 255) : numbers.mask[i];
+        place[i] = kLanePlaces<sizeof(T)>.of[TwoOfFour && kLanes == 16 ? i : 0][bits];
+        from[i] = reinterpret_cast<const uint8_t*>(numbers.at);
+        numbers.at += TwoOfFour ? 4 : __builtin_popcount(bits);
+      }
+      numbers.mask += 2;
+      JAXLLM_UNROLL
+      for (int n = 0; n < N; n++) out[n] = from_lanes<T>(expanded < sizeof(T), TwoOfFour ? 4 : 8 > (from, place, n));
+    }
+    JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
+  };
+  const Weight& w;
+  int64_t distance, mask_distance;
+  explicit ByEights(const Weight& w)
+      : w(w), distance(distance_of(w.stride)), mask_distance(distance_of(w.mask_stride)) {}
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {numbers_of<T, TwoOfFour, false>(w, o), distance, mask_distance}; }
+};
+
+// The same floats of decoded rows. Large registers read bfloat16 as halves, which is cheaper: `write` puts the floats
+// of two registers together.
+template <class T>
+struct Decoded {
+  static constexpr bool kPairs = false, kTail = false, kEnds = false, kMany = true;
+  static constexpr bool kJoined = sizeof(T) == 2 && kLanes == 16;
+  static constexpr int kUnit = kJoined ? 32 : 16, kChunk = 128;
+  static constexpr Scales kScales = ByEights<T, false>::kScales;
+  typedef Floats Value;
+  struct Row {
+    const uint8_t* at;
+
+    void fetch(int64_t) const {}
+    template <int N>
+    JAXLLM_INLINE void load(int64_t c, Floats (&out)[N]) const {
+      const uint8_t* p = at + sizeof(T) * c;
+      JAXLLM_UNROLL
+      for (int n = 0; n < N; n++)
+        if constexpr (kJoined)
+          out[n] = n ? odd(jaxllm::load<Halves>(p)) : even(jaxllm::load<Halves>(p));
+        else
+          out[n] = from_lanes<T>(in_lanes<sizeof(T)>(p + sizeof(T) * n * kLanes));
+    }
+    JAXLLM_INLINE Floats scale(int64_t) const { return Floats{}; }
+  };
+  const Weight& w;
+
+  JAXLLM_INLINE Row row(int64_t o) const { return {w.data + o * w.stride}; }
+
+  template <bool TwoOfFour>
+  static void write(const Weight& w, int64_t o, uint8_t* to) {
+    if constexpr (!kJoined) return write_row(w, o, to);
+    auto row = ByEights<T, TwoOfFour>(w).row(o);
+    for (int64_t c = 0; c < w.columns; c += 128) {
+      row.fetch(c);
+      JAXLLM_UNROLL
+      for (int i = 0; i < 128; i += 32) {
+        Floats first[16 / kLanes], second[16 / kLanes];
+        row.load(c + i, first);
+        row.load(c + i + 16, second);
+        store(to + (c + i) * sizeof(T), narrow(first[0], second[0]));
+      }
+    }
+  }
+};
+
+// More input rows than these decode weights once for all of them.
+constexpr int64_t kFewRows = 8;
+
+template <class T, bool TwoOfFour, bool Spread>
+void multiply_numbers(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
+  constexpr bool kEights = sizeof(T) == 1 ? !Spread : sizeof(T) == 2 && kInOrder;
+  if (in.rows <= kFewRows && !rounded(w, in)) {
+    if constexpr (kEights)
+      return multiply_source(ByEights<T, TwoOfFour>(w), w, in, x, w.stride, begin, end, y);
+    else
+      return multiply_source(Sparse<T, TwoOfFour, Spread>(w), w, in, x, w.stride, begin, end, y);
+  }
+  const int64_t most = in.rows > 1 ? rows_in_cache(2 * w.columns) : 4;
+  const auto dense = [&](const Weight& rows, int64_t o, int64_t count) {
+    if (rounded(w, in)) return multiply_rounded(rows, in, x, 0, count, y + o);
+    if constexpr (kEights)
+      multiply_source(Decoded<T>{rows}, rows, in, x, 0, 0, count, y + o);
+    else if constexpr (sizeof(T) == 1)
+      multiply_integers<false>(rows, in, x, 0, count, y + o);
+    else
+      multiply_floats<sizeof(T) == 4 ? Kind::kF32 : Kind::kBF16, false>(rows, in, x, 0, count, y + o);
+  };
+  if constexpr (kEights)
+    by_blocks(w, begin, end, most, dense, Decoded<T>::template write<TwoOfFour>);
+  else
+    by_blocks(w, begin, end, most, dense);
 }
 
 inline void multiply_sparse(const Weight& w, const Input& in, const uint8_t* x, int64_t begin, int64_t end, float* y) {
-  const auto dense = [&](const Weight& rows, int64_t o, int64_t count) {
-    if (in.rounded && integers(rows)) return multiply_rounded(rows, in, x, 0, count, y + o);
-    switch (rows.kind) {
-      case Kind::kF32: return multiply_floats<Kind::kF32, false>(rows, in, x, 0, count, y + o);
-      case Kind::kBF16: return multiply_floats<Kind::kBF16, false>(rows, in, x, 0, count, y + o);
-      default: return multiply_exact<false>(rows, in, x, 0, count, y + o);
-    }
-  };
-#ifdef JAXLLM_TWO_OF_FOUR
-  const bool decode_first = w.kind == Kind::kSparse24Int8;  // decoding is cheaper than taking registers apart
-#else
-  const bool decode_first = false;
-#endif
-  if (in.rows > 1 || rounded(w, in) || decode_first)
-    return by_blocks(w, begin, end, in.rows > 1 ? rows_in_cache(2 * w.columns) : 4, dense);
-  if (!in.rows) return;
   by_kind(w, [&](auto number, auto two_of_four, auto spread) {
-    multiply_one<Sparse<decltype(number), two_of_four, spread>>(w, in, x, begin, end, y);
+    multiply_numbers<decltype(number), two_of_four, spread>(w, in, x, begin, end, y);
   });
-  for (int64_t o = begin; o < end && integers(w); o++)  // which `mend` does for dense ones
-    if (!__builtin_isfinite(y[o])) by_blocks(w, o, o + 1, 1, dense);
+  if (!integers(w) || in.rounded) return;
+  for (int64_t o = begin; o < end; o++) {  // as for dense ones
+    bool finite = true;
+    for (int64_t r = 0; r < in.rows; r++) finite = finite && __builtin_isfinite(y[r * w.rows + o]);
+    if (!finite) by_blocks(w, o, o + 1, 1, [&](const Weight& row, int64_t, int64_t) { mend(row, in, 0, 1, y + o); });
+  }
 }
 
 }  // namespace

@@ -27,11 +27,19 @@
 //                             than the 32 columns of a register of nibbles), each repeated over its share of lanes;
 //      joined(part[N / 4])    a register from N / 4 times sixteen bytes;
 //      eights(p)              2 N bytes from p on, eight of them to the lower half of each sixteen;
-//      picked(from, place)    for each byte, byte `place` (0 to 15) of the same sixteen of `from`; 0 from 128 on.
+//      picked(from, place)    for each byte, byte `place` (0 to 15) of the same sixteen of `from`; 0 from 128 on;
+//      expanded<Size, Count>(from, place, n)   register n of 16 lanes, those of two bytes of bits. Each has Count
+//      numbers
+//                             of Size bytes, at from[0] and from[1], and for each byte of its eight lanes a place among
+//                             them (LanePlaces of sparse.h; sets of 16 lanes take the second table for from[1] if Count
+//                             is 4);
+//      in_lanes<Size>(p)      N numbers as the highest bytes of lanes (sets of 16 lanes: of 1 byte).
 //    If it can expand numbers into the lanes of a register whose bits are set, it defines JAXLLM_SPREADS, and
 //      spreads(bytes)         whether this processor can for numbers of that size;
 //      spread(p, half, bits)  the numbers from p on (for half or a full register), uint32_t, uint16_t or uint8_t, in
 //                             order where a bit is set, else 0.
+//    and JAXLLM_SPREADS_HALVES if most of its processors can for 16 bits: then all of them add sparse bfloat16 in the
+//    order of halves.
 //    If it has products of bfloat16 pairs, it defines JAXLLM_PAIRS, and
 //      add_pairs(sum, a, b)   a b of two neighbors added to each lane;
 //      transpose(in, out, stride), interleave(a, b, first, second)   N by N lanes; alternating 16-bit numbers.

@@ -39,10 +39,16 @@ JAXLLM_INLINE Floats from_f16(const uint16_t* p) {
   return Floats(Bits(wide) | Bits(bits & 0x8000) << 16);
 }
 
-JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+template <int Size>
+JAXLLM_INLINE Bytes in_lanes(const uint8_t* p) {
+  if constexpr (Size == 2) return Bytes(widened(Halves(Longs{load<uint64_t>(p), 0}), Halves{}));
   const Bytes byte = Bytes(Longs{load<uint32_t>(p), 0});
   const Bytes high = __builtin_shufflevector(Bytes{}, byte, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  return __builtin_convertvector(Ints(widened(Halves(high), Halves{})) >> 24, Floats);
+  return Bytes(widened(Halves(high), Halves{}));
+}
+
+JAXLLM_INLINE Floats from_int8(const int8_t* p) {
+  return __builtin_convertvector(Ints(in_lanes<1>(reinterpret_cast<const uint8_t*>(p))) >> 24, Floats);
 }
 
 JAXLLM_INLINE void add_bytes(Ints& sum, Bytes w, Bytes x) {  // two products fit 16 bits: 2 * 128 * 127
@@ -62,6 +68,18 @@ JAXLLM_INLINE Bytes picked(Bytes from, Bytes place) {
   store(some, from);
   for (int i = 0; i < 16; i++) out[i] = some[place[i] < 16 ? place[i] : 16];
   return load<Bytes>(out);
+}
+
+template <int Size, int Count>
+JAXLLM_INLINE Bytes expanded(const uint8_t* const (&from)[2], const uint8_t* const (&place)[2], int n) {
+  uint32_t lane[4];
+  JAXLLM_UNROLL
+  for (int i = 0; i < 4; i++) {  // without branches: half of them would be predicted wrongly
+    const uint8_t first = place[n / 2][16 * (n % 2) + 4 * i + 4 - Size], *at = from[n / 2] + (first & 15);
+    const uint32_t number = Size == 1 ? *at : load<uint16_t>(at);
+    lane[i] = number << (32 - 8 * Size) & ((first >> 7) - 1u);
+  }
+  return Bytes(Bits{lane[0], lane[1], lane[2], lane[3]});
 }
 
 struct Exponents {

@@ -1,0 +1,115 @@
+"""A server on a Unix socket with keys, an adapter and a public prefix: who shares what."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+
+import jaxllm
+from jaxllm.adapters import LoraConfig, write_adapter
+from tests.adapters.random_adapters import random_adapter
+from tests.server.processes import start_server
+
+KEYS = ("alpha-1", "beta-2")
+TALE = "Once upon a time there was a girl. She had a red ball and a small dog. " * 12
+RULES = "Be brief. Tell stories of animals. Never talk about the sea. " * 14
+
+
+class Private(NamedTuple):
+    """The server's socket, and a model with its adapter."""
+
+    socket: str
+    lm: Any
+
+    @contextlib.contextmanager
+    def client(self, key: str) -> Iterator[Any]:
+        transport = httpx.HTTPTransport(uds=self.socket)
+        with openai.OpenAI(
+            base_url="http://localhost/v1", api_key=key, max_retries=0,
+            http_client=httpx.Client(transport=transport, trust_env=False),
+        ) as client:  # fmt: skip
+            yield client
+
+    def ask(self, prompt: str, key: str = KEYS[0], model: str = "demo:llama") -> Any:
+        with self.client(key) as client:
+            return client.completions.create(
+                model=model, prompt=prompt, max_tokens=6, temperature=0, logprobs=2
+            )
+
+
+@pytest.fixture(scope="module")
+def private(tmp_path_factory: pytest.TempPathFactory, lm: Any) -> Iterator[Private]:
+    folder: Path = tmp_path_factory.mktemp("private")
+    made = random_adapter(lm.config, lm.params, LoraConfig(r=2, target_modules="all-linear"))
+    write_adapter(folder / "style", made, lm.config)
+    (folder / "keys").write_text(f"# of the tests\n{KEYS[0]}\n\n{KEYS[1]} # the second\n")
+    (folder / "rules").write_text(RULES)
+    with start_server(
+        "--unix", str(folder / "s"), "--adapter", f"style={folder / 'style'}",
+        "--api-key-file", str(folder / "keys"), "--public-prefix", str(folder / "rules"),
+        "--rows", "2",
+    ) as running:  # fmt: skip
+        assert running.url == f"unix:{folder / 's'}"
+        both = jaxllm.load("demo:llama", adapters={"style": folder / "style"})
+        yield Private(str(folder / "s"), both)
+    assert not (folder / "s").exists()
+
+
+def cached(answer: Any) -> int:
+    tokens: int = answer.usage.prompt_tokens_details.cached_tokens
+    return tokens
+
+
+def test_cached_prompt_keeps_bits_and_stays_with_its_key(private: Private) -> None:
+    """The second answer runs few tokens of the prompt and has the same log-probabilities."""
+    first, again = private.ask(TALE), private.ask(TALE)
+    assert cached(first) == 0 and cached(again) >= 128
+    assert again.choices == first.choices
+    other = private.ask(TALE, KEYS[1])
+    assert cached(other) == 0
+    assert other.choices == first.choices
+    assert private.ask(TALE, model="style").usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_public_prefix_is_shared_between_keys(private: Private) -> None:
+    assert cached(private.ask(RULES + "A cat")) == 0
+    found = private.ask(RULES + "A dog", KEYS[1])
+    assert cached(found) >= 128
+
+
+def test_adapter_is_a_model(private: Private) -> None:
+    with private.client(KEYS[0]) as client:
+        assert [model.id for model in client.models.list()] == ["demo:llama", "style"]
+    texts = {}
+    for name, adapter in (("demo:llama", "base"), ("style", "style")):
+        texts[name] = private.ask("One day", model=name).choices[0].text
+        expected = private.lm.generate("One day", max_new_tokens=6, adapter=adapter).text
+        assert texts[name] == expected
+    assert texts["style"] != texts["demo:llama"]
+
+
+def test_command_asks_unix_socket_with_key(private: Private) -> None:
+    command = [sys.executable, "-P", "-m", "jaxllm", "generate", "--server", private.socket, "-n"]
+    asked = [*command, "5", "-p", "One day"]
+    done = subprocess.run([*asked, "--api-key", KEYS[1]], capture_output=True, text=True)
+    expected = private.lm.generate("One day", max_new_tokens=5, adapter="base").text
+    assert done.stdout == expected, done.stderr
+    assert "5 tokens (length)" in done.stderr
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"jaxllm: {private.socket}: Invalid API Key\n"
+    # A flag that only the whole command line reads.
+    done = subprocess.run(
+        [*asked, "--api-key", KEYS[1], "-o", "suppress_tokens=[5]"], capture_output=True, text=True
+    )
+    assert done.stdout == expected, done.stderr
+    nowhere = [*command, "5", "x", "--api-key", "k"]
+    nowhere[nowhere.index(private.socket)] = "/nowhere/s"
+    done = subprocess.run(nowhere, capture_output=True, text=True)
+    assert done.stderr.startswith("jaxllm: no server at /nowhere/s") and done.returncode == 1
