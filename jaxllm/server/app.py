@@ -53,6 +53,7 @@ STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+STATS_SECONDS = 0.5
 MAX_TEXTS = 2048  # of one request for embeddings
 
 
@@ -199,8 +200,9 @@ class _Api:
         metrics.waiting.set(len(client.waiting))
         metrics.restarts.set(client.restarts)
         metrics.tasks.set(len(asyncio.all_tasks()))
-        with suppress(ModelError):
-            stats = await client.call("stats")
+        with suppress(ModelError, TimeoutError):  # a model that hangs must not hide it
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await client.call("stats")
             metrics.cache_bytes.set(stats.get("nbytes", 0))
             metrics.cache_evictions.set(stats.get("evictions", 0))
         return Response(metrics.render(), media_type=CONTENT_TYPE)

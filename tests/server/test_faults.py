@@ -60,6 +60,19 @@ async def send(server: Server, body: Any, *, wait_for: bytes = b"") -> Connectio
     return connection
 
 
+async def stop_in_stream(server: Server) -> Connection:
+    """Return a stream whose model's process is stopped in the middle; a late stop is repeated."""
+    for _ in range(10):
+        stream = await send(server, LONG, wait_for=b"data: ")
+        os.kill(server.model_pid, signal.SIGSTOP)
+        await asyncio.sleep(0.3)
+        if (await server.metrics())["num_requests_running"] == 1:
+            return stream
+        os.kill(server.model_pid, signal.SIGCONT)
+        await stream.close()
+    raise AssertionError("the stream always ended first")
+
+
 async def wait_for(server: Server, **numbers: int) -> None:
     """Wait until the metrics have these numbers of requests."""
     async with asyncio.timeout(60):
@@ -136,7 +149,7 @@ def test_killed_model_process_is_started_again(running: Server, expected: Any) -
     async def run() -> None:
         await wait_for(running, running=0, waiting=0)
         killed = running.model_pid
-        stream = await send(running, LONG, wait_for=b"data: ")
+        stream = await stop_in_stream(running)
         with stopped(killed):
             whole = await send(running, GOOD)
             await wait_for(running, running=1, waiting=1)
@@ -167,7 +180,7 @@ def test_sigterm_finishes_running_requests() -> None:
     """Running requests finish, waiting and new ones get an error, and no process is left."""
 
     async def run(server: Server) -> None:
-        stream = await send(server, LONG, wait_for=b"data: ")
+        stream = await stop_in_stream(server)
         model = server.model_pid
         with stopped(model):
             waiting = await send(server, GOOD)
@@ -195,7 +208,7 @@ def test_second_signal_ends_at_once(running: Server) -> None:
     """The first signal waits for a running request, the second one does not."""
 
     async def run() -> None:
-        stream = await send(running, LONG, wait_for=b"data: ")
+        stream = await stop_in_stream(running)
         with stopped(model := running.model_pid):
             running.process.send_signal(signal.SIGTERM)
             await asyncio.sleep(1.0)
