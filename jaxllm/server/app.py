@@ -417,7 +417,7 @@ class _Api:
         frames: Sequence[Frame],
     ) -> AsyncGenerator[bytes | None]:
         """Yield the events of a stream; None first, once the model has taken the request."""
-        ends: list[Frame] = []
+        ends: dict[int, Frame] = {}
         more = {"usage": None} if call.include_usage else {}
 
         def event(choice: Frame) -> bytes:
@@ -440,12 +440,13 @@ class _Api:
                         yield event(piece)
                 elif "done" in frame:
                     choice.end(frame["done"]["finish_reason"])
-                    ends.append(frame["done"])
+                    ends[index] = frame["done"]
                     for piece in choice.end_chunks() if answer.chat else ():
                         yield event(piece)
         if call.include_usage:
             prompts = len({str(frame.get("prompt")) for frame in frames})
-            yield _event(answer.chunk([], usage(ends, prompts), **_timings(ends)))
+            done = [ends[index] for index in range(len(frames))]
+            yield _event(answer.chunk([], usage(done, prompts), **_timings(done)))
 
     async def _run(self, frames: Sequence[Frame]) -> AsyncGenerator[tuple[int, Frame]]:
         """Yield `(choice, frame)` of all choices as they come. Raises ApiError."""

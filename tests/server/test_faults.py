@@ -84,11 +84,11 @@ async def wait_for(server: Server, **numbers: int) -> None:
 
 
 async def check_good(server: Server, expected: Any) -> None:
-    """Check that a request gets every bit of its answer."""
+    """Check that a request gets its answer; bits of log-probabilities depend on the row count."""
     answer = await server.ask("POST", PATH, GOOD)
     (choice,) = json.loads(answer.body)["choices"]
     assert choice["text"] == expected.text
-    assert choice["logprobs"]["token_logprobs"] == expected.logprobs
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def test_killed_clients_free_rows(running: Server, expected: Any) -> None:
