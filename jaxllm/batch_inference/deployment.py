@@ -35,7 +35,8 @@ def build(arguments: Mapping[str, str] | None = None) -> Any:
     try:
         from ray import serve
 
-        from jaxllm.server.app import ServerSettings, build_app
+        from jaxllm.server.app import build_app
+        from jaxllm.server.backend import ServerSettings
         from jaxllm.server.model_process import ModelSettings
     except ImportError as error:
         message = f"this needs Ray Serve ({error}): pip install 'jaxllm[ray]'"

@@ -71,7 +71,8 @@ def serve(
       pooling: Pooling of embeddings: mean, last or cls.
     """
     try:
-        from jaxllm.server.app import ServerSettings, build_app
+        from jaxllm.server.app import build_app
+        from jaxllm.server.backend import ServerSettings
         from jaxllm.server.listen import Address, run
     except ImportError as error:
         message = f"serve needs more packages ({error}): pip install 'jaxllm[serve]'"

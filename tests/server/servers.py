@@ -6,7 +6,8 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from jaxllm.server.app import ServerSettings, build_app
+from jaxllm.server.app import build_app
+from jaxllm.server.backend import ServerSettings
 from jaxllm.server.listen import Address, BoundedProtocol, make_server
 from jaxllm.server.model_client import ModelClient
 from jaxllm.server.model_process import ModelSettings

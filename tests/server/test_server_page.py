@@ -52,7 +52,7 @@ def test_commands_run(server: RunningServer, lm: Any) -> None:
 def test_limits_of_page_are_those_of_code() -> None:
     pytest.importorskip("uvicorn")
     from jaxllm.server import listen
-    from jaxllm.server.app import ServerSettings
+    from jaxllm.server.backend import ServerSettings
 
     settings = ServerSettings(("x",))
     row = f"{listen.HEADER_BYTES >> 10} kB of headers, {listen.HEADER_SECONDS:g} s to send them"
