@@ -52,7 +52,7 @@ def generate(
       echo: Print the prompt before its continuation.
       chat: Apply the model's chat template to the prompt.
       as_json: Print one JSON object with text, tokens and timings.
-      server: URL or Unix socket of a running jaxllm serve, whose model answers.
+      server: URL or Unix socket of a running jaxllm serve, to generate with its model.
       api_key: Key for that server.
     """
     start = time.perf_counter()

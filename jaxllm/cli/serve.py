@@ -47,7 +47,7 @@ def serve(
 
     A request's tokens are those of LM.generate with the same options and seed, whatever else runs.
     http://HOST:PORT/ is a page to try it; /metrics is for Prometheus. SIGTERM lets running requests
-    finish. The model runs in a process of its own, which is started again if it dies.
+    finish. The model runs in a separate process, which is started again if it dies.
 
     Args:
       host: Address to listen on; 0.0.0.0 lets other machines ask.

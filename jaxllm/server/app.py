@@ -25,9 +25,7 @@ from jaxllm import __version__
 from jaxllm.server.backend import (
     Backend,
     ServerSettings,
-    is_ids,
     json_response,
-    model_name,
     read_body,
 )
 from jaxllm.server.errors import ApiError, invalid
@@ -35,9 +33,7 @@ from jaxllm.server.generation_routes import GenerationRoutes
 from jaxllm.server.limits import Bounds, Keys, Message, Receive, Scope, Send
 from jaxllm.server.metrics import CONTENT_TYPE
 from jaxllm.server.model_client import ModelClient, ModelError
-from jaxllm.server.openai_requests import (
-    read_conversation,
-)
+from jaxllm.server.openai_requests import is_prompt, read_conversation, read_model_name
 from jaxllm.server.vector_routes import VectorRoutes
 
 Frame = dict[str, Any]
@@ -244,11 +240,9 @@ class _Api:
         body = await read_body(request)
         text, tokens = body.get("text"), body.get("tokens")
         prompt = text if tokens is None else tokens
-        if (text is not None and tokens is not None) or not (
-            (isinstance(prompt, str) and prompt) or is_ids(prompt)
-        ):
+        if (text is not None and tokens is not None) or not is_prompt(prompt):
             raise invalid("expected text or tokens, a list of token ids; not both, nor empty")
-        adapter = self._backend.adapter(model_name(body))
+        adapter = self._backend.adapter(read_model_name(body))
         return json_response(await self._backend.call("look", prompt=prompt, adapter=adapter))
 
     async def _input_tokens(self, request: Request) -> Response:
@@ -290,7 +284,7 @@ class _RequestIds:
 
 
 async def _forget_client(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the connection is closed
 
 
 def _piece(token: bytes) -> Any:

@@ -163,7 +163,7 @@ def _connect(server: str) -> http.client.HTTPConnection:
     if parts.scheme not in ("", "http", "https") or not parts.hostname:
         raise ConfigError(
             f"--server must be a URL or a Unix socket, got {server!r:.80}."
-            " For example http://127.0.0.1:8000 or unix:/tmp/jaxllm.sock"
+            " For example http://127.0.0.1:8000 or unix:jaxllm.sock"
         )
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     return kind(parts.hostname, parts.port or None, timeout=TIMEOUT_S)

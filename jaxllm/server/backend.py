@@ -11,6 +11,7 @@ from jaxllm.files import parse_json
 from jaxllm.server.errors import ApiError, from_model, invalid
 from jaxllm.server.metrics import Metrics
 from jaxllm.server.model_client import ModelClient, ModelError
+from jaxllm.server.openai_requests import read_model_name
 from jaxllm.server.openai_responses import encode_json
 
 Frame = dict[str, Any]
@@ -76,7 +77,7 @@ class Backend:
         return "base" if adapters else None
 
     def answer_name(self, body: Frame) -> str:
-        return model_name(body) or self.settings.names[0]
+        return read_model_name(body) or self.settings.names[0]
 
     def check_room(self, count: int) -> None:
         """Raise ApiError if too many requests wait already."""
@@ -99,14 +100,3 @@ async def read_body(request: Request) -> Frame:
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encode_json(body), status, headers, "application/json")
-
-
-def model_name(body: Frame) -> str:
-    name = body.get("model") or ""
-    if not isinstance(name, str):
-        raise invalid(f"model must be a name, got {name!r:.40}", "model")
-    return name
-
-
-def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)

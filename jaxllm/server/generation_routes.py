@@ -56,7 +56,7 @@ class GenerationRoutes:
             return stream
         ends = await unless_gone(request, self._collect(choices, frames))
         prompts = len({str(frame.get("prompt")) for frame in frames})
-        whole = answer.whole([c.whole() for c in choices], usage(ends, prompts))
+        whole = answer.format_answer([c.format_choice() for c in choices], usage(ends, prompts))
         return json_response({**whole, **_timings(ends)})
 
     async def _echo(
@@ -92,7 +92,10 @@ class GenerationRoutes:
         choices: Sequence[Choice],
         frames: Sequence[Frame],
     ) -> AsyncGenerator[bytes]:
-        """Yield the events of a stream; an empty one first, once the model has the request."""
+        """Yield the events of a stream; an empty one first, once the model has taken the request.
+
+        A request that waits longer than `ping_seconds` for a row gets pings before that.
+        """
         ends: dict[int, Frame] = {}
         more = {"usage": None} if call.include_usage else {}
 

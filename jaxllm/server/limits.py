@@ -42,7 +42,7 @@ class Keys:
         if scope["type"] != "http" or not self._keys or scope["path"] in PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        given = _given_key(scope)
+        given = _read_key(scope)
         # All keys are compared, and each in constant time.
         if not sum(hmac.compare_digest(given, key) for key in self._keys):
             await send_error(send, ApiError(401, "Invalid API Key", type="authentication_error"))
@@ -51,7 +51,7 @@ class Keys:
         await self._app(scope, receive, send)
 
 
-def _given_key(scope: Scope) -> bytes:
+def _read_key(scope: Scope) -> bytes:
     headers: dict[bytes, bytes] = dict(scope["headers"])
     authorization = headers.get(b"authorization", b"")
     if authorization[:7].lower() == b"bearer ":

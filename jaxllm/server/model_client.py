@@ -28,7 +28,7 @@ class ModelError(Exception):
 
 @dataclasses.dataclass
 class ModelClient:
-    """A model in a process of its own.
+    """A model in a separate process.
 
     load: loads the model there, a picklable function. log: takes lines about starts and ends.
     state: "starting", "ready", "draining" or "failed". info: the process's `ready` frame. open:

@@ -1,7 +1,7 @@
 """The process that has the model: it answers frames of the HTTP process until that one ends.
 
 A thread of `BackgroundServer` decodes. Everything else (templates, tokenizers, grammars,
-embeddings) runs in a pool of threads, so that a long prompt delays nobody.
+embeddings) runs in a pool of threads, so that a long prompt delays no other request.
 """
 
 import contextlib

@@ -81,7 +81,7 @@ def read_completion(body: Body) -> GenerationCall:
         raise invalid(f"{len(frames)} choices are too many: expected at most {MAX_CHOICES}", "n")
     shows_ids = _boolean(body, "return_token_ids")
     return GenerationCall(
-        *_read_common(body), frames, *_read_stream(body), logprobs, echo, None, shows_ids
+        read_model_name(body), frames, *_read_stream(body), logprobs, echo, None, shows_ids
     )
 
 
@@ -105,7 +105,7 @@ def read_chat(body: Body) -> GenerationCall:
         {**frame, "options": {**options, "seed": _nth_seed(options["seed"], i)}} for i in range(n)
     ]
     return GenerationCall(
-        *_read_common(body), frames, *_read_stream(body), logprobs, False, forces_tool,
+        read_model_name(body), frames, *_read_stream(body), logprobs, False, forces_tool,
         _boolean(body, "return_token_ids"),
     )  # fmt: skip
 
@@ -208,14 +208,14 @@ def _read_tools(body: Body) -> tuple[dict[str, Any] | None, bool | None]:
             raise invalid(f"a tool must be a function with a name, got {tool!r:.60}", "tools")
         if not isinstance(function.get("parameters") or {}, Mapping):
             raise invalid("a tool's parameters must be a JSON schema", "tools")
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    named: Any = choice if isinstance(choice, Mapping) else {}
     try:
-        if kind == "allowed_tools":
-            allowed = choice.get("allowed_tools", choice)  # type: ignore[union-attr]
+        if named.get("type") == "allowed_tools":
+            allowed = named.get("allowed_tools", named)
             names = [item.get("function", item).get("name") for item in allowed.get("tools", [])]
             tools, choice = _pick_tools(tools, names), allowed.get("mode", "auto")
-        elif kind == "function":
-            names = [choice.get("function", choice).get("name")]  # type: ignore[union-attr]
+        elif named.get("type") == "function":
+            names = [named.get("function", named).get("name")]
             tools, choice = _pick_tools(tools, names), "required"
     except (AttributeError, TypeError):  # what should be an object or a list is not
         raise invalid(f"tool_choice is malformed: got {choice!r:.60}", "tool_choice") from None
@@ -298,11 +298,12 @@ _OURS = {"model", "messages", "prompt", "n", "best_of", "logprobs", "top_logprob
          "fit_max_tokens", "return_token_ids"}  # fmt: skip
 
 
-def _read_common(body: Body) -> tuple[str]:
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise invalid(f"model must be a name, got {model!r:.40}", "model")
-    return (model or "",)
+def read_model_name(body: Body) -> str:
+    """Return the requested model's name, "" for the default. Raises ApiError."""
+    name = body.get("model") or ""
+    if not isinstance(name, str):
+        raise invalid(f"model must be a name, got {name!r:.40}", "model")
+    return name
 
 
 def _read_stream(body: Body) -> tuple[bool, bool]:
@@ -315,14 +316,15 @@ def _read_stream(body: Body) -> tuple[bool, bool]:
 def _read_prompts(body: Body) -> list[Any]:
     """Return the prompts: texts or lists of token ids."""
     prompt = body.get("prompt")
-    if _is_prompt(prompt):
+    if is_prompt(prompt):
         return [prompt]
-    if isinstance(prompt, list) and prompt and all(map(_is_prompt, prompt)):
+    if isinstance(prompt, list) and prompt and all(map(is_prompt, prompt)):
         return prompt
     raise invalid("prompt must be a text, token ids, or a list of them, not empty", "prompt")
 
 
-def _is_prompt(value: Any) -> bool:
+def is_prompt(value: Any) -> bool:
+    """Whether this is a text or a list of token ids, not empty."""
     if isinstance(value, list):
         return bool(value) and all(type(token) is int for token in value)
     return isinstance(value, str) and bool(value)

@@ -41,7 +41,7 @@ class Answer:
         """The answer's id."""
         return str(self._head["id"])
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
+    def format_answer(self, choices: Sequence[Json], usage: Json) -> Json:
         """Return an answer that is not streamed."""
         return {**self._head, "choices": list(choices), "usage": usage}
 
@@ -162,7 +162,7 @@ class Choice:
         return {"index": self.index, "delta": {"role": "assistant", "content": None},
                 "logprobs": None, "finish_reason": None}  # fmt: skip
 
-    def whole(self) -> Json:
+    def format_choice(self) -> Json:
         """Return the finished choice."""
         self._first_shown = self._offset = self._first_id = 0
         logprobs, ids = self._take_logprobs(), self._take_ids()

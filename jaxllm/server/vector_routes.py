@@ -8,8 +8,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxllm.server.backend import Backend, is_ids, json_response, model_name, read_body
+from jaxllm.server.backend import Backend, json_response, read_body
 from jaxllm.server.errors import invalid, unsupported
+from jaxllm.server.openai_requests import is_prompt, read_model_name
 
 Frame = dict[str, Any]
 MAX_TEXTS = 2048  # of one request
@@ -24,12 +25,12 @@ class VectorRoutes:
     async def embeddings(self, request: Request) -> Response:
         body = await read_body(request)
         texts = body.get("input", body.get("content"))
-        texts = [texts] if isinstance(texts, str) or is_ids(texts) else texts
+        texts = [texts] if is_prompt(texts) else texts
         if (
             not isinstance(texts, list)
             or not texts
             or len(texts) > MAX_TEXTS
-            or not all((isinstance(text, str) and text) or is_ids(text) for text in texts)
+            or not all(map(is_prompt, texts))
         ):
             raise invalid(
                 f"input must be a text, token ids, or a list of up to {MAX_TEXTS}, none empty",
@@ -90,7 +91,10 @@ class VectorRoutes:
     async def _embed(self, body: Frame, texts: Sequence[Any]) -> Any:
         options = {"normalize": True, "pooling": self._backend.settings.pooling}
         return await self._backend.call(
-            "embed", texts=texts, adapter=self._backend.adapter(model_name(body)), options=options
+            "embed",
+            texts=texts,
+            adapter=self._backend.adapter(read_model_name(body)),
+            options=options,
         )
 
 

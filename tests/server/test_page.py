@@ -132,7 +132,7 @@ def test_choice_returns_ids_within_a_character() -> None:
     end = choice.push(["!", 7, "length"])
     assert end is not None
     assert end["token_ids"] == [7]
-    assert choice.whole()["token_ids"] == [5, 6, 7]
+    assert choice.format_choice()["token_ids"] == [5, 6, 7]
 
 
 @pytest.fixture(scope="module")

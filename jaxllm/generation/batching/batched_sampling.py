@@ -88,8 +88,8 @@ def draw_by_kind(
         )
         token_B = jnp.where(mine_B, drawn_B, token_B)
         then.append(after)
-    # Fused with a model's head, it would have other bits than in a program of its own. XLA does not
-    # fuse across a conditional.
+    # XLA fuses log_softmax with some models' heads, which changes its bits; it does not fuse across
+    # a conditional.
     logprob_BV = jax.lax.cond(live_B.any(), jax.nn.log_softmax, jnp.zeros_like, logits_BV)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
     context = context.replace(

@@ -186,7 +186,7 @@ def serve(
 
     Raises:
         CapacityError: If a size is not a positive integer, or the cache exceeds the memory.
-        ConfigError: If a prefix cache is given for a model whose layers keep a memory.
+        ConfigError: If a prefix cache is given for a model with a memory (Infini-attention).
     """
     check_model(model, params)
     chunk = check_int("chunk", chunk, 1, MAX_SLOTS, CapacityError)
@@ -300,7 +300,7 @@ def _admit_request(
 def _run_step(
     model: Model, params: Params, state: _ServeState, groups: Iterable[list[TokenRun]]
 ) -> tuple[_ServeState, list[_StepSamples]]:
-    """Run groups of token runs; draw a token for each row whose text has run to its end."""
+    """Run groups of token runs; draw a token for each row whose last token has run."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
     samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
     for group in groups:
