@@ -45,7 +45,8 @@ def post(server: RunningServer, path: str, body: Any) -> tuple[int, Any]:
         with opener.open(urllib.request.Request(server.url + path, data), timeout=120) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+        with error:
+            return error.code, json.load(error)
 
 
 def get(server: RunningServer, path: str) -> bytes:

@@ -1,5 +1,6 @@
 """Conveniences of OpenAI's client: parsed answers, stream events, raw answers, retries."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -108,14 +109,14 @@ def check_tries(tries: list[Any], status: int) -> None:
 
 def test_client_retries_until_row_is_free(small: RunningServer) -> None:
     """A full server answers 429 with Retry-After, which OpenAI's client waits for."""
-    with make_client(small.url) as other:
+    with make_client(small.url) as other, contextlib.ExitStack() as streams:
 
         def occupy() -> None:
             stream = other.completions.create(
                 model="demo", prompt="x", max_tokens=500, stream=True,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
-            next(iter(stream))
+            next(streams.enter_context(stream))
 
         check_tries(retry_until_answered(small, occupy), 429)
 
