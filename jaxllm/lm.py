@@ -442,6 +442,7 @@ def load(
     dtype: Dtype | Precision | None = None,
     quantize: Rules | None = None,
     int8_inputs: bool = False,
+    invariant: bool = False,
     adapters: AdapterPaths = (),
     place: Placement | None = None,
     mesh: str | MeshSpec | None = None,
@@ -465,6 +466,8 @@ def load(
             `jaxllm.quantize` takes them, applied to each tensor while loading.
         int8_inputs: round the inputs of integer weights to int8, as llama.cpp does: faster, but not
             exact (`Precision`). Warns if no weight is of integers.
+        invariant: a text's bits do not depend on what else runs, nor on how it is cut into steps
+            (docs/guarantees.md); `serve` always computes so.
         adapters: PEFT directories (LoRA, DoRA) or GGUF files: one, a list, or `{name: directory}`
             with the names that `generate` takes. The first is used by default.
         place: a function of an array's path and the array that returns its device or sharding, or
@@ -494,6 +497,8 @@ def load(
         precision = dataclasses.replace(precision, quantize=freeze_rules(quantize))
     if int8_inputs:
         precision = dataclasses.replace(precision, int8_inputs=True)
+    if invariant:
+        precision = dataclasses.replace(precision, invariant=True)
     for name, neutral in UNSUPPORTED.items():
         if opened.generation.get(name, neutral) not in (neutral, None):
             warnings.warn(f"generation_config.json: {name} is not supported yet", stacklevel=2)

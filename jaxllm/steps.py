@@ -30,6 +30,7 @@ from jaxllm.models.inputs import (
     next_positions,
 )
 from jaxllm.models.layers import Trace
+from jaxllm.ops import native
 from jaxllm.ops.compile_cache import CachedJit
 from jaxllm.ops.padding import next_power_of_two
 from jaxllm.runtime.validation import check_int
@@ -251,6 +252,7 @@ def run_model(
     embeddings_BTD: jax.Array | None = None,
     memory: tuple[Any, ...] = (),
     document_BT: jax.Array | None = None,
+    row_B: jax.Array | None = None,
 ) -> tuple[Trace, Delta, jax.Array | None]:
     """Apply the model to checked input; return its trace, the delta and the attention mass.
 
@@ -261,6 +263,7 @@ def run_model(
         column_B: the column of each row whose logits to compute; by default all.
         memory: the cache's memory, for models that have one.
         document_BT: the document that each token belongs to; documents do not attend to each other.
+        row_B: the row of the segments that each row of tokens reads; by default its own.
     """
     if segments and not memory and any(map(model.config.memory_shape, range(len(segments[0].k)))):
         raise ConfigError(
@@ -270,19 +273,20 @@ def run_model(
     if length_B is None:
         length_B = position_BT.max(axis=1) + 1
     extra: dict[str, Any] = {"memory": memory} if memory else {}
-    if document_BT is not None:
-        extra["document_BT"] = document_BT
-    trace = model.apply(
-        {"params": params},
-        token_BT,
-        position_BT,
-        length_B,
-        segments,
-        column_B,
-        attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
-        embeddings_BTD=embeddings_BTD,
-        **extra,
-    )
+    extra |= {} if document_BT is None else {"document_BT": document_BT}
+    extra |= {} if row_B is None else {"row_B": row_B}
+    with native.use_one_path(model.precision.invariant):
+        trace = model.apply(
+            {"params": params},
+            token_BT,
+            position_BT,
+            length_B,
+            segments,
+            column_B,
+            attention_mass="heads" if attention_mass == "heads" else attention_mass is not False,
+            embeddings_BTD=embeddings_BTD,
+            **extra,
+        )
     assert isinstance(trace, Trace)
     patched_BT = jnp.zeros_like(token_BT, bool)
     delta = Delta(trace.k, trace.v, position_BT, token_BT, patched_BT, trace.memory)

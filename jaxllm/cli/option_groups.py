@@ -150,9 +150,11 @@ class LoadingOptions(AdapterOptions):
 
     Attributes:
       int8_inputs: Round the inputs of integer weights to int8: faster, not exact.
+      invariant: A text's bits do not depend on what else runs (docs/guarantees.md).
     """
 
     int8_inputs: bool = False
+    invariant: bool = False
     cache_dtype: CacheDtype = None
     self_extend: SelfExtend = None
 

@@ -24,6 +24,7 @@ from jaxllm.generation.completion import (
     TopLogprobs,
 )
 from jaxllm.generation.loops.finish import Finish
+from jaxllm.models.invariance import make_invariant
 from jaxllm.runtime.validation import is_integer
 
 Answer = tuple[Any, Completion | JaxllmError]
@@ -160,7 +161,8 @@ def answer_requests(
                 yield RejectedRequest(number, error)
 
     sizes: Any = {"rows": rows, "capacity": capacity}
-    for event in serve(lm.model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
+    model = make_invariant(lm.model)
+    for event in serve(model, lm.params, open_requests(), **sizes, prefix_cache=prefix_cache):
         answer = event.error if event.error is not None else active[event.id].handle_event(event)
         if answer is not None:
             active.pop(event.id, None)

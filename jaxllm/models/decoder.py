@@ -301,6 +301,7 @@ class Decoder(Model, nn.Module):
         document_BT: jax.Array | None = None,
         memory: tuple[Any, ...] = (),
         hooks: ParallelHooks = NO_PARALLEL,
+        row_B: jax.Array | None = None,
     ) -> Trace:
         """Run tokens (ids `[B, T]`, positions `[B, T]`, -1 for padding) against cached segments.
 
@@ -313,14 +314,14 @@ class Decoder(Model, nn.Module):
                 T, F]`; None: computed from positions.
             mask_BTS: What each query attends to of all slots and then the new tokens, as in
                 `attend_with_mask`. Replaces positions and sliding window; excludes attention mass.
-            document_BT, memory, hooks: See `AttentionContext`.
+            document_BT, memory, hooks, row_B: See `AttentionContext`.
         """
         c, p = self.config, self.precision
         x, table = Embedding(c.vocab_size, c.hidden_size, name=self.token_table)(token_BT)
         x = (x if embeddings_BTD is None else embeddings_BTD).astype(p.activations)
         embeddings = x = self.finish_embeddings(x, position_BT)
         angles = rotary_angles(c, position_BT, length_B) if angles is None else angles
-        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks)
+        told = (mask_BTS, attention_mass, angles, document_BT, memory, hooks, row_B)
         scope = AttentionContext(position_BT, segments, *told)
         blocks = [
             self.block(config=c, precision=p, layer=i, name=f"{self.layers}.{i}")

@@ -74,6 +74,7 @@ class AttentionContext(NamedTuple):
             document only, and to all of the cache.
         memory: Each layer's memory of earlier text; empty for none.
         hooks: Hooks if tokens are sharded over devices.
+        row_B: int32, which row of the segments each row of tokens reads; None: its own.
     """
 
     position_BT: jax.Array
@@ -84,6 +85,7 @@ class AttentionContext(NamedTuple):
     document_BT: jax.Array | None = None
     memory: tuple[Any, ...] = ()
     hooks: ParallelHooks = NO_PARALLEL
+    row_B: jax.Array | None = None
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
         """Return the linears' input from the residual stream, `[B, T, D]`, gathered if sharded."""
@@ -225,6 +227,10 @@ def attend(
     new = ops.Part(ops.cast(k, kept), ops.cast(v, kept), scope.position_BT)
     parts.append(new)
     mask_BTS = scope.mask_BTS
+    special = (scope.hooks.attend, kind, self_extend, scope.document_BT, mask_BTS)
+    if scope.mass or any(x is not None for x in special):
+        parts = list(ops.take_rows(parts, scope.row_B))
+        scope = scope._replace(row_B=None)
     if scope.hooks.attend is not None:
         at, documents = scope.position_BT, scope.document_BT
         if mask_BTS is not None or scope.mass is not False:
@@ -258,9 +264,10 @@ def attend(
         )
     else:
         at, summed = scope.position_BT, scope.mass is True
-        out, mass = ops.attend(q, at, parts, scale=scale, window=window, cap=cap, mass=summed)
+        rules: Any = {"scale": scale, "window": window, "cap": cap}
+        out, mass = ops.attend(q, at, parts, **rules, mass=summed, row_B=scope.row_B)
         if scope.mass == "heads":
-            mass = attention_weights(q, at, parts, scale=scale, window=window, cap=cap)
+            mass = attention_weights(q, at, parts, **rules)
     x = project_out(out.reshape(*out.shape[:2], -1))
     return AttentionOutput(q, new.k_BSKH, new.v_BSKH, out, x, mass)
 

@@ -21,6 +21,7 @@ from jaxllm.models.decoder import Decoder, DecoderConfig
 from jaxllm.models.family import Family
 from jaxllm.models.layers import AttentionContext
 from jaxllm.models.modules import Linear, get_param
+from jaxllm.ops.row_sums import row_sum, softmax
 from jaxllm.weights.experts import expert_linears
 from jaxllm.weights.formats import as_weight
 from jaxllm.weights.precision import Precision
@@ -82,9 +83,9 @@ def route(score_TE: jax.Array, count: int, normalize_topk: bool) -> tuple[jax.Ar
     Ties go to the lower number. The softmax is over all experts, as in transformers. score_TE:
     float32.
     """
-    weight_Tk, expert_Tk = jax.lax.top_k(jax.nn.softmax(score_TE, axis=-1), count)
+    weight_Tk, expert_Tk = jax.lax.top_k(softmax(score_TE), count)
     if normalize_topk:
-        weight_Tk = weight_Tk / weight_Tk.sum(axis=-1, keepdims=True)
+        weight_Tk = weight_Tk / row_sum(weight_Tk)
     return weight_Tk, expert_Tk
 
 
@@ -149,8 +150,12 @@ class Experts(nn.Module):
         order_A = jnp.argsort(expert_A, stable=True)
         sorted_AD = local[-1].run(x_TD[order_A // k], expert_A[order_A], run)
         y_TkD = sorted_AD[jnp.argsort(order_A)].reshape(T, k, D)
-        # Sum over devices after weighting: one row per token instead of k.
-        return local[-1].reduce((y_TkD * weight_Tk[..., None]).sum(axis=1))
+        # Added one by one: XLA's sum has other bits for other numbers of tokens. Devices are summed
+        # after weighting: one row per token instead of k.
+        y_TD = y_TkD[:, 0] * weight_Tk[:, :1]
+        for j in range(1, k):
+            y_TD = y_TD + y_TkD[:, j] * weight_Tk[:, j : j + 1]
+        return local[-1].reduce(y_TD)
 
 
 class MoE(nn.Module):

@@ -3,13 +3,13 @@
 attention: blockwise, over segments; self_extend: Self-Extend; masked: under an explicit mask;
 dilated/: LongNet's. kv_quant: keys and values as a cache stores them, int8 or not. rope, norms,
 activations. pooling: sentence embeddings. compressive: Infini-attention's memory; buckets: tokens
-grouped by segment. varying_axes: varying axes of `shard_map`. token_logprobs: token
-log-probabilities. padding: bucket lengths. compile_cache: compiled programs on
-disk. native/: C++ kernels; pallas: a GPU kernel.
+grouped by segment. row_sums: sums and softmaxes of rows. varying_axes: varying axes of
+`shard_map`. token_logprobs: token log-probabilities. padding: bucket lengths. compile_cache:
+compiled programs on disk. native/: C++ kernels; pallas: a GPU kernel.
 """
 
 from jaxllm.ops.activations import ACTIVATIONS
-from jaxllm.ops.attention import Part, attend, soft_cap, visible
+from jaxllm.ops.attention import Part, attend, soft_cap, take_rows, visible
 from jaxllm.ops.kv_quant import Entries, Int8Entries, cast, dequantize
 from jaxllm.ops.norms import layer_norm, rms_norm
 from jaxllm.ops.rope import inverse_frequencies, rerotate, rope_angles, rotate
@@ -29,5 +29,6 @@ __all__ = [
     "rope_angles",
     "rotate",
     "soft_cap",
+    "take_rows",
     "visible",
 ]

@@ -75,6 +75,7 @@ def attend(
     window: int | None,
     cap: float | None = None,
     mass: bool = False,
+    row_B: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute softmax attention of new tokens over all parts.
 
@@ -86,6 +87,8 @@ def attend(
     Args:
         cap: Soft cap on scores, `cap * tanh(score / cap)` (Gemma 2, section 2).
         mass: Also return attention mass, at the cost of a second pass over the keys.
+        row_B: int32, which row of all parts but the last (the new tokens) each row reads; default:
+            its own. The native kernel copies nothing for it.
 
     Returns:
         The heads `[B, T, N, H]` in q's dtype, and the attention that each slot of all parts
@@ -94,20 +97,34 @@ def attend(
     """
     alike = all(k.dtype == v.dtype for k, v, _ in parts)  # the kernel requires it
     if not mass and alike and native.is_enabled():
-        return _attend_native_jit(q_BTNH, position_BT, tuple(parts), scale, window, cap), None
-    return _fold(q_BTNH, position_BT, parts, scale, window, cap, mass)
+        arrays = (q_BTNH, position_BT, tuple(parts), row_B)
+        return _attend_native_jit(*arrays, scale, window, cap), None
+    return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, mass)
+
+
+def take_rows(parts: Sequence[Part], row_B: jax.Array | None) -> tuple[Part, ...]:
+    """Return the parts with these rows of all but the last; rows shared by all stay."""
+    if row_B is None:
+        return tuple(parts)
+
+    def take(x: jax.Array) -> jax.Array:
+        return x if x.shape[0] == 1 else jnp.take(x, row_B, axis=0, mode="clip")
+
+    return (*(jax.tree.map(take, part) for part in parts[:-1]), parts[-1])
 
 
 def _fold(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: Sequence[Part],
+    row_B: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float | None,
     mass: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute attention in plain JAX, on any platform; the reference for the native kernel."""
+    parts = take_rows(parts, row_B)
     queries = Queries.from_heads(q_BTNH, position_BT, parts, scale=scale, window=window, cap=cap)
     return fold([KeyView(queries)], parts, q_BTNH.dtype, mass=mass)
 
@@ -166,22 +183,23 @@ def normalize_output(state: Softmax, dtype: jnp.dtype) -> jax.Array:
     return jnp.moveaxis(out_BKGTH, 3, 1).reshape(B, T, K * G, H).astype(dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6))
 def _attend_native(
     q_BTNH: jax.Array,
     position_BT: jax.Array,
     parts: tuple[Part, ...],
+    row_B: jax.Array | None,
     scale: float,
     window: int | None,
     cap: float | None,
 ) -> jax.Array:
     """Compute attention with the native kernel on a CPU, without copying the parts."""
 
-    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
+    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, False)[0]
 
     @jax.custom_batching.custom_vmap
-    def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
+    def kernel(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
         pieces: list[Any] = []
         for part in parts:
             k, v = part.k_BSKH, part.v_BSKH
@@ -190,7 +208,8 @@ def _attend_native(
             else:
                 pieces += [k, v, part.position_BS]
         q = q_BTNH if q_BTNH.dtype == jnp.bfloat16 else q_BTNH.astype(jnp.float32)
-        out = native.attend(q, position_BT, pieces, scale=scale, window=window, cap=cap)
+        rules: Any = {"scale": scale, "window": window, "cap": cap, "cached": len(parts) - 1}
+        out = native.attend(q, position_BT, pieces, row_B=row_B, **rules)
         # A kernel's outputs carry no varying axes.
         return match_varying(out.astype(q_BTNH.dtype), q_BTNH, position_BT, parts)
 
@@ -200,21 +219,21 @@ def _attend_native(
         return jax.vmap(fold, in_axes=axes)(*args), True
 
     out: jax.Array = jax.lax.platform_dependent(
-        q_BTNH, position_BT, parts, cpu=kernel, default=fold
+        q_BTNH, position_BT, parts, row_B, cpu=kernel, default=fold
     )
     return out
 
 
 @_attend_native.defjvp
 def _(scale: float, window: int | None, cap: float | None, primals: Any, tangents: Any) -> Any:
-    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: tuple[Part, ...]) -> jax.Array:
-        return _fold(q_BTNH, position_BT, parts, scale, window, cap, False)[0]
+    def fold(q_BTNH: jax.Array, position_BT: jax.Array, parts: Any, row_B: Any) -> jax.Array:
+        return _fold(q_BTNH, position_BT, parts, row_B, scale, window, cap, False)[0]
 
     return _attend_native(*primals, scale, window, cap), jax.jvp(fold, primals, tangents)[1]
 
 
 # Jitted, so that it is traced once for a model's equal layers.
-_attend_native_jit = jax.jit(_attend_native, static_argnums=(3, 4, 5))
+_attend_native_jit = jax.jit(_attend_native, static_argnums=(4, 5, 6))
 
 
 def visible(q_position_BT: jax.Array, k_position_BS: jax.Array, *, window: int | None) -> jax.Array:

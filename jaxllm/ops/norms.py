@@ -1,7 +1,17 @@
-"""Normalization over the last axis, computed in float32 for every input dtype."""
+"""Normalization over the last axis, computed in float32 for every input dtype.
+
+With the native kernels a row's bits depend on the row alone. XLA adds in another order for other
+numbers of rows, and fuses norms with what follows, which rounds in other places.
+"""
+
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxllm.ops import native
+from jaxllm.ops.varying_axes import match_varying
 
 
 def rms_norm(
@@ -18,12 +28,9 @@ def rms_norm(
         weight_offset: Added to the weights in float32 (Gemma stores weights minus 1).
         mean: Mean of squares, `[..., 1]`, if x is a shard of the normalized axis.
     """
-    wide = x.astype(jnp.float32)
     if mean is None:
-        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(mean + eps)
-    weight = _broadcast_last(weight_D, x)
-    return (wide * scale * (weight + weight_offset if weight_offset else weight)).astype(x.dtype)
+        return _normalize(x, weight_D, None, eps, weight_offset, False)
+    return _plain(x, weight_D, None, eps, weight_offset, False, mean)
 
 
 def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: float) -> jax.Array:
@@ -31,12 +38,69 @@ def layer_norm(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array, *, eps: flo
 
     That is `(x - mean) / sqrt(var + eps) * weight + bias`.
     """
+    return _normalize(x, weight_D, bias_D, eps, 0.0, True)
+
+
+def _plain(
+    x: jax.Array,
+    weight_D: jax.Array,
+    bias_D: jax.Array | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+    mean: jax.Array | None = None,
+) -> jax.Array:
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    return (centred * scale * _broadcast_last(weight_D, x) + _broadcast_last(bias_D, x)).astype(
-        x.dtype
-    )
+    if centered:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    if mean is None:
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    weight = _broadcast_last(weight_D, x)
+    weight = weight + weight_offset if weight_offset else weight
+    y = wide * jax.lax.rsqrt(mean + eps) * weight
+    return (y if bias_D is None else y + _broadcast_last(bias_D, x)).astype(x.dtype)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
+def _normalize(
+    x: jax.Array,
+    weight_D: jax.Array,
+    bias_D: jax.Array | None,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+) -> jax.Array:
+    plain = partial(_plain, eps=eps, weight_offset=weight_offset, centered=centered)
+    if not native.is_enabled() or not x.size:
+        return plain(x, weight_D, bias_D)
+
+    @jax.custom_batching.custom_vmap
+    def kernel(x: jax.Array, weight_D: jax.Array, bias_D: jax.Array | None) -> jax.Array:
+        x_RD = x.reshape(-1, x.shape[-1])
+        x_RD = x_RD if x.dtype == jnp.bfloat16 else x_RD.astype(jnp.float32)
+        y_RD = native.normalize(
+            x_RD, weight_D, bias_D, eps=eps, weight_offset=weight_offset, centered=centered
+        )
+        return match_varying(y_RD.reshape(x.shape).astype(x.dtype), x, weight_D, bias_D)
+
+    @kernel.def_vmap
+    def _(size: int, batched: Any, x: jax.Array, *weights: Any) -> tuple[jax.Array, bool]:
+        if any(jax.tree.leaves(batched[1:])):
+            axes = jax.tree.map(lambda b: 0 if b else None, tuple(batched))
+            return jax.vmap(plain, in_axes=axes)(x, *weights), True
+        return kernel(x, *weights), True
+
+    y: jax.Array = jax.lax.platform_dependent(x, weight_D, bias_D, cpu=kernel, default=plain)
+    return y
+
+
+@_normalize.defjvp
+def _(
+    eps: float, weight_offset: float, centered: bool, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    plain = partial(_plain, eps=eps, weight_offset=weight_offset, centered=centered)
+    y = _normalize(*primals, eps, weight_offset, centered)
+    return y, jax.jvp(plain, primals, tangents)[1]
 
 
 def _broadcast_last(vector_D: jax.Array, x: jax.Array) -> jax.Array:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.ops.row_sums import logsumexp
+
 AxisNames = tuple[str, ...]
 
 
@@ -24,7 +26,7 @@ def log_likelihood(
             `jax.shard_map`; columns beyond the vocabulary are -inf.
     """
     if not axis_names:
-        return pick_token(logits_XV, token_X) - jax.nn.logsumexp(logits_XV, axis=-1)
+        return pick_token(logits_XV, token_X) - logsumexp(logits_XV)
     top_X = jax.lax.pmax(jax.lax.stop_gradient(logits_XV).max(axis=-1), axis_names)
     sum_X = jax.lax.psum(jnp.exp(logits_XV - top_X[..., None]).sum(axis=-1), axis_names)
     columns = logits_XV.shape[-1]

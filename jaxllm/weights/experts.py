@@ -90,7 +90,7 @@ def _dispatch_platform(
     digits: int, x_AI: jax.Array, stacks: Stacks, expert_A: jax.Array
 ) -> Products:
     plain = partial(_multiply_jax, digits)
-    if not (native.is_enabled() and all(map(_is_kernel_ready, map(as_weight, stacks)))):
+    if not (native.is_enabled() and all(map(is_kernel_ready, map(as_weight, stacks)))):
         return plain(x_AI, stacks, expert_A)
     y: Products = jax.lax.platform_dependent(
         x_AI, stacks, expert_A, cpu=partial(_multiply_native, digits), default=plain
@@ -98,7 +98,7 @@ def _dispatch_platform(
     return y
 
 
-def _is_kernel_ready(leaf: WeightBase) -> bool:
+def is_kernel_ready(leaf: WeightBase) -> bool:
     """Return whether the kernels take the arrays as stored, without a copy of the whole stack."""
     if (matrix := leaf.native_matrix()) is None or matrix.kind not in native.EXPERT_KINDS:
         return False

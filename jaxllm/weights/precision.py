@@ -56,6 +56,9 @@ class Precision:
     # quantization): less arithmetic, and the one choice here that is not exact. A head that is the
     # token table keeps its input.
     int8_inputs: bool = False
+    # A row's bits depend on nothing but the row: the same kernel multiplies one row and thousands.
+    # Needs the native kernels (docs/guarantees.md).
+    invariant: bool = False
     # Ordered rules of `weights.paths`: `("layers.0", Override(weights="float32"))` covers all of
     # layer 0, `(".*mlp.down_proj", ...)` one linear of each layer. A row that leaves a field None
     # is skipped for that field. A module computes in its own activation format and returns its

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "layout.h"
 
 namespace jaxllm {
 const Kernels* portable_kernels();
@@ -130,7 +130,6 @@ int attend(const Kernels* k, Reader& in) {
   s.q = in.array<uint8_t>();
   s.position = in.array<int32_t>();
   std::vector<jaxllm::Part> parts(in.number());
-  int64_t spans = 0;
   for (jaxllm::Part& part : parts) {
     part.kind = jaxllm::Kind(in.number());
     part.one_k = in.number();
@@ -142,24 +141,26 @@ int attend(const Kernels* k, Reader& in) {
     part.k_scale = in.array<float>();
     part.v_scale = in.array<float>();
     part.position = in.array<int32_t>();
-    spans += jaxllm::spans_of(part);
   }
   const double *exact = in.array<double>(), *bound = in.array<double>();
   std::vector<float> y(s.B * s.T * s.N * s.H);
   std::vector<uint16_t> half(y.size());
-  for (int64_t b = 0; b < s.B; b++)
+  for (int64_t b = 0; b < s.B; b++) {
+    jaxllm::Layout layout;
+    layout.build(parts, b);
     for (int64_t head = 0; head < s.K; head++)
-      for (int64_t first = 0; first < s.T && spans; first += jaxllm::kStrip) {
+      for (int64_t first = 0; first < s.T; first += jaxllm::kStrip) {
         const int64_t tokens = s.T - first < jaxllm::kStrip ? s.T - first : jaxllm::kStrip;
         const size_t size = k->state_bytes(s, tokens) / 4;
         std::vector<float> state(size), next(size);
-        k->fold(s, parts.data(), b, head, first, tokens, 0, state.data());
-        for (int64_t span = 1; span < spans; span++) {
-          k->fold(s, parts.data(), b, head, first, tokens, span, next.data());
+        k->fold(s, parts.data(), b, head, first, tokens, layout.of_span(0), state.data());
+        for (int64_t span = 1; span < layout.spans(); span++) {
+          k->fold(s, parts.data(), b, head, first, tokens, layout.of_span(span), next.data());
           k->merge(s, tokens, state.data(), next.data());
         }
         k->put(s, b, head, first, tokens, state.data(), s.bf16 ? static_cast<void*>(half.data()) : y.data());
       }
+  }
   for (size_t i = 0; i < y.size() && s.bf16; i++) {
     const uint32_t wide = uint32_t(half[i]) << 16;
     std::memcpy(&y[i], &wide, 4);

@@ -22,7 +22,7 @@ DTYPES = {
     Kind.INT8: np.dtype(np.int8),
 }  # fmt: skip
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-STRIP, SPAN = 16, 512  # tokens per strip, and slots per span
+STRIP, BLOCK, SPAN = 16, 64, 512  # tokens of a strip, positions of a block and of a span
 
 
 def structure(title: str, /, **fields: Any) -> type[ctypes.Structure]:
@@ -47,12 +47,16 @@ Input = structure(
 )
 Part = structure(
     "Part", kind=c_int32, one_k=c_bool, one_v=c_bool, one_position=c_bool, slots=c_int64,
-    k=c_void_p, v=c_void_p, k_scale=c_void_p, v_scale=c_void_p, position=c_void_p,
+    row=c_void_p, rows=c_int64, k=c_void_p, v=c_void_p, k_scale=c_void_p, v_scale=c_void_p,
+    position=c_void_p,
 )  # fmt: skip
 Queries = structure(
     "Queries", q=c_void_p, bf16=c_bool, position=c_void_p, B=c_int64, T=c_int64, N=c_int64,
     K=c_int64, H=c_int64, window=c_int64, scale=c_float, cap=c_float,
 )  # fmt: skip
+
+Block = structure("Block", base=c_int64, lanes=c_int32 * (2 * BLOCK))
+Blocks = structure("Blocks", begin=POINTER(Block), end=c_void_p)
 
 _W, _I, _Q, _P = (POINTER(s) for s in (Weight, Input, Queries, Part))
 Products = structure(
@@ -68,7 +72,7 @@ Kernels = structure(
     widen=ctypes.CFUNCTYPE(None, _W, c_int64, c_int64, c_bool, c_void_p),
     state_bytes=ctypes.CFUNCTYPE(c_size_t, _Q, c_int64),
     fold=ctypes.CFUNCTYPE(
-        None, _Q, _P, c_int64, c_int64, c_int64, c_int64, c_int64, c_void_p
+        None, _Q, _P, c_int64, c_int64, c_int64, c_int64, Blocks, c_void_p
     ),
     merge=ctypes.CFUNCTYPE(None, _Q, c_int64, c_void_p, c_void_p),
     put=ctypes.CFUNCTYPE(None, _Q, c_int64, c_int64, c_int64, c_int64, c_void_p, c_void_p),
@@ -185,6 +189,7 @@ class Cached:
     position: np.ndarray
     k_scale: np.ndarray | None = None
     v_scale: np.ndarray | None = None
+    row: np.ndarray | None = None  # int32 [rows of queries]: which of these rows each reads
 
 
 def attend(
@@ -201,21 +206,52 @@ def attend(
     each = (Part * len(parts))(*(
         Part(
             KINDS[p.k.dtype], len(p.k) == 1, len(p.v) == 1, len(p.position) == 1, p.k.shape[1],
+            address(p.row), max(len(p.k), len(p.v), len(p.position)),
             *(address(a) for a in (p.k, p.v, p.k_scale, p.v_scale, p.position)),
         )
         for p in parts
     ))  # fmt: skip
     out = placed(np.full(q.shape, 7, q.dtype))
-    if not (spans := sum(-(-p.k.shape[1] // SPAN) for p in parts)):
-        out[...] = 0  # handled outside the kernels
     some = kernels(isa)
-    for b, k, strip in np.ndindex(B, K, -(-T // STRIP) if spans else 0):
+    for b, k, strip in np.ndindex(B, K, -(-T // STRIP)):
         first, tokens = strip * STRIP, min(STRIP, T - strip * STRIP)
         size = some.state_bytes(byref(queries), tokens)
-        states = [placed(np.full(size // 4, 7, np.float32)) for _ in range(spans)]
-        for span in reversed(range(spans)):  # the order must not matter
-            some.fold(byref(queries), each, b, k, first, tokens, span, address(states[span]))
+        spans = layout([p.position[_row(p, len(p.position), b)] for p in parts])
+        states = [placed(np.full(size // 4, 7, np.float32)) for _ in spans]
+        for blocks, state in reversed([*zip(spans, states, strict=True)]):  # in any order
+            end = ctypes.addressof(blocks) + ctypes.sizeof(blocks)
+            of_span = Blocks(ctypes.cast(blocks, POINTER(Block)), end)
+            some.fold(byref(queries), each, b, k, first, tokens, of_span, address(state))
         for state in states[1:]:
             some.merge(byref(queries), tokens, address(states[0]), address(state))
         some.put(byref(queries), b, k, first, tokens, address(states[0]), address(out))
     return out
+
+
+def _row(part: Cached, rows: int, b: int) -> int:
+    return 0 if rows == 1 else int(b if part.row is None else np.clip(part.row[b], 0, rows - 1))
+
+
+def layout(positions: Sequence[np.ndarray]) -> list[Any]:
+    """Return the blocks of each span of a row, from the positions of its parts; at least one."""
+    keys = sorted(
+        (int(at), p, slot)
+        for p, of in enumerate(positions)
+        for slot, at in enumerate(of)
+        if at >= 0
+    )
+    spans: dict[int, list[tuple[int, dict[int, tuple[int, int]]]]] = {}
+    for at, p, slot in keys:
+        blocks, base, lane = spans.setdefault(at // SPAN, []), at // BLOCK * BLOCK, at % BLOCK
+        if not blocks or blocks[-1][0] != base or lane in blocks[-1][1]:
+            blocks.append((base, {}))
+        blocks[-1][1][lane] = (p, slot)
+    arrays = []
+    for _, blocks in sorted(spans.items()) or [(0, [])]:
+        numbers = [[x for j in range(BLOCK) for x in lanes.get(j, (-1, 0))] for _, lanes in blocks]
+        bases = [base for base, _ in blocks]
+        pairs = zip(bases, numbers, strict=True)
+        arrays.append(
+            (Block * len(blocks))(*(Block(b, (c_int32 * (2 * BLOCK))(*n)) for b, n in pairs))
+        )
+    return arrays

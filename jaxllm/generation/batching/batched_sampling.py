@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxllm.errors import SamplingError
 from jaxllm.generation.loops.finish import select_rows, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys, sample_next
+from jaxllm.ops.row_sums import log_softmax
 
 Samplers = tuple[Sampler, ...]
 
@@ -88,9 +89,9 @@ def draw_by_kind(
         )
         token_B = jnp.where(mine_B, drawn_B, token_B)
         then.append(after)
-    # XLA fuses log_softmax with some models' heads, which changes its bits; it does not fuse across
-    # a conditional.
-    logprob_BV = jax.lax.cond(live_B.any(), jax.nn.log_softmax, jnp.zeros_like, logits_BV)
+    # Without kernels XLA fuses log_softmax with some models' heads, which changes its bits; it does
+    # not fuse across a conditional.
+    logprob_BV = jax.lax.cond(live_B.any(), log_softmax, jnp.zeros_like, logits_BV)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
     context = context.replace(
         token_BL=set_column(context.token_BL, context.length_B, token_B, live_B),
@@ -121,10 +122,28 @@ def _draw_none(
 def draw(
     context: Context,
     samplers: Samplers,
-    kind_KB: jax.Array,
+    kind_KR: jax.Array,
     out_R1V: jax.Array,
-    take_B: jax.Array,
+    row_R: jax.Array | None,
     top: int = 0,
 ) -> tuple[Drawn, Context, Samplers]:
-    """Apply `draw_by_kind` to row `take_B` of a microbatch's logits `[R, 1, V]`."""
-    return draw_by_kind(context, samplers, kind_KB, out_R1V[take_B, 0], top)
+    """Apply `draw_by_kind` to a microbatch's logits `[R, 1, V]`, whose rows are `row_R`."""
+    state = (context, samplers)
+    some_context, some_samplers = take_rows(state, row_R)
+    drawn, *then = draw_by_kind(some_context, some_samplers, kind_KR, out_R1V[:, 0], top)
+    context, samplers = put_rows(state, row_R, tuple(then))
+    return drawn, context, samplers
+
+
+def take_rows(x: Any, row_R: jax.Array | None) -> Any:
+    """Return these rows of a pytree; None: all, in order."""
+    if row_R is None:
+        return x
+    return jax.tree.map(lambda x: x.at[row_R].get(mode="clip"), x)
+
+
+def put_rows(x: Any, row_R: jax.Array | None, new: Any) -> Any:
+    """Return the pytree with these rows replaced; rows that do not exist are dropped."""
+    if row_R is None:
+        return new
+    return jax.tree.map(lambda x, new: x.at[row_R].set(new, mode="drop"), x, new)

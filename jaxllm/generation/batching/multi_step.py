@@ -8,37 +8,44 @@ import jax.numpy as jnp
 
 from jaxllm.cache.kv import EMPTY, Segment
 from jaxllm.cache.slot_update import NO_SLOT
-from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
+from jaxllm.generation.batching.batched_sampling import (
+    Drawn,
+    Samplers,
+    draw_by_kind,
+    put_rows,
+    take_rows,
+)
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
 from jaxllm.generation.sampling.sampler import Context
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
 
-@partial(jax.jit, static_argnums=(3, 8, 11), donate_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(3, 9, 12), donate_argnums=(0, 1, 2))
 def decode_burst(
     tail: Segment,
     context: Context,
     samplers: Samplers,
     model: Model,
     params: Params,
-    kind_KB: jax.Array,
-    newest_B: jax.Array,
-    eos_BE: jax.Array,
+    row_R: jax.Array | None,
+    kind_KR: jax.Array,
+    newest_R: jax.Array,
+    eos_RE: jax.Array,
     burst: int,
     steps: jax.Array,
-    adapter_B: jax.Array | None = None,
+    adapter_R: jax.Array | None = None,
     top: int = 0,
 ) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
     """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
 
-    steps: at most `burst`, which is static. adapter_B: as in `Microbatch`. top: as in
-    `draw_by_kind`. Returns the number of steps, `[]`, then the tokens of all steps, `[burst, B]`,
-    and the new state.
+    row_R, adapter_R: as in `Microbatch`. kind_KR: kinds of samplers; a row without one is not live.
+    steps: at most `burst`, which is static. top: as in `draw_by_kind`. Returns the number of steps,
+    `[]`, then the tokens of all steps, `[burst, R]`, and the new state.
     """
-    live_B = kind_KB.any(axis=0)
-    zeros_B = jnp.zeros(live_B.shape, jnp.int32)
-    blank = jnp.zeros((burst, *live_B.shape))
+    live_R = kind_KR.any(axis=0)
+    zeros_R = jnp.zeros(live_R.shape, jnp.int32)
+    blank = jnp.zeros((burst, *live_R.shape))
     results = Drawn(blank.astype(jnp.int32), blank, blank.astype(bool))
     if top:
         blank = jnp.zeros((*blank.shape, top))
@@ -50,25 +57,26 @@ def decode_burst(
         return going
 
     def decode_token(carry: Any) -> Any:
-        i, _, newest_B, results, tail, context, samplers = carry
-        at_B = context.length_B - 1  # the newest token is in the text but has not run
+        i, _, newest_R, results, tail, context, samplers = carry
+        at_R = context.length_B - 1  # the newest token is in the text but has not run
         places = Microbatch(
-            row_R=None,
-            token_RT=newest_B[:, None],
-            position_RT=jnp.where(live_B, at_B, EMPTY)[:, None],
-            slot_RT=jnp.where(live_B, at_B, NO_SLOT)[:, None],
+            row_R=row_R,
+            token_RT=newest_R[:, None],
+            position_RT=jnp.where(live_R, at_R, EMPTY)[:, None],
+            slot_RT=jnp.where(live_R, at_R, NO_SLOT)[:, None],
             length_R=context.length_B,
-            column_R=zeros_B,
+            column_R=zeros_R,
             member_RB=None,
-            adapter_R=adapter_B,
+            adapter_R=adapter_R,
         )
         out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
-        drawn, context, samplers = draw_by_kind(context, samplers, kind_KB, out[:, 0], top)
+        drawn, context, samplers = draw_by_kind(context, samplers, kind_KR, out[:, 0], top)
         results = jax.tree.map(lambda x, new: x.at[i].set(new), results, drawn)
-        ends_B = (drawn.token_B[:, None] == eos_BE).any(axis=1) | ~drawn.finite_B
-        return i + 1, (live_B & ends_B).any(), drawn.token_B, results, tail, context, samplers
+        ends_R = (drawn.token_B[:, None] == eos_RE).any(axis=1) | ~drawn.finite_B
+        return i + 1, (live_R & ends_R).any(), drawn.token_B, results, tail, context, samplers
 
-    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_B, results)
-    loop: Any = jax.lax.while_loop(is_unfinished, decode_token, (*nothing, tail, context, samplers))
-    done, _, _, results, *now = loop
-    return done, results, now[0], now[1], now[2]
+    nothing: Any = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), newest_R, results)
+    state = take_rows((context, samplers), row_R)
+    loop: Any = jax.lax.while_loop(is_unfinished, decode_token, (*nothing, tail, *state))
+    done, _, _, results, tail, *state = loop
+    return done, results, tail, *put_rows((context, samplers), row_R, tuple(state))

@@ -39,7 +39,8 @@ from jaxllm.generation.batching.slots import (
 from jaxllm.generation.loops.finish import NO_TOKEN, Finish, pad_eos_ids
 from jaxllm.generation.sampling.sampler import Context, Sampler, row_keys
 from jaxllm.models.inputs import check_longrope_limit, check_model, warn_dynamic_ntk
-from jaxllm.ops.padding import pad_rows
+from jaxllm.models.invariance import has_invariant_rows
+from jaxllm.ops.padding import next_power_of_two, pad_rows
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, check_int_array, check_token_ids
 from jaxllm.weights.model import Model
@@ -197,7 +198,8 @@ def serve(
         raise SamplingError(f"requests must be iterable, got {requests!r:.60}")
     cache = init_cache(model, rows, capacity)
     store, multiple = _open_store(prefix_cache, model, params, cache), 1
-    if store is not None:
+    few_rows = has_invariant_rows(model, params)
+    if store is not None and not few_rows:
         multiple = store.cache.chunk
         chunk = max(chunk, multiple)
     now = _ServeState(cache, _empty_context(rows, capacity), {}, {})
@@ -232,15 +234,15 @@ def serve(
         if not now.active:
             continue
         if all(seat.num_generated and seat.request.until is None for seat in now.active.values()):
-            now, steps = _run_burst(model, params, now, burst)
+            now, steps = _run_burst(model, params, now, burst, few_rows)
         else:
             runs = _token_runs(now.active, chunk, multiple)
             groups = (
                 split_microbatches(runs, rows + chunk)
-                if store is None
+                if store is None or few_rows
                 else split_chunks(runs, multiple)
             )
-            now, steps = _run_step(model, params, now, groups)
+            now, steps = _run_step(model, params, now, groups, few_rows)
             if store is not None:
                 store.add(now, runs)
         for drawn in steps:
@@ -298,40 +300,48 @@ def _admit_request(
 
 
 def _run_step(
-    model: Model, params: Params, state: _ServeState, groups: Iterable[list[TokenRun]]
+    model: Model,
+    params: Params,
+    state: _ServeState,
+    groups: Iterable[list[TokenRun]],
+    few_rows: bool,
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run groups of token runs; draw a token for each row whose last token has run."""
     cache, context, seats, rows = state.cache, state.context, state.active, state.cache.batch
     samplers, results, top = tuple(state.samplers.values()), [], _top_width(model, seats)
     for group in groups:
-        places, at = pack_microbatch(group, rows)
+        places, at = pack_microbatch(group, rows, few_rows=few_rows)
         out, cache = run_microbatch(model, params, cache, places, donate=True)
-        take = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
-        if take:
-            take_B = np.zeros(rows, np.int32)
-            take_B[list(take)] = list(take.values())
-            kind_KB = _kind_mask(state, take)
-            result, context, samplers = draw(context, samplers, kind_KB, out, take_B, top)
-            results.append((take, result))
+        ended = {run.rows[0]: r for run, r in zip(group, at, strict=True) if run.output_T.any()}
+        if ended:
+            kind_KR = _kind_mask(state, ended, out.shape[0])
+            result, context, samplers = draw(context, samplers, kind_KR, out, places.row_R, top)
+            results.append((ended, result))
     drawn: _StepSamples = {}
-    for take, result in results:  # read only after everything has been dispatched
+    for ended, result in results:  # read only after everything has been dispatched
         arrays = to_host(result)
-        drawn.update({row: _read_sampled(arrays, row) for row in take})
+        drawn.update({row: _read_sampled(arrays, r) for row, r in ended.items()})
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(cache, context, held, seats), [drawn]
 
 
 def _run_burst(
-    model: Model, params: Params, state: _ServeState, burst: int
+    model: Model, params: Params, state: _ServeState, burst: int, few_rows: bool
 ) -> tuple[_ServeState, list[_StepSamples]]:
     """Run several steps in one call, if all rows decode; stop when a row ends."""
     rows, seats = state.cache.batch, state.active
+    R = min(next_power_of_two(len(seats)), rows) if few_rows else rows
+    row_R = None
+    if rows > R:
+        row_R = np.full(R, rows, np.int32)
+        row_R[: len(seats)] = list(seats)
+    at = {row: row if row_R is None else r for r, row in enumerate(seats)}
     widest = max(len(seat.request.eos_token_ids) for seat in seats.values())
-    newest_B = np.zeros(rows, np.int32)
-    eos_BE = np.full((rows, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
+    newest_R = np.zeros(R, np.int32)
+    eos_RE = np.full((R, pad_eos_ids(range(widest)).size), NO_TOKEN, np.int32)
     for row, seat in seats.items():
         ids = pad_eos_ids(seat.request.eos_token_ids)
-        newest_B[row], eos_BE[row, : ids.size] = seat.newest_token, ids
+        newest_R[at[row]], eos_RE[at[row], : ids.size] = seat.newest_token, ids
     left = min(seat.request.max_new_tokens - seat.num_generated for seat in seats.values())
     done, results, tail, context, samplers = decode_burst(
         state.cache.tail,
@@ -339,16 +349,17 @@ def _run_burst(
         tuple(state.samplers.values()),
         model,
         params,
-        _kind_mask(state, seats),
-        newest_B,
-        eos_BE,
+        row_R,
+        _kind_mask(state, at, R),
+        newest_R,
+        eos_RE,
         burst,
         np.int32(min(burst, left)),
-        row_adapters({row: seat.request.adapter for row, seat in seats.items()}, rows),
+        row_adapters({at[row]: seat.request.adapter for row, seat in seats.items()}, R),
         _top_width(model, seats),
     )
     count, arrays = to_host((done, results))
-    steps = [{row: _read_sampled(arrays, (i, row)) for row in seats} for i in range(count)]
+    steps = [{row: _read_sampled(arrays, (i, r)) for row, r in at.items()} for i in range(count)]
     held = dict(zip(state.samplers, samplers, strict=True))
     return _ServeState(state.cache.replace(tail=tail), context, held, seats), steps
 
@@ -368,12 +379,12 @@ def _read_sampled(drawn: Drawn, at: Any) -> _Sampled:
     return _Sampled(token, logprob, finite, list(zip(*pair, strict=True)))
 
 
-def _kind_mask(state: _ServeState, rows: Iterable[int]) -> np.ndarray:
-    """Return which of these rows use which kind of sampler, bool `[K, B]`."""
-    kind_KB = np.zeros((len(state.samplers), state.cache.batch), bool)
-    for row in rows:
-        kind_KB[list(state.samplers).index(state.active[row].kind), row] = True
-    return kind_KB
+def _kind_mask(state: _ServeState, at: dict[int, int], size: int) -> np.ndarray:
+    """Return which rows use which kind of sampler, bool `[K, size]`. at: the place of each row."""
+    kind_KR = np.zeros((len(state.samplers), size), bool)
+    for row, r in at.items():
+        kind_KR[list(state.samplers).index(state.active[row].kind), r] = True
+    return kind_KR
 
 
 def _make_events(

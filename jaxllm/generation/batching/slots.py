@@ -55,7 +55,7 @@ class Microbatch(struct.PyTreeNode):
     """A microbatch of R rows of T tokens; padding has position -1 and slot NO_SLOT.
 
     Attributes:
-        row_R: Cache rows; None for all rows in order, which avoids a gather.
+        row_R: Cache rows, one beyond the last for padding; None for all rows in order.
         token_RT: Token ids.
         position_RT: Positions in the text.
         slot_RT: Cache slots to write.
@@ -124,18 +124,20 @@ def _padded_width(tokens: int) -> int:
     return 1 if tokens == 1 else next_power_of_two(tokens, 8)
 
 
-def pack_microbatch(runs: Sequence[TokenRun], rows: int) -> tuple[Microbatch, np.ndarray]:
+def pack_microbatch(
+    runs: Sequence[TokenRun], rows: int, *, few_rows: bool = False
+) -> tuple[Microbatch, np.ndarray]:
     """Pack token runs into a microbatch; also return the microbatch row of each run.
 
-    rows: number of cache rows. Single tokens use all rows, like a decode step, because gathering
-    rows would copy them. Wider runs use as few rows as they need.
+    rows: number of cache rows. few_rows: single tokens use as few rows as they need, as wider runs
+    always do; by default they use all rows, like a decode step.
     """
     width = _padded_width(max(run.index_T.size for run in runs))
     few = next_power_of_two(len(runs))
-    uses_all_rows = width == 1 or few >= rows
+    uses_all_rows = (width == 1 and not few_rows) or few >= rows
     R = rows if uses_all_rows else few
     at = np.array([run.rows[0] for run in runs]) if uses_all_rows else np.arange(len(runs))
-    row_R = np.zeros(R, np.int32)
+    row_R = np.full(R, rows, np.int32)
     token_RT, position_RT = np.zeros((R, width), np.int32), np.full((R, width), EMPTY, np.int32)
     slot_RT = np.full((R, width), NO_SLOT, np.int32)
     length_R, column_R = np.ones(R, np.int32), np.zeros(R, np.int32)
@@ -245,14 +247,6 @@ def _run_tokens(
     vectors_PD: jax.Array | None,
     output_kind: OutputKind,
 ) -> tuple[jax.Array, Any]:
-    rows = microbatch.row_R
-    if rows is not None:
-        count = segments[-1].position_BS.shape[0]
-
-        def take_rows(x: jax.Array) -> jax.Array:
-            return x if x.shape[0] == 1 and count > 1 else jnp.take(x, rows, axis=0)
-
-        segments = jax.tree.map(take_rows, segments)
     token_RT = microbatch.token_RT
     if microbatch.adapter_R is not None:
         params = choose_adapters(params, microbatch.adapter_R)
@@ -266,6 +260,7 @@ def _run_tokens(
         length_B=microbatch.length_R,
         column_B=microbatch.column_R if output_kind == "logits" else None,
         embeddings_BTD=vectors,
+        row_B=microbatch.row_R,
     )
     if vectors_PD is not None:  # a vector has no id
         delta = delta.replace(token_BS=jnp.full_like(delta.token_BS, -1))

@@ -33,6 +33,7 @@ from jaxllm.generation.sampling.sampler import (
 )
 from jaxllm.models.inputs import check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
+from jaxllm.ops.row_sums import log_softmax
 from jaxllm.runtime.multihost import to_host
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import prefill, run_model
@@ -229,7 +230,7 @@ def _extend_beams(
     exists_R = search.score_BN.reshape(-1) > -jnp.inf
     finite_R = jnp.isfinite(logits_RV).all(axis=1) | ~exists_R
     broken_B = ~finite_R.reshape(B, N).all(axis=1) & ~search.done_B
-    scores_RV = jax.nn.log_softmax(logits_RV.astype(jnp.float32), axis=-1)
+    scores_RV = log_softmax(logits_RV)
     if search.sampler.processors:
         scores_RV = apply_processors(scores_RV, search.sampler, _context(text, search))
     scores_RV = jnp.where((exists_R & finite_R)[:, None], scores_RV, -jnp.inf)

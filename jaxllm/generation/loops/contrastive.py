@@ -26,6 +26,7 @@ from jaxllm.generation.sampling.sampler import (
 )
 from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.ops.padding import pad_rows
+from jaxllm.ops.row_sums import softmax
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import Output, forward
 from jaxllm.weights.model import Model
@@ -119,7 +120,7 @@ def _candidates(
     start_B, end_B = (jnp.full((1,), x, jnp.int32) for x in (start, end))
     context = Context(text_L[None], start_B, end_B, key_B)
     scores_V = apply_processors(logits_V[None], sampler, context)[0]
-    likely_C, token_C = jax.lax.top_k(jax.nn.softmax(scores_V), top_k)
+    likely_C, token_C = jax.lax.top_k(softmax(scores_V), top_k)
     return likely_C, token_C
 
 

@@ -15,6 +15,7 @@ from jaxllm.generation.loops.finish import NO_TOKEN, check_positions, pad_eos_id
 from jaxllm.generation.sampling.sampler import GREEDY, Context, Sampler, row_keys, sample_next
 from jaxllm.models.inputs import check_longrope_limit
 from jaxllm.ops.padding import pad_rows
+from jaxllm.ops.row_sums import log_softmax
 from jaxllm.runtime.validation import check_int, is_number
 from jaxllm.steps import decode_step, prefill
 from jaxllm.weights.model import Model
@@ -88,7 +89,7 @@ def apply_guidance(
     Sanchez et al. 2023, equation 7. A scale of 1 is no guidance; above 1 moves away from the
     negative prompt, below 1 towards it.
     """
-    wanted_V, unwanted_V = jax.nn.log_softmax(wanted_V), jax.nn.log_softmax(unwanted_V)
+    wanted_V, unwanted_V = log_softmax(wanted_V), log_softmax(unwanted_V)
     return unwanted_V + guidance_scale * (wanted_V - unwanted_V)
 
 

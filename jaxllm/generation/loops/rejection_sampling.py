@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.ops.row_sums import softmax
+
 
 def accept_or_resample(
     scores_BV: jax.Array, draft_B: jax.Array, q_BV: jax.Array, accept_B: jax.Array, draw_B: Any
@@ -18,7 +20,7 @@ def accept_or_resample(
     token is drawn from the residual. draft_B: -1 for no draft, with q = 0; the token is then drawn
     from p. accept_B, draw_B: random keys.
     """
-    p_BV = jax.nn.softmax(scores_BV, axis=1)
+    p_BV = softmax(scores_BV)
     x_B1 = jnp.maximum(draft_B, 0)[:, None]
     p_B, q_B = (jnp.take_along_axis(law, x_B1, axis=1)[:, 0] for law in (p_BV, q_BV))
     agreed_B = (draft_B >= 0) & (jax.vmap(jax.random.uniform)(accept_B) * q_B < p_B)

@@ -46,6 +46,7 @@ from jaxllm.generation.sampling.sampler import (
 )
 from jaxllm.models.inputs import check_longrope_limit, check_model, check_prompts
 from jaxllm.ops.padding import bucket_size
+from jaxllm.ops.row_sums import softmax
 from jaxllm.runtime.validation import check_int
 from jaxllm.steps import prefill, run_model
 from jaxllm.weights.model import Model
@@ -344,7 +345,7 @@ def _propose_tokens(
         )
         logits_BV, (draw_B, _, _) = trace.logits[:, 0], _position_keys(inputs, text.length_B)
         scores_BV = apply_processors(logits_BV, text.sampler, _context(inputs, text, draw_B))
-        q_BV = None if text.sampler.greedy else jax.nn.softmax(scores_BV, axis=1)
+        q_BV = None if text.sampler.greedy else softmax(scores_BV)
         if q_BV is None:
             token_B = jnp.argmax(scores_BV, axis=1)
         else:

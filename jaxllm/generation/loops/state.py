@@ -12,6 +12,7 @@ from flax import struct
 from jaxllm.cache.kv import KVCache, Segment, replicate_for_host
 from jaxllm.generation.loops.finish import Finish, finish_reasons, set_column
 from jaxllm.generation.sampling.sampler import Context, Sampler, sample_next
+from jaxllm.ops.row_sums import log_softmax
 from jaxllm.steps import MassMode, run_and_commit
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
@@ -64,7 +65,7 @@ def sample(limits: StopLimits, state: DecodeState, logits_BV: jax.Array) -> Deco
     grows_B = running_B & finite_B
     key_B = jax.vmap(jax.random.fold_in)(context.key_B, context.length_B)
     token_B, sampler = sample_next(logits_BV, state.sampler, context.replace(key_B=key_B))
-    logprob_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    logprob_BV = log_softmax(logits_BV)
     logprob_B = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)[:, 0]
     before_B, length_B = context.length_B, context.length_B + grows_B.astype(jnp.int32)
     limit_B = context.prompt_B + limits.budget_B

@@ -19,6 +19,7 @@ from jaxllm.generation.sampling.parsers import (
     number,
 )
 from jaxllm.generation.sampling.sampler import Context, Processor
+from jaxllm.ops.row_sums import log_softmax, row_sum, softmax
 
 _XTC_STREAM = 1  # folded into a row's key: the draw itself uses the key as it is
 
@@ -57,7 +58,7 @@ class TopP(Processor):
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         p_B1 = as_column(self.top_p, scores_BV)
-        weight_BV = jax.nn.softmax(scores_BV, axis=-1)
+        weight_BV = softmax(scores_BV)
         kept = _keep_by_weight(scores_BV, weight_BV, jnp.where(p_B1 >= 1, jnp.inf, p_B1))
         return jnp.where(kept, scores_BV, -jnp.inf)
 
@@ -83,7 +84,7 @@ class TypicalP(Processor):
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         p_B1 = as_column(self.typical_p, scores_BV)
-        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        logprob_BV = log_softmax(scores_BV)
         distance_BV = jnp.abs(-logprob_BV - _entropy(logprob_BV))
         limit_B1 = jnp.where(p_B1 >= 1, jnp.inf, p_B1)
         kept = _keep_by_weight(-distance_BV, jnp.exp(logprob_BV), limit_B1)
@@ -96,7 +97,7 @@ class EpsilonCutoff(Processor):
     epsilon: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
-        p_BV = jax.nn.softmax(scores_BV, axis=-1)
+        p_BV = softmax(scores_BV)
         return _remove_tokens(scores_BV, p_BV < as_column(self.epsilon, scores_BV))
 
 
@@ -110,7 +111,7 @@ class EtaCutoff(Processor):
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
         epsilon_B1 = as_column(self.epsilon, scores_BV)
-        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        logprob_BV = log_softmax(scores_BV)
         eta_B1 = jnp.sqrt(epsilon_B1) * jnp.exp(-_entropy(logprob_BV))
         return _remove_tokens(scores_BV, jnp.exp(logprob_BV) < jnp.minimum(epsilon_B1, eta_B1))
 
@@ -127,9 +128,9 @@ class TopNSigma(Processor):
         n_B1 = as_column(self.n, scores_BV)
         there = scores_BV > -jnp.inf
         count_B1 = there.sum(axis=1, keepdims=True).astype(jnp.float32)
-        mean_B1 = jnp.where(there, scores_BV, 0.0).sum(axis=1, keepdims=True) / count_B1
+        mean_B1 = row_sum(jnp.where(there, scores_BV, 0.0)) / count_B1
         square_BV = jnp.where(there, (scores_BV - mean_B1) ** 2, 0.0)
-        sigma_B1 = jnp.sqrt(square_BV.sum(axis=1, keepdims=True) / count_B1)
+        sigma_B1 = jnp.sqrt(row_sum(square_BV) / count_B1)
         lowest_B1 = scores_BV.max(axis=1, keepdims=True) - n_B1 * sigma_B1
         return _remove_tokens(scores_BV, (n_B1 > 0) & (scores_BV < lowest_B1))
 
@@ -147,7 +148,7 @@ class XTC(Processor):
     threshold: Any
 
     def __call__(self, scores_BV: jax.Array, context: Context) -> jax.Array:
-        p_BV = jax.nn.softmax(scores_BV, axis=-1)
+        p_BV = softmax(scores_BV)
         top = (p_BV >= as_column(self.threshold, scores_BV)) & (scores_BV > -jnp.inf)
         least_B1 = jnp.where(top, scores_BV, jnp.inf).min(axis=1, keepdims=True)
         key_B = jax.vmap(jax.random.fold_in, (0, None))(context.key_B, _XTC_STREAM)
@@ -178,14 +179,14 @@ class Mirostat(Processor):
         return self.replace(mu=as_column(self.mu, jnp.zeros((rows, 1)))[:, 0])
 
     def __call__(self, scores_BV: jax.Array, context: Context | None = None) -> jax.Array:
-        bits_BV = -jax.nn.log_softmax(scores_BV, axis=-1) / math.log(2)
+        bits_BV = -log_softmax(scores_BV) / math.log(2)
         on_B1 = as_column(self.tau, scores_BV) > 0
         return _remove_tokens(scores_BV, on_B1 & (bits_BV > as_column(self.mu, scores_BV)))
 
     def observe(self, scores_BV: jax.Array, token_B: jax.Array) -> "Mirostat":
         """Return the processor with mu updated for the drawn token."""
         tau_B1, mu_B1 = as_column(self.tau, scores_BV), as_column(self.mu, scores_BV)
-        logprob_BV = jax.nn.log_softmax(scores_BV, axis=-1)
+        logprob_BV = log_softmax(scores_BV)
         bits_B1 = -jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1) / math.log(2)
         next_B1 = mu_B1 - as_column(self.eta, scores_BV) * (bits_B1 - tau_B1)
         return self.replace(mu=jnp.where(tau_B1 > 0, next_B1, mu_B1)[:, 0])
@@ -212,7 +213,7 @@ def _remove_tokens(scores_BV: jax.Array, removed_BV: jax.Array) -> jax.Array:
 def _entropy(logprob_BV: jax.Array) -> jax.Array:
     """Return each row's entropy in nats, `[B, 1]`; removed tokens contribute 0."""
     p_BV = jnp.exp(logprob_BV)
-    return -jnp.where(p_BV > 0, p_BV * logprob_BV, 0.0).sum(axis=1, keepdims=True)
+    return -row_sum(jnp.where(p_BV > 0, p_BV * logprob_BV, 0.0))
 
 
 def _keep_by_weight(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Array) -> jax.Array:
@@ -227,7 +228,7 @@ def _keep_by_weight(scores_BV: jax.Array, weight_BV: jax.Array, limit_B1: jax.Ar
     def bisect(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B1, high_B1 = bounds
         middle_B1 = (low_B1 & high_B1) + ((low_B1 ^ high_B1) >> 1)  # no overflow
-        above_B1 = jnp.where(order_BV > middle_B1, weight_BV, 0.0).sum(axis=1, keepdims=True)
+        above_B1 = row_sum(jnp.where(order_BV > middle_B1, weight_BV, 0.0))
         enough = above_B1 < limit_B1
         return jnp.where(enough, low_B1, middle_B1 + 1), jnp.where(enough, middle_B1, high_B1)
 

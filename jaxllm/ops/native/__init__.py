@@ -92,8 +92,11 @@ def kernel_path(kind: Kind, inputs: str) -> KernelPath:
     times as fast (docs/benchmarks/decoding.md, AVX2). So do weights that XLA would have to
     dequantize first, on other AVX sets: measured on the nearest one, avx512-bf16, where the kernel
     reads a prompt of 128 tokens 1.5 to 2.2 times as fast and one of 512 0.95 to 1.4 times.
+    Under `use_one_path` a matrix unit, or else the kernel for few rows, takes any number.
     inputs: float32, bfloat16 or int8.
     """
+    if _INVARIANT.value:
+        return KernelPath(0, "many") if has_matrix_unit() else KernelPath(None)
     name = str(isa())
     row = _kernel_paths().get(name, {}).get(f"{kind.name.lower()} {inputs}")
     if row is not None:
@@ -116,6 +119,20 @@ MaskFunction = ctypes.CFUNCTYPE(
 
 # Part of the key of compiled functions, as device and precision are.
 _ENABLED = jax.make_user_context(True)
+
+
+# Likewise: whether the same kernel multiplies any number of rows.
+_INVARIANT = jax.make_user_context(False)
+
+
+@contextmanager
+def use_one_path(invariant: bool) -> Iterator[None]:
+    """Trace so that one kernel multiplies any number of rows, and a row's bits do not depend on it.
+
+    invariant: False: by the table of paths.
+    """
+    with _INVARIANT(invariant):
+        yield
 
 
 @contextmanager
@@ -162,6 +179,12 @@ def _select_isa(loaded: ctypes.CDLL, name: str | None) -> str:
     return str(isa_name.decode())
 
 
+_FUNCTIONS = (
+    *("linear", "experts", "widen", "take", "attend", "write", "read"),
+    *("sum_rows", "logsumexp_rows", "softmax_rows", "normalize", "mask_tokens"),
+)
+
+
 @cache
 def load_kernels() -> ctypes.CDLL | None:
     """Load the shared library and register its functions with XLA; None if there is none."""
@@ -171,7 +194,7 @@ def load_kernels() -> ctypes.CDLL | None:
     loaded.jaxllm_isa.restype = ctypes.c_char_p
     loaded.jaxllm_kernels.restype = ctypes.c_void_p
     _select_isa(loaded, os.environ.get("JAXLLM_ISA"))
-    for name in ("linear", "experts", "widen", "take", "attend", "write", "read", "mask_tokens"):
+    for name in _FUNCTIONS:
         capsule = jax.ffi.pycapsule(getattr(loaded, f"jaxllm_{name}"))
         jax.ffi.register_ffi_target(f"jaxllm_{name}", capsule, platform="cpu")
     return loaded
@@ -312,19 +335,32 @@ def attend(
     scale: float,
     window: int | None,
     cap: float | None = None,
+    row_B: jax.Array | None = None,
+    cached: int = 0,
 ) -> jax.Array:
     """Compute attention over the parts of a cache in place: `[B, T, N, H]`, in q's dtype.
+
+    A result's bits follow from its query and from the keys and values by position: they depend
+    neither on the parts and slots that these are in, nor on other queries.
 
     Args:
         q_BTNH: float32, or bfloat16; with a bfloat16 cache, the latter uses BF16 products.
         arrays: For each part k, v and positions, and then the two scales if k is int8.
+        row_B: int32, which row of the first `cached` parts each row of queries reads; default: its
+            own.
         cap: Soft cap on scores, by a tanh within two units in the last place.
     """
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     call = jax.ffi.ffi_call("jaxllm_attend", out, vmap_method="sequential")
     limit = np.int64(-1 if window is None else window)
-    attributes = {"scale": np.float32(scale), "window": limit, "cap": np.float32(cap or 0)}
-    y: jax.Array = call(q_BTNH, position_BT, *arrays, **attributes)
+    attributes = {
+        "cached": np.int64(0 if row_B is None else cached),
+        "scale": np.float32(scale),
+        "window": limit,
+        "cap": np.float32(cap or 0),
+    }
+    rows = np.zeros(0, np.int32) if row_B is None or not cached else row_B
+    y: jax.Array = call(q_BTNH, position_BT, rows, *arrays, **attributes)
     return y
 
 
@@ -348,6 +384,44 @@ def write(
         "jaxllm_write", out, input_output_aliases=aliases, vmap_method="sequential"
     )
     return list(call(cursor, *old, *new))[:count]
+
+
+def reduce_rows(name: str, x_RI: jax.Array) -> jax.Array:
+    """Return the "sum", "logsumexp" or "softmax" of each row of a float32 matrix `[R, I]`.
+
+    `[R]`, or `[R, I]` for the softmax. A row's bits do not depend on the others.
+    """
+    shape = x_RI.shape if name == "softmax" else x_RI.shape[:1]
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    y: jax.Array = jax.ffi.ffi_call(f"jaxllm_{name}_rows", out)(x_RI)
+    return y
+
+
+def normalize(
+    x_RD: jax.Array,
+    weight_D: jax.Array,
+    bias_D: jax.Array | None,
+    *,
+    eps: float,
+    weight_offset: float,
+    centered: bool,
+) -> jax.Array:
+    """Return `x / sqrt(mean(x^2) + eps) * (weight + offset) + bias` of each row, in x's dtype.
+
+    Args:
+        x_RD: float32 or bfloat16.
+        weight_D, bias_D: Any floats.
+        centered: Subtract each row's mean first.
+    """
+    out = jax.ShapeDtypeStruct(x_RD.shape, x_RD.dtype)
+    attributes = {
+        "eps": np.float32(eps),
+        "offset": np.float32(weight_offset),
+        "centered": np.bool_(centered),
+    }
+    arrays = (x_RD, weight_D) if bias_D is None else (x_RD, weight_D, bias_D)
+    y: jax.Array = jax.ffi.ffi_call("jaxllm_normalize", out)(*arrays, **attributes)
+    return y
 
 
 def read(x: jax.Array) -> jax.Array:

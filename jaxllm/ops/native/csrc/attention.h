@@ -1,6 +1,7 @@
-// Attention over the parts of a cache in place (as in ops/attention.py): an online softmax over blocks of slots,
-// float32 throughout; slots that no query attends to are skipped. Slots are folded in spans of kSpan, whose states are
-// merged in order: results have the same bits whichever thread computes a span, and when.
+// Attention over the parts of a cache in place (as in ops/attention.py): an online softmax over blocks of positions,
+// float32 throughout. A key's lane in its block, and what is folded together, follow from its position alone: the bits
+// of a result depend neither on the slots and parts that keys are in, nor on other queries. Spans of kSpan positions
+// are folded apart, and their states merged in order: whichever thread computes a span, and when.
 #pragma once
 
 #include "pairs.h"
@@ -11,82 +12,84 @@ namespace {
 // Queries multiplied at once, with four keys or two registers of values.
 constexpr int kQueries = kRegisters == 32 ? 4 : 2;
 
-// The products of R queries, at a distance of `width`, with the keys of these slots.
+// The products of R queries, at a distance of `width`, with the keys of these pairs of lanes.
 template <Kind K, int R>
-void products(const float* q, int64_t width, const void* keys, int64_t apart, const int64_t* slot, int64_t seen,
-              float* line) {
-  for (int64_t j = 0; j < seen; j += 4) {
-    int64_t at[4];
-    for (int i = 0; i < 4; i++) at[i] = slot[j + i < seen ? j + i : seen - 1] * apart;
+void products(const float* q, int64_t width, const Place* key, const Seen& seen, float* line) {
+  for (int64_t p = 0; p < seen.pairs; p += 2) {
+    const int64_t first = 2 * seen.pair[p], second = 2 * seen.pair[p + 1 < seen.pairs ? p + 1 : p];
+    const Place* at[4] = {key + first, key + first + 1, key + second, key + second + 1};
     Floats of[R][4] = {};
     for (int64_t h = 0; h < width; h += kLanes) JAXLLM_UNROLL
     for (int i = 0; i < 4; i++) {
-      const Floats key = floats_at(K, keys, at[i] + h);
+      const Floats k = floats_at(K, at[i]->data, at[i]->at + h);
       JAXLLM_UNROLL
-      for (int r = 0; r < R; r++) of[r][i] = fma(load<Floats>(q + r * width + h), key, of[r][i]);
+      for (int r = 0; r < R; r++) of[r][i] = fma(load<Floats>(q + r * width + h), k, of[r][i]);
     }
     JAXLLM_UNROLL
-    for (int r = 0; r < R; r++) sums(of[r], line + r * kBlock + j);
+    for (int r = 0; r < R; r++) {
+      float four[4];
+      sums(of[r], four);
+      memcpy(line + r * kBlock + first, four, 8);
+      memcpy(line + r * kBlock + second, four + 2, 8);
+    }
   }
 }
 
-// value += weight[j] v[j] of R queries, in two sums: over even and over odd j.
+// value += weight[j] v[j] of R queries, in two sums: over even and over odd lanes j.
 template <Kind K, int R, int N>
-void add_values(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, int64_t h,
-                float* value, int64_t width) {
+void add_values(const float* weight, const Place* value, const Seen& seen, int64_t h, float* sum, int64_t width) {
   Floats of[2][R][N] = {};
-  for (int64_t j = 0; j < seen; j += 2) JAXLLM_UNROLL
+  for (int64_t p = 0; p < seen.pairs; p++) JAXLLM_UNROLL
   for (int odd = 0; odd < 2; odd++) {
-    if (odd && j + 1 == seen) break;
+    const int64_t j = 2 * seen.pair[p] + odd;
     JAXLLM_UNROLL
     for (int n = 0; n < N; n++) {
-      const Floats v = floats_at(K, values, slot[j + odd] * apart + h + n * kLanes);
+      const Floats v = floats_at(K, value[j].data, value[j].at + h + n * kLanes);
       JAXLLM_UNROLL
-      for (int r = 0; r < R; r++) of[odd][r][n] = fma(all_of(weight[r * kBlock + j + odd]), v, of[odd][r][n]);
+      for (int r = 0; r < R; r++) of[odd][r][n] = fma(all_of(weight[r * kBlock + j]), v, of[odd][r][n]);
     }
   }
   JAXLLM_UNROLL
   for (int r = 0; r < R; r++) JAXLLM_UNROLL
   for (int n = 0; n < N; n++) {
-    float* at = value + r * width + h + n * kLanes;
+    float* at = sum + r * width + h + n * kLanes;
     store(at, load<Floats>(at) + (of[0][r][n] + of[1][r][n]));
   }
 }
 
 template <Kind K, int R>
-void add_heads(const float* weight, const void* values, int64_t apart, const int64_t* slot, int64_t seen, float* value,
-               int64_t width) {
+void add_heads(const float* weight, const Place* value, const Seen& seen, float* sum, int64_t width) {
   int64_t h = 0;
-  for (; h + 2 * kLanes <= width; h += 2 * kLanes)
-    add_values<K, R, 2>(weight, values, apart, slot, seen, h, value, width);
-  if (h < width) add_values<K, R, 1>(weight, values, apart, slot, seen, h, value, width);
+  for (; h + 2 * kLanes <= width; h += 2 * kLanes) add_values<K, R, 2>(weight, value, seen, h, sum, width);
+  if (h < width) add_values<K, R, 1>(weight, value, seen, h, sum, width);
 }
 
-// Where a block's keys or values are read: in place, or converted to `wide`, heads padded with zeros to full lanes.
-struct Place {
-  Kind kind;
-  const void* data;
-  int64_t apart;
-  const int64_t* slot;
-};
-
-inline Place place_of(const Part& part, const void* data, int64_t row, int64_t head, int64_t K, int64_t H,
-                      const int64_t* slot, int64_t seen, int64_t rows, float* wide) {
-  static const struct Numbers {
-    int64_t of[kBlock];
-    Numbers() {
-      for (int i = 0; i < kBlock; i++) of[i] = i;
+// Where a row and key head has the keys or values of each visible lane: in place, or, if they are of different kinds,
+// or not of full lanes, or needed often, converted to `wide`. Returns their kind.
+template <bool Keys>
+Kind places_of(const Rows& rows, const Part* parts, const Seen& seen, float* wide, Place* place) {
+  const Queries& s = rows.s;
+  const int64_t width = up(s.H, kLanes);
+  Kind kind = Kind::kF32;
+  bool alike = true;
+  for (int64_t p = 0; p < seen.pairs; p++)
+    for (int64_t j = 2 * seen.pair[p]; j < 2 * seen.pair[p] + 2; j++) {
+      const Block::Slot& slot = seen.slot(j);
+      const Part& part = parts[slot.part];
+      const int64_t row = (Keys ? part.one_k : part.one_v) ? 0 : part.row_of(rows.b);
+      place[j] = {part.kind, Keys ? part.k : part.v, ((row * part.slots + slot.slot) * s.K + rows.head) * s.H};
+      if (!p && j % 2 == 0) kind = part.kind;
+      alike = alike && part.kind == kind;
     }
-  } numbers;
-  const int64_t size = part.kind == Kind::kF32 ? 4 : (part.kind == Kind::kInt8 ? 1 : 2), first = (row * K + head) * H;
-  if (H % kLanes == 0 && (part.kind == Kind::kF32 || rows <= kQueries))
-    return {part.kind, static_cast<const uint8_t*>(data) + first * size, K * H, slot};
-  const int64_t width = up(H, kLanes);
-  for (int64_t j = 0; j < seen; j++) {
-    to_floats(part.kind, data, first + slot[j] * K * H, H, wide + j * width);
-    for (int64_t h = H; h < width; h++) wide[j * width + h] = 0;
-  }
-  return {Kind::kF32, wide, width, numbers.of};
+  if (alike && s.H == width && (kind == Kind::kF32 || rows.count() <= kQueries)) return kind;
+  for (int64_t p = 0; p < seen.pairs; p++)
+    for (int64_t j = 2 * seen.pair[p]; j < 2 * seen.pair[p] + 2; j++) {
+      float* to = wide + j * width;
+      to_floats(place[j].kind, place[j].data, place[j].at, s.H, to);
+      for (int64_t h = s.H; h < width; h++) to[h] = 0;
+      place[j] = {Kind::kF32, wide, j * width};
+    }
+  return Kind::kF32;
 }
 
 template <Kind K>
@@ -104,95 +107,114 @@ JAXLLM_INLINE void by_kind(Kind kind, const Work& work) {
   }
 }
 
-inline bool finite_values(const Place& at, int64_t seen, int64_t width) {
+inline bool finite_values(Kind kind, const Place* value, const Seen& seen, int64_t width) {
   Floats wild = {};
-  for (int64_t j = 0; j < seen; j++)
-    for (int64_t h = 0; h < width; h += kLanes) wild += floats_at(at.kind, at.data, at.slot[j] * at.apart + h) * 0.0f;
+  for (int64_t p = 0; p < seen.pairs; p++)
+    for (int64_t j = 2 * seen.pair[p]; j < 2 * seen.pair[p] + 2; j++)
+      for (int64_t h = 0; h < width; h += kLanes) wild += floats_at(kind, value[j].data, value[j].at + h) * 0.0f;
   return sum(wild) == 0;
 }
 
-// Folds a block's slots into rows of queries.
-inline void fold_block(const Rows& rows, const Part& part, const Seen& seen, const float* q, float* wide, float* score,
+// The scales of int8 keys or values, times `by`; false if no visible lane has any.
+template <bool Keys>
+bool scales_of(const Rows& rows, const Part* parts, const Seen& seen, float by, float* scale) {
+  bool any = false;
+  for (int64_t j = 0; j < kBlock; j++) scale[j] = by;
+  for (int64_t p = 0; p < seen.pairs; p++)
+    for (int64_t j = 2 * seen.pair[p]; j < 2 * seen.pair[p] + 2; j++) {
+      const Block::Slot& slot = seen.slot(j);
+      const Part& part = parts[slot.part];
+      const float* of = Keys ? part.k_scale : part.v_scale;
+      if (!of) continue;
+      const int64_t row = (Keys ? part.one_k : part.one_v) ? 0 : part.row_of(rows.b);
+      scale[j] = by * of[(row * part.slots + slot.slot) * rows.s.K + rows.head];
+      any = true;
+    }
+  return any;
+}
+
+inline bool any_lane(const int32_t* mask) {
+  for (int64_t j = 0; j < kBlock; j++)
+    if (mask[j]) return true;
+  return false;
+}
+
+// Replaces what query i does not attend to by something that it does: 0 times NaN is NaN.
+inline void hide(const int32_t* mask, const Seen& seen, Place* place) {
+  int64_t shown = -1;
+  for (int64_t j = 0; j < kBlock && shown < 0; j++)
+    if (mask[j]) shown = j;
+  for (int64_t p = 0; p < seen.pairs && shown >= 0; p++)
+    for (int64_t j = 2 * seen.pair[p]; j < 2 * seen.pair[p] + 2; j++)
+      if (!mask[j]) place[j] = place[shown];
+}
+
+// Folds a block into rows of queries.
+inline void fold_block(const Rows& rows, const Part* parts, const Seen& seen, const float* q, float* wide, float* score,
                        Running* running) {
   const Queries& s = rows.s;
   const int64_t width = up(s.H, kLanes), count = rows.count();
-  const int64_t k_row = part.one_k ? 0 : rows.b * part.slots, v_row = part.one_v ? 0 : rows.b * part.slots;
-  const Place k = place_of(part, part.k, k_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);
-  by_kind(k.kind, [&](auto of) {
+  Place place[kBlock];
+  by_kind(places_of<true>(rows, parts, seen, wide, place), [&](auto of) {
     constexpr Kind K = of.kind();
     int64_t i = 0;
     for (; i + kQueries <= count; i += kQueries)
-      products<K, kQueries>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
-    for (; i < count; i++)
-      products<K, 1>(q + i * width, width, k.data, k.apart, k.slot, seen.count, score + i * kBlock);
+      products<K, kQueries>(q + i * width, width, place, seen, score + i * kBlock);
+    for (; i < count; i++) products<K, 1>(q + i * width, width, place, seen, score + i * kBlock);
   });
   alignas(64) float k_scale[kBlock], v_scale[kBlock];
-  for (int64_t j = 0; j < kBlock && part.k_scale; j++) {
-    const int64_t slot = seen.slot[j < seen.count ? j : 0];
-    k_scale[j] = s.scale * part.k_scale[(k_row + slot) * s.K + rows.head];
-    v_scale[j] = part.v_scale[(v_row + slot) * s.K + rows.head];
-  }
+  const float* each = scales_of<true>(rows, parts, seen, s.scale, k_scale) ? k_scale : nullptr;
+  const bool scaled = scales_of<false>(rows, parts, seen, 1, v_scale);
   for (int64_t i = 0; i < count; i++) {
-    absorb(s, score + i * kBlock, part.k_scale ? k_scale : nullptr, seen.mask(i / rows.G()), seen.count, running[i],
-           width);
-    for (int64_t j = 0; j < kBlock && part.v_scale; j++) score[i * kBlock + j] *= v_scale[j];
+    absorb(s, score + i * kBlock, each, seen.mask(i / rows.G()), seen.lanes(), running[i], width);
+    for (int64_t j = 0; j < kBlock && scaled; j++) score[i * kBlock + j] *= v_scale[j];
   }
-  const Place v = place_of(part, part.v, v_row, rows.head, s.K, s.H, seen.slot, seen.count, count, wide);
-  // 0 times NaN is NaN: if a value is not finite and not visible to all rows, each row adds its visible values only.
-  if (rows.tokens > 1 && !finite_values(v, seen.count, width)) {
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t j = 0; j < seen.count; j++)
-        if (seen.mask(i / rows.G())[j])
-          by_kind(v.kind, [&](auto K) {
-            add_heads<K.kind(), 1>(score + i * kBlock + j, v.data, v.apart, v.slot + j, 1, running[i].value, width);
-          });
-    return;
-  }
-  by_kind(v.kind, [&](auto of) {
+  const Kind kind = places_of<false>(rows, parts, seen, wide, place);
+  const bool apart = rows.tokens > 1 && !finite_values(kind, place, seen, width);
+  by_kind(kind, [&](auto of) {
     constexpr Kind K = of.kind();
     int64_t i = 0;
-    for (; i + kQueries <= count; i += kQueries)
-      add_heads<K, kQueries>(score + i * kBlock, v.data, v.apart, v.slot, seen.count, running[i].value, width);
-    for (; i < count; i++)
-      add_heads<K, 1>(score + i * kBlock, v.data, v.apart, v.slot, seen.count, running[i].value, width);
+    for (; i + kQueries <= count && !apart; i += kQueries)
+      add_heads<K, kQueries>(score + i * kBlock, place, seen, running[i].value, width);
+    for (; i < count; i++) {
+      Place own[kBlock];
+      memcpy(own, place, sizeof own);
+      const int32_t* mask = seen.mask(i / rows.G());
+      if (apart) hide(mask, seen, own);
+      if (!apart || any_lane(mask)) add_heads<K, 1>(score + i * kBlock, own, seen, running[i].value, width);
+    }
   });
-}
-
-inline void fold_floats(const Rows& rows, const Part& part, int64_t begin, int64_t end, Running* running) {
-  const Queries& s = rows.s;
-  const int64_t count = rows.count(), width = up(s.H, kLanes);
-  struct Use {};
-  float* q = reinterpret_cast<float*>(space<Use>(4 * (count * width + kBlock * width + count * kBlock)));
-  float *wide = q + count * width, *score = wide + kBlock * width;
-  memset(q, 0, 4 * count * width);
-  for (int64_t i = 0; i < count; i++) to_floats(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, rows.at(i), s.H, q + i * width);
-  Seen seen;
-  for (int64_t at = begin; at < end; at += kBlock)
-    if (seen.look(rows, part, at, end)) fold_block(rows, part, seen, q, wide, score, running);
 }
 
 inline void fold(const Queries& s, const Part* parts, int64_t b, int64_t head, int64_t first, int64_t tokens,
-                 int64_t span, float* state) {
+                 Blocks blocks, float* state) {
   const Rows rows = {s, b, head, first, tokens};
-  const Part* part = parts;
-  while (span >= spans_of(*part)) span -= spans_of(*part++);
-  const int64_t begin = span * kSpan, end = part->slots - begin < kSpan ? part->slots : begin + kSpan;
-  const int64_t width = up(s.H, kLanes), count = rows.count();
+  const int64_t count = rows.count(), width = up(s.H, kLanes);
   struct Use {};
   Running* running = reinterpret_cast<Running*>(space<Use>(count * sizeof(Running)));
-  const auto start = [&] {
-    memset(state, 0, 4 * count * (width + 2));
-    for (int64_t i = 0; i < count; i++) running[i] = {-INFINITY, 0, state + 2 * count + i * width};
-  };
-  start();
+  memset(state, 0, 4 * count * (width + 2));
+  for (int64_t i = 0; i < count; i++) running[i] = {-INFINITY, 0, state + 2 * count + i * width};
+  struct Memory {};
+  float* q = reinterpret_cast<float*>(space<Memory>(4 * (count * width + kBlock * width + count * kBlock)));
+  float *wide = q + count * width, *score = wide + kBlock * width;
+  bool widened = false;
+  Seen seen;
+  for (const Block* block = blocks.begin; block < blocks.end; block++) {
+    if (!seen.look(rows, *block)) continue;
 #ifdef JAXLLM_PAIRS
-  if (!in_pairs(s, *part) || !fold_pairs(rows, *part, begin, end, running)) {
-    start();
-    fold_floats(rows, *part, begin, end, running);
-  }
-#else
-  fold_floats(rows, *part, begin, end, running);
+    if (in_pairs(s, parts, seen)) {
+      fold_pairs(rows, parts, seen, running);
+      continue;
+    }
 #endif
+    if (!widened) {
+      memset(q, 0, 4 * count * width);
+      for (int64_t i = 0; i < count; i++)
+        to_floats(s.bf16 ? Kind::kBF16 : Kind::kF32, s.q, rows.at(i), s.H, q + i * width);
+      widened = true;
+    }
+    fold_block(rows, parts, seen, q, wide, score, running);
+  }
   for (int64_t i = 0; i < count; i++) {
     state[2 * i] = running[i].top;
     state[2 * i + 1] = running[i].total;

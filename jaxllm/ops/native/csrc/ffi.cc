@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "layout.h"
 #include "pieces.h"
 #include "sets.h"
 
@@ -269,6 +270,60 @@ ffi::Error take(ffi::AnyBuffer table, ffi::BufferR1<ffi::S32> index, ffi::Result
   return ffi::Error::Success();
 }
 
+using RowFunction = void (*)(const float* x, int64_t columns, int64_t begin, int64_t end, float* out);
+
+ffi::Error each_row(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, ffi::AnyBuffer& out, bool one, RowFunction run) {
+  if (!is(x, Type::F32, {kAny, kAny})) return wrong("rows are of float32");
+  const int64_t rows = x.dimensions()[0], columns = x.dimensions()[1];
+  if (!(one ? is(out, Type::F32, {rows}) : is(out, Type::F32, {rows, columns})))
+    return wrong("the results do not fit the rows");
+  float* to = static_cast<float*>(out.untyped_data());
+  share(pool, rows, (32 << 10) / (columns + 1) + 1,
+        [&](int64_t begin, int64_t end) { run(data_of<float>(x), columns, begin, end, to); });
+  return ffi::Error::Success();
+}
+
+ffi::Error sum_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
+  return each_row(pool, x, *out, true, kernels_in_use()->sum_rows);
+}
+
+ffi::Error logsumexp_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
+  return each_row(pool, x, *out, true, kernels_in_use()->logsumexp_rows);
+}
+
+ffi::Error softmax_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
+  return each_row(pool, x, *out, false, kernels_in_use()->softmax_rows);
+}
+
+// Rows [R, columns] normalized with weights [columns], and a bias if there is one more argument.
+ffi::Error normalize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs args,
+                     ffi::Result<ffi::AnyBuffer> out, float eps, float offset, bool centered) {
+  const bool bf16 = x.element_type() == Type::BF16;
+  if (x.dimensions().size() != 2 || (!bf16 && x.element_type() != Type::F32) ||
+      !is(*out, x.element_type(), {x.dimensions()[0], x.dimensions()[1]}))
+    return wrong("rows to normalize are of float32 or bfloat16, and so are the results");
+  const int64_t rows = x.dimensions()[0], columns = x.dimensions()[1];
+  Norm norm = {x.untyped_data(), bf16, columns, Kind::kF32, Kind::kF32, nullptr, nullptr, eps, offset, centered};
+  const auto set = [&](const ffi::AnyBuffer& from, Kind& kind, const void*& data) {
+    for (Kind known : {Kind::kF32, Kind::kBF16, Kind::kF16})
+      if (is(from, type_of(known), {columns})) {
+        kind = known;
+        data = from.untyped_data();
+        return true;
+      }
+    return false;
+  };
+  const auto rest = pieces_of(args, 0, args.size());
+  if (!rest.has_value()) return rest.error();
+  if (args.size() > 1 || !set(weight, norm.weight_kind, norm.weight) ||
+      (args.size() && !set(rest.value()[0], norm.bias_kind, norm.bias)))
+    return wrong("the weights and the bias of a norm are floats [columns]");
+  const Kernels* kernels = kernels_in_use();
+  share(pool, rows, (32 << 10) / (columns + 1) + 1,
+        [&](int64_t begin, int64_t end) { kernels->normalize(norm, begin, end, out->untyped_data()); });
+  return ffi::Error::Success();
+}
+
 // What Python does to the masks of grammars: a function of rows' grammars, prompt lengths, lengths and
 // texts. It takes the interpreter's lock; whoever waits for this program has released it.
 using MaskFunction = void (*)(const void*, const void*, const void*, const void*, int64_t, int64_t, void*, int64_t);
@@ -277,11 +332,11 @@ std::atomic<MaskFunction> mask_function{nullptr};
 ffi::Error mask_tokens(ffi::Buffer<ffi::S32> grammar, ffi::Buffer<ffi::S32> prompt, ffi::Buffer<ffi::S32> length,
                        ffi::Buffer<ffi::S32> text, ffi::Result<ffi::Buffer<ffi::U32>> bits) {
   const MaskFunction call = mask_function.load();
-  const int64_t rows = prompt.element_count();
+  const size_t rows = prompt.element_count();
   if (!call) return wrong("no function for masks of tokens is set");
   if (grammar.element_count() != rows || length.element_count() != rows || text.dimensions().size() == 0)
     return wrong("masks of tokens need a grammar, a length and a text for each row");
-  call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), rows,
+  call(grammar.untyped_data(), prompt.untyped_data(), length.untyped_data(), text.untyped_data(), int64_t(rows),
        text.dimensions().back(), bits->untyped_data(), bits->dimensions().back());
   return ffi::Error::Success();
 }
@@ -349,25 +404,31 @@ ffi::Error write(ffi::BufferR0<ffi::S32> cursor, ffi::RemainingArgs args, ffi::R
   return ffi::Error::Success();
 }
 
-ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer position, ffi::RemainingArgs args,
-                  ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window, float cap) {
+ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer position, ffi::AnyBuffer row,
+                  ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out, int64_t cached, float scale, int64_t window,
+                  float cap) {
   const auto size = q.dimensions();
   const bool bf16 = q.element_type() == Type::BF16;
   if (size.size() != 4 || (!bf16 && q.element_type() != Type::F32) ||
       !is(*out, q.element_type(), {size[0], size[1], size[2], size[3]}) || !is(position, Type::S32, {size[0], size[1]}))
     return wrong("queries are [B, T, N, H] in float32 or bfloat16, their positions [B, T]");
+  if (!is(row, Type::S32, {cached ? size[0] : 0})) return wrong("each row of queries has a row of the cached parts");
   Queries queries = {
       q.untyped_data(), bf16, data_of<int32_t>(position), size[0], size[1], size[2], 0, size[3], window, scale, cap};
   const auto pieces = pieces_of(args, 0, args.size());
   if (!pieces.has_value()) return pieces.error();
-  const auto found = parts_of(pieces.value(), queries);
+  const auto found = parts_of(pieces.value(), size_t(cached), data_of<int32_t>(row), queries);
   if (!found.has_value()) return found.error();
   const std::vector<Part>& parts = found.value();
   if (!out->element_count()) return ffi::Error::Success();
   const Kernels* kernels = kernels_in_use();
   const int64_t strips = (queries.T + kStrip - 1) / kStrip, tasks = queries.B * queries.K * strips;
+  std::vector<Layout> layouts(queries.B);
+  share(pool, queries.B, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b++) layouts[b].build(parts, b);
+  });
   int64_t spans = 0;
-  for (const Part& part : parts) spans += spans_of(part);
+  for (const Layout& layout : layouts) spans = std::max(spans, layout.spans());
   if (!spans) {  // nothing is visible
     std::memset(out->untyped_data(), 0, out->element_count() * element_bytes(q));
     return ffi::Error::Success();
@@ -387,7 +448,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
     share(pool, tasks * spans, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
         strip(i / spans, [&](int64_t b, int64_t k, int64_t first, int64_t count) {
-          kernels->fold(queries, parts.data(), b, k, first, count, i % spans, state(i));
+          kernels->fold(queries, parts.data(), b, k, first, count, layouts[b].of_span(i % spans), state(i));
         });
     });
   share(pool, tasks, 1, [&](int64_t begin, int64_t end) {
@@ -399,10 +460,10 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer positio
         } else {
           all = reinterpret_cast<float*>(scratch(2 * bytes));
           next = all + bytes / 4;
-          kernels->fold(queries, parts.data(), b, k, first, count, 0, all);
+          kernels->fold(queries, parts.data(), b, k, first, count, layouts[b].of_span(0), all);
         }
-        for (int64_t span = 1; span < spans; span++) {
-          if (!at_once) kernels->fold(queries, parts.data(), b, k, first, count, span, next);
+        for (int64_t span = 1; span < layouts[b].spans(); span++) {
+          if (!at_once) kernels->fold(queries, parts.data(), b, k, first, count, layouts[b].of_span(span), next);
           kernels->merge(queries, count, all, at_once ? state(i * spans + span) : next);
         }
         kernels->put(queries, b, k, first, count, all, out->untyped_data());
@@ -457,6 +518,22 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_write, jaxllm::write,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxllm_read, jaxllm::read,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::BufferR0<ffi::U32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_sum_rows, jaxllm::sum_rows,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_logsumexp_rows, jaxllm::logsumexp_rows,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_softmax_rows, jaxllm::softmax_rows,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_normalize, jaxllm::normalize,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("eps")
+                                  .Attr<float>("offset")
+                                  .Attr<bool>("centered"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_mask_tokens, jaxllm::mask_tokens,
                               ffi::Ffi::Bind()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -469,8 +546,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxllm_attend, jaxllm::attend,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("cached")
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<float>("cap"));

@@ -73,9 +73,17 @@ struct Part {
   Kind kind;                        // kF32, kBF16, kF16, kInt8
   bool one_k, one_v, one_position;  // a row shared by all
   int64_t slots;
+  // Which of the other rows each row of queries reads, of `rows`; null: its own.
+  const int32_t* row;
+  int64_t rows;
   const void *k, *v;
   const float *k_scale, *v_scale;  // int8: [B or 1, S, K]
   const int32_t* position;
+
+  int64_t row_of(int64_t b) const {
+    if (!row) return b;
+    return row[b] < 0 ? 0 : (row[b] < rows ? row[b] : rows - 1);
+  }
 };
 
 // Queries [B, T, N, H], in float32 or bfloat16, and their positions. window < 0: none. cap: soft cap on scores;
@@ -88,10 +96,34 @@ struct Queries {
   float scale, cap;
 };
 
-constexpr int64_t kStrip = 16, kSpan = 512;
+// Rows to normalize [rows, columns], float32 or bfloat16: x / sqrt(mean of squares + eps) * (weight + offset) + bias, of
+// x less its mean if `centered`. The weights and the bias (null: none) are arrays of floats.
+struct Norm {
+  const void* x;
+  bool bf16;
+  int64_t columns;
+  Kind weight_kind, bias_kind;
+  const void *weight, *bias;
+  float eps, offset;
+  bool centered;
+};
 
-// Spans of a part.
-inline int64_t spans_of(const Part& part) { return (part.slots + kSpan - 1) / kSpan; }
+constexpr int64_t kStrip = 16, kBlock = 64, kSpan = 512;
+
+// What a row's queries can attend to at kBlock positions from `base` (a multiple) on: where each one's key and value
+// are. part: -1 if there is none.
+struct Block {
+  struct Slot {
+    int32_t part, slot;
+  };
+  int64_t base;
+  Slot lane[kBlock];
+};
+
+// Consecutive blocks.
+struct Blocks {
+  const Block *begin, *end;
+};
 
 struct Products {
   bool (*takes)(const Weight&, const Input&);
@@ -107,14 +139,21 @@ struct Kernels {
   Products products;
   // Weight rows begin <= o < end as bfloat16 or float32, [rows, columns].
   void (*widen)(const Weight&, int64_t begin, int64_t end, bool bf16, void* out);
-  // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. Spans of kSpan slots (of
-  // all parts, in order) are folded into one state each, of state_bytes; the states are merged in order into the
-  // first; and the softmax-weighted values [tokens, N / K, H] are written to out [B, T, N, H], in the queries' type.
+  // Attention of a strip of up to kStrip queries from `first` on, of row b and key head k. The row's blocks of kSpan
+  // positions are folded into one state, of state_bytes; the states are merged in order of positions into the first;
+  // and the softmax-weighted values [tokens, N / K, H] are written to out [B, T, N, H], in the queries' type.
   size_t (*state_bytes)(const Queries&, int64_t tokens);
-  void (*fold)(const Queries&, const Part*, int64_t b, int64_t k, int64_t first, int64_t tokens, int64_t span,
+  void (*fold)(const Queries&, const Part*, int64_t b, int64_t k, int64_t first, int64_t tokens, Blocks of_span,
                float* state);
   void (*merge)(const Queries&, int64_t tokens, float* state, const float* next);
   void (*put)(const Queries&, int64_t b, int64_t k, int64_t first, int64_t tokens, float* state, void* out);
+  // Of rows begin <= r < end of x [rows, columns], in one order of additions: the sum; the logarithm of the sum of
+  // exponentials; the softmax [rows, columns].
+  void (*sum_rows)(const float* x, int64_t columns, int64_t begin, int64_t end, float* sum);
+  void (*logsumexp_rows)(const float* x, int64_t columns, int64_t begin, int64_t end, float* sum);
+  void (*softmax_rows)(const float* x, int64_t columns, int64_t begin, int64_t end, float* out);
+  // Rows begin <= r < end to out, in the type of x.
+  void (*normalize)(const Norm&, int64_t begin, int64_t end, void* out);
   // The same products by a matrix unit, with another order of additions; null if there is none.
   Products many;
 };

@@ -49,67 +49,82 @@ inline void pairs_products(int64_t rows, int64_t columns, const uint32_t* a, int
   }
 }
 
-// Keys of the visible slots, as pairs of channels by slot: out[H / 2][kBlock].
-inline void turned_keys(const uint16_t* k, int64_t apart, const Seen& seen, int64_t H, uint32_t* out) {
-  for (int64_t j = 0; j < kBlock; j += kLanes)
-    for (int64_t h = 0; h < H; h += kHalves) {
-      Bits row[kLanes];
-      for (int64_t i = 0; i < kLanes; i++)
-        row[i] = j + i < seen.count ? load<Bits>(k + seen.slot[j + i] * apart + h) : Bits{};
-      transpose(row, out + h / 2 * kBlock + j, kBlock);
-    }
+// A row of keys or values of a lane; null if `mask` hides it.
+template <bool Keys>
+const uint16_t* halves_at(const Rows& rows, const Part* parts, const Seen& seen, const int32_t* mask, int64_t j) {
+  if (!mask[j]) return nullptr;
+  const Block::Slot& slot = seen.block->lane[j];
+  const Part& part = parts[slot.part];
+  const int64_t row = (Keys ? part.one_k : part.one_v) ? 0 : part.row_of(rows.b);
+  return static_cast<const uint16_t*>(Keys ? part.k : part.v) +
+         ((row * part.slots + slot.slot) * rows.s.K + rows.head) * rows.s.H;
 }
 
-// Values as pairs of slots by channel: out[kBlock / 2][H]. False if one is not finite.
-inline bool paired_values(const uint16_t* v, int64_t apart, const Seen& seen, int64_t H, uint32_t* out) {
+// Keys of the visible lanes, as pairs of channels by lane: out[H / 2][kBlock].
+inline void turned_keys(const Rows& rows, const Part* parts, const Seen& seen, uint32_t* out) {
+  for (int64_t j = 0; j < kBlock; j += kLanes) {
+    const uint16_t* key[kLanes];
+    for (int64_t i = 0; i < kLanes; i++) key[i] = halves_at<true>(rows, parts, seen, seen.any, j + i);
+    for (int64_t h = 0; h < rows.s.H; h += kHalves) {
+      Bits row[kLanes];
+      for (int64_t i = 0; i < kLanes; i++) row[i] = key[i] ? load<Bits>(key[i] + h) : Bits{};
+      transpose(row, out + h / 2 * kBlock + j, kBlock);
+    }
+  }
+}
+
+// Values that `mask` shows, as pairs of lanes by channel: out[lanes / 2][H]. False if one is not finite.
+inline bool paired_values(const Rows& rows, const Part* parts, const Seen& seen, const int32_t* mask, uint32_t* out) {
+  const int64_t H = rows.s.H;
   Halves wild = {};
-  for (int64_t j = 0; j < kBlock; j += 2)
+  for (int64_t j = 0; j < seen.lanes(); j += 2) {
+    const uint16_t *even = halves_at<false>(rows, parts, seen, mask, j),
+                   *odd = halves_at<false>(rows, parts, seen, mask, j + 1);
     for (int64_t h = 0; h < H; h += kHalves) {
-      const Halves a = j < seen.count ? load<Halves>(v + seen.slot[j] * apart + h) : Halves{};
-      const Halves b = j + 1 < seen.count ? load<Halves>(v + seen.slot[j + 1] * apart + h) : Halves{};
+      const Halves a = even ? load<Halves>(even + h) : Halves{}, b = odd ? load<Halves>(odd + h) : Halves{};
       wild |= Halves((a & 0x7f80) == 0x7f80) | Halves((b & 0x7f80) == 0x7f80);
       Halves first, second;
       interleave(a, b, first, second);
       store(out + j / 2 * H + h, first);
       store(out + j / 2 * H + h + kLanes, second);
     }
+  }
   return !any_of(Bits(wild) | Bits(wild) << 16);
 }
 
-inline bool in_pairs(const Queries& s, const Part& part) {
-  return s.bf16 && s.H % kHalves == 0 && part.kind == Kind::kBF16;
+inline bool in_pairs(const Queries& s, const Part* parts, const Seen& seen) {
+  bool all = s.bf16 && s.H % kHalves == 0;
+  for (int64_t j = 0; j < kBlock && all; j++)
+    if (seen.any[j]) all = parts[seen.block->lane[j].part].kind == Kind::kBF16;
+  return all;
 }
 
-// False if a visible value is not finite: it must not reach queries that do not attend to it.
-inline bool fold_pairs(const Rows& rows, const Part& part, int64_t begin, int64_t end, Running* running) {
+inline void fold_pairs(const Rows& rows, const Part* parts, const Seen& seen, Running* running) {
   const Queries& s = rows.s;
-  const int64_t H = s.H, count = rows.count(), apart = s.K * H;
+  const int64_t H = s.H, count = rows.count();
   struct Use {};
   uint8_t* memory = space<Use>(4 * (count * kBlock + H * kBlock) + 2 * count * (H + kBlock));
   float* score = reinterpret_cast<float*>(memory);
   uint32_t *k = reinterpret_cast<uint32_t*>(score + count * kBlock), *v = k + H / 2 * kBlock;
   uint16_t *q = reinterpret_cast<uint16_t*>(v + H / 2 * kBlock), *weight = q + count * H;
   for (int64_t i = 0; i < count; i++) memcpy(q + i * H, static_cast<const uint16_t*>(s.q) + rows.at(i), 2 * H);
-  const uint16_t* keys =
-      static_cast<const uint16_t*>(part.k) + ((part.one_k ? 0 : rows.b * part.slots) * s.K + rows.head) * H;
-  const uint16_t* values =
-      static_cast<const uint16_t*>(part.v) + ((part.one_v ? 0 : rows.b * part.slots) * s.K + rows.head) * H;
-  Seen seen;
-  for (int64_t at = begin; at < end; at += kBlock) {
-    if (!seen.look(rows, part, at, end)) continue;
-    turned_keys(keys, apart, seen, H, k);
-    pairs_products(count, kBlock, reinterpret_cast<uint32_t*>(q), H / 2, k, kBlock, H / 2, score, kBlock, false);
-    for (int64_t i = 0; i < count; i++) {
-      float* line = score + i * kBlock;
-      absorb(s, line, nullptr, seen.mask(i / rows.G()), seen.count, running[i], H);
-      put_floats(line, kBlock, true, weight, i * kBlock);
-    }
-    if (!paired_values(values, apart, seen, H, v)) return false;
-    // Values of all rows, consecutively.
-    pairs_products(count, H, reinterpret_cast<uint32_t*>(weight), kBlock / 2, v, H, (seen.count + 1) / 2,
-                   running[0].value, H, true);
+  turned_keys(rows, parts, seen, k);
+  pairs_products(count, kBlock, reinterpret_cast<uint32_t*>(q), H / 2, k, kBlock, H / 2, score, kBlock, false);
+  for (int64_t i = 0; i < count; i++) {
+    float* line = score + i * kBlock;
+    absorb(s, line, nullptr, seen.mask(i / rows.G()), seen.lanes(), running[i], H);
+    put_floats(line, kBlock, true, weight, i * kBlock);
   }
-  return true;
+  const uint32_t* all = reinterpret_cast<uint32_t*>(weight);
+  // Values of all rows, consecutively.
+  if (paired_values(rows, parts, seen, seen.any, v)) {
+    pairs_products(count, H, all, kBlock / 2, v, H, seen.lanes() / 2, running[0].value, H, true);
+    return;
+  }
+  for (int64_t i = 0; i < count; i++) {  // 0 times NaN is NaN: each row adds only what it attends to
+    paired_values(rows, parts, seen, seen.mask(i / rows.G()), v);
+    pairs_products(1, H, all + i * kBlock / 2, kBlock / 2, v, H, seen.lanes() / 2, running[i].value, H, true);
+  }
 }
 
 }  // namespace

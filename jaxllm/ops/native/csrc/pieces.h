@@ -2,6 +2,7 @@
 // kernels read within bounds whatever the buffers hold.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -168,8 +169,9 @@ inline ffi::ErrorOr<Weight> weight_of(const std::vector<ffi::AnyBuffer>& piece, 
 }
 
 // The parts of a cache, which determine the queries' K: for each its k, v and positions, and then the
-// two scales if k is int8.
-inline ffi::ErrorOr<std::vector<Part>> parts_of(const std::vector<ffi::AnyBuffer>& piece, Queries& queries) {
+// two scales if k is int8. Of the first `cached` parts, each row of queries reads the row that `row` [B] says.
+inline ffi::ErrorOr<std::vector<Part>> parts_of(const std::vector<ffi::AnyBuffer>& piece, size_t cached,
+                                                const int32_t* row, Queries& queries) {
   const int64_t B = queries.B, H = queries.H;
   std::vector<Part> parts;
   for (size_t i = 0; i < piece.size();) {
@@ -186,7 +188,10 @@ inline ffi::ErrorOr<std::vector<Part>> parts_of(const std::vector<ffi::AnyBuffer
         part.kind = kind;
         known = true;
       }
-    for (int64_t rows : {k_rows, v_rows, at_rows}) known = known && (rows == 1 || rows == B);
+    part.row = parts.size() < cached ? row : nullptr;
+    part.rows = std::max({k_rows, v_rows, at_rows});
+    for (int64_t rows : {k_rows, v_rows, at_rows})
+      known = known && (rows == 1 || rows == (part.row ? part.rows : B)) && (part.rows || !part.row);
     if (!parts.empty()) known = known && K == queries.K;
     if (!known || !is(v, k.element_type(), {v_rows, slots, K, H}) || k.dimensions()[3] != H ||
         !is(at, Type::S32, {at_rows, slots}))

@@ -1,6 +1,7 @@
 // The kernels of one instruction set: compiled once for each, with its flags, its layer and its name.
 #include "attention.h"
 #include "inputs.h"
+#include "row_sums.h"
 
 #ifndef JAXLLM_SET
 #define JAXLLM_SET portable
@@ -44,7 +45,7 @@ bool always(const Weight&, const Input&) { return true; }
 
 const Kernels* JAXLLM_NAMED(JAXLLM_SET, _kernels)() {
   static constexpr Kernels kernels = {
-      {always, prepared_bytes, prepare, multiply}, widen_any, state_bytes, fold, merge, put, {}};
+      {always, prepared_bytes, prepare, multiply}, widen_any, state_bytes, fold, merge, put, sum_rows, logsumexp_rows, softmax_rows, normalize, {}};
   return &kernels;
 }
 

@@ -6,8 +6,6 @@
 namespace jaxllm {
 namespace {
 
-constexpr int64_t kBlock = 64;
-
 // The query rows of one call: G heads of each token.
 struct Rows {
   const Queries& s;
@@ -21,22 +19,38 @@ struct Rows {
   }
 };
 
-// Which slots of a block are visible to any token, and which of those to each.
+// A key head's keys or values of one slot.
+struct Place {
+  Kind kind;
+  const void* data;
+  int64_t at;  // of its first number
+};
+
+// Which lanes of a block are visible to any token, in pairs of neighbors, and which of those to each.
 struct Seen {
-  int64_t count, slot[kBlock];
-  alignas(64) int32_t masks[kStrip][kBlock];
+  const Block* block;
+  int64_t pairs, pair[kBlock / 2];
+  alignas(64) int32_t masks[kStrip][kBlock], any[kBlock];
 
   const int32_t* mask(int64_t token) const { return masks[token]; }
+  int64_t lanes() const { return pairs ? 2 * pair[pairs - 1] + 2 : 0; }  // all visible ones are among these
 
-  // Up to a block of slots from `begin` on; returns how many are visible.
-  int64_t look(const Rows& rows, const Part& part, int64_t begin, int64_t end) {
+  // Returns whether there are any.
+  bool look(const Rows& rows, const Block& of) {
     const Queries& s = rows.s;
     const int32_t* asks = s.position + rows.b * s.T + rows.first;
-    const int32_t* from = part.position + (part.one_position ? 0 : rows.b * part.slots) + begin;
-    const int64_t n = end - begin < kBlock ? end - begin : kBlock;
     const int32_t window = s.window < 0 || s.window > INT32_MAX ? INT32_MAX : int32_t(s.window);
-    int32_t position[kBlock], any[kBlock] = {};
-    for (int64_t j = 0; j < kBlock; j++) position[j] = j < n ? from[j] : -1;
+    block = &of;
+    pairs = 0;
+    int32_t last = -1, least = INT32_MAX;
+    for (int64_t t = 0; t < rows.tokens; t++) {
+      last = asks[t] > last ? asks[t] : last;
+      least = asks[t] >= 0 && asks[t] < least ? asks[t] : least;
+    }
+    if (last < of.base || (s.window >= 0 && least - of.base >= s.window + kBlock)) return false;
+    alignas(64) int32_t position[kBlock];
+    for (int64_t j = 0; j < kBlock; j++) position[j] = of.lane[j].part < 0 ? -1 : int32_t(of.base + j);
+    memset(any, 0, sizeof any);
     for (int64_t t = 0; t < rows.tokens; t++)
       for (int64_t j = 0; j < kBlock; j += kLanes) {
         const Ints k = load<Ints>(position + j), q = Ints{} + asks[t];
@@ -44,20 +58,13 @@ struct Seen {
         store(masks[t] + j, mine);
         store(any + j, load<Ints>(any + j) | mine);
       }
-    count = 0;
-    for (int64_t j = 0; j < n; j++) {
-      slot[count] = begin + j;
-      count -= any[j];
-    }
-    for (int64_t j = 0, to = 0; j < n && count < n; j++)
-      if (any[j]) {
-        for (int64_t t = 0; t < rows.tokens; t++) masks[t][to] = masks[t][j];
-        to++;
-      }
-    for (int64_t t = 0; t < rows.tokens && count < n; t++)
-      for (int64_t j = count; j < n; j++) masks[t][j] = 0;
-    return count;
+    for (int64_t j = 0; j < kBlock / 2; j++)
+      if (any[2 * j] | any[2 * j + 1]) pair[pairs++] = j;
+    return pairs > 0;
   }
+
+  // Where lane j is read: its neighbor's place if only that one is visible, so that nothing else is touched.
+  const Block::Slot& slot(int64_t j) const { return block->lane[any[j] ? j : j ^ 1]; }
 };
 
 // A query's running softmax: largest score, sum of weights, weighted sum of values.
@@ -104,13 +111,13 @@ inline bool absorb(float* line, float scale, const float* each, const int32_t* m
   return true;
 }
 
-// The same for queries that may have a soft cap (Gemma 2, section 2): it is first applied to the first `seen` products.
+// The same for queries that may have a soft cap (Gemma 2, section 2): it is first applied to the first `lanes` products.
 // Infinite products are not wild then.
-inline bool absorb(const Queries& s, float* line, const float* each, const int32_t* mask, int64_t seen, Running& row,
+inline bool absorb(const Queries& s, float* line, const float* each, const int32_t* mask, int64_t lanes, Running& row,
                    int64_t width) {
   if (!(s.cap > 0)) return absorb(line, s.scale, each, mask, row, width);
   const float inverse = 1 / s.cap;
-  for (int64_t j = 0; j < seen; j += kLanes) {
+  for (int64_t j = 0; j < lanes; j += kLanes) {
     const Floats score = load<Floats>(line + j) * (each ? load<Floats>(each + j) : all_of(s.scale));
     store(line + j, tanh_of(score * inverse) * s.cap);
   }
@@ -120,7 +127,7 @@ inline bool absorb(const Queries& s, float* line, const float* each, const int32
 // Bytes of the state of a strip's rows: top and total of each, then the value of each.
 inline size_t state_bytes(const Queries& s, int64_t tokens) { return 4 * tokens * (s.N / s.K) * (up(s.H, kLanes) + 2); }
 
-// Merges a state with that of later slots.
+// Merges a state with that of later positions.
 inline void merge(const Queries& s, int64_t tokens, float* state, const float* next) {
   const int64_t count = tokens * (s.N / s.K), width = up(s.H, kLanes);
   for (int64_t i = 0; i < count; i++) {

@@ -1,0 +1,49 @@
+"""Whether a model keeps the promise of `Precision.invariant`: bits that depend on a row alone."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jaxllm.ops import native
+from jaxllm.weights.experts import is_kernel_ready
+from jaxllm.weights.formats import as_weight
+from jaxllm.weights.model import Model
+from jaxllm.weights.paths import Params, flatten
+from jaxllm.weights.types.base import WeightBase
+
+
+def make_invariant(model: Model) -> Model:
+    """Return the model with `Precision.invariant`; a sharded one as it is."""
+    if model.is_sharded or model.precision.invariant:
+        return model
+    made: Model = model.clone(precision=dataclasses.replace(model.precision, invariant=True))
+    return made
+
+
+def has_invariant_rows(model: Model, params: Params) -> bool:
+    """Whether a text has the same bits alone, among others, and cut into any steps.
+
+    That needs `Precision.invariant`, the native kernels, one device, attention to all of the text
+    or a window of it, and weights that the kernels read.
+    """
+    config = model.config
+    if not model.precision.invariant or not native.is_enabled() or model.is_sharded:
+        return False
+    if jax.default_backend() != "cpu" or any(rope.is_self_extended for rope in config.ropes):
+        return False
+    if any(config.long_attention(i) is not None for i in range(config.num_hidden_layers)):
+        return False
+    return all(_has_kernel(value) for _, value in flatten(params))
+
+
+def _has_kernel(value: Any) -> bool:
+    leaf = as_weight(value)
+    if leaf.ndim < 2:
+        return True
+    if leaf.ndim > 2:
+        return is_kernel_ready(leaf)
+    if leaf.is_composite:
+        parts = leaf.array_fields().values()
+        return all(_has_kernel(x) for x in parts if isinstance(x, WeightBase))
+    return leaf.native_matrix() is not None

@@ -1,0 +1,80 @@
+"""A row's bits depend on its own text alone (`Precision.invariant`), with the native kernels.
+
+Whatever else runs with it, and however it is cut into steps: every way of running a text gives the
+same logits as one `forward` of all of it, to the last bit.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+from jaxllm.models import FAMILIES
+from jaxllm.ops import native
+from jaxllm.weights.quantize import quantize
+from tests.tiny_models import load_twin, save_random, tokens
+
+pytestmark = pytest.mark.skipif(not native.is_enabled(), reason="no native kernels")
+LENGTH = 61
+
+
+def load_invariant(directory: Path, dtype: str, weights: str | None) -> tuple[Any, Any]:
+    twin = load_twin(directory, dtype)
+    params = twin.params if weights is None else quantize(twin.params, weights)
+    precision = dataclasses.replace(twin.model.precision, invariant=True)
+    return twin.model.clone(precision=precision), params
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_random(folder, request.param)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "dtype, weights", [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+)
+def test_every_way_of_running_a_text_has_the_same_bits(
+    directory: Path, dtype: str, weights: str | None
+) -> None:
+    model, params = load_invariant(directory, dtype, weights)
+    ids = tokens(1, LENGTH)
+    whole = np.asarray(jaxllm.forward(model, params, None, ids).logits)[0]
+    for name, found in ways(model, params, ids):
+        at = [i for i, row in found.items() if row.tobytes() != whole[i].tobytes()]
+        assert not at, (name, at, max(np.abs(found[i] - whole[i]).max() for i in at))
+
+
+def ways(model: Any, params: Any, ids: np.ndarray) -> Any:
+    """Yield ways of running the text: a name, and the logits by place."""
+    T = ids.shape[1]
+    for chunk, capacity in ((1, 80), (7, 64), (16, 512), (40, 61)):
+        cache = jaxllm.init_cache(model, 1, capacity)
+        logits, cache = jaxllm.prefill(model, params, cache, ids[:, : T - 3], chunk=chunk)
+        found = {T - 4: np.asarray(logits[0])}
+        for at in range(T - 3, T):
+            logits, cache = jaxllm.decode_step(model, params, cache, ids[:, at])
+            found[at] = np.asarray(logits[0])
+        yield f"chunks of {chunk}, capacity {capacity}", found
+    for rows, left in ((3, True), (9, False), (20, True)):
+        others = tokens(rows, 75, seed=rows)
+        lengths = np.arange(rows) * 7 % 60 + 10
+        lengths[rows // 2] = T
+        positions = np.full((rows, 75), -1)
+        for r, n in enumerate(lengths):
+            at = slice(75 - n, 75) if left else slice(0, n)
+            positions[r, at] = np.arange(n)
+            if r == rows // 2:
+                others[r, at] = ids[0]
+        cache = jaxllm.init_cache(model, rows, 80)
+        logits, cache = jaxllm.prefill(
+            model, params, cache, others, positions_BT=positions, chunk=32
+        )
+        yield (
+            f"row of {rows}, padding on the {'left' if left else 'right'}",
+            {T - 1: np.asarray(logits[rows // 2])},
+        )
