@@ -79,15 +79,18 @@ def run_layer(
     x_BTD: jax.Array,
     position_BT: jax.Array,
     length_B: jax.Array,
+    read: frozenset[str] = frozenset(),
 ) -> Layer:
     """Run one layer on the output of the layers before it, without a cache.
 
-    params: the layer's own. Precision overrides by module path do not apply here.
+    params: the layer's own. Precision overrides by module path do not apply here. read: the sites
+    to record, without the layer's number.
     """
     c: ModelConfig = model.config
     block = get_family(c.model_type).block
     made: Any = block(config=c, precision=model.precision, layer=layer, parent=None)
-    scope = AttentionContext(position_BT, angles=rotary_angles(c, position_BT, length_B))
+    angles = rotary_angles(c, position_BT, length_B)
+    scope = AttentionContext(position_BT, angles=angles, read=read)
     ran: Layer = made.apply({"params": params}, x_BTD, scope)
     return ran
 
