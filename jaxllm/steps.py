@@ -147,7 +147,8 @@ def forward(
         model, params, *past, tokens_BT, positions_BT, checked,
         bool(hidden_states), attention_mass, names, weights,
     )  # fmt: skip
-    return out.replace(delta=out.delta.replace(edits_B=made_with_B))
+    delta = out.delta.replace(edits_B=made_with_B)
+    return out.replace(delta=delta, sites={name: out.sites[name] for name in names})
 
 
 def decode_step(
@@ -176,10 +177,8 @@ def decode_step(
     _check_mass(attention_mass)
     tokens_BT, positions_BT = check_inputs(model, cache, token_B[:, None], None)
     check_fits(cache, positions_BT)
-    names, checked = (
-        check_read(model, read),
-        check_edits(model, edits, cache.batch, 1, cache.slots + 1),
-    )
+    names = check_read(model, read)
+    checked = check_edits(model, edits, cache.batch, 1, cache.slots + 1)
     cache = label_cache(cache, checked)
     return _run_compiled(
         _DECODE_STEP, cache, donate, model, params, tokens_BT, positions_BT, checked,
@@ -496,9 +495,13 @@ _PREFILL = _compile_step(_prefill, (2, 7, 8, 9))
 def _run_compiled(
     compiled: tuple[Any, Any], cache: KVCache, donate: bool, *args: Any
 ) -> StepOutput:
-    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied."""
+    """Call a compiled step on the tail. Frozen segments are inputs only, so they are not copied.
+
+    args: the last are the names of the sites to read.
+    """
     out: StepOutput = compiled[donate](cache.replace(frozen=()), cache.frozen, *args)
-    return out.replace(cache=out.cache.replace(frozen=cache.frozen))
+    sites = {name: out.sites[name] for name in args[-1]}
+    return out.replace(cache=out.cache.replace(frozen=cache.frozen), sites=sites)
 
 
 def _check_mass(attention_mass: MassMode) -> None:

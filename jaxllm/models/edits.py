@@ -88,7 +88,7 @@ class Edit(struct.PyTreeNode, kw_only=True):
         if self.rows is not None:
             rows = _fit_numbers("rows", self.rows, 0, B)
             fields["rows"] = (np.arange(B, dtype=np.int32)[:, None] == rows).any(axis=-1)
-        return self.replace(**fields)  # type: ignore[no-any-return]
+        return self.replace(**fields)
 
 
 class Add(Edit):
@@ -192,7 +192,7 @@ class Apply(Edit):
         function = self.function
         if not isinstance(function, jax.tree_util.Partial):
             function = jax.tree_util.Partial(function)
-        return super().fit(axes, shape).replace(function=function)  # type: ignore[no-any-return]
+        return super().fit(axes, shape).replace(function=function)
 
 
 def as_edits(edit: Edit | Callable[..., Any] | list[Any] | tuple[Any, ...]) -> list[Edit]:

@@ -7,6 +7,7 @@ carries a fingerprint of them for each row (`KVCache.edits_B`), and is refused u
 import fnmatch
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,6 +119,35 @@ def check_edits(model: Model, edits: Any, rows: int, tokens: int, slots: int | N
     checked = Edits(tuple(sites), tuple(fitted))
     model.check_sites(edited=tuple(name for names in sites for name in names))
     return checked
+
+
+def stack_rows(by_row: Mapping[int, Edits], rows: int) -> Edits:
+    """Return the edits of a batch whose rows have their own, each checked for one row.
+
+    Rows with edits of one structure share a program; the others' edits are added to it, masked.
+    """
+    kinds = dict[str, dict[int, Edits]]()
+    for row, edits in by_row.items():
+        switched = [
+            x if x.rows is not None else x.replace(rows=np.ones(1, bool)) for x in edits.edits
+        ]
+        edits = edits.replace(edits=tuple(switched))
+        leaves, structure = jax.tree.flatten(edits)
+        kinds.setdefault(f"{structure} {[x.shape for x in leaves]}", {})[row] = edits
+    sites, stacked = list[tuple[str, ...]](), list[Any]()
+    for _, group in sorted(kinds.items()):
+        first, *_ = group.values()
+        sites += first.sites
+        place = partial(_place_rows, rows, np.array([*group]))
+        stacked += jax.tree.map(place, *(edits.edits for edits in group.values()))
+    return Edits(tuple(sites), tuple(stacked))
+
+
+def _place_rows(rows: int, at: np.ndarray, *leaves: Any) -> jax.Array:
+    """Return arrays `[1, ...]` as one `[rows, ...]`, at these rows; zeros elsewhere."""
+    x = np.zeros((rows, *leaves[0].shape[1:]), leaves[0].dtype)
+    x[at] = np.concatenate([np.asarray(leaf) for leaf in leaves])
+    return jax.device_put(x)
 
 
 def _site_shape(config: ModelConfig, axes: str, **sizes: int) -> tuple[int, ...]:

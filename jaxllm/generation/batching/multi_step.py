@@ -11,6 +11,7 @@ from jaxllm.cache.slot_update import NO_SLOT
 from jaxllm.generation.batching.batched_sampling import Drawn, Samplers, draw_by_kind
 from jaxllm.generation.batching.slots import Microbatch, run_own_slots
 from jaxllm.generation.sampling.sampler import Context
+from jaxllm.models.sites import NO_EDITS, Edits
 from jaxllm.weights.model import Model
 from jaxllm.weights.paths import Params
 
@@ -29,10 +30,11 @@ def decode_burst(
     steps: jax.Array,
     adapter_B: jax.Array | None = None,
     top: int = 0,
+    edits: Edits = NO_EDITS,
 ) -> tuple[jax.Array, Drawn, Segment, Context, Samplers]:
     """Decode up to `steps` tokens for every live row; stop after the step in which a row ends.
 
-    steps: at most `burst`, which is static. adapter_B: as in `Microbatch`. top: as in
+    steps: at most `burst`, which is static. adapter_B, edits: as in `Microbatch`. top: as in
     `draw_by_kind`. Returns the number of steps, `[]`, then the tokens of all steps, `[burst, B]`,
     and the new state.
     """
@@ -61,6 +63,7 @@ def decode_burst(
             column_R=zeros_B,
             member_RB=None,
             adapter_R=adapter_B,
+            edits=edits,
         )
         out, tail = run_own_slots(tail, (), model, params, places, None, "logits")
         drawn, context, samplers = draw_by_kind(context, samplers, kind_KB, out[:, 0], top)
